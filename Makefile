@@ -1,0 +1,46 @@
+# Every target sets up its own environment: nothing has to be installed first but Python 3.11 and make.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/ready
+
+# Flags for the recipe: make enwik8 ARGS="--arch llama --seed 1"
+ARGS ?=
+
+.PHONY: enwik8 test check format bench clean help
+
+help:
+	@echo "make enwik8   train a character decoder on enwik8 and watch its geometry (ARGS=... are passed on)"
+	@echo "make test     the whole test suite"
+	@echo "make check    lint, format and types"
+	@echo "make bench    what geomon costs, measured here"
+
+$(READY): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "no '$(PYTHON)' here: install Python 3.11 or later, or say make PYTHON=..."; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or later is needed, this is $$($(PYTHON) --version): make PYTHON=python3.12"; exit 1; }
+	@echo "setting up $(VENV) (once; a few minutes)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+enwik8: $(READY)
+	@$(BIN)/python -m recipes.enwik8 $(ARGS)
+
+test: $(READY)
+	$(BIN)/python -m pytest -q
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)
+	@$(BIN)/python -m benchmarks.reading_cost
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,24 @@
+"""geomon: watch the geometry of a transformer's representations while it trains."""
+
+from geomon.metrics import METRICS, select
+from geomon.monitor import Monitor, __version__, measure
+from geomon.record import Reading, Readings, read
+from geomon.schedule import every, log_spaced
+from geomon.sinks import Memory, Sink, TensorBoard, WandB
+
+__all__ = [
+    "METRICS",
+    "Memory",
+    "Monitor",
+    "Reading",
+    "Readings",
+    "Sink",
+    "TensorBoard",
+    "WandB",
+    "__version__",
+    "every",
+    "log_spaced",
+    "measure",
+    "read",
+    "select",
+]

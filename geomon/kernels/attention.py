@@ -1,0 +1,185 @@
+"""How sharp attention is: from sampled query rows against all their visible keys."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Scores held at once, float32: 16 MB each, a handful of temporaries beside them.
+_BLOCK = 4_194_304
+
+
+class AttentionRows(NamedTuple):
+    """One softmax row reduced to what the metrics need: every field [heads, rows], float64.
+
+    Attributes:
+        entropy: -sum_j A_ij log A_ij, in nats.
+        maximum: max_j A_ij.
+        first: A_ij of the first visible key j, which sinks occupy.
+        visible: Number of keys that the row may see; 0 marks a row that sees none.
+    """
+
+    entropy: Tensor
+    maximum: Tensor
+    first: Tensor
+    visible: Tensor
+
+
+def attention_rows(
+    query: Tensor, key: Tensor, visible: Tensor, scale: float, bias: Tensor | None = None
+) -> AttentionRows:
+    """Softmax rows of the given queries against all visible keys, reduced block by block.
+
+    A_i = softmax_j(scale q_i . k_j + bias_ij) over the visible keys j. Memory stays bounded however
+    long the sequences are: no more than a block of scores exists at a time.
+
+    Args:
+        query: As attended, [sequences, heads, queries, head width].
+        key: As attended, [sequences, key heads, keys, head width]; key heads divide heads.
+        visible: True where a query may attend, broadcastable to [sequences, heads, queries, keys].
+        scale: Factor on the dot products.
+        bias: Added to the scores, broadcastable like `visible`.
+
+    Returns:
+        Reductions with rows = sequences x queries, sequence-major.
+
+    Raises:
+        ValueError: The shapes do not fit one another.
+    """
+    sequences, heads, queries, keys = _score_shape(query, key)
+    visible = visible.expand(sequences, heads, queries, keys)
+    if bias is not None:
+        bias = bias.expand(sequences, heads, queries, keys)
+    step = max(1, _BLOCK // max(1, heads * keys))
+    blocks = []
+    for sequence in range(sequences):
+        for start in range(0, queries, step):
+            rows = slice(start, min(start + step, queries))
+            scores = _scores(query[sequence, :, rows], key[sequence]) * scale
+            if bias is not None:
+                scores = scores + bias[sequence, :, rows]
+            blocks.append(_reduce(scores, visible[sequence, :, rows]))
+    return AttentionRows(*(torch.cat(field, dim=1) for field in zip(*blocks, strict=True)))
+
+
+def attention_entropy(attention: AttentionRows) -> Tensor:
+    """Mean entropy of the attention rows, per head, in nats.
+
+    Godey et al. (2401.12143, figure 15). Range [0, log keys]; uniform causal attention over length
+    T has mean_i log(i + 1). Rows that see no key are left out.
+
+    Args:
+        attention: Reduced softmax rows.
+
+    Returns:
+        [heads]; NaN where no row sees a key.
+    """
+    return _mean_over(attention.entropy, attention.visible > 0)
+
+
+def attention_entropy_normalised(attention: AttentionRows) -> Tensor:
+    """Mean of entropy / log(number of visible keys), per head.
+
+    Makes rows of a causal mask comparable: 1 is uniform, 0 is one-hot, at any length. Range [0, 1].
+    Rows that see fewer than two keys have no choice and are left out.
+
+    Args:
+        attention: Reduced softmax rows.
+
+    Returns:
+        [heads]; NaN where no row sees two keys.
+    """
+    return _mean_over(attention.entropy / attention.visible.log(), attention.visible > 1)
+
+
+def attention_max(attention: AttentionRows) -> Tensor:
+    """Mean of the largest weight of a row, per head: mean_i max_j A_ij.
+
+    Godey et al. (2401.12143, figures 9 and 10). Range (0, 1]. Rows that see fewer than two keys
+    have a maximum of 1 whatever the model does and are left out.
+
+    Args:
+        attention: Reduced softmax rows.
+
+    Returns:
+        [heads]; NaN where no row sees two keys.
+    """
+    return _mean_over(attention.maximum, attention.visible > 1)
+
+
+def attention_sink(attention: AttentionRows) -> Tensor:
+    """Mean weight on the first visible key, per head: the share of attention that a sink takes.
+
+    Range [0, 1]. Rows that see fewer than two keys are left out.
+
+    Args:
+        attention: Reduced softmax rows.
+
+    Returns:
+        [heads]; NaN where no row sees two keys.
+    """
+    return _mean_over(attention.first, attention.visible > 1)
+
+
+def _mean_over(values: Tensor, rows: Tensor) -> Tensor:
+    """Mean over the given rows of each head; 0/0 says NaN where there are none."""
+    return torch.where(rows, values, 0).sum(dim=1) / rows.sum(dim=1)
+
+
+def _score_shape(query: Tensor, key: Tensor) -> tuple[int, int, int, int]:
+    fits = (
+        query.ndim == key.ndim == 4
+        and query.shape[0] == key.shape[0]
+        and query.shape[3] == key.shape[3]
+        and min(*query.shape, *key.shape) > 0
+        and query.shape[1] % key.shape[1] == 0
+    )
+    if not fits:
+        raise ValueError(
+            "expected queries [sequences, heads, queries, head width] and keys [sequences, key "
+            "heads, keys, head width] with key heads dividing heads, got "
+            f"{list(query.shape)} and {list(key.shape)}"
+        )
+    return query.shape[0], query.shape[1], query.shape[2], key.shape[2]
+
+
+def _scores(query: Tensor, key: Tensor) -> Tensor:
+    """Dot products [heads, queries, keys] in float32; query head h faces key head h // group."""
+    key_heads, keys, head_width = key.shape
+    grouped = query.float().reshape(key_heads, -1, head_width)
+    return (grouped @ key.float().transpose(1, 2)).reshape(query.shape[0], -1, keys)
+
+
+def _reduce(scores: Tensor, visible: Tensor) -> AttentionRows:
+    """Entropy, maximum and first weight of each row of `scores`, [heads, queries, keys].
+
+    H = log Z - sum_j A_j s_j on scores shifted by their maximum, so that large scores do not
+    cancel; a row that sees nothing comes out as 0 instead of NaN and is marked by its count.
+    """
+    scores = scores.masked_fill(~visible, -math.inf)
+    top = scores.amax(dim=-1, keepdim=True)
+    scores = scores - torch.where(torch.isfinite(top), top, 0)
+    weights = scores.exp()
+    normaliser = weights.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
+    weights = weights / normaliser
+    entropy = normaliser.log().squeeze(-1) - (weights * scores.masked_fill(~visible, 0)).sum(dim=-1)
+    count = visible.sum(dim=-1)
+    first = visible.to(torch.uint8).argmax(dim=-1, keepdim=True)
+    seen = count > 0
+    return AttentionRows(
+        entropy=torch.where(seen, entropy, 0).double().clamp(min=0),
+        maximum=weights.amax(dim=-1).double(),
+        first=weights.gather(-1, first).squeeze(-1).double(),
+        visible=count.double(),
+    )
+
+
+__all__ = [
+    "AttentionRows",
+    "attention_entropy",
+    "attention_entropy_normalised",
+    "attention_max",
+    "attention_rows",
+    "attention_sink",
+]

@@ -1,0 +1,69 @@
+"""The norm of the mean, the variance and the mean square norm of hidden states.
+
+With M = |mean x|^2, V the variance and Q the mean square norm, M + V = Q (Yamagiwa and Shimodaira,
+2409.11253): what the mean gains, the spread around it loses.
+"""
+
+from torch import Tensor
+
+from geomon.kernels.checks import require_rows
+
+
+def drift_norm(hidden: Tensor) -> Tensor:
+    """Norm of the mean hidden state: |mean x|.
+
+    The drift of Godey et al. (2401.12143, section 3); its square is the M of M + V = Q.
+    Range [0, inf), in units of `hidden`.
+
+    Args:
+        hidden: Rows, [tokens, width].
+
+    Raises:
+        ValueError: `hidden` is not a floating-point matrix with at least one row.
+
+    Example:
+        >>> import torch
+        >>> drift_norm(torch.tensor([[3.0, 4.0], [3.0, 4.0]])).item()
+        5.0
+    """
+    return require_rows(hidden).mean(dim=0).norm()
+
+
+def variance(hidden: Tensor) -> Tensor:
+    """Mean squared distance from the mean: V = mean |x - mean x|^2.
+
+    The trace of the covariance (with 1/tokens, so that M + V = Q holds exactly). Range [0, inf),
+    in squared units of `hidden`. Computed on centred rows: Q - M cancels where the mean is large.
+
+    Args:
+        hidden: Rows, [tokens, width].
+
+    Raises:
+        ValueError: `hidden` is not a floating-point matrix with at least one row.
+
+    Example:
+        >>> import torch
+        >>> variance(torch.tensor([[1.0, 0.0], [-1.0, 0.0]])).item()
+        1.0
+    """
+    rows = require_rows(hidden)
+    return (rows - rows.mean(dim=0)).square().sum(dim=1).mean()
+
+
+def mean_square_norm(hidden: Tensor) -> Tensor:
+    """Mean squared norm of a hidden state: Q = mean |x|^2.
+
+    Range [0, inf), in squared units of `hidden`.
+
+    Args:
+        hidden: Rows, [tokens, width].
+
+    Raises:
+        ValueError: `hidden` is not a floating-point matrix with at least one row.
+
+    Example:
+        >>> import torch
+        >>> mean_square_norm(torch.tensor([[3.0, 4.0], [0.0, 0.0]])).item()
+        12.5
+    """
+    return require_rows(hidden).square().sum(dim=1).mean()

@@ -1,0 +1,189 @@
+"""A layer: what was seen of one layer at one step, and the views that metrics read from it.
+
+*Captured views* are what the window kept. *Derived views* are functions whose parameter names are
+other views, computed when first asked for and then kept, so that metrics share what is expensive.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from geomon.kernels.attention import AttentionRows, attention_rows
+from geomon.kernels.dimension import SCALES
+from geomon.kernels.spectrum import spectrum
+from geomon.neighbours import Neighbours, first_of_each, nearest, nearest_among, unique_rows
+
+# What each captured view is taken from: a window places only the hooks that are asked for.
+CAPTURED: dict[str, str] = {
+    "hidden": "hidden",  # [tokens, width]
+    "token_ids": "hidden",  # [tokens]
+    "positions": "hidden",  # [tokens]
+    "query": "attention",  # as attended, [sequences, heads, queries, head width]
+    "key": "attention",  # as attended, [sequences, key heads, keys, head width]
+    "visible": "attention",  # bool, broadcastable to [sequences, heads, queries, keys]
+    "bias": "attention",  # added to the scores, or None
+    "scale": "attention",  # factor on the dot products
+    "projected_query": "projection",  # [tokens, heads, head width]
+    "projected_key": "projection",  # [tokens, key heads, head width]
+}
+
+# Views of rows of hidden states are measured batch by batch; these rows go together.
+ROW_VIEWS = ("hidden", "token_ids", "positions")
+
+
+def _unique_rows(hidden: Tensor) -> Tensor:
+    return unique_rows(hidden)
+
+
+def _duplicates(hidden: Tensor, unique_rows: Tensor) -> float:
+    return 1 - len(unique_rows) / len(hidden)
+
+
+def _nearest(hidden: Tensor, unique_rows: Tensor) -> Neighbours:
+    return nearest(hidden[unique_rows], k=2 * max(SCALES))
+
+
+def _neighbours(nearest: Neighbours) -> Tensor:
+    return nearest.distances
+
+
+def _distinct(unique_rows: Tensor, token_ids: Tensor, positions: Tensor) -> Tensor:
+    place = torch.stack([token_ids[unique_rows], positions[unique_rows]], dim=1)
+    _, group = torch.unique(place, dim=0, return_inverse=True)
+    return first_of_each(group)
+
+
+def _distinct_neighbours(
+    hidden: Tensor, nearest: Neighbours, unique_rows: Tensor, distinct: Tensor
+) -> Tensor:
+    return nearest_among(nearest, hidden[unique_rows], distinct, k=2).distances
+
+
+def _repeated(hidden: Tensor, distinct: Tensor) -> float:
+    return 1 - len(distinct) / len(hidden)
+
+
+def _attention(
+    query: Tensor, key: Tensor, visible: Tensor, scale: float, bias: Tensor | None
+) -> AttentionRows:
+    return attention_rows(query, key, visible, scale, bias)
+
+
+DERIVED: dict[str, Callable[..., Any]] = {
+    "spectrum": spectrum,  # eigenvalues of the centred covariance, descending, [rank]
+    "unique_rows": _unique_rows,  # index of one row for each distinct content
+    "duplicates": _duplicates,  # share of the rows that copy another
+    "nearest": _nearest,  # neighbours among unique rows: distances and who they are
+    "neighbours": _neighbours,  # distances among unique rows, ascending, [tokens, k]
+    "distinct": _distinct,  # index, among unique rows, of one for each (token id, position)
+    "distinct_neighbours": _distinct_neighbours,  # distances among distinct rows
+    "repeated": _repeated,  # share of the rows that repeat a (token id, position)
+    "attention": _attention,  # reduced softmax rows: AttentionRows
+}
+
+
+def parameters(function: Callable[..., Any]) -> list[str]:
+    """Names of the parameters of `function` that have no default: the views that it reads."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [
+        name
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.default is inspect.Parameter.empty and parameter.kind in kinds
+    ]
+
+
+def captured_views(names: Iterable[str]) -> set[str]:
+    """The captured views that the named views come down to.
+
+    Raises:
+        KeyError: A name that is no view.
+    """
+    leaves: set[str] = set()
+    for name in names:
+        if name in CAPTURED:
+            leaves.add(name)
+        else:
+            leaves |= captured_views(parameters(DERIVED[name]))
+    return leaves
+
+
+class MissingViewError(LookupError):
+    """A view that was not captured at this layer; the message says which and why."""
+
+
+@dataclass
+class Layer:
+    """What was seen of one layer: captured views by name, derived ones when asked for.
+
+    Attributes:
+        index: Depth; 0 is what enters the first block, l is what leaves block l.
+        name: Name of the module, as shown to people.
+        captured: Captured views by name.
+        missing: Why a captured view is not there, by name.
+    """
+
+    index: int
+    name: str
+    captured: Mapping[str, Any]
+    missing: Mapping[str, str] = field(default_factory=dict)
+    _derived: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def view(self, name: str) -> Any:
+        """The view called `name`; a derived one is computed once.
+
+        Raises:
+            MissingViewError: It comes down to something that was not captured.
+            KeyError: There is no view of that name.
+        """
+        if name in self.captured:
+            return self.captured[name]
+        if name in CAPTURED:
+            reason = self.missing.get(name, "it was not seen")
+            raise MissingViewError(f"'{name}' is missing at {self.name}: {reason}")
+        if name not in self._derived:
+            function = DERIVED[name]
+            self._derived[name] = function(*(self.view(part) for part in parameters(function)))
+        return self._derived[name]
+
+    def batches(self, rows: int, count: int) -> list["Layer"]:
+        """Layers of `rows` rows each, at most `count`; what is not made of rows is shared.
+
+        Fewer rows than one batch make one batch of what there is; a rest is left out.
+        """
+        hidden = self.captured.get("hidden")
+        if hidden is None:
+            return [self]
+        full = max(1, min(count, len(hidden) // rows))
+        cuts = [slice(start * rows, (start + 1) * rows) for start in range(full)]
+        return [
+            Layer(
+                self.index,
+                self.name,
+                {k: v[cut] if k in ROW_VIEWS else v for k, v in self.captured.items()},
+                self.missing,
+            )
+            for cut in cuts
+        ]
+
+
+@dataclass
+class Snapshot:
+    """All layers at one step, and what is true of the whole.
+
+    Attributes:
+        layers: By depth; layer 0 has hidden states only.
+        tokens: Rows that were kept, over all batches.
+        mode: "train" or "eval": dropout changes the numbers.
+        dtype: What the hidden states had before they were copied to float32.
+        notes: What a reader of the numbers should know.
+    """
+
+    layers: list[Layer]
+    tokens: int
+    mode: str
+    dtype: str
+    notes: list[str] = field(default_factory=list)

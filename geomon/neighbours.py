@@ -1,0 +1,179 @@
+"""Distances to the nearest neighbours: searched in float32, decided in float64.
+
+FAISS expands |x|^2 + |y|^2 - 2xy in float32, which loses the small distances of rows far from the
+origin and of near-duplicates. So: centre and scale in float64 before the search, ask for more
+candidates than are wanted, drop a row's own entry by its index, compute the candidates' distances
+again in float64 from differences of the rows as given, and sort those.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+faiss: Any
+try:
+    import faiss
+except ImportError:  # the exact search in torch serves
+    faiss = None
+
+# Candidates beyond k: room for float32 to put near-duplicates in the wrong order.
+_SLACK = 12
+# Numbers in one block of differences or of distances: 8 MB in float64, which stays in the cache.
+_BLOCK = 1_048_576
+
+
+class Neighbours(NamedTuple):
+    """The k nearest other rows of each row.
+
+    Attributes:
+        distances: Ascending, [tokens, k], float64.
+        indices: Of the neighbours among the rows, [tokens, k], int64.
+    """
+
+    distances: Tensor
+    indices: Tensor
+
+
+def nearest(rows: Tensor, k: int, *, of: Tensor | None = None) -> Neighbours:
+    """Euclidean distances of rows to their k nearest other rows.
+
+    Equal rows are neighbours at distance 0: take them out first with `unique_rows`.
+
+    Args:
+        rows: Finite points, [tokens, width], any floating-point dtype.
+        k: Number of neighbours; fewer come back where there are fewer other rows.
+        of: Index of the rows whose neighbours are wanted; None for all.
+
+    Returns:
+        Neighbours, of shape [tokens (or len(of)), min(k, tokens - 1)].
+
+    Raises:
+        ValueError: Not a floating-point matrix, fewer than two rows, or `k` below 1.
+
+    Example:
+        >>> nearest(torch.tensor([[0.0], [1.0], [3.0]]), k=2).distances.tolist()
+        [[1.0, 3.0], [1.0, 2.0], [2.0, 3.0]]
+    """
+    if rows.ndim != 2 or not rows.is_floating_point() or rows.shape[0] < 2 or k < 1:
+        raise ValueError(
+            "expected at least 2 floating-point rows [tokens, width] and k of at least 1, got "
+            f"{rows.dtype} {list(rows.shape)} and k={k}"
+        )
+    k = min(k, rows.shape[0] - 1)
+    wanted = torch.arange(len(rows), device=rows.device) if of is None else of
+    points = rows.double()
+    centred = points - points.mean(dim=0)
+    largest = centred.abs().max()
+    scaled = (centred / largest if largest > 0 else centred).float()
+    candidates = _candidates(scaled, scaled[wanted], min(k + 1 + _SLACK, rows.shape[0]))
+    step = max(1, _BLOCK // (candidates.shape[1] * rows.shape[1]))
+    blocks = [
+        _exact(points, wanted[start : start + step], candidates[start : start + step], k)
+        for start in range(0, len(wanted), step)
+    ]
+    distances, index = zip(*blocks, strict=True)
+    return Neighbours(torch.cat(distances), torch.cat(index))
+
+
+def nearest_among(neighbours: Neighbours, rows: Tensor, members: Tensor, k: int) -> Neighbours:
+    """The k nearest of each member row among the member rows alone.
+
+    Read off the neighbours among all rows; searched again only for members that have fewer than k
+    other members there.
+
+    Args:
+        neighbours: Among all rows.
+        rows: All rows, [tokens, width].
+        members: Index of the member rows, int64, ascending.
+        k: Number of neighbours.
+
+    Returns:
+        Neighbours, of shape [members, min(k, members - 1)]; the indices are into `rows`.
+
+    Raises:
+        ValueError: Fewer than two members.
+    """
+    if len(members) < 2:
+        raise ValueError(f"expected at least 2 member rows, got {len(members)}")
+    k = min(k, len(members) - 1)
+    is_member = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
+    is_member[members] = True
+    index = neighbours.indices[members]
+    distances = neighbours.distances[members].masked_fill(~is_member[index], torch.inf)
+    near = distances.topk(min(k, distances.shape[1]), dim=1, largest=False)
+    found = Neighbours(near.values, index.gather(1, near.indices))
+    short = found.distances.isinf().any(dim=1).nonzero().squeeze(1)
+    if found.distances.shape[1] < k:
+        short = torch.arange(len(members), device=rows.device)
+    if len(short) == 0:
+        return found
+    again = nearest(rows[members], k, of=short)
+    if len(short) == len(members):
+        return Neighbours(again.distances, members[again.indices])
+    found.distances[short] = again.distances
+    found.indices[short] = members[again.indices]
+    return found
+
+
+def unique_rows(rows: Tensor) -> Tensor:
+    """Index of one row for each distinct content, ascending.
+
+    Rows are compared on their values as captured. Equality is exact: a search that reports a
+    distance of 0 finds only about half of the copies.
+
+    Args:
+        rows: [tokens, width].
+
+    Returns:
+        int64, [distinct rows].
+
+    Example:
+        >>> unique_rows(torch.tensor([[1.0, 2.0], [0.0, 0.0], [1.0, 2.0]])).tolist()
+        [0, 1]
+    """
+    _, group = torch.unique(rows, dim=0, return_inverse=True)
+    return first_of_each(group)
+
+
+def first_of_each(group: Tensor) -> Tensor:
+    """Index of the first member of each group, ascending.
+
+    Args:
+        group: int64 labels, [tokens].
+
+    Returns:
+        int64, [groups].
+
+    Example:
+        >>> first_of_each(torch.tensor([7, 3, 7, 3, 1])).tolist()
+        [0, 1, 4]
+    """
+    _, label = torch.unique(group, return_inverse=True)
+    count = int(label.max()) + 1 if len(label) else 0
+    order = torch.arange(len(group), device=group.device)
+    first = torch.full((count,), len(group), device=group.device)
+    return first.scatter_reduce(0, label, order, reduce="amin").sort().values
+
+
+def _candidates(points: Tensor, queries: Tensor, count: int) -> Tensor:
+    """Indices of the `count` points nearest to each query, itself among them, in float32."""
+    if faiss is not None and points.device.type == "cpu":
+        _, index = faiss.knn(queries.numpy(), points.numpy(), count)
+        return torch.from_numpy(index)
+    norms = points.square().sum(dim=1)
+    step = max(1, _BLOCK // len(points))
+    found = []
+    for start in range(0, len(queries), step):
+        block = queries[start : start + step]
+        squared = torch.addmm(norms[None, :], block, points.T, alpha=-2)
+        found.append(squared.topk(count, dim=1, largest=False).indices)
+    return torch.cat(found)
+
+
+def _exact(points: Tensor, own: Tensor, candidates: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k smallest distances of a block of rows to their candidates, in float64, and to whom."""
+    squared = points[candidates].sub_(points[own][:, None]).square_().sum(dim=-1)
+    squared.masked_fill_(candidates == own[:, None], torch.inf)
+    order = squared.sort(dim=1)
+    return order.values[:, :k].sqrt(), candidates.gather(1, order.indices[:, :k])

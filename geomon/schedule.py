@@ -1,0 +1,89 @@
+"""Schedules: at which steps a reading is due. A schedule is any function from a step to a bool."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+Schedule = Callable[[int], bool]
+
+# How far a schedule is tried before it is said never to fire; no run waits longer for a curve.
+_HORIZON = 100_000
+
+
+@dataclass(frozen=True)
+class every:  # noqa: N801  (reads as a function: schedule=every(100))
+    """A reading every `steps` steps, beginning at step 0.
+
+    Raises:
+        ValueError: `steps` is below 1.
+
+    Example:
+        >>> [step for step in range(10) if every(4)(step)]
+        [0, 4, 8]
+    """
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        _require_count("every", self.steps)
+
+    def __call__(self, step: int) -> bool:
+        """Whether a reading is due at `step`."""
+        return step % self.steps == 0
+
+
+@dataclass(frozen=True)
+class log_spaced:  # noqa: N801
+    """Readings at `per_octave` steps between each power of two and the next.
+
+    Dense at first: the intrinsic dimension expands in the first hundred or two of steps. Never more
+    than `at_most` steps apart, so that long runs do not go dark.
+
+    Raises:
+        ValueError: `per_octave` or `at_most` is below 1.
+
+    Example:
+        >>> [step for step in range(40) if log_spaced(per_octave=2)(step)]
+        [0, 1, 2, 3, 4, 6, 8, 11, 16, 23, 32]
+    """
+
+    per_octave: int = 4
+    at_most: int = 1000
+
+    def __post_init__(self) -> None:
+        _require_count("log_spaced: per_octave", self.per_octave)
+        _require_count("log_spaced: at_most", self.at_most)
+
+    def __call__(self, step: int) -> bool:
+        """Whether a reading is due at `step`."""
+        if step <= 1:
+            return step >= 0
+        octave = round(self.per_octave * math.log2(step))
+        near = any(
+            round(2 ** (index / self.per_octave)) == step for index in range(octave - 1, octave + 2)
+        )
+        return near or step % self.at_most == 0
+
+
+def check_schedule(schedule: Schedule) -> Schedule:
+    """Give `schedule` back after seeing it fire.
+
+    Raises:
+        ValueError: It fires at none of the first steps, or does not take a step.
+    """
+    if not callable(schedule):
+        raise ValueError(
+            f"schedule is {schedule!r}: expected a function from a step to a bool, such as "
+            "every(100) or log_spaced()"
+        )
+    if not any(schedule(step) for step in range(_HORIZON + 1)):
+        raise ValueError(
+            f"schedule {schedule!r} fires at none of the steps 0 to {_HORIZON}: use one that does, "
+            "such as every(100) or log_spaced()"
+        )
+    return schedule
+
+
+def _require_count(name: str, value: int) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} is a number of steps, 1 or more, got {value!r}")

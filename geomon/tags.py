@@ -1,0 +1,87 @@
+"""Tags: the names under which values are recorded and charted. Built here and nowhere else.
+
+`<metric>/layer_03`, `<metric>/mean` over the layers without layer 0, `<metric>/layer_03/head_1`,
+and parts of either: `twonn/layer_03/std`, `gride/mean/k32`, `qk_cosine/layer_03/min`.
+"""
+
+from typing import NamedTuple
+
+MEAN = "mean"
+SECONDS = "geomon/seconds"
+OVERHEAD = "geomon/overhead"
+
+# Parts that say how far a layer's value can be trusted: charts of them for every layer would bury
+# the values, so sinks get those of the mean alone. The record holds them all.
+_TRUST = frozenset({"std", "n", "duplicates", "repeated"})
+
+
+def layer_tag(metric: str, layer: int, part: str = "") -> str:
+    """Tag of a metric at a layer, or of one part of it.
+
+    Example:
+        >>> layer_tag("twonn", 3, "std")
+        'twonn/layer_03/std'
+    """
+    return "/".join(filter(None, (metric, f"layer_{layer:02d}", part)))
+
+
+def mean_tag(metric: str, part: str = "") -> str:
+    """Tag of a metric's mean over layers, or of one part of it.
+
+    Example:
+        >>> mean_tag("gride", "k32")
+        'gride/mean/k32'
+    """
+    return "/".join(filter(None, (metric, MEAN, part)))
+
+
+def head_part(head: int) -> str:
+    """The part that names a head.
+
+    Example:
+        >>> layer_tag("qk_cosine", 2, head_part(1))
+        'qk_cosine/layer_02/head_1'
+    """
+    return f"head_{head}"
+
+
+class Tag(NamedTuple):
+    """A tag taken apart; `layer` is None for a mean, `head` None where the tag names none."""
+
+    metric: str
+    layer: int | None
+    head: int | None
+    part: str
+
+
+def parse(tag: str) -> Tag | None:
+    """Take a tag apart; None where it is not the tag of a metric.
+
+    Example:
+        >>> parse("qk_cosine/layer_02/head_1")
+        Tag(metric='qk_cosine', layer=2, head=1, part='')
+        >>> parse("geomon/seconds") is None
+        True
+    """
+    metric, _, rest = tag.partition("/")
+    place, _, part = rest.partition("/")
+    if place == MEAN:
+        return Tag(metric, None, None, part)
+    if not place.startswith("layer_") or not place[6:].isdigit():
+        return None
+    if part.startswith("head_") and part[5:].isdigit():
+        return Tag(metric, int(place[6:]), int(part[5:]), "")
+    return Tag(metric, int(place[6:]), None, part)
+
+
+def is_charted(tag: str) -> bool:
+    """Whether sinks get the tag: not for single heads, nor for how sure a single layer's value is.
+
+    Example:
+        >>> [is_charted(tag) for tag in ("twonn/layer_03", "twonn/mean/std", "twonn/layer_03/std")]
+        [True, True, False]
+    """
+    parsed = parse(tag)
+    if parsed is None:
+        return True
+    return parsed.head is None and (parsed.layer is None or parsed.part not in _TRUST)

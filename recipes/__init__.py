@@ -1,0 +1,1 @@
+"""Complete training scripts that use geomon, each with its own README."""

@@ -1,0 +1,1 @@
+"""A character-level language model on enwik8."""

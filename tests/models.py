@@ -1,0 +1,82 @@
+"""Small models that tests share: one from transformers by each route, and plain torch ones."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    BertConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+)
+
+VOCABULARY = 50
+
+_SMALL = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+CONFIGURATIONS = {
+    "gpt2": GPT2Config(
+        vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=3, n_head=4,
+        bos_token_id=None, eos_token_id=None,
+    ),
+    "llama": LlamaConfig(**_SMALL, num_key_value_heads=2, max_position_embeddings=64),
+    "mistral": MistralConfig(
+        **_SMALL, num_key_value_heads=2, max_position_embeddings=64, sliding_window=8
+    ),
+    "bert": BertConfig(**_SMALL, max_position_embeddings=64),
+}  # fmt: skip
+
+
+def transformer(name: str, attention: str = "sdpa") -> nn.Module:
+    torch.manual_seed(0)
+    kind = AutoModel if name == "bert" else AutoModelForCausalLM
+    return kind.from_config(CONFIGURATIONS[name], attn_implementation=attention)
+
+
+class PlainBlock(nn.Module):
+    """A pre-norm block as people write it: fused projection, scaled_dot_product_attention."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.n_head, self.dropout = heads, dropout
+        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.c_attn, self.c_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (self.n_head, -1)).transpose(1, 2)
+            for part in self.c_attn(self.ln_1(x)).chunk(3, dim=-1)
+        )
+        dropout = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        x = x + self.c_proj(y.transpose(1, 2).flatten(2))
+        return x + F.dropout(self.mlp(self.ln_2(x)), self.dropout, self.training)
+
+
+class PlainDecoder(nn.Module):
+    def __init__(
+        self, width: int = 32, layers: int = 3, heads: int = 4, length: int = 64,
+        dropout: float = 0.0,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(VOCABULARY, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(PlainBlock(width, heads, dropout) for _ in range(layers))
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def batch(sequences: int = 8, length: int = 32, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCABULARY, (sequences, length), generator=generator)

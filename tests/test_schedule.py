@@ -1,0 +1,54 @@
+import itertools
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from geomon.schedule import check_schedule, every, log_spaced
+
+
+def fired(schedule, stop):
+    return [step for step in range(stop) if schedule(step)]
+
+
+def test_every_counts_from_zero():
+    assert fired(every(3), 10) == [0, 3, 6, 9]
+
+
+@given(per_octave=st.integers(1, 8), at_most=st.integers(1, 500))
+def test_log_spaced_starts_at_zero_and_never_goes_dark(per_octave, at_most):
+    steps = fired(log_spaced(per_octave, at_most), 3000)
+    assert steps[0] == 0
+    assert {2**power for power in range(11)} <= set(steps)
+    assert max(b - a for a, b in itertools.pairwise(steps)) <= at_most
+
+
+def test_log_spaced_is_dense_at_first_and_even_on_a_log_axis():
+    steps = fired(log_spaced(per_octave=4, at_most=10**9), 5000)
+    assert steps[:9] == [0, 1, 2, 3, 4, 5, 6, 7, 8]
+    late = [b / a for a, b in itertools.pairwise(steps) if a > 100]
+    assert all(abs(ratio - 2**0.25) < 0.02 for ratio in late)
+
+
+def test_schedules_survive_pickling_and_say_what_they_are():
+    again = pickle.loads(pickle.dumps(log_spaced(2, at_most=50)))
+    assert again == log_spaced(2, at_most=50)
+    assert repr(every(7)) == "every(steps=7)"
+
+
+@pytest.mark.parametrize("steps", [0, -1, 2.5, "10"])
+def test_bad_numbers_are_refused(steps):
+    with pytest.raises(ValueError, match="1 or more"):
+        every(steps)
+    with pytest.raises(ValueError, match="1 or more"):
+        log_spaced(steps)
+
+
+def test_a_schedule_that_never_fires_is_refused():
+    with pytest.raises(ValueError, match="fires at none of the steps"):
+        check_schedule(lambda step: False)
+    with pytest.raises(ValueError, match="expected a function"):
+        check_schedule(100)
+    late = lambda step: step == 90_000  # noqa: E731
+    assert check_schedule(late) is late

@@ -1,0 +1,32 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from geomon import tags
+
+WORDS = st.from_regex(r"[a-z][a-z_]{0,12}", fullmatch=True)
+
+
+@given(metric=WORDS, layer=st.integers(0, 300), head=st.integers(0, 200))
+def test_what_is_built_is_taken_apart_again(metric, layer, head):
+    assert tags.parse(tags.layer_tag(metric, layer)) == (metric, layer, None, "")
+    tag = tags.layer_tag(metric, layer, tags.head_part(head))
+    assert tags.parse(tag) == (metric, layer, head, "")
+    assert tags.parse(tags.mean_tag(metric, "std")) == (metric, None, None, "std")
+
+
+@pytest.mark.parametrize("tag", ["geomon/seconds", "loss", "a/b/c", "a/layer_x", ""])
+def test_other_names_are_no_tags_of_metrics(tag):
+    assert tags.parse(tag) is None
+
+
+def test_layers_sort_by_depth_as_text():
+    names = [tags.layer_tag("twonn", layer) for layer in (0, 2, 10, 33)]
+    assert names == sorted(names)
+
+
+def test_heads_and_trust_of_single_layers_are_not_charted():
+    assert not tags.is_charted("qk_cosine/layer_02/head_0")
+    assert not tags.is_charted("twonn/layer_02/n")
+    for tag in ("qk_cosine/layer_02/min", "twonn/mean/n", "gride/layer_02/k8", "geomon/overhead"):
+        assert tags.is_charted(tag)
