@@ -35,7 +35,7 @@ class AttentionCall:
         key: [sequences, key heads, keys, head width].
         mask: Rows of the mask for the sampled queries: boolean (True = attend), additive, or None.
         sequences: Which sequences of the batch these are, [sequences].
-        places: Position of each sampled query in its sequence, [queries].
+        places: Position of each sampled query in its sequence, [sequences, queries].
         causal: Whether a query may see no later key, apart from `mask`.
         scale: Factor on the scores; None stands for 1/sqrt(head width).
         options: Those of the `RELEVANT` arguments that were given.
@@ -70,19 +70,19 @@ def captured_attention(call: AttentionCall, valid: Tensor | None) -> dict[str, A
             f"queries have shape {list(query.shape)}, not [sequences, heads, length, head width]"
         )
     keys = key.shape[2]
+    places = call.places[:, None, :, None]
     visible, bias = _visibility(call.mask)
     if call.causal:
         # Aligned at the first key, as scaled_dot_product_attention does.
-        seen = torch.arange(keys)[None, :] <= call.places.cpu()[:, None]
+        seen = torch.arange(keys) <= places
         visible = seen if visible is None else visible & seen
     reach = call.options.get("sliding_window")
     if reach is not None and (call.mask is None or call.mask.shape[2] == 1):
         # A mask with a row for each query holds the window already.
-        near = call.places.cpu()[:, None] - torch.arange(keys)[None, :] < reach
+        near = places - torch.arange(keys) < reach
         visible = near if visible is None else visible & near
     if visible is None:
         visible = torch.ones(1, 1, 1, keys, dtype=torch.bool)
-    visible = visible.expand(1, 1, *visible.shape[-2:]) if visible.ndim < 4 else visible
     if valid is not None:
         visible = visible & valid.cpu()[:, None, :, None]
     scale = call.scale if call.scale is not None else query.shape[-1] ** -0.5

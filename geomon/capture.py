@@ -66,6 +66,7 @@ class Window:
         self._calls: dict[int, AttentionCall] = {}
         self._chosen: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._refused: dict[int, str] = {}
+        self._remarks: dict[str, list[int]] = {}  # and the layers of which they are true
         self._mode = "eval"
         self._dtype = ""
         self.seconds = 0.0  # spent in hooks, and in placing and removing them
@@ -95,9 +96,16 @@ class Window:
     def snapshot(self) -> Snapshot:
         """What was seen, on the host, in float32, without rows that are not finite."""
         depths = range(len(self._anatomy.blocks) + 1)
-        notes: list[str] = []
-        layers = [self._layer(depth, notes) for depth in depths]
+        self._remarks.clear()
+        layers = [self._layer(depth) for depth in depths]
+        notes = [
+            f"layer {', '.join(map(str, found))}: {remark}"
+            for remark, found in self._remarks.items()
+        ]
         return Snapshot(layers, len(self._rows), self._mode, self._dtype, notes)
+
+    def _remark(self, depth: int, remark: str) -> None:
+        self._remarks.setdefault(remark, []).append(depth)
 
     # -- hooks ---------------------------------------------------------------------------------
 
@@ -226,15 +234,14 @@ class Window:
         by_key = route == "interface" and mask is not None and mask.ndim == 2  # [sequences, keys]
         if mask is not None:
             mask = mask[:, None, None, :] if by_key else mask[(None,) * (4 - mask.ndim)]
-            mask = mask[sequences] if mask.shape[0] > 1 else mask
-            mask = mask[:, :, places] if mask.shape[2] > 1 else mask
-            mask = mask.detach().clone()
+            mask = (mask[sequences] if mask.shape[0] > 1 else mask).detach()
+            mask = _at_places(mask, places) if mask.shape[2] > 1 else mask.clone()
         causal = options.get("is_causal")
         if causal is None:
             causal = getattr(module, "is_causal", False)
         scale = options.get("scaling", options.get("scale"))
         return AttentionCall(
-            query=query.detach()[sequences][:, :, places],
+            query=_at_places(query.detach()[sequences], places),
             key=key.detach()[sequences],
             mask=mask,
             sequences=sequences,
@@ -245,39 +252,42 @@ class Window:
         )
 
     def _choose_queries(self, query: Tensor) -> tuple[Tensor, Tensor]:
-        """Sequences and positions to keep; the same for all layers of one shape."""
+        """Sequences, and positions in each, to keep; the same for all layers of one shape.
+
+        Under a causal mask the entropy of a row grows with its position: positions are evenly
+        spread, and shifted from sequence to sequence so that together they cover all alike.
+        """
         sequences, length = query.shape[0], query.shape[2]
         if (sequences, length) not in self._chosen:
             some = max(1, min(sequences, self._budget // length))
             chosen = torch.randperm(sequences, generator=self._generator)[:some].sort().values
             each = min(length, math.ceil(QUERIES / some))
-            places = torch.randperm(length, generator=self._generator)[:each].sort().values
-            self._chosen[sequences, length] = chosen, places
+            shift = torch.randperm(some, generator=self._generator)[:, None] + 0.5
+            places = (torch.arange(each)[None, :] + shift / some) * (length / each)
+            self._chosen[sequences, length] = chosen, places.long()
         return self._chosen[sequences, length]
 
     # -- from what was kept to layers ----------------------------------------------------------
 
-    def _layer(self, depth: int, notes: list[str]) -> Layer:
+    def _layer(self, depth: int) -> Layer:
         block = self._anatomy.blocks[depth - 1] if depth else None
         captured: dict[str, Any] = {}
         missing: dict[str, str] = {}
         if depth in self._hidden:
-            self._add_rows(depth, captured, missing, notes)
+            self._add_rows(depth, captured, missing)
         else:
             missing |= dict.fromkeys(("hidden", "token_ids", "positions"), _NOT_RUN)
         if block is not None and self._sources & {"attention", "projection"}:
             self._add_attention(depth, captured, missing)
-            self._add_projections(depth, block.projections, captured, missing, notes)
+            self._add_projections(depth, block.projections, captured, missing)
         return Layer(depth, block.name if block else "input of the blocks", captured, missing)
 
-    def _add_rows(
-        self, depth: int, captured: dict[str, Any], missing: dict[str, str], notes: list[str]
-    ) -> None:
+    def _add_rows(self, depth: int, captured: dict[str, Any], missing: dict[str, str]) -> None:
         hidden = self._hidden[depth].cpu()
         finite = hidden.isfinite().all(dim=1)
         if not finite.all():
             lost = int((~finite).sum())
-            notes.append(f"layer {depth}: {lost} of {len(hidden)} rows are not finite, left out")
+            self._remark(depth, f"{lost} of {len(hidden)} rows are not finite, left out")
         captured["hidden"] = hidden[finite]
         assert self._shape is not None
         captured["positions"] = (self._rows % self._shape[-1])[finite]
@@ -298,7 +308,7 @@ class Window:
         if call is not None:
             valid = None
             if self._valid is not None and self._shape is not None:
-                valid = self._valid.cpu()[call.sequences][:, call.places]
+                valid = self._valid.cpu()[call.sequences].gather(1, call.places)
             try:
                 captured |= captured_attention(call, valid)
                 return
@@ -308,7 +318,7 @@ class Window:
 
     def _add_projections(
         self, depth: int, projections: Projections | None, captured: dict[str, Any],
-        missing: dict[str, str], notes: list[str],
+        missing: dict[str, str],
     ) -> None:  # fmt: skip
         """Queries and keys as projected, [tokens, heads, head width]; as attended where unknown."""
         call = self._calls.get(depth)
@@ -327,9 +337,7 @@ class Window:
             # [sequences, heads, places, head width] -> rows
             captured["projected_query"] = captured["query"].transpose(1, 2).flatten(0, 1)
             captured["projected_key"] = captured["key"].transpose(1, 2).flatten(0, 1)
-            notes.append(
-                f"layer {depth}: no projections found, Q and K as attended stand for them"
-            )
+            self._remark(depth, "no projections found, Q and K as attended stand for them")
         else:
             reason = missing.get("query", _NO_ATTENTION)
             missing |= dict.fromkeys(("projected_query", "projected_key"), reason)
@@ -343,6 +351,13 @@ def _first_tensor(values: Any) -> Tensor | None:
         if isinstance(value, Tensor) and value.is_floating_point():
             return value
     return None
+
+
+def _at_places(values: Tensor, places: Tensor) -> Tensor:
+    """Rows of [sequences (or 1), heads, length, width] at each sequence's own places."""
+    values = values.expand(len(places), -1, -1, -1)
+    index = places.to(values.device)[:, None, :, None]
+    return values.gather(2, index.expand(-1, values.shape[1], -1, values.shape[3]))
 
 
 @torch.no_grad()

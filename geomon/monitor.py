@@ -139,7 +139,7 @@ class Monitor:
             return
         began = time.perf_counter()
         with self._guard(step, "probe"):
-            snapshot = self._look(step, inputs)
+            snapshot = self._look(inputs)
             self._take(step, "probe", snapshot, began)
 
     def close(self) -> None:
@@ -159,7 +159,7 @@ class Monitor:
 
     @contextmanager
     def _inline(self, step: int) -> Iterator[None]:
-        window = self._window(step)
+        window = self._window(f"{self._seed} {step}")
         with ExitStack() as stack:
             opened = False
             with self._guard(step, "inline"):
@@ -176,11 +176,12 @@ class Monitor:
         self.probe(step)
         yield
 
-    def _look(self, step: int, inputs: Any) -> Snapshot:
+    def _look(self, inputs: Any) -> Snapshot:
         """An extra pass on `inputs` under a window."""
         device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
         devices = [device] if device.type not in ("cpu", "meta") else []
-        window = self._window(step)
+        # The same inputs, the same rows: readings then differ by the weights alone.
+        window = self._window(f"{self._seed}")
         with (
             torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"),
             torch.no_grad(),
@@ -190,8 +191,8 @@ class Monitor:
             _call(self._model, _to(inputs, device))
         return window.snapshot()
 
-    def _window(self, step: int) -> Window:
-        seed = int.from_bytes(hashlib.sha256(f"{self._seed} {step}".encode()).digest()[:7], "big")
+    def _window(self, draw: str) -> Window:
+        seed = int.from_bytes(hashlib.sha256(draw.encode()).digest()[:7], "big")
         rows = self._tokens * self._batches
         return Window(self._anatomy, self._views, rows=rows, seed=seed)
 

@@ -55,7 +55,8 @@ class TensorBoard:
     def write(self, reading: Reading) -> None:
         """Write the charted values at the reading's step."""
         for tag, value in reading.charted().items():
-            self._writer.add_scalar(tag, value, reading.step, double_precision=True)
+            # The old style rounds to float32.
+            self._writer.add_scalar(tag, value, reading.step, new_style=True, double_precision=True)
         self._writer.flush()
 
     def close(self) -> None:

@@ -4,6 +4,7 @@
 and parts of either: `twonn/layer_03/std`, `gride/mean/k32`, `qk_cosine/layer_03/min`.
 """
 
+import functools
 from typing import NamedTuple
 
 MEAN = "mean"
@@ -54,6 +55,7 @@ class Tag(NamedTuple):
     part: str
 
 
+@functools.lru_cache(maxsize=65_536)  # a large run has thousands, asked for again and again
 def parse(tag: str) -> Tag | None:
     """Take a tag apart; None where it is not the tag of a metric.
 

@@ -72,7 +72,8 @@ def test_what_is_captured_is_what_the_model_computes(name, attention, padding):
             assert torch.allclose(layer.captured["hidden"], states, atol=1e-6)
         if layer.index > 0:
             call = seen._calls[layer.index]
-            truth = expected.attentions[layer.index - 1][call.sequences][:, :, call.places]
+            truth = expected.attentions[layer.index - 1][call.sequences]
+            assert torch.equal(call.places, torch.arange(32).expand(8, -1))
             real = layer.captured["visible"].any(-1).expand(truth.shape[:-1])
             assert real.sum() == truth.shape[1] * valid.sum()
             assert (rebuilt(layer) - truth)[real].abs().max() < 1e-5
@@ -138,6 +139,18 @@ def test_same_rows_at_every_layer_and_by_seed_alone():
     assert len({layer.captured["hidden"].shape[0] for layer in pictures[0]}) == 1
     for layer in pictures[0][1:]:
         assert torch.equal(layer.captured["positions"], pictures[0][0].captured["positions"])
+
+
+@pytest.mark.parametrize(("sequences", "length"), [(96, 64), (200, 33), (3, 64), (1, 50)])
+def test_sampled_queries_cover_all_positions_alike(sequences, length):
+    model = PlainDecoder().eval()
+    with torch.no_grad(), window(model, rows=8192) as seen:
+        model(batch(sequences, length))
+    places = seen._calls[1].places
+    assert places.shape[1] == len(set(places[0].tolist()))
+    entropy = (places.flatten() + 1.0).log()  # of uniform causal attention
+    exact = torch.arange(1, length + 1).log().mean()
+    assert entropy.mean() == pytest.approx(exact.item(), abs=0.01)
 
 
 @pytest.mark.parametrize("way_out", ["end", "exception", "interrupt"])

@@ -1,0 +1,128 @@
+"""Readings as matplotlib figures: the picture of a run, and small ones for loggers.
+
+Figures are made with matplotlib's objects alone: no pyplot, no backend chosen, no setting changed.
+"""
+
+import os
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from geomon.record import Reading, Readings
+
+try:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+except ImportError as error:
+    raise ImportError("figures need matplotlib: pip install 'geomon[figures]'") from error
+
+from geomon import panels
+
+
+def geometry_figure(readings: Readings, *, title: str | None = None) -> Figure:
+    """The picture of a run in four panels.
+
+    Intrinsic dimension over training and anisotropy over depth, after figures 2 to 4 of Razzhigaev
+    et al. (2311.05928); cosine of mean query and mean key, and attention entropy, after figures 13
+    and 15 of Godey et al. (2401.12143). What was not measured is said in its panel.
+
+    Args:
+        readings: What a run recorded.
+        title: Above the panels.
+    """
+    layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08, wspace=0.03, hspace=0.04)
+    figure = Figure(figsize=(10.4, 7.4), dpi=160, layout=layout)
+    axes = figure.subplots(2, 2)
+    panels.draw_dimension(axes[0, 0], readings)
+    panels.draw_profile(axes[0, 1], readings, "anisotropy")
+    layers = sorted({*readings.layers("qk_cosine"), *readings.layers("attention_entropy")})
+    colours = dict(zip(layers, panels.colours_of(len(layers), panels.LAYERS), strict=True))
+    panels.draw_heads_over_training(axes[1, 0], readings, "qk_cosine", colours)
+    panels.draw_layers_over_training(axes[1, 1], readings, "attention_entropy", colours)
+    if layers:
+        panels.colour_bar(
+            axes[1, 1], [str(layer) for layer in layers], panels.LAYERS, "layer (c and d)"
+        )
+    captions = (
+        "Intrinsic dimension, mean over layers",
+        "Anisotropy over depth",
+        "Mean query against mean key, one line per head",
+        "Attention entropy, one line per layer",
+    )
+    for letter, caption, panel in zip("abcd", captions, axes.flat, strict=True):
+        panel.set_title(f"$\\bf{{{letter}}}$   {caption}", loc="left", fontsize=11.5, pad=8)
+    if title:
+        figure.suptitle(title, fontsize=13, x=0.012, ha="left")
+    return figure
+
+
+def profile_figure(readings: Readings, metric: str = "anisotropy") -> Figure:
+    """A metric over depth, at steps from the first to the last; small, for loggers.
+
+    Args:
+        readings: What a run recorded.
+        metric: A metric with a value at each layer.
+    """
+    figure = Figure(figsize=(5.6, 3.8), dpi=120, layout="constrained")
+    panels.draw_profile(figure.subplots(), readings, metric)
+    return figure
+
+
+def heads_figure(reading: Reading, metric: str) -> Figure:
+    """A metric of heads at one step, as a matrix of layers and heads; small, for loggers.
+
+    Args:
+        reading: One reading.
+        metric: A metric with a value for each head.
+    """
+    layers, count = panels.heads_of(reading.values, metric)
+    table = panels.head_table(reading, metric, layers, count)
+    rows, columns = table.shape
+    width = min(max(2.6 + 0.55 * columns, 4.4), 8.5)
+    height = min(max(1.5 + 0.42 * rows, 2.6), 8.5)
+    figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
+    panel = figure.subplots()
+    panel.set_title(f"step {reading.step}", loc="left", fontsize=10)
+    if not np.isfinite(table).any():
+        panels.say(panel, f"{metric} of heads: not measured")
+        return figure
+    colours, low, high = panels.colour_range(table, metric)
+    image = panel.imshow(table, cmap=colours, vmin=low, vmax=high, aspect="auto")
+    panel.set_facecolor("#DDDDDD")  # shows where a head has no value
+    panels.matrix_axes(panel, layers, columns)
+    if rows <= panels.NAMED and columns <= panels.NAMED:
+        panels.annotate(panel, table, image)
+    bar = figure.colorbar(image, ax=panel, pad=0.02)
+    bar.set_label(panels.WORDS.get(metric, metric).replace("\n", " "), fontsize=9)
+    bar.ax.tick_params(labelsize=8.5, length=2)
+    bar.outline.set_visible(False)
+    return figure
+
+
+def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
+    """Write a figure to a file; its folder is made, its kind follows the name's ending.
+
+    Args:
+        figure: Any figure.
+        path: For instance "geometry.png".
+
+    Returns:
+        The path.
+
+    Raises:
+        ValueError: matplotlib writes no file with that ending.
+        OSError: The file cannot be written.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, facecolor="white")
+    return path
+
+
+def as_image(figure: Figure) -> NDArray[np.uint8]:
+    """A figure as pixels, uint8 [height, width, 3], as loggers take them."""
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[..., :3].copy()

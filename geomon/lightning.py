@@ -1,0 +1,189 @@
+"""GeometryMonitor, the Lightning callback: Lightning's events, translated into `monitor(step)`."""
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+from torch import nn
+
+from geomon.metrics import METRICS, Metric, check_metrics
+from geomon.monitor import Monitor, check_counts
+from geomon.pictures import Pictures
+from geomon.record import Reading
+from geomon.schedule import Schedule, check_schedule
+from geomon.sinks import Sink
+
+
+class GeometryMonitor(L.Callback):
+    """Watch the geometry of a model's representations while Lightning trains it.
+
+    `L.Trainer(callbacks=[GeometryMonitor()])`: no argument is needed. Curves go to every logger of
+    the trainer, pictures to those that show pictures, and every reading to `readings.jsonl` in the
+    first logger's folder.
+
+    Without `probe` the training forward itself is watched (dropout on, no extra pass), between
+    `on_train_batch_start` and `on_before_backward`. With `probe` an extra pass on fixed inputs runs
+    before the batch, and once more at the end of training: comparable from step to step.
+
+    Args:
+        metrics: From a name to a function of views.
+        schedule: From a step to whether a reading is due; step 0 and the last always are.
+        tokens: Rows in one batch of the estimate.
+        batches: Largest number of such batches.
+        probe: Fixed inputs for the LightningModule's `forward`, or a function of it.
+        directory: Where `readings.jsonl` is written; None takes the first logger's folder.
+        sinks: Where readings go besides the trainer's loggers.
+        seed: Of the private generator that draws rows.
+        strict: Raise what goes wrong in a reading, instead of a warning and a missing value.
+        blocks: Overrides the search for the blocks.
+        pictures: Whether loggers that show pictures get the profile over depth and the matrices of
+            heads by layer, each time the step has doubled.
+
+    Raises:
+        ValueError: An unknown view, a schedule that never fires, a number out of range. When
+            training starts: no blocks in the model, a directory that cannot be written.
+    """
+
+    def __init__(
+        self,
+        *,
+        metrics: Mapping[str, Metric] = METRICS,
+        schedule: Schedule | None = None,
+        tokens: int = 4096,
+        batches: int = 2,
+        probe: Any = None,
+        directory: str | os.PathLike[str] | None = None,
+        sinks: Sequence[Sink] = (),
+        seed: int = 0,
+        strict: bool = False,
+        blocks: str | Sequence[nn.Module] | None = None,
+        pictures: bool = True,
+    ) -> None:
+        check_counts(tokens=tokens, batches=batches)
+        if schedule is not None:
+            check_schedule(schedule)
+        self._settings: dict[str, Any] = {
+            "metrics": check_metrics(metrics), "schedule": schedule, "tokens": tokens,
+            "batches": batches, "probe": probe, "seed": seed, "strict": strict, "blocks": blocks,
+        }  # fmt: skip
+        self._directory = directory
+        self._sinks = list(sinks)
+        self._pictures = pictures
+        self._monitor: Monitor | None = None
+        self._window: AbstractContextManager[None] | None = None
+        self._last = math.inf  # the last step, where its number is known
+
+    @property
+    def overhead(self) -> float:
+        """Share of the training's wall time that geomon took; NaN before training."""
+        return self._monitor.overhead if self._monitor is not None else math.nan
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Find the blocks and open the record: on a resume the step is right only from here on."""
+        folder = trainer.log_dir  # a collective: every rank asks
+        directory = self._directory or Path(folder or trainer.default_root_dir)
+        sinks: list[Sink] = [*self._sinks]
+        if trainer.loggers:
+            sinks.append(_Loggers(trainer))
+        posts = [post for logger in trainer.loggers if (post := _post_to(logger))]
+        if self._pictures and posts:
+            sinks.append(Pictures(lambda name, image, step: [p(name, image, step) for p in posts]))
+        self._monitor = Monitor(pl_module, directory=directory, sinks=sinks, **self._settings)
+        self._last = trainer.estimated_stepping_batches - 1
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Probe, or open the window on this batch's forward pass."""
+        self._shut()
+        if self._monitor is None or not trainer.training or trainer.sanity_checking:
+            return
+        step = trainer.global_step
+        if self._settings["probe"] is None:
+            self._window = self._monitor(step, force=step == self._last)
+            self._window.__enter__()
+        elif self._monitor.due(step, source="probe"):
+            self._probe(trainer, step)
+
+    def on_before_backward(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, loss: torch.Tensor
+    ) -> None:
+        """The forward pass is over: close the window and measure."""
+        self._shut()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any, **kwargs: Any
+    ) -> None:
+        """Close the window of a batch that had no backward pass."""
+        self._shut()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The last reading, and the end."""
+        self._shut()
+        if self._monitor is not None and self._settings["probe"] is not None:
+            self._probe(trainer, trainer.global_step)
+        self._close()
+
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        """Leave nothing on the model: no other event follows an exception or Ctrl-C."""
+        self._shut(exception)
+        self._close()
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Whatever the way out was."""
+        self._shut()
+        self._close()
+
+    def _probe(self, trainer: L.Trainer, step: int) -> None:
+        """In the precision that training has, outside of its autocast cache."""
+        assert self._monitor is not None
+        with trainer.precision_plugin.forward_context():
+            self._monitor.probe(step)
+
+    def _shut(self, error: BaseException | None = None) -> None:
+        """Close the window, if one is open; after an error nothing is measured."""
+        window, self._window = self._window, None
+        if window is not None:
+            window.__exit__(type(error) if error else None, error, None)
+
+    def _close(self) -> None:
+        if self._monitor is not None:
+            self._monitor.close()
+
+
+class _Loggers:
+    """A sink that writes to each of the trainer's loggers, on the axis that Lightning's use."""
+
+    def __init__(self, trainer: L.Trainer) -> None:
+        self._trainer = trainer
+
+    def write(self, reading: Reading) -> None:
+        step = self._trainer.fit_loop.epoch_loop._batches_that_stepped
+        for logger in self._trainer.loggers:
+            logger.log_metrics(reading.charted(), step=step)
+
+    def close(self) -> None:
+        for logger in self._trainer.loggers:
+            logger.save()
+
+
+def _post_to(logger: Logger) -> Any:
+    """A function (name, image, step) that shows a picture in the logger; None where none can be."""
+    if isinstance(logger, TensorBoardLogger):
+        return lambda name, image, step: logger.experiment.add_image(
+            name, image, step, dataformats="HWC"
+        )
+    if isinstance(logger, WandbLogger):
+        return lambda name, image, step: logger.log_image(name, [image])
+    return None
+
+
+__all__ = ["GeometryMonitor"]

@@ -1,0 +1,233 @@
+"""A run in the terminal: the present reading, its history as spark lines, its phase in words."""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from geomon import tags
+from geomon.phase import Curve, curve_of, of_one_source, size_over_heads
+from geomon.record import Reading, Readings, layers_of
+
+try:
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.text import Text
+except ImportError as error:
+    raise ImportError("the terminal view needs rich: pip install 'geomon[terminal]'") from error
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+# For terminals that cannot show them.
+_PLAIN = str.maketrans(_BLOCKS + "·±→−–", "_.-~=+*#|+>--")
+_LABEL, _VALUE, _LONGEST, _SHORTEST = 20, 13, 28, 6
+# Below this share of the largest value, a profile or a curve is drawn flat: noise is no shape.
+_FLAT = 0.02
+
+
+def view(readings: Readings | Sequence[Reading], *, width: int | None = None) -> "View":
+    """The present reading and its history, for rich to print; at most 14 lines.
+
+    Args:
+        readings: What a run recorded so far.
+        width: In characters; None for the terminal's own.
+    """
+    return View(list(readings), width)
+
+
+def line(reading: Reading, readings: Readings | Sequence[Reading]) -> str:
+    """A reading in one plain line, for output that is not a terminal.
+
+    Args:
+        reading: The reading to tell of.
+        readings: The run so far; later readings are left aside.
+
+    Returns:
+        For instance "step 128: ID 7.4 ± 0.1 (expanding), distinct 7.5, entropy 2.1, |qk| 0.35".
+    """
+    past = [other for other in readings if other.step <= reading.step] or [reading]
+    size = size_over_heads([reading], "qk_cosine")
+    told = [
+        _told_dimension(reading, curve_of(past, tags.mean_tag("twonn"))),
+        _told("distinct", _mean(reading, "twonn_distinct")),
+        _told("anisotropy", _mean(reading, "anisotropy")),
+        _told("entropy", _mean(reading, "attention_entropy")),
+        _told("|qk|", size.values[-1] if len(size) else math.nan),
+    ]
+    known = [words for words in told if words]
+    return f"step {reading.step}: " + (", ".join(known) or f"{len(reading.values)} values")
+
+
+def spark(values: Sequence[float], width: int) -> str:
+    """Values as a line of blocks; more values than characters are averaged in runs.
+
+    Example:
+        >>> spark([1, 2, 4, 8, 8, 4], 6)
+        '▁▂▄██▄'
+    """
+    if not values or width < 1:
+        return ""
+    count = min(width, len(values))
+    edges = [round(index * len(values) / count) for index in range(count + 1)]
+    means = [sum(values[low:high]) / (high - low) for low, high in pairwise(edges)]
+    low, high = min(means), max(means)
+    if high - low <= _FLAT * max(abs(high), abs(low)):
+        return _BLOCKS[3] * count
+    top = len(_BLOCKS) - 1
+    return "".join(_BLOCKS[round((value - low) / (high - low) * top)] for value in means)
+
+
+@dataclass(frozen=True)
+class View:
+    """What `view` returns: drawn at the width of the console that prints it."""
+
+    readings: list[Reading]
+    width: int | None = None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The lines, each cut to the width."""
+        width = min(self.width or options.max_width, options.max_width)
+        for text in _lines(self.readings, width):
+            if options.ascii_only:
+                plain = Text(text.plain.translate(_PLAIN), spans=text.spans)
+                plain.truncate(width, overflow="crop")
+                yield plain
+            else:
+                text.truncate(width, overflow="ellipsis")
+                yield text
+
+
+def _lines(readings: list[Reading], width: int) -> Iterator[Text]:
+    seen = of_one_source(readings)
+    if not seen:
+        yield Text("no readings yet", style="dim")
+        return
+    present = seen[-1]
+    yield from _heading(present, width)
+    twonn, distinct = (curve_of(seen, tags.mean_tag(n)) for n in ("twonn", "twonn_distinct"))
+    yield _row("intrinsic dimension", _with_error(twonn), twonn, "", width)
+    if len(twonn):
+        phase = twonn.phase()
+        words = Text(phase.words(), style=_COLOURS.get(phase.name, ""))
+        yield Text(" " * max(2, min(_LABEL, width - words.cell_len))).append_text(words)
+    if len(distinct):
+        after = f"{distinct.phase().name}, from {_number(distinct.values[0])}"
+        after = after if len(distinct) > 1 else ""
+        yield _row("· distinct tokens", _with_error(distinct), distinct, after, width)
+    yield _anisotropy(present, width)
+    entropy = curve_of(seen, tags.mean_tag("attention_entropy"))
+    share = f"{entropy.values[-1] / entropy.values[0]:.0%}" if _started(entropy) else ""
+    after = f"{share.replace('%', ' %')} of its start" if share else ""
+    yield _row("attention entropy", _unit(entropy, " nats"), entropy, after, width)
+    size = size_over_heads(seen, "qk_cosine")
+    after = f"from {_number(size.values[0])}" if len(size) > 1 else ""
+    yield _row("|cos| of mean q, k", _unit(size, ""), size, after, width)
+    if present.notes:
+        more = f" (and {len(present.notes) - 1} more)" if len(present.notes) > 1 else ""
+        yield Text(f"note{more}: {' '.join(present.notes[-1].split())}", style="dim")
+
+
+_COLOURS = {"expanding": "green", "peak": "yellow", "compressing": "cyan"}
+
+
+def _heading(reading: Reading, width: int) -> Iterator[Text]:
+    overhead = reading.values.get(tags.OVERHEAD, math.nan)
+    parts = [_ago(time.time() - reading.time), f"{reading.source}, {reading.mode} mode"]
+    if math.isfinite(overhead):
+        parts.append(f"geomon's share of the time {_percent(overhead)}")
+    heading = Text(f"step {reading.step:,}", style="bold")
+    heading.append("".join(f" · {part}" for part in parts), style="not bold dim")
+    if heading.cell_len <= width:
+        yield heading
+        return
+    yield Text(f"step {reading.step:,}", style="bold").append(
+        f" · {parts[0]} · {parts[1]}", style="not bold dim"
+    )
+    yield from (Text(part, style="dim") for part in parts[2:])
+
+
+def _row(label: str, value: str, curve: Curve, after: str, width: int) -> Text:
+    """Label, value, spark line and what follows it."""
+    text = Text(f"{label:<{_LABEL}}")
+    if not len(curve):
+        return text.append("not measured", style="dim")
+    text.append(f"{value:<{_VALUE}}", style="bold")
+    room = width - _LABEL - _VALUE - 1
+    after = f"  {after}" if after and room - len(after) - 2 >= _SHORTEST else ""
+    text.append(" " + spark(curve.values, min(room - len(after), _LONGEST)), style="blue")
+    return text.append(after, style="dim")
+
+
+def _anisotropy(reading: Reading, width: int) -> Text:
+    """The profile over depth, with the numbers at its ends and at its highest layer."""
+    text = Text(f"{'anisotropy by layer':<{_LABEL}}")
+    profile = [
+        (layer, value)
+        for layer in layers_of(reading.values, "anisotropy")
+        if math.isfinite(value := reading.values.get(tags.layer_tag("anisotropy", layer), math.nan))
+    ]
+    if not profile:
+        return text.append("not measured", style="dim")
+    first, last = profile[0][1], profile[-1][1]
+    top = max(profile, key=lambda pair: pair[1])
+    left, right = f"{_number(first)} ", f" {_number(last)}"
+    room = width - _LABEL - len(left) - len(right)
+    after = f"  highest {_number(top[1])} at layer {top[0]} of {profile[-1][0]}"
+    if room - len(after) < _SHORTEST:
+        after = f"  max {_number(top[1])} at {top[0]}"
+    if room - len(after) < _SHORTEST:
+        after = ""
+    bars = spark([value for _, value in profile], room - len(after))
+    text.append(left, style="bold").append(bars, style="blue").append(right, style="bold")
+    return text.append(after, style="dim")
+
+
+def _with_error(curve: Curve) -> str:
+    """The last value and its error, with as many decimals as the error calls for."""
+    if not len(curve):
+        return ""
+    value, error = curve.values[-1], curve.errors[-1]
+    decimals = 2 if 0 < error < 0.095 and abs(value) < 100 else 1
+    return f"{value:.{decimals}f} ± {error:.{decimals}f}" if error else _number(value)
+
+
+def _unit(curve: Curve, unit: str) -> str:
+    return f"{_number(curve.values[-1])}{unit}" if len(curve) else ""
+
+
+def _started(curve: Curve) -> bool:
+    return len(curve) > 1 and curve.values[0] > 0
+
+
+def _told_dimension(reading: Reading, past: Curve) -> str:
+    value = _mean(reading, "twonn")
+    if not math.isfinite(value):
+        return ""
+    phase = past.phase().name
+    known = f" ({phase})" if phase != "unknown" else ""
+    return f"ID {_with_error(curve_of([reading], tags.mean_tag('twonn')))}{known}"
+
+
+def _told(name: str, value: float) -> str:
+    return f"{name} {_number(value)}" if math.isfinite(value) else ""
+
+
+def _mean(reading: Reading, metric: str) -> float:
+    return reading.values.get(tags.mean_tag(metric), math.nan)
+
+
+def _number(value: float) -> str:
+    """Two decimals below one, one below a hundred."""
+    return (
+        f"{value:.2f}" if abs(value) < 1 else f"{value:.1f}" if abs(value) < 100 else f"{value:.0f}"
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{share * 100:.1f} %" if share < 0.1 else f"{share * 100:.0f} %"
+
+
+def _ago(seconds: float) -> str:
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit} ago"
+    return f"{max(seconds, 0):.0f} s ago"

@@ -1,0 +1,113 @@
+"""`python -m recipes.enwik8`: pretrain a character decoder on enwik8 and watch its geometry."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from typer import Option
+
+from recipes.enwik8.data import DataError
+from recipes.enwik8.presets import PRESETS, Preset, preset_for_hardware
+from recipes.enwik8.train import Machine, RecipeError, Settings, show, train
+
+# Lightning starts the other ranks with the environment of the first: one folder for all of them.
+_FOLDER_OF_ALL_RANKS = "GEOMON_RECIPE_FOLDER"
+
+_DATA = (
+    "enwik8 or a prefix of it: raw, .gz, .bz2, .xz or .zip. Default: the file that the environment "
+    "variable ENWIK8 names; else a download; else text that Python carries."
+)
+_SIZE = "Overrides the preset."
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def main(
+    data: Annotated[str | None, Option(help=_DATA)] = None,
+    text: Annotated[
+        Literal["bytes", "clean"], Option(help="All bytes, or prose without markup and media.")
+    ] = "bytes",
+    preset: Annotated[
+        Literal["cpu", "small", "base"] | None, Option(help="Sizes; by the hardware if not given.")
+    ] = None,
+    arch: Annotated[
+        Literal["gpt2", "llama"], Option(help="Decoder of the transformers library.")
+    ] = "gpt2",
+    layers: Annotated[int | None, Option(min=1, help=_SIZE)] = None,
+    width: Annotated[int | None, Option(min=1, help=_SIZE)] = None,
+    heads: Annotated[int | None, Option(min=1, help=_SIZE)] = None,
+    context: Annotated[int | None, Option(min=2, help=_SIZE)] = None,
+    batch: Annotated[int | None, Option(min=1, help=_SIZE)] = None,
+    steps: Annotated[int | None, Option(min=1, help=_SIZE)] = None,
+    learning_rate: Annotated[float | None, Option(min=0, help=_SIZE)] = None,
+    dropout: Annotated[float | None, Option(min=0, max=0.99, help=_SIZE)] = None,
+    precision: Annotated[
+        str | None, Option(help="As Lightning names it: 32-true, bf16-mixed, ...")
+    ] = None,
+    compile: Annotated[bool, Option("--compile", help="Compile the network.")] = False,
+    accelerator: Annotated[str, Option(help="As Lightning names it.")] = "auto",
+    devices: Annotated[str, Option(help="As Lightning takes it.")] = "auto",
+    strategy: Annotated[str, Option(help="As Lightning names it.")] = "auto",
+    seed: Annotated[int, Option(min=0, help="Of weights, windows and sampled rows.")] = 0,
+    out: Annotated[
+        Path | None, Option(help="Folder of the run. Default: runs/enwik8, runs/enwik8-2, ...")
+    ] = None,
+    resume: Annotated[
+        bool, Option("--resume", help="Go on from the last checkpoint in --out.")
+    ] = False,
+    logger: Annotated[
+        Literal["tensorboard", "wandb", "csv"], Option(help="Where curves are shown.")
+    ] = "tensorboard",
+) -> None:
+    """Pretrain a character decoder on enwik8 and watch its geometry live."""
+    try:
+        sizes = _override(
+            PRESETS[preset or preset_for_hardware()],
+            layers=layers, width=width, heads=heads, context=context, batch=batch, steps=steps,
+            learning_rate=learning_rate, dropout=dropout, precision=precision,
+        )  # fmt: skip
+        result = train(
+            Settings(arch, text, seed, sizes),
+            Machine(accelerator, devices, strategy, compile, logger),
+            folder=out or _new_folder(resume=resume),
+            data=data,
+            resume=resume,
+        )
+    except (DataError, RecipeError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        show(result)
+
+
+def _override(preset: Preset, **sizes: Any) -> Preset:
+    """The preset with the sizes that were given.
+
+    Raises:
+        RecipeError: Heads that do not share the width evenly.
+    """
+    chosen = replace(preset, **{name: size for name, size in sizes.items() if size is not None})
+    if chosen.width % chosen.heads:
+        raise RecipeError(
+            f"--width {chosen.width} cannot be shared among --heads {chosen.heads}: choose heads "
+            "that divide it"
+        )
+    return chosen
+
+
+def _new_folder(*, resume: bool) -> Path:
+    """The first free of runs/enwik8, runs/enwik8-2, ...; for a resume the last that is not."""
+    if chosen := os.environ.get(_FOLDER_OF_ALL_RANKS):
+        return Path(chosen)
+    names = [Path("runs/enwik8"), *(Path(f"runs/enwik8-{number}") for number in range(2, 10_000))]
+    free = next(index for index, name in enumerate(names) if not name.exists())
+    folder = names[max(0, free - 1)] if resume else names[free]
+    os.environ[_FOLDER_OF_ALL_RANKS] = str(folder)
+    return folder
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m recipes.enwik8")

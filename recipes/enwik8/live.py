@@ -1,0 +1,105 @@
+"""What the terminal shows while the recipe trains: progress, loss, and the present reading."""
+
+import sys
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import ProgressBar
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from geomon import Memory, Reading
+from geomon.terminal import line, view
+
+
+class LiveView(ProgressBar):
+    """Lightning's progress and geomon's present reading in one picture, redrawn in place.
+
+    Where the output is no terminal, one plain line for each reading instead. It is a sink too: give
+    it to the `GeometryMonitor`.
+
+    Args:
+        history: Readings of the run so far, for a resumed run.
+    """
+
+    def __init__(self, history: list[Reading]) -> None:
+        super().__init__()
+        self._console = Console(file=sys.stdout)
+        self._memory = Memory()
+        for reading in history:
+            self._memory.write(reading)
+        self._numbers = ""
+        self._progress = Progress(
+            TextColumn("step"), BarColumn(bar_width=None), MofNCompleteColumn(),
+            TimeRemainingColumn(), TextColumn("{task.fields[numbers]}"), console=self._console,
+        )  # fmt: skip
+        self._task = self._progress.add_task("", numbers="")
+        self._live: Live | None = None
+
+    # -- a sink ----------------------------------------------------------------------------------
+
+    def write(self, reading: Reading) -> None:
+        """Take a reading and show it."""
+        self._memory.write(reading)
+        if self._live is not None:
+            self._live.update(self._picture())
+        elif not self._console.is_terminal:
+            self._console.print(
+                line(reading, list(self._memory.readings)), soft_wrap=True, highlight=False
+            )
+
+    def close(self) -> None:
+        """Leave the last picture standing."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    # -- Lightning's progress bar ----------------------------------------------------------------
+
+    def disable(self) -> None:
+        """Lightning asks ranks other than the first to be silent."""
+        self._console = Console(quiet=True)
+
+    def enable(self) -> None:
+        """Counterpart of `disable`."""
+        self._console = Console(file=sys.stdout)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Begin to draw."""
+        self._progress.update(self._task, total=trainer.max_steps, completed=trainer.global_step)
+        if self._console.is_terminal:
+            self._live = Live(self._picture(), console=self._console, refresh_per_second=4)
+            self._live.start()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any, **kwargs: Any
+    ) -> None:
+        """Move on."""
+        self._progress.update(
+            self._task, completed=trainer.global_step, numbers=self._bits(trainer)
+        )
+
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        """Give the terminal back."""
+        self.close()
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Give the terminal back."""
+        self.close()
+
+    def _bits(self, trainer: L.Trainer) -> str:
+        shown = {"train/bits_per_character": "train", "validation/bits_per_character": "validation"}
+        found = [
+            f"{name} {float(trainer.callback_metrics[key]):.3f}"
+            for key, name in shown.items()
+            if key in trainer.callback_metrics
+        ]
+        return ", ".join(found) + " bits/character" if found else ""
+
+    def _picture(self) -> Group:
+        if not self._memory.readings:
+            return Group(self._progress)
+        return Group(self._progress, view(list(self._memory.readings)))

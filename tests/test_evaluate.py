@@ -1,0 +1,139 @@
+import math
+
+import pytest
+import torch
+
+from geomon.evaluate import evaluate
+from geomon.layer import Layer, Snapshot
+from geomon.metrics import METRICS, select
+
+
+def snapshot(*hidden: torch.Tensor, **captured) -> Snapshot:
+    layers = [Layer(i, f"layer {i}", {"hidden": h, **captured}) for i, h in enumerate(hidden)]
+    return Snapshot(layers, len(hidden[0]), "eval", "float32")
+
+
+def values(metrics, seen, rows=4, batches=2, **kwargs):
+    return evaluate(seen, metrics, rows=rows, batches=batches, **kwargs).values
+
+
+def test_value_is_the_mean_over_batches_and_std_their_deviation():
+    hidden = torch.arange(12.0)[:, None]
+    found = values({"m": lambda hidden: hidden.mean()}, snapshot(hidden, hidden))
+    assert found["m/layer_01"] == 3.5  # batches 0..3 and 4..7; the rest is left out
+    assert found["m/layer_01/std"] == pytest.approx(math.sqrt(8.0))
+    assert found["m/mean/std"] == pytest.approx(math.sqrt(8.0))
+
+
+def test_few_rows_are_one_batch_without_deviation():
+    found = values(
+        {"m": lambda hidden: hidden.mean()}, snapshot(torch.ones(3, 1), torch.ones(3, 1))
+    )
+    assert found == {"m/layer_00": 1.0, "m/layer_01": 1.0, "m/mean": 1.0}
+
+
+def test_mean_is_over_layers_without_layer_zero():
+    seen = snapshot(*(torch.full((4, 1), float(v)) for v in (100, 1, 3)))
+    assert values({"m": lambda hidden: hidden.mean()}, seen)["m/mean"] == 2
+
+
+def test_heads_have_mean_extremes_and_each():
+    seen = snapshot(torch.zeros(4, 1), torch.zeros(4, 1), query=torch.tensor([1.0, 5.0, math.nan]))
+    found = values({"m": lambda query: query}, seen)
+    assert math.isnan(found.pop("m/layer_01/head_2"))
+    assert found == {
+        "m/layer_01": 3.0, "m/layer_01/min": 1.0, "m/layer_01/max": 5.0,
+        "m/layer_01/head_0": 1.0, "m/layer_01/head_1": 5.0,
+        "m/mean": 3.0, "m/mean/min": 1.0, "m/mean/max": 5.0,
+    }  # fmt: skip
+
+
+def test_a_layer_that_was_not_seen_has_no_part_in_the_mean_one_that_failed_has():
+    def fails_at_two(hidden):
+        if hidden[0, 0] == 2:
+            raise ValueError("two")
+        return hidden.mean()
+
+    seen = snapshot(*(torch.full((4, 1), float(v)) for v in (0, 1, 2, 3)))
+    result = evaluate(seen, {"m": fails_at_two}, rows=4, batches=1)
+    assert math.isnan(result.values["m/layer_02"])
+    assert math.isnan(result.values["m/mean"])
+    assert result.notes == ["m, layer 2: two"]
+
+    seen.layers[2] = Layer(2, "two", {}, {"hidden": "it was skipped"})
+    result = evaluate(seen, {"m": fails_at_two}, rows=4, batches=1)
+    assert math.isnan(result.values["m/layer_02"])
+    assert result.values["m/mean"] == 2
+    assert "it was skipped" in result.notes[0]
+
+
+def test_strict_raises_what_a_metric_raises():
+    seen = snapshot(torch.ones(4, 1), torch.ones(4, 1))
+    with pytest.raises(ZeroDivisionError):
+        values({"m": lambda hidden: 1 / 0}, seen, strict=True)
+
+
+def test_metrics_do_not_run_under_autocast_nor_autograd():
+    seen = snapshot(torch.ones(4, 4), torch.ones(4, 4, requires_grad=True))
+    dtypes = []
+
+    def product(hidden):
+        result = hidden @ hidden.T
+        dtypes.append((result.dtype, result.requires_grad))
+        return result.sum()
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        values({"m": product}, seen)
+    assert set(dtypes) == {(torch.float32, False)}
+
+
+def test_expensive_views_are_computed_once(monkeypatch):
+    calls = []
+    from geomon import layer
+
+    real = layer.DERIVED["nearest"]
+
+    def counted(hidden, unique_rows):
+        calls.append(1)
+        return real(hidden, unique_rows)
+
+    monkeypatch.setitem(layer.DERIVED, "nearest", counted)
+    hidden = torch.randn(200, 5)
+    captured = {"token_ids": torch.arange(200) % 3, "positions": torch.arange(200) % 90}
+    metrics = select("twonn", "twonn_distinct", "gride")
+    found = values(metrics, snapshot(hidden, **captured), rows=200)
+    assert calls == [1]
+    assert found["twonn/layer_00/n"] == 200
+    assert found["twonn_distinct/layer_00/n"] == 90  # 3 divides 90: (id, position) is the position
+    assert found["twonn_distinct/layer_00/repeated"] == pytest.approx(110 / 200)
+
+
+def test_duplicates_are_taken_out_and_said():
+    clean = torch.randn(400, 4, generator=torch.Generator().manual_seed(0))
+    doubled = torch.cat([clean, clean[:100]])
+    found = values(select("twonn"), snapshot(clean), rows=500)
+    again = values(select("twonn"), snapshot(doubled), rows=500)
+    assert again["twonn/layer_00"] == found["twonn/layer_00"]
+    assert again["twonn/layer_00/duplicates"] == pytest.approx(0.2)
+    assert again["twonn/layer_00/n"] == 400
+
+
+@pytest.mark.parametrize(
+    "hidden",
+    [torch.ones(8, 3), torch.zeros(8, 3), torch.randn(1, 3), torch.randn(2, 3), torch.empty(0, 3)],
+    ids=["constant", "zero", "one row", "two rows", "no rows"],
+)
+def test_degenerate_rows_give_a_value_or_a_reason(hidden):
+    captured = {"token_ids": torch.zeros(len(hidden)), "positions": torch.zeros(len(hidden))}
+    of_hidden = {k: m for k, m in METRICS.items() if not k.startswith(("qk", "attention"))}
+    result = evaluate(snapshot(hidden, **captured), of_hidden, rows=8, batches=1)
+    for name in of_hidden:
+        tags = [tag for tag in result.values if tag.startswith(f"{name}/layer_00")]
+        assert tags, name
+        if all(math.isnan(result.values[tag]) for tag in tags) and name.startswith("twonn"):
+            assert any(note.startswith(name) for note in result.notes) or len(hidden) > 2
+
+
+def test_a_result_of_the_wrong_shape_is_said():
+    result = evaluate(snapshot(torch.ones(4, 2)), {"m": lambda hidden: hidden}, rows=4, batches=1)
+    assert "a scalar, a vector [heads] or a dict, got [4, 2]" in result.notes[0]

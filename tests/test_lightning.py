@@ -1,0 +1,277 @@
+import math
+import signal
+import struct
+import threading
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
+from models import VOCABULARY, PlainDecoder, batch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.data import DataLoader
+
+from geomon import Memory, every, read, select
+from geomon.lightning import GeometryMonitor
+
+FEW = {
+    "metrics": select("variance", "attention_entropy", "qk_cosine"),
+    "tokens": 64,
+    "strict": True,
+}
+
+
+class Decoder(L.LightningModule):
+    """Dropout on, so that a disturbed random state shows in the weights."""
+
+    def __init__(self, fails_at: int = -1, interrupts_at: int = -1, skips: int = -1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = PlainDecoder(dropout=0.2)
+        self.fails_at, self.interrupts_at, self.skips = fails_at, interrupts_at, skips
+        self.losses: list[float] = []
+
+    def forward(self, ids):
+        return self.net(ids)
+
+    def training_step(self, ids, index):
+        logits = self.net(ids)
+        if index == self.fails_at:
+            raise RuntimeError("in the training step")
+        if index == self.interrupts_at:
+            raise KeyboardInterrupt
+        if index == self.skips:
+            return None
+        loss = torch.nn.functional.cross_entropy(
+            logits[:, :-1].reshape(-1, VOCABULARY), ids[:, 1:].flatten()
+        )
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, ids, index):
+        self.net(ids)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def fit(tmp_path, callbacks, *, steps=12, model=None, logger=False, resume=None, **kwargs):
+    model = Decoder() if model is None else model
+    trainer = L.Trainer(
+        max_steps=steps, default_root_dir=tmp_path, callbacks=callbacks, logger=logger,
+        enable_progress_bar=False, enable_model_summary=False, accelerator="cpu",
+        **({"enable_checkpointing": False} | kwargs),
+    )  # fmt: skip
+    data = DataLoader(torch.cat([batch(8, 32, seed=i) for i in range(40)]), batch_size=8)
+    torch.manual_seed(1)
+    trainer.fit(model, data, ckpt_path=resume)
+    return model, trainer
+
+
+def left_behind(model):
+    modeling = __import__("transformers.modeling_utils", fromlist=["AttentionInterface"])
+    return (
+        [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()],
+        torch.nn.functional.scaled_dot_product_attention,
+        modeling.AttentionInterface.get_interface,
+        torch.backends.mha.get_fastpath_enabled(),
+        {thread.name for thread in threading.enumerate()},
+        torch.get_num_threads(),
+        [sorted(vars(m)) for m in model.net.modules()],
+        torch.is_grad_enabled(),
+    )
+
+
+def test_no_argument_is_needed(tmp_path):
+    fit(tmp_path, [GeometryMonitor()], logger=TensorBoardLogger(tmp_path, name="tb"))
+    found = read(tmp_path / "tb" / "version_0")
+    assert [r.step for r in found] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 11]
+    assert {r.source for r in found} == {"inline"}
+    assert {r.mode for r in found} == {"train"}
+
+
+@pytest.mark.parametrize("probe", [None, batch(seed=77)], ids=["inline", "probe"])
+def test_200_steps_are_bit_identical_with_and_without(tmp_path, probe):
+    plain, _ = fit(tmp_path / "plain", [], steps=200)
+    monitor = GeometryMonitor(probe=probe, schedule=every(7), directory=tmp_path / "run", **FEW)
+    watched, _ = fit(tmp_path / "watched", [monitor], steps=200)
+    assert len(read(tmp_path / "run")) >= 29
+    assert watched.losses == plain.losses
+    for one, other in zip(watched.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("probe", [None, batch(seed=77)], ids=["inline", "probe"])
+@pytest.mark.parametrize("way_out", ["end", "exception", "interrupt", "skipped batch"])
+def test_nothing_is_left_after_any_way_out(tmp_path, way_out, probe):
+    model = {
+        "end": Decoder(),
+        "exception": Decoder(fails_at=6),
+        "interrupt": Decoder(interrupts_at=6),
+        "skipped batch": Decoder(skips=6),
+    }[way_out]
+    memory = Memory()
+    monitor = GeometryMonitor(
+        schedule=every(2), probe=probe, directory=tmp_path, sinks=[memory], **FEW
+    )
+    handler = signal.getsignal(signal.SIGINT)
+    before = left_behind(model)
+    try:
+        if way_out == "exception":
+            with pytest.raises(RuntimeError, match="in the training step"):
+                fit(tmp_path, [monitor], model=model)
+        elif way_out == "interrupt":
+            with pytest.raises(SystemExit):
+                fit(tmp_path, [monitor], model=model)
+        else:
+            fit(tmp_path, [monitor], model=model)
+    finally:
+        signal.signal(signal.SIGINT, handler)  # Lightning ignores it after the first
+    assert left_behind(model) == before
+    steps = [r.step for r in read(tmp_path)]
+    assert steps == [r.step for r in memory.readings]
+    # The forward of batch 6 did not end well: probed before it, it is read; inline it is not.
+    ended = [0, 2, 4] + ([6] if probe is not None else [])
+    whole = [0, 2, 4, 6, 8, 10] + ([12] if probe is not None else [11])
+    assert steps == (whole if way_out in ("end", "skipped batch") else ended)
+
+
+def test_probe_reads_the_end_and_inline_the_last_batch(tmp_path):
+    probe = GeometryMonitor(probe=batch(), schedule=every(5), directory=tmp_path / "a", **FEW)
+    inline = GeometryMonitor(schedule=every(5), directory=tmp_path / "b", **FEW)
+    fit(tmp_path, [probe, inline], steps=12)
+    assert [r.step for r in read(tmp_path / "a")] == [0, 5, 10, 12]
+    assert [r.step for r in read(tmp_path / "b")] == [0, 5, 10, 11]
+
+
+def test_accumulated_batches_are_one_step(tmp_path):
+    monitor = GeometryMonitor(schedule=every(1), directory=tmp_path, **FEW)
+    fit(tmp_path, [monitor], steps=3, accumulate_grad_batches=4)
+    assert [r.step for r in read(tmp_path)] == [0, 1, 2]
+
+
+def test_only_training_is_read(tmp_path):
+    monitor = GeometryMonitor(schedule=every(1), directory=tmp_path, **FEW)
+    trainer = L.Trainer(
+        max_steps=4, num_sanity_val_steps=2, val_check_interval=2, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[monitor], default_root_dir=tmp_path,
+    )  # fmt: skip
+    data = DataLoader(torch.cat([batch(8, 32, seed=i) for i in range(4)]), batch_size=8)
+    trainer.fit(Decoder(), data, data)
+    trainer.validate(Decoder(), data, verbose=False)
+    assert [(r.step, r.mode) for r in read(tmp_path)] == [(s, "train") for s in range(4)]
+
+
+def test_tensorboard_shows_what_the_record_holds(tmp_path):
+    logger = TensorBoardLogger(tmp_path, name="tb", version="x")
+    monitor = GeometryMonitor(directory=tmp_path, probe=batch(16, 32), tokens=128)
+    fit(tmp_path, [monitor], logger=logger)
+    events = EventAccumulator(str(tmp_path / "tb" / "x"))
+    events.Reload()
+    record = read(tmp_path)
+    expected = {}
+    for reading in record:
+        for tag, value in reading.charted().items():
+            expected.setdefault(tag, {})[reading.step] = value
+    shown = {tag for tag in events.Tags()["scalars"] if "/" in tag}
+    assert shown == set(expected)
+    assert len(expected) > 100
+    for tag, values in expected.items():
+        found = {event.step: event.value for event in events.Scalars(tag)}
+        assert found.keys() == values.keys(), tag
+        for step, value in values.items():
+            assert found[step] == torch.tensor(value, dtype=torch.float32).item(), tag
+    images = {"profile/anisotropy", "heads/qk_cosine", "heads/attention_entropy"}
+    assert images <= set(events.Tags()["images"])
+
+
+def wandb_rows(path):
+    """History rows of an offline run: a log of 32 KiB blocks, as LevelDB writes them."""
+    from wandb.proto import wandb_internal_pb2
+
+    content, place, whole = path.read_bytes(), 7, b""
+    while place + 7 <= len(content):
+        left = 32_768 - place % 32_768
+        if left < 7:
+            place += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, place)
+        whole += content[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # a full record, or the last part of one
+            entry = wandb_internal_pb2.Record()
+            entry.ParseFromString(whole)
+            whole = b""
+            if entry.HasField("history"):
+                items = entry.history.item
+                yield {item.key or item.nested_key[0]: item.value_json for item in items}
+
+
+def test_wandb_offline_holds_what_the_record_holds(tmp_path, monkeypatch):
+    for name, value in (("WANDB_MODE", "offline"), ("WANDB_SILENT", "true")):
+        monkeypatch.setenv(name, value)
+    logger = WandbLogger(save_dir=tmp_path, project="test")
+    monitor = GeometryMonitor(directory=tmp_path, schedule=every(4), **FEW)
+    fit(tmp_path, [monitor], logger=logger)
+    logger.experiment.finish()
+    rows = list(wandb_rows(next(tmp_path.rglob("run-*.wandb"))))
+    shown = {int(row["trainer/global_step"]): row for row in rows if "variance/mean" in row}
+    readings = read(tmp_path)
+    assert list(shown) == [r.step for r in readings] == [0, 4, 8, 11]
+    for reading in readings:
+        for tag, value in reading.charted().items():
+            assert float(shown[reading.step][tag]) == value
+    assert any("heads/qk_cosine" in row for row in rows)
+
+
+def test_csv_keeps_its_columns(tmp_path):
+    logger = CSVLogger(tmp_path, name="", version="csv")
+    monitor = GeometryMonitor(directory=tmp_path, schedule=every(3), **FEW)
+    fit(tmp_path, [monitor], logger=logger)
+    lines = (tmp_path / "csv" / "metrics.csv").read_text().splitlines()
+    assert "variance/mean" in lines[0].split(",")
+    assert len(lines) == 1 + len(read(tmp_path))
+
+
+def test_a_resumed_run_goes_on_with_the_same_curves(tmp_path):
+    def monitor(folder):
+        return GeometryMonitor(probe=batch(), schedule=every(3), directory=folder, **FEW)
+
+    fit(tmp_path / "whole", [monitor(tmp_path / "whole")], steps=12)
+    _, first = fit(tmp_path, [monitor(tmp_path / "cut")], steps=6, enable_checkpointing=True)
+    path = tmp_path / "six.ckpt"
+    first.save_checkpoint(path)
+    fit(tmp_path, [monitor(tmp_path / "cut")], steps=12, resume=path, enable_checkpointing=True)
+    assert [r.step for r in read(tmp_path / "cut")] == [0, 3, 6, 9, 12]
+    assert len(read(tmp_path / "cut").runs) == 2
+    whole, cut = read(tmp_path / "whole"), read(tmp_path / "cut")
+    for reading, other in list(zip(whole, cut, strict=True))[:3]:
+        assert reading.values["variance/mean"] == other.values["variance/mean"]
+
+
+def test_without_a_logger_the_record_is_in_the_root(tmp_path):
+    fit(tmp_path, [GeometryMonitor(**FEW)])
+    assert len(read(tmp_path)) > 5
+
+
+def test_overhead_is_a_share(tmp_path):
+    monitor = GeometryMonitor(directory=tmp_path, **FEW)
+    assert math.isnan(monitor.overhead)
+    fit(tmp_path, [monitor])
+    assert 0 < monitor.overhead < 1
+
+
+def test_bad_arguments_are_refused_at_once_or_when_training_starts(tmp_path):
+    with pytest.raises(ValueError, match="which is no view"):
+        GeometryMonitor(metrics={"m": lambda nothing: 0})
+    with pytest.raises(ValueError, match="fires at none"):
+        GeometryMonitor(schedule=lambda step: False)
+
+    class Blockless(Decoder):
+        def __init__(self):
+            super().__init__()
+            self.net = torch.nn.Linear(3, 3)
+
+    with pytest.raises(ValueError, match="no transformer blocks in Blockless"):
+        fit(tmp_path, [GeometryMonitor()], model=Blockless())

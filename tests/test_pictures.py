@@ -1,0 +1,85 @@
+import math
+import sys
+
+import numpy as np
+import pytest
+
+from geomon.pictures import Pictures
+from geomon.sinks import Sink
+
+
+@pytest.fixture
+def posted():
+    return []
+
+
+@pytest.fixture
+def pictures(posted):
+    return Pictures(lambda name, image, step: posted.append((name, image, step)))
+
+
+def test_draws_each_time_the_step_has_doubled_and_at_the_end(make_readings, pictures, posted):
+    steps = (0, 1, 2, 3, 4, 5, 6, 7)
+    for reading in make_readings(steps, layers=2, heads=2):
+        pictures.write(reading)
+    assert [step for name, _, step in posted if name == "profile/anisotropy"] == [0, 1, 2, 4]
+    pictures.close()
+    assert [step for name, _, step in posted if name == "profile/anisotropy"] == [0, 1, 2, 4, 7]
+    count = len(posted)
+    pictures.close()
+    assert len(posted) == count
+
+
+def test_posts_the_profile_and_each_metric_of_heads(make_readings, pictures, posted):
+    pictures.write(make_readings((0,))[0])
+    names = [name for name, _, _ in posted]
+    assert names == ["profile/anisotropy", "heads/qk_cosine", "heads/attention_entropy"]
+    for _, image, _ in posted:
+        assert image.dtype == np.uint8
+        assert image.ndim == 3
+        assert image.std() > 5
+
+
+def test_a_last_reading_already_drawn_is_not_drawn_again(make_readings, pictures, posted):
+    pictures.write(make_readings((0,))[0])
+    count = len(posted)
+    pictures.close()
+    assert len(posted) == count
+
+
+def test_what_is_missing_is_not_posted(make_readings, pictures, posted):
+    pictures.write(make_readings((0,), without=["anisotropy", "qk_cosine"])[0])
+    assert [name for name, _, _ in posted] == ["heads/attention_entropy"]
+    Pictures(lambda *_: pytest.fail("nothing was written")).close()
+
+
+def test_memory_grows_with_the_logarithm_of_the_run(make_readings, posted):
+    pictures = Pictures(lambda *_: None, metrics=())
+    steps = range(300)
+    curves = {"twonn/mean": [1.0] * 300} | {
+        name: [1.0] * 300
+        for name in ("twonn_distinct/mean", "gride/mean/k1", "gride/mean/k32")
+    } | {name: [1.0] * 300 for name in ("attention_entropy/mean", "geomon/overhead")}  # fmt: skip
+    for reading in make_readings(steps, curves=curves, layers=2, heads=1):
+        pictures.write(reading)
+    kept = pictures._profiles
+    assert len(kept) <= 2 + math.log2(300)
+    assert all(
+        set(reading.values) <= {f"anisotropy/layer_0{n}" for n in range(3)} for reading in kept
+    )
+
+
+def test_it_is_a_sink(pictures):
+    assert isinstance(pictures, Sink)
+
+
+def test_without_matplotlib_it_says_what_to_install(make_readings, pictures, monkeypatch):
+    import geomon
+
+    monkeypatch.delattr(geomon, "figures", raising=False)
+    for name in [name for name in sys.modules if name.startswith("matplotlib")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "geomon.figures", raising=False)
+    with pytest.raises(ImportError, match=r"pip install 'geomon\[figures\]'"):
+        pictures.write(make_readings((0,))[0])
