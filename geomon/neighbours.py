@@ -3,7 +3,8 @@
 FAISS expands |x|^2 + |y|^2 - 2xy in float32, which loses the small distances of rows far from the
 origin and of near-duplicates. So: centre and scale in float64 before the search, ask for more
 candidates than are wanted, drop a row's own entry by its index, compute the candidates' distances
-again in float64 from differences of the rows as given, and sort those.
+again in float64 from differences of the rows as given, and sort those. Where the rounding of the
+search may have kept a true neighbour from the candidates, the row is searched again in float64.
 """
 
 from typing import Any, NamedTuple
@@ -55,25 +56,26 @@ def nearest(rows: Tensor, k: int, *, of: Tensor | None = None) -> Neighbours:
         >>> nearest(torch.tensor([[0.0], [1.0], [3.0]]), k=2).distances.tolist()
         [[1.0, 3.0], [1.0, 2.0], [2.0, 3.0]]
     """
-    if rows.ndim != 2 or not rows.is_floating_point() or rows.shape[0] < 2 or k < 1:
+    if rows.ndim != 2 or not rows.is_floating_point() or min(rows.shape[0] - 1, *rows.shape, k) < 1:
         raise ValueError(
             "expected at least 2 floating-point rows [tokens, width] and k of at least 1, got "
             f"{rows.dtype} {list(rows.shape)} and k={k}"
         )
     k = min(k, rows.shape[0] - 1)
-    wanted = torch.arange(len(rows), device=rows.device) if of is None else of
     points = rows.double()
-    centred = points - points.mean(dim=0)
+    wanted = torch.arange(len(rows), device=rows.device) if of is None else of
+    # Any centre will do that is near the bulk: a few massive rows would pull a mean away.
+    centred = points - points[:: max(1, len(points) // 255)].median(dim=0).values
     largest = centred.abs().max()
-    scaled = (centred / largest if largest > 0 else centred).float()
-    candidates = _candidates(scaled, scaled[wanted], min(k + 1 + _SLACK, rows.shape[0]))
-    step = max(1, _BLOCK // (candidates.shape[1] * rows.shape[1]))
-    blocks = [
-        _exact(points, wanted[start : start + step], candidates[start : start + step], k)
-        for start in range(0, len(wanted), step)
-    ]
-    distances, index = zip(*blocks, strict=True)
-    return Neighbours(torch.cat(distances), torch.cat(index))
+    centred = centred / largest if largest > 0 else centred
+    count = min(k + 1 + _SLACK, rows.shape[0])
+    found = _ranked(points, wanted, _candidates(centred.float(), wanted, count), k)
+    unsure = _unsure(found, centred, wanted, largest, k) if count < rows.shape[0] else wanted[:0]
+    if len(unsure):
+        again = _ranked(points, wanted[unsure], _expanded(centred, wanted[unsure], count), k)
+        for before, after in zip(found, again, strict=True):
+            before[unsure] = after
+    return Neighbours(found.distances[:, :k], found.indices[:, :k])
 
 
 def nearest_among(neighbours: Neighbours, rows: Tensor, members: Tensor, k: int) -> Neighbours:
@@ -156,24 +158,58 @@ def first_of_each(group: Tensor) -> Tensor:
     return first.scatter_reduce(0, label, order, reduce="amin").sort().values
 
 
-def _candidates(points: Tensor, queries: Tensor, count: int) -> Tensor:
-    """Indices of the `count` points nearest to each query, itself among them, in float32."""
-    if faiss is not None and points.device.type == "cpu":
-        _, index = faiss.knn(queries.numpy(), points.numpy(), count)
-        return torch.from_numpy(index)
+def _candidates(points: Tensor, wanted: Tensor, count: int) -> Tensor:
+    """Indices of the `count` points nearest to each wanted one, itself among them, in float32."""
+    if faiss is None or points.device.type != "cpu" or len(wanted) == 0:
+        return _expanded(points, wanted, count)
+    _, indices = faiss.knn(points[wanted].numpy(), points.numpy(), count)
+    return torch.from_numpy(indices)
+
+
+def _expanded(points: Tensor, wanted: Tensor, count: int) -> Tensor:
+    """The same by blocks of |x|^2 + |y|^2 - 2xy, in the precision of `points`."""
     norms = points.square().sum(dim=1)
     step = max(1, _BLOCK // len(points))
-    found = []
-    for start in range(0, len(queries), step):
-        block = queries[start : start + step]
+    found = [torch.empty(0, count, dtype=torch.int64, device=points.device)]
+    for start in range(0, len(wanted), step):
+        block = points[wanted[start : start + step]]
         squared = torch.addmm(norms[None, :], block, points.T, alpha=-2)
         found.append(squared.topk(count, dim=1, largest=False).indices)
     return torch.cat(found)
 
 
-def _exact(points: Tensor, own: Tensor, candidates: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k smallest distances of a block of rows to their candidates, in float64, and to whom."""
-    squared = points[candidates].sub_(points[own][:, None]).square_().sum(dim=-1)
-    squared.masked_fill_(candidates == own[:, None], torch.inf)
-    order = squared.sort(dim=1)
-    return order.values[:, :k].sqrt(), candidates.gather(1, order.indices[:, :k])
+def _ranked(points: Tensor, wanted: Tensor, candidates: Tensor, k: int) -> Neighbours:
+    """Candidates by their distance in float64, and in the last column the farthest of them.
+
+    Returns:
+        Neighbours, of shape [wanted, k + 1].
+    """
+    empty = torch.empty(0, k + 1, device=points.device)
+    distances, indices = [empty.double()], [empty.long()]
+    step = max(1, _BLOCK // (candidates.shape[1] * points.shape[1]))
+    for start in range(0, len(wanted), step):
+        block = candidates[start : start + step]
+        own = wanted[start : start + step, None]
+        squared = points[block].sub_(points[own]).square_().sum(dim=-1)
+        squared.masked_fill_(block == own, torch.inf)  # sorts last
+        order = squared.sort(dim=1)
+        last = block.shape[1] - 1 - order.values[:, -1:].isinf().long()
+        kept = torch.cat([torch.arange(k, device=last.device).expand(len(block), -1), last], dim=1)
+        distances.append(order.values.gather(1, kept).sqrt())
+        indices.append(block.gather(1, order.indices.gather(1, kept)))
+    return Neighbours(torch.cat(distances), torch.cat(indices))
+
+
+def _unsure(found: Neighbours, centred: Tensor, wanted: Tensor, scale: Tensor, k: int) -> Tensor:
+    """Index, into the wanted rows, of those that float32 may have found the wrong candidates for.
+
+    A row that is no candidate seemed no nearer than the farthest candidate. It can still be nearer
+    than the k-th where the two are closer than the rounding of the expansion, which grows with the
+    norms: among near-duplicates, and for rows far from the bulk.
+    """
+    width = centred.shape[1]
+    kth, farthest = (found.distances[:, column] / scale for column in (k - 1, k))
+    norm = centred[wanted].norm(dim=1)
+    rounding = (4 + width**0.5) * torch.finfo(torch.float32).eps
+    error = rounding * (norm.square() + (norm + farthest).square())
+    return (farthest.square() - kth.square() <= 2 * error).nonzero().squeeze(1)

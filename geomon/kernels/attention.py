@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Scores held at once, float32: 16 MB each, a handful of temporaries beside them.
-_BLOCK = 4_194_304
+# Scores held at once, float32: 4 MB, which stays in the cache with its temporaries.
+_BLOCK = 1_048_576
 
 
 class AttentionRows(NamedTuple):
@@ -47,10 +47,9 @@ def attention_rows(
     Raises:
         ValueError: The shapes do not fit one another.
     """
-    sequences, heads, queries, keys = _score_shape(query, key)
-    visible = visible.expand(sequences, heads, queries, keys)
-    if bias is not None:
-        bias = bias.expand(sequences, heads, queries, keys)
+    sequences, heads, queries, keys = shape = _score_shape(query, key)
+    visible = _expand("visible", visible, shape)
+    bias = None if bias is None else _expand("bias", bias, shape)
     step = max(1, _BLOCK // max(1, heads * keys))
     blocks = []
     for sequence in range(sequences):
@@ -144,6 +143,16 @@ def _score_shape(query: Tensor, key: Tensor) -> tuple[int, int, int, int]:
     return query.shape[0], query.shape[1], query.shape[2], key.shape[2]
 
 
+def _expand(name: str, values: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+    try:
+        return values.expand(shape)
+    except RuntimeError as error:
+        raise ValueError(
+            f"expected {name} that broadcasts to [sequences, heads, queries, keys] = "
+            f"{list(shape)}, got {list(values.shape)}"
+        ) from error
+
+
 def _scores(query: Tensor, key: Tensor) -> Tensor:
     """Dot products [heads, queries, keys] in float32; query head h faces key head h // group."""
     key_heads, keys, head_width = key.shape
@@ -163,7 +172,8 @@ def _reduce(scores: Tensor, visible: Tensor) -> AttentionRows:
     weights = scores.exp()
     normaliser = weights.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
     weights = weights / normaliser
-    entropy = normaliser.log().squeeze(-1) - (weights * scores.masked_fill(~visible, 0)).sum(dim=-1)
+    mean_score = (weights * scores.masked_fill(weights == 0, 0)).sum(dim=-1)
+    entropy = normaliser.log().squeeze(-1) - mean_score
     count = visible.sum(dim=-1)
     first = visible.to(torch.uint8).argmax(dim=-1, keepdim=True)
     seen = count > 0

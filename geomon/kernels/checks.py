@@ -1,4 +1,4 @@
-"""What every kernel asks of its input, said once."""
+"""What every kernel asks of its input, and the centring they share."""
 
 from torch import Tensor
 
@@ -24,3 +24,15 @@ def require_rows(hidden: Tensor, *, at_least: int = 1) -> Tensor:
             "give more tokens"
         )
     return hidden.double()
+
+
+def centre(rows: Tensor) -> Tensor:
+    """Rows without their mean.
+
+    A row is taken off first: the mean of equal rows does not round to the row itself.
+
+    Args:
+        rows: [tokens, width], float64, at least one row.
+    """
+    shifted = rows - rows[0]
+    return shifted - shifted.mean(dim=0)

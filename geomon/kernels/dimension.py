@@ -44,12 +44,13 @@ def twonn(neighbours: Tensor, discard: float = 0.1) -> Tensor:
         raise ValueError(f"discard is a share in [0, 1), got {discard}")
     log_mu = _log_ratios(neighbours[:, 0], neighbours[:, 1]).sort().values
     n = len(log_mu)
-    if n < 3:
-        return torch.tensor(torch.nan, dtype=torch.float64, device=neighbours.device)
     kept = min(int(n * (1 - discard)), n - 1)  # at F = 1 the logarithm ends
+    if n < 3 or kept < 1:
+        return torch.tensor(torch.nan, dtype=torch.float64, device=neighbours.device)
     rank = torch.arange(1, kept + 1, dtype=torch.float64, device=log_mu.device)
     x, y = log_mu[:kept], -torch.log1p(-rank / n)
-    return (x * y).sum() / x.square().sum()
+    square = x.square().sum()
+    return torch.where(square > 0, (x * y).sum() / square, torch.inf)
 
 
 def gride(neighbours: Tensor, scales: Sequence[int] = SCALES) -> Tensor:
@@ -79,13 +80,11 @@ def gride(neighbours: Tensor, scales: Sequence[int] = SCALES) -> Tensor:
     _require_distances(neighbours, at_least=2)
     if any(k < 1 for k in scales):
         raise ValueError(f"scales are ranks of neighbours, 1 or more, got {list(scales)}")
-    estimates = [
-        _gride_at(neighbours, k)
-        if neighbours.shape[1] >= 2 * k
-        else torch.tensor(torch.nan, dtype=torch.float64, device=neighbours.device)
-        for k in scales
-    ]
-    return torch.stack(estimates)
+    estimates = torch.full((len(scales),), torch.nan, dtype=torch.float64, device=neighbours.device)
+    for place, k in enumerate(scales):
+        if neighbours.shape[1] >= 2 * k:
+            estimates[place] = _gride_at(neighbours, k)
+    return estimates
 
 
 def _gride_at(neighbours: Tensor, k: int) -> Tensor:

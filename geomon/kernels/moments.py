@@ -6,7 +6,7 @@ With M = |mean x|^2, V the variance and Q the mean square norm, M + V = Q (Yamag
 
 from torch import Tensor
 
-from geomon.kernels.checks import require_rows
+from geomon.kernels.checks import centre, require_rows
 
 
 def drift_norm(hidden: Tensor) -> Tensor:
@@ -46,8 +46,7 @@ def variance(hidden: Tensor) -> Tensor:
         >>> variance(torch.tensor([[1.0, 0.0], [-1.0, 0.0]])).item()
         1.0
     """
-    rows = require_rows(hidden)
-    return (rows - rows.mean(dim=0)).square().sum(dim=1).mean()
+    return centre(require_rows(hidden)).square().sum(dim=1).mean()
 
 
 def mean_square_norm(hidden: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from geomon.kernels.checks import require_rows
+from geomon.kernels.checks import centre, require_rows
 
 
 def spectrum(hidden: Tensor) -> Tensor:
@@ -27,8 +27,7 @@ def spectrum(hidden: Tensor) -> Tensor:
         >>> spectrum(torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 2.0], [0.0, -2.0]])).tolist()
         [2.0, 0.5]
     """
-    rows = require_rows(hidden)
-    centred = rows - rows.mean(dim=0)
+    centred = centre(require_rows(hidden))
     tokens, width = centred.shape
     gram = centred.T @ centred if width <= tokens else centred @ centred.T
     return torch.linalg.eigvalsh(gram).flip(0).clamp(min=0) / tokens

@@ -1,0 +1,1 @@
+"""What geomon costs: ratios of medians, measured side by side in one run."""

@@ -1,0 +1,257 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.spatial.distance import pdist
+
+from geomon.kernels.angles import cosine, qk_cosine, qk_dot
+
+small_shapes = st.tuples(st.integers(2, 24), st.integers(1, 12), st.integers(0, 10**6))
+few_examples = settings(deadline=None, derandomize=True, max_examples=30)
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def rotation(width, seed=0):
+    return torch.linalg.qr(normal(width, width, seed=seed + 1)).Q
+
+
+def over_all_pairs(hidden):
+    return 1 - pdist(hidden.double().numpy(), "cosine").mean()
+
+
+def head_by_head(query, key):
+    """Mean query and mean key of each query head, one head at a time in numpy."""
+    group = query.shape[1] // key.shape[1]
+    for head in range(query.shape[1]):
+        yield (
+            query[:, head].double().numpy().mean(axis=0),
+            key[:, head // group].double().numpy().mean(axis=0),
+        )
+
+
+@pytest.mark.parametrize(("tokens", "width"), [(2, 1), (3, 40), (300, 16), (600, 32), (1500, 8)])
+@pytest.mark.parametrize("offset", [0.0, 0.5, 20.0])
+def test_cosine_agrees_with_all_pairs(tokens, width, offset):
+    hidden = normal(tokens, width) * torch.linspace(0.1, 9, tokens)[:, None] + offset
+    assert cosine(hidden).item() == pytest.approx(over_all_pairs(hidden), abs=1e-12)
+
+
+@pytest.mark.parametrize("tokens", [300, 800])
+def test_cosine_close_to_one_where_float32_cannot_tell_it_from_one(tokens):
+    hidden = (1e4 + normal(tokens, 64)).float()
+    units = hidden.double() / hidden.double().norm(dim=1, keepdim=True)
+    gap = (pdist(units.numpy(), "sqeuclidean") / 2).mean()  # 1 - cos without the cancellation
+    assert gap == pytest.approx(1e-8, rel=0.1)
+    # The same formula in float32, whose spacing below 1 is 6e-8.
+    naive = torch.nn.functional.normalize(hidden, dim=1)
+    naive = (naive.sum(dim=0).square().sum() - tokens) / (tokens * (tokens - 1))
+    assert abs(1 - naive.item() - gap) > 0.5 * gap
+    assert 1 - cosine(hidden).item() == pytest.approx(gap, rel=1e-5)
+
+
+def test_cosine_of_the_axes_is_zero_and_of_opposite_rows_is_lowest():
+    assert cosine(torch.eye(500)).item() == pytest.approx(0, abs=1e-15)
+    for tokens in (2, 3, 50):
+        simplex = torch.eye(tokens, dtype=torch.float64) - 1 / tokens
+        assert cosine(simplex).item() == pytest.approx(-1 / (tokens - 1), abs=1e-13)
+
+
+@pytest.mark.parametrize("angle", [0.1, 1.0, 2.5])
+def test_cosine_of_a_fan_of_rows_around_an_axis_is_known(angle):
+    # n rows at one angle to an axis, evenly around it: the unit sum is n cos(angle) along the axis.
+    tokens = 600
+    around = torch.arange(tokens, dtype=torch.float64) * 2 * math.pi / tokens
+    fan = torch.stack(
+        [around.cos() * math.sin(angle), around.sin() * math.sin(angle), around * 0], dim=1
+    )
+    fan[:, 2] = math.cos(angle)
+    want = (tokens * math.cos(angle) ** 2 - 1) / (tokens - 1)
+    assert cosine(fan).item() == pytest.approx(want, abs=1e-13)
+
+
+@pytest.mark.parametrize("tokens", [50, 400, 2000])
+def test_cosine_of_isotropic_rows_shrinks_to_zero(tokens):
+    width = 64
+    # Pairs of different rows are uncorrelated with variance 1/width each.
+    error = math.sqrt(2 / (tokens * (tokens - 1) * width))
+    assert abs(cosine(normal(tokens, width, seed=tokens)).item()) < 5 * error
+
+
+def test_cosine_of_equal_rows_is_one():
+    assert cosine(normal(1, 7).repeat(500, 1)).item() == pytest.approx(1, abs=1e-14)
+
+
+def test_rows_without_direction_are_left_out():
+    hidden = normal(40, 6) + 1
+    with_zeros = torch.cat([torch.zeros(5, 6, dtype=torch.float64), hidden, hidden[:1] * 0])
+    torch.testing.assert_close(cosine(with_zeros), cosine(hidden), rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("directions", [0, 1])
+def test_cosine_is_nan_with_fewer_than_two_directions(directions):
+    hidden = torch.zeros(5, 3)
+    hidden[:directions] = 1
+    got = cosine(hidden)
+    assert got.isnan()
+    assert got.dtype == torch.float64
+    assert got.shape == ()
+
+
+@pytest.mark.parametrize("scale", [1e200, 1e-200, 1e-320])
+def test_cosine_of_extreme_rows_neither_overflows_nor_vanishes(scale):
+    hidden = torch.tensor([[1.0, 0.0], [3.0, 4.0], [0.0, 2.0]], dtype=torch.float64)
+    assert cosine(hidden * scale).item() == pytest.approx((0.6 + 0.8) / 3, rel=1e-3)
+    lengths = torch.tensor([[1.0], [scale], [1.0]], dtype=torch.float64)
+    assert cosine(hidden * lengths).item() == pytest.approx((0.6 + 0.8) / 3, rel=1e-3)
+
+
+@given(small_shapes)
+@few_examples
+def test_cosine_does_not_change_under_rotation_order_or_length_of_rows(shape):
+    tokens, width, seed = shape
+    hidden = normal(tokens, width, seed=seed) + 0.5
+    want = cosine(hidden)
+    order = torch.randperm(tokens, generator=torch.Generator().manual_seed(seed))
+    lengths = normal(tokens, 1, seed=seed + 2).exp()
+    for other in (hidden @ rotation(width, seed), hidden[order], lengths * hidden, -hidden):
+        torch.testing.assert_close(cosine(other), want, rtol=0, atol=1e-12)
+
+
+@given(small_shapes)
+@few_examples
+def test_copies_of_every_row_add_their_own_pairs(shape):
+    tokens, width, seed = shape
+    hidden = normal(tokens, width, seed=seed)
+    once = cosine(hidden)
+    # Of 2n(2n-1) ordered pairs 2n are of a row with its copy, the rest repeats the n(n-1) 4 times.
+    want = (4 * tokens * (tokens - 1) * once + 2 * tokens) / (2 * tokens * (2 * tokens - 1))
+    torch.testing.assert_close(cosine(hidden.repeat(2, 1)), want, rtol=0, atol=1e-12)
+
+
+@given(small_shapes)
+@few_examples
+def test_cosine_stays_in_its_range(shape):
+    got = cosine(normal(*shape[:2], seed=shape[2])).item()
+    assert -1 / (shape[0] - 1) - 1e-12 <= got <= 1 + 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_cosine_takes_any_floating_dtype_and_leaves_it_alone(dtype):
+    hidden = (300 * normal(450, 12) + 100).to(dtype)
+    before = hidden.clone()
+    got = cosine(hidden)
+    assert got.dtype == torch.float64
+    assert torch.equal(hidden, before)
+    assert got.item() == pytest.approx(over_all_pairs(hidden), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    "hidden", [torch.ones(4), torch.ones(2, 3, 4), torch.ones(0, 3), torch.ones(1, 3)]
+)
+def test_cosine_names_the_shape_it_cannot_use(hidden):
+    with pytest.raises(ValueError, match="expected") as caught:
+        cosine(hidden)
+    assert str(list(hidden.shape)) in str(caught.value)
+
+
+def test_cosine_refuses_rows_without_columns_and_integers():
+    with pytest.raises(ValueError, match=r"1 column, got \[3, 0\]"):
+        cosine(torch.ones(3, 0))
+    with pytest.raises(ValueError, match=r"torch.int64 \[3, 2\]"):
+        cosine(torch.ones(3, 2, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(("heads", "key_heads"), [(1, 1), (4, 4), (6, 2), (8, 1)])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (500, 500), (37, 450)])
+def test_qk_agrees_with_one_head_at_a_time(heads, key_heads, queries, keys):
+    query = normal(queries, heads, 16) + normal(heads, 16, seed=1)
+    key = normal(keys, key_heads, 16, seed=2) + normal(key_heads, 16, seed=3)
+    pairs = list(head_by_head(query, key))
+    dots = torch.tensor([float(q @ k) for q, k in pairs], dtype=torch.float64)
+    norms = torch.tensor([np.linalg.norm(q) * np.linalg.norm(k) for q, k in pairs])
+    torch.testing.assert_close(qk_dot(query, key), dots, rtol=1e-11, atol=1e-13)
+    torch.testing.assert_close(qk_cosine(query, key), dots / norms, rtol=1e-11, atol=1e-13)
+
+
+def test_qk_means_survive_many_tokens_in_half_precision():
+    # A running float16 sum of 100,000 ones stops at 2,048; the mean must still be 1.
+    query = torch.ones(100_000, 1, 4, dtype=torch.float16)
+    assert qk_dot(query, query).item() == 4
+    assert qk_cosine(query, query).item() == 1
+
+
+def test_qk_of_known_angles():
+    query = torch.tensor([[[1.0, 0.0], [0.0, 3.0], [2.0, 2.0]]]).repeat(9, 1, 1)
+    key = torch.tensor([[[5.0, 0.0]]]).repeat(4, 1, 1)
+    assert qk_dot(query, key).tolist() == [5.0, 0.0, 10.0]
+    torch.testing.assert_close(
+        qk_cosine(query, key), torch.tensor([1.0, 0.0, math.sqrt(0.5)], dtype=torch.float64)
+    )
+
+
+def test_qk_cosine_is_nan_where_a_mean_is_zero_and_only_there():
+    query = torch.tensor([[[1.0, 2.0], [1.0, 1.0]], [[-1.0, -2.0], [1.0, 1.0]]])
+    key = torch.ones(3, 2, 2)
+    got = qk_cosine(query, key)
+    assert got[0].isnan()
+    assert got[1].item() == pytest.approx(1)
+    assert qk_dot(query, key).tolist() == [0.0, 2.0]
+
+
+@given(small_shapes, st.sampled_from([1e-3, 1.0, 40.0]))
+@few_examples
+def test_qk_under_rotation_order_and_scale(shape, scale):
+    tokens, width, seed = shape
+    query, key = normal(tokens, 4, width, seed=seed) + 1, normal(tokens, 2, width, seed=seed + 1)
+    turn = rotation(width, seed)
+    order = torch.randperm(tokens, generator=torch.Generator().manual_seed(seed))
+    dot, angle = qk_dot(query, key), qk_cosine(query, key)
+    close = {"rtol": 1e-9, "atol": 1e-11}
+    torch.testing.assert_close(qk_dot(query @ turn, key @ turn), dot, **close)
+    torch.testing.assert_close(qk_cosine(query @ turn, key @ turn), angle, **close)
+    torch.testing.assert_close(qk_cosine(query[order], key), angle, **close)
+    torch.testing.assert_close(qk_dot(query, key[order]), dot, **close)
+    torch.testing.assert_close(qk_cosine(query, scale * key), angle, **close)
+    torch.testing.assert_close(qk_dot(scale * query, key), scale * dot, **close)
+    torch.testing.assert_close(qk_dot(query, key.repeat(2, 1, 1)), dot, **close)
+    assert (angle.abs() <= 1 + 1e-12).all()
+
+
+@pytest.mark.parametrize("kernel", [qk_cosine, qk_dot])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_qk_takes_any_floating_dtype_and_leaves_it_alone(kernel, dtype):
+    query, key = normal(450, 4, 8).to(dtype), (normal(450, 2, 8, seed=1) + 1).to(dtype)
+    before = query.clone(), key.clone()
+    got = kernel(query, key)
+    assert got.dtype == torch.float64
+    assert got.shape == (4,)
+    assert torch.equal(query, before[0])
+    assert torch.equal(key, before[1])
+    torch.testing.assert_close(got, kernel(query.double(), key.double()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kernel", [qk_cosine, qk_dot])
+@pytest.mark.parametrize(
+    ("query", "key"),
+    [
+        ((5, 4, 8), (5, 4, 7)),
+        ((5, 4, 8), (5, 3, 8)),
+        ((5, 2, 8), (5, 4, 8)),
+        ((5, 4, 8), (5, 0, 8)),
+        ((0, 4, 8), (5, 4, 8)),
+        ((5, 4, 8), (0, 4, 8)),
+        ((5, 8), (5, 8)),
+        ((1, 5, 4, 8), (1, 5, 4, 8)),
+    ],
+)
+def test_qk_names_the_shapes_it_cannot_use(kernel, query, key):
+    with pytest.raises(ValueError, match="expected queries") as caught:
+        kernel(torch.ones(query), torch.ones(key))
+    assert str(list(query)) in str(caught.value)
+    assert str(list(key)) in str(caught.value)

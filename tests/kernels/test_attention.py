@@ -1,0 +1,436 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.special import entr, log_softmax
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from geomon.kernels import attention
+from geomon.kernels.attention import (
+    AttentionRows,
+    attention_entropy,
+    attention_entropy_normalised,
+    attention_max,
+    attention_rows,
+    attention_sink,
+)
+
+METRICS = [attention_entropy, attention_entropy_normalised, attention_max, attention_sink]
+LENGTHS = [64, 512, 2048]
+MASKS = ["causal", "bidirectional", "padded right", "padded left", "window", "some rows masked"]
+
+few_examples = settings(deadline=None, derandomize=True, max_examples=30)
+small_shapes = st.tuples(st.integers(1, 9), st.integers(1, 20), st.integers(0, 10**6))
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def whole(*shape, seed=0, low=-3, high=4):
+    # Small whole numbers: their dot products are exact in float32, so only the softmax is tested.
+    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+def sampled(length, count=24, seed=0):
+    rows = torch.randperm(length, generator=torch.Generator().manual_seed(seed))[:count]
+    return rows.sort().values
+
+
+def mask(kind, sequences, length):
+    """Visible pairs of whole sequences, [sequences, 1, length, length]."""
+    i, j = torch.arange(length)[:, None], torch.arange(length)
+    if kind == "bidirectional":
+        return torch.ones(sequences, 1, length, length, dtype=torch.bool)
+    visible = (j <= i).expand(sequences, 1, length, length).clone()
+    used = (length * torch.linspace(1, 0.4, sequences)).long()
+    if kind == "padded right":
+        visible &= (j < used[:, None])[:, None, None]
+    if kind == "padded left":
+        visible &= (j >= length - used[:, None])[:, None, None]
+    if kind == "window":
+        visible &= j > i - 33
+    if kind == "some rows masked":
+        visible[:, :, ::3] = False
+    return visible
+
+
+def full_softmax(query, key, visible, scale, bias=None):
+    """Every row of every head in float64 at once, in numpy: the fields of AttentionRows."""
+    heads = query.shape[1]
+    key = key.repeat_interleave(heads // key.shape[1], dim=1)
+    scores = query.double().numpy() @ key.double().mT.numpy() * scale
+    if bias is not None:
+        scores = scores + bias.double().numpy()
+    visible = np.broadcast_to(visible.numpy(), scores.shape)
+    seen = visible.any(axis=-1)
+    weights = np.zeros_like(scores)
+    lowest = np.where(visible, scores, -np.inf)
+    weights[seen] = np.exp(log_softmax(lowest[seen], axis=-1))
+    first = np.take_along_axis(weights, visible.argmax(axis=-1)[..., None], axis=-1)[..., 0]
+    fields = [entr(weights).sum(axis=-1), weights.max(axis=-1), first, visible.sum(axis=-1)]
+    # [sequences, heads, queries] -> [heads, sequences x queries]
+    return AttentionRows(
+        *(torch.from_numpy(f.astype(float).swapaxes(0, 1).reshape(heads, -1)) for f in fields)
+    )
+
+
+def assert_rows_close(got, want, *, atol, fields=AttentionRows._fields):
+    for name in fields:
+        mine, theirs = getattr(got, name), getattr(want, name)
+        assert mine.dtype == torch.float64
+        torch.testing.assert_close(
+            mine, theirs, rtol=0, atol=atol, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+def uniform_causal(length, rows):
+    nothing = torch.zeros(1, 1, length, 8)
+    return attention_rows(nothing[:, :, rows], nothing, mask("causal", 1, length)[:, :, rows], 1.0)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("key_heads", [4, 2, 1])
+def test_sampled_rows_agree_with_the_full_softmax(length, kind, key_heads):
+    query, key = normal(2, 4, length, 16), normal(2, key_heads, length, 16, seed=1)
+    visible, rows = mask(kind, 2, length), sampled(length)
+    got = attention_rows(query[:, :, rows], key, visible[:, :, rows], 0.25)
+    want = full_softmax(query[:, :, rows], key, visible[:, :, rows], 0.25)
+    # Scores of order 1 in float32, errors of 1e-7 each.
+    assert_rows_close(got, want, atol=1e-5)
+    assert got.entropy.shape == (4, 2 * len(rows))
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("kind", MASKS)
+def test_large_logits_agree_with_the_full_softmax(length, kind):
+    query, key = whole(2, 2, length, 8), whole(2, 2, length, 8, seed=1)
+    visible, rows = mask(kind, 2, length), sampled(length, seed=2)
+    scale = 16.0  # logits up to 8 x 9 x 16 = 1,152, many of them tied at the top
+    got = attention_rows(query[:, :, rows], key, visible[:, :, rows], scale)
+    want = full_softmax(query[:, :, rows], key, visible[:, :, rows], scale)
+    assert_rows_close(got, want, atol=2e-6)
+    # exp overflows without a shift by the maximum, and log 0 meets 0 in -p log p.
+    scores = scale * query[:, :, rows] @ key.transpose(-1, -2)
+    assert scores.max() > 500
+    assert scores.exp().isinf().any()
+    weights = scores.softmax(dim=-1)
+    assert (weights * weights.log()).sum(dim=-1).isnan().any()
+
+
+def test_logits_of_any_offset_do_not_cancel():
+    length = 700
+    query = torch.cat([whole(1, 2, 5, 8), torch.ones(1, 2, 5, 1)], dim=-1)
+    key = whole(1, 2, length, 8, seed=1)
+    everything = torch.ones(5, length, dtype=torch.bool)
+    rows = [
+        attention_rows(
+            query,
+            torch.cat([key, torch.full((1, 2, length, 1), offset)], dim=-1),
+            everything,
+            0.125,
+        )
+        for offset in (0.0, 8000.0, -8000.0)
+    ]
+    assert_rows_close(rows[1], rows[0], atol=1e-9)
+    assert_rows_close(rows[2], rows[0], atol=1e-9)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("form", ["slopes per head", "per sequence", "one row for all", "float64"])
+def test_bias_agrees_with_the_full_softmax(length, form):
+    query, key = normal(2, 4, length, 16), normal(2, 2, length, 16, seed=1)
+    rows = sampled(length, seed=3)
+    distance = (torch.arange(length) - rows[:, None]).float()
+    bias = {
+        "slopes per head": distance * torch.tensor([0.5, 0.25, 0.1, 0.01])[:, None, None],
+        "per sequence": 3 * normal(2, 1, len(rows), length, seed=4),
+        "one row for all": 3 * normal(length, seed=4),
+        "float64": distance.double()[None, None] / 30,
+    }[form]
+    visible = mask("causal", 2, length)[:, :, rows]
+    got = attention_rows(query[:, :, rows], key, visible, 0.25, bias)
+    want = full_softmax(query[:, :, rows], key, visible, 0.25, bias)
+    assert_rows_close(got, want, atol=2e-5)
+
+
+@pytest.mark.parametrize("nowhere", [-math.inf, torch.finfo(torch.float32).min, -1e9])
+def test_bias_that_forbids_a_visible_key_gives_it_no_weight(nowhere):
+    query, key = normal(1, 2, 30, 8), normal(1, 2, 500, 8, seed=1)
+    bias = torch.zeros(30, 500)
+    bias[:, 3::7] = nowhere
+    got = attention_rows(query, key, torch.ones(30, 500, dtype=torch.bool), 0.3, bias)
+    want = full_softmax(query, key, bias == 0, 0.3)
+    assert_rows_close(got, want, atol=1e-5, fields=["entropy", "maximum", "first"])
+
+
+def test_uniform_causal_attention_has_the_entropy_of_the_visible_keys():
+    rows = torch.arange(0, 2048, 16)
+    got = uniform_causal(2048, rows)
+    torch.testing.assert_close(got.visible[0], (rows + 1).double())
+    assert attention_entropy(got).item() == pytest.approx(6.594, abs=5e-4)
+    want = (rows + 1).double().log().mean().item()
+    # Taking the 128 sampled queries for the length of the causal mask gives 7.622.
+    assert attention_entropy(got).item() == pytest.approx(want, abs=1e-5)
+    assert attention_entropy_normalised(got).item() == pytest.approx(1, abs=1e-6)
+    inverse = 1 / (rows[1:] + 1).double()
+    assert attention_max(got).item() == pytest.approx(inverse.mean().item(), rel=1e-5)
+    assert attention_sink(got).item() == pytest.approx(inverse.mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_uniform_attention_over_all_keys(length):
+    nothing = torch.zeros(1, 3, length, 8)
+    got = attention_rows(nothing[:, :, :5], nothing, torch.tensor(True), 1.0)
+    torch.testing.assert_close(
+        attention_entropy(got),
+        torch.full((3,), math.log(length), dtype=torch.float64),
+        atol=1e-5,
+        rtol=0,
+    )
+    assert attention_max(got).tolist() == pytest.approx([1 / length] * 3)
+
+
+def test_one_hot_attention_has_no_entropy():
+    length = 500
+    axes = torch.eye(length)[None, None]
+    got = attention_rows(axes, axes, torch.ones(length, length, dtype=torch.bool), 1000.0)
+    assert attention_entropy(got).item() == 0
+    assert attention_entropy_normalised(got).item() == 0
+    assert attention_max(got).item() == 1
+    assert attention_sink(got).item() == pytest.approx(1 / length)
+
+
+@pytest.mark.parametrize(("kind", "first"), [("window", 68), ("padded left", 60), ("causal", 0)])
+def test_sink_is_the_first_key_that_the_row_sees(kind, first):
+    length, row = 100, 100 - 1
+    visible = mask(kind, 2, length)[1:, :, [row]]
+    first = first if kind != "window" else row - 32
+    key = torch.zeros(1, 1, length, 2)
+    key[..., first, 0] = math.log(9)
+    query = torch.tensor([[[[1.0, 0.0]]]])
+    others = visible.sum().item() - 1
+    assert visible[0, 0, 0].nonzero()[0].item() == first
+    got = attention_rows(query, key, visible, 1.0)
+    assert attention_sink(got).item() == pytest.approx(9 / (9 + others), rel=1e-6)
+    assert attention_max(got).item() == pytest.approx(9 / (9 + others), rel=1e-6)
+
+
+def test_rows_that_see_no_key_are_left_out():
+    query, key = normal(1, 2, 40, 8), normal(1, 2, 450, 8, seed=1)
+    visible = mask("bidirectional", 1, 450)[:, :, :40].clone()
+    visible[:, :, 5:20] = False
+    got = attention_rows(query, key, visible, 0.3)
+    for field in got:
+        assert not field.isnan().any()
+        assert (field[:, 5:20] == 0).all()
+    kept = torch.cat([torch.arange(5), torch.arange(20, 40)])
+    alone = attention_rows(query[:, :, kept], key, visible[:, :, kept], 0.3)
+    for metric in METRICS:
+        torch.testing.assert_close(metric(got), metric(alone), rtol=1e-6, atol=0)
+
+
+def test_metrics_without_any_row_to_measure_are_nan():
+    query, key = normal(1, 2, 6, 8), normal(1, 2, 6, 8, seed=1)
+    blind = attention_rows(query, key, torch.zeros(6, 6, dtype=torch.bool), 1.0)
+    for metric in METRICS:
+        assert metric(blind).isnan().tolist() == [True, True]
+    single = attention_rows(query, key, torch.eye(6, dtype=torch.bool), 1.0)
+    assert attention_entropy(single).tolist() == [0, 0]
+    for metric in METRICS[1:]:
+        assert metric(single).isnan().tolist() == [True, True]
+
+
+def test_metrics_of_rows_written_by_hand():
+    rows = AttentionRows(
+        entropy=torch.tensor([[math.log(2), math.log(3), 0.0, 0.0]], dtype=torch.float64),
+        maximum=torch.tensor([[0.5, 0.25, 1.0, 0.0]], dtype=torch.float64),
+        first=torch.tensor([[0.5, 0.125, 1.0, 0.0]], dtype=torch.float64),
+        visible=torch.tensor([[2.0, 9.0, 1.0, 0.0]], dtype=torch.float64),
+    )
+    assert attention_entropy(rows).item() == pytest.approx(math.log(6) / 3)
+    assert attention_entropy_normalised(rows).item() == pytest.approx((1 + 0.5) / 2)
+    assert attention_max(rows).item() == 0.375
+    assert attention_sink(rows).item() == 0.3125
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
+def test_what_lies_under_the_mask_does_not_matter(garbage):
+    length = 450
+    query, key = normal(2, 2, length, 8), normal(2, 2, length, 8, seed=1)
+    visible = mask("padded right", 2, length)
+    want = attention_rows(query, key, visible, 0.3)
+    hidden = ~visible.any(dim=2).squeeze(1)
+    assert hidden.any()
+    key[hidden[:, None].expand(2, 2, length)] = garbage
+    assert_rows_close(attention_rows(query, key, visible, 0.3), want, atol=0)
+
+
+@pytest.mark.parametrize("block", [1, 3000, 20_000, 10**9])
+def test_the_size_of_the_block_does_not_change_the_rows(monkeypatch, block):
+    query, key = whole(3, 4, 20, 8), whole(3, 2, 600, 8, seed=1)
+    visible = torch.rand(3, 1, 20, 600, generator=torch.Generator().manual_seed(2)) < 0.4
+    bias = whole(4, 20, 600, seed=3)
+    want = attention_rows(query, key, visible, 0.125, bias)
+    monkeypatch.setattr(attention, "_BLOCK", block)
+    assert_rows_close(attention_rows(query, key, visible, 0.125, bias), want, atol=1e-9)
+
+
+class LargestNewTensor(TorchDispatchMode):
+    """Remembers the bytes of the largest storage that an operation makes."""
+
+    def __init__(self, *inputs):
+        super().__init__()
+        self.known = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in self.known:
+                    self.bytes = max(self.bytes, storage.nbytes())
+        return out
+
+
+@pytest.mark.parametrize("key_heads", [1, 4])
+def test_the_size_of_the_block_bounds_the_temporaries(monkeypatch, key_heads):
+    query, key = normal(2, 4, 64, 8), normal(2, key_heads, 1024, 8, seed=1)
+    visible, bias = torch.ones(64, 1024, dtype=torch.bool), normal(64, 1024, seed=2)
+    inputs = (query, key, visible, bias)
+    with LargestNewTensor(*inputs) as at_once:
+        attention_rows(query, key, visible, 0.3, bias)
+    assert at_once.bytes == 4 * 4 * 64 * 1024
+    monkeypatch.setattr(attention, "_BLOCK", 4 * 16 * 1024)
+    with LargestNewTensor(*inputs) as in_blocks:
+        attention_rows(query, key, visible, 0.3, bias)
+    assert in_blocks.bytes == 4 * 4 * 16 * 1024
+
+
+@given(small_shapes)
+@few_examples
+def test_rows_stay_in_their_ranges(shape):
+    queries, keys, seed = shape
+    query, key = normal(2, 4, queries, 5, seed=seed), normal(2, 2, keys, 5, seed=seed + 1)
+    chance = torch.rand(2, 1, queries, keys, generator=torch.Generator().manual_seed(seed))
+    got = attention_rows(query, key, chance < 0.6, 2.0)
+    seen = got.visible > 0
+    assert (got.entropy >= 0).all()
+    assert (got.entropy <= got.visible.clamp(min=1).log() + 1e-5).all()
+    assert (got.maximum[seen] >= 1 / got.visible[seen] - 1e-6).all()
+    assert (got.maximum <= 1 + 1e-6).all()
+    assert (got.first <= got.maximum).all()
+
+
+@given(small_shapes)
+@few_examples
+def test_rows_follow_the_order_of_sequences_heads_queries_and_keys(shape):
+    queries, keys, seed = shape
+    query, key = whole(3, 4, queries, 5, seed=seed), whole(3, 2, keys, 5, seed=seed + 1)
+    random = torch.Generator().manual_seed(seed)
+    visible = torch.rand(3, 4, queries, keys, generator=random) < 0.7
+    want = AttentionRows(
+        *(f.reshape(4, 3, queries) for f in attention_rows(query, key, visible, 0.5))
+    )
+
+    def assert_same(got, expected, fields=4):
+        for mine, theirs in zip(got[:fields], expected[:fields], strict=True):
+            torch.testing.assert_close(mine.reshape(theirs.shape), theirs, rtol=0, atol=2e-6)
+
+    turned = attention_rows(query.flip(0), key.flip(0), visible.flip(0), 0.5)
+    assert_same(turned, [f.flip(1) for f in want])
+    turned = attention_rows(query.flip(1), key.flip(1), visible.flip(1), 0.5)
+    assert_same(turned, [f.flip(0) for f in want])
+    turned = attention_rows(query.flip(2), key, visible.flip(2), 0.5)
+    assert_same(turned, [f.flip(2) for f in want])
+    order = torch.randperm(keys, generator=random)
+    turned = attention_rows(query, key[:, :, order], visible[..., order], 0.5)
+    assert_same(turned, want, fields=2)  # the first visible key is another one
+
+
+@given(small_shapes, st.sampled_from([-64.0, 0.5, 256.0]))
+@few_examples
+def test_a_constant_added_to_a_row_of_scores_changes_nothing(shape, constant):
+    queries, keys, seed = shape
+    query, key = whole(1, 2, queries, 5, seed=seed), whole(1, 2, keys, 5, seed=seed + 1)
+    everything = torch.ones(queries, keys, dtype=torch.bool)
+    want = attention_rows(query, key, everything, 0.5)
+    bias = constant * whole(queries, 1, seed=seed)
+    assert_rows_close(attention_rows(query, key, everything, 0.5, bias), want, atol=1e-9)
+    shifted = key + whole(5, seed=seed + 2)
+    assert_rows_close(attention_rows(query, shifted, everything, 0.5), want, atol=1e-9)
+
+
+@given(small_shapes, st.integers(2, 4))
+@few_examples
+def test_copies_of_every_key_add_their_logarithm_to_the_entropy(shape, copies):
+    queries, keys, seed = shape
+    query, key = whole(1, 2, queries, 5, seed=seed), whole(1, 2, keys, 5, seed=seed + 1)
+    once = attention_rows(query, key, torch.tensor(True), 0.5)
+    often = attention_rows(query, key.repeat(1, 1, copies, 1), torch.tensor(True), 0.5)
+    close = {"rtol": 0, "atol": 1e-5}
+    torch.testing.assert_close(often.entropy, once.entropy + math.log(copies), **close)
+    torch.testing.assert_close(often.maximum, once.maximum / copies, **close)
+    torch.testing.assert_close(often.first, once.first / copies, **close)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_rows_take_any_floating_dtype_and_leave_it_alone(dtype):
+    query, key = normal(2, 4, 30, 16).to(dtype), normal(2, 2, 450, 16, seed=1).to(dtype)
+    visible, bias = mask("causal", 2, 450)[:, :, -30:], normal(30, 450, seed=2).to(dtype)
+    inputs = (query, key, visible, bias)
+    before = [tensor.clone() for tensor in inputs]
+    got = attention_rows(query, key, visible, 0.25, bias)
+    for tensor, copy in zip(inputs, before, strict=True):
+        assert tensor.dtype == copy.dtype
+        assert torch.equal(tensor, copy)
+    assert_rows_close(got, full_softmax(query, key, visible, 0.25, bias), atol=1e-5)
+    kept = [field.clone() for field in got]
+    for metric in METRICS:
+        assert metric(got).dtype == torch.float64
+        assert metric(got).shape == (4,)
+    assert all(torch.equal(a, b) for a, b in zip(got, kept, strict=True))
+
+
+def test_float16_scores_do_not_overflow():
+    query = torch.full((1, 1, 3, 64), 100.0, dtype=torch.float16)
+    assert (query @ query.transpose(-1, -2)).isinf().all()
+    got = attention_rows(query, query, torch.tensor(True), 0.125)
+    assert got.entropy[0].tolist() == pytest.approx([math.log(3)] * 3)
+
+
+@pytest.mark.parametrize(
+    ("query", "key"),
+    [
+        ((2, 4, 5, 8), (2, 4, 5, 7)),
+        ((2, 4, 5, 8), (2, 3, 5, 8)),
+        ((2, 2, 5, 8), (2, 4, 5, 8)),
+        ((2, 4, 5, 8), (3, 4, 5, 8)),
+        ((4, 5, 8), (4, 5, 8)),
+        ((2, 4, 0, 8), (2, 4, 5, 8)),
+        ((2, 4, 5, 8), (2, 4, 0, 8)),
+        ((2, 4, 5, 8), (2, 0, 5, 8)),
+        ((0, 4, 5, 8), (0, 4, 5, 8)),
+        ((2, 4, 5, 0), (2, 4, 5, 0)),
+    ],
+)
+def test_rows_name_the_shapes_they_cannot_use(query, key):
+    with pytest.raises(ValueError, match="expected queries") as caught:
+        attention_rows(torch.ones(query), torch.ones(key), torch.tensor(True), 1.0)
+    assert str(list(query)) in str(caught.value)
+    assert str(list(key)) in str(caught.value)
+
+
+@pytest.mark.parametrize("shape", [(5, 6), (3, 1, 5, 7), (2, 3, 5, 7), (1, 2, 4, 5, 7), (4, 7)])
+def test_rows_name_a_mask_or_a_bias_that_does_not_fit(shape):
+    query, key = normal(2, 4, 5, 8), normal(2, 4, 7, 8)
+    with pytest.raises(ValueError, match="expected"):
+        attention_rows(query, key, torch.ones(shape, dtype=torch.bool), 1.0)
+    with pytest.raises(ValueError, match="expected"):
+        attention_rows(query, key, torch.tensor(True), 1.0, torch.zeros(shape))

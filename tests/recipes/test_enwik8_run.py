@@ -1,0 +1,190 @@
+"""The recipe's command, on a model small enough for a test."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from geomon import read
+from recipes.enwik8.__main__ import app
+from recipes.enwik8.model import CharacterDecoder, configuration
+from recipes.enwik8.presets import PRESETS, Preset
+
+ROOT = Path(__file__).parent.parent.parent
+TINY = ["--layers", "2", "--width", "32", "--heads", "2", "--batch", "8", "--preset", "cpu"]
+
+
+def command(*arguments: object, **environment: str) -> subprocess.Popen[str]:
+    # Nothing listens on port 9: no network, whatever the machine has.
+    proxies = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
+    return subprocess.Popen(
+        [sys.executable, "-m", "recipes.enwik8", *map(str, arguments)], cwd=ROOT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env={**os.environ, "ENWIK8": "", **proxies, **environment},
+    )  # fmt: skip
+
+
+def run(*arguments: object, **environment: str) -> tuple[int, str, str]:
+    process = command(*arguments, **environment)
+    out, err = process.communicate(timeout=200)
+    return process.returncode, out, err
+
+
+def run_here(*arguments: object) -> tuple[int, str]:
+    """In this process: for what ends before training begins."""
+    result = CliRunner().invoke(app, list(map(str, arguments)), env={"ENWIK8": ""})
+    return result.exit_code, result.stderr
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run without data and without network, and its output."""
+    folder = tmp_path_factory.mktemp("recipe")
+    code, out, err = run(
+        "--out", folder / "run", *TINY, "--steps", 6, GEOMON_CACHE=str(folder / "cache")
+    )
+    assert code == 0, err
+    return folder / "run", out
+
+
+def test_without_network_it_names_its_fallback_and_leaves_everything(finished):
+    folder, out = finished
+    assert "text that Python" in out.splitlines()[0]
+    assert "could not be downloaded" in out.splitlines()[0]
+    assert [r.step for r in read(folder)] == list(range(7))
+    assert (folder / "geometry.png").stat().st_size > 20_000
+    assert list((folder / "tensorboard").glob("events*"))
+    assert (folder / "checkpoints" / "last.ckpt").is_file()
+    assert "bits per character" in out
+    assert f"record: {folder / 'readings.jsonl'}" in out
+
+
+def test_readings_are_shown_line_by_line_where_there_is_no_terminal(finished):
+    _, out = finished
+    assert [f"step {step}:" in out for step in range(7)] == [True] * 7
+
+
+def test_the_probe_looks_at_two_batches_of_4096(finished):
+    folder, _ = finished
+    for reading in read(folder):
+        assert (reading.source, reading.mode, reading.tokens) == ("probe", "eval", 8192)
+        assert reading.values["twonn/mean/std"] > 0
+
+
+def test_a_folder_that_holds_a_run_is_not_written_over(finished):
+    folder, _ = finished
+    code, err = run_here("--out", folder, *TINY, "--steps", 6)
+    assert code == 2
+    assert err.startswith("error: --out")
+    assert "holds a run already" in err
+    assert err.count("\n") == 1
+
+
+def test_resume_needs_the_settings_of_the_run(finished):
+    folder, _ = finished
+    code, err = run_here("--out", folder, *TINY, "--steps", 6, "--resume", "--seed", 5)
+    assert code == 2
+    assert "seed was 0" in err
+
+
+def test_a_resumed_run_has_the_curves_of_an_uninterrupted_one(finished, tmp_path):
+    folder, _ = finished
+    cache = str(folder.parent / "cache")
+    arguments = ["--out", tmp_path / "cut", *TINY, "--steps", 6]
+    process = command(*arguments, GEOMON_CACHE=cache)
+    assert process.stdout is not None
+    for line in process.stdout:  # a checkpoint at every step; stopped in the middle
+        if line.startswith("step 3:"):
+            process.send_signal(signal.SIGKILL)
+            break
+    process.communicate()
+    assert 3 <= len(read(tmp_path / "cut")) < 7
+    code, _, err = run(*arguments, "--resume", GEOMON_CACHE=cache)
+    assert code == 0, err
+    whole, cut = read(folder), read(tmp_path / "cut")
+    assert len(cut.runs) == 2
+    assert [r.step for r in cut] == [r.step for r in whole]
+    for one, other in zip(whole, cut, strict=True):
+        for tag, value in one.values.items():
+            if not tag.startswith("geomon/") and math.isfinite(value):
+                assert other.values[tag] == value, (one.step, tag)
+
+
+def test_ctrl_c_keeps_every_reading_and_ends_as_lightning_ends(tmp_path):
+    process = command("--out", tmp_path / "run", *TINY, "--steps", 100_000)
+    assert process.stdout is not None
+    shown = []
+    for line in process.stdout:
+        if line.startswith("step "):
+            shown.append(int(line.split()[1].rstrip(":")))
+        if len(shown) == 4:
+            process.send_signal(signal.SIGINT)
+            break
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1  # Lightning's own code for an interrupt
+    assert "Traceback" not in err
+    assert [r.step for r in read(tmp_path / "run")][:4] == shown == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "no/such/file"], "no/such/file"),
+        (["--data", "pyproject.toml"], "pyproject.toml"),
+        (["--resume"], "no checkpoint"),
+        (["--out", "pyproject.toml/run"], "cannot be written"),
+        (["--heads", "3"], "cannot be shared among --heads 3"),
+    ],
+)
+def test_bad_input_gets_one_clear_line(arguments, message, tmp_path):
+    rest = [] if "--out" in arguments else ["--out", tmp_path / "x"]
+    code, err = run_here("--preset", "cpu", *rest, *arguments)
+    assert code == 2
+    assert err.startswith("error: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "llama"])
+def test_both_architectures_learn_a_pattern(arch):
+    import torch
+
+    preset = Preset(2, 32, 2, 16, 8, 60, 5, 1e-2, 0.0, "32-true")
+    torch.manual_seed(0)
+    model = CharacterDecoder(arch, 8, preset)
+    window = (torch.arange(17) % 8).expand(8, -1)
+    optimizer = model.configure_optimizers()["optimizer"]
+    losses = []
+    for _ in range(60):
+        loss = model._loss(window)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[0] > 1.8
+    assert losses[-1] < 0.3
+
+
+def test_learning_rate_warms_up_and_ends_at_a_tenth():
+    preset = PRESETS["cpu"]
+    model = CharacterDecoder("gpt2", 8, preset)
+    rates = [model._rate(step) for step in range(preset.steps + 1)]
+    assert rates[0] == pytest.approx(1 / preset.warmup)
+    assert max(rates) == rates[preset.warmup] == 1
+    assert rates[-1] == pytest.approx(0.1)
+
+
+def test_configurations_have_the_sizes_of_the_preset():
+    preset = PRESETS["base"]
+    for arch in ("gpt2", "llama"):
+        sizes = json.loads(configuration(arch, 205, preset).to_json_string())
+        values = {v for v in sizes.values() if isinstance(v, int)}
+        assert {preset.layers, preset.width, preset.context, preset.heads, 205} <= values
+    with pytest.raises(ValueError, match="expected one of gpt2, llama"):
+        configuration("bert", 205, preset)

@@ -1,0 +1,437 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.spatial import cKDTree
+
+import geomon.neighbours
+from geomon.neighbours import Neighbours, first_of_each, nearest, nearest_among, unique_rows
+
+few_examples = settings(deadline=None, derandomize=True, max_examples=30)
+small_shapes = st.tuples(st.integers(2, 30), st.integers(1, 8), st.integers(0, 10**6))
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def dyadic(*shape, seed=0):
+    # Multiples of 2^-10: adding 1e10 to them is exact in float64, so a shift changes no distance.
+    return (normal(*shape, seed=seed) * 1024).round() / 1024
+
+
+def clusters(count, size, width, spread, seed=0):
+    centres = normal(count, width, seed=seed).repeat_interleave(size, dim=0)
+    return centres + spread * normal(count * size, width, seed=seed + 1)
+
+
+@pytest.fixture(params=["faiss", "torch"])
+def path(request, monkeypatch):
+    """Runs a test once with FAISS and once with the search in torch."""
+    if request.param == "torch":
+        monkeypatch.setattr(geomon.neighbours, "faiss", None)
+    else:
+        pytest.importorskip("faiss")
+    return request.param
+
+
+def brute_force(rows, k):
+    """All pairs in float64 from differences, with self out by its index."""
+    rows = rows.double()
+    squared = torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist")
+    near = squared.fill_diagonal_(math.inf).sort(dim=1)
+    return Neighbours(near.values[:, :k], near.indices[:, :k])
+
+
+def expanded_in_float32(rows, k):
+    """The naive search: |x|^2 + |y|^2 - 2xy in float32, clamped at 0."""
+    rows = rows.float()
+    norms = rows.square().sum(dim=1)
+    squared = (norms[:, None] + norms - 2 * rows @ rows.T).clamp(min=0).fill_diagonal_(math.inf)
+    return squared.sqrt().sort(dim=1).values[:, :k]
+
+
+def assert_nearest(got, rows, k, *, rtol=1e-12):
+    """Right distances; indices that belong to them; no row its own neighbour."""
+    want = brute_force(rows, k)
+    torch.testing.assert_close(got.distances, want.distances, rtol=rtol, atol=0)
+    assert got.indices.dtype == torch.int64
+    assert got.indices.shape == got.distances.shape
+    own = rows.double()
+    apart = (own[:, None] - own[got.indices]).norm(dim=-1)
+    torch.testing.assert_close(apart, got.distances, rtol=rtol, atol=0)
+    assert (got.indices != torch.arange(len(rows))[:, None]).all()
+    assert (got.distances.diff(dim=1) >= 0).all()
+    assert all(len(set(row)) == len(row) for row in got.indices.tolist())
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize(("tokens", "width"), [(300, 40), (600, 40), (600, 256), (4096, 24)])
+def test_nearest_agrees_with_all_pairs(tokens, width):
+    rows = normal(tokens, width)
+    assert_nearest(nearest(rows, k=10), rows, 10)
+
+
+@pytest.mark.usefixtures("path")
+def test_nearest_agrees_with_a_tree():
+    rows = normal(3000, 6, seed=4)
+    distances, index = cKDTree(rows.numpy()).query(rows.numpy(), k=65)
+    got = nearest(rows, k=64)
+    np.testing.assert_allclose(got.distances.numpy(), distances[:, 1:], rtol=1e-12)
+    np.testing.assert_array_equal(got.indices.numpy(), index[:, 1:])
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize(("tokens", "width"), [(300, 64), (600, 64), (4096, 32)])
+def test_nearest_far_from_the_origin_in_float32(tokens, width):
+    rows = (1e4 + normal(tokens, width)).float()
+    # Norms of 6e9 have a spacing of 512 in float32; squared distances are about 100: r1 is 0.
+    naive = expanded_in_float32(rows, 2)
+    assert (naive[:, 0] == 0).double().mean() > 0.9
+    assert_nearest(nearest(rows, k=8), rows, 8)
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("tokens", [300, 600, 4096])
+def test_nearest_at_offset_1e10_in_float64(tokens):
+    near = dyadic(tokens, 16)
+    far = near + 1e10
+    # A cast to float32 before centring leaves one and the same row everywhere.
+    assert (far.float() == far.float()[0]).all()
+    # The expansion in float64 is off by the spacing of 1.6e21, which is 262144.
+    norms = far.square().sum(dim=1)
+    squared = norms[:, None] + norms - 2 * far @ far.T
+    assert (squared - brute_force(near, tokens).distances.max() ** 2).abs().max() > 1000
+    got = nearest(far, k=8)
+    torch.testing.assert_close(got.distances, brute_force(near, 8).distances, rtol=1e-12, atol=0)
+    assert_nearest(got, far, 8)
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("size", [2, 5, 12])
+@pytest.mark.parametrize("width", [8, 256])
+@pytest.mark.parametrize("spread", [1e-3, 1e-6, 1e-9])
+def test_nearest_among_near_duplicates(size, width, spread):
+    rows = clusters(600 // size, size, width, spread)
+    # Below about 3e-4 of the norm the float32 expansion is rounding noise.
+    truth = brute_force(rows, 1).distances
+    naive = expanded_in_float32(rows, 1)
+    if spread < 1e-4:
+        assert ((naive / truth - 1).abs() > 0.1).double().mean() > 0.9
+    assert_nearest(nearest(rows, k=2), rows, 2, rtol=1e-9)
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize(("size", "k"), [(40, 2), (100, 64)])
+@pytest.mark.parametrize("width", [16, 256])
+def test_nearest_among_more_near_duplicates_than_there_are_candidates(size, k, width):
+    # An untrained network places equal characters at equal positions almost on top of each other.
+    # All of a cluster look alike in float32, and only k + 13 of them become candidates.
+    rows = clusters(1200 // size, size, width, 1e-6)
+    assert_nearest(nearest(rows, k=k), rows, k, rtol=1e-9)
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("factor", [1e3, 1e4, 1e6])
+@pytest.mark.parametrize("width", [32, 256])
+def test_a_few_rows_of_massive_norm_do_not_hide_the_distances_of_the_others(factor, width):
+    # They draw the mean away, and the largest entry by which all is scaled is theirs.
+    rows = normal(800, width)
+    rows[:16] = factor * (rows[0] + 0.01 * rows[:16])
+    assert_nearest(nearest(rows, k=4), rows, 4, rtol=1e-9)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4])
+@pytest.mark.parametrize(("tokens", "width"), [(300, 30), (600, 300), (4096, 16)])
+def test_faiss_and_torch_give_the_same_answer(monkeypatch, tokens, width, offset):
+    pytest.importorskip("faiss")
+    rows = (normal(tokens, width, seed=2) + offset).float()
+    with_faiss = nearest(rows, k=6)
+    monkeypatch.setattr(geomon.neighbours, "faiss", None)
+    without = nearest(rows, k=6)
+    torch.testing.assert_close(with_faiss.distances, without.distances, rtol=1e-12, atol=0)
+    assert (with_faiss.indices == without.indices).double().mean() > 0.999  # rows at equal distance
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("block", [1, 1000, 50_000, 10**9])
+def test_the_size_of_the_block_does_not_change_the_answer(monkeypatch, block):
+    rows = normal(450, 20)
+    want = brute_force(rows, 5)
+    monkeypatch.setattr(geomon.neighbours, "_BLOCK", block)
+    got = nearest(rows, k=5)
+    torch.testing.assert_close(got.distances, want.distances, rtol=1e-12, atol=0)
+    assert torch.equal(got.indices, want.indices)
+
+
+@pytest.mark.usefixtures("path")
+def test_points_of_a_lattice_have_known_distances():
+    side = torch.arange(8, dtype=torch.float64)
+    rows = torch.cartesian_prod(side, side, side) * 0.5 + 7
+    inside = ((rows > 7) & (rows < 7 + 3.5)).all(dim=1)
+    got = nearest(rows, k=6)
+    assert (got.distances[inside] == 0.5).all()
+    assert (got.distances[~inside, 5] > 0.5).all()
+    assert_nearest(got, rows, 6)
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("tokens", [300, 4096])
+def test_only_the_rows_asked_for(tokens):
+    rows = normal(tokens, 16) + 100
+    everything = nearest(rows, k=5)
+    for of in ([3], [tokens - 1, 0, 7, 7], list(range(0, tokens, 3))):
+        some = nearest(rows, k=5, of=torch.tensor(of))
+        torch.testing.assert_close(some.distances, everything.distances[of], rtol=1e-12, atol=0)
+        assert torch.equal(some.indices, everything.indices[of])
+
+
+@pytest.mark.usefixtures("path")
+def test_no_rows_asked_for():
+    got = nearest(normal(10, 3), k=2, of=torch.tensor([], dtype=torch.int64))
+    assert got.distances.shape == got.indices.shape == (0, 2)
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("tokens", [2, 3, 10])
+def test_fewer_neighbours_where_there_are_fewer_rows(tokens):
+    rows = normal(tokens, 4)
+    got = nearest(rows, k=64)
+    assert got.distances.shape == (tokens, tokens - 1)
+    assert_nearest(got, rows, tokens - 1)
+
+
+@pytest.mark.usefixtures("path")
+def test_width_above_the_number_of_rows():
+    rows = normal(5, 700)
+    assert_nearest(nearest(rows, k=3), rows, 3)
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("tokens", [2, 30, 600])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_rows_are_at_distance_zero_of_others_than_themselves(tokens, dtype):
+    got = nearest(normal(1, 9).to(dtype).repeat(tokens, 1), k=2)
+    assert (got.distances == 0).all()
+    assert (got.indices != torch.arange(tokens)[:, None]).all()
+    assert ((got.indices >= 0) & (got.indices < tokens)).all()
+
+
+@pytest.mark.usefixtures("path")
+def test_pairs_of_copies_find_each_other_and_not_themselves():
+    rows = normal(600, 64).float() + 1000
+    rows[300:] = rows[:300]
+    got = nearest(rows, k=2)
+    assert (got.distances[:, 0] == 0).all()
+    assert torch.equal(got.indices[:, 0], (torch.arange(600) + 300) % 600)
+    assert (got.distances[:, 1] > 0).all()
+
+
+@given(small_shapes, st.integers(1, 5))
+@few_examples
+def test_nearest_is_right_on_small_inputs(shape, k):
+    tokens, width, seed = shape
+    rows = normal(tokens, width, seed=seed)
+    k_found = min(k, tokens - 1)
+    assert_nearest(nearest(rows, k=k), rows, k_found, rtol=1e-11)
+
+
+@given(small_shapes, st.sampled_from([2.0**-20, 0.1, -3.0, 1e12]))
+@few_examples
+def test_distances_under_shift_rotation_scale_and_order(shape, scale):
+    tokens, width, seed = shape
+    rows = dyadic(tokens, width, seed=seed)[unique_rows(dyadic(tokens, width, seed=seed))]
+    if len(rows) < 2:
+        return
+    want = nearest(rows, k=3).distances
+    turn = torch.linalg.qr(normal(width, width, seed=seed + 1)).Q
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
+    shift = 1024 * dyadic(width, seed=seed + 2)
+    close = {"rtol": 1e-9, "atol": 0}
+    torch.testing.assert_close(nearest(rows + shift, k=3).distances, want, **close)
+    torch.testing.assert_close(nearest(rows @ turn, k=3).distances, want, **close)
+    torch.testing.assert_close(nearest(scale * rows, k=3).distances, abs(scale) * want, **close)
+    torch.testing.assert_close(nearest(rows[order], k=3).distances, want[order], **close)
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("scale", [1e-150, 1e-30, 1e30, 1e150])
+def test_units_far_outside_the_range_of_float32(scale):
+    rows = normal(450, 8)
+    got, want = nearest(rows * scale, k=3), nearest(rows, k=3)
+    torch.testing.assert_close(got.distances / scale, want.distances, rtol=1e-11, atol=0)
+    assert torch.equal(got.indices, want.indices)
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_nearest_takes_any_floating_dtype_and_leaves_it_alone(dtype):
+    rows = (normal(450, 24) + 2).to(dtype)
+    before, of = rows.clone(), torch.arange(450)
+    got = nearest(rows, k=4, of=of)
+    assert got.distances.dtype == torch.float64
+    assert rows.dtype == dtype
+    assert torch.equal(rows, before)
+    assert torch.equal(of, torch.arange(450))
+    torch.testing.assert_close(got.distances, brute_force(rows, 4).distances, rtol=1e-12, atol=0)
+
+
+@pytest.mark.usefixtures("path")
+def test_rows_in_any_memory_layout():
+    rows = normal(40, 450)
+    assert_nearest(nearest(rows.T, k=3), rows.T.contiguous(), 3)
+
+
+@pytest.mark.parametrize(
+    ("rows", "k"),
+    [
+        (torch.ones(5), 1),
+        (torch.ones(2, 3, 4), 1),
+        (torch.ones(1, 3), 1),
+        (torch.ones(0, 3), 1),
+        (torch.ones(5, 3), 0),
+        (torch.ones(5, 3), -2),
+        (torch.ones(5, 3, dtype=torch.int64), 1),
+        (torch.ones(5, 0), 1),
+    ],
+)
+def test_nearest_names_what_it_cannot_use(rows, k):
+    with pytest.raises(ValueError, match="expected at least") as caught:
+        nearest(rows, k=k)
+    assert str(list(rows.shape)) in str(caught.value)
+    assert f"k={k}" in str(caught.value)
+
+
+def assert_nearest_among(got, rows, members, k):
+    want = brute_force(rows[members], min(k, len(members) - 1))
+    torch.testing.assert_close(got.distances, want.distances, rtol=1e-12, atol=0)
+    assert torch.equal(got.indices, members[want.indices])
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("share", [1.0, 0.7, 0.3, 0.05, 0.01])
+@pytest.mark.parametrize("kept", [1, 4, 64])
+@pytest.mark.parametrize("k", [1, 2, 6])
+def test_nearest_among_members_agrees_with_all_pairs_of_members(share, kept, k):
+    # Few members and few neighbours kept: most members need the second search, here and there all.
+    rows = normal(900, 12) + 1000
+    members = torch.randperm(900, generator=torch.Generator().manual_seed(kept))
+    members = members[: int(900 * share)].sort().values
+    neighbours = nearest(rows, k=kept)
+    before = [field.clone() for field in neighbours]
+    got = nearest_among(neighbours, rows, members, k=k)
+    assert_nearest_among(got, rows, members, k)
+    assert all(torch.equal(a, b) for a, b in zip(neighbours, before, strict=True))
+
+
+@pytest.mark.usefixtures("path")
+def test_only_the_members_short_of_neighbours_are_searched_again(monkeypatch):
+    # One dense cloud and a few lone members, each inside a dense cloud of its own of non-members.
+    lonely = clusters(5, 60, 8, 0.01, seed=3) + 50
+    rows = torch.cat([normal(500, 8), lonely])
+    members = torch.cat([torch.arange(0, 500, 2), torch.arange(500, 800, 60)])
+    neighbours = nearest(rows, k=40)
+    asked = []
+
+    def spy(rows, k, *, of=None):
+        asked.append(of)
+        return nearest(rows, k, of=of)
+
+    monkeypatch.setattr(geomon.neighbours, "nearest", spy)
+    got = nearest_among(neighbours, rows, members, k=2)
+    monkeypatch.undo()
+    assert len(asked) == 1
+    assert set(range(250, 255)) <= set(asked[0].tolist())
+    assert len(asked[0]) < 30
+    assert_nearest_among(got, rows, members, 2)
+
+
+@given(small_shapes, st.integers(1, 5), st.integers(1, 6))
+@few_examples
+def test_nearest_among_is_right_on_small_inputs(shape, kept, k):
+    tokens, width, seed = shape
+    rows = normal(tokens, width, seed=seed)
+    chance = torch.rand(tokens, generator=torch.Generator().manual_seed(seed))
+    members = torch.cat([chance[:2] * 0 + 1, chance[2:]]).gt(0.5).nonzero().squeeze(1)
+    got = nearest_among(nearest(rows, k=kept), rows, members, k=k)
+    assert_nearest_among(got, rows, members, k)
+
+
+def test_all_rows_as_members_give_the_neighbours_themselves():
+    rows = normal(500, 8)
+    neighbours = nearest(rows, k=4)
+    got = nearest_among(neighbours, rows, torch.arange(500), k=4)
+    assert torch.equal(got.distances, neighbours.distances)
+    assert torch.equal(got.indices, neighbours.indices)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_nearest_among_needs_two_members(count):
+    rows = normal(10, 3)
+    with pytest.raises(ValueError, match=f"at least 2 member rows, got {count}"):
+        nearest_among(nearest(rows, k=2), rows, torch.arange(count), k=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("tokens", [300, 2000])
+def test_unique_rows_takes_out_exact_copies_and_nothing_else(dtype, tokens):
+    rows = (normal(tokens, 32) + 100).to(dtype)
+    source = torch.randint(tokens, (tokens // 4,), generator=torch.Generator().manual_seed(1))
+    order = torch.randperm(len(rows) + len(source), generator=torch.Generator().manual_seed(2))
+    mixed = torch.cat([rows, rows[source]])[order]
+    before = mixed.clone()
+    got = unique_rows(mixed)
+    first = {}
+    for index, row in enumerate(mixed.double().numpy()):
+        first.setdefault(row.tobytes(), index)
+    assert got.dtype == torch.int64
+    assert got.tolist() == sorted(first.values())
+    assert torch.equal(mixed, before)
+
+
+@pytest.mark.usefixtures("path")
+def test_unique_rows_leaves_no_distance_of_zero():
+    # The naive test r1 == 0 on the float32 expansion misses copies and finds others than copies.
+    rows = (normal(1000, 256) * 0.01 + 10).float()
+    mixed = torch.cat([rows, rows[:100]])
+    copied = (torch.arange(1100) < 100) | (torch.arange(1100) >= 1000)
+    naive = expanded_in_float32(mixed, 1)[:, 0] == 0
+    assert not torch.equal(naive, copied)
+    kept = unique_rows(mixed)
+    assert kept.tolist() == list(range(1000))
+    assert (nearest(mixed[kept], k=1).distances > 0).all()
+
+
+def test_unique_rows_keeps_rows_that_differ_in_the_last_bit():
+    one = torch.ones(3, 5)
+    one[1, 4] = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))
+    assert unique_rows(one).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 500])
+def test_unique_rows_of_equal_rows_is_the_first(tokens):
+    got = unique_rows(torch.ones(tokens, 3))
+    assert got.tolist() == [0][:tokens]
+    assert got.dtype == torch.int64
+
+
+@given(st.lists(st.integers(-5, 5), max_size=40))
+@few_examples
+def test_first_of_each_agrees_with_a_dictionary(labels):
+    first = {}
+    for index, label in enumerate(labels):
+        first.setdefault(label, index)
+    group = torch.tensor(labels, dtype=torch.int64)
+    got = first_of_each(group)
+    assert got.tolist() == sorted(first.values())
+    assert got.dtype == torch.int64
+    assert group.tolist() == labels
+
+
+def test_first_of_each_of_many_labels():
+    group = torch.randint(0, 900, (5000,), generator=torch.Generator().manual_seed(0)) * 10**12
+    _, want = np.unique(group.numpy(), return_index=True)
+    assert first_of_each(group).tolist() == sorted(want.tolist())
