@@ -18,6 +18,10 @@ TOKENS = 4096
 
 # layers, width, context: the recipe's model, one a little larger, and GPT-2's own size.
 SIZES = {"small": [(4, 128, 64), (6, 128, 128), (6, 384, 256)], "gpt2": [(12, 768, 512)]}
+COLUMNS = (
+    "layers", "width", "context", "step, s", "inline, s", "probe, s", "inline / step",
+    "probe / step", "step unmonitored / bare",
+)  # fmt: skip
 
 
 def main(
@@ -26,13 +30,10 @@ def main(
 ) -> None:
     """Time training steps and readings in turn, and print the ratios of their medians."""
     table = Table(title=f"One reading of all {len(METRICS)} metrics on {TOKENS:,} tokens")
-    for column in ("layers", "width", "context", "step, s", "inline, s", "probe, s", "inline / step",
-                   "probe / step", "step unmonitored / bare"):  # fmt: skip
+    for column in COLUMNS:
         table.add_column(column, justify="right")
-    for layers, width, context in SIZES[size]:
-        table.add_row(
-            str(layers), str(width), str(context), *_measure(layers, width, context, runs)
-        )
+    for sizes in SIZES[size]:
+        table.add_row(*map(str, sizes), *_measure(*sizes, runs))
     console = Console(width=110)
     console.print(table)
     console.print(

@@ -18,6 +18,7 @@ from geomon.pictures import Pictures
 from geomon.record import Reading
 from geomon.schedule import Schedule, check_schedule
 from geomon.sinks import Sink
+from geomon.tags import layout
 
 
 class GeometryMonitor(L.Callback):
@@ -164,8 +165,11 @@ class _Loggers:
 
     def __init__(self, trainer: L.Trainer) -> None:
         self._trainer = trainer
+        self._laid_out = False
 
     def write(self, reading: Reading) -> None:
+        if not self._laid_out:
+            self._lay_out(reading)
         step = self._trainer.fit_loop.epoch_loop._batches_that_stepped
         for logger in self._trainer.loggers:
             logger.log_metrics(reading.charted(), step=step)
@@ -173,6 +177,12 @@ class _Loggers:
     def close(self) -> None:
         for logger in self._trainer.loggers:
             logger.save()
+
+    def _lay_out(self, reading: Reading) -> None:
+        for logger in self._trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_custom_scalars(layout(reading.charted()))
+        self._laid_out = True
 
 
 def _post_to(logger: Logger) -> Any:

@@ -13,14 +13,20 @@ from geomon.record import Reading, Readings, heads
 Post = Callable[[str, NDArray[np.uint8], int], object]
 
 _PROFILE = "anisotropy"
+_OVERVIEW = ("twonn", "twonn_distinct", "gride", _PROFILE, "qk_cosine", "attention_entropy")
+# Readings kept for the curves: four to an octave of steps, so that a long run has a hundred.
+_APART = 2 ** (1 / 4) * 0.99
+# Step from which the run in one figure is drawn: before, its curves are flat.
+_CURVES_FROM = 16
 
 
 class Pictures:
     """A sink that draws, and posts pictures.
 
     It draws at its first reading and each time the step has at least doubled since, and the last
-    reading when closed: a handful of pictures per run, and as many profiles in memory. matplotlib
-    is imported with the first picture.
+    reading when closed: the run in one figure ("Overview/geometry", which loggers sort first), the
+    profile over depth and the heads. Memory and the number of pictures grow with the logarithm of
+    the steps. matplotlib is imported with the first picture.
 
     Args:
         post: Takes a name, an image (uint8 [height, width, 3]) and a step, for instance
@@ -36,28 +42,36 @@ class Pictures:
     ) -> None:
         self._post = post
         self._metrics = tuple(metrics)
-        self._profiles: list[Reading] = []
+        self._curves: list[Reading] = []
+        self._drawn: list[Reading] = []
         self._last: Reading | None = None
 
     def write(self, reading: Reading) -> None:
         """Draw the reading if its step has doubled since the last one drawn."""
         self._last = reading
-        drawn = self._profiles[-1].step if self._profiles else None
-        if drawn is None or reading.step >= max(2 * drawn, drawn + 1):
+        due = not self._drawn or reading.step >= max(1, 2 * self._drawn[-1].step)
+        if due or reading.step >= _APART * self._curves[-1].step:
+            self._curves.append(_thinned(reading))
+        if due:
             self._draw(reading)
 
     def close(self) -> None:
         """Draw the last reading if it was not drawn; may be called more than once."""
         last, self._last = self._last, None
-        if last is not None and last.step > self._profiles[-1].step:
+        if last is not None and last.step > self._drawn[-1].step:
+            if last.step > self._curves[-1].step:
+                self._curves.append(_thinned(last))
             self._draw(last)
 
     def _draw(self, reading: Reading) -> None:
-        self._profiles.append(replace(reading, values=_profile_of(reading)))
         from geomon import figures  # matplotlib: not before there is something to draw
 
-        if self._profiles[-1].values:
-            profile = figures.profile_figure(Readings([], self._profiles), _PROFILE)
+        self._drawn.append(self._curves[-1])
+        if reading.step >= _CURVES_FROM:
+            figure = figures.geometry_figure(Readings([], self._curves))
+            self._show("Overview/geometry", figure, reading.step)
+        if any(tag.startswith(f"{_PROFILE}/layer") for tag in reading.values):
+            profile = figures.profile_figure(Readings([], self._drawn), _PROFILE)
             self._show(f"profile/{_PROFILE}", profile, reading.step)
         for metric in self._metrics:
             if heads(reading, metric):
@@ -69,11 +83,8 @@ class Pictures:
         self._post(name, figures.as_image(figure), step)
 
 
-def _profile_of(reading: Reading) -> dict[str, float]:
-    """The values of the profile alone: a reading of a large model holds tens of thousands."""
-    parsed = {tag: tags.parse(tag) for tag in reading.values if tag.startswith(f"{_PROFILE}/")}
-    return {
-        tag: reading.values[tag]
-        for tag, parts in parsed.items()
-        if parts is not None and parts.layer is not None and not parts.part
-    }
+def _thinned(reading: Reading) -> Reading:
+    """The reading with the values that are drawn: of a large model it holds tens of thousands."""
+    parsed = {tag: tags.parse(tag) for tag in reading.values}
+    drawn = {tag for tag, parts in parsed.items() if parts and parts.metric in _OVERVIEW}
+    return replace(reading, values={tag: reading.values[tag] for tag in drawn})

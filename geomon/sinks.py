@@ -9,6 +9,7 @@ from collections import deque
 from typing import Any, Protocol, runtime_checkable
 
 from geomon.record import Reading
+from geomon.tags import layout
 
 
 @runtime_checkable
@@ -51,9 +52,13 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(os.fspath(directory))
+        self._laid_out = False
 
     def write(self, reading: Reading) -> None:
-        """Write the charted values at the reading's step."""
+        """Write the charted values at the reading's step, and first the layout of their charts."""
+        if not self._laid_out:
+            self._writer.add_custom_scalars(layout(reading.charted()))
+            self._laid_out = True
         for tag, value in reading.charted().items():
             # The old style rounds to float32.
             self._writer.add_scalar(tag, value, reading.step, new_style=True, double_precision=True)

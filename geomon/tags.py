@@ -5,7 +5,8 @@ and parts of either: `twonn/layer_03/std`, `gride/mean/k32`, `qk_cosine/layer_03
 """
 
 import functools
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 MEAN = "mean"
 SECONDS = "geomon/seconds"
@@ -87,3 +88,33 @@ def is_charted(tag: str) -> bool:
     if parsed is None:
         return True
     return parsed.head is None and (parsed.layer is None or parsed.part not in _TRUST)
+
+
+def layout(names: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
+    """Charts for TensorBoard's custom scalars: a metric's layers as lines of one chart.
+
+    Args:
+        names: The charted tags.
+
+    Returns:
+        By category and title, a kind of chart and the patterns of its tags.
+
+    Example:
+        >>> layout(["cosine/layer_01", "cosine/mean"])
+        {'geomon': {'cosine, by layer': ['Multiline', ['cosine/layer_[0-9]+$', 'cosine/mean$']]}}
+    """
+    parsed = [tag for tag in map(parse, names) if tag is not None]
+    metrics = dict.fromkeys(tag.metric for tag in parsed)
+    dimensions = [f"{metric}/mean$" for metric in metrics if metric.startswith("twonn")]
+    charts: dict[str, list[Any]] = {}
+    if dimensions:
+        title = "intrinsic dimension, mean over layers"
+        charts[title] = ["Multiline", [*dimensions, "gride/mean/k32$"]]
+    for metric in metrics:
+        if any(tag.metric == metric and not tag.part for tag in parsed):
+            patterns = [f"{metric}/layer_[0-9]+$", f"{metric}/mean$"]
+            charts[f"{metric}, by layer"] = ["Multiline", patterns]
+    scales = sorted({tag.part for tag in parsed if tag.metric == "gride"})
+    if scales:
+        charts["gride, by scale"] = ["Multiline", ["gride/mean/k[0-9]+$"]]
+    return {"geomon": charts}

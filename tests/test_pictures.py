@@ -62,11 +62,20 @@ def test_memory_grows_with_the_logarithm_of_the_run(make_readings, posted):
     } | {name: [1.0] * 300 for name in ("attention_entropy/mean", "geomon/overhead")}  # fmt: skip
     for reading in make_readings(steps, curves=curves, layers=2, heads=1):
         pictures.write(reading)
-    kept = pictures._profiles
-    assert len(kept) <= 2 + math.log2(300)
-    assert all(
-        set(reading.values) <= {f"anisotropy/layer_0{n}" for n in range(3)} for reading in kept
-    )
+    kept = pictures._curves
+    assert [reading.step for reading in kept][:9] == [0, 1, 2, 3, 4, 5, 6, 8, 10]
+    assert len(kept) < 5 * math.log2(300)
+    assert len(pictures._drawn) == 2 + int(math.log2(300))
+    assert "geomon/overhead" not in kept[-1].values
+    assert "twonn/mean" in kept[-1].values
+
+
+def test_the_whole_run_in_one_figure_comes_first(make_readings, pictures, posted):
+    for reading in make_readings((0, 1, 8, 16, 32), layers=2, heads=2):
+        pictures.write(reading)
+    shown = [(name, step) for name, _, step in posted if name.startswith("Overview")]
+    assert shown == [("Overview/geometry", 16), ("Overview/geometry", 32)]
+    assert min(name for name, _, _ in posted) == "Overview/geometry"
 
 
 def test_it_is_a_sink(pictures):

@@ -58,7 +58,7 @@ def test_tensorboard_holds_charted_values_to_the_last_bit(tmp_path):
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     tag = "twonn/mean"
-    assert events.Tags()["tensors"] == [tag]
+    assert events.Tags()["tensors"] == ["custom_scalars__config__", tag]
     found = events.Tensors(tag)
     assert [event.step for event in found] == [0, 5]
     assert [event.tensor_proto.double_val[0] for event in found] == [0.1, 5.1]
