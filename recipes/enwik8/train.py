@@ -98,11 +98,15 @@ def train(
     trainer = _trainer(settings, machine, folder, callbacks=[monitor, live])
     keep_settings(folder, settings)
     last = folder / _CHECKPOINTS / "last.ckpt"
-    trainer.fit(
-        model,
-        CharacterData(corpus, preset, seed=settings.seed),
-        ckpt_path=last if resume else None,
-    )
+    try:
+        trainer.fit(
+            model,
+            CharacterData(corpus, preset, seed=settings.seed),
+            ckpt_path=last if resume else None,
+        )
+    except SystemExit:  # Lightning's way out after Ctrl-C
+        print(_interrupted(folder, last), flush=True)
+        raise
     bits = float(trainer.callback_metrics["validation/bits_per_character"])
     return Result(folder, read(folder), bits, monitor.overhead)
 
@@ -210,6 +214,11 @@ def _introduction(
     )
 
 
+def _interrupted(folder: Path, last: Path) -> str:
+    kept = f"interrupted: {folder} keeps every reading"
+    return f"{kept}; go on with --resume --out {folder}" if last.is_file() else kept
+
+
 def _quieten() -> None:
     """Lightning's and transformers' advice is for those who write the script."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -217,6 +226,7 @@ def _quieten() -> None:
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
     for advice in (
         "does not have many workers",
+        "smaller than the logging interval",
         "Checkpoint directory",
         "LeafSpec",
         "resuming from",

@@ -126,7 +126,8 @@ def test_ctrl_c_keeps_every_reading_and_ends_as_lightning_ends(tmp_path):
         if len(shown) == 4:
             process.send_signal(signal.SIGINT)
             break
-    _, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=60)
+    assert f"interrupted: {tmp_path / 'run'} keeps every reading" in out
     assert process.returncode == 1  # Lightning's own code for an interrupt
     assert "Traceback" not in err
     assert [r.step for r in read(tmp_path / "run")][:4] == shown == [0, 1, 2, 3]
