@@ -1,5 +1,6 @@
 """geomon: watch the geometry of a transformer's representations while it trains."""
 
+from geomon.matrix import geometry
 from geomon.metrics import METRICS, select
 from geomon.monitor import Monitor, __version__, measure
 from geomon.record import Reading, Readings, read
@@ -17,6 +18,7 @@ __all__ = [
     "WandB",
     "__version__",
     "every",
+    "geometry",
     "log_spaced",
     "measure",
     "read",

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from geomon.anatomy import Anatomy, Projections
 from geomon.attended import RELEVANT, AttentionCall, NotUnderstoodError, captured_attention
 from geomon.layer import CAPTURED, Layer, Snapshot
+from geomon.notes import Note, grouped
 from geomon.switches import listening, run_eagerly, without_fast_path
 
 # Query rows per layer from which attention is measured: the standard error of a mean entropy with
@@ -69,6 +70,7 @@ class Window:
         self._remarks: dict[str, list[int]] = {}  # and the layers of which they are true
         self._mode = "eval"
         self._dtype = ""
+        self._precision = 0.0
         self.seconds = 0.0  # spent in hooks, and in placing and removing them
 
     def __enter__(self) -> Self:
@@ -98,10 +100,10 @@ class Window:
         depths = range(len(self._anatomy.blocks) + 1)
         self._remarks.clear()
         layers = [self._layer(depth) for depth in depths]
-        notes = [
-            f"layer {', '.join(map(str, found))}: {remark}"
-            for remark, found in self._remarks.items()
-        ]
+        notes = grouped({("hidden states", why): found for why, found in self._remarks.items()})
+        if self._valid is not None and not bool(self._valid.all()):
+            share = float((~self._valid).float().mean())
+            notes.append(Note("padding", f"padding, {share:.0%} of the tokens, was left out"))
         return Snapshot(layers, len(self._rows), self._mode, self._dtype, notes)
 
     def _remark(self, depth: int, remark: str) -> None:
@@ -217,6 +219,7 @@ class Window:
         """Draw the rows that are kept at every layer, among those that are no padding."""
         self._shape = hidden.shape[:-1]
         self._dtype = str(hidden.dtype).removeprefix("torch.")
+        self._precision = torch.finfo(hidden.dtype).eps
         if self._valid is not None and self._valid.shape != self._shape:
             self._valid = None
         total = math.prod(self._shape)
@@ -276,7 +279,7 @@ class Window:
         if depth in self._hidden:
             self._add_rows(depth, captured, missing)
         else:
-            missing |= dict.fromkeys(("hidden", "token_ids", "positions"), _NOT_RUN)
+            missing |= dict.fromkeys(("hidden", "token_ids", "positions", "precision"), _NOT_RUN)
         if block is not None and self._sources & {"attention", "projection"}:
             self._add_attention(depth, captured, missing)
             self._add_projections(depth, block.projections, captured, missing)
@@ -287,8 +290,9 @@ class Window:
         finite = hidden.isfinite().all(dim=1)
         if not finite.all():
             lost = int((~finite).sum())
-            self._remark(depth, f"{lost} of {len(hidden)} rows are not finite, left out")
+            self._remark(depth, f"{lost} of {len(hidden)} rows are not finite and were left out")
         captured["hidden"] = hidden[finite]
+        captured["precision"] = self._precision
         assert self._shape is not None
         captured["positions"] = (self._rows % self._shape[-1])[finite]
         tables = [ids for ids in self._token_ids if ids.shape == self._shape]

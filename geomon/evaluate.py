@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from geomon import tags
+from geomon.across import across_layers, nulls
 from geomon.layer import CAPTURED, Layer, MissingViewError, Snapshot, captured_views, parameters
 from geomon.metrics import Metric
+from geomon.notes import Note, cautions, grouped
 
 # The parts of one metric at one layer in one batch: "" is the value itself.
 Parts = dict[str, float]
@@ -20,10 +22,10 @@ Parts = dict[str, float]
 
 @dataclass
 class Evaluation:
-    """Values by tag (NaN = could not be measured), and in words why one is missing."""
+    """Values by tag (NaN = could not be measured), and what to know of them."""
 
     values: dict[str, float] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
 
 
 def evaluate(
@@ -76,8 +78,11 @@ def evaluate(
                 result.values[tags.layer_tag(name, index, part)] = value
         for part, value in _over_layers(by_layer).items():
             result.values[tags.mean_tag(name, part)] = value
-    for (name, reason), layers in failures.items():
-        result.notes.append(f"{name}, layer {', '.join(map(str, layers))}: {reason}")
+    result.values |= across_layers(result.values)
+    if _has_hidden(snapshot):
+        hidden = snapshot.layers[0].captured["hidden"]
+        result.values |= nulls(metrics, min(rows, len(hidden)), hidden.shape[1])
+    result.notes = grouped(failures) + cautions(result.values)
     return result
 
 

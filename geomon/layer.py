@@ -12,16 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from geomon.kernels import spectrum as kernels
 from geomon.kernels.attention import AttentionRows, attention_rows
-from geomon.kernels.dimension import SCALES
-from geomon.kernels.spectrum import spectrum
+from geomon.kernels.clusters import within_variance
+from geomon.kernels.sinks import ordinary_rows, sink_share
 from geomon.neighbours import Neighbours, first_of_each, nearest, nearest_among, unique_rows
+from geomon.notes import Note
+
+# Neighbours of every row; of the few rows that stand for the large scales, as many as those need.
+NEAR = 16
+FAR = 64
+FAR_ROWS = 1024
 
 # What each captured view is taken from: a window places only the hooks that are asked for.
 CAPTURED: dict[str, str] = {
     "hidden": "hidden",  # [tokens, width]
     "token_ids": "hidden",  # [tokens]
     "positions": "hidden",  # [tokens]
+    "precision": "hidden",  # spacing of the captured numbers at 1: eps of the dtype they had
     "query": "attention",  # as attended, [sequences, heads, queries, head width]
     "key": "attention",  # as attended, [sequences, key heads, keys, head width]
     "visible": "attention",  # bool, broadcastable to [sequences, heads, queries, keys]
@@ -43,12 +51,41 @@ def _duplicates(hidden: Tensor, unique_rows: Tensor) -> float:
     return 1 - len(unique_rows) / len(hidden)
 
 
+def _ordinary_rows(hidden: Tensor) -> Tensor:
+    return ordinary_rows(hidden)
+
+
+def _ordinary_spectrum(hidden: Tensor, ordinary_rows: Tensor, spectrum: Tensor) -> Tensor:
+    return spectrum if bool(ordinary_rows.all()) else kernels.spectrum(hidden[ordinary_rows])
+
+
+def _sink_variance(hidden: Tensor, ordinary_rows: Tensor) -> float:
+    return 0.0 if bool(ordinary_rows.all()) else float(sink_share(hidden))
+
+
+def _within(hidden: Tensor, token_ids: Tensor) -> Tensor:
+    return within_variance(hidden, token_ids)
+
+
 def _nearest(hidden: Tensor, unique_rows: Tensor) -> Neighbours:
-    return nearest(hidden[unique_rows], k=2 * max(SCALES))
+    return nearest(hidden[unique_rows], k=NEAR)
 
 
 def _neighbours(nearest: Neighbours) -> Tensor:
     return nearest.distances
+
+
+def _far_neighbours(hidden: Tensor, unique_rows: Tensor) -> Tensor:
+    count = min(len(unique_rows), FAR_ROWS)
+    spread = torch.linspace(0, len(unique_rows) - 1, count, device=hidden.device).long()
+    return nearest(hidden[unique_rows], k=FAR, of=spread).distances
+
+
+def _rounding(hidden: Tensor, neighbours: Tensor, precision: float) -> float:
+    # Each number is off by up to half its spacing, evenly: variance spacing^2 / 12, and a
+    # difference of two has twice that.
+    noise = precision * hidden.double().square().sum(dim=1).mean().sqrt() / 6**0.5
+    return float(noise / neighbours[:, 0].median())
 
 
 def _distinct(unique_rows: Tensor, token_ids: Tensor, positions: Tensor) -> Tensor:
@@ -74,11 +111,17 @@ def _attention(
 
 
 DERIVED: dict[str, Callable[..., Any]] = {
-    "spectrum": spectrum,  # eigenvalues of the centred covariance, descending, [rank]
+    "ordinary_rows": _ordinary_rows,  # False for the few rows of massive norm
+    "ordinary_spectrum": _ordinary_spectrum,  # the same without the rows of massive norm
+    "sink_variance": _sink_variance,  # share of the variance that those rows carry
+    "spectrum": kernels.spectrum,  # eigenvalues of the centred covariance, descending, [rank]
+    "within": _within,  # variance around the mean of each row's token type
     "unique_rows": _unique_rows,  # index of one row for each distinct content
     "duplicates": _duplicates,  # share of the rows that copy another
     "nearest": _nearest,  # neighbours among unique rows: distances and who they are
     "neighbours": _neighbours,  # distances among unique rows, ascending, [tokens, k]
+    "far_neighbours": _far_neighbours,  # the same to a higher rank, of evenly spread rows
+    "rounding": _rounding,  # distance that rounding alone makes, over the median nearest distance
     "distinct": _distinct,  # index, among unique rows, of one for each (token id, position)
     "distinct_neighbours": _distinct_neighbours,  # distances among distinct rows
     "repeated": _repeated,  # share of the rows that repeat a (token id, position)
@@ -186,4 +229,4 @@ class Snapshot:
     tokens: int
     mode: str
     dtype: str
-    notes: list[str] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)

@@ -9,53 +9,150 @@ from typing import Any
 
 from torch import Tensor
 
-from geomon.kernels import dimension
+from geomon.kernels import clusters, dimension, heads
 from geomon.kernels.angles import cosine, qk_cosine, qk_dot
 from geomon.kernels.attention import (
     attention_entropy,
     attention_entropy_normalised,
     attention_max,
+    attention_min,
     attention_sink,
+    max_logit,
 )
 from geomon.kernels.moments import drift_norm, mean_square_norm, variance
-from geomon.kernels.spectrum import anisotropy
-from geomon.layer import CAPTURED, DERIVED, captured_views, parameters
+from geomon.kernels.spectrum import anisotropy, effective_rank, participation_ratio
+from geomon.layer import CAPTURED, DERIVED, NEAR, captured_views, parameters
 
 Metric = Callable[..., Any]
 
 
-def twonn(neighbours: Tensor, duplicates: float) -> dict[str, Tensor | float]:
-    """TwoNN on all rows (the paper's), with the rows it stands on and the share of copies."""
-    return {"": dimension.twonn(neighbours), "n": len(neighbours), "duplicates": duplicates}
+def anisotropy_no_sinks(ordinary_spectrum: Tensor) -> Tensor:
+    """Anisotropy without the few rows of massive norm, which alone can drive it to 1."""
+    return anisotropy(ordinary_spectrum)
+
+
+def sink_share(sink_variance: float) -> float:
+    """Share of the variance that the few rows of massive norm carry; 0 where there are none."""
+    return sink_variance
+
+
+def within_variance(within: Tensor) -> Tensor:
+    """Variance around the mean of each row's token type, corrected for few tokens of a type."""
+    return within
+
+
+def between_variance(hidden: Tensor, within: Tensor) -> Tensor:
+    """Variance of the means of token types: what `variance` has beyond `within_variance`."""
+    return variance(hidden) - within
+
+
+def norm_variance_slope(hidden: Tensor, token_ids: Tensor) -> dict[str, Tensor]:
+    """Trade-off of norm and variance: slope of V_t on M_t over token types.
+
+    Parts: `r_squared`, `types` (how many), `coverage` (share of the tokens that are of them).
+    """
+    fit = clusters.norm_variance_slope(hidden, token_ids)
+    parts = {"": fit.slope, "r_squared": fit.r_squared, "types": fit.types}
+    return {**parts, "coverage": fit.coverage}
+
+
+def query_mean_norm(projected_query: Tensor) -> Tensor:
+    """Norm of the mean query, per head."""
+    return heads.mean_norm(projected_query)
+
+
+def key_mean_norm(projected_key: Tensor) -> Tensor:
+    """Norm of the mean key, per key head."""
+    return heads.mean_norm(projected_key)
+
+
+def query_cosine(projected_query: Tensor) -> Tensor:
+    """Mean cosine over all pairs of queries, per head."""
+    return heads.head_cosine(projected_query)
+
+
+def key_cosine(projected_key: Tensor) -> Tensor:
+    """Mean cosine over all pairs of keys, per key head."""
+    return heads.head_cosine(projected_key)
+
+
+def query_anisotropy(projected_query: Tensor) -> Tensor:
+    """Share of the variance of queries along their first direction, per head."""
+    return heads.head_anisotropy(projected_query)
+
+
+def key_anisotropy(projected_key: Tensor) -> Tensor:
+    """Share of the variance of keys along their first direction, per key head."""
+    return heads.head_anisotropy(projected_key)
+
+
+def twonn(neighbours: Tensor, duplicates: float, rounding: float) -> dict[str, Tensor | float]:
+    """TwoNN on all rows (the paper's), with what it stands on.
+
+    Parts: `censored`, the estimate by maximum likelihood, and its standard `error`; `n` rows, the
+    share of `duplicates` left out, `rounding` over the nearest distance.
+    """
+    censored = dimension.twonn_censored(neighbours)
+    return {
+        "": dimension.twonn(neighbours),
+        "censored": censored.value,
+        "error": censored.standard_error,
+        "n": len(neighbours),
+        "duplicates": duplicates,
+        "rounding": rounding,
+    }
 
 
 def twonn_distinct(distinct_neighbours: Tensor, repeated: float) -> dict[str, Tensor | float]:
     """TwoNN on one row per (token id, position), with the rows left and the share left out."""
-    value = dimension.twonn(distinct_neighbours)
-    return {"": value, "n": len(distinct_neighbours), "repeated": repeated}
+    censored = dimension.twonn_censored(distinct_neighbours)
+    return {
+        "": dimension.twonn(distinct_neighbours),
+        "censored": censored.value,
+        "error": censored.standard_error,
+        "n": len(distinct_neighbours),
+        "repeated": repeated,
+    }
 
 
-def gride(neighbours: Tensor) -> dict[str, Tensor]:
-    """Intrinsic dimension at each scale: parts k1, k2, k4, ..."""
-    estimates = dimension.gride(neighbours)
-    return {f"k{k}": value for k, value in zip(dimension.SCALES, estimates, strict=True)}
+def gride(neighbours: Tensor, far_neighbours: Tensor) -> dict[str, Tensor]:
+    """Intrinsic dimension at each scale: parts k1, k2, k4, ...; large scales on fewer rows."""
+    near = [k for k in dimension.SCALES if 2 * k <= NEAR]
+    far = [k for k in dimension.SCALES if 2 * k > NEAR]
+    estimates = [*dimension.gride(neighbours, near), *dimension.gride(far_neighbours, far)]
+    return {f"k{k}": value for k, value in zip([*near, *far], estimates, strict=True)}
 
 
 METRICS: dict[str, Metric] = {
     "anisotropy": anisotropy,
+    "anisotropy_no_sinks": anisotropy_no_sinks,
+    "sink_share": sink_share,
+    "effective_rank": effective_rank,
+    "participation_ratio": participation_ratio,
     "cosine": cosine,
     "drift_norm": drift_norm,
     "variance": variance,
     "mean_square_norm": mean_square_norm,
+    "within_variance": within_variance,
+    "between_variance": between_variance,
+    "norm_variance_slope": norm_variance_slope,
     "twonn": twonn,
     "twonn_distinct": twonn_distinct,
     "gride": gride,
     "qk_cosine": qk_cosine,
     "qk_dot": qk_dot,
+    "query_mean_norm": query_mean_norm,
+    "key_mean_norm": key_mean_norm,
+    "query_cosine": query_cosine,
+    "key_cosine": key_cosine,
+    "query_anisotropy": query_anisotropy,
+    "key_anisotropy": key_anisotropy,
     "attention_entropy": attention_entropy,
     "attention_entropy_normalised": attention_entropy_normalised,
     "attention_max": attention_max,
+    "attention_min": attention_min,
     "attention_sink": attention_sink,
+    "max_logit": max_logit,
 }
 
 

@@ -22,6 +22,7 @@ from geomon.capture import Window
 from geomon.evaluate import evaluate
 from geomon.layer import Snapshot
 from geomon.metrics import METRICS, Metric, check_metrics, views_of
+from geomon.notes import Note
 from geomon.record import Reading, Record
 from geomon.schedule import Schedule, check_schedule, log_spaced
 from geomon.sinks import Sink
@@ -212,11 +213,14 @@ class Monitor:
         notes = snapshot.notes + result.notes
         if snapshot.tokens < self._tokens:
             notes.append(
-                f"estimates stand on {snapshot.tokens} rows, fewer than tokens={self._tokens}: the "
-                "intrinsic dimension is low on few rows"
+                Note(
+                    "few rows",
+                    f"estimates stand on {snapshot.tokens} rows, fewer than tokens={self._tokens}: "
+                    "the intrinsic dimension is low on few rows",
+                )
             )
         for note in notes:
-            self._warn(note)
+            self._warn(note.text, kind=note.kind)
         seconds = time.perf_counter() - began
         self._spent += seconds
         values = {**result.values, tags.SECONDS: seconds}
@@ -232,7 +236,7 @@ class Monitor:
             world_size=self._world_size,
             dtype=snapshot.dtype,
             values=values,
-            notes=notes,
+            notes=[note.text for note in notes],
         )
         self._done.add((step, source))
         self._hand_out(reading)
@@ -298,10 +302,11 @@ class Monitor:
             return False
         return True
 
-    def _warn(self, message: str) -> None:
-        """Say it once in the log; the record has it with every reading."""
-        if message not in self._warned:
-            self._warned.add(message)
+    def _warn(self, message: str, *, kind: str | None = None) -> None:
+        """Say it once in the log; the record has notes with every reading."""
+        kind = message if kind is None else kind
+        if kind not in self._warned:
+            self._warned.add(kind)
             log.warning(message)
 
 

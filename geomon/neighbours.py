@@ -134,8 +134,14 @@ def unique_rows(rows: Tensor) -> Tensor:
         >>> unique_rows(torch.tensor([[1.0, 2.0], [0.0, 0.0], [1.0, 2.0]])).tolist()
         [0, 1]
     """
-    _, group = torch.unique(rows, dim=0, return_inverse=True)
-    return first_of_each(group)
+    if rows.shape[1] == 0:
+        return torch.arange(min(len(rows), 1), device=rows.device)
+    # Rows that differ in the first column differ: most are settled by sorting one column.
+    _, value, counts = torch.unique(rows[:, 0], return_inverse=True, return_counts=True)
+    tied = (counts[value] > 1).nonzero().squeeze(1)
+    alone = (counts[value] == 1).nonzero().squeeze(1)
+    _, group = torch.unique(rows[tied], dim=0, return_inverse=True)
+    return torch.cat([alone, tied[first_of_each(group)]]).sort().values
 
 
 def first_of_each(group: Tensor) -> Tensor:

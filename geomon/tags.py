@@ -14,7 +14,7 @@ OVERHEAD = "geomon/overhead"
 
 # Parts that say how far a layer's value can be trusted: charts of them for every layer would bury
 # the values, so sinks get those of the mean alone. The record holds them all.
-_TRUST = frozenset({"std", "n", "duplicates", "repeated"})
+_TRUST = frozenset({"std", "n", "duplicates", "repeated", "rounding", "error"})
 
 
 def layer_tag(metric: str, layer: int, part: str = "") -> str:

@@ -121,7 +121,7 @@ def test_plain_torch_encoder_is_seen_in_training_and_in_its_fast_path():
         assert len(layers) == 3
         assert layers[2].captured["visible"].all()
         assert layers[2].captured["hidden"].shape == (64, 32)
-        assert any("as attended" in note for note in seen.snapshot().notes)
+        assert any("as attended" in note.text for note in seen.snapshot().notes)
     assert torch.backends.mha.get_fastpath_enabled()
 
 
@@ -258,7 +258,7 @@ def test_rows_that_are_not_finite_are_left_out_and_said():
     snapshot = seen.snapshot()
     assert len(snapshot.layers[0].captured["hidden"]) == ids.numel() - ids.shape[1]
     assert len(snapshot.layers[0].captured["token_ids"]) == ids.numel() - ids.shape[1]
-    assert any("32 of 256 rows are not finite" in note for note in snapshot.notes)
+    assert any("32 of 256 rows are not finite" in note.text for note in snapshot.notes)
 
 
 def test_what_was_not_seen_says_why():

@@ -7,9 +7,14 @@ from geomon.evaluate import evaluate
 from geomon.layer import Layer, Snapshot
 from geomon.metrics import METRICS, select
 
+OF_HEADS = ("qk", "attention", "query", "key", "max_logit")
+
 
 def snapshot(*hidden: torch.Tensor, **captured) -> Snapshot:
-    layers = [Layer(i, f"layer {i}", {"hidden": h, **captured}) for i, h in enumerate(hidden)]
+    layers = [
+        Layer(i, f"layer {i}", {"hidden": h, "precision": 1e-7, **captured})
+        for i, h in enumerate(hidden)
+    ]
     return Snapshot(layers, len(hidden[0]), "eval", "float32")
 
 
@@ -58,13 +63,13 @@ def test_a_layer_that_was_not_seen_has_no_part_in_the_mean_one_that_failed_has()
     result = evaluate(seen, {"m": fails_at_two}, rows=4, batches=1)
     assert math.isnan(result.values["m/layer_02"])
     assert math.isnan(result.values["m/mean"])
-    assert result.notes == ["m, layer 2: two"]
+    assert [note.text for note in result.notes] == ["m, layer 2: two"]
 
     seen.layers[2] = Layer(2, "two", {}, {"hidden": "it was skipped"})
     result = evaluate(seen, {"m": fails_at_two}, rows=4, batches=1)
     assert math.isnan(result.values["m/layer_02"])
     assert result.values["m/mean"] == 2
-    assert "it was skipped" in result.notes[0]
+    assert "it was skipped" in result.notes[0].text
 
 
 def test_strict_raises_what_a_metric_raises():
@@ -125,15 +130,15 @@ def test_duplicates_are_taken_out_and_said():
 )
 def test_degenerate_rows_give_a_value_or_a_reason(hidden):
     captured = {"token_ids": torch.zeros(len(hidden)), "positions": torch.zeros(len(hidden))}
-    of_hidden = {k: m for k, m in METRICS.items() if not k.startswith(("qk", "attention"))}
+    of_hidden = {k: m for k, m in METRICS.items() if not k.startswith(OF_HEADS)}
     result = evaluate(snapshot(hidden, **captured), of_hidden, rows=8, batches=1)
     for name in of_hidden:
         tags = [tag for tag in result.values if tag.startswith(f"{name}/layer_00")]
         assert tags, name
         if all(math.isnan(result.values[tag]) for tag in tags) and name.startswith("twonn"):
-            assert any(note.startswith(name) for note in result.notes) or len(hidden) > 2
+            assert any(note.text.startswith(name) for note in result.notes) or len(hidden) > 2
 
 
 def test_a_result_of_the_wrong_shape_is_said():
     result = evaluate(snapshot(torch.ones(4, 2)), {"m": lambda hidden: hidden}, rows=4, batches=1)
-    assert "a scalar, a vector [heads] or a dict, got [4, 2]" in result.notes[0]
+    assert "a scalar, a vector [heads] or a dict, got [4, 2]" in result.notes[0].text

@@ -15,7 +15,7 @@ from geomon.metrics import check_metrics, views_of
 @pytest.fixture(scope="module")
 def values():
     torch.manual_seed(0)
-    return measure(PlainDecoder(), batch(16, 32), tokens=256)
+    return measure(PlainDecoder(), batch(64, 32), tokens=1024)
 
 
 @pytest.mark.parametrize("name", METRICS)
@@ -48,6 +48,17 @@ def test_every_metric_comes_out_for_a_plain_decoder(name, values):
         ("attention_entropy", 0, math.log(32)),
         ("attention_entropy_normalised", 0, 1),
         ("attention_max", 1 / 32, 1),
+        ("attention_min", 0, 0.5),
+        ("anisotropy_no_sinks", 0, 1),
+        ("sink_share", 0, 1),
+        ("effective_rank", 1, 32),
+        ("participation_ratio", 1, 32),
+        ("within_variance", 0, math.inf),
+        ("query_mean_norm", 0, math.inf),
+        ("query_cosine", -1, 1),
+        ("key_cosine", -1, 1),
+        ("query_anisotropy", 0, 1),
+        ("key_anisotropy", 0, 1),
         ("attention_sink", 0, 1),
     ],
 )
@@ -80,3 +91,12 @@ def test_a_metric_may_have_options_with_defaults():
         return hidden.norm(p=order, dim=-1).mean()
 
     assert check_metrics({"norm": norm}) == {"norm": norm}
+
+
+def test_variance_is_what_lies_within_and_between_token_types(values):
+    for layer in range(4):
+        within, between, whole = (
+            values[f"{name}/layer_{layer:02d}"]
+            for name in ("within_variance", "between_variance", "variance")
+        )
+        assert within + between == pytest.approx(whole)

@@ -69,7 +69,7 @@ def test_a_reading_says_what_it_stands_on(tmp_path):
 
 
 def test_every_metric_has_a_value_at_every_layer():
-    values = measure(PlainDecoder(), batch(16, 32), metrics=METRICS, tokens=256)
+    values = measure(PlainDecoder(), batch(64, 32), metrics=METRICS, tokens=1024)
     for name in METRICS:
         part = "/k1" if name == "gride" else ""
         layers = range(4) if f"{name}/layer_00{part}" in values else range(1, 4)

@@ -18,12 +18,16 @@ class AttentionRows(NamedTuple):
         maximum: max_j A_ij.
         first: A_ij of the first visible key j, which sinks occupy.
         visible: Number of keys that the row may see; 0 marks a row that sees none.
+        minimum: min_j A_ij over the visible keys j.
+        top_score: The largest score before the softmax.
     """
 
     entropy: Tensor
     maximum: Tensor
     first: Tensor
     visible: Tensor
+    minimum: Tensor
+    top_score: Tensor
 
 
 def attention_rows(
@@ -107,6 +111,38 @@ def attention_max(attention: AttentionRows) -> Tensor:
     return _mean_over(attention.maximum, attention.visible > 1)
 
 
+def attention_min(attention: AttentionRows) -> Tensor:
+    """Mean of the smallest weight of a row over its visible keys, per head: mean_i min_j A_ij.
+
+    Godey et al. (2401.12143, figures 9 and 10). Range [0, 1/2]. Rows that see fewer than two keys
+    are left out.
+
+    Args:
+        attention: Reduced softmax rows.
+
+    Returns:
+        [heads]; NaN where no row sees two keys.
+    """
+    return _mean_over(attention.minimum, attention.visible > 1)
+
+
+def max_logit(attention: AttentionRows) -> Tensor:
+    """The largest score before the softmax over all rows, per head.
+
+    Scores that grow without bound announce an instability. Scaled and biased as the softmax sees
+    them; unbounded.
+
+    Args:
+        attention: Reduced softmax rows.
+
+    Returns:
+        [heads]; NaN where no row sees a key.
+    """
+    seen = attention.visible > 0
+    top = torch.where(seen, attention.top_score, -torch.inf).amax(dim=1)
+    return torch.where(seen.any(dim=1), top, torch.nan)
+
+
 def attention_sink(attention: AttentionRows) -> Tensor:
     """Mean weight on the first visible key, per head: the share of attention that a sink takes.
 
@@ -180,7 +216,9 @@ def _reduce(scores: Tensor, visible: Tensor) -> AttentionRows:
     return AttentionRows(
         entropy=torch.where(seen, entropy, 0).double().clamp(min=0),
         maximum=weights.amax(dim=-1).double(),
+        minimum=torch.where(seen, weights.masked_fill(~visible, 1).amin(dim=-1), 0).double(),
         first=weights.gather(-1, first).squeeze(-1).double(),
+        top_score=torch.where(seen, top.squeeze(-1), 0).double(),
         visible=count.double(),
     )
 
@@ -190,6 +228,8 @@ __all__ = [
     "attention_entropy",
     "attention_entropy_normalised",
     "attention_max",
+    "attention_min",
     "attention_rows",
     "attention_sink",
+    "max_logit",
 ]

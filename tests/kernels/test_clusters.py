@@ -1,0 +1,295 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from geomon.kernels.clusters import (
+    between_variance,
+    norm_variance_slope,
+    variance_shares,
+    within_variance,
+)
+from geomon.kernels.moments import drift_norm, mean_square_norm, variance
+
+KERNELS = [within_variance, between_variance, variance_shares, norm_variance_slope]
+
+few_examples = settings(deadline=None, derandomize=True, max_examples=30)
+cases = st.tuples(st.integers(4, 60), st.integers(1, 9), st.integers(1, 8), st.integers(0, 10**6))
+
+
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=generator(seed))
+
+
+def token_types(tokens, types, seed=0):
+    return torch.randint(types, (tokens,), generator=generator(seed)) * 7 - 3
+
+
+def zipf(tokens, types, seed):
+    share = 1 / np.arange(1, types + 1)
+    return torch.from_numpy(
+        np.random.RandomState(seed).choice(types, size=tokens, p=share / share.sum())
+    )
+
+
+def by_loop(hidden, token_ids):
+    """n_t, M_t and V_t (with 1/n_t) of each type, one after the other."""
+    rows, ids = hidden.double().numpy(), token_ids.numpy()
+    parts = [rows[ids == t] for t in np.unique(ids)]
+    count = np.array([len(part) for part in parts])
+    norm = np.array([np.square(part.mean(axis=0)).sum() for part in parts])
+    spread = np.array([np.square(part - part.mean(axis=0)).sum() / len(part) for part in parts])
+    return count, norm, spread
+
+
+@pytest.mark.parametrize(("tokens", "width", "types"), [(500, 8, 3), (700, 30, 300), (9, 2, 8)])
+@pytest.mark.parametrize("offset", [0.0, 20.0])
+def test_variances_agree_with_a_loop_over_types(tokens, width, types, offset):
+    hidden, ids = normal(tokens, width) + offset, token_types(tokens, types)
+    hidden = hidden + 3 * normal(1000, width, seed=2)[ids % 1000]
+    count, _, spread = by_loop(hidden, ids)
+    plain = (count * spread).sum() / tokens
+    want = plain / (1 - len(count) / tokens)
+    assert within_variance(hidden, ids).item() == pytest.approx(want, rel=1e-10)
+    total = variance(hidden).item()
+    assert between_variance(hidden, ids).item() == pytest.approx(total - want, rel=1e-9)
+
+
+def test_within_variance_of_a_text_like_sample_is_that_of_the_population():
+    # V_W = 32: unit variance in 32 columns. 40 % of the rows only serve to fit their type's mean.
+    got, plain, types = [], [], []
+    for seed in range(20):
+        ids = zipf(2048, 5000, seed)
+        hidden = normal(2048, 32, seed=seed) + 2 * normal(5000, 32, seed=100 + seed)[ids]
+        count, _, spread = by_loop(hidden, ids)
+        got.append(within_variance(hidden, ids).item())
+        plain.append((count * spread).sum() / 2048)
+        types.append(len(count))
+    assert np.mean(types) == pytest.approx(811, rel=0.05)
+    assert np.mean(plain) == pytest.approx(19.3, abs=0.7)
+    assert np.mean(got) == pytest.approx(32, rel=0.003)
+    assert got == pytest.approx([32] * 20, rel=0.03)
+
+
+def test_between_variance_of_types_that_do_not_differ_is_about_zero():
+    values = []
+    for seed in range(20):
+        ids, hidden = zipf(2048, 5000, seed), normal(2048, 32, seed=seed)
+        values.append(between_variance(hidden, ids).item())
+        count, _, spread = by_loop(hidden, ids)
+        assert variance(hidden).item() - (count * spread).sum() / 2048 > 10  # uncorrected
+    assert abs(np.mean(values)) < 0.1
+    assert min(values) < 0
+
+
+def test_between_variance_is_never_lower_than_it_says():
+    # One type of which all differ, in pairs that cancel: the means of types are all equal.
+    hidden = (
+        normal(30, 4).repeat_interleave(2, dim=0) * torch.tensor([1.0, -1.0]).repeat(30)[:, None]
+    )
+    ids = torch.arange(60) // 2
+    within = within_variance(hidden, ids).item()
+    assert between_variance(hidden, ids).item() == pytest.approx(-within * 30 / 60, rel=1e-10)
+
+
+@given(cases, st.sampled_from([0.0, 1.0, 1e3]))
+@few_examples
+def test_the_parts_add_up(case, offset):
+    tokens, width, types, seed = case
+    hidden, ids = normal(tokens, width, seed=seed) + offset, token_types(tokens, types, seed)
+    if len(ids.unique()) == tokens:
+        return
+    within, between = within_variance(hidden, ids), between_variance(hidden, ids)
+    torch.testing.assert_close(within + between, variance(hidden), rtol=1e-9, atol=0)
+    total = drift_norm(hidden).square() + variance(hidden)
+    torch.testing.assert_close(total, mean_square_norm(hidden), rtol=1e-9, atol=0)
+    shares = variance_shares(hidden, ids)
+    assert (shares.mean + shares.between + shares.within).item() == pytest.approx(1, rel=1e-9)
+    square = mean_square_norm(hidden)
+    torch.testing.assert_close(shares.mean, drift_norm(hidden).square() / square)
+    torch.testing.assert_close(shares.within, within / square)
+    torch.testing.assert_close(shares.between, between / square)
+    torch.testing.assert_close(shares.within_of_variance, within / variance(hidden))
+
+
+@given(cases, st.sampled_from([0.1, -3.0, 2.0**20]))
+@few_examples
+def test_variances_follow_the_scale_and_not_the_shift_rotation_order_or_names(case, scale):
+    tokens, width, types, seed = case
+    hidden, ids = normal(tokens, width, seed=seed), token_types(tokens, types, seed)
+    hidden = (hidden * 1024).round() / 1024
+    if len(ids.unique()) == tokens:
+        return
+    order = torch.randperm(tokens, generator=generator(seed))
+    turn = torch.linalg.qr(normal(width, width, seed=seed + 1)).Q
+    close = {"rtol": 1e-9, "atol": 1e-12}
+    for kernel in (within_variance, between_variance):
+        want = kernel(hidden, ids)
+        torch.testing.assert_close(kernel(hidden + 4096, ids), want, **close)
+        torch.testing.assert_close(kernel(hidden @ turn, ids), want, **close)
+        torch.testing.assert_close(kernel(hidden[order], ids[order]), want, **close)
+        torch.testing.assert_close(kernel(hidden, 1000 - ids), want, **close)
+        torch.testing.assert_close(kernel(scale * hidden, ids) / scale**2, want, **close)
+
+
+def test_one_type_is_all_within_and_two_constant_types_all_between():
+    hidden = normal(50, 6)
+    one = torch.zeros(50, dtype=torch.long)
+    unbiased = hidden.var(dim=0, correction=1).sum()
+    torch.testing.assert_close(within_variance(hidden, one), unbiased)
+    torch.testing.assert_close(between_variance(hidden, one), variance(hidden) - unbiased)
+    two = torch.arange(50) % 2
+    torch.testing.assert_close(between_variance(hidden[two], two), variance(hidden[two]))
+    assert within_variance(hidden[two], two).item() == 0
+
+
+def test_within_variance_at_offset_1e10_where_moments_of_types_cancel():
+    near, ids = (normal(450, 24) * 1024).round() / 1024, token_types(450, 30)
+    far = near + 1e10
+    naive = sum(
+        part.square().sum() - len(part) * part.mean(dim=0).square().sum()
+        for part in (far[ids == t] for t in ids.unique())
+    ) / (450 - len(ids.unique()))
+    want = within_variance(near, ids)
+    assert abs(naive - want) > want
+    torch.testing.assert_close(within_variance(far, ids), want, rtol=1e-9, atol=0)
+    torch.testing.assert_close(
+        between_variance(far, ids), between_variance(near, ids), rtol=1e-7, atol=0
+    )
+
+
+def test_without_a_repeated_type_there_is_nothing_within():
+    hidden, ids = normal(20, 3), torch.arange(20)
+    assert within_variance(hidden, ids).isnan()
+    assert between_variance(hidden, ids).isnan()
+    shares = variance_shares(hidden, ids)
+    assert shares.within.isnan()
+    assert not shares.mean.isnan()
+
+
+@pytest.mark.parametrize("smallest", [2, 10])
+def test_slope_agrees_with_numpys_fit(smallest):
+    ids = zipf(3000, 400, 1)
+    hidden = normal(3000, 10) + 2 * normal(400, 10, seed=3)[ids] + 1
+    count, norm, spread = by_loop(hidden, ids)
+    chosen = count >= smallest
+    count, norm, spread = count[chosen], norm[chosen], spread[chosen]
+    v = spread * count / (count - 1)
+    m = norm + spread - v  # Q_t = M_t + V_t is kept
+    got = norm_variance_slope(hidden, ids, smallest=smallest)
+    assert got.slope.item() == pytest.approx(np.polyfit(m, v, 1)[0], rel=1e-8)
+    assert got.r_squared.item() == pytest.approx(np.corrcoef(m, v)[0, 1] ** 2, rel=1e-8)
+    assert got.types.item() == chosen.sum()
+    assert got.coverage.item() == pytest.approx(count.sum() / 3000)
+
+
+def test_rows_on_a_sphere_have_a_slope_of_minus_one():
+    # Q_t = 1 for all types, as behind a normalisation: what the mean gains the variance loses.
+    ids = token_types(4000, 40)
+    hidden = normal(4000, 16) + normal(1000, 16, seed=5)[ids]
+    got = norm_variance_slope(hidden / hidden.norm(dim=1, keepdim=True), ids)
+    assert got.slope.item() == pytest.approx(-1, abs=1e-9)
+    assert got.r_squared.item() == pytest.approx(1, abs=1e-9)
+    assert got.coverage.item() == 1
+
+
+def test_rare_types_alone_make_no_slope():
+    # V_t = 50 and M_t = 0 for all: with 1/n_t rare types look shorter and the slope is -1.
+    slopes, plain = [], []
+    for seed in range(10):
+        ids = zipf(4096, 600, seed)
+        hidden = normal(4096, 50, seed=seed)
+        count, norm, spread = by_loop(hidden, ids)
+        keep = count >= 10
+        plain.append(np.polyfit(norm[keep], spread[keep], 1)[0])
+        # M_t are all 0 but for noise, so give types means that have nothing to do with V_t.
+        other = hidden + normal(600, 50, seed=seed + 50)[ids]
+        slopes.append(norm_variance_slope(other, ids).slope.item())
+    assert np.mean(plain) < -0.7
+    assert abs(np.mean(slopes)) < 3 * np.std(slopes) / np.sqrt(10)
+
+
+@pytest.mark.parametrize(("smallest", "largest"), [(2, 10**9), (10, 100_000), (5, 40), (50, 60)])
+def test_coverage_counts_the_tokens_of_the_types_in_the_fit(smallest, largest):
+    ids = zipf(2000, 300, 4)
+    count = ids.unique(return_counts=True)[1]
+    chosen = count[(count >= smallest) & (count <= largest)]
+    got = norm_variance_slope(normal(2000, 4), ids, smallest, largest)
+    assert got.types.item() == len(chosen)
+    assert got.coverage.item() == pytest.approx(chosen.sum().item() / 2000)
+    assert got.slope.isnan() == (len(chosen) < 3)
+
+
+@given(st.integers(0, 10**6), st.sampled_from([0.1, -3.0, 2.0**20]))
+@few_examples
+def test_slope_does_not_change_with_scale_rotation_order_or_names(seed, scale):
+    ids = token_types(200, 8, seed)
+    hidden = normal(200, 5, seed=seed) + normal(100, 5, seed=seed + 1)[ids]
+    order = torch.randperm(200, generator=generator(seed))
+    turn = torch.linalg.qr(normal(5, 5, seed=seed + 2)).Q
+    want = norm_variance_slope(hidden, ids)
+    for rows, names in [
+        (scale * hidden, ids),
+        (hidden @ turn, ids),
+        (hidden[order], ids[order]),
+        (hidden, -ids),
+    ]:
+        for got, value in zip(norm_variance_slope(rows, names), want, strict=True):
+            torch.testing.assert_close(got, value, rtol=1e-7, atol=1e-9)
+
+
+def test_slope_without_enough_types_or_without_spread_is_nan():
+    ids = torch.arange(40) % 2
+    fit = norm_variance_slope(normal(40, 3), ids)
+    assert fit.slope.isnan()
+    assert fit.r_squared.isnan()
+    assert (fit.types.item(), fit.coverage.item()) == (2, 1)
+    none = norm_variance_slope(normal(40, 3), torch.arange(40))
+    assert none.slope.isnan()
+    assert (none.types.item(), none.coverage.item()) == (0, 0)
+    assert norm_variance_slope(torch.zeros(40, 3), torch.arange(40) % 4).slope.isnan()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("ids", [torch.int64, torch.int32, torch.uint8])
+def test_clusters_take_any_floating_dtype_and_leave_it_alone(kernel, dtype, ids):
+    hidden, names = (200 * normal(100, 12)).to(dtype), (torch.arange(100) % 5).to(ids)
+    before = hidden.clone(), names.clone()
+    got, want = kernel(hidden, names), kernel(hidden.double(), names)
+    assert torch.equal(hidden, before[0])
+    assert torch.equal(names, before[1])
+    got, want = (v if isinstance(v, tuple) else (v,) for v in (got, want))
+    for value, other in zip(got, want, strict=True):
+        assert value.dtype == torch.float64
+        assert value.shape == ()
+        torch.testing.assert_close(value, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(
+    "hidden", [torch.ones(4), torch.ones(2, 3, 4), torch.ones(0, 3), torch.ones(4, 0)]
+)
+def test_clusters_name_the_rows_they_cannot_use(kernel, hidden):
+    with pytest.raises(ValueError, match="expected") as caught:
+        kernel(hidden, torch.zeros(len(hidden), dtype=torch.long))
+    assert str(list(hidden.shape)) in str(caught.value)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("ids", [torch.zeros(3).long(), torch.zeros(4, 1).long(), torch.zeros(4)])
+def test_clusters_name_the_token_ids_they_cannot_use(kernel, ids):
+    with pytest.raises(ValueError, match="a token id for each of 4 rows") as caught:
+        kernel(torch.ones(4, 2), ids)
+    assert f"{ids.dtype} {list(ids.shape)}" in str(caught.value)
+
+
+@pytest.mark.parametrize(("smallest", "largest"), [(1, 10), (0, 10), (11, 10)])
+def test_slope_refuses_limits_without_a_variance(smallest, largest):
+    with pytest.raises(ValueError, match="2 <= smallest <= largest"):
+        norm_variance_slope(torch.ones(4, 2), torch.zeros(4).long(), smallest, largest)

@@ -1,0 +1,165 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from geomon.kernels.nulls import gaussian_like, isotropic_anisotropy, isotropic_cosine_quantile
+from geomon.kernels.spectrum import anisotropy, spectrum
+
+few_examples = settings(deadline=None, derandomize=True, max_examples=30)
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=generator(seed))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "times", "scatter"),
+    [
+        (64, 16, 200, 0.063),
+        (256, 64, 60, 0.027),
+        (1000, 10, 60, 0.023),
+        (2048, 64, 10, 0.012),
+        (500, 500, 5, 0.014),
+        (150, 900, 15, 0.012),
+    ],
+)
+def test_isotropic_anisotropy_is_as_close_to_samples_as_it_says(tokens, width, times, scatter):
+    values = np.array(
+        [anisotropy(spectrum(normal(tokens, width, seed=i))).item() for i in range(times)]
+    )
+    excess = isotropic_anisotropy(tokens, width) / values.mean() - 1
+    noise = 4 * scatter / math.sqrt(times)
+    assert -noise < excess < min(tokens, width) ** (-2 / 3) + noise
+    if times >= 60:
+        assert values.std() / values.mean() == pytest.approx(scatter, rel=0.35)
+
+
+def test_isotropic_anisotropy_of_a_layer():
+    assert isotropic_anisotropy(2048, 768) == pytest.approx(0.003385, abs=1e-6)
+
+
+@pytest.mark.parametrize(("tokens", "width"), [(2, 1), (100, 1), (2, 2), (4096, 100_000)])
+def test_isotropic_anisotropy_is_a_share(tokens, width):
+    assert 1 / width <= isotropic_anisotropy(tokens, width) <= 1
+
+
+def test_isotropic_anisotropy_tends_to_one_over_the_width():
+    assert isotropic_anisotropy(10**12, 50) == pytest.approx(1 / 50, rel=1e-4)
+
+
+@pytest.mark.parametrize(("tokens", "width"), [(1, 3), (0, 3), (3, 0)])
+def test_isotropic_anisotropy_refuses_sizes_without_a_spread(tokens, width):
+    with pytest.raises(ValueError, match=f"got {tokens} and {width}"):
+        isotropic_anisotropy(tokens, width)
+
+
+@pytest.mark.parametrize("width", [2, 3, 10, 768, 12288])
+@pytest.mark.parametrize("probability", [0.01, 0.5, 0.9, 0.95, 0.999])
+def test_cosine_quantile_agrees_with_students_t(width, probability):
+    # cos sqrt(d - 1) / sqrt(1 - cos^2) of isotropic directions is t with d - 1 degrees of freedom.
+    t = stats.t.ppf(probability, width - 1)
+    want = t / math.sqrt(width - 1 + t * t)
+    got = isotropic_cosine_quantile(width, probability)
+    assert got == pytest.approx(want, rel=1e-8, abs=1e-12)
+
+
+def test_cosine_quantile_in_closed_form():
+    # Arcs in width 2, heights on the sphere in width 3, a normal distribution in many columns.
+    assert isotropic_cosine_quantile(2, 0.9) == pytest.approx(-math.cos(0.9 * math.pi))
+    assert isotropic_cosine_quantile(3, 0.9) == pytest.approx(0.8)
+    assert isotropic_cosine_quantile(10**6) == pytest.approx(1.6448536 / 1000, rel=1e-5)
+
+
+@pytest.mark.parametrize("width", [2, 5, 64])
+def test_cosine_quantile_agrees_with_sampled_pairs(width):
+    x, y = normal(40_000, width), normal(40_000, width, seed=1)
+    cosines = (x * y).sum(dim=1) / (x.norm(dim=1) * y.norm(dim=1))
+    for probability in (0.05, 0.5, 0.95):
+        below = (cosines <= isotropic_cosine_quantile(width, probability)).double().mean().item()
+        assert below == pytest.approx(probability, abs=0.01)
+
+
+@given(st.integers(2, 5000), st.floats(1e-3, 1 - 1e-3))
+@few_examples
+def test_cosine_quantile_is_symmetric_and_shrinks_with_the_width(width, probability):
+    got = isotropic_cosine_quantile(width, probability)
+    assert -1 <= got <= 1
+    assert got == pytest.approx(-isotropic_cosine_quantile(width, 1 - probability), abs=1e-9)
+    assert abs(isotropic_cosine_quantile(width + 1, probability)) <= abs(got) + 1e-12
+
+
+def test_cosine_quantile_has_ends():
+    assert isotropic_cosine_quantile(7, 0.0) == -1
+    assert isotropic_cosine_quantile(7, 1.0) == 1
+
+
+@pytest.mark.parametrize("width", [1, 0, -3])
+def test_cosine_quantile_refuses_a_width_without_angles(width):
+    with pytest.raises(ValueError, match=f"at least 2, got {width}"):
+        isotropic_cosine_quantile(width)
+
+
+@pytest.mark.parametrize("probability", [-0.1, 1.1, math.nan])
+def test_cosine_quantile_refuses_what_is_no_probability(probability):
+    with pytest.raises(ValueError, match="probability"):
+        isotropic_cosine_quantile(5, probability)
+
+
+@pytest.mark.parametrize("tokens", [500, 5000, 50_000])
+def test_gaussian_like_converges_to_its_eigenvalues(tokens):
+    lambdas = torch.tensor([9.0, 4.0, 1.0, 0.25, 0.0], dtype=torch.float64)
+    rows = gaussian_like(lambdas, tokens, generator())
+    got = spectrum(rows)
+    error = 5 * math.sqrt(2 / tokens)
+    torch.testing.assert_close(got, lambdas, rtol=error, atol=1e-12)
+    assert rows.mean(dim=0).norm().item() < 5 * math.sqrt(lambdas.sum().item() / tokens)
+
+
+def test_gaussian_like_is_gaussian():
+    rows = gaussian_like(torch.tensor([4.0, 0.01]), 5000, generator(3))
+    for column, deviation in zip(rows.T, [2.0, 0.1], strict=True):
+        assert stats.kstest(column.numpy(), stats.norm(scale=deviation).cdf).pvalue > 1e-3
+
+
+def test_gaussian_like_is_repeatable_and_uses_no_other_generator():
+    lambdas, before = torch.tensor([2.0, 1.0]), torch.get_rng_state()
+    a, b = (gaussian_like(lambdas, 10, generator(5)) for _ in range(2))
+    assert torch.equal(a, b)
+    assert torch.equal(torch.get_rng_state(), before)
+    moving = generator(5)
+    gaussian_like(lambdas, 10, moving)
+    assert not torch.equal(gaussian_like(lambdas, 10, moving), a)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_gaussian_like_takes_any_floating_dtype_and_leaves_it_alone(dtype):
+    lambdas = torch.tensor([60000.0, 2.0, 0.0]).to(dtype)
+    before = lambdas.clone()
+    rows = gaussian_like(lambdas, 6, generator())
+    assert rows.dtype == torch.float64
+    assert rows.shape == (6, 3)
+    assert rows.isfinite().all()
+    assert torch.equal(lambdas, before)
+
+
+@pytest.mark.parametrize("lambdas", [torch.ones(0), torch.ones(2, 2), torch.ones(())])
+def test_gaussian_like_names_the_shape_it_cannot_use(lambdas):
+    with pytest.raises(ValueError, match=r"expected eigenvalues \[rank\]") as caught:
+        gaussian_like(lambdas, 5, generator())
+    assert str(list(lambdas.shape)) in str(caught.value)
+
+
+def test_gaussian_like_refuses_negative_eigenvalues_and_no_rows():
+    with pytest.raises(ValueError, match=r"at least 0, got -0.5"):
+        gaussian_like(torch.tensor([1.0, -0.5]), 5, generator())
+    with pytest.raises(ValueError, match="at least 1 token, got 0"):
+        gaussian_like(torch.ones(2), 0, generator())

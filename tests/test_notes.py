@@ -1,0 +1,67 @@
+import pytest
+
+from geomon.notes import Note, cautions, grouped
+
+
+def kinds(values):
+    return [note.kind for note in cautions(values)]
+
+
+def test_good_numbers_need_no_words():
+    assert cautions({}) == []
+    assert (
+        cautions(
+            {
+                "twonn/layer_01/duplicates": 0.01,
+                "twonn/layer_01/rounding": 0.001,
+                "twonn/mean": 7.0,
+                "twonn_distinct/mean": 6.0,
+                "gride/mean/k1": 6.0,
+                "gride/mean/k32": 5.0,
+                "sink_share/layer_01": 0.1,
+            }
+        )
+        == []
+    )
+
+
+def test_duplicates_name_their_layers_and_the_largest_share():
+    found = cautions(
+        {
+            "twonn/layer_00/duplicates": 0.2,
+            "twonn/layer_01/duplicates": 0.0,
+            "twonn/layer_03/duplicates": 0.08,
+        }
+    )
+    assert len(found) == 1
+    assert found[0].text.startswith("twonn, layer 0, 3: up to 20% of the rows are exact copies")
+
+
+@pytest.mark.parametrize(("one", "other"), [(2.4, 28.7), (28.7, 2.4)])
+def test_disagreement_is_said_either_way(one, other):
+    found = cautions({"twonn/mean": one, "twonn_distinct/mean": other})
+    assert f"twonn/mean is {one}" in found[0].text
+
+
+def test_scales_that_bend_and_sinks_and_rounding():
+    assert kinds({"gride/mean/k1": 4.0, "gride/mean/k32": 9.0}) == ["gride changes with the scale"]
+    assert "anisotropy_no_sinks" in cautions({"sink_share/layer_02": 0.9})[0].text
+    assert "rounding" in cautions({"twonn/layer_02/rounding": 0.3})[0].text
+
+
+def test_missing_values_say_nothing():
+    nan = float("nan")
+    assert cautions(
+        {"twonn/mean": nan, "twonn_distinct/mean": 3.0, "gride/mean/k1": nan,
+         "twonn/layer_01/rounding": nan}
+    ) == []  # fmt: skip
+
+
+def test_kind_stays_while_numbers_change():
+    first, second = (cautions({"twonn/layer_01/duplicates": share})[0] for share in (0.2, 0.3))
+    assert first.kind == second.kind
+    assert first.text != second.text
+
+
+def test_reasons_are_grouped_by_layer():
+    assert grouped({("m", "why"): [1, 2]}) == [Note("m: why", "m, layer 1, 2: why")]
