@@ -22,7 +22,7 @@ from geomon.notes import Note
 # Neighbours of every row; of the few rows that stand for the large scales, as many as those need.
 NEAR = 16
 FAR = 64
-FAR_ROWS = 1024
+FAR_ROWS = 512
 
 # What each captured view is taken from: a window places only the hooks that are asked for.
 CAPTURED: dict[str, str] = {

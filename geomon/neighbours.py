@@ -5,8 +5,12 @@ origin and of near-duplicates. So: centre and scale in float64 before the search
 candidates than are wanted, drop a row's own entry by its index, compute the candidates' distances
 again in float64 from differences of the rows as given, and sort those. Where the rounding of the
 search may have kept a true neighbour from the candidates, the row is searched again in float64.
+Beyond the rows themselves this holds one float32 copy of them, what it gives back, and blocks of a
+few MB.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -62,17 +66,14 @@ def nearest(rows: Tensor, k: int, *, of: Tensor | None = None) -> Neighbours:
             f"{rows.dtype} {list(rows.shape)} and k={k}"
         )
     k = min(k, rows.shape[0] - 1)
-    points = rows.double()
     wanted = torch.arange(len(rows), device=rows.device) if of is None else of
-    # Any centre will do that is near the bulk: a few massive rows would pull a mean away.
-    centred = points - points[:: max(1, len(points) // 255)].median(dim=0).values
-    largest = centred.abs().max()
-    centred = centred / largest if largest > 0 else centred
     count = min(k + 1 + _SLACK, rows.shape[0])
-    found = _ranked(points, wanted, _candidates(centred.float(), wanted, count), k)
-    unsure = _unsure(found, centred, wanted, largest, k) if count < rows.shape[0] else wanted[:0]
-    if len(unsure):
-        again = _ranked(points, wanted[unsure], _expanded(centred, wanted[unsure], count), k)
+    frame = _frame(rows)
+    scaled = torch.cat([frame(block).float() for block in rows.split(_block(rows.shape[1]))])
+    found = _ranked(rows, wanted, _candidates(scaled, wanted, count), k)
+    if count < rows.shape[0]:
+        unsure = _unsure(found, scaled, wanted, frame.scale, k)
+        again = _ranked(rows, wanted[unsure], _expanded(rows, frame, wanted[unsure], count), k)
         for before, after in zip(found, again, strict=True):
             before[unsure] = after
     return Neighbours(found.distances[:, :k], found.indices[:, :k])
@@ -164,39 +165,66 @@ def first_of_each(group: Tensor) -> Tensor:
     return first.scatter_reduce(0, label, order, reduce="amin").sort().values
 
 
-def _candidates(points: Tensor, wanted: Tensor, count: int) -> Tensor:
+@dataclass(frozen=True)
+class _Frame:
+    """Where rows lie and how far they reach: what is taken off and divided by before a search."""
+
+    centre: Tensor
+    scale: Tensor
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return (rows.double() - self.centre).div_(self.scale)
+
+
+def _frame(rows: Tensor) -> _Frame:
+    # Any centre will do that is near the bulk: a few massive rows would pull a mean away.
+    centre = rows[:: max(1, len(rows) // 255)].double().median(dim=0).values
+    blocks = rows.split(_block(rows.shape[1]))
+    largest = torch.stack([(block.double() - centre).abs().max() for block in blocks]).max()
+    return _Frame(centre, torch.where(largest > 0, largest, 1.0))
+
+
+def _block(width: int) -> int:
+    """Rows of that width in one block."""
+    return max(1, _BLOCK // width)
+
+
+def _candidates(scaled: Tensor, wanted: Tensor, count: int) -> Tensor:
     """Indices of the `count` points nearest to each wanted one, itself among them, in float32."""
-    if faiss is None or points.device.type != "cpu" or len(wanted) == 0:
-        return _expanded(points, wanted, count)
-    _, indices = faiss.knn(points[wanted].numpy(), points.numpy(), count)
+    if faiss is None or scaled.device.type != "cpu" or len(wanted) == 0:
+        return _expanded(scaled, lambda points: points, wanted, count)
+    queries = scaled if len(wanted) == len(scaled) else scaled[wanted]
+    _, indices = faiss.knn(queries.numpy(), scaled.numpy(), count)
     return torch.from_numpy(indices)
 
 
-def _expanded(points: Tensor, wanted: Tensor, count: int) -> Tensor:
-    """The same by blocks of |x|^2 + |y|^2 - 2xy, in the precision of `points`."""
-    norms = points.square().sum(dim=1)
-    step = max(1, _BLOCK // len(points))
-    found = [torch.empty(0, count, dtype=torch.int64, device=points.device)]
-    for start in range(0, len(wanted), step):
-        block = points[wanted[start : start + step]]
-        squared = torch.addmm(norms[None, :], block, points.T, alpha=-2)
-        found.append(squared.topk(count, dim=1, largest=False).indices)
+def _expanded(
+    rows: Tensor, frame: Callable[[Tensor], Tensor], wanted: Tensor, count: int
+) -> Tensor:
+    """The same by |y|^2 - 2xy, in the precision that `frame` gives, block by block."""
+    found = [torch.empty(0, count, dtype=torch.int64, device=rows.device)]
+    for own in wanted.split(_block(len(rows))):
+        queries = frame(rows[own])
+        squared = []
+        for block in rows.split(_block(rows.shape[1])):
+            points = frame(block)
+            norms = points.square().sum(dim=1)
+            squared.append(torch.addmm(norms[None, :], queries, points.T, alpha=-2))
+        found.append(torch.cat(squared, dim=1).topk(count, dim=1, largest=False).indices)
     return torch.cat(found)
 
 
-def _ranked(points: Tensor, wanted: Tensor, candidates: Tensor, k: int) -> Neighbours:
+def _ranked(rows: Tensor, wanted: Tensor, candidates: Tensor, k: int) -> Neighbours:
     """Candidates by their distance in float64, and in the last column the farthest of them.
 
     Returns:
         Neighbours, of shape [wanted, k + 1].
     """
-    empty = torch.empty(0, k + 1, device=points.device)
+    empty = torch.empty(0, k + 1, device=rows.device)
     distances, indices = [empty.double()], [empty.long()]
-    step = max(1, _BLOCK // (candidates.shape[1] * points.shape[1]))
-    for start in range(0, len(wanted), step):
-        block = candidates[start : start + step]
-        own = wanted[start : start + step, None]
-        squared = points[block].sub_(points[own]).square_().sum(dim=-1)
+    step = _block(candidates.shape[1] * rows.shape[1])
+    for block, own in zip(candidates.split(step), wanted[:, None].split(step), strict=True):
+        squared = rows[block].double().sub_(rows[own]).square_().sum(dim=-1)
         squared.masked_fill_(block == own, torch.inf)  # sorts last
         order = squared.sort(dim=1)
         last = block.shape[1] - 1 - order.values[:, -1:].isinf().long()
@@ -206,16 +234,15 @@ def _ranked(points: Tensor, wanted: Tensor, candidates: Tensor, k: int) -> Neigh
     return Neighbours(torch.cat(distances), torch.cat(indices))
 
 
-def _unsure(found: Neighbours, centred: Tensor, wanted: Tensor, scale: Tensor, k: int) -> Tensor:
+def _unsure(found: Neighbours, scaled: Tensor, wanted: Tensor, scale: Tensor, k: int) -> Tensor:
     """Index, into the wanted rows, of those that float32 may have found the wrong candidates for.
 
     A row that is no candidate seemed no nearer than the farthest candidate. It can still be nearer
     than the k-th where the two are closer than the rounding of the expansion, which grows with the
     norms: among near-duplicates, and for rows far from the bulk.
     """
-    width = centred.shape[1]
     kth, farthest = (found.distances[:, column] / scale for column in (k - 1, k))
-    norm = centred[wanted].norm(dim=1)
-    rounding = (4 + width**0.5) * torch.finfo(torch.float32).eps
+    norm = scaled[wanted].double().norm(dim=1)
+    rounding = (4 + scaled.shape[1] ** 0.5) * torch.finfo(torch.float32).eps
     error = rounding * (norm.square() + (norm + farthest).square())
     return (farthest.square() - kth.square() <= 2 * error).nonzero().squeeze(1)

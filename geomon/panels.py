@@ -89,6 +89,7 @@ def draw_dimension(panel: Axes, readings: Readings) -> None:
             panel.fill_between(curve.steps, *_band(curve), color=colour, alpha=0.22, lw=0)
     _step_axis(panel, [step for _, curve, _ in drawn for step in curve.steps])
     _dimension_axis(panel, [curve for _, curve, _ in drawn])
+    _draw_null(panel, readings, "twonn")
     panel.set_ylabel("intrinsic dimension", fontsize=10)
     _legend(panel, labelcolor="linecolor")
 
@@ -118,6 +119,7 @@ def draw_profile(panel: Axes, readings: Readings, metric: str) -> None:
     panel.set_ylabel(WORDS.get(metric, metric), fontsize=10)
     if all(v >= 0 for r in drawn for v in _by_layer(r, metric, layers) if math.isfinite(v)):
         panel.set_ylim(bottom=0)
+    _draw_null(panel, readings, metric)
     colour_bar(panel, [f"{reading.step}" for reading in drawn], STEPS, "step")
 
 
@@ -163,7 +165,8 @@ def draw_layers_over_training(
         look["lw"] = 1.8 if len(curves) <= 8 else 1.1
         panel.plot(curve.steps, curve.values, color=colours[layer], **look)
     _step_axis(panel, [step for curve in curves.values() for step in curve.steps])
-    panel.set_ylim(bottom=0)
+    highest = max(max(curve.values) for curve in curves.values() if len(curve))
+    panel.set_ylim(0, 1.08 * highest if highest > 0 else 1)
     panel.set_ylabel(WORDS.get(metric, metric), fontsize=10)
 
 
@@ -184,9 +187,23 @@ def say(panel: Axes, words: str) -> None:
     panel.text(0.5, 0.5, words, transform=panel.transAxes, ha="center", va="center", color=_GREY)
 
 
+def _draw_null(panel: Axes, readings: Readings, metric: str) -> None:
+    """A faint line at what structureless rows give, where it lies within the panel."""
+    _, nulls = readings.series(f"{metric}/null")
+    low, high = panel.get_ylim()
+    if not nulls or not low < nulls[-1] < high:
+        return
+    panel.axhline(nulls[-1], color=_GREY, lw=0.9, ls=":", zorder=0)
+    panel.annotate(
+        f"noise: {nulls[-1]:.2g}", (1, nulls[-1]), xycoords=("axes fraction", "data"),
+        xytext=(-2, 2), textcoords="offset points", ha="right", va="bottom", fontsize=8,
+        color=_GREY,
+    )  # fmt: skip
+
+
 def _legend(panel: Axes, **look: Any) -> None:
-    look = {"fontsize": 9, "handlelength": 1.6, "borderaxespad": 0.1, "frameon": False} | look
-    panel.legend(loc="upper left", **look)
+    look = {"fontsize": 9, "handlelength": 1.6, "borderaxespad": 0.1, "framealpha": 1} | look
+    panel.legend(loc="upper left", edgecolor="none", facecolor="white", **look)
 
 
 def _step_axis(panel: Axes, steps: Sequence[int]) -> None:
