@@ -1,7 +1,7 @@
 """geomon: watch the geometry of a transformer's representations while it trains."""
 
 from geomon.matrix import geometry
-from geomon.metrics import METRICS, select
+from geomon.metrics import METRICS, MORE_METRICS, select
 from geomon.monitor import Monitor, __version__, measure
 from geomon.record import Reading, Readings, read
 from geomon.schedule import every, log_spaced
@@ -9,6 +9,7 @@ from geomon.sinks import Memory, Sink, TensorBoard, WandB
 
 __all__ = [
     "METRICS",
+    "MORE_METRICS",
     "Memory",
     "Monitor",
     "Reading",

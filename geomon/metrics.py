@@ -7,6 +7,7 @@ returns a scalar, a vector [heads], or a dict of named parts in which "" is the 
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from geomon.kernels import clusters, dimension, heads
@@ -15,13 +16,16 @@ from geomon.kernels.attention import (
     attention_entropy,
     attention_entropy_normalised,
     attention_max,
+    attention_median,
     attention_min,
     attention_sink,
     max_logit,
 )
 from geomon.kernels.moments import drift_norm, mean_square_norm, variance
+from geomon.kernels.nulls import gaussian_like
 from geomon.kernels.spectrum import anisotropy, effective_rank, participation_ratio
 from geomon.layer import CAPTURED, DERIVED, NEAR, captured_views, parameters
+from geomon.neighbours import nearest
 
 Metric = Callable[..., Any]
 
@@ -103,6 +107,16 @@ def twonn(neighbours: Tensor, duplicates: float, rounding: float) -> dict[str, T
     }
 
 
+def twonn_gaussian(spectrum: Tensor, unique_rows: Tensor) -> Tensor:
+    """TwoNN of a Gaussian sample with the layer's covariance and number of rows: its null.
+
+    What `twonn` has below it is structure beyond the second moments.
+    """
+    generator = torch.Generator().manual_seed(0)
+    sample = gaussian_like(spectrum.cpu(), len(unique_rows), generator)
+    return dimension.twonn(nearest(sample, k=2).distances)
+
+
 def twonn_distinct(distinct_neighbours: Tensor, repeated: float) -> dict[str, Tensor | float]:
     """TwoNN on one row per (token id, position), with the rows left and the share left out."""
     censored = dimension.twonn_censored(distinct_neighbours)
@@ -155,6 +169,12 @@ METRICS: dict[str, Metric] = {
     "max_logit": max_logit,
 }
 
+# Metrics that cost as much as several others: METRICS | MORE_METRICS has them all.
+MORE_METRICS: dict[str, Metric] = {
+    "attention_median": attention_median,
+    "twonn_gaussian": twonn_gaussian,
+}
+
 
 def check_metrics(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     """A copy of `metrics` after checking every name and every view that it asks for.
@@ -177,7 +197,7 @@ def check_metrics(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
 
 
 def select(*names: str) -> dict[str, Metric]:
-    """The named metrics of `METRICS`.
+    """The named metrics of `METRICS` and `MORE_METRICS`.
 
     Raises:
         ValueError: A name that is not a metric; the message lists those that are.
@@ -186,10 +206,11 @@ def select(*names: str) -> dict[str, Metric]:
         >>> list(select("anisotropy", "twonn"))
         ['anisotropy', 'twonn']
     """
-    unknown = [name for name in names if name not in METRICS]
+    known = METRICS | MORE_METRICS
+    unknown = [name for name in names if name not in known]
     if unknown:
-        raise ValueError(f"no metric is called {_quoted(unknown)}; there are {', '.join(METRICS)}")
-    return {name: METRICS[name] for name in names}
+        raise ValueError(f"no metric is called {_quoted(unknown)}; there are {', '.join(known)}")
+    return {name: known[name] for name in names}
 
 
 def views_of(metrics: Mapping[str, Metric]) -> set[str]:

@@ -7,27 +7,29 @@ import pytest
 import torch
 from models import PlainDecoder, batch
 
-from geomon import METRICS, measure
+from geomon import METRICS, MORE_METRICS, measure
 from geomon.layer import CAPTURED, DERIVED, captured_views, parameters
 from geomon.metrics import check_metrics, views_of
+
+ALL = METRICS | MORE_METRICS
 
 
 @pytest.fixture(scope="module")
 def values():
     torch.manual_seed(0)
-    return measure(PlainDecoder(), batch(64, 32), tokens=1024)
+    return measure(PlainDecoder(), batch(64, 32), tokens=1024, metrics=ALL)
 
 
-@pytest.mark.parametrize("name", METRICS)
+@pytest.mark.parametrize("name", ALL)
 def test_every_metric_reads_known_views_and_says_what_it_is(name):
-    metric = METRICS[name]
+    metric = ALL[name]
     asked = parameters(metric)
     assert asked
     assert set(asked) <= CAPTURED.keys() | DERIVED.keys()
     assert inspect.getdoc(metric)
 
 
-@pytest.mark.parametrize("name", METRICS)
+@pytest.mark.parametrize("name", ALL)
 def test_every_metric_comes_out_for_a_plain_decoder(name, values):
     own = {tag: value for tag, value in values.items() if tag.split("/")[0] == name}
     assert len(own) > 3
@@ -49,6 +51,8 @@ def test_every_metric_comes_out_for_a_plain_decoder(name, values):
         ("attention_entropy_normalised", 0, 1),
         ("attention_max", 1 / 32, 1),
         ("attention_min", 0, 0.5),
+        ("attention_median", 0, 0.5),
+        ("twonn_gaussian", 0, math.inf),
         ("anisotropy_no_sinks", 0, 1),
         ("sink_share", 0, 1),
         ("effective_rank", 1, 32),

@@ -1,6 +1,7 @@
 """How sharp attention is: from sampled query rows against all their visible keys."""
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -51,19 +52,38 @@ def attention_rows(
     Raises:
         ValueError: The shapes do not fit one another.
     """
-    sequences, heads, queries, keys = shape = _score_shape(query, key)
-    visible = _expand("visible", visible, shape)
-    bias = None if bias is None else _expand("bias", bias, shape)
-    step = max(1, _BLOCK // max(1, heads * keys))
-    blocks = []
-    for sequence in range(sequences):
-        for start in range(0, queries, step):
-            rows = slice(start, min(start + step, queries))
-            scores = _scores(query[sequence, :, rows], key[sequence]) * scale
-            if bias is not None:
-                scores = scores + bias[sequence, :, rows]
-            blocks.append(_reduce(scores, visible[sequence, :, rows]))
-    return AttentionRows(*(torch.cat(field, dim=1) for field in zip(*blocks, strict=True)))
+    reduced = [_reduce(*block) for block in _blocks(query, key, visible, scale, bias)]
+    return AttentionRows(*(torch.cat(field, dim=1) for field in zip(*reduced, strict=True)))
+
+
+def attention_median(
+    query: Tensor, key: Tensor, visible: Tensor, scale: float, bias: Tensor | None
+) -> Tensor:
+    """Mean of the median weight of a row over its visible keys, per head.
+
+    Godey et al. (2401.12143, figures 9 and 10). Range [0, 1/2]; of an even number of keys the lower
+    of the two in the middle. Rows that see fewer than two keys are left out. It sorts every row,
+    which costs several times the other reductions.
+
+    Args:
+        query: As of `attention_rows`, and so are the rest.
+        key: [sequences, key heads, keys, head width].
+        visible: True where a query may attend.
+        scale: Factor on the dot products.
+        bias: Added to the scores, or None.
+
+    Returns:
+        [heads]; NaN where no row sees two keys.
+
+    Raises:
+        ValueError: The shapes do not fit one another.
+    """
+    medians, counts = [], []
+    for scores, seen in _blocks(query, key, visible, scale, bias):
+        weights = scores.masked_fill(~seen, -math.inf).softmax(dim=-1)
+        medians.append(_by_head(weights.masked_fill(~seen, math.nan).nanmedian(dim=-1).values))
+        counts.append(_by_head(seen.sum(dim=-1)))
+    return _mean_over(torch.cat(medians, dim=1), torch.cat(counts, dim=1) > 1)
 
 
 def attention_entropy(attention: AttentionRows) -> Tensor:
@@ -189,15 +209,40 @@ def _expand(name: str, values: Tensor, shape: tuple[int, int, int, int]) -> Tens
         ) from error
 
 
+def _blocks(
+    query: Tensor, key: Tensor, visible: Tensor, scale: float, bias: Tensor | None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Scores and visibility, [sequences, heads, queries, keys], of a few rows at a time."""
+    sequences, heads, queries, keys = shape = _score_shape(query, key)
+    visible = _expand("visible", visible, shape)
+    bias = None if bias is None else _expand("bias", bias, shape)
+    together = max(1, _BLOCK // (heads * queries * keys))
+    step = queries if together > 1 else max(1, _BLOCK // (heads * keys))
+    for first in range(0, sequences, together):
+        for start in range(0, queries, step):
+            rows = (slice(first, first + together), slice(None), slice(start, start + step))
+            scores = _scores(query[rows], key[rows[0]]) * scale
+            yield scores if bias is None else scores + bias[rows], visible[rows]
+
+
 def _scores(query: Tensor, key: Tensor) -> Tensor:
-    """Dot products [heads, queries, keys] in float32; query head h faces key head h // group."""
-    key_heads, keys, head_width = key.shape
-    grouped = query.float().reshape(key_heads, -1, head_width)
-    return (grouped @ key.float().transpose(1, 2)).reshape(query.shape[0], -1, keys)
+    """Dot products [sequences, heads, queries, keys] in float32.
+
+    Query head h faces key head h // group.
+    """
+    key_heads, keys, head_width = key.shape[1:]
+    grouped = query.float().reshape(len(query), key_heads, -1, head_width)
+    products = grouped @ key.float().transpose(2, 3)
+    return products.reshape(*query.shape[:3], keys)
+
+
+def _by_head(rows: Tensor) -> Tensor:
+    """[sequences, heads, queries] as [heads, rows], sequence-major, float64."""
+    return rows.transpose(0, 1).flatten(1).double()
 
 
 def _reduce(scores: Tensor, visible: Tensor) -> AttentionRows:
-    """Entropy, maximum and first weight of each row of `scores`, [heads, queries, keys].
+    """What is kept of each row of `scores`, [sequences, heads, queries, keys].
 
     H = log Z - sum_j A_j s_j on scores shifted by their maximum, so that large scores do not
     cancel; a row that sees nothing comes out as 0 instead of NaN and is marked by its count.
@@ -214,12 +259,12 @@ def _reduce(scores: Tensor, visible: Tensor) -> AttentionRows:
     first = visible.to(torch.uint8).argmax(dim=-1, keepdim=True)
     seen = count > 0
     return AttentionRows(
-        entropy=torch.where(seen, entropy, 0).double().clamp(min=0),
-        maximum=weights.amax(dim=-1).double(),
-        minimum=torch.where(seen, weights.masked_fill(~visible, 1).amin(dim=-1), 0).double(),
-        first=weights.gather(-1, first).squeeze(-1).double(),
-        top_score=torch.where(seen, top.squeeze(-1), 0).double(),
-        visible=count.double(),
+        entropy=_by_head(torch.where(seen, entropy, 0)).clamp(min=0),
+        maximum=_by_head(weights.amax(dim=-1)),
+        first=_by_head(weights.gather(-1, first).squeeze(-1)),
+        visible=_by_head(count),
+        minimum=_by_head(torch.where(seen, weights.masked_fill(~visible, 1).amin(dim=-1), 0)),
+        top_score=_by_head(torch.where(seen, top.squeeze(-1), 0)),
     )
 
 
@@ -228,6 +273,7 @@ __all__ = [
     "attention_entropy",
     "attention_entropy_normalised",
     "attention_max",
+    "attention_median",
     "attention_min",
     "attention_rows",
     "attention_sink",

@@ -15,6 +15,7 @@ from geomon.kernels.attention import (
     attention_entropy,
     attention_entropy_normalised,
     attention_max,
+    attention_median,
     attention_min,
     attention_rows,
     attention_sink,
@@ -322,7 +323,7 @@ def test_the_size_of_the_block_bounds_the_temporaries(monkeypatch, key_heads):
     inputs = (query, key, visible, bias)
     with LargestNewTensor(*inputs) as at_once:
         attention_rows(query, key, visible, 0.3, bias)
-    assert at_once.bytes == 4 * 4 * 64 * 1024
+    assert at_once.bytes == 2 * 4 * 4 * 64 * 1024  # both sequences
     monkeypatch.setattr(attention, "_BLOCK", 4 * 16 * 1024)
     with LargestNewTensor(*inputs) as in_blocks:
         attention_rows(query, key, visible, 0.3, bias)
@@ -452,3 +453,23 @@ def test_rows_name_a_mask_or_a_bias_that_does_not_fit(shape):
         attention_rows(query, key, torch.ones(shape, dtype=torch.bool), 1.0)
     with pytest.raises(ValueError, match="expected"):
         attention_rows(query, key, torch.tensor(True), 1.0, torch.zeros(shape))
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_median_is_that_of_the_visible_weights(kind):
+    length = 130
+    query, key = normal(2, 4, length, 16), normal(2, 2, length, 16, seed=1)
+    visible = mask(kind, 2, length)
+    scores = (query.double() @ key.repeat_interleave(2, dim=1).double().mT) * 0.25
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
+    expected = []
+    for head in range(4):
+        medians = [
+            np.sort(weights[s, head, i][visible[s, 0, i]].numpy())[(n - 1) // 2]
+            for s in range(2)
+            for i in range(length)
+            if (n := int(visible[s, 0, i].sum())) > 1
+        ]
+        expected.append(np.mean(medians))
+    got = attention_median(query, key, visible, 0.25, None)
+    assert got.tolist() == pytest.approx(expected, rel=1e-5)
