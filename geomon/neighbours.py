@@ -220,18 +220,26 @@ def _ranked(rows: Tensor, wanted: Tensor, candidates: Tensor, k: int) -> Neighbo
     Returns:
         Neighbours, of shape [wanted, k + 1].
     """
-    empty = torch.empty(0, k + 1, device=rows.device)
-    distances, indices = [empty.double()], [empty.long()]
-    step = _block(candidates.shape[1] * rows.shape[1])
-    for block, own in zip(candidates.split(step), wanted[:, None].split(step), strict=True):
-        squared = rows[block].double().sub_(rows[own]).square_().sum(dim=-1)
-        squared.masked_fill_(block == own, torch.inf)  # sorts last
-        order = squared.sort(dim=1)
-        last = block.shape[1] - 1 - order.values[:, -1:].isinf().long()
-        kept = torch.cat([torch.arange(k, device=last.device).expand(len(block), -1), last], dim=1)
-        distances.append(order.values.gather(1, kept).sqrt())
-        indices.append(block.gather(1, order.indices.gather(1, kept)))
-    return Neighbours(torch.cat(distances), torch.cat(indices))
+    count, width = candidates.shape[1], rows.shape[1]
+    distances = torch.empty(candidates.shape, dtype=torch.float64, device=rows.device)
+    step = _block(count * width)
+    # Made once: freed and asked for again block by block, the allocator does not find them.
+    taken = rows.new_empty(min(step, len(wanted)) * count, width)
+    exact = torch.empty_like(taken, dtype=torch.float64)
+    for start in range(0, len(wanted), step):
+        block = candidates[start : start + step]
+        part = slice(0, block.numel())
+        torch.index_select(rows, 0, block.flatten(), out=taken[part])
+        difference = exact[part].copy_(taken[part]).view(len(block), count, width)
+        difference.sub_(rows[wanted[start : start + step], None])
+        torch.linalg.vector_norm(difference, dim=-1, out=distances[start : start + step])
+    distances.masked_fill_(candidates == wanted[:, None], torch.inf)  # sorts last
+    order = distances.sort(dim=1)
+    last = count - 1 - order.values[:, -1:].isinf().long()
+    kept = torch.cat([torch.arange(k, device=last.device).expand(len(last), -1), last], dim=1)
+    return Neighbours(
+        order.values.gather(1, kept), candidates.gather(1, order.indices.gather(1, kept))
+    )
 
 
 def _unsure(found: Neighbours, scaled: Tensor, wanted: Tensor, scale: Tensor, k: int) -> Tensor:
