@@ -23,6 +23,7 @@ from geomon.evaluate import evaluate
 from geomon.layer import Snapshot
 from geomon.metrics import METRICS, Metric, check_metrics, views_of
 from geomon.notes import Note
+from geomon.probing import extra_pass
 from geomon.record import Reading, Record
 from geomon.schedule import Schedule, check_schedule, log_spaced
 from geomon.sinks import Sink
@@ -179,17 +180,9 @@ class Monitor:
 
     def _look(self, inputs: Any) -> Snapshot:
         """An extra pass on `inputs` under a window."""
-        device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
-        devices = [device] if device.type not in ("cpu", "meta") else []
         # The same inputs, the same rows: readings then differ by the weights alone.
         window = self._window(f"{self._seed}")
-        with (
-            torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"),
-            torch.no_grad(),
-            _eval_mode(self._model),
-            window,
-        ):
-            _call(self._model, _to(inputs, device))
+        extra_pass(self._model, inputs, window)
         return window.snapshot()
 
     def _window(self, draw: str) -> Window:
@@ -362,37 +355,3 @@ def _place_among_ranks() -> tuple[int, int]:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return 0, 1
-
-
-@contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    """Eval mode for all modules, each one's own flag restored: some may be frozen in eval."""
-    flags = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in flags.items():
-            module.training = training
-
-
-def _call(model: nn.Module, inputs: Any) -> None:
-    if isinstance(inputs, Mapping):
-        model(**inputs)
-    elif isinstance(inputs, tuple | list):
-        model(*inputs)
-    elif callable(inputs) and not isinstance(inputs, torch.Tensor):
-        inputs(model)
-    else:
-        model(inputs)
-
-
-def _to(inputs: Any, device: torch.device) -> Any:
-    """Inputs with every tensor on the model's device."""
-    if isinstance(inputs, torch.Tensor):
-        return inputs.to(device)
-    if isinstance(inputs, Mapping):
-        return {name: _to(value, device) for name, value in inputs.items()}
-    if isinstance(inputs, tuple | list):
-        return tuple(_to(value, device) for value in inputs)
-    return inputs

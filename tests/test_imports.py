@@ -15,7 +15,7 @@ FLOORS = [
     {"anatomy", "neighbours", "schedule", "tags", "switches"},
     {"notes", "record", "phase"},
     {"layer", "attended"},
-    {"metrics", "sinks", "capture"},
+    {"metrics", "sinks", "capture", "probing"},
     {"across"},
     {"evaluate"},
     {"monitor", "matrix"},

@@ -1,0 +1,65 @@
+"""The extra pass of a probe: on fixed inputs, in eval mode, with nothing changed afterwards."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def extra_pass(model: nn.Module, inputs: Any, window: AbstractContextManager[Any]) -> None:
+    """Run the model on inputs under a window.
+
+    Without autograd (never inference mode, which poisons cached rotary tables), in eval mode, with
+    the random state forked and every module's training flag restored.
+
+    Args:
+        model: Any module.
+        inputs: A tensor, a dict of keyword arguments, a tuple of arguments, or a function of the
+            model; tensors are moved to the model's device.
+        window: Entered around the call of the model alone.
+    """
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    devices = [device] if device.type not in ("cpu", "meta") else []
+    with (
+        torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"),
+        torch.no_grad(),
+        _eval_mode(model),
+        window,
+    ):
+        _call(model, _to(inputs, device))
+
+
+@contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    """Eval mode for all modules, each one's own flag restored: some may be frozen in eval."""
+    flags = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in flags.items():
+            module.training = training
+
+
+def _call(model: nn.Module, inputs: Any) -> None:
+    if isinstance(inputs, Mapping):
+        model(**inputs)
+    elif isinstance(inputs, tuple | list):
+        model(*inputs)
+    elif callable(inputs) and not isinstance(inputs, torch.Tensor):
+        inputs(model)
+    else:
+        model(inputs)
+
+
+def _to(inputs: Any, device: torch.device) -> Any:
+    """Inputs with every tensor on the model's device."""
+    if isinstance(inputs, torch.Tensor):
+        return inputs.to(device)
+    if isinstance(inputs, Mapping):
+        return {name: _to(value, device) for name, value in inputs.items()}
+    if isinstance(inputs, tuple | list):
+        return tuple(_to(value, device) for value in inputs)
+    return inputs
