@@ -89,7 +89,7 @@ def draw_dimension(panel: Axes, readings: Readings) -> None:
             panel.fill_between(curve.steps, *_band(curve), color=colour, alpha=0.22, lw=0)
     _step_axis(panel, [step for _, curve, _ in drawn for step in curve.steps])
     _dimension_axis(panel, [curve for _, curve, _ in drawn])
-    _draw_null(panel, readings, "twonn")
+    _draw_null(panel, readings, "twonn", label="twonn of noise of this n and width")
     panel.set_ylabel("intrinsic dimension", fontsize=10)
     _legend(panel, labelcolor="linecolor")
 
@@ -187,13 +187,19 @@ def say(panel: Axes, words: str) -> None:
     panel.text(0.5, 0.5, words, transform=panel.transAxes, ha="center", va="center", color=_GREY)
 
 
-def _draw_null(panel: Axes, readings: Readings, metric: str) -> None:
-    """A faint line at what structureless rows give, where it lies within the panel."""
+def _draw_null(panel: Axes, readings: Readings, metric: str, *, label: str = "") -> None:
+    """A faint line at what structureless rows give, where it lies within the panel.
+
+    It is named in the legend by `label`, else beside the line.
+    """
     _, nulls = readings.series(f"{metric}/null")
     low, high = panel.get_ylim()
     if not nulls or not low < nulls[-1] < high:
         return
-    panel.axhline(nulls[-1], color=_GREY, lw=0.9, ls=":", zorder=0)
+    named = f"{label}: {nulls[-1]:.2g}" if label else None
+    panel.axhline(nulls[-1], color=_GREY, lw=0.9, ls=":", zorder=0, label=named)
+    if named:
+        return
     panel.annotate(
         f"noise: {nulls[-1]:.2g}", (1, nulls[-1]), xycoords=("axes fraction", "data"),
         xytext=(-2, 2), textcoords="offset points", ha="right", va="bottom", fontsize=8,
@@ -236,7 +242,7 @@ def _dimension_axis(panel: Axes, curves: Sequence[Curve]) -> None:
         panel.set_ylim(min(0, low), max(high, 1e-9) * 1.36)
         return
     panel.set_yscale("log")
-    panel.set_ylim(low / 1.25, high * (high / low) ** 0.36)
+    panel.set_ylim(low / 1.25, high * (high / low) ** 0.46)
     panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
     panel.yaxis.set_minor_locator(NullLocator())
     panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
