@@ -86,7 +86,8 @@ class Monitor:
         self._views = views_of(self._metrics)
         self._rank, self._world_size = _place_among_ranks()
         self._record = Record(directory) if directory is not None and self._rank == 0 else None
-        self._done: set[tuple[int, str]] = set()
+        self._done: set[tuple[int, str]] = set()  # by this process: the same on every rank
+        self._recorded: set[tuple[int, str]] = set()  # before it, in the record
         self._warned: set[str] = set()
         self._started: float | None = None
         self._spent = 0.0
@@ -115,7 +116,11 @@ class Monitor:
             return False
         if self._started is None:
             self._begin(step)
-        return (step, source) not in self._done
+        if (step, source) in self._done:
+            return False
+        # Only the first rank knows the record: were it to skip a probe's pass that the others run,
+        # a sharded model would hang. With many ranks the pass is run again, and not recorded twice.
+        return self._world_size > 1 or (step, source) not in self._recorded
 
     def probe(self, step: int, inputs: Any = None) -> None:
         """Read the geometry on fixed inputs in an extra pass.
@@ -194,7 +199,8 @@ class Monitor:
 
     def _take(self, step: int, source: str, snapshot: Snapshot, began: float) -> None:
         """Measure a snapshot, record the reading, then show it."""
-        if self._rank > 0:
+        self._done.add((step, source))
+        if self._rank > 0 or (step, source) in self._recorded:
             return
         result = evaluate(
             snapshot,
@@ -215,9 +221,10 @@ class Monitor:
         for note in notes:
             self._warn(note.text, kind=note.kind)
         seconds = time.perf_counter() - began
-        self._spent += seconds
         values = {**result.values, tags.SECONDS: seconds}
-        if self._done:  # before the first reading no training time has passed
+        first = self._spent == 0  # before the first reading no training time has passed
+        self._spent += seconds
+        if not first:
             values[tags.OVERHEAD] = self.overhead
         reading = Reading(
             step=step,
@@ -231,7 +238,6 @@ class Monitor:
             values=values,
             notes=[note.text for note in notes],
         )
-        self._done.add((step, source))
         self._hand_out(reading)
 
     def _hand_out(self, reading: Reading) -> None:
@@ -252,7 +258,7 @@ class Monitor:
         if self._record is not None:
             record = self._record
             self._safely(
-                lambda: self._done.update(record.begin(step, self._describe())),
+                lambda: self._recorded.update(record.begin(step, self._describe())),
                 f"{record.path} could not be opened",
             )
 

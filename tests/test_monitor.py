@@ -220,6 +220,22 @@ def test_a_resumed_run_goes_on_and_reads_nothing_twice(tmp_path):
     assert len(read(tmp_path).runs) == 2
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_runs_the_same_passes_whatever_the_record_holds(tmp_path, monkeypatch, rank):
+    from geomon import monitor as module
+
+    model = PlainDecoder()
+    monitor(model, tmp_path).probe(3, batch())
+    monkeypatch.setattr(module, "_place_among_ranks", lambda: (rank, 2))
+    passes = []
+    resumed = monitor(model, tmp_path, probe=lambda m: passes.append(m(batch())))
+    for step in (3, 3, 4, 4):  # as with accumulated batches
+        with resumed(step, force=True):
+            model(batch())
+    assert len(passes) == 2
+    assert [r.step for r in read(tmp_path)] == ([3, 4] if rank == 0 else [3])
+
+
 def test_few_rows_are_said(caplog):
     memory = Memory()
     model = PlainDecoder()
