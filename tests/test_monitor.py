@@ -225,7 +225,9 @@ def test_every_rank_runs_the_same_passes_whatever_the_record_holds(tmp_path, mon
     from geomon import monitor as module
 
     model = PlainDecoder()
-    monitor(model, tmp_path).probe(3, batch())
+    before = monitor(model, tmp_path)
+    for step in (0, 3):
+        before.probe(step, batch())
     monkeypatch.setattr(module, "_place_among_ranks", lambda: (rank, 2))
     passes = []
     resumed = monitor(model, tmp_path, probe=lambda m: passes.append(m(batch())))
@@ -233,7 +235,7 @@ def test_every_rank_runs_the_same_passes_whatever_the_record_holds(tmp_path, mon
         with resumed(step, force=True):
             model(batch())
     assert len(passes) == 2
-    assert [r.step for r in read(tmp_path)] == ([3, 4] if rank == 0 else [3])
+    assert [r.step for r in read(tmp_path)] == ([0, 3, 4] if rank == 0 else [0, 3])
 
 
 def test_few_rows_are_said(caplog):
