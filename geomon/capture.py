@@ -283,7 +283,10 @@ class Window:
         if block is not None and self._sources & {"attention", "projection"}:
             self._add_attention(depth, captured, missing)
             self._add_projections(depth, block.projections, captured, missing)
-        return Layer(depth, block.name if block else "input of the blocks", captured, missing)
+        if block is None:
+            hidden_only = frozenset({"hidden"})
+            return Layer(0, "input of the blocks", captured, missing, sources=hidden_only)
+        return Layer(depth, block.name, captured, missing)
 
     def _add_rows(self, depth: int, captured: dict[str, Any], missing: dict[str, str]) -> None:
         hidden = self._hidden[depth].cpu()

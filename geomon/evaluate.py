@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,27 @@ class Evaluation:
     notes: list[Note] = field(default_factory=list)
 
 
+@dataclass
+class MeasuredLayer:
+    """What was measured of one layer, in plain values: ranks can exchange it.
+
+    Attributes:
+        stack: As of the layer.
+        index: As of the layer.
+        shape: Rows and width of its hidden states; None where it has none.
+        parts: By metric, of each batch of rows.
+        unseen: By metric, why what it reads was not seen.
+        failed: By metric, what it raised.
+    """
+
+    stack: str
+    index: int
+    shape: tuple[int, int] | None
+    parts: dict[str, list[Parts]] = field(default_factory=dict)
+    unseen: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
 def evaluate(
     snapshot: Snapshot,
     metrics: Mapping[str, Metric],
@@ -50,55 +71,101 @@ def evaluate(
         batches: Largest number of batches.
         strict: Raise what a metric raises, instead of recording the value as missing.
     """
-    result = Evaluation()
-    device = snapshot.layers[0].captured["hidden"].device.type if _has_hidden(snapshot) else "cpu"
+    measured = [
+        measure_layer(layer, metrics, rows=rows, batches=batches, strict=strict)
+        for layer in snapshot.layers  # the views of one are let go before the next
+    ]
+    return combined(measured, metrics, rows=rows)
+
+
+def measure_layer(
+    layer: Layer,
+    metrics: Mapping[str, Metric],
+    *,
+    rows: int,
+    batches: int,
+    strict: bool = False,
+) -> MeasuredLayer:
+    """Measure every metric that a layer of its kind has; arguments as of `evaluate`."""
+    hidden = layer.captured.get("hidden")
+    shape = None if hidden is None else (hidden.shape[0], hidden.shape[1])
+    found = MeasuredLayer(layer.stack, layer.index, shape)
+    device = "cpu" if hidden is None else hidden.device.type
+    cut = layer.batches(rows, batches)
     with torch.no_grad(), torch.autocast(device, enabled=False):
-        measured: dict[str, dict[int, list[Parts]]] = {name: {} for name in metrics}
-        failures: dict[tuple[str, str], list[int]] = defaultdict(list)
-        for layer in snapshot.layers:  # layer by layer: the views of one are let go before the next
-            cut = layer.batches(rows, batches)
-            for name, metric in metrics.items():
-                if layer.index == 0 and not _of_hidden(metric):
-                    continue
-                try:
-                    measured[name][layer.index] = _measure(metric, cut)
-                except MissingViewError as error:
-                    # Not seen at this layer, at any step: it has no part in the mean.
-                    failures[name, str(error)].append(layer.index)
-                    result.values[tags.layer_tag(name, layer.index)] = math.nan
-                except Exception as error:
-                    if strict:
-                        raise
-                    # Should have been measured: a mean over the other layers would mislead.
-                    failures[name, str(error) or type(error).__name__].append(layer.index)
-                    measured[name][layer.index] = [{"": math.nan}]
-    for name, by_layer in measured.items():
+        for name, metric in metrics.items():
+            if not sources_of(metric) <= layer.sources:
+                continue
+            try:
+                found.parts[name] = _measure(metric, cut)
+            except MissingViewError as error:
+                found.unseen[name] = str(error)
+            except Exception as error:
+                if strict:
+                    raise
+                found.failed[name] = str(error) or type(error).__name__
+    return found
+
+
+def combined(
+    measured: Sequence[MeasuredLayer], metrics: Mapping[str, Metric], *, rows: int
+) -> Evaluation:
+    """The values of a whole reading from those of its layers.
+
+    Args:
+        measured: Every layer, in order of depth.
+        metrics: Checked metrics by name.
+        rows: Rows of hidden states in one batch.
+    """
+    result = Evaluation()
+    for stack in dict.fromkeys(layer.stack for layer in measured):
+        part = _combined_stack([m for m in measured if m.stack == stack], metrics, rows)
+        result.values |= {tags.in_stack(tag, stack): v for tag, v in part.values.items()}
+        name = f"{stack}: " if stack else ""
+        result.notes += [Note(name + note.kind, name + note.text) for note in part.notes]
+    return result
+
+
+def _combined_stack(
+    layers: list[MeasuredLayer], metrics: Mapping[str, Metric], rows: int
+) -> Evaluation:
+    result = Evaluation()
+    reasons: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for name in metrics:
+        by_layer: dict[int, list[Parts]] = {}
+        for layer in layers:
+            if name in layer.unseen:
+                # Not seen at this layer, at any step: it has no part in the mean.
+                reasons[name, layer.unseen[name]].append(layer.index)
+                result.values[tags.layer_tag(name, layer.index)] = math.nan
+            elif name in layer.failed:
+                # Should have been measured: a mean over the other layers would mislead.
+                reasons[name, layer.failed[name]].append(layer.index)
+                by_layer[layer.index] = [{"": math.nan}]
+            elif name in layer.parts:
+                by_layer[layer.index] = layer.parts[name]
         for index, parts in by_layer.items():
             for part, value in _over_batches(parts).items():
                 result.values[tags.layer_tag(name, index, part)] = value
         for part, value in _over_layers(by_layer).items():
             result.values[tags.mean_tag(name, part)] = value
     result.values |= across_layers(result.values)
-    if _has_hidden(snapshot):
-        hidden = snapshot.layers[0].captured["hidden"]
-        result.values |= nulls(metrics, min(rows, len(hidden)), hidden.shape[1])
-    result.notes = grouped(failures) + cautions(result.values)
+    if layers[0].shape is not None:
+        count, width = layers[0].shape
+        result.values |= nulls(metrics, min(rows, count), width)
+    result.notes = grouped(reasons) + cautions(result.values)
     return result
 
 
 def _measure(metric: Metric, batches: list[Layer]) -> list[Parts]:
     """The parts of one metric, for each batch of rows if it reads rows."""
-    used = batches if _of_hidden(metric) else batches[:1]
+    used = batches if "hidden" in sources_of(metric) else batches[:1]
     return [_as_parts(metric(*(layer.view(v) for v in parameters(metric)))) for layer in used]
 
 
-def _of_hidden(metric: Metric) -> bool:
-    """Whether the metric reads rows of hidden states."""
-    return any(CAPTURED[view] == "hidden" for view in captured_views(parameters(metric)))
-
-
-def _has_hidden(snapshot: Snapshot) -> bool:
-    return bool(snapshot.layers) and "hidden" in snapshot.layers[0].captured
+def sources_of(metric: Metric) -> set[str]:
+    """What a metric's views come down to: of "hidden", "attention", "projection"."""
+    return {CAPTURED[view] for view in captured_views(parameters(metric))}
 
 
 def _as_parts(result: Any) -> Parts:

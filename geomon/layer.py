@@ -6,7 +6,7 @@ other views, computed when first asked for and then kept, so that metrics share 
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,9 @@ CAPTURED: dict[str, str] = {
     "projected_query": "projection",  # [tokens, heads, head width]
     "projected_key": "projection",  # [tokens, key heads, head width]
 }
+
+# All that a layer of a transformer has; what enters the first block has hidden states only.
+SOURCES = frozenset(CAPTURED.values())
 
 # Views of rows of hidden states are measured batch by batch; these rows go together.
 ROW_VIEWS = ("hidden", "token_ids", "positions")
@@ -168,12 +171,17 @@ class Layer:
         name: Name of the module, as shown to people.
         captured: Captured views by name.
         missing: Why a captured view is not there, by name.
+        stack: Which stack of blocks the layer belongs to ("encoder", say); "" where there is one.
+        sources: What a layer of its kind has at all ("hidden", "attention", "projection"): metrics
+            of anything else are not asked of it.
     """
 
     index: int
     name: str
     captured: Mapping[str, Any]
     missing: Mapping[str, str] = field(default_factory=dict)
+    stack: str = ""
+    sources: frozenset[str] = SOURCES
     _derived: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def view(self, name: str) -> Any:
@@ -204,11 +212,10 @@ class Layer:
         full = max(1, min(count, len(hidden) // rows))
         cuts = [slice(start * rows, (start + 1) * rows) for start in range(full)]
         return [
-            Layer(
-                self.index,
-                self.name,
-                {k: v[cut] if k in ROW_VIEWS else v for k, v in self.captured.items()},
-                self.missing,
+            replace(
+                self,
+                captured={k: v[cut] if k in ROW_VIEWS else v for k, v in self.captured.items()},
+                _derived={},
             )
             for cut in cuts
         ]

@@ -1,11 +1,13 @@
 """Tags: the names under which values are recorded and charted. Built here and nowhere else.
 
 `<metric>/layer_03`, `<metric>/mean` over the layers without layer 0, `<metric>/layer_03/head_1`,
-and parts of either: `twonn/layer_03/std`, `gride/mean/k32`, `qk_cosine/layer_03/min`.
+and parts of either: `twonn/layer_03/std`, `gride/mean/k32`, `qk_cosine/layer_03/min`. A model with
+several stacks of blocks names each: `twonn/encoder_layer_03`, `twonn/encoder_mean`.
 """
 
 import functools
-from collections.abc import Iterable
+import re
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 MEAN = "mean"
@@ -47,6 +49,36 @@ def head_part(head: int) -> str:
     return f"head_{head}"
 
 
+def in_stack(tag: str, stack: str) -> str:
+    """The tag of the same value in a named stack; a tag of no metric's place stays as it is.
+
+    Example:
+        >>> in_stack("twonn/layer_03/std", "encoder"), in_stack("twonn/mean", "")
+        ('twonn/encoder_layer_03/std', 'twonn/mean')
+    """
+    metric, slash, place = tag.partition("/")
+    return f"{metric}/{stack}_{place}" if stack and slash else tag
+
+
+def out_of_stack(tag: str, stacks: Collection[str]) -> tuple[str, str]:
+    """The stack that a tag names, and the tag without it.
+
+    Args:
+        tag: Any tag.
+        stacks: Names of the stacks there are.
+
+    Example:
+        >>> out_of_stack("anisotropy/encoder_null", {"encoder", "decoder"})
+        ('encoder', 'anisotropy/null')
+    """
+    metric, _, place = tag.partition("/")
+    named = [stack for stack in stacks if stack and place.startswith(f"{stack}_")]
+    if not named:
+        return "", tag
+    stack = max(named, key=len)
+    return stack, f"{metric}/{place.removeprefix(stack + '_')}"
+
+
 class Tag(NamedTuple):
     """A tag taken apart; `layer` is None for a mean, `head` None where the tag names none."""
 
@@ -54,6 +86,10 @@ class Tag(NamedTuple):
     layer: int | None
     head: int | None
     part: str
+    stack: str = ""
+
+
+_PLACE = re.compile(r"(?:(?P<stack>.+)_)?(?:layer_(?P<layer>\d+)|mean)", re.ASCII)
 
 
 @functools.lru_cache(maxsize=65_536)  # a large run has thousands, asked for again and again
@@ -61,20 +97,22 @@ def parse(tag: str) -> Tag | None:
     """Take a tag apart; None where it is not the tag of a metric.
 
     Example:
-        >>> parse("qk_cosine/layer_02/head_1")
-        Tag(metric='qk_cosine', layer=2, head=1, part='')
+        >>> parse("qk_cosine/encoder_layer_02/head_1")
+        Tag(metric='qk_cosine', layer=2, head=1, part='', stack='encoder')
         >>> parse("geomon/seconds") is None
         True
     """
     metric, _, rest = tag.partition("/")
     place, _, part = rest.partition("/")
-    if place == MEAN:
-        return Tag(metric, None, None, part)
-    if not place.startswith("layer_") or not place[6:].isdigit():
+    found = _PLACE.fullmatch(place)
+    if found is None:
         return None
+    stack = found["stack"] or ""
+    if found["layer"] is None:
+        return Tag(metric, None, None, part, stack)
     if part.startswith("head_") and part[5:].isdigit():
-        return Tag(metric, int(place[6:]), int(part[5:]), "")
-    return Tag(metric, int(place[6:]), None, part)
+        return Tag(metric, int(found["layer"]), int(part[5:]), "", stack)
+    return Tag(metric, int(found["layer"]), None, part, stack)
 
 
 def is_charted(tag: str) -> bool:
@@ -104,17 +142,25 @@ def layout(names: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
         {'geomon': {'cosine, by layer': ['Multiline', ['cosine/layer_[0-9]+$', 'cosine/mean$']]}}
     """
     parsed = [tag for tag in map(parse, names) if tag is not None]
+    charts: dict[str, list[Any]] = {}
+    for stack in dict.fromkeys(tag.stack for tag in parsed):
+        charts |= _charts_of_stack([tag for tag in parsed if tag.stack == stack], stack)
+    return {"geomon": charts}
+
+
+def _charts_of_stack(parsed: list[Tag], stack: str) -> dict[str, list[Any]]:
+    prefix, name = (f"{stack}_", f"{stack}: ") if stack else ("", "")
     metrics = dict.fromkeys(tag.metric for tag in parsed)
-    dimensions = [f"{metric}/mean$" for metric in metrics if metric.startswith("twonn")]
+    dimensions = [f"{metric}/{prefix}mean$" for metric in metrics if metric.startswith("twonn")]
     charts: dict[str, list[Any]] = {}
     if dimensions:
-        title = "intrinsic dimension, mean over layers"
-        charts[title] = ["Multiline", [*dimensions, "gride/mean/k32$"]]
+        title = f"{name}intrinsic dimension, mean over layers"
+        charts[title] = ["Multiline", [*dimensions, f"gride/{prefix}mean/k32$"]]
     for metric in metrics:
         if any(tag.metric == metric and not tag.part for tag in parsed):
-            patterns = [f"{metric}/layer_[0-9]+$", f"{metric}/mean$"]
-            charts[f"{metric}, by layer"] = ["Multiline", patterns]
+            patterns = [f"{metric}/{prefix}layer_[0-9]+$", f"{metric}/{prefix}mean$"]
+            charts[f"{name}{metric}, by layer"] = ["Multiline", patterns]
     scales = sorted({tag.part for tag in parsed if tag.metric == "gride"})
     if scales:
-        charts["gride, by scale"] = ["Multiline", ["gride/mean/k[0-9]+$"]]
-    return {"geomon": charts}
+        charts[f"{name}gride, by scale"] = ["Multiline", [f"gride/{prefix}mean/k[0-9]+$"]]
+    return charts

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from geomon.evaluate import evaluate
-from geomon.layer import Layer, Snapshot
+from geomon.layer import SOURCES, Layer, Snapshot
 from geomon.metrics import METRICS, select
 
 OF_HEADS = ("qk", "attention", "query", "key", "max_logit")
@@ -12,9 +12,12 @@ OF_HEADS = ("qk", "attention", "query", "key", "max_logit")
 
 def snapshot(*hidden: torch.Tensor, **captured) -> Snapshot:
     layers = [
-        Layer(i, f"layer {i}", {"hidden": h, "precision": 1e-7, **captured})
+        Layer(
+            i, f"layer {i}", {"hidden": h, "precision": 1e-7, **captured},
+            sources=SOURCES if i else frozenset({"hidden"}),
+        )
         for i, h in enumerate(hidden)
-    ]
+    ]  # fmt: skip
     return Snapshot(layers, len(hidden[0]), "eval", "float32")
 
 
@@ -142,3 +145,22 @@ def test_degenerate_rows_give_a_value_or_a_reason(hidden):
 def test_a_result_of_the_wrong_shape_is_said():
     result = evaluate(snapshot(torch.ones(4, 2)), {"m": lambda hidden: hidden}, rows=4, batches=1)
     assert "a scalar, a vector [heads] or a dict, got [4, 2]" in result.notes[0].text
+
+
+def test_stacks_are_named_apart_and_have_their_own_means():
+    layers = [
+        Layer(i, f"{stack} {i}", {"hidden": torch.full((4, 1), value)}, stack=stack)
+        for stack, start in (("encoder", 1.0), ("decoder", 10.0))
+        for i, value in enumerate((start, start + 1, start + 2))
+    ]
+    cross = Layer(1, "cross 1", {"query": torch.ones(2)}, stack="cross",
+                  sources=frozenset({"attention"}))  # fmt: skip
+    seen = Snapshot([*layers, cross], 4, "eval", "float32")
+    metrics = {"m": lambda hidden: hidden.mean(), "q": lambda query: query.mean()}
+    result = evaluate(seen, metrics, rows=4, batches=1)
+    assert result.values["m/encoder_layer_02"] == 3
+    assert result.values["m/encoder_mean"] == 2.5
+    assert result.values["m/decoder_mean"] == 11.5
+    assert result.values["q/cross_layer_01"] == 1
+    assert not any(tag.startswith("m/cross") or tag == "m/mean" for tag in result.values)
+    assert all(note.text.startswith(("encoder: q", "decoder: q")) for note in result.notes)

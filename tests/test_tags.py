@@ -9,10 +9,10 @@ WORDS = st.from_regex(r"[a-z][a-z_]{0,12}", fullmatch=True)
 
 @given(metric=WORDS, layer=st.integers(0, 300), head=st.integers(0, 200))
 def test_what_is_built_is_taken_apart_again(metric, layer, head):
-    assert tags.parse(tags.layer_tag(metric, layer)) == (metric, layer, None, "")
+    assert tags.parse(tags.layer_tag(metric, layer)) == (metric, layer, None, "", "")
     tag = tags.layer_tag(metric, layer, tags.head_part(head))
-    assert tags.parse(tag) == (metric, layer, head, "")
-    assert tags.parse(tags.mean_tag(metric, "std")) == (metric, None, None, "std")
+    assert tags.parse(tag) == (metric, layer, head, "", "")
+    assert tags.parse(tags.mean_tag(metric, "std")) == (metric, None, None, "std", "")
 
 
 @pytest.mark.parametrize("tag", ["geomon/seconds", "loss", "a/b/c", "a/layer_x", ""])

@@ -1,7 +1,7 @@
 """How sharp attention is: from sampled query rows against all their visible keys."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -10,17 +10,25 @@ from torch import Tensor
 # Scores held at once, float32: 4 MB, which stays in the cache with its temporaries.
 _BLOCK = 1_048_576
 
+_Shape = tuple[int, int, int, int]  # sequences, heads, queries, keys
+_Slices = tuple[slice, slice, slice]  # of sequences, heads and queries
+_Block = tuple[_Slices, Tensor, Tensor]  # where it belongs, its scores, what is visible
+
 
 class AttentionRows(NamedTuple):
     """One softmax row reduced to what the metrics need: every field [heads, rows], float64.
 
+    A learned sink is a logit of its own in the softmax that no key answers for, and whose weight
+    the model drops: it is an outcome of the row, but no key.
+
     Attributes:
-        entropy: -sum_j A_ij log A_ij, in nats.
-        maximum: max_j A_ij.
-        first: A_ij of the first visible key j, which sinks occupy.
-        visible: Number of keys that the row may see; 0 marks a row that sees none.
+        entropy: -sum_j A_ij log A_ij over all outcomes, in nats.
+        maximum: max_j A_ij over the visible keys j.
+        first: A_ij of the first visible key j, which sinks occupy, and of a learned sink.
+        visible: Number of outcomes: the keys that the row may see, and a learned sink; 0 marks a
+            row that sees no key.
         minimum: min_j A_ij over the visible keys j.
-        top_score: The largest score before the softmax.
+        top_score: The largest score of a visible key before the softmax.
     """
 
     entropy: Tensor
@@ -32,12 +40,19 @@ class AttentionRows(NamedTuple):
 
 
 def attention_rows(
-    query: Tensor, key: Tensor, visible: Tensor, scale: float, bias: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    visible: Tensor,
+    scale: float,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
 ) -> AttentionRows:
     """Softmax rows of the given queries against all visible keys, reduced block by block.
 
-    A_i = softmax_j(scale q_i . k_j + bias_ij) over the visible keys j. Memory stays bounded however
-    long the sequences are: no more than a block of scores exists at a time.
+    A_i = softmax_j(cap(scale q_i . k_j) + bias_ij) over the visible keys j and a learned sink, with
+    cap(s) = softcap tanh(s / softcap). Memory stays bounded however long the sequences are: no more
+    than a block of scores exists at a time.
 
     Args:
         query: As attended, [sequences, heads, queries, head width].
@@ -45,19 +60,64 @@ def attention_rows(
         visible: True where a query may attend, broadcastable to [sequences, heads, queries, keys].
         scale: Factor on the dot products.
         bias: Added to the scores, broadcastable like `visible`.
+        softcap: Bound on the scores before the bias (Gemma 2); None for none.
+        sink: Logit of a learned sink for each head, [heads] (GPT-OSS); None for none.
 
     Returns:
         Reductions with rows = sequences x queries, sequence-major.
 
     Raises:
         ValueError: The shapes do not fit one another.
+
+    Example:
+        >>> query, key = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 8, 4)
+        >>> rows = attention_rows(query, key, torch.ones(1, 1, 1, 8, dtype=torch.bool), 0.5)
+        >>> bool((rows.entropy - math.log(8)).abs().max() < 1e-6)  # no preference: log(keys)
+        True
     """
-    reduced = [_reduce(*block) for block in _blocks(query, key, visible, scale, bias)]
-    return AttentionRows(*(torch.cat(field, dim=1) for field in zip(*reduced, strict=True)))
+    shape = _score_shape(query, key)
+    if sink is not None and sink.shape != shape[1:2]:
+        raise ValueError(f"expected sink logits [heads] = [{shape[1]}], got {list(sink.shape)}")
+    return _reduced(_blocks(query, key, visible, scale, bias, softcap), shape, sink)
+
+
+def score_rows(scores: Tensor, visible: Tensor) -> AttentionRows:
+    """Softmax rows of given scores, reduced: for attention whose queries and keys are not seen.
+
+    Args:
+        scores: As the softmax takes them, [sequences, heads, queries, keys].
+        visible: True where a query may attend, broadcastable to the shape of `scores`.
+
+    Returns:
+        As of `attention_rows`.
+
+    Raises:
+        ValueError: The scores have not four dimensions, or `visible` does not fit them.
+
+    Example:
+        >>> rows = score_rows(torch.zeros(1, 1, 2, 4), torch.ones(1, 1, 2, 4, dtype=torch.bool))
+        >>> rows.maximum.tolist()
+        [[0.25, 0.25]]
+    """
+    if scores.ndim != 4 or scores.numel() == 0:
+        raise ValueError(
+            f"expected scores [sequences, heads, queries, keys], got {list(scores.shape)}"
+        )
+    shape = (scores.shape[0], scores.shape[1], scores.shape[2], scores.shape[3])
+    seen = _expand("visible", visible, shape)
+    given = (
+        (at, scores[at].to(torch.float32, copy=True), seen[at]) for at in _cuts(shape, group=1)
+    )
+    return _reduced(given, shape, None)
 
 
 def attention_median(
-    query: Tensor, key: Tensor, visible: Tensor, scale: float, bias: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    visible: Tensor,
+    scale: float,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Mean of the median weight of a row over its visible keys, per head.
 
@@ -71,6 +131,7 @@ def attention_median(
         visible: True where a query may attend.
         scale: Factor on the dot products.
         bias: Added to the scores, or None.
+        softcap: Bound on the scores before the bias, or None.
 
     Returns:
         [heads]; NaN where no row sees two keys.
@@ -78,12 +139,13 @@ def attention_median(
     Raises:
         ValueError: The shapes do not fit one another.
     """
-    medians, counts = [], []
-    for scores, seen in _blocks(query, key, visible, scale, bias):
+    shape = _score_shape(query, key)
+    medians, counts = (torch.empty(shape[:3], device=query.device) for _ in range(2))
+    for at, scores, seen in _blocks(query, key, visible, scale, bias, softcap):
         weights = scores.masked_fill(~seen, -math.inf).softmax(dim=-1)
-        medians.append(_by_head(weights.masked_fill(~seen, math.nan).nanmedian(dim=-1).values))
-        counts.append(_by_head(seen.sum(dim=-1)))
-    return _mean_over(torch.cat(medians, dim=1), torch.cat(counts, dim=1) > 1)
+        medians[at] = weights.masked_fill(~seen, math.nan).nanmedian(dim=-1).values
+        counts[at] = seen.sum(dim=-1).float()
+    return _mean_over(_by_head(medians), _by_head(counts) > 1)
 
 
 def attention_entropy(attention: AttentionRows) -> Tensor:
@@ -182,7 +244,7 @@ def _mean_over(values: Tensor, rows: Tensor) -> Tensor:
     return torch.where(rows, values, 0).sum(dim=1) / rows.sum(dim=1)
 
 
-def _score_shape(query: Tensor, key: Tensor) -> tuple[int, int, int, int]:
+def _score_shape(query: Tensor, key: Tensor) -> _Shape:
     fits = (
         query.ndim == key.ndim == 4
         and query.shape[0] == key.shape[0]
@@ -199,7 +261,7 @@ def _score_shape(query: Tensor, key: Tensor) -> tuple[int, int, int, int]:
     return query.shape[0], query.shape[1], query.shape[2], key.shape[2]
 
 
-def _expand(name: str, values: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+def _expand(name: str, values: Tensor, shape: _Shape) -> Tensor:
     try:
         return values.expand(shape)
     except RuntimeError as error:
@@ -209,31 +271,69 @@ def _expand(name: str, values: Tensor, shape: tuple[int, int, int, int]) -> Tens
         ) from error
 
 
+def _cuts(shape: _Shape, *, group: int) -> Iterator[_Slices]:
+    """Cuts of at most a block of scores: several sequences, else queries of one group of heads.
+
+    Args:
+        shape: Of all scores.
+        group: Heads that face the same keys.
+    """
+    sequences, heads, queries, keys = shape
+    together = _BLOCK // (heads * queries * keys)
+    if together:
+        for first in range(0, sequences, together):
+            yield slice(first, min(first + together, sequences)), slice(0, heads), slice(0, queries)
+        return
+    step = max(1, _BLOCK // (group * keys))
+    for sequence in range(sequences):
+        for head in range(0, heads, group):
+            for start in range(0, queries, step):
+                yield (
+                    slice(sequence, sequence + 1),
+                    slice(head, head + group),
+                    slice(start, min(start + step, queries)),
+                )
+
+
 def _blocks(
-    query: Tensor, key: Tensor, visible: Tensor, scale: float, bias: Tensor | None
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Scores and visibility, [sequences, heads, queries, keys], of a few rows at a time."""
-    sequences, heads, queries, keys = shape = _score_shape(query, key)
+    query: Tensor,
+    key: Tensor,
+    visible: Tensor,
+    scale: float,
+    bias: Tensor | None,
+    softcap: float | None,
+) -> Iterator[_Block]:
+    """Scores of a few rows at a time; query head h faces key head h // group.
+
+    All blocks share one buffer, which their taker may overwrite: with a buffer for each, the
+    allocator leaves some processes with hundreds of megabytes.
+    """
+    shape = _score_shape(query, key)
+    keys, width = key.shape[2:]
+    group = shape[1] // key.shape[1]
     visible = _expand("visible", visible, shape)
     bias = None if bias is None else _expand("bias", bias, shape)
-    together = max(1, _BLOCK // (heads * queries * keys))
-    step = queries if together > 1 else max(1, _BLOCK // (heads * keys))
-    for first in range(0, sequences, together):
-        for start in range(0, queries, step):
-            rows = (slice(first, first + together), slice(None), slice(start, start + step))
-            scores = _scores(query[rows], key[rows[0]]) * scale
-            yield scores if bias is None else scores + bias[rows], visible[rows]
+    cuts = list(_cuts(shape, group=group))
+    room = query.new_empty(max(map(_rows_of, cuts)) * keys, dtype=torch.float32)
+    faced, facing = None, key[:0]
+    for at in cuts:
+        sequences, heads, _ = at
+        if faced != (sequences, heads):  # keys in half precision are converted once
+            faced = (sequences, heads)
+            some = key[sequences, heads.start // group : heads.stop // group]
+            facing = some.float().reshape(-1, keys, width).transpose(1, 2)
+        scores = room[: _rows_of(at) * keys].view(len(facing), -1, keys)
+        torch.bmm(query[at].float().reshape(len(facing), -1, width), facing, out=scores)
+        scores = scores.mul_(scale).view(*(part.stop - part.start for part in at), keys)
+        if softcap is not None:
+            scores.div_(softcap).tanh_().mul_(softcap)
+        if bias is not None:
+            scores += bias[at]
+        yield at, scores, visible[at]
 
 
-def _scores(query: Tensor, key: Tensor) -> Tensor:
-    """Dot products [sequences, heads, queries, keys] in float32.
-
-    Query head h faces key head h // group.
-    """
-    key_heads, keys, head_width = key.shape[1:]
-    grouped = query.float().reshape(len(query), key_heads, -1, head_width)
-    products = grouped @ key.float().transpose(2, 3)
-    return products.reshape(*query.shape[:3], keys)
+def _rows_of(at: _Slices) -> int:
+    return math.prod(part.stop - part.start for part in at)
 
 
 def _by_head(rows: Tensor) -> Tensor:
@@ -241,31 +341,48 @@ def _by_head(rows: Tensor) -> Tensor:
     return rows.transpose(0, 1).flatten(1).double()
 
 
-def _reduce(scores: Tensor, visible: Tensor) -> AttentionRows:
-    """What is kept of each row of `scores`, [sequences, heads, queries, keys].
+def _reduced(blocks: Iterable[_Block], shape: _Shape, sink: Tensor | None) -> AttentionRows:
+    """What is kept of each row, from the scores block by block; these are overwritten.
 
     H = log Z - sum_j A_j s_j on scores shifted by their maximum, so that large scores do not
     cancel; a row that sees nothing comes out as 0 instead of NaN and is marked by its count.
     """
-    scores = scores.masked_fill(~visible, -math.inf)
-    top = scores.amax(dim=-1, keepdim=True)
-    scores = scores - torch.where(torch.isfinite(top), top, 0)
-    weights = scores.exp()
-    normaliser = weights.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
-    weights = weights / normaliser
-    mean_score = (weights * scores.masked_fill(weights == 0, 0)).sum(dim=-1)
-    entropy = normaliser.log().squeeze(-1) - mean_score
-    count = visible.sum(dim=-1)
-    first = visible.to(torch.uint8).argmax(dim=-1, keepdim=True)
-    seen = count > 0
-    return AttentionRows(
-        entropy=_by_head(torch.where(seen, entropy, 0)).clamp(min=0),
-        maximum=_by_head(weights.amax(dim=-1)),
-        first=_by_head(weights.gather(-1, first).squeeze(-1)),
-        visible=_by_head(count),
-        minimum=_by_head(torch.where(seen, weights.masked_fill(~visible, 1).amin(dim=-1), 0)),
-        top_score=_by_head(torch.where(seen, top.squeeze(-1), 0)),
-    )
+    kept: dict[str, Tensor] = {}
+    room = torch.empty(0)
+    for at, scores, visible in blocks:
+        kept = kept or {name: scores.new_zeros(shape[:3]) for name in AttentionRows._fields}
+        hidden = ~visible
+        count = visible.sum(dim=-1)
+        seen = count > 0
+        scores.masked_fill_(hidden, -math.inf)
+        top_score = scores.amax(dim=-1, keepdim=True).masked_fill_(~seen[..., None], 0)
+        logit = None if sink is None else sink.float()[at[1], None, None].expand_as(top_score)
+        top = top_score if logit is None else top_score.maximum(logit)
+        scores.sub_(top)
+        if room.numel() < scores.numel():
+            room = scores.new_empty(scores.numel())
+        weights = torch.exp(scores, out=room[: scores.numel()].view(scores.shape))
+        normaliser = weights.sum(dim=-1, keepdim=True)
+        if logit is not None:
+            normaliser += (logit - top).exp()
+        weights.div_(normaliser.clamp_(min=torch.finfo(weights.dtype).tiny))
+        first = visible.to(torch.uint8).argmax(dim=-1, keepdim=True)
+        kept["first"][at] = weights.gather(-1, first).squeeze(-1)
+        kept["maximum"][at] = weights.amax(dim=-1)
+        kept["minimum"][at] = weights.masked_fill(hidden, 1).amin(dim=-1).where(seen, 0)
+        kept["top_score"][at] = top_score.squeeze(-1)
+        # 0 log 0 = 0: a weight that vanished has no part in the mean score.
+        scores.masked_fill_(weights == 0, 0)
+        mean_score = scores.mul_(weights).sum(dim=-1)
+        if logit is not None:
+            taken = ((logit - top).exp() / normaliser).squeeze(-1)
+            mean_score += taken * (logit - top).squeeze(-1)
+            kept["first"][at] += taken
+            count = torch.where(seen, count + 1, 0)
+        kept["visible"][at] = count.float()
+        entropy = normaliser.log().squeeze(-1) - mean_score
+        kept["entropy"][at] = entropy.clamp_(min=0).where(seen, 0)
+    return AttentionRows(**{name: _by_head(rows) for name, rows in kept.items()})
 
 
 __all__ = [
@@ -278,4 +395,5 @@ __all__ = [
     "attention_rows",
     "attention_sink",
     "max_logit",
+    "score_rows",
 ]

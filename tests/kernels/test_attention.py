@@ -20,6 +20,7 @@ from geomon.kernels.attention import (
     attention_rows,
     attention_sink,
     max_logit,
+    score_rows,
 )
 
 METRICS = [
@@ -473,3 +474,67 @@ def test_median_is_that_of_the_visible_weights(kind):
         expected.append(np.mean(medians))
     got = attention_median(query, key, visible, 0.25, None)
     assert got.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("block", [3000, 10**9])
+@pytest.mark.parametrize("kind", MASKS)
+def test_softcap_bounds_the_scores_before_the_bias(monkeypatch, kind, block):
+    monkeypatch.setattr(attention, "_BLOCK", block)
+    query, key = normal(2, 4, 64, 16), normal(2, 2, 64, 16, seed=1)
+    bias, visible = normal(1, 4, 1, 64, seed=2), mask(kind, 2, 64)
+    capped = 3 * torch.tanh(query @ key.repeat_interleave(2, dim=1).mT / 3)
+    got = attention_rows(query, key, visible, 1.0, bias, softcap=3.0)
+    assert_rows_close(got, score_rows(capped + bias, visible), atol=1e-5)
+    # An identity for keys turns queries into scores: the reference knows no caps.
+    identity = torch.eye(64).expand(2, 4, 64, 64)
+    assert_rows_close(got, full_softmax(capped + bias, identity, visible, 1.0), atol=1e-5)
+    assert attention_rows(query, key, visible, 1.0, softcap=3.0).top_score.max() <= 3
+    medians = [attention_median(query, key, visible, 1.0, bias, 3.0),
+               attention_median(capped + bias, identity, visible, 1.0)]  # fmt: skip
+    torch.testing.assert_close(*medians, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("block", [3000, 10**9])
+@pytest.mark.parametrize("kind", MASKS)
+def test_a_learned_sink_is_an_outcome_but_no_key(monkeypatch, kind, block):
+    monkeypatch.setattr(attention, "_BLOCK", block)
+    query, key, logits = normal(2, 4, 64, 16), normal(2, 2, 64, 16, seed=1), normal(4, seed=3)
+    visible = mask(kind, 2, 64)
+    got = attention_rows(query, key, visible, 0.25, sink=5 * logits)
+    # The same softmax with one more key, whose score is the logit for every query.
+    scores = query @ key.repeat_interleave(2, dim=1).mT * 0.25
+    more = torch.cat([scores, (5 * logits)[None, :, None, None].expand(2, 4, 64, 1)], dim=-1)
+    seen = visible.any(dim=-1, keepdim=True)
+    with_sink = score_rows(more, torch.cat([visible, seen], dim=-1))
+    weights = more.masked_fill(~torch.cat([visible, seen], dim=-1), -math.inf).softmax(dim=-1)
+    weights = weights.nan_to_num()
+    for name in ("entropy", "visible"):
+        torch.testing.assert_close(getattr(got, name), getattr(with_sink, name), atol=1e-5, rtol=0)
+    rows = seen.expand(2, 4, 64, 1).transpose(0, 1).flatten(1)
+    by_head = weights.transpose(0, 1).flatten(1, 2)
+    largest = by_head[..., :-1].amax(dim=-1).double()
+    torch.testing.assert_close(got.maximum, largest, atol=1e-5, rtol=0)
+    taken = (by_head[..., -1] + with_sink.first.float() - 0).double()
+    torch.testing.assert_close(got.first[rows], taken[rows], atol=1e-5, rtol=0)
+
+
+def test_given_scores_are_left_alone_and_agree_with_queries_and_keys():
+    query, key, visible = normal(2, 4, 64, 16), normal(2, 4, 64, 16, seed=1), mask("causal", 2, 64)
+    scores = query @ key.mT * 0.25
+    before = scores.clone()
+    assert_rows_close(
+        score_rows(scores, visible), attention_rows(query, key, visible, 0.25), atol=1e-5
+    )
+    assert torch.equal(scores, before)
+
+
+@pytest.mark.parametrize("scores", [torch.zeros(3, 4), torch.zeros(1, 2, 0, 4)])
+def test_scores_that_are_no_scores_are_named(scores):
+    with pytest.raises(ValueError, match=r"expected scores \[sequences, heads, queries, keys\]"):
+        score_rows(scores, torch.ones(1, dtype=torch.bool))
+
+
+def test_sink_logits_are_one_for_each_head():
+    query = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(ValueError, match=r"sink logits \[heads\] = \[2\], got \[3\]"):
+        attention_rows(query, query, torch.ones(1, dtype=torch.bool), 1.0, sink=torch.zeros(3))
