@@ -22,8 +22,10 @@ try:
 except ImportError:  # the exact search in torch serves
     faiss = None
 
-# Candidates beyond k: room for float32 to put near-duplicates in the wrong order.
-_SLACK = 12
+# Candidates beyond k: room for float32 to put near-duplicates in the wrong order, and for float64,
+# in which the few rows that float32 cannot be sure of are searched again.
+_SLACK = 6
+_MORE_SLACK = 24
 # Numbers in one block of differences or of distances: 8 MB in float64, which stays in the cache.
 _BLOCK = 1_048_576
 
@@ -73,6 +75,7 @@ def nearest(rows: Tensor, k: int, *, of: Tensor | None = None) -> Neighbours:
     found = _ranked(rows, wanted, _candidates(scaled, wanted, count), k)
     if count < rows.shape[0]:
         unsure = _unsure(found, scaled, wanted, frame.scale, k)
+        count = min(k + 1 + _MORE_SLACK, rows.shape[0])
         again = _ranked(rows, wanted[unsure], _expanded(rows, frame, wanted[unsure], count), k)
         for before, after in zip(found, again, strict=True):
             before[unsure] = after

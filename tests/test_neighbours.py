@@ -129,7 +129,7 @@ def test_nearest_among_near_duplicates(size, width, spread):
 @pytest.mark.parametrize("width", [16, 256])
 def test_nearest_among_more_near_duplicates_than_there_are_candidates(size, k, width):
     # An untrained network places equal characters at equal positions almost on top of each other.
-    # All of a cluster look alike in float32, and only k + 13 of them become candidates.
+    # All of a cluster look alike in float32, and only k + 7 of them become candidates.
     rows = clusters(1200 // size, size, width, 1e-6)
     assert_nearest(nearest(rows, k=k), rows, k, rtol=1e-9)
 

@@ -35,4 +35,4 @@ def centre(rows: Tensor) -> Tensor:
         rows: [tokens, width], float64, at least one row.
     """
     shifted = rows - rows[0]
-    return shifted - shifted.mean(dim=0)
+    return shifted.sub_(shifted.mean(dim=0))

@@ -10,7 +10,7 @@ from torch import Tensor
 SCALES = (1, 2, 4, 8, 16, 32)
 
 # From the estimate by moments, quadratic convergence reaches the last digit of float64 in five.
-_NEWTON_STEPS = 8
+_NEWTON_STEPS = 6
 
 
 def twonn(neighbours: Tensor, discard: float = 0.1) -> Tensor:
