@@ -71,7 +71,10 @@ def nearest(rows: Tensor, k: int, *, of: Tensor | None = None) -> Neighbours:
     wanted = torch.arange(len(rows), device=rows.device) if of is None else of
     count = min(k + 1 + _SLACK, rows.shape[0])
     frame = _frame(rows)
-    scaled = torch.cat([frame(block).float() for block in rows.split(_block(rows.shape[1]))])
+    scaled = rows.new_empty(rows.shape, dtype=torch.float32)
+    step = _block(rows.shape[1])
+    for room, block in zip(scaled.split(step), rows.split(step), strict=True):
+        room.copy_(frame(block))
     found = _ranked(rows, wanted, _candidates(scaled, wanted, count), k)
     if count < rows.shape[0]:
         unsure = _unsure(found, scaled, wanted, frame.scale, k)

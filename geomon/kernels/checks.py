@@ -1,10 +1,20 @@
-"""What every kernel asks of its input, and the centring they share."""
+"""What every kernel asks of its input, and the passes over rows that they share.
 
+Rows are read in float64 a block at a time: a kernel that sums over rows holds a few blocks,
+whatever the number of rows.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
 from torch import Tensor
+
+# Numbers in one block: 8 MB in float64, which stays in the cache.
+_BLOCK = 1_048_576
 
 
 def require_rows(hidden: Tensor, *, at_least: int = 1) -> Tensor:
-    """Give `hidden` back in float64 after checking that it is a matrix with enough rows.
+    """Give `hidden` back after checking that it is a matrix with enough rows.
 
     Args:
         hidden: Floating-point rows, [tokens, width].
@@ -23,16 +33,66 @@ def require_rows(hidden: Tensor, *, at_least: int = 1) -> Tensor:
             f"expected at least {at_least} rows and 1 column, got {list(hidden.shape)}: "
             "give more tokens"
         )
-    return hidden.double()
+    return hidden
+
+
+def row_blocks(rows: Tensor) -> tuple[Tensor, ...]:
+    """A matrix cut into blocks of whole rows, in its own precision.
+
+    Args:
+        rows: [tokens, width], at least one column.
+    """
+    return rows.split(max(1, _BLOCK // rows.shape[1]))
+
+
+def in_blocks(rows: Tensor) -> Iterator[Tensor]:
+    """Rows in float64, block by block; a block may be the rows themselves and is not to be changed.
+
+    Args:
+        rows: [tokens, width], floating-point.
+    """
+    return (block.double() for block in row_blocks(rows))
+
+
+def centred_blocks(rows: Tensor) -> Iterator[Tensor]:
+    """Rows without their mean in float64, block by block; the blocks may be overwritten.
+
+    A row is taken off first: far from the origin nothing cancels, and the mean of equal rows does
+    not round to the row itself.
+
+    Args:
+        rows: [tokens, width], floating-point, at least one row.
+    """
+    first = rows[0].double()
+    shift = sum_of((block - first).sum(dim=0) for block in in_blocks(rows)) / len(rows)
+    return ((block - first).sub_(shift) for block in in_blocks(rows))
 
 
 def centre(rows: Tensor) -> Tensor:
-    """Rows without their mean.
-
-    A row is taken off first: the mean of equal rows does not round to the row itself.
+    """Rows without their mean, in float64: all at once, for what needs them whole.
 
     Args:
-        rows: [tokens, width], float64, at least one row.
+        rows: [tokens, width], floating-point, at least one row.
     """
-    shifted = rows - rows[0]
-    return shifted.sub_(shifted.mean(dim=0))
+    whole = rows.new_empty(rows.shape, dtype=torch.float64)
+    for room, block in zip(row_blocks(whole), centred_blocks(rows), strict=True):
+        room.copy_(block)
+    return whole
+
+
+def mean_row(rows: Tensor) -> Tensor:
+    """The mean of the rows in float64, [width].
+
+    Args:
+        rows: [tokens, width], floating-point, at least one row.
+    """
+    return sum_of(block.sum(dim=0) for block in in_blocks(rows)) / len(rows)
+
+
+def sum_of(parts: Iterable[Tensor]) -> Tensor:
+    """The sum of at least one tensor; the first one given is overwritten."""
+    parts = iter(parts)
+    total = next(parts)
+    for part in parts:
+        total += part
+    return total

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from geomon.kernels.checks import require_rows
+from geomon.kernels.checks import in_blocks, mean_row, require_rows, row_blocks
 from geomon.kernels.moments import mean_square_norm, variance
 
 
@@ -126,7 +126,7 @@ def variance_shares(hidden: Tensor, token_ids: Tensor) -> VarianceShares:
     within = within_variance(hidden, token_ids)
     total, square = variance(hidden), mean_square_norm(hidden)
     return VarianceShares(
-        mean=hidden.double().mean(dim=0).square().sum() / square,
+        mean=mean_row(hidden).square().sum() / square,
         between=(total - within) / square,
         within=within / square,
         within_of_variance=within / total,
@@ -208,9 +208,14 @@ def _types(hidden: Tensor, token_ids: Tensor) -> _Types:
     # mean of equal rows is that row.
     order = torch.arange(len(rows), device=rows.device)
     first = torch.zeros_like(count).scatter_reduce(0, group, order, "amin", include_self=False)
-    shifted = rows - rows[first][group]
-    zero = rows.new_zeros(len(count), rows.shape[1])
-    shift = zero.index_add(0, group, shifted) / size[:, None]
-    squares = (shifted - shift[group]).square().sum(dim=1)
-    scatter = zero[:, 0].index_add(0, group, squares)
-    return _Types(size, rows[first] + shift, scatter)
+    origin = rows[first].double()
+    groups = group.split(len(row_blocks(rows)[0]))
+    shift = torch.zeros_like(origin)
+    for block, own in zip(in_blocks(rows), groups, strict=True):
+        shift.index_add_(0, own, block - origin[own])
+    shift /= size[:, None]
+    scatter = torch.zeros_like(size)
+    for block, own in zip(in_blocks(rows), groups, strict=True):
+        squares = (block - origin[own]).sub_(shift[own]).square_().sum(dim=1)
+        scatter.index_add_(0, own, squares)
+    return _Types(size, origin.add_(shift), scatter)

@@ -1,7 +1,11 @@
 """Geometry of queries or keys, head by head: rows [tokens, heads, head width]."""
 
+from collections.abc import Iterable, Iterator
+
 import torch
 from torch import Tensor
+
+from geomon.kernels.checks import centred_blocks, in_blocks, mean_row, sum_of
 
 
 def mean_norm(rows: Tensor) -> Tensor:
@@ -23,7 +27,7 @@ def mean_norm(rows: Tensor) -> Tensor:
         >>> mean_norm(torch.tensor([[[3.0, 0.0]], [[3.0, 8.0]]])).tolist()
         [5.0]
     """
-    return _require_heads(rows).mean(dim=0).norm(dim=1)
+    return mean_row(_flat(rows)).view(rows.shape[1:]).norm(dim=1)
 
 
 def head_cosine(rows: Tensor) -> Tensor:
@@ -46,13 +50,17 @@ def head_cosine(rows: Tensor) -> Tensor:
         >>> head_cosine(torch.tensor([[[1.0, 0.0]], [[0.0, 2.0]], [[0.0, 5.0]]])).tolist()
         [0.3333333333333333]
     """
-    double = _require_heads(rows)
-    # Scaled by its largest entry first: the square of a row of 1e200 overflows even in float64.
-    largest = double.abs().amax(dim=2, keepdim=True)
-    scaled = double / torch.where(largest > 0, largest, 1)
-    units = scaled / torch.where(largest > 0, scaled.norm(dim=2, keepdim=True), 1)
-    n = (largest.squeeze(2) > 0).sum(dim=0).double()
-    value = (units.sum(dim=0).square().sum(dim=1) - n) / (n * (n - 1))
+    flat = _flat(rows)
+    total = rows.new_zeros(rows.shape[1:], dtype=torch.float64)
+    n = total.new_zeros(len(total))
+    for block in _by_head(in_blocks(flat), rows):
+        # Scaled by its largest entry first: the square of a row of 1e200 overflows even in float64.
+        largest = block.abs().amax(dim=2, keepdim=True)
+        scaled = block / torch.where(largest > 0, largest, 1)
+        norm = torch.where(largest > 0, scaled.norm(dim=2, keepdim=True), 1)
+        total += scaled.div_(norm).sum(dim=0)
+        n += (largest.squeeze(2) > 0).sum(dim=0)
+    value = (total.square().sum(dim=1) - n) / (n * (n - 1))
     return torch.where(n >= 2, value, torch.nan)
 
 
@@ -76,19 +84,20 @@ def head_anisotropy(rows: Tensor) -> Tensor:
         >>> head_anisotropy(rows[:, None]).tolist()
         [0.8]
     """
-    double = _require_heads(rows)
-    # A row is taken off first: the mean of equal rows does not round to the row itself.
-    shifted = (double - double[0]).transpose(0, 1)
-    centred = shifted - shifted.mean(dim=1, keepdim=True)
-    trace = centred.square().sum(dim=(1, 2))
-    return torch.linalg.eigvalsh(centred.mT @ centred)[:, -1] / trace
+    blocks = _by_head(centred_blocks(_flat(rows)), rows)
+    gram = sum_of(block.permute(1, 2, 0) @ block.transpose(0, 1) for block in blocks)
+    return torch.linalg.eigvalsh(gram)[:, -1] / gram.diagonal(dim1=1, dim2=2).sum(dim=1)
 
 
-def _require_heads(rows: Tensor) -> Tensor:
-    """`rows` in float64 after checking that they are rows by head."""
+def _by_head(blocks: Iterable[Tensor], rows: Tensor) -> Iterator[Tensor]:
+    return (block.view(-1, *rows.shape[1:]) for block in blocks)
+
+
+def _flat(rows: Tensor) -> Tensor:
+    """`rows` as a matrix, [tokens, heads x head width], after checking that they are by head."""
     if rows.ndim != 3 or not rows.is_floating_point() or min(rows.shape) < 1:
         raise ValueError(
             "expected a floating-point tensor [tokens, heads, head width] with no size of 0, got "
             f"{rows.dtype} {list(rows.shape)}"
         )
-    return rows.double()
+    return rows.reshape(len(rows), -1)

@@ -6,7 +6,7 @@ With M = |mean x|^2, V the variance and Q the mean square norm, M + V = Q (Yamag
 
 from torch import Tensor
 
-from geomon.kernels.checks import centre, require_rows
+from geomon.kernels.checks import centred_blocks, in_blocks, mean_row, require_rows, sum_of
 
 
 def drift_norm(hidden: Tensor) -> Tensor:
@@ -26,7 +26,7 @@ def drift_norm(hidden: Tensor) -> Tensor:
         >>> drift_norm(torch.tensor([[3.0, 4.0], [3.0, 4.0]])).item()
         5.0
     """
-    return require_rows(hidden).mean(dim=0).norm()
+    return mean_row(require_rows(hidden)).norm()
 
 
 def variance(hidden: Tensor) -> Tensor:
@@ -46,7 +46,9 @@ def variance(hidden: Tensor) -> Tensor:
         >>> variance(torch.tensor([[1.0, 0.0], [-1.0, 0.0]])).item()
         1.0
     """
-    return centre(require_rows(hidden)).square().sum(dim=1).mean()
+    return sum_of(block.square_().sum() for block in centred_blocks(require_rows(hidden))) / len(
+        hidden
+    )
 
 
 def mean_square_norm(hidden: Tensor) -> Tensor:
@@ -65,4 +67,4 @@ def mean_square_norm(hidden: Tensor) -> Tensor:
         >>> mean_square_norm(torch.tensor([[3.0, 4.0], [0.0, 0.0]])).item()
         12.5
     """
-    return require_rows(hidden).square().sum(dim=1).mean()
+    return sum_of(block.square().sum() for block in in_blocks(require_rows(hidden))) / len(hidden)

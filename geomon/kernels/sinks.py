@@ -5,9 +5,10 @@ of them in a hundred then decides every second moment: 16 rows of norm 1000 amon
 take the anisotropy from 0.003 to 0.911.
 """
 
+import torch
 from torch import Tensor
 
-from geomon.kernels.checks import centre, require_rows
+from geomon.kernels.checks import centred_blocks, in_blocks, require_rows
 from geomon.kernels.spectrum import leading_share
 
 # At this multiple of the median distance 1 % of the rows carries half of the variance. A coordinate
@@ -61,8 +62,8 @@ def ordinary_rows(hidden: Tensor, factor: float = FACTOR) -> Tensor:
     # Any centre in the bulk will do. Transposed first: the median down the columns of a row-major
     # matrix is several times slower.
     some = rows[:: max(1, len(rows) // _CENTRAL_ROWS)]
-    middle = some.T.contiguous().median(dim=1).values
-    distance = (rows - middle).norm(dim=1)
+    middle = some.double().T.contiguous().median(dim=1).values
+    distance = torch.cat([(block - middle).norm(dim=1) for block in in_blocks(rows)])
     scale = distance.median()
     few = (distance > factor / 2 * scale).sum() <= LARGEST_SHARE * len(rows)
     return ~((distance > factor * scale) & few & (scale > 0))
@@ -92,7 +93,7 @@ def sink_share(hidden: Tensor, factor: float = FACTOR) -> Tensor:
         >>> round(sink_share(hidden).item(), 3)
         0.975
     """
-    squares = centre(require_rows(hidden)).square().sum(dim=1)
+    squares = torch.cat([b.square_().sum(dim=1) for b in centred_blocks(require_rows(hidden))])
     return (squares * ~ordinary_rows(hidden, factor)).sum() / squares.sum()
 
 

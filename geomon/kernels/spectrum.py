@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from geomon.kernels.checks import centre, require_rows
+from geomon.kernels.checks import centre, centred_blocks, require_rows, sum_of
 
 # Up to this side the full spectrum is as fast as Lanczos (4,096 tokens, isotropic, the worst case).
 _SMALL_SIDE = 256
@@ -38,9 +38,12 @@ def spectrum(hidden: Tensor) -> Tensor:
         >>> spectrum(torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 2.0], [0.0, -2.0]])).tolist()
         [2.0, 0.5]
     """
-    centred = centre(require_rows(hidden))
-    tokens, width = centred.shape
-    gram = centred.T @ centred if width <= tokens else centred @ centred.T
+    tokens, width = require_rows(hidden).shape
+    if width <= tokens:
+        gram = sum_of(block.T @ block for block in centred_blocks(hidden))
+    else:
+        centred = centre(hidden)
+        gram = centred @ centred.T
     return torch.linalg.eigvalsh(gram).flip(0).clamp(min=0) / tokens
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from geomon.kernels.checks import centre, require_rows
+from geomon.kernels.checks import centred_blocks, mean_row, require_rows, sum_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +55,12 @@ def moments_of(rows: Tensor) -> Moments:
         >>> part.count, part.m.item(), part.variance.item(), part.mean_square.item()
         (2, 4.0, 1.0, 5.0)
     """
-    double = require_rows(rows, at_least=0)
-    if len(double) == 0:
-        return Moments(0, double.new_zeros(double.shape[1]), double.new_zeros(()))
-    return Moments(len(double), double.mean(dim=0), centre(double).square().sum())
+    require_rows(rows, at_least=0)
+    if len(rows) == 0:
+        nothing = rows.new_zeros(rows.shape[1], dtype=torch.float64)
+        return Moments(0, nothing, nothing.sum())
+    scatter = sum_of(block.square_().sum() for block in centred_blocks(rows))
+    return Moments(len(rows), mean_row(rows), scatter)
 
 
 def merge(a: Moments, b: Moments) -> Moments:
