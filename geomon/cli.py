@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from geomon.record import FILE_NAME, Reading, Readings, read
+from geomon.stacks import of_stack
 
 if TYPE_CHECKING:
     import typer
@@ -37,6 +38,7 @@ def make_app() -> "typer.Typer":
     import typer
 
     run = typer.Argument(help=f"Folder of a run, with its {FILE_NAME} in it.", metavar="DIR")
+    of = typer.Option(help="Of a model with several stacks, the one to show: encoder, decoder.")
     app = typer.Typer(
         help="Look at what geomon recorded of a training run.",
         add_completion=False,
@@ -49,10 +51,11 @@ def make_app() -> "typer.Typer":
     def watch(
         directory: Annotated[Path, run],
         once: Annotated[bool, typer.Option("--once", help="Show the present, and leave.")] = False,
+        stack: Annotated[str | None, of] = None,
     ) -> None:
         """Follow a run live, until Ctrl-C."""
         with _errors_in_a_line():
-            watch_once(directory) if once else follow(directory)
+            watch_once(directory, stack) if once else follow(directory, stack)
 
     @app.command()
     def figure(
@@ -60,43 +63,45 @@ def make_app() -> "typer.Typer":
         out: Annotated[
             Path | None, typer.Option(help="Where to write; by default geometry.png in DIR.")
         ] = None,
+        stack: Annotated[str | None, of] = None,
     ) -> None:
         """Draw the picture of a run: geometry.png."""
         with _errors_in_a_line():
-            typer.echo(f"wrote {draw(directory, out)}")
+            typer.echo(f"wrote {draw(directory, out, stack)}")
 
     @app.command()
-    def summary(directory: Annotated[Path, run]) -> None:
+    def summary(directory: Annotated[Path, run], stack: Annotated[str | None, of] = None) -> None:
         """Say in words what happened in a run."""
         from geomon.summary import summarise
 
         with _errors_in_a_line():
-            typer.echo("\n".join(summarise(_readings(directory))))
+            typer.echo("\n".join(summarise(_readings(directory, stack))))
 
     return app
 
 
-def draw(directory: Path, out: Path | None = None) -> Path:
+def draw(directory: Path, out: Path | None = None, stack: str | None = None) -> Path:
     """Write the figure of a run.
 
     Args:
         directory: Of the run.
         out: Of the figure; None for `geometry.png` beside the record.
+        stack: Of a model with several, the one to draw; None for the main one.
 
     Raises:
         FileNotFoundError: There is no record.
         ValueError: There are no readings, or `out` has an ending that is no picture's.
         ImportError: matplotlib is missing.
     """
-    readings = _readings(directory)
+    readings = _readings(directory, stack)
     from geomon.figures import geometry_figure, save
 
     folder = directory if directory.is_dir() else directory.parent
     return save(geometry_figure(readings), out or folder / "geometry.png")
 
 
-def watch_once(directory: Path) -> None:
-    """Print the present view.
+def watch_once(directory: Path, stack: str | None = None) -> None:
+    """Print the present view, of one stack.
 
     Raises:
         FileNotFoundError: There is no record.
@@ -105,11 +110,12 @@ def watch_once(directory: Path) -> None:
 
     from geomon.terminal import view
 
-    Console().print(view(read(directory)))
+    Console().print(view(of_stack(read(directory), stack)))
 
 
 def follow(
     directory: Path,
+    stack: str | None = None,
     *,
     console: "Console | None" = None,
     going: Callable[[], bool] = lambda: True,
@@ -118,6 +124,7 @@ def follow(
 
     Args:
         directory: Of the run; it is waited for.
+        stack: Of a model with several, the one to show; None for the main one.
         console: Of rich; None for standard output.
         going: Asked before each look, whether to go on.
 
@@ -127,7 +134,7 @@ def follow(
     from rich.console import Console
 
     console = console or Console()
-    follower = Follower(directory)
+    follower = Follower(directory, stack)
     if not follower.path.is_file():
         console.print(
             f"waiting for {follower.path} (Ctrl-C ends)",
@@ -170,9 +177,11 @@ class Follower:
 
     Args:
         directory: Of the run, or the file itself; it may appear later.
+        stack: Of a model with several, the one to follow; None for the main one.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, stack: str | None = None) -> None:
+        self._stack = stack
         self.path = directory if directory.suffix == ".jsonl" else directory / FILE_NAME
         self.readings: list[Reading] = []
         self._inode, self._offset = -1, 0
@@ -197,6 +206,7 @@ class Follower:
         whole = content[: content.rfind(b"\n") + 1]
         new = [reading for line in whole.splitlines() if (reading := self._reading(line))]
         self._offset += len(whole)
+        new = of_stack(Readings([], new), self._stack).readings if new else new
         self.readings += new
         return new
 
@@ -212,12 +222,12 @@ class Follower:
             ) from error
 
 
-def _readings(directory: Path) -> Readings:
-    """A record with at least one reading."""
+def _readings(directory: Path, stack: str | None) -> Readings:
+    """A record with at least one reading, of one stack."""
     readings = read(directory)
     if not len(readings):
         raise ValueError(f"no readings yet in {directory}: try again when the run has begun")
-    return readings
+    return of_stack(readings, stack)
 
 
 @contextmanager

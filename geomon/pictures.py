@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from geomon import tags
 from geomon.record import Reading, Readings, heads
+from geomon.stacks import of_stack
 
 Post = Callable[[str, NDArray[np.uint8], int], object]
 
@@ -25,8 +26,9 @@ class Pictures:
 
     It draws at its first reading and each time the step has at least doubled since, and the last
     reading when closed: the run in one figure ("Overview/geometry", which loggers sort first), the
-    profile over depth and the heads. Memory and the number of pictures grow with the logarithm of
-    the steps. matplotlib is imported with the first picture.
+    profile over depth and the heads; of a model with several stacks those of the main one. Memory
+    and the number of pictures grow with the logarithm of the steps. matplotlib is imported with the
+    first picture.
 
     Args:
         post: Takes a name, an image (uint8 [height, width, 3]) and a step, for instance
@@ -48,6 +50,7 @@ class Pictures:
 
     def write(self, reading: Reading) -> None:
         """Draw the reading if its step has doubled since the last one drawn."""
+        reading = of_stack(Readings([], [reading]))[0]
         self._last = reading
         due = not self._drawn or reading.step >= max(1, 2 * self._drawn[-1].step)
         if due or reading.step >= _APART * self._curves[-1].step:

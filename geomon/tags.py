@@ -79,6 +79,16 @@ def out_of_stack(tag: str, stacks: Collection[str]) -> tuple[str, str]:
     return stack, f"{metric}/{place.removeprefix(stack + '_')}"
 
 
+def is_of_run(tag: str) -> bool:
+    """Whether the tag is geomon's own (its cost, say) and so of no stack.
+
+    Example:
+        >>> is_of_run("geomon/overhead"), is_of_run("twonn/mean")
+        (True, False)
+    """
+    return tag.startswith("geomon/")
+
+
 class Tag(NamedTuple):
     """A tag taken apart; `layer` is None for a mean, `head` None where the tag names none."""
 
