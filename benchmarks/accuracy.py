@@ -17,17 +17,18 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.manifolds import MANIFOLDS, Cloud, Manifold, gaussian
-from geomon.kernels.dimension import twonn, twonn_censored
+from geomon.kernels.dimension import gride, twonn, twonn_censored
 from geomon.neighbours import nearest, unique_rows
 
 Rows = NDArray[np.floating]
 Estimator = Callable[[Rows], float]
 
-GEOMON = ("geomon twonn", "geomon censored")
+GEOMON = ("geomon twonn", "geomon censored", "geomon gride k1")
 # What estimates the same thing in the same way; the rest differ by what they do with the tail.
 SAME_KIND = {
     "geomon twonn": ("scikit-dimension fit", "DADApy base"),
     "geomon censored": ("scikit-dimension mle",),
+    "geomon gride k1": ("DADApy ml",),
 }
 
 # Means in units of the spread, as the rows are given; and what the answer may move by.
@@ -81,6 +82,11 @@ def geomon_censored(rows: Rows) -> float:
     return twonn_censored(_distances(rows))[0].item()
 
 
+def geomon_gride(rows: Rows) -> float:
+    """`gride` at its smallest scale on distinct rows: maximum likelihood that keeps the tail."""
+    return gride(_distances(rows), scales=[1]).item()
+
+
 def _distances(rows: Rows) -> Tensor:
     points = torch.from_numpy(rows)
     return nearest(points[unique_rows(points)], 2).distances
@@ -130,7 +136,10 @@ def _quiet(estimator: Estimator) -> Estimator:
 
 
 def _error_table(peers: dict[str, Estimator], points: int, seeds: int) -> None:
-    estimators = {"geomon twonn": geomon_twonn, "geomon censored": geomon_censored, **peers}
+    estimators = {
+        "geomon twonn": geomon_twonn, "geomon censored": geomon_censored,
+        "geomon gride k1": geomon_gride, **peers,
+    }  # fmt: skip
     table = Table(
         title=f"Relative error, %: signed mean (mean of absolute); {points:,} points, {seeds} seeds"
     )

@@ -1,5 +1,6 @@
 """geomon: watch the geometry of a transformer's representations while it trains."""
 
+from geomon.describe import describe
 from geomon.matrix import geometry
 from geomon.metrics import METRICS, MORE_METRICS, select
 from geomon.monitor import Monitor, __version__, measure
@@ -18,6 +19,7 @@ __all__ = [
     "TensorBoard",
     "WandB",
     "__version__",
+    "describe",
     "every",
     "geometry",
     "log_spaced",

@@ -1,56 +1,100 @@
-"""Anatomy: where the blocks, the token embedding and the projections of a model are.
+"""Anatomy: where the stacks of blocks, their attention and the token embeddings of a model are.
 
 Found by structure, never by a table of class names: those change from release to release and under
-sharding. Only the projections of queries and keys are known by the names that the field gives them.
+sharding. A *family* is all modules whose names differ by a number alone ("model.layers.#"); the
+outermost families that are made of blocks and hold most of the parameters are the *stacks*.
 """
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-_CONTAINERS = nn.ModuleList | nn.Sequential | nn.ModuleDict
+from geomon.projections import Projections, find_projections
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_NOT_CALLABLE = (nn.ModuleList, nn.ModuleDict)
 
 # What wrappers put into module names; people know the names without.
 _WRAPPERS = re.compile(
     r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)(?=\.|$)"
 )
+# What attention is called where its projections are not known by name.
+_ATTENTION_NAME = re.compile(r"att(n|ention)", re.IGNORECASE)
+# What attention to another stack is called.
+_CROSS_NAME = re.compile(r"cross|enc_?dec|encoder_att|multihead_attn|memory|src_att", re.IGNORECASE)
 
-# Siblings that project to queries and to keys.
-_SEPARATE = (
-    ("q_proj", "k_proj"),  # Llama, OPT, Gemma, Whisper, ViT
-    ("query", "key"),  # BERT, RoBERTa, ALBERT
-    ("q_lin", "k_lin"),  # DistilBERT
-    ("query_proj", "key_proj"),  # DeBERTa
-    ("q", "k"),  # T5
-    ("wq", "wk"),  # Llama's own code, torchtitan
-    ("to_q", "to_k"),  # x-transformers, diffusers
-)
-# One projection to [q | k | v], each as wide as its input.
-_FUSED_THIRDS = ("c_attn", "qkv")
+# Families that hold less than this share of the largest one's parameters are auxiliary: feature
+# extractors, mergers, heads.
+_SMALLEST_SHARE = 1 / 20
+_SMALLEST_SHARE_WITHOUT = 1 / 4  # the same where there is no attention to go by
+_MOST_STAGES = 6  # of a convolutional network; no more blocks than that are taken for stages
 
 
 @dataclass(frozen=True)
-class Projections:
-    """The modules that make queries and keys: two, or one whose output is [q | k | v]."""
+class Attention:
+    """An attention of a block.
 
-    query: nn.Module
-    key: nn.Module
+    Attributes:
+        name: Its path in the block.
+        module: The module that holds the projections.
+        projections: Where queries and keys are made.
+        cross: Whether its keys come from another stack.
+    """
 
-    @property
-    def fused(self) -> bool:
-        """Whether one module makes queries, keys and values."""
-        return self.query is self.key
+    name: str
+    module: nn.Module = field(repr=False)
+    projections: Projections
+    cross: bool
 
 
 @dataclass(frozen=True)
 class Block:
-    """One transformer block: its name as shown to people, and what was found in it."""
+    """One block.
+
+    Attributes:
+        name: As shown to people.
+        module: The block itself.
+        attentions: Those whose projections are known, in the order of the modules.
+        attends: Whether there is attention in it to its own stack, going by projections and names.
+    """
 
     name: str
-    module: nn.Module
-    projections: Projections | None
+    module: nn.Module = field(repr=False)
+    attentions: tuple[Attention, ...]
+    attends: bool
+
+    def place_of(self, *, cross: bool) -> int | None:
+        """Which of `attentions` is the one to its own stack, or the one to another."""
+        return next((i for i, a in enumerate(self.attentions) if a.cross is cross), None)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Blocks that are run one after another.
+
+    Attributes:
+        name: What tells it from the other stacks of the model; "" where there is one.
+        blocks: In order: what leaves block l (counted from 1) is layer l.
+        owner: The module whose forward runs the blocks; None where only the model's caller does.
+        above: Modules around the blocks, outermost first: their calls carry padding masks.
+    """
+
+    name: str
+    blocks: tuple[Block, ...]
+    owner: nn.Module | None = field(repr=False)
+    above: tuple[nn.Module, ...] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Blocks that are not watched: their names as a pattern, how many, and why."""
+
+    pattern: str
+    count: int
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -58,24 +102,32 @@ class Anatomy:
     """What is watched in a model.
 
     Attributes:
-        blocks: In order of depth; what leaves block l (counted from 1) is layer l.
-        above: Modules that contain the blocks, outermost first: their calls carry padding masks.
+        stacks: In the order of the model's modules.
         embeddings: Embedding tables outside the blocks: the input of one is the token ids.
+        left_out: What looks like a stack and is not watched.
     """
 
-    blocks: tuple[Block, ...]
-    above: tuple[nn.Module, ...]
-    embeddings: tuple[nn.Embedding, ...]
+    stacks: tuple[Stack, ...]
+    embeddings: tuple[nn.Embedding, ...] = field(repr=False)
+    left_out: tuple[LeftOut, ...] = ()
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The blocks of all stacks."""
+        return tuple(block for stack in self.stacks for block in stack.blocks)
 
 
 def find_anatomy(model: nn.Module, blocks: str | Sequence[nn.Module] | None = None) -> Anatomy:
-    """Find the blocks of a model and what stands around them.
+    """Find the stacks of a model and what stands around them.
 
-    The blocks are the children, all of one class and not leaves, of the `ModuleList`, `Sequential`
-    or `ModuleDict` that holds most parameters; lists inside blocks (experts, say) do not count.
+    Blocks are modules that are no leaves, can be called, and have names that differ by a number
+    alone. Of all such families the outermost count (lists inside blocks, such as experts, do not);
+    those with attention go before those without, and all but the smallest are watched. Where the
+    members of a family only hold lists of blocks (the stages of a convolutional or a windowed
+    network), the blocks of all of them in turn are one stack.
 
     Args:
-        model: Any module that contains a transformer.
+        model: Any module that contains a transformer, or another stack of blocks.
         blocks: Overrides the search: a regular expression that matches the whole names of the
             blocks, or the blocks themselves.
 
@@ -88,31 +140,26 @@ def find_anatomy(model: nn.Module, blocks: str | Sequence[nn.Module] | None = No
             f"expected a torch.nn.Module, got {type(model).__name__}: pass the model itself"
         )
     names = {module: name for name, module in model.named_modules()}
-    found = _chosen(model, blocks, names) if blocks is not None else _largest_stack(model)
-    if not found:
+    left_out: list[LeftOut] = []
+    if blocks is not None:
+        families = _by_pattern(_chosen(model, blocks, names), names)
+    else:
+        families, left_out = _found(model, names)
+    if not families:
         children = ", ".join(name for name, _ in model.named_children()) or "none"
         raise ValueError(
             f"no transformer blocks in {type(model).__name__} (its children: {children}): expected "
-            "a ModuleList, ModuleDict or Sequential of blocks of one class; give them with "
+            "modules that hold others, in a ModuleList or Sequential; give them with "
             r'blocks="regular expression of their names", such as r"encoder\.layer\.\d+", or as a '
             "list of modules"
         )
-    inside = {module for block in found for module in block.modules()}
+    inside = {module for family in families for block in family for module in block.modules()}
     return Anatomy(
-        blocks=tuple(
-            Block(shown_name(names[block]) or type(block).__name__, block, _find_projections(block))
-            for block in found
-        ),
-        above=tuple(
-            module
-            for module in model.modules()
-            if module not in inside and any(child is found[0] for child in module.modules())
-        ),
+        stacks=_stacks(model, families, names),
         embeddings=tuple(
-            module
-            for module in model.modules()
-            if isinstance(module, nn.Embedding) and module not in inside
+            module for module in names if isinstance(module, nn.Embedding) and module not in inside
         ),
+        left_out=tuple(left_out),
     )
 
 
@@ -126,9 +173,23 @@ def shown_name(name: str) -> str:
     return _WRAPPERS.sub("", name).removeprefix(".")
 
 
-def _chosen(
-    model: nn.Module, blocks: str | Sequence[nn.Module], names: dict[nn.Module, str]
-) -> list[nn.Module]:
+def pattern_of(name: str) -> str:
+    """A module's name with every number as "#".
+
+    Example:
+        >>> pattern_of("encoder.layers.11")
+        'encoder.layers.#'
+    """
+    return re.sub(r"\d+", "#", name)
+
+
+# -- which modules are blocks --------------------------------------------------------------------
+
+_Names = dict[nn.Module, str]
+_Family = list[nn.Module]
+
+
+def _chosen(model: nn.Module, blocks: str | Sequence[nn.Module], names: _Names) -> _Family:
     if isinstance(blocks, str):
         pattern = re.compile(blocks)
         found = [m for m, name in names.items() if pattern.fullmatch(shown_name(name))]
@@ -146,53 +207,279 @@ def _chosen(
     return list(blocks)
 
 
-def _largest_stack(model: nn.Module) -> list[nn.Module]:
-    """Blocks of the outermost stack that holds most parameters."""
-    stacks: list[list[nn.Module]] = []
-    covered: set[nn.Module] = set()
-    for module in model.modules():  # outermost first
-        if module in covered or not isinstance(
-            module, nn.ModuleList | nn.Sequential | nn.ModuleDict
-        ):
-            continue
-        children = list(module.children())
-        if _are_blocks(children):
-            stacks.append(children)
-            covered |= {inner for child in children for inner in child.modules()}
-    return max(stacks, key=lambda stack: sum(map(_size, stack)), default=[])
+def _by_pattern(modules: Iterable[nn.Module], names: _Names) -> list[_Family]:
+    families: dict[str, _Family] = defaultdict(list)
+    for module in modules:
+        families[pattern_of(names[module])].append(module)
+    return list(families.values())
 
 
-def _are_blocks(children: list[nn.Module]) -> bool:
-    """Whether the modules are of one class, can be called, have parameters and are no leaves."""
+def _found(model: nn.Module, names: _Names) -> tuple[list[_Family], list[LeftOut]]:
+    """The families that are stacks, in the order of the modules, and those that are not."""
+    families = _all_families(model, names)
+    outermost: list[str] = []
+    for pattern in families:  # outer modules come before those inside
+        if not any(pattern.startswith(f"{outer}.") for outer in outermost):
+            outermost.append(pattern)
+    candidates = [
+        found
+        for pattern in outermost
+        for found in _expanded(pattern, model, families, names)
+        if found
+    ]
+    watched = _main(candidates)
+    left_out = [
+        LeftOut(shown_name(pattern_of(names[family[0]])), len(family), _why_not(family, watched))
+        for family in candidates
+        if family not in watched and len(family) > 1
+    ]
+    return watched, left_out
+
+
+def _all_families(model: nn.Module, names: _Names) -> dict[str, _Family]:
+    """Modules that may be blocks or hold blocks, by pattern, outer ones first.
+
+    One module alone is a family where it stands in a container, and not where a number is merely
+    part of its name.
+    """
+    families: dict[str, _Family] = defaultdict(list)
+    in_container: set[str] = set()
+    for module, name in names.items():
+        last = name.rpartition(".")[2]
+        if any(c.isdigit() for c in last) and _has_children(module) and _size(module) > 0:
+            pattern = pattern_of(name)
+            families[pattern].append(module)
+            if isinstance(model.get_submodule(name.rpartition(".")[0]), _CONTAINERS):
+                in_container.add(pattern)
+    return {p: f for p, f in families.items() if len(f) > 1 or p in in_container}
+
+
+def _expanded(
+    pattern: str, model: nn.Module, families: dict[str, _Family], names: _Names
+) -> list[_Family]:
+    """The family itself, or the families of blocks that its members only hold."""
+    family = families[pattern]
+    parent = model.get_submodule(names[family[0]].rpartition(".")[0])
+    inner = [p for p in families if p.startswith(f"{pattern}.")]
+    inner.sort(key=lambda p: _size_of(families[p]), reverse=True)
+    for candidate in inner:
+        if _are_stages(family, families[candidate]):
+            by_member = [
+                [block for block in families[candidate] if names[block].startswith(f"{names[m]}.")]
+                for m in family
+            ]
+            if _are_towers(family, by_member) and not isinstance(parent, _CONTAINERS):
+                return by_member
+            return [families[candidate]]
+    if any(isinstance(member, _NOT_CALLABLE) for member in family):
+        return []
+    return [family if isinstance(parent, nn.ModuleList) else _without_ends(family)]
+
+
+def _are_stages(family: _Family, inner: _Family) -> bool:
+    """Whether the members of a family do little but hold the blocks of an inner one."""
+    if any(isinstance(block, _NOT_CALLABLE) for block in inner):
+        return False
+    if 2 * _size_of(inner) < _size_of(family):
+        return False
+    if len({type(block) for block in inner}) > 1 and all(
+        isinstance(member, _NOT_CALLABLE) for member in family
+    ):
+        return False  # pairs of sublayers, whose sums are made outside any module
+    attention = {module for member in family for module in _attention_modules(member)}
+    if attention:
+        held = [set(_attention_modules(block)) for block in inner]
+        return all(held) and attention == set().union(*held)
+    sizes = {_size(member) for member in family}
     return (
-        len({type(child) for child in children}) == 1
-        and not isinstance(children[0], nn.ModuleList | nn.ModuleDict)
-        and all(any(True for _ in child.children()) for child in children)
-        and all(any(True for _ in child.parameters()) for child in children)
+        len(inner) > len(family)
+        and len(family) <= _MOST_STAGES
+        and (len(sizes) > 1 or all(isinstance(member, _CONTAINERS) for member in family))
     )
+
+
+def _are_towers(family: _Family, by_member: list[_Family]) -> bool:
+    """Whether members that hold blocks may run side by side: all alike, none a mere container."""
+    return (
+        len(family) > 1
+        and len({_size(member) for member in family}) == 1
+        and all(len(blocks) > 1 for blocks in by_member)
+        and not any(isinstance(member, _CONTAINERS) for member in family)
+    )
+
+
+def _without_ends(family: _Family) -> _Family:
+    """The family without what stands before and after the blocks of a Sequential.
+
+    An embedding, a pooling, a head: of a class of its own and, where others attend, without
+    attention. In a list all are blocks: a first one of another class is a hybrid's.
+    """
+    classes = [type(member) for member in family]
+    if len(set(classes)) == len(classes):
+        return family
+    some_attend = any(_attends(member) for member in family)
+
+    def odd(member: nn.Module) -> bool:
+        alone = classes.count(type(member)) == 1
+        return alone and not (some_attend and _attends(member))
+
+    kept = list(family)
+    while kept and odd(kept[0]):
+        kept.pop(0)
+    while kept and odd(kept[-1]):
+        kept.pop()
+    return kept
+
+
+def _main(candidates: list[_Family]) -> list[_Family]:
+    """The families that are watched."""
+    largest = max(map(_size_of, candidates), default=0)
+    kept = [family for family in candidates if _size_of(family) >= _SMALLEST_SHARE * largest]
+    attending = [family for family in kept if any(map(_attends, family))]
+    kept = attending or [f for f in kept if _size_of(f) >= _SMALLEST_SHARE_WITHOUT * largest]
+    return [family for family in kept if not any(_is_copy(family, other) for other in kept)]
+
+
+def _is_copy(family: _Family, other: _Family) -> bool:
+    """Whether the family is a frozen twin of one that is trained: a moving average, a teacher."""
+    return (
+        family is not other
+        and not any(p.requires_grad for block in family for p in block.parameters())
+        and any(p.requires_grad for block in other for p in block.parameters())
+        and [[p.shape for p in block.parameters()] for block in family]
+        == [[p.shape for p in block.parameters()] for block in other]
+    )
+
+
+def _why_not(family: _Family, watched: list[_Family]) -> str:
+    if any(_is_copy(family, other) for other in watched):
+        return "a frozen copy of a stack that is watched"
+    if not any(map(_attends, family)) and any(_attends(b) for other in watched for b in other):
+        return "no attention in them, and in others there is"
+    return "few parameters beside the largest stack"
+
+
+def _has_children(module: nn.Module) -> bool:
+    return any(True for _ in module.children())
 
 
 def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _find_projections(block: nn.Module) -> Projections | None:
-    """The projections of the first attention in the block, or None where none is known by name."""
-    for module in block.modules():
-        children = dict(module.named_children())
-        for query, key in _SEPARATE:
-            if query in children and key in children:
-                return Projections(children[query], children[key])
-        for name in _FUSED_THIRDS:
-            if name in children and _makes_thirds(children[name]):
-                return Projections(children[name], children[name])
-    return None
+def _size_of(family: _Family) -> int:
+    return sum(map(_size, family))
 
 
-def _makes_thirds(module: nn.Module) -> bool:
-    """Whether the module's output is three times as wide as its input."""
-    weight = getattr(module, "weight", None)
-    if weight is None or weight.ndim != 2:
-        return False
-    narrow, wide = sorted(weight.shape)
-    return bool(wide == 3 * narrow)
+def _attention_modules(module: nn.Module) -> list[nn.Module]:
+    """Modules with known projections of queries and keys, else those that are called attention."""
+    known = [inner for inner in module.modules() if find_projections(inner) is not None]
+    return known or [
+        inner
+        for name, inner in module.named_modules()
+        if _ATTENTION_NAME.search(name.rpartition(".")[2]) and _has_children(inner)
+    ]
+
+
+def _attends(module: nn.Module) -> bool:
+    return bool(_attention_modules(module))
+
+
+# -- what stands in and around the blocks --------------------------------------------------------
+
+
+def _stacks(model: nn.Module, families: list[_Family], names: _Names) -> tuple[Stack, ...]:
+    labels = _tell_apart([_list_path(family, names) for family in families])
+    around = [_around(model, family, names) for family in families]
+    stacks = []
+    for place, (family, label) in enumerate(zip(families, labels, strict=True)):
+        blocks = [_block(block, names, second=place > 0) for block in family]
+        if any(block.attentions for block in blocks):
+            # In a hybrid what is merely called attention ("linear_attn") has no queries and keys.
+            blocks = [replace(b, attends=b.attends and bool(b.attentions)) for b in blocks]
+        shared = {m for other in around[:place] for m in other}
+        stacks.append(
+            Stack(
+                label,
+                tuple(blocks),
+                _owner(family, around[place], names),
+                tuple(module for module in around[place] if module not in shared),
+            )
+        )
+    return tuple(stacks)
+
+
+def _block(module: nn.Module, names: _Names, *, second: bool) -> Block:
+    """A block with its attentions; `second` where another stack comes before its own."""
+    found: list[Attention] = []
+    covered: set[nn.Module] = set()
+    for name, inner in module.named_modules():
+        projections = None if inner in covered else find_projections(inner)
+        if projections is not None:
+            covered |= set(inner.modules())
+            shown = shown_name(name)
+            cross = bool(_CROSS_NAME.search(shown)) or (second and len(found) == 1)
+            found.append(Attention(shown, inner, projections, cross))
+    # Alone in a plain block, an attention of any name is the block's own.
+    if len(found) == 1 and found[0].cross and not re.search("cross", found[0].name, re.IGNORECASE):
+        found = [Attention(found[0].name, found[0].module, found[0].projections, cross=False)]
+    return Block(
+        shown_name(names[module]) or type(module).__name__,
+        module,
+        tuple(found),
+        any(not a.cross for a in found) if found else _attends(module),
+    )
+
+
+def _list_path(family: _Family, names: _Names) -> list[str]:
+    """What the shown names of all members begin with, as parts."""
+    parts = [shown_name(names[block]).split(".") for block in family]
+    common = []
+    for step in zip(*(p[:-1] for p in parts), strict=False):
+        if len(set(step)) > 1:
+            break
+        common.append(step[0])
+    return common
+
+
+def _tell_apart(paths: list[list[str]]) -> list[str]:
+    """Names of stacks: the first parts of their paths that tell them apart; "" for one alone."""
+    if len(paths) == 1:
+        return [""]
+    ends = [list(path) for path in paths]
+    while all(ends) and len({path[0] for path in ends}) == 1:
+        ends = [path[1:] for path in ends]
+    count = max(map(len, ends))
+    for length in range(1, count + 1):
+        labels = [".".join(path[:length]) for path in ends]
+        if len(set(labels)) == len(labels):
+            return [label or "main" for label in labels]
+    return [f"stack_{place}" for place in range(1, len(paths) + 1)]
+
+
+def _around(model: nn.Module, family: _Family, names: _Names) -> list[nn.Module]:
+    """Modules that hold the whole family and are no lists, outermost first."""
+    names_of = [names[block] for block in family]
+    parts = names_of[0].split(".")
+    paths = [".".join(parts[:length]) for length in range(len(parts))]
+    return [
+        module
+        for path in paths
+        if all(not path or name.startswith(f"{path}.") for name in names_of)
+        and not isinstance(module := model.get_submodule(path), _NOT_CALLABLE)
+    ]
+
+
+def _owner(family: _Family, around: Sequence[nn.Module], names: _Names) -> nn.Module | None:
+    """The innermost module of which one call runs all blocks.
+
+    What stands in a list itself may be called several times (the shared layers of ALBERT), and a
+    Sequential may be iterated and never called.
+    """
+    listed = pattern_of(names[family[0]]).partition("#")[0]
+    own: Iterator[nn.Module] = (
+        module
+        for module in reversed(around)
+        if not isinstance(module, _CONTAINERS) and listed.startswith(names[module])
+    )
+    return next(own, around[0] if around else None)

@@ -4,36 +4,25 @@ Nothing stays on the model between windows: hooks that stay cost every step, bre
 compiled models recompile. A hook selects rows and copies them, and does no arithmetic.
 """
 
-import math
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from geomon.anatomy import Anatomy, Projections
-from geomon.attended import RELEVANT, AttentionCall, NotUnderstoodError, captured_attention
-from geomon.layer import CAPTURED, Layer, Snapshot
-from geomon.notes import Note, grouped
+from geomon.anatomy import Anatomy, Attention, Block
+from geomon.assemble import Drawn, assembled, drawn, place_in
+from geomon.attended import NotUnderstoodError, local, softened, thinned
+from geomon.layer import CAPTURED, Snapshot
+from geomon.masks import padding_masks
+from geomon.passes import Kept, Pass, Visit, sample_places
+from geomon.projections import find_sizes
+from geomon.rows import RowDraw, select, width_last
 from geomon.switches import listening, run_eagerly, without_fast_path
-
-# Query rows per layer from which attention is measured: the standard error of a mean entropy with
-# a spread of 1 nat is then 0.03.
-QUERIES = 1024
-
-_NOT_RUN = (
-    "the block was not run under the window (called by .forward() directly, skipped, or compiled "
-    "in a way that hides it); call the model itself, or measure by a probe"
-)
-_NO_ATTENTION = (
-    "no attention call was seen in the block: it neither goes through transformers' attention "
-    "interface nor through torch.nn.functional.scaled_dot_product_attention"
-)
-_NO_TOKENS = "no embedding outside the blocks was given integers of the hidden states' shape"
 
 
 class Window:
@@ -45,32 +34,21 @@ class Window:
         rows: Rows of hidden states to keep; the same at every layer.
         seed: Seeds the private generator that draws them. No global random state is touched.
 
-    After the `with`, `snapshot()` gives what was seen. The first call of a module counts; calls
-    from other threads and recomputation under activation checkpointing are ignored.
+    After the `with`, `snapshot()` gives what was seen. The first pass of each stack counts
+    (`geomon.passes.Pass` has the rule); calls from other threads and recomputation under activation
+    checkpointing are ignored.
     """
 
     def __init__(self, anatomy: Anatomy, views: set[str], *, rows: int, seed: int) -> None:
         self._anatomy = anatomy
         self._sources = {CAPTURED[view] for view in views}
         self._wants_tokens = bool(views & {"token_ids", "positions"})
-        self._budget = rows
-        self._generator = torch.Generator().manual_seed(seed)
+        self._draw = RowDraw(rows, seed)
+        self._passes = [Pass(stack, self._draw) for stack in anatomy.stacks]
         self._thread = threading.get_ident()
+        self._elsewhere = False  # a block ran in another thread
         self._exit = ExitStack()
-        self._running: list[int] = []  # depths of the blocks that are being run
-        self._shape: torch.Size | None = None  # of hidden states, without the width
-        self._rows = torch.empty(0, dtype=torch.int64)
-        self._valid: Tensor | None = None
-        self._token_ids: list[Tensor] = []
-        self._hidden: dict[int, Tensor] = {}
-        self._projected: dict[int, dict[str, Tensor]] = {}
-        self._calls: dict[int, AttentionCall] = {}
-        self._chosen: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        self._refused: dict[int, str] = {}
-        self._remarks: dict[str, list[int]] = {}  # and the layers of which they are true
-        self._mode = "eval"
-        self._dtype = ""
-        self._precision = 0.0
+        self._running: list[tuple[Pass, Visit | None]] = []  # the calls of blocks, outermost first
         self.seconds = 0.0  # spent in hooks, and in placing and removing them
 
     def __enter__(self) -> Self:
@@ -78,7 +56,7 @@ class Window:
         with ExitStack() as stack:  # undone whatever happens while it is built
             self._place_hooks(stack)
             if self._sources & {"attention", "projection"}:
-                stack.enter_context(listening(self._on_attention))
+                stack.enter_context(listening(self))
             stack.enter_context(without_fast_path())
             stack.enter_context(run_eagerly())
             self._exit = stack.pop_all()
@@ -97,278 +75,307 @@ class Window:
 
     def snapshot(self) -> Snapshot:
         """What was seen, on the host, in float32, without rows that are not finite."""
-        depths = range(len(self._anatomy.blocks) + 1)
-        self._remarks.clear()
-        layers = [self._layer(depth) for depth in depths]
-        notes = grouped({("hidden states", why): found for why, found in self._remarks.items()})
-        if self._valid is not None and not bool(self._valid.all()):
-            share = float((~self._valid).float().mean())
-            notes.append(Note("padding", f"padding, {share:.0%} of the tokens, was left out"))
-        return Snapshot(layers, len(self._rows), self._mode, self._dtype, notes)
+        return assembled(self._passes, self._sources, elsewhere=self._elsewhere)
 
-    def _remark(self, depth: int, remark: str) -> None:
-        self._remarks.setdefault(remark, []).append(depth)
+    def drawn(self, stack: str, index: int) -> Drawn:
+        """Which rows of the model's own tensors stand in a layer of the snapshot.
 
-    # -- hooks ---------------------------------------------------------------------------------
+        Args:
+            stack: Of the layer.
+            index: Of the layer.
+        """
+        return drawn(self._passes, stack, index)
+
+    def routes(self, stack: str, *, cross: bool = False) -> set[str]:
+        """Where the attention of a stack was seen: of "interface", "sdpa", "softmax".
+
+        Args:
+            stack: Its name.
+            cross: Whether its cross-attention is meant.
+        """
+        return {
+            visit.routes[place]
+            for found in self._passes
+            if found.stack.name == stack
+            for visit in found.visits
+            if (place := place_in(found.stack.blocks[visit.block], cross=cross)) is not None
+            and place in visit.routes
+        }
+
+    # -- placing hooks ---------------------------------------------------------------------------
 
     def _place_hooks(self, stack: ExitStack) -> None:
         def hold(handle: Any) -> None:
             stack.callback(handle.remove)
 
-        for module in self._anatomy.above:
-            hold(module.register_forward_pre_hook(self._on_call_above, with_kwargs=True))
         if self._wants_tokens:
-            for module in self._anatomy.embeddings:
-                hold(module.register_forward_pre_hook(self._on_embedding))
-        for depth, block in enumerate(self._anatomy.blocks, start=1):
-            hold(block.module.register_forward_pre_hook(self._entering(depth), with_kwargs=True))
-            hold(block.module.register_forward_hook(self._leaving(depth)))
-            if "projection" in self._sources and block.projections is not None:
-                self._place_projection_hooks(hold, depth, block.projections)
+            for table in self._anatomy.embeddings:
+                hold(table.register_forward_pre_hook(self._hook(self._on_embedding)))
+        for number, found in enumerate(self._passes):
+            for module in found.stack.above:
+                hook = self._hook(self._on_call_above, found, number)
+                hold(module.register_forward_pre_hook(hook, with_kwargs=True))
+            owner = found.stack.owner
+            if owner is not None:
+                hold(owner.register_forward_pre_hook(self._hook(self._on_owner, found)))
+                hold(owner.register_forward_hook(self._hook(self._on_owner_left, found)))
+            for place, block in enumerate(found.stack.blocks):
+                hook = self._hook(self._on_block, found, place)
+                hold(block.module.register_forward_pre_hook(hook, with_kwargs=True))
+                hold(block.module.register_forward_hook(self._hook(self._on_left, found, place)))
+                if self._sources & {"attention", "projection"}:
+                    self._place_attention_hooks(hold, block)
 
-    def _place_projection_hooks(self, hold: Any, depth: int, projections: Projections) -> None:
-        hold(projections.query.register_forward_hook(self._projecting(depth, "query")))
-        if not projections.fused:
-            hold(projections.key.register_forward_hook(self._projecting(depth, "key")))
+    def _place_attention_hooks(self, hold: Callable[[Any], None], block: Block) -> None:
+        for place, attention in enumerate(block.attentions):
+            module = attention.module
+            if len(block.attentions) > 1:  # else every call in the block is its own
+                hold(module.register_forward_pre_hook(self._hook(self._on_attending, place)))
+                hold(module.register_forward_hook(self._hook(self._on_attending, None)))
+            if "projection" not in self._sources:
+                continue
+            projections = attention.projections
+            if projections.kind == "multihead":
+                hook = self._hook(self._on_multihead, place, attention)
+                hold(module.register_forward_pre_hook(hook, with_kwargs=True))
+                continue
+            hook = self._hook(self._on_projected, place, attention, "query")
+            hold(projections.query.register_forward_hook(hook))
+            if projections.kind != "fused":
+                hook = self._hook(self._on_projected, place, attention, "key")
+                hold(projections.key.register_forward_hook(hook))
+
+    def _hook(self, action: Callable[..., None], *before: Any) -> "_Hook":
+        """A hook that is timed, and ignores calls that are not of the pass that is watched."""
+
+        def timed(*call: Any) -> None:
+            if not self._ignored():
+                with self._timed():
+                    action(*before, *call)
+
+        return _Hook(timed)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - began
 
     def _ignored(self) -> bool:
         """Whether the present call is another thread's or a recomputation inside backward."""
-        recomputing = torch._C._current_graph_task_id() != -1
-        return recomputing or threading.get_ident() != self._thread
+        if torch._C._current_graph_task_id() != -1:
+            return True
+        if threading.get_ident() != self._thread:
+            self._elsewhere = True
+            return True
+        return False
 
-    def _on_call_above(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        mask = kwargs.get("attention_mask")
-        if (
-            self._valid is None
-            and isinstance(mask, Tensor)
-            and mask.ndim == 2
-            and not self._ignored()
-        ):
-            self._valid = mask.detach().bool()
+    # -- around the blocks -----------------------------------------------------------------------
+
+    def _on_call_above(
+        self, found: Pass, number: int, module: nn.Module, args: Any, kwargs: Mapping[str, Any]
+    ) -> None:
+        if found.visits or found.over:
+            return
+        masks = padding_masks(module, args, kwargs)
+        if number == 0 and len(self._passes) > 1:  # of a call that is about all stacks
+            masks = {n: m for n, m in masks.items() if not n.startswith(("tgt", "decoder"))}
+        found.masks += masks.items()
 
     def _on_embedding(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         ids = args[0] if args else None
-        if isinstance(ids, Tensor) and not ids.is_floating_point() and not self._ignored():
-            self._token_ids.append(ids.detach().clone())
+        if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_nested:
+            return
+        running = [found for found in self._passes if found.running]
+        kept = local(ids).detach().clone()
+        for found in running or self._passes:
+            if not found.over and not (found.visits and found not in running):
+                found.token_ids.append(kept)
 
-    def _entering(self, depth: int) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-            if self._ignored():
-                return
-            began = time.perf_counter()
-            self._running.append(depth)
-            if depth == 1:
-                self._mode = "train" if module.training else "eval"
-                self._keep_hidden(0, _first_tensor([*args, *kwargs.values()]))
-            self.seconds += time.perf_counter() - began
+    def _on_owner(self, found: Pass, module: nn.Module, args: Any) -> None:
+        if found.enter():
+            self._running.clear()
 
-        return hook
+    def _on_owner_left(self, found: Pass, module: nn.Module, args: Any, output: Any) -> None:
+        found.leave()
 
-    def _leaving(self, depth: int) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if self._ignored():
-                return
-            began = time.perf_counter()
-            if self._running and self._running[-1] == depth:
-                self._running.pop()
-            values = output.values() if isinstance(output, Mapping) else output
-            self._keep_hidden(depth, _first_tensor(values))
-            self.seconds += time.perf_counter() - began
+    # -- blocks ----------------------------------------------------------------------------------
 
-        return hook
+    def _on_block(
+        self, found: Pass, place: int, module: nn.Module, args: Any, kwargs: Mapping[str, Any]
+    ) -> None:
+        if not found.visits:
+            found.masks += padding_masks(module, args, kwargs).items()
+        visit = found.visit(place)
+        self._running.append((found, visit))
+        if visit is not None and len(found.visits) == 1:
+            found.mode = "train" if module.training else "eval"
+            entered = first_tensor([*args, *kwargs.values()])
+            if entered is not None:
+                found.entered = self._kept(found, entered, module)
 
-    def _projecting(self, depth: int, which: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            kept = self._projected.setdefault(depth, {})
-            if self._ignored() or which in kept or not isinstance(output, Tensor):
-                return
-            began = time.perf_counter()
-            if output.shape[:-1] == self._shape:
-                kept[which] = _select(output, self._rows)
-            self.seconds += time.perf_counter() - began
+    def _on_left(self, found: Pass, place: int, module: nn.Module, args: Any, output: Any) -> None:
+        visit = self._close(found, place)
+        values = output.values() if isinstance(output, Mapping) else output
+        hidden = first_tensor(values)
+        if visit is not None and hidden is not None:
+            visit.hidden = self._kept(found, hidden, module)
 
-        return hook
+    def _close(self, found: Pass, place: int) -> Visit | None:
+        """Take the block's call off those that run, and any inside that an exception ended."""
+        while self._running:
+            owner, visit = self._running.pop()
+            if owner is found and (visit is None or visit.block == place):
+                return visit
+        return None
 
-    @torch.no_grad()
-    def _on_attention(
+    def _kept(self, found: Pass, hidden: Tensor, block: nn.Module) -> Kept | None:
+        if hidden.is_nested:
+            return None
+        found.local = found.local or hasattr(hidden, "to_local")
+        rows = width_last(local(hidden), block)
+        if not found.shape:
+            found.begin_rows(tuple(rows.shape[:-1]), rows.dtype)
+        chosen = found.rows(tuple(rows.shape[:-1]))
+        return Kept(select(rows, chosen), chosen, tuple(rows.shape[:-1]))
+
+    # -- attention -------------------------------------------------------------------------------
+
+    def _current(self) -> tuple[Pass, Visit, Block] | None:
+        """The innermost block that is being run, where its call counts."""
+        if not self._running or self._running[-1][1] is None or self._ignored():
+            return None
+        found, visit = self._running[-1]
+        assert visit is not None
+        return found, visit, found.stack.blocks[visit.block]
+
+    def _on_attending(self, place: int | None, module: nn.Module, *call: Any) -> None:
+        if self._running and self._running[-1][1] is not None:
+            self._running[-1][1].attending = place
+
+    def on_attention(
         self, route: str, module: Any, query: Any, key: Any, mask: Any, options: dict[str, Any]
     ) -> None:
-        if not self._running or self._running[-1] in self._calls or self._ignored():
+        """Keep the sampled queries of a call (of `geomon.switches.Listener`)."""
+        current = self._current()
+        if current is None:
             return
-        began = time.perf_counter()
-        depth = self._running[-1]
-        if not isinstance(query, Tensor) or query.ndim != 4 or query.is_nested:
-            self._refused.setdefault(depth, "queries are not a tensor of four dimensions")
-        elif mask is not None and not isinstance(mask, Tensor):
-            self._refused.setdefault(depth, f"the mask is a {type(mask).__name__}, not a tensor")
-        else:
-            self._calls[depth] = self._thin(route, module, query, key, mask, options)
-        self.seconds += time.perf_counter() - began
-
-    # -- what a hook keeps ---------------------------------------------------------------------
-
-    def _keep_hidden(self, depth: int, hidden: Tensor | None) -> None:
-        if hidden is None or depth in self._hidden:
+        _, visit, block = current
+        place = _place(block, visit, module)
+        if place in visit.calls:
             return
-        if self._shape is None:
-            self._choose_rows(hidden)
-        if hidden.shape[:-1] == self._shape:
-            self._hidden[depth] = _select(hidden, self._rows)
-
-    def _choose_rows(self, hidden: Tensor) -> None:
-        """Draw the rows that are kept at every layer, among those that are no padding."""
-        self._shape = hidden.shape[:-1]
-        self._dtype = str(hidden.dtype).removeprefix("torch.")
-        self._precision = torch.finfo(hidden.dtype).eps
-        if self._valid is not None and self._valid.shape != self._shape:
-            self._valid = None
-        total = math.prod(self._shape)
-        rows = torch.randperm(total, generator=self._generator)
-        if self._valid is not None:
-            rows = rows[self._valid.flatten().cpu()[rows]]
-        self._rows = rows[: self._budget]
-
-    def _thin(
-        self, route: str, module: Any, query: Tensor, key: Tensor, mask: Tensor | None,
-        options: dict[str, Any],
-    ) -> AttentionCall:  # fmt: skip
-        """The call with sampled queries only, against all keys of the sampled sequences."""
-        sequences, places = self._choose_queries(query)
-        by_key = route == "interface" and mask is not None and mask.ndim == 2  # [sequences, keys]
-        if mask is not None:
-            mask = mask[:, None, None, :] if by_key else mask[(None,) * (4 - mask.ndim)]
-            mask = (mask[sequences] if mask.shape[0] > 1 else mask).detach()
-            mask = _at_places(mask, places) if mask.shape[2] > 1 else mask.clone()
-        causal = options.get("is_causal")
-        if causal is None:
-            causal = getattr(module, "is_causal", False)
-        scale = options.get("scaling", options.get("scale"))
-        return AttentionCall(
-            query=_at_places(query.detach()[sequences], places),
-            key=key.detach()[sequences],
-            mask=mask,
-            sequences=sequences,
-            places=places,
-            causal=bool(causal) and query.shape[2] > 1 and (mask is None or by_key),
-            scale=None if scale is None else float(scale),
-            options={name: options[name] for name in RELEVANT & options.keys()},
-        )
-
-    def _choose_queries(self, query: Tensor) -> tuple[Tensor, Tensor]:
-        """Sequences, and positions in each, to keep; the same for all layers of one shape.
-
-        Under a causal mask the entropy of a row grows with its position: positions are evenly
-        spread, and shifted from sequence to sequence so that together they cover all alike.
-        """
-        sequences, length = query.shape[0], query.shape[2]
-        if (sequences, length) not in self._chosen:
-            some = max(1, min(sequences, self._budget // length))
-            chosen = torch.randperm(sequences, generator=self._generator)[:some].sort().values
-            each = min(length, math.ceil(QUERIES / some))
-            shift = torch.randperm(some, generator=self._generator)[:, None] + 0.5
-            places = (torch.arange(each)[None, :] + shift / some) * (length / each)
-            self._chosen[sequences, length] = chosen, places.long()
-        return self._chosen[sequences, length]
-
-    # -- from what was kept to layers ----------------------------------------------------------
-
-    def _layer(self, depth: int) -> Layer:
-        block = self._anatomy.blocks[depth - 1] if depth else None
-        captured: dict[str, Any] = {}
-        missing: dict[str, str] = {}
-        if depth in self._hidden:
-            self._add_rows(depth, captured, missing)
-        else:
-            missing |= dict.fromkeys(("hidden", "token_ids", "positions", "precision"), _NOT_RUN)
-        if block is not None and self._sources & {"attention", "projection"}:
-            self._add_attention(depth, captured, missing)
-            self._add_projections(depth, block.projections, captured, missing)
-        if block is None:
-            hidden_only = frozenset({"hidden"})
-            return Layer(0, "input of the blocks", captured, missing, sources=hidden_only)
-        return Layer(depth, block.name, captured, missing)
-
-    def _add_rows(self, depth: int, captured: dict[str, Any], missing: dict[str, str]) -> None:
-        hidden = self._hidden[depth].cpu()
-        finite = hidden.isfinite().all(dim=1)
-        if not finite.all():
-            lost = int((~finite).sum())
-            self._remark(depth, f"{lost} of {len(hidden)} rows are not finite and were left out")
-        captured["hidden"] = hidden[finite]
-        captured["precision"] = self._precision
-        assert self._shape is not None
-        captured["positions"] = (self._rows % self._shape[-1])[finite]
-        tables = [ids for ids in self._token_ids if ids.shape == self._shape]
-        if tables:
-            # Several tables may be given the tokens' shape (token types, positions): the token ids
-            # are those that vary most.
-            ids = (
-                max(tables, key=lambda table: len(table.unique())) if len(tables) > 1 else tables[0]
-            )
-            captured["token_ids"] = ids.flatten().cpu()[self._rows][finite]
-        else:
-            missing["token_ids"] = _NO_TOKENS
-
-    def _add_attention(self, depth: int, captured: dict[str, Any], missing: dict[str, str]) -> None:
-        call = self._calls.get(depth)
-        reason = self._refused.get(depth, _NO_ATTENTION if depth in self._hidden else _NOT_RUN)
-        if call is not None:
-            valid = None
-            if self._valid is not None and self._shape is not None:
-                valid = self._valid.cpu()[call.sequences].gather(1, call.places)
+        with self._timed(), torch.no_grad():
             try:
-                captured |= captured_attention(call, valid)
-                return
+                visit.calls[place] = thinned(self._draw, route, module, query, key, mask, options)
+                visit.routes[place] = route
             except NotUnderstoodError as error:
-                reason = f"attention is not rebuilt here: {error}"
-        missing |= dict.fromkeys(("query", "key", "visible", "bias", "scale"), reason)
+                visit.refused.setdefault(place, str(error))
 
-    def _add_projections(
-        self, depth: int, projections: Projections | None, captured: dict[str, Any],
-        missing: dict[str, str],
-    ) -> None:  # fmt: skip
-        """Queries and keys as projected, [tokens, heads, head width]; as attended where unknown."""
-        call = self._calls.get(depth)
-        kept = self._projected.get(depth, {})
-        if call is not None and projections is not None and len(kept) == 2 - projections.fused:
-            query, key = kept["query"], kept.get("key")
-            if key is None:
-                query, key = query.chunk(3, dim=-1)[:2]
-            width = call.query.shape[-1]
-            fits = query.shape[-1] == call.query.shape[1] * width
-            if fits and key.shape[-1] % width == 0:
-                captured["projected_query"] = query.cpu().unflatten(-1, (-1, width))
-                captured["projected_key"] = key.cpu().unflatten(-1, (-1, width))
-                return
-        if "query" in captured:
-            # [sequences, heads, places, head width] -> rows
-            captured["projected_query"] = captured["query"].transpose(1, 2).flatten(0, 1)
-            captured["projected_key"] = captured["key"].transpose(1, 2).flatten(0, 1)
-            self._remark(depth, "no projections found, Q and K as attended stand for them")
-        else:
-            reason = missing.get("query", _NO_ATTENTION)
-            missing |= dict.fromkeys(("projected_query", "projected_key"), reason)
+    def on_softmax(self, scores: Any, dim: Any) -> None:
+        """Keep the sampled rows of scores that are softened by hand (of `Listener`)."""
+        current = self._current()
+        if current is None or not isinstance(scores, Tensor) or not scores.is_floating_point():
+            return
+        found, visit, block = current
+        place = _place(block, visit, None)
+        if place in visit.calls or not found.shape:
+            return
+        with self._timed(), torch.no_grad():
+            heads = None
+            if place < len(block.attentions):
+                attention = block.attentions[place]
+                heads = find_sizes(attention.projections, [attention.module]).heads
+            call = softened(self._draw, scores, dim, found.shape_at(visit), heads)
+            if call is not None:
+                visit.calls[place] = call
+                visit.routes[place] = "softmax"
+
+    # -- projections -----------------------------------------------------------------------------
+
+    def _on_projected(
+        self,
+        place: int,
+        attention: Attention,
+        which: str,
+        module: nn.Module,
+        args: Any,
+        output: Any,
+    ) -> None:
+        current = self._current()
+        output = first_tensor(output)
+        if current is None or output is None or output.is_nested:
+            return
+        found, visit, _ = current
+        if (place, which) in visit.projected:
+            return
+        output = local(output)
+        self._keep_rows(found, visit, place, attention, which, output)
+        shape = found.as_batch(tuple(output.shape[:-1]))
+        if attention.projections.kind == "fused" and shape is not None:
+            sequences, places = self._draw.queries(*shape)
+            flat = (sequences[:, None] * shape[1] + places).flatten()
+            visit.samples[place] = select(output, flat[sample_places(len(flat))])
+
+    def _on_multihead(
+        self, place: int, attention: Attention, module: nn.Module, args: Any, kwargs: Any
+    ) -> None:
+        current = self._current()
+        if current is None:
+            return
+        found, visit, _ = current
+        given = dict(zip(("query", "key"), args, strict=False)) | kwargs
+        for which in ("query", "key"):
+            values = given.get(which)
+            plain = isinstance(values, Tensor) and not values.is_nested
+            if plain and (place, which) not in visit.projected:
+                self._keep_rows(found, visit, place, attention, which, local(values))
+
+    def _keep_rows(
+        self,
+        found: Pass,
+        visit: Visit,
+        place: int,
+        attention: Attention,
+        which: str,
+        values: Tensor,
+    ) -> None:
+        shape = tuple(values.shape[:-1])
+        rows = found.rows(shape, "key" if attention.cross and which == "key" else "")
+        visit.projected[place, which] = Kept(select(values, rows), rows, shape)
 
 
-def _first_tensor(values: Any) -> Tensor | None:
-    """The first floating-point tensor of a call's arguments or of a block's output."""
+class _Hook:
+    """What is placed on a module; in a copy or a pickle of the model it does nothing."""
+
+    def __init__(self, action: Callable[..., None]) -> None:
+        self._action = action
+
+    def __call__(self, *call: Any) -> None:
+        self._action(*call)
+
+    def __reduce__(self) -> tuple[Callable[[Callable[..., None]], "_Hook"], tuple[Any, ...]]:
+        return _Hook, (_nothing,)
+
+
+def _nothing(*call: Any) -> None:
+    return
+
+
+def _place(block: Block, visit: Visit, module: Any) -> int:
+    """Which of the block's attentions is calling."""
+    for place, attention in enumerate(block.attentions):
+        if attention.module is module:
+            return place
+    return visit.attending or 0
+
+
+def first_tensor(values: Any) -> Tensor | None:
+    """The first floating-point tensor of a call's arguments or of a module's output."""
     if isinstance(values, Tensor):
         return values
     for value in values or ():
         if isinstance(value, Tensor) and value.is_floating_point():
             return value
     return None
-
-
-def _at_places(values: Tensor, places: Tensor) -> Tensor:
-    """Rows of [sequences (or 1), heads, length, width] at each sequence's own places."""
-    values = values.expand(len(places), -1, -1, -1)
-    index = places.to(values.device)[:, None, :, None]
-    return values.gather(2, index.expand(-1, values.shape[1], -1, values.shape[3]))
-
-
-@torch.no_grad()
-def _select(hidden: Tensor, rows: Tensor) -> Tensor:
-    """A float32 copy of the given rows of `hidden`, flattened to [tokens, width]."""
-    flat = hidden.detach().reshape(-1, hidden.shape[-1])
-    return flat.index_select(0, rows.to(hidden.device, non_blocking=True)).float()

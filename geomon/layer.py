@@ -2,8 +2,10 @@
 
 *Captured views* are what the window kept. *Derived views* are functions whose parameter names are
 other views, computed when first asked for and then kept, so that metrics share what is expensive.
+A derived view may be made in several ways: the first whose captured views are there is taken.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,16 +15,17 @@ import torch
 from torch import Tensor
 
 from geomon.kernels import spectrum as kernels
-from geomon.kernels.attention import AttentionRows, attention_rows
+from geomon.kernels.attention import AttentionRows, attention_rows, score_rows
 from geomon.kernels.clusters import within_variance
+from geomon.kernels.moments import mean_square_norm
 from geomon.kernels.sinks import ordinary_rows, sink_share
 from geomon.neighbours import Neighbours, first_of_each, nearest, nearest_among, unique_rows
 from geomon.notes import Note
 
 # Neighbours of every row; of the few rows that stand for the large scales, as many as those need.
-NEAR = 16
+NEAR = 8
 FAR = 64
-FAR_ROWS = 512
+FAR_ROWS = 256
 
 # What each captured view is taken from: a window places only the hooks that are asked for.
 CAPTURED: dict[str, str] = {
@@ -35,6 +38,9 @@ CAPTURED: dict[str, str] = {
     "visible": "attention",  # bool, broadcastable to [sequences, heads, queries, keys]
     "bias": "attention",  # added to the scores, or None
     "scale": "attention",  # factor on the dot products
+    "softcap": "attention",  # bound on the scores before the bias, or None
+    "sink": "attention",  # logits of learned sinks, [heads], or None
+    "scores": "attention",  # before the softmax, where it is written out by hand and q, k not seen
     "projected_query": "projection",  # [tokens, heads, head width]
     "projected_key": "projection",  # [tokens, key heads, head width]
 }
@@ -70,24 +76,28 @@ def _within(hidden: Tensor, token_ids: Tensor) -> Tensor:
     return within_variance(hidden, token_ids)
 
 
-def _nearest(hidden: Tensor, unique_rows: Tensor) -> Neighbours:
-    return nearest(hidden[unique_rows], k=NEAR)
+def _unique(hidden: Tensor, unique_rows: Tensor) -> Tensor:
+    return hidden if len(unique_rows) == len(hidden) else hidden[unique_rows]
+
+
+def _nearest(unique: Tensor) -> Neighbours:
+    return nearest(unique, k=NEAR)
 
 
 def _neighbours(nearest: Neighbours) -> Tensor:
     return nearest.distances
 
 
-def _far_neighbours(hidden: Tensor, unique_rows: Tensor) -> Tensor:
-    count = min(len(unique_rows), FAR_ROWS)
-    spread = torch.linspace(0, len(unique_rows) - 1, count, device=hidden.device).long()
-    return nearest(hidden[unique_rows], k=FAR, of=spread).distances
+def _far_neighbours(unique: Tensor) -> Tensor:
+    count = min(len(unique), FAR_ROWS)
+    spread = torch.linspace(0, len(unique) - 1, count, device=unique.device).long()
+    return nearest(unique, k=FAR, of=spread).distances
 
 
 def _rounding(hidden: Tensor, neighbours: Tensor, precision: float) -> float:
     # Each number is off by up to half its spacing, evenly: variance spacing^2 / 12, and a
     # difference of two has twice that.
-    noise = precision * hidden.double().square().sum(dim=1).mean().sqrt() / 6**0.5
+    noise = precision * mean_square_norm(hidden).sqrt() / 6**0.5
     return float(noise / neighbours[:, 0].median())
 
 
@@ -98,10 +108,8 @@ def _distinct(unique_rows: Tensor, token_ids: Tensor, positions: Tensor) -> Tens
     return first_of_each(token * (position.max() + 1) + position)
 
 
-def _distinct_neighbours(
-    hidden: Tensor, nearest: Neighbours, unique_rows: Tensor, distinct: Tensor
-) -> Tensor:
-    return nearest_among(nearest, hidden[unique_rows], distinct, k=2).distances
+def _distinct_neighbours(nearest: Neighbours, unique: Tensor, distinct: Tensor) -> Tensor:
+    return nearest_among(nearest, unique, distinct, k=2).distances
 
 
 def _repeated(hidden: Tensor, distinct: Tensor) -> float:
@@ -109,18 +117,24 @@ def _repeated(hidden: Tensor, distinct: Tensor) -> float:
 
 
 def _attention(
-    query: Tensor, key: Tensor, visible: Tensor, scale: float, bias: Tensor | None
-) -> AttentionRows:
-    return attention_rows(query, key, visible, scale, bias)
+    query: Tensor, key: Tensor, visible: Tensor, scale: float, bias: Tensor | None,
+    softcap: float | None, sink: Tensor | None,
+) -> AttentionRows:  # fmt: skip
+    return attention_rows(query, key, visible, scale, bias, softcap, sink)
 
 
-DERIVED: dict[str, Callable[..., Any]] = {
+def _attention_by_hand(scores: Tensor, visible: Tensor) -> AttentionRows:
+    return score_rows(scores, visible)
+
+
+DERIVED: dict[str, Callable[..., Any] | tuple[Callable[..., Any], ...]] = {
     "ordinary_rows": _ordinary_rows,  # False for the few rows of massive norm
     "ordinary_spectrum": _ordinary_spectrum,  # the same without the rows of massive norm
     "sink_variance": _sink_variance,  # share of the variance that those rows carry
     "spectrum": kernels.spectrum,  # eigenvalues of the centred covariance, descending, [rank]
     "within": _within,  # variance around the mean of each row's token type
     "unique_rows": _unique_rows,  # index of one row for each distinct content
+    "unique": _unique,  # those rows
     "duplicates": _duplicates,  # share of the rows that copy another
     "nearest": _nearest,  # neighbours among unique rows: distances and who they are
     "neighbours": _neighbours,  # distances among unique rows, ascending, [tokens, k]
@@ -129,12 +143,26 @@ DERIVED: dict[str, Callable[..., Any]] = {
     "distinct": _distinct,  # index, among unique rows, of one for each (token id, position)
     "distinct_neighbours": _distinct_neighbours,  # distances among distinct rows
     "repeated": _repeated,  # share of the rows that repeat a (token id, position)
-    "attention": _attention,  # reduced softmax rows: AttentionRows
+    "attention": (_attention, _attention_by_hand),  # reduced softmax rows: AttentionRows
 }
+
+
+def ways(name: str) -> tuple[Callable[..., Any], ...]:
+    """The functions that make a derived view, the preferred one first."""
+    made = DERIVED[name]
+    return made if isinstance(made, tuple) else (made,)
 
 
 def parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     """Names of the parameters of `function` that have no default: the views that it reads."""
+    try:
+        return _parameters(function)
+    except TypeError:  # an object of the user's own that cannot be hashed
+        return _parameters.__wrapped__(function)
+
+
+@functools.lru_cache(maxsize=1024)  # asked for every metric, layer and view of every reading
+def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return tuple(
         name
@@ -144,7 +172,7 @@ def parameters(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def captured_views(names: Iterable[str]) -> set[str]:
-    """The captured views that the named views come down to.
+    """The captured views that the named views come down to, whichever way they are made.
 
     Raises:
         KeyError: A name that is no view.
@@ -154,7 +182,7 @@ def captured_views(names: Iterable[str]) -> set[str]:
         if name in CAPTURED:
             leaves.add(name)
         else:
-            leaves |= captured_views(parameters(DERIVED[name]))
+            leaves |= captured_views(view for way in ways(name) for view in parameters(way))
     return leaves
 
 
@@ -195,11 +223,17 @@ class Layer:
             return self.captured[name]
         if name in CAPTURED:
             reason = self.missing.get(name, "it was not seen")
-            raise MissingViewError(f"'{name}' is missing at {self.name}: {reason}")
+            raise MissingViewError(f"'{name}' is missing: {reason}")
         if name not in self._derived:
-            function = DERIVED[name]
+            function = self._way(name)
             self._derived[name] = function(*(self.view(part) for part in parameters(function)))
         return self._derived[name]
+
+    def _way(self, name: str) -> Callable[..., Any]:
+        """How a derived view can be made of what was captured; the first way where none can."""
+        first, *others = ways(name)
+        able = (w for w in (first, *others) if captured_views(parameters(w)) <= {*self.captured})
+        return next(able, first)
 
     def batches(self, rows: int, count: int) -> list["Layer"]:
         """Layers of `rows` rows each, at most `count`; what is not made of rows is shared.
@@ -208,7 +242,7 @@ class Layer:
         """
         hidden = self.captured.get("hidden")
         if hidden is None:
-            return [self]
+            return [replace(self, _derived={})]
         full = max(1, min(count, len(hidden) // rows))
         cuts = [slice(start * rows, (start + 1) * rows) for start in range(full)]
         return [

@@ -16,9 +16,13 @@ from geomon.metrics import METRICS, Metric, check_metrics
 from geomon.monitor import Monitor, check_counts
 from geomon.pictures import Pictures
 from geomon.record import Reading
-from geomon.schedule import Schedule, check_schedule
+from geomon.schedule import Schedule, check_schedule, log_spaced
 from geomon.sinks import Sink
 from geomon.tags import layout
+
+# What a callback holds of the training that is going on, and no copy of it takes along; the last
+# two are Lightning's, methods of the module.
+_OF_A_TRAINING = {"_monitor", "_window", "log", "log_dict"}
 
 
 class GeometryMonitor(L.Callback):
@@ -32,6 +36,9 @@ class GeometryMonitor(L.Callback):
     `on_train_batch_start` and `on_before_backward`. With `probe` an extra pass on fixed inputs runs
     before the batch, and once more at the end of training: comparable from step to step.
 
+    Of the batches of one step (accumulated gradients) the first is read. Where a batch makes two
+    steps (two optimizers) and passes over one that is due, the batch that comes next is read.
+
     Args:
         metrics: From a name to a function of views.
         schedule: From a step to whether a reading is due; step 0 and the last always are.
@@ -40,6 +47,7 @@ class GeometryMonitor(L.Callback):
         probe: Fixed inputs for the LightningModule's `forward`, or a function of it.
         directory: Where `readings.jsonl` is written; None takes the first logger's folder.
         sinks: Where readings go besides the trainer's loggers.
+        gather: With several ranks, whether a reading is that of the rows of all.
         seed: Of the private generator that draws rows.
         strict: Raise what goes wrong in a reading, instead of a warning and a missing value.
         blocks: Overrides the search for the blocks.
@@ -51,6 +59,11 @@ class GeometryMonitor(L.Callback):
             training starts: no blocks in the model, a directory that cannot be written.
     """
 
+    _monitor: Monitor | None = None
+    _window: AbstractContextManager[None] | None = None
+    _step = 0  # of the batch that is looked at
+    _last = math.inf  # the last step, where its number is known
+
     def __init__(
         self,
         *,
@@ -61,29 +74,53 @@ class GeometryMonitor(L.Callback):
         probe: Any = None,
         directory: str | os.PathLike[str] | None = None,
         sinks: Sequence[Sink] = (),
+        gather: bool = True,
         seed: int = 0,
         strict: bool = False,
         blocks: str | Sequence[nn.Module] | None = None,
         pictures: bool = True,
     ) -> None:
         check_counts(tokens=tokens, batches=batches)
-        if schedule is not None:
-            check_schedule(schedule)
+        self._schedule = check_schedule(log_spaced() if schedule is None else schedule)
         self._settings: dict[str, Any] = {
-            "metrics": check_metrics(metrics), "schedule": schedule, "tokens": tokens,
-            "batches": batches, "probe": probe, "seed": seed, "strict": strict, "blocks": blocks,
+            "metrics": check_metrics(metrics), "schedule": self._schedule, "tokens": tokens,
+            "batches": batches, "probe": probe, "gather": gather, "seed": seed, "strict": strict,
+            "blocks": blocks,
         }  # fmt: skip
         self._directory = directory
         self._sinks = list(sinks)
         self._pictures = pictures
-        self._monitor: Monitor | None = None
-        self._window: AbstractContextManager[None] | None = None
-        self._last = math.inf  # the last step, where its number is known
+        self._seen: int | None = None  # step of the last batch that was looked at
 
     @property
     def overhead(self) -> float:
         """Share of the training's wall time that geomon took; NaN before training."""
         return self._monitor.overhead if self._monitor is not None else math.nan
+
+    @property
+    def state_key(self) -> str:
+        """Tells the callbacks of one trainer apart in its checkpoints, by their settings."""
+        blocks = self._settings["blocks"]
+        return self._generate_state_key(
+            **{name: self._settings[name] for name in ("tokens", "batches", "seed")},
+            blocks=blocks if isinstance(blocks, str) else None,
+            metrics=list(self._settings["metrics"]),
+            schedule=getattr(self._schedule, "__qualname__", repr(self._schedule)),
+            source="inline" if self._settings["probe"] is None else "probe",
+            directory=None if self._directory is None else os.fspath(self._directory),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The last step that was looked at; what was measured is in the record."""
+        return {"seen": self._seen}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on after the step that `state_dict` names."""
+        self._seen = state_dict["seen"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The settings alone: a copy made while training goes on starts with its own training."""
+        return {name: value for name, value in vars(self).items() if name not in _OF_A_TRAINING}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Find the blocks and open the record: on a resume the step is right only from here on."""
@@ -97,20 +134,26 @@ class GeometryMonitor(L.Callback):
             sinks.append(Pictures(lambda name, image, step: [p(name, image, step) for p in posts]))
         self._monitor = Monitor(pl_module, directory=directory, sinks=sinks, **self._settings)
         self._last = trainer.estimated_stepping_batches - 1
+        if self._seen is None or self._seen >= trainer.global_step:  # not the run that it was of
+            self._seen = trainer.global_step - 1
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Probe, or open the window on this batch's forward pass."""
-        self._shut()
+        self._drop()
         if self._monitor is None or not trainer.training or trainer.sanity_checking:
             return
-        step = trainer.global_step
+        self._step = trainer.global_step
+        owed = self._is_owed(self._step)
         if self._settings["probe"] is None:
-            self._window = self._monitor(step, force=step == self._last)
+            force = owed or self._is_last(trainer, pl_module)
+            self._window = self._monitor(self._step, force=force)
             self._window.__enter__()
-        elif self._monitor.due(step, source="probe"):
-            self._probe(trainer, step)
+        else:
+            if self._monitor.due(self._step, source="probe", force=owed):
+                self._probe(trainer, self._step)
+            self._seen = self._step
 
     def on_before_backward(
         self, trainer: L.Trainer, pl_module: L.LightningModule, loss: torch.Tensor
@@ -124,9 +167,13 @@ class GeometryMonitor(L.Callback):
         """Close the window of a batch that had no backward pass."""
         self._shut()
 
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """A batch that the module skipped, with -1, ends the epoch and has no end of its own."""
+        self._drop()
+
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The last reading, and the end."""
-        self._shut()
+        self._drop()
         if self._monitor is not None and self._settings["probe"] is not None:
             self._probe(trainer, trainer.global_step)
         self._close()
@@ -140,7 +187,7 @@ class GeometryMonitor(L.Callback):
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Whatever the way out was."""
-        self._shut()
+        self._drop()
         self._close()
 
     def _probe(self, trainer: L.Trainer, step: int) -> None:
@@ -149,11 +196,31 @@ class GeometryMonitor(L.Callback):
         with trainer.precision_plugin.forward_context():
             self._monitor.probe(step)
 
+    def _is_owed(self, step: int) -> bool:
+        """Whether a due step was passed over since the last batch: two optimizers step twice."""
+        assert self._seen is not None
+        return any(map(self._schedule, range(self._seen + 1, step)))
+
+    def _is_last(self, trainer: L.Trainer, pl_module: L.LightningModule) -> bool:
+        """Whether no step comes after this batch's, as far as that can be known beforehand."""
+        if pl_module.automatic_optimization:
+            return self._step == self._last
+        assert self._seen is not None
+        last_batch = trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs
+        stepped = self._step - self._seen  # by the batch before
+        return last_batch or 0 < trainer.max_steps <= self._step + stepped
+
     def _shut(self, error: BaseException | None = None) -> None:
         """Close the window, if one is open; after an error nothing is measured."""
         window, self._window = self._window, None
         if window is not None:
+            if error is None:
+                self._seen = self._step
             window.__exit__(type(error) if error else None, error, None)
+
+    def _drop(self) -> None:
+        """Close a window on which no forward pass was run: there is nothing to measure."""
+        self._shut(GeneratorExit())
 
     def _close(self) -> None:
         if self._monitor is not None:

@@ -186,8 +186,11 @@ def _frame(rows: Tensor) -> _Frame:
     # Any centre will do that is near the bulk: a few massive rows would pull a mean away.
     centre = rows[:: max(1, len(rows) // 255)].double().median(dim=0).values
     blocks = rows.split(_block(rows.shape[1]))
-    largest = torch.stack([(block.double() - centre).abs().max() for block in blocks]).max()
-    return _Frame(centre, torch.where(largest > 0, largest, 1.0))
+    largest = torch.zeros_like(centre)
+    for block in blocks:
+        torch.maximum(largest, (block.double() - centre).abs_().amax(dim=0), out=largest)
+    reach = largest.max()
+    return _Frame(centre, torch.where(reach > 0, reach, 1.0))
 
 
 def _block(width: int) -> int:
@@ -255,8 +258,9 @@ def _unsure(found: Neighbours, scaled: Tensor, wanted: Tensor, scale: Tensor, k:
     than the k-th where the two are closer than the rounding of the expansion, which grows with the
     norms: among near-duplicates, and for rows far from the bulk.
     """
+    width = scaled.shape[1]
     kth, farthest = (found.distances[:, column] / scale for column in (k - 1, k))
-    norm = scaled[wanted].double().norm(dim=1)
-    rounding = (4 + scaled.shape[1] ** 0.5) * torch.finfo(torch.float32).eps
+    norm = torch.cat([scaled[own].double().norm(dim=1) for own in wanted.split(_block(width))])
+    rounding = (4 + width**0.5) * torch.finfo(torch.float32).eps
     error = rounding * (norm.square() + (norm + farthest).square())
     return (farthest.square() - kth.square() <= 2 * error).nonzero().squeeze(1)

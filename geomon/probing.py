@@ -1,5 +1,6 @@
 """The extra pass of a probe: on fixed inputs, in eval mode, with nothing changed afterwards."""
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -12,7 +13,7 @@ def extra_pass(model: nn.Module, inputs: Any, window: AbstractContextManager[Any
     """Run the model on inputs under a window.
 
     Without autograd (never inference mode, which poisons cached rotary tables), in eval mode, with
-    the random state forked and every module's training flag restored.
+    the random state forked, every module's training flag restored, and what FSDP gathered let go.
 
     Args:
         model: Any module.
@@ -25,6 +26,7 @@ def extra_pass(model: nn.Module, inputs: Any, window: AbstractContextManager[Any
     with (
         torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"),
         torch.no_grad(),
+        _resharded(model),
         _eval_mode(model),
         window,
     ):
@@ -41,6 +43,33 @@ def _eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in flags.items():
             module.training = training
+
+
+@contextmanager
+def _resharded(model: nn.Module) -> Iterator[None]:
+    """Let go afterwards of the whole parameters that FSDP gathered for the pass.
+
+    FSDP keeps its outermost parameters after a forward pass, for a backward pass that never comes
+    here. An optimizer step in between would leave the next forward pass with old weights.
+    """
+    try:
+        yield
+    finally:
+        fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+        for module in model.modules() if fsdp is not None else ():
+            if isinstance(module, fsdp.FSDPModule):
+                module.reshard()
+            elif isinstance(module, fsdp.FullyShardedDataParallel):
+                _reshard_flat(module)
+
+
+def _reshard_flat(module: Any) -> None:
+    """FSDP1 has no public name for it."""
+    handle = getattr(module, "_handle", None)
+    if handle is not None and handle.uses_sharded_strategy and not handle.needs_unshard():
+        handle.reshard(True)
+        handle.post_reshard()
+        handle._prefetched = False
 
 
 def _call(model: nn.Module, inputs: Any) -> None:

@@ -1,22 +1,28 @@
 """The record: what a run measured, one JSON line per reading, on disk before anybody is shown it.
 
 A line either describes the run (`"run"`: versions, model, layers, metrics) or is a reading. Each is
-written whole and flushed: a killed run keeps every reading, and a resumed one goes on in the same
+written whole and at once: a killed run keeps every reading, and a resumed one goes on in the same
 file.
 """
 
+import errno
 import json
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from geomon import tags
 
 FILE_NAME = "readings.jsonl"
+
+# Lines kept while the disk is full: a large run's are 100 kB each.
+_MOST_WAITING = 100
 
 
 @dataclass(frozen=True)
@@ -78,12 +84,17 @@ class Reading:
 class Record:
     """Writes `readings.jsonl` in a directory.
 
+    A line that cannot be written (a full disk, a folder that went away) is kept, and written before
+    the next one as soon as there is room again; of many such lines the oldest are given up.
+
     Raises:
         ValueError: The directory cannot be made or written.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.path = Path(directory) / FILE_NAME
+        self._aside = False  # whether the file that is there belongs to another run
+        self._waiting: deque[str] = deque()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a"):
@@ -98,7 +109,8 @@ class Record:
         """Start or go on with the file, and say what it holds already.
 
         A run that begins at or before the first recorded step is a new one: the old file is kept
-        under a name with a number. A line torn by a kill is taken off the end.
+        under a name with a number, and so is one that is no record. The line that describes the run
+        is written with the first reading.
 
         Args:
             step: The first step that this run reads.
@@ -106,26 +118,54 @@ class Record:
 
         Returns:
             (step, source) of each reading that the file holds.
+
+        Raises:
+            ValueError: The file is no record.
+            OSError: The file cannot be read.
         """
-        before = _parse(self.path)
-        if before.readings and step <= before.readings[0].step:
-            self.path.rename(_free_name(self.path))
-            before = Readings([], [])
-        else:
-            _mend(self.path)
-        self._append(json.dumps({"run": {**description, "time": time.time(), "from_step": step}}))
-        return {(reading.step, reading.source) for reading in before.readings}
+        opening = {"run": {**description, "time": time.time(), "from_step": step}}
+        self._waiting.append(json.dumps(opening))
+        try:
+            before = _parse(self.path).readings
+        except ValueError:
+            self._aside = True
+            raise
+        self._aside = bool(before) and step <= before[0].step
+        return set() if self._aside else {(reading.step, reading.source) for reading in before}
 
     def write(self, reading: Reading) -> None:
-        """Append a reading and flush it."""
-        self._append(reading.line())
+        """Append a reading and flush it.
+
+        Raises:
+            OSError: It cannot be written now; it is kept, and tried again with the next one.
+        """
+        self._waiting.append(reading.line())
+        if len(self._waiting) > _MOST_WAITING:
+            del self._waiting[1]  # the first may be the line that opens the run
+        if self._aside:
+            self.path.rename(_free_name(self.path))
+            self._aside = False
+        while self._waiting:
+            self._append(self._waiting[0])
+            self._waiting.popleft()
 
     def close(self) -> None:
         """Nothing is held between lines."""
 
     def _append(self, line: str) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        """Add a whole line, or leave the file as it was.
+
+        Unbuffered, so that a line is one write; a line torn by a kill is taken off first.
+        """
+        content = (line + "\n").encode()
+        with self.path.open("a+b", buffering=0) as file:
+            end = _mend(file)
+            try:
+                if file.write(content) < len(content):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                file.truncate(end)
+                raise
 
 
 @dataclass(frozen=True)
@@ -230,11 +270,16 @@ def _parse(path: Path) -> Readings:
     return Readings(runs, readings)
 
 
-def _mend(path: Path) -> None:
-    """Take a torn last line off the end of the file."""
-    with path.open("rb+") as file:
-        content = file.read()
-        file.truncate(content.rfind(b"\n") + 1)
+def _mend(file: FileIO) -> int:
+    """Take a torn last line off the end of a file, and say where it ends."""
+    end = file.seek(0, os.SEEK_END)
+    if end == 0:
+        return 0
+    file.seek(end - 1)
+    if file.read(1) == b"\n":
+        return end
+    file.seek(0)
+    return file.truncate(file.readall().rfind(b"\n") + 1)
 
 
 def _free_name(path: Path) -> Path:

@@ -3,7 +3,7 @@ import torch
 from models import PlainDecoder, transformer
 from torch import nn
 
-from geomon.anatomy import find_anatomy, shown_name
+from geomon.anatomy import LeftOut, find_anatomy, shown_name
 
 FIRST = {"gpt2": "transformer.h.0", "llama": "model.layers.0", "bert": "encoder.layer.0"}
 
@@ -13,8 +13,9 @@ def test_blocks_of_transformers_models(name):
     anatomy = find_anatomy(transformer(name))
     assert next(block.name for block in anatomy.blocks) == FIRST[name]
     assert len(anatomy.blocks) == 3
-    assert all(block.projections is not None for block in anatomy.blocks)
-    assert anatomy.blocks[0].projections.fused == (name == "gpt2")
+    kinds = {attention.projections.kind for b in anatomy.blocks for attention in b.attentions}
+    assert kinds == {"fused" if name == "gpt2" else "separate"}
+    assert [stack.name for stack in anatomy.stacks] == [""]
 
 
 def test_experts_inside_blocks_are_not_blocks():
@@ -33,11 +34,16 @@ def test_experts_inside_blocks_are_not_blocks():
     assert [block.name for block in find_anatomy(model).blocks] == ["layers.0", "layers.1"]
 
 
-def test_the_larger_stack_is_taken_and_the_smaller_can_be_named():
+def test_a_stack_of_few_parameters_is_left_out_and_can_be_named():
     model = nn.Module()
-    model.small = PlainDecoder(width=16, layers=5)
+    model.small = PlainDecoder(width=8, layers=2)
     model.large = PlainDecoder(width=64, layers=2)
-    assert find_anatomy(model).blocks[0].name == "large.blocks.0"
+    anatomy = find_anatomy(model)
+    assert [block.name for block in anatomy.blocks] == ["large.blocks.0", "large.blocks.1"]
+    assert anatomy.left_out == (
+        LeftOut("small.blocks.#", 2, "few parameters beside the largest stack"),
+    )
+    model.small = PlainDecoder(width=16, layers=5)
     assert len(find_anatomy(model, r"small\.blocks\.\d+").blocks) == 5
     chosen = list(model.small.blocks)[1:3]
     assert [b.module for b in find_anatomy(model, chosen).blocks] == chosen
@@ -70,3 +76,169 @@ def test_embeddings_are_those_outside_the_blocks():
     model = PlainDecoder()
     model.blocks[0].inside = nn.Embedding(3, 3)
     assert set(find_anatomy(model).embeddings) == {model.tokens, model.places}
+
+
+# -- stacks ------------------------------------------------------------------------------------
+
+
+def names(model: nn.Module, **kwargs) -> dict[str, list[str]]:
+    stacks = find_anatomy(model, **kwargs).stacks
+    return {stack.name: [block.name for block in stack.blocks] for stack in stacks}
+
+
+class Attending(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj = nn.Linear(width, width), nn.Linear(width, width)
+        self.mlp = nn.Linear(width, 4 * width)
+
+
+class Mixing(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.mix = nn.Linear(width, 6 * width)
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+
+
+def module(**children: nn.Module) -> nn.Module:
+    made = nn.Module()
+    for name, child in children.items():
+        setattr(made, name, child)
+    return made
+
+
+def layers(*kinds) -> nn.ModuleList:
+    return nn.ModuleList(kind() for kind in kinds)
+
+
+def test_stacks_are_named_by_what_tells_their_paths_apart():
+    model = nn.Transformer(16, 2, 2, 3, 32, batch_first=True)
+    assert names(model) == {
+        "encoder": ["encoder.layers.0", "encoder.layers.1"],
+        "decoder": ["decoder.layers.0", "decoder.layers.1", "decoder.layers.2"],
+    }
+    towers = module(
+        text_model=module(encoder=module(layers=layers(Attending))),
+        vision_model=module(encoder=module(layers=layers(Attending))),
+    )
+    assert list(names(module(model=towers))) == ["text_model", "vision_model"]
+    assert list(names(module(a=layers(Attending), b=module(b=layers(Attending))))) == ["a", "b"]
+    wrapped = nn.DataParallel(torch.compile(towers))
+    assert list(names(wrapped)) == ["text_model", "vision_model"]
+
+
+def test_the_attention_to_another_stack_is_told_from_a_blocks_own():
+    encoder, decoder = find_anatomy(nn.Transformer(16, 2, 1, 1, 32, batch_first=True)).stacks
+    assert [(a.name, a.cross) for a in encoder.blocks[0].attentions] == [("self_attn", False)]
+    found = [(a.name, a.cross) for a in decoder.blocks[0].attentions]
+    assert found == [("self_attn", False), ("multihead_attn", True)]
+    assert decoder.blocks[0].place_of(cross=True) == 1
+    alone = find_anatomy(layers(lambda: module(multihead_attn=nn.MultiheadAttention(8, 2))))
+    assert not alone.blocks[0].attentions[0].cross
+    only = module(layers=layers(Attending, lambda: module(cross_attn=Attending())))
+    first, second = find_anatomy(only).blocks
+    assert (first.attends, second.attends) == (True, False)
+    assert second.place_of(cross=True) == 0
+
+
+def test_blocks_of_several_classes_in_a_list_are_one_stack():
+    hybrid = module(layers=layers(Mixing, Mixing, Attending, Mixing))
+    (stack,) = find_anatomy(hybrid).stacks
+    assert [block.attends for block in stack.blocks] == [False, False, True, False]
+    dense_first = module(layers=layers(lambda: module(self_attn=Attending()), Attending, Attending))
+    assert len(find_anatomy(dense_first).blocks) == 3
+
+
+def test_a_sequential_may_alternate_and_have_other_ends():
+    mixer = nn.Sequential(*(kind() for kind in (Mixing, Head) * 3))
+    assert len(find_anatomy(mixer).blocks) == 6
+    whole = nn.Sequential(
+        nn.Embedding(9, 8), Head(), *(Attending() for _ in range(4)), nn.LayerNorm(8), Mixing()
+    )
+    assert names(whole) == {"": ["2", "3", "4", "5"]}
+
+
+def test_what_is_called_attention_counts_where_nothing_else_is_known():
+    named = module(layers=layers(lambda: module(attn=Mixing()), Mixing))
+    assert [block.attends for block in find_anatomy(named).blocks] == [True, False]
+    hybrid = module(layers=layers(lambda: module(linear_attn=Mixing()), Attending))
+    assert [block.attends for block in find_anatomy(hybrid).blocks] == [False, True]
+
+
+def test_blocks_of_stages_are_one_stack():
+    def stage(width, count):
+        return module(blocks=nn.ModuleList(Attending(width) for _ in range(count)), down=Head())
+
+    windowed = module(layers=nn.ModuleList([stage(8, 2), stage(16, 3)]))
+    assert names(windowed)[""][1:3] == ["layers.0.blocks.1", "layers.1.blocks.0"]
+
+    def convolutions(width, count):
+        blocks = (nn.Sequential(nn.Conv2d(width, width, 3), nn.ReLU()) for _ in range(count))
+        return nn.Sequential(*blocks)
+
+    residual = module(layer1=convolutions(8, 2), layer2=convolutions(16, 3), fc=nn.Linear(16, 2))
+    assert names(residual) == {"": ["layer1.0", "layer1.1", "layer2.0", "layer2.1", "layer2.2"]}
+    same = module(stages=nn.ModuleList([stage(8, 2), stage(8, 2)]))
+    assert len(names(same)[""]) == 4
+    beside = module(encoder1=stage(8, 2), encoder2=stage(8, 2))
+    assert list(names(beside)) == ["encoder1", "encoder2"]
+
+
+def test_sublayers_of_a_block_are_not_blocks():
+    def t5_like():
+        return module(layer=nn.ModuleList([module(att=Attending()), module(ff=Mixing())]))
+
+    assert names(module(block=layers(t5_like, t5_like))) == {"": ["block.0", "block.1"]}
+    pairs = module(layers=nn.ModuleList(nn.ModuleList([Attending(), Mixing()]) for _ in range(2)))
+    with pytest.raises(ValueError, match="no transformer blocks"):
+        find_anatomy(pairs)
+
+
+def test_stacks_without_attention_give_way_to_those_with_it():
+    model = module(
+        features=module(convs=layers(Mixing, Mixing, Mixing)),
+        encoder=module(layers=layers(Attending, Attending)),
+    )
+    anatomy = find_anatomy(model)
+    assert [stack.name for stack in anatomy.stacks] == [""]
+    assert anatomy.blocks[0].name == "encoder.layers.0"
+    assert [(x.pattern, x.count) for x in anatomy.left_out] == [("features.convs.#", 3)]
+    assert "no attention" in anatomy.left_out[0].reason
+
+
+def test_a_frozen_twin_is_left_out():
+    model = module(net=PlainDecoder(), average=PlainDecoder().requires_grad_(False))
+    anatomy = find_anatomy(model)
+    assert [stack.name for stack in anatomy.stacks] == [""]
+    assert anatomy.blocks[0].name == "net.blocks.0"
+    assert "a frozen copy" in anatomy.left_out[0].reason
+    frozen = PlainDecoder().requires_grad_(False)
+    assert len(find_anatomy(frozen).blocks) == 3
+    model.average.requires_grad_(True)
+    assert [stack.name for stack in find_anatomy(model).stacks] == ["net", "average"]
+
+
+def test_patterns_and_modules_may_name_blocks_of_several_stacks():
+    model = nn.Transformer(16, 2, 2, 3, 32, batch_first=True)
+    assert list(names(model, blocks=r"(en|de)coder\.layers\.\d+")) == ["encoder", "decoder"]
+    chosen = [model.decoder.layers[2], model.encoder.layers[1]]
+    assert names(model, blocks=chosen) == {
+        "decoder": ["decoder.layers.2"], "encoder": ["encoder.layers.1"],
+    }  # fmt: skip
+
+
+def test_the_owner_is_called_once_for_all_blocks():
+    model = transformer("gpt2")
+    assert find_anatomy(model).stacks[0].owner is model.transformer
+    shared = module(groups=nn.ModuleList([module(layers=layers(Attending))]))
+    assert find_anatomy(shared).stacks[0].owner is shared
+    plain = nn.Sequential(Attending(), Attending())
+    assert find_anatomy(plain).stacks[0].owner is plain
+    encoder, decoder = find_anatomy(nn.Transformer(16, 2, 1, 1, 32, batch_first=True)).stacks
+    assert encoder.owner is not decoder.owner
+    assert decoder.above == (decoder.owner,)

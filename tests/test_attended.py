@@ -1,44 +1,55 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from geomon.attended import AttentionCall, NotUnderstoodError, captured_attention
-
-
-def call(**kwargs) -> AttentionCall:
-    defaults = {
-        "query": torch.randn(2, 4, 6, 8), "key": torch.randn(2, 2, 6, 8), "mask": None,
-        "sequences": torch.arange(2), "places": torch.arange(6).expand(2, -1), "causal": False,
-        "scale": None,
-    }  # fmt: skip
-    return AttentionCall(**(defaults | kwargs))
-
-
-def visible(**kwargs) -> torch.Tensor:
-    valid = kwargs.pop("valid", None)
-    return captured_attention(call(**kwargs), valid)["visible"].expand(2, 4, 6, 6)
-
+from geomon.attended import NotUnderstoodError, captured_attention, softened, thinned
+from geomon.rows import RowDraw
 
 LOWER = torch.ones(6, 6, dtype=torch.bool).tril().expand(2, 4, 6, 6)
 
 
+def views(mask=None, valid=None, route="interface", module=None, keys=6, **options):
+    query, key = torch.randn(2, 4, 6, 8), torch.randn(2, 2, keys, 8)
+    call = thinned(RowDraw(100, 0), route, module, query, key, mask, options)
+    assert torch.equal(call.query, query)  # all that there is, in order
+    assert torch.equal(call.key, key)
+    return captured_attention(call, valid)
+
+
+def visible(**kwargs) -> torch.Tensor:
+    return views(**kwargs)["visible"].expand(2, 4, 6, 6)
+
+
 def test_no_mask_sees_all_and_causal_the_past():
     assert visible().all()
-    assert torch.equal(visible(causal=True), LOWER)
+    assert torch.equal(visible(is_causal=True), LOWER)
+    assert torch.equal(visible(module=SimpleNamespace(is_causal=True)), LOWER)
+    assert visible(module=SimpleNamespace(is_causal=True), is_causal=False).all()
 
 
 @pytest.mark.parametrize("lowest", [-torch.inf, torch.finfo(torch.float32).min, -1e9, -65504.0])
 def test_additive_masks_hide_what_is_very_negative(lowest):
     mask = torch.zeros(1, 1, 6, 6).masked_fill(~LOWER[0, :1], lowest)
-    found = captured_attention(call(mask=mask), None)
+    found = views(mask=mask)
     assert torch.equal(found["visible"].expand(2, 4, 6, 6), LOWER)
     assert found["bias"] is None
 
 
 def test_additive_biases_are_kept():
     slopes = -torch.rand(1, 4, 6, 6) * 20
-    found = captured_attention(call(mask=slopes.masked_fill(~LOWER[:1], -torch.inf)), None)
+    found = views(mask=slopes.masked_fill(~LOWER[:1], -torch.inf))
     assert torch.equal(found["visible"].expand(2, 4, 6, 6), LOWER)
-    assert torch.equal(found["bias"], torch.where(LOWER[:1], slopes, 0))
+    assert torch.equal(found["bias"], torch.where(LOWER[:1], slopes, 0).expand(2, 4, 6, 6))
+
+
+def test_a_position_bias_is_added_to_what_the_mask_adds():
+    bias, slopes = torch.randn(1, 4, 6, 6), -torch.rand(2, 1, 1, 6)
+    found = views(mask=slopes, position_bias=bias, is_causal=True)
+    assert torch.equal(found["bias"], bias + slopes)
+    assert found["visible"].all()  # whoever gives a mask puts what is causal into it
+    alone = views(position_bias=bias.masked_fill(~LOWER[:1], -torch.inf))
+    assert torch.equal(alone["visible"].expand(2, 4, 6, 6), LOWER)
 
 
 def test_boolean_masks_say_where_to_attend():
@@ -47,9 +58,9 @@ def test_boolean_masks_say_where_to_attend():
 
 
 def test_key_padding_with_a_causal_flag_and_a_sliding_window():
-    padding = torch.ones(2, 1, 1, 6, dtype=torch.bool)
-    padding[1, ..., 4:] = False
-    found = visible(mask=padding, causal=True, options={"sliding_window": 2})
+    padding = torch.ones(2, 6, dtype=torch.bool)
+    padding[1, 4:] = False
+    found = visible(mask=padding, is_causal=True, sliding_window=2)
     rows, keys = torch.arange(6)[:, None], torch.arange(6)
     expected = (keys <= rows) & (rows - keys < 2)
     assert torch.equal(found[0, 0], expected)
@@ -57,36 +68,87 @@ def test_key_padding_with_a_causal_flag_and_a_sliding_window():
 
 
 def test_a_mask_with_rows_holds_its_window_already():
-    assert torch.equal(visible(mask=LOWER, options={"sliding_window": 1}), LOWER)
+    assert torch.equal(visible(mask=LOWER, sliding_window=1), LOWER)
 
 
 def test_queries_that_are_padding_see_nothing():
     valid = torch.ones(2, 6, dtype=torch.bool)
     valid[0, 3:] = False
-    found = visible(valid=valid, causal=True)
+    found = visible(valid=valid, is_causal=True)
     assert not found[0, :, 3:].any()
     assert torch.equal(found[1], LOWER[1])
 
 
-def test_scale_is_as_given_or_by_the_head_width():
-    assert captured_attention(call(), None)["scale"] == pytest.approx(8**-0.5)
-    assert captured_attention(call(scale=1.0), None)["scale"] == 1.0
+def test_scale_softcap_and_sinks_are_as_given():
+    assert views()["scale"] == pytest.approx(8**-0.5)
+    assert views(scaling=1.0)["scale"] == 1.0
+    assert views(route="sdpa", scale=0.5)["scale"] == 0.5
+    assert (views()["softcap"], views()["sink"]) == (None, None)
+    found = views(softcap=50.0, s_aux=torch.arange(4.0))
+    assert found["softcap"] == 50.0
+    assert found["sink"].tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
-    ("options", "reason"),
+    ("given", "reason"),
     [
-        ({"softcap": 50.0}, "soft-capped"),
-        ({"s_aux": torch.ones(4)}, "attention sinks"),
-        ({"position_bias": torch.ones(1)}, "relative position bias"),
+        ({"mask": torch.ones(1, 1, 6, 6, dtype=torch.int64)}, "neither boolean nor additive"),
+        ({"mask": SimpleNamespace()}, "the mask is a SimpleNamespace, not a tensor"),
+        ({"cu_seq_lens_q": torch.tensor([0, 6])}, "sequences are packed"),
+        ({"s_aux": torch.ones(3)}, "3 learned sinks for 4 heads"),
     ],
 )
-def test_what_is_not_understood_is_refused_with_its_reason(options, reason):
+def test_what_is_not_understood_is_refused_with_its_reason(given, reason):
     with pytest.raises(NotUnderstoodError, match=reason):
-        captured_attention(call(options=options), None)
-    assert captured_attention(call(options=dict.fromkeys(options)), None)
+        views(**given)
 
 
-def test_integer_masks_are_refused():
-    with pytest.raises(NotUnderstoodError, match="neither boolean nor additive"):
-        captured_attention(call(mask=torch.ones(1, 1, 6, 6, dtype=torch.int64)), None)
+def test_nested_and_odd_queries_are_refused():
+    for query in (torch.randn(2, 6, 8), None):
+        with pytest.raises(NotUnderstoodError, match="no plain tensor of four dimensions"):
+            thinned(RowDraw(9, 0), "sdpa", None, query, query, None, {})
+
+
+# -- a softmax by hand -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "heads", "expected"),
+    [
+        ((2, 4, 6, 6), None, (2, 4)),
+        ((2, 4, 6, 9), 4, (2, 4)),  # against the keys of another stack
+        ((8, 6, 6), None, (2, 4)),  # sequences and heads in one dimension
+        ((8, 6, 9), 4, (2, 4)),
+        ((2, 6, 6), None, (2, 1)),  # one head
+        ((2, 6, 6), 1, (2, 1)),
+        ((4, 2, 3, 3), None, (4, 2)),  # windows of the sequences
+        ((2, 6, 9), None, None),  # logits of a router to 9 experts
+        ((2, 6, 6), 4, None),
+        ((12, 9), None, None),
+        ((2, 4, 5, 6), None, None),
+        ((2, 3, 6, 6), 4, None),
+        ((2, 6, 4, 6), 4, None),
+    ],
+)
+def test_scores_of_attention_are_told_from_other_softmaxes(shape, heads, expected):
+    scores = torch.randn(shape)
+    call = softened(RowDraw(100, 0), scores, -1, (2, 6), heads)
+    if expected is None:
+        assert call is None
+        return
+    assert call.scores.shape[:2] == expected
+    assert torch.equal(call.scores.flatten(), scores.flatten())
+    assert softened(RowDraw(100, 0), scores, 1, (2, 6), heads) is None
+
+
+@pytest.mark.parametrize(
+    "lowest", [-torch.inf, -10_000.0, -65504.0, torch.finfo(torch.float32).min]
+)
+def test_masked_scores_are_not_visible(lowest):
+    scores = torch.randn(2, 4, 6, 6).masked_fill(~LOWER, lowest)
+    call = softened(RowDraw(100, 0), scores, 3, (2, 6), None)
+    valid = torch.ones(2, 6, dtype=torch.bool)
+    valid[0, 3:] = False
+    found = captured_attention(call, valid)
+    assert torch.equal(found["visible"], LOWER & valid[:, None, :, None])
+    assert torch.equal(found["scores"], scores)

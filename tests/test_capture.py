@@ -1,15 +1,18 @@
+import copy
 import gc
+import pickle
 import threading
 
 import pytest
 import torch
-from models import PlainDecoder, batch, transformer
+from models import PlainBlock, PlainDecoder, batch, transformer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from geomon.anatomy import find_anatomy
 from geomon.capture import Window
-from geomon.layer import CAPTURED, Layer
+from geomon.layer import CAPTURED, Layer, MissingViewError
+from geomon.rows import width_last
 
 NAMES = ["gpt2", "llama", "mistral", "bert"]
 
@@ -43,9 +46,11 @@ def rebuilt(layer: Layer) -> torch.Tensor:
     return scores.masked_fill(~seen["visible"], -torch.inf).softmax(dim=-1)
 
 
-@pytest.mark.parametrize("padding", [None, "right", "both"])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", NAMES)
+# The zoo of test_architectures.py has many more; these are the four ways to say a mask.
+@pytest.mark.parametrize("padding", [None, "both"])
+@pytest.mark.parametrize(
+    ("name", "attention"), [*((name, "sdpa") for name in NAMES), ("mistral", "eager")]
+)
 def test_what_is_captured_is_what_the_model_computes(name, attention, padding):
     model = transformer(name, attention).eval()
     reference = transformer(name, "eager").eval()
@@ -61,19 +66,20 @@ def test_what_is_captured_is_what_the_model_computes(name, attention, padding):
             watched = model(**inputs)[0]
     assert torch.equal(watched, undisturbed)
     snapshot = seen.snapshot()
-    rows = seen._rows
+    rows = seen.drawn("", 0).rows
     assert torch.equal(rows.sort().values, valid.flatten().nonzero().squeeze(1))
     for layer in snapshot.layers:
         assert layer.missing == {}
+        assert torch.equal(seen.drawn("", layer.index).rows, rows)
         assert torch.equal(layer.captured["token_ids"], ids.flatten()[rows])
         assert torch.equal(layer.captured["positions"], rows % ids.shape[1])
         if layer.index < 3:  # what transformers gives last is after the final norm
             states = expected.hidden_states[layer.index].flatten(0, 1)[rows]
             assert torch.allclose(layer.captured["hidden"], states, atol=1e-6)
         if layer.index > 0:
-            call = seen._calls[layer.index]
-            truth = expected.attentions[layer.index - 1][call.sequences]
-            assert torch.equal(call.places, torch.arange(32).expand(8, -1))
+            drawn = seen.drawn("", layer.index)
+            truth = expected.attentions[layer.index - 1][drawn.sequences]
+            assert torch.equal(drawn.places, torch.arange(32).expand(8, -1))
             real = layer.captured["visible"].any(-1).expand(truth.shape[:-1])
             assert real.sum() == truth.shape[1] * valid.sum()
             assert (rebuilt(layer) - truth)[real].abs().max() < 1e-5
@@ -93,7 +99,8 @@ def test_projections_are_what_the_modules_put_out():
         handle.remove()
     layer = seen.snapshot().layers[2]
     for which, heads in (("query", 4), ("key", 2)):
-        out = outputs[f"model.layers.1.self_attn.{which[0]}_proj"].flatten(0, 1)[seen._rows]
+        rows = seen.drawn("", 2).query_rows
+        out = outputs[f"model.layers.1.self_attn.{which[0]}_proj"].flatten(0, 1)[rows]
         assert torch.equal(layer.captured[f"projected_{which}"], out.unflatten(-1, (heads, 8)))
 
 
@@ -103,7 +110,7 @@ def test_fused_projection_equals_attended_where_nothing_rotates():
         model(batch())
     layer = seen.snapshot().layers[1]
     attended = layer.captured["query"].transpose(1, 2).flatten(0, 1)  # all rows, in order
-    order = seen._rows.argsort()
+    order = seen.drawn("", 1).query_rows.argsort()
     assert torch.equal(layer.captured["projected_query"][order], attended)
 
 
@@ -121,7 +128,10 @@ def test_plain_torch_encoder_is_seen_in_training_and_in_its_fast_path():
         assert len(layers) == 3
         assert layers[2].captured["visible"].all()
         assert layers[2].captured["hidden"].shape == (64, 32)
-        assert any("as attended" in note.text for note in seen.snapshot().notes)
+        assert layers[2].captured["projected_query"].shape == (64, 4, 8)
+        attended = layers[2].captured["query"].transpose(1, 2).flatten(0, 1)
+        order = seen.drawn("", 2).query_rows.argsort()
+        assert torch.allclose(layers[2].captured["projected_query"][order], attended, atol=1e-5)
     assert torch.backends.mha.get_fastpath_enabled()
 
 
@@ -146,7 +156,7 @@ def test_sampled_queries_cover_all_positions_alike(sequences, length):
     model = PlainDecoder().eval()
     with torch.no_grad(), window(model, rows=8192) as seen:
         model(batch(sequences, length))
-    places = seen._calls[1].places
+    places = seen.drawn("", 1).places
     assert places.shape[1] == len(set(places[0].tolist()))
     entropy = (places.flatten() + 1.0).log()  # of uniform causal attention
     exact = torch.arange(1, length + 1).log().mean()
@@ -206,7 +216,8 @@ def test_windows_that_close_in_any_order_restore_attention():
     models[1](batch())
     second.__exit__(None, None, None)
     assert torch.nn.functional.scaled_dot_product_attention is attend
-    assert set(first._calls) == set(second._calls) == {1, 2, 3}
+    for one in (first, second):
+        assert all(one.drawn("", depth).places is not None for depth in (1, 2, 3))
 
 
 def test_recomputation_under_checkpointing_counts_once():
@@ -223,11 +234,12 @@ def test_recomputation_under_checkpointing_counts_once():
 
     with window(model) as seen:
         loss = forward(batch()).sum()
-        kept = {depth: hidden.clone() for depth, hidden in seen._hidden.items()}
+        before = seen.snapshot().layers
         loss.backward()
     assert len(calls) == 2  # forward and recomputation both ran under the open window
-    assert seen._running == []
-    assert all(torch.equal(seen._hidden[depth], kept[depth]) for depth in kept)
+    for layer, other in zip(before, seen.snapshot().layers, strict=True):
+        assert torch.equal(layer.captured["hidden"], other.captured["hidden"])
+    assert len(seen.snapshot().layers) == 4
 
 
 def test_in_place_blocks_do_not_change_what_was_kept():
@@ -279,9 +291,11 @@ def test_what_was_not_seen_says_why():
     by_hand = nn.Sequential(ByHand(), ByHand())
     with window(by_hand) as seen:
         by_hand(torch.randn(2, 5, 8))
-    missing = seen.snapshot().layers[1].missing
-    assert "no attention call was seen" in missing["query"]
-    assert "no embedding" in missing["token_ids"]
+    layer = seen.snapshot().layers[1]
+    assert layer.captured["scores"].shape == (2, 1, 5, 5)
+    assert "written out by hand" in layer.missing["query"]
+    assert "no projections of queries and keys were found" in layer.missing["projected_query"]
+    assert "no embedding" in layer.missing["token_ids"]
 
 
 def test_half_precision_is_kept_in_float32_and_named():
@@ -298,8 +312,8 @@ def test_only_the_kept_rows_stay_in_memory():
     with torch.no_grad(), window(model, rows=8) as seen:
         model(batch(64, 64))
     gc.collect()
-    kept = sum(hidden.untyped_storage().nbytes() for hidden in seen._hidden.values())
-    assert kept == 3 * 8 * 256 * 4
+    held = [seen._passes[0].entered, *(visit.hidden for visit in seen._passes[0].visits)]
+    assert sum(kept.values.untyped_storage().nbytes() for kept in held) == 3 * 8 * 256 * 4
 
 
 def test_compiled_models_are_seen_and_not_compiled_again():
@@ -315,3 +329,380 @@ def test_compiled_models_are_seen_and_not_compiled_again():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
     assert torch.equal(again, expected)
     assert next(b.name for b in find_anatomy(compiled).blocks) == "blocks.0"
+
+
+# -- stacks ------------------------------------------------------------------------------------
+
+
+def by_place(snapshot) -> dict[tuple[str, int], Layer]:
+    return {(layer.stack, layer.index): layer for layer in snapshot.layers}
+
+
+def both() -> nn.Transformer:
+    torch.manual_seed(0)
+    return nn.Transformer(32, 4, 2, 3, 64, dropout=0.0, batch_first=True).eval()
+
+
+def test_encoder_and_decoder_are_apart_and_cross_attention_has_layers():
+    model, source, target = both(), torch.randn(4, 9, 32), torch.randn(4, 6, 32)
+    padding = torch.zeros(4, 9, dtype=torch.bool)
+    padding[1, 5:] = True
+    with torch.no_grad(), window(model) as seen:
+        model(
+            source, target, src_key_padding_mask=padding, memory_key_padding_mask=padding,
+            tgt_key_padding_mask=torch.zeros(4, 6, dtype=torch.bool),
+        )  # fmt: skip
+    layers = by_place(seen.snapshot())
+    depths = [("encoder", 2), ("decoder", 3)]
+    assert [*layers] == [
+        *((name, depth) for name, count in depths for depth in range(count + 1)),
+        *(("cross", depth) for depth in (1, 2, 3)),
+    ]
+    assert layers["encoder", 1].captured["hidden"].shape == (32, 32)  # 4 of 36 are padding
+    assert layers["decoder", 1].captured["hidden"].shape == (24, 32)
+    assert layers["decoder", 0].sources == {"hidden"}
+    cross = layers["cross", 2]
+    assert cross.sources == {"attention", "projection"}
+    assert cross.name == "decoder.layers.1.multihead_attn"
+    assert cross.captured["query"].shape == (4, 4, 6, 8)
+    assert cross.captured["key"].shape == (4, 4, 9, 8)
+    assert not cross.captured["visible"][1, ..., 5:].any()
+    assert cross.captured["projected_query"].shape == (24, 4, 8)
+    assert cross.captured["projected_key"].shape == (32, 4, 8)  # of tokens that are no padding
+    keys = cross.captured["key"].transpose(1, 2).flatten(0, 1)[seen.drawn("cross", 2).key_rows]
+    assert torch.allclose(cross.captured["projected_key"], keys, atol=1e-5)
+
+
+def test_a_stack_that_was_not_run_is_left_out_and_said():
+    model = both()
+    with torch.no_grad(), window(model) as seen:
+        model.encoder(torch.randn(4, 9, 32))
+    snapshot = seen.snapshot()
+    assert {layer.stack for layer in snapshot.layers} == {"encoder"}
+    assert any("'decoder' were not run" in note.text for note in snapshot.notes)
+
+
+def test_one_block_called_again_and_again_is_a_layer_for_each_call():
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = PlainDecoder(layers=1).blocks
+
+        def forward(self, x):
+            for _ in range(4):
+                x = self.blocks[0](x)
+            return x
+
+    model, x = Shared().eval(), torch.randn(8, 16, 32)
+    with torch.no_grad(), window(model) as seen:
+        out = model(x)
+        model(x + 1)
+    layers = seen.snapshot().layers
+    assert [layer.index for layer in layers] == [0, 1, 2, 3, 4]
+    assert [layer.name for layer in layers[1:3]] == ["blocks.0, call 1", "blocks.0, call 2"]
+    rows = seen.drawn("", 4).rows
+    assert torch.equal(layers[4].captured["hidden"], out.flatten(0, 1)[rows])
+    assert not torch.equal(layers[4].captured["query"], layers[3].captured["query"])
+
+
+def test_a_second_pass_in_the_window_counts_for_nothing():
+    model = PlainDecoder().eval()
+    pictures = []
+    for again in (False, True):
+        with torch.no_grad(), window(model) as seen:
+            model(batch(seed=1))
+            if again:
+                model(batch(seed=2))
+                model(batch(4, 16, seed=3))
+        pictures.append(seen.snapshot())
+    for one, other in zip(*(picture.layers for picture in pictures), strict=True):
+        assert one.captured.keys() == other.captured.keys()
+        for view in ("hidden", "token_ids", *(("query", "projected_key") if one.index else ())):
+            assert torch.equal(one.captured[view], other.captured[view])
+
+
+def test_a_pass_that_failed_gives_way_to_the_next():
+    model = PlainDecoder().eval()
+    handle = model.blocks[1].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+    with torch.no_grad(), window(model) as seen:
+        with pytest.raises(ZeroDivisionError):
+            model(batch(4, 16))
+        handle.remove()
+        model(batch())
+    layers = seen.snapshot().layers
+    assert [len(layer.captured["hidden"]) for layer in layers] == [256] * 4
+    assert torch.equal(layers[2].captured["token_ids"], batch().flatten()[seen.drawn("", 2).rows])
+
+
+def test_blocks_that_the_training_step_runs_itself_count_once_each():
+    model = PlainDecoder().eval()
+    with torch.no_grad(), window(model) as seen:
+        outputs = []
+        for seed in (0, 1):
+            x = model.tokens(batch(seed=seed))
+            for block in model.blocks:
+                x = block(x)
+            outputs.append(x)
+    layer = seen.snapshot().layers[3]
+    assert torch.equal(layer.captured["hidden"], outputs[0].flatten(0, 1)[seen.drawn("", 3).rows])
+    assert torch.equal(layer.captured["token_ids"], batch().flatten()[seen.drawn("", 3).rows])
+
+
+def test_a_dropped_layer_says_so_and_the_others_keep_their_depth():
+    class Dropping(PlainDecoder):
+        def forward(self, ids):
+            x = self.tokens(ids)
+            for block in (self.blocks[0], self.blocks[2]):
+                x = block(x)
+            return x
+
+    model = Dropping().eval()
+    with torch.no_grad(), window(model) as seen:
+        model(batch())
+    layers = seen.snapshot().layers
+    assert [layer.index for layer in layers if "hidden" in layer.captured] == [0, 1, 3]
+    assert "not run in this pass, as others were" in layers[2].missing["hidden"]
+    assert "not run in this pass, as others were" in layers[2].missing["query"]
+
+
+# -- hidden states of other stacks -------------------------------------------------------------
+
+
+class Convolution(nn.Module):
+    def __init__(self, into: int, width: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(into, width, 3, stride=width // into, padding=1)
+        self.norm = nn.BatchNorm2d(width)
+
+    def forward(self, x):
+        return self.norm(self.conv(x)).relu()
+
+
+def test_feature_maps_are_rows_of_channels_whatever_their_size():
+    torch.manual_seed(0)
+    model = nn.Sequential(Convolution(4, 4), Convolution(4, 8), Convolution(8, 8)).eval()
+    images = torch.randn(5, 4, 8, 8)
+    outputs = [images]
+    for block in model:
+        outputs.append(block(outputs[-1]).detach())
+    with torch.no_grad(), window(model, rows=100) as seen:
+        model(images)
+    snapshot = seen.snapshot()
+    assert snapshot.tokens == 100
+    for layer, maps in zip(snapshot.layers, outputs, strict=True):
+        rows = seen.drawn("", layer.index).rows
+        assert torch.equal(layer.captured["hidden"], maps.movedim(1, 3).flatten(0, 2)[rows])
+        assert torch.equal(layer.captured["positions"], rows % maps[0, 0].numel())
+        assert layer.sources == {"hidden"}
+    assert torch.equal(seen.drawn("", 0).rows, seen.drawn("", 1).rows)
+    assert torch.equal(seen.drawn("", 2).rows, seen.drawn("", 3).rows)
+    assert len(seen.drawn("", 2).rows) == 80
+
+
+@pytest.mark.parametrize(
+    ("shape", "block", "expected"),
+    [
+        ((2, 8, 5, 5), nn.Sequential(nn.Conv2d(8, 8, 3)), (2, 5, 5, 8)),
+        ((2, 5, 5, 8), nn.Sequential(nn.Conv2d(8, 8, 3)), (2, 5, 5, 8)),
+        ((2, 5, 5, 8), nn.Sequential(nn.Linear(8, 8)), (2, 5, 5, 8)),
+        ((2, 8, 7), nn.Sequential(nn.Conv1d(8, 8, 3)), (2, 7, 8)),
+        ((2, 7, 8), nn.Sequential(nn.Conv1d(7, 7, 3), nn.LayerNorm(8)), (2, 7, 8)),
+        ((2, 7, 8), nn.Sequential(nn.Linear(8, 8)), (2, 7, 8)),
+        ((7, 8), nn.Sequential(nn.Conv1d(7, 7, 3)), (7, 8)),
+    ],
+)
+def test_the_width_is_found_among_the_dimensions(shape, block, expected):
+    assert width_last(torch.randn(shape), block).shape == expected
+
+
+def test_blocks_without_attention_are_asked_for_hidden_states_alone():
+    class Mixing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = nn.Linear(32, 32)
+
+        def forward(self, x):
+            return x + self.mix(x)
+
+    model = PlainDecoder()
+    model.blocks.insert(1, Mixing())
+    with torch.no_grad(), window(model) as seen:
+        model(batch())
+    layers = seen.snapshot().layers
+    assert layers[2].sources == {"hidden"}
+    assert layers[2].missing == {}
+    assert "query" in layers[3].captured
+
+
+def test_length_first_hidden_states_keep_their_positions_and_padding():
+    torch.manual_seed(0)
+    ids = batch(4, 12)
+    padding = torch.zeros(4, 12, dtype=torch.bool)
+    padding[1, 7:] = True
+
+    class Model(nn.Module):
+        def __init__(self, batch_first) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.tokens = nn.Embedding(50, 32)
+            layer = nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=batch_first)
+            self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+        def forward(self, ids, padding):
+            return self.encoder(self.tokens(ids), src_key_padding_mask=padding)
+
+    pictures = []
+    for batch_first in (True, False):
+        model = Model(batch_first).eval()
+        with torch.no_grad(), window(model) as seen:
+            model(ids if batch_first else ids.T, padding)
+        layer = seen.snapshot().layers[2]
+        order = (layer.captured["token_ids"] * 100 + layer.captured["positions"]).argsort(
+            stable=True
+        )
+        pictures.append({view: layer.captured[view][order] for view in ("token_ids", "positions")})
+        assert len(layer.captured["hidden"]) == 43
+        assert layer.captured["visible"][:, 0].any(-1).sum() == 43
+    for view in ("token_ids", "positions"):
+        assert torch.equal(pictures[0][view], pictures[1][view])
+
+
+# -- attention by hand -------------------------------------------------------------------------
+
+
+class ByHand(PlainBlock):
+    """The same block with attention written out."""
+
+    def forward(self, x):
+        q, k, v = (
+            part.unflatten(-1, (self.n_head, -1)).transpose(1, 2)
+            for part in self.c_attn(self.ln_1(x)).chunk(3, dim=-1)
+        )
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        y = soften(scores.masked_fill(later, -torch.inf)) @ v
+        x = x + self.c_proj(y.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.ln_2(x))
+
+
+SOFTENERS = {
+    "method": lambda scores: scores.softmax(-1),
+    "function": lambda scores: nn.functional.softmax(scores, dim=-1),
+    "torch": lambda scores: torch.softmax(scores, 3),
+    "module": nn.Softmax(dim=-1),
+    "keywords": lambda scores: torch.softmax(input=scores, dim=-1, dtype=torch.float32),
+}
+soften = SOFTENERS["method"]
+
+
+@pytest.mark.parametrize("way", SOFTENERS)
+def test_attention_by_hand_has_the_entropy_of_the_same_attention_by_function(way, monkeypatch):
+    monkeypatch.setitem(globals(), "soften", SOFTENERS[way])
+    fused, by_hand = PlainDecoder().eval(), PlainDecoder().eval()
+    by_hand.blocks = nn.ModuleList(ByHand(32, 4, 0.0) for _ in range(3))
+    by_hand.load_state_dict(fused.state_dict())
+    found = []
+    for model in (fused, by_hand):
+        with torch.no_grad():
+            plain = model(batch())
+            with window(model) as seen:
+                assert torch.equal(model(batch()), plain)
+        found.append(seen.snapshot().layers[2])
+    expected, layer = found
+    assert "scores" not in expected.captured
+    assert torch.allclose(
+        layer.view("attention").entropy, expected.view("attention").entropy, atol=1e-5
+    )
+    for view in ("projected_query", "projected_key"):
+        assert torch.allclose(layer.captured[view], expected.captured[view], atol=1e-6)
+    assert "written out by hand" in layer.missing["query"]
+    with pytest.raises(MissingViewError, match="written out by hand"):
+        layer.view("query")
+
+
+def test_attention_that_gives_its_weights_away_is_seen_at_the_softmax():
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+            self.weights = None
+
+        def forward(self, x):
+            y, self.weights = self.attention(x, x, x, average_attn_weights=False)
+            return x + y
+
+    model = nn.Sequential(Block(), Block()).eval()
+    with torch.no_grad(), window(model) as seen:
+        model(torch.randn(3, 7, 32))
+    layer = seen.snapshot().layers[2]
+    assert torch.allclose(layer.captured["scores"].softmax(-1), model[1].weights, atol=1e-6)
+    assert layer.captured["projected_query"].shape == (21, 4, 8)
+    assert seen.routes("") == {"softmax"}
+
+
+def test_every_softmax_is_put_back():
+    before = torch.softmax, torch.Tensor.softmax, "softmax" in vars(torch.Tensor)
+    model = PlainDecoder()
+    first, second = window(model), window(model)
+    with first, second:
+        assert torch.Tensor.softmax is not before[1]
+        model(batch())
+    assert (torch.softmax, torch.Tensor.softmax, "softmax" in vars(torch.Tensor)) == before
+
+
+# -- what a window does not disturb, and what disturbs it --------------------------------------
+
+
+def test_copies_made_under_the_window_are_not_watched():
+    model = PlainDecoder().eval()
+    with torch.no_grad(), window(model) as seen:
+        model(batch())
+        twin = copy.deepcopy(model)
+        again = pickle.loads(pickle.dumps(model))
+        outputs = [m(batch(seed=5)) for m in (model, twin, again)]
+        seconds = seen.seconds
+        twin(batch())
+        assert seen.seconds == seconds
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
+    assert hooks(model) == 0
+
+
+def test_blocks_in_another_thread_are_not_seen_and_said():
+    model = PlainDecoder().eval()
+    with torch.no_grad(), window(model) as seen:
+        thread = threading.Thread(target=lambda: model(batch()))
+        thread.start()
+        thread.join()
+    assert "in another thread" in seen.snapshot().layers[1].missing["hidden"]
+
+
+def test_nested_tensors_are_refused_with_the_reason():
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.inner(x)
+
+    model = nn.Sequential(Plain(), Plain())
+    parts = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(5, 8)], layout=torch.jagged)
+    with torch.no_grad(), window(model) as seen:
+        model(parts)
+    assert "nested tensors" in seen.snapshot().layers[1].missing["hidden"]
+
+
+def test_padding_is_found_where_it_is_given_by_place():
+    class Masked(PlainDecoder):
+        def forward(self, ids, attention_mask=None):
+            return super().forward(ids)
+
+    model, ids = Masked().eval(), batch()
+    mask = padded(ids, "right")
+    for given in (mask, mask.bool(), mask.float(), (1.0 - mask) * -1e9):
+        with torch.no_grad(), window(model) as seen:
+            model(ids, given)
+        rows = seen.drawn("", 1).rows
+        assert torch.equal(rows.sort().values, mask.flatten().nonzero().squeeze(1))
+        assert any("padding, 5% of the tokens" in note.text for note in seen.snapshot().notes)

@@ -101,9 +101,9 @@ def test_expensive_views_are_computed_once(monkeypatch):
 
     real = layer.DERIVED["nearest"]
 
-    def counted(hidden, unique_rows):
+    def counted(unique):
         calls.append(1)
-        return real(hidden, unique_rows)
+        return real(unique)
 
     monkeypatch.setitem(layer.DERIVED, "nearest", counted)
     hidden = torch.randn(200, 5)

@@ -1,15 +1,15 @@
 import math
 import signal
-import struct
-import threading
 
 import lightning as L
 import pytest
 import torch
+from fingerprint import fingerprint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from models import VOCABULARY, PlainDecoder, batch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader
+from wandb_file import wandb_rows
 
 from geomon import Memory, every, read, select
 from geomon.lightning import GeometryMonitor
@@ -55,31 +55,20 @@ class Decoder(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def fit(tmp_path, callbacks, *, steps=12, model=None, logger=False, resume=None, **kwargs):
+def fit(
+    tmp_path, callbacks, *, steps=12, model=None, logger=False, resume=None, weights_only=None,
+    **kwargs,
+):  # fmt: skip
     model = Decoder() if model is None else model
     trainer = L.Trainer(
-        max_steps=steps, default_root_dir=tmp_path, callbacks=callbacks, logger=logger,
-        enable_progress_bar=False, enable_model_summary=False, accelerator="cpu",
-        **({"enable_checkpointing": False} | kwargs),
+        default_root_dir=tmp_path, callbacks=callbacks, logger=logger, accelerator="cpu",
+        enable_progress_bar=False, enable_model_summary=False,
+        **({"max_steps": steps, "enable_checkpointing": False} | kwargs),
     )  # fmt: skip
     data = DataLoader(torch.cat([batch(8, 32, seed=i) for i in range(40)]), batch_size=8)
     torch.manual_seed(1)
-    trainer.fit(model, data, ckpt_path=resume)
+    trainer.fit(model, data, ckpt_path=resume, weights_only=weights_only)
     return model, trainer
-
-
-def left_behind(model):
-    modeling = __import__("transformers.modeling_utils", fromlist=["AttentionInterface"])
-    return (
-        [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()],
-        torch.nn.functional.scaled_dot_product_attention,
-        modeling.AttentionInterface.get_interface,
-        torch.backends.mha.get_fastpath_enabled(),
-        {thread.name for thread in threading.enumerate()},
-        torch.get_num_threads(),
-        [sorted(vars(m)) for m in model.net.modules()],
-        torch.is_grad_enabled(),
-    )
 
 
 def test_no_argument_is_needed(tmp_path):
@@ -115,7 +104,7 @@ def test_nothing_is_left_after_any_way_out(tmp_path, way_out, probe):
         schedule=every(2), probe=probe, directory=tmp_path, sinks=[memory], **FEW
     )
     handler = signal.getsignal(signal.SIGINT)
-    before = left_behind(model)
+    before = fingerprint(model.net)
     try:
         if way_out == "exception":
             with pytest.raises(RuntimeError, match="in the training step"):
@@ -127,7 +116,9 @@ def test_nothing_is_left_after_any_way_out(tmp_path, way_out, probe):
             fit(tmp_path, [monitor], model=model)
     finally:
         signal.signal(signal.SIGINT, handler)  # Lightning ignores it after the first
-    assert left_behind(model) == before
+    assert fingerprint(model.net) == before
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
     steps = [r.step for r in read(tmp_path)]
     assert steps == [r.step for r in memory.readings]
     # The forward of batch 6 did not end well: probed before it, it is read; inline it is not.
@@ -142,6 +133,24 @@ def test_probe_reads_the_end_and_inline_the_last_batch(tmp_path):
     fit(tmp_path, [probe, inline], steps=12)
     assert [r.step for r in read(tmp_path / "a")] == [0, 5, 10, 12]
     assert [r.step for r in read(tmp_path / "b")] == [0, 5, 10, 11]
+
+
+def test_a_skipped_batch_leaves_nothing_at_the_end_of_its_epoch(tmp_path):
+    found = []
+
+    class Skips(Decoder):
+        def on_train_batch_start(self, ids, index):
+            return -1 if index == 2 else None
+
+        def on_train_epoch_end(self):
+            found.append(fingerprint(self.net))
+
+    model = Skips()
+    before = fingerprint(model.net)
+    monitor = GeometryMonitor(schedule=every(1), directory=tmp_path, **FEW)
+    fit(tmp_path, [monitor], steps=4, model=model)
+    assert found == [before] * 2
+    assert [(r.step, r.tokens) for r in read(tmp_path)] == [(step, 128) for step in range(4)]
 
 
 def test_accumulated_batches_are_one_step(tmp_path):
@@ -186,28 +195,6 @@ def test_tensorboard_shows_what_the_record_holds(tmp_path):
     assert images <= set(events.Tags()["images"])
 
 
-def wandb_rows(path):
-    """History rows of an offline run: a log of 32 KiB blocks, as LevelDB writes them."""
-    from wandb.proto import wandb_internal_pb2
-
-    content, place, whole = path.read_bytes(), 7, b""
-    while place + 7 <= len(content):
-        left = 32_768 - place % 32_768
-        if left < 7:
-            place += left
-            continue
-        _, length, kind = struct.unpack_from("<IHB", content, place)
-        whole += content[place + 7 : place + 7 + length]
-        place += 7 + length
-        if kind in (1, 4):  # a full record, or the last part of one
-            entry = wandb_internal_pb2.Record()
-            entry.ParseFromString(whole)
-            whole = b""
-            if entry.HasField("history"):
-                items = entry.history.item
-                yield {item.key or item.nested_key[0]: item.value_json for item in items}
-
-
 def test_wandb_offline_holds_what_the_record_holds(tmp_path, monkeypatch):
     for name, value in (("WANDB_MODE", "offline"), ("WANDB_SILENT", "true")):
         monkeypatch.setenv(name, value)
@@ -215,7 +202,7 @@ def test_wandb_offline_holds_what_the_record_holds(tmp_path, monkeypatch):
     monitor = GeometryMonitor(directory=tmp_path, schedule=every(4), **FEW)
     fit(tmp_path, [monitor], logger=logger)
     logger.experiment.finish()
-    rows = list(wandb_rows(next(tmp_path.rglob("run-*.wandb"))))
+    rows = wandb_rows(tmp_path)
     shown = {int(row["trainer/global_step"]): row for row in rows if "variance/mean" in row}
     readings = read(tmp_path)
     assert list(shown) == [r.step for r in readings] == [0, 4, 8, 11]
@@ -225,6 +212,65 @@ def test_wandb_offline_holds_what_the_record_holds(tmp_path, monkeypatch):
     assert any("heads/qk_cosine" in row for row in rows)
 
 
+def test_every_logger_gets_every_reading(tmp_path):
+    loggers = [CSVLogger(tmp_path, "", f"csv{i}") for i in range(2)] + [
+        TensorBoardLogger(tmp_path, "", "tb")
+    ]
+    monitor = GeometryMonitor(directory=tmp_path / "run", schedule=every(4), **FEW)
+    fit(tmp_path, [monitor], logger=loggers)
+    for i in range(2):
+        rows = (tmp_path / f"csv{i}" / "metrics.csv").read_text().splitlines()
+        assert len(rows) == 1 + len(read(tmp_path / "run")) == 5
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("variance/mean")] == [0, 4, 8, 11]
+
+
+@pytest.mark.parametrize("logger", [True, False])
+def test_a_fast_run_for_development_is_read_too(tmp_path, logger, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monitor = GeometryMonitor(**FEW)
+    fit(tmp_path, [monitor], fast_dev_run=2, logger=logger)
+    assert [r.step for r in read(tmp_path)] == [0, 1]
+
+
+class TwoOptimizers(Decoder):
+    """Each batch makes two steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, ids, index):
+        optimizers = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(super().training_step(ids, index))
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def configure_optimizers(self):
+        parts = self.net.blocks, self.net.head
+        return [torch.optim.AdamW(part.parameters(), lr=1e-3) for part in parts]
+
+
+@pytest.mark.parametrize("probe", [None, batch(seed=77)], ids=["inline", "probe"])
+def test_a_due_step_that_is_passed_over_is_read_at_the_next_batch(tmp_path, probe):
+    monitor = GeometryMonitor(probe=probe, schedule=every(3), directory=tmp_path, **FEW)
+    fit(tmp_path, [monitor], steps=14, model=TwoOptimizers())
+    # Due are 0, 3, 6, 9 and 12; the batches begin at even steps.
+    assert [r.step for r in read(tmp_path)] == [0, 4, 6, 10, 12] + (
+        [14] if probe is not None else []
+    )
+
+
+@pytest.mark.parametrize("bound", [{"max_steps": 10}, {"max_steps": -1, "max_epochs": 1}])
+def test_the_last_batch_is_read_with_two_optimizers_too(tmp_path, bound):
+    monitor = GeometryMonitor(schedule=every(50), directory=tmp_path, **FEW)
+    fit(tmp_path, [monitor], model=TwoOptimizers(), limit_train_batches=5, **bound)
+    assert [r.step for r in read(tmp_path)] == [0, 8]
+
+
 def test_csv_keeps_its_columns(tmp_path):
     logger = CSVLogger(tmp_path, name="", version="csv")
     monitor = GeometryMonitor(directory=tmp_path, schedule=every(3), **FEW)
@@ -232,22 +278,6 @@ def test_csv_keeps_its_columns(tmp_path):
     lines = (tmp_path / "csv" / "metrics.csv").read_text().splitlines()
     assert "variance/mean" in lines[0].split(",")
     assert len(lines) == 1 + len(read(tmp_path))
-
-
-def test_a_resumed_run_goes_on_with_the_same_curves(tmp_path):
-    def monitor(folder):
-        return GeometryMonitor(probe=batch(), schedule=every(3), directory=folder, **FEW)
-
-    fit(tmp_path / "whole", [monitor(tmp_path / "whole")], steps=12)
-    _, first = fit(tmp_path, [monitor(tmp_path / "cut")], steps=6, enable_checkpointing=True)
-    path = tmp_path / "six.ckpt"
-    first.save_checkpoint(path)
-    fit(tmp_path, [monitor(tmp_path / "cut")], steps=12, resume=path, enable_checkpointing=True)
-    assert [r.step for r in read(tmp_path / "cut")] == [0, 3, 6, 9, 12]
-    assert len(read(tmp_path / "cut").runs) == 2
-    whole, cut = read(tmp_path / "whole"), read(tmp_path / "cut")
-    for reading, other in list(zip(whole, cut, strict=True))[:3]:
-        assert reading.values["variance/mean"] == other.values["variance/mean"]
 
 
 def test_without_a_logger_the_record_is_in_the_root(tmp_path):

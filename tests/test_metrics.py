@@ -86,7 +86,7 @@ def test_derived_views_come_down_to_captured_ones():
         assert captured_views([name]) <= CAPTURED.keys()
         assert captured_views([name])
     assert views_of({"m": METRICS["attention_entropy"]}) == {
-        "query", "key", "visible", "scale", "bias",
+        "query", "key", "visible", "scale", "bias", "softcap", "sink", "scores",
     }  # fmt: skip
 
 

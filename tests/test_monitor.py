@@ -1,8 +1,10 @@
 import copy
+import errno
 import json
 import logging
 import math
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 
 import geomon
 from geomon import METRICS, Memory, Monitor, every, measure, read, select
+from geomon.ranks import Ranks
 
 
 def monitor(model, tmp_path=None, **kwargs):
@@ -167,28 +170,89 @@ def test_a_failing_metric_never_ends_a_run(tmp_path, caplog):
         measure(model, batch(), metrics={"broken": broken})
 
 
-def test_failing_sinks_and_records_never_end_a_run(tmp_path, caplog, monkeypatch):
-    class Dying:
-        def write(self, reading):
+class Dying:
+    """A sink that takes two readings and no more."""
+
+    def __init__(self):
+        self.taken = 0
+
+    def write(self, reading):
+        self.taken += 1
+        if self.taken > 2:
             raise OSError("gone")
 
-        def close(self):
-            raise OSError("gone too")
+    def close(self):
+        raise OSError("gone too")
 
+
+@pytest.mark.parametrize(
+    "trouble",
+    [OSError(errno.ENOSPC, "No space left on device"), PermissionError(errno.EACCES, "denied"),
+     OSError(errno.EROFS, "Read-only file system"), FileNotFoundError(errno.ENOENT, "no folder")],
+    ids=lambda error: type(error).__name__ + str(error.errno),
+)  # fmt: skip
+def test_a_record_that_cannot_be_written_never_ends_a_run(tmp_path, caplog, monkeypatch, trouble):
     memory = Memory()
     model = PlainDecoder()
-    seen = monitor(model, tmp_path, strict=False, sinks=[Dying(), memory], schedule=every(1))
+    seen = monitor(model, tmp_path, strict=False, sinks=[memory], schedule=every(1))
+
+    def refused(*args, **kwargs):
+        raise trouble
+
+    with caplog.at_level(logging.WARNING, "geomon"):
+        train(model, seen, steps=2)
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "open", refused)
+            train(model, seen, steps=3, start=2)
+        train(model, seen, steps=2, start=5)
+    assert len([m for m in caplog.messages if "could not be written" in m]) == 1
+    assert [r.step for r in memory.readings] == list(range(7))
+    # There is room again: what was shown meanwhile is written first.
+    assert [r.step for r in read(tmp_path)] == list(range(7))
+
+
+def test_a_resume_on_a_full_disk_knows_what_is_recorded(tmp_path, monkeypatch):
+    model = PlainDecoder()
+    train(model, monitor(model, tmp_path, schedule=every(1)), steps=3)
+    resumed = monitor(model, tmp_path, schedule=every(1), strict=False)
 
     def full(*args):
-        raise OSError(28, "No space left on device")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(seen._record, "_append", full)
+    with monkeypatch.context() as patch:
+        patch.setattr(resumed._record, "_append", full)
+        train(model, resumed, steps=3, start=1)
+    train(model, resumed, steps=1, start=4)
+    assert [r.step for r in read(tmp_path)] == [0, 1, 2, 3, 4]
+    assert [run["from_step"] for run in read(tmp_path).runs] == [0, 1]
+
+
+def test_a_dying_sink_is_left_out_and_said_once(tmp_path, caplog):
+    memory, dying = Memory(), Dying()
+    model = PlainDecoder()
+    seen = monitor(model, tmp_path, strict=False, sinks=[dying, memory], schedule=every(1))
     with caplog.at_level(logging.WARNING, "geomon"):
-        train(model, seen, steps=4)
-    seen.close()
-    assert len(memory.readings) == 4
-    assert len([m for m in caplog.messages if "Dying failed" in m]) == 1
-    assert len([m for m in caplog.messages if "No space left" in m]) >= 1
+        train(model, seen, steps=5)
+        seen.close()
+        seen.close()
+    assert dying.taken == 3
+    assert [r.step for r in memory.readings] == [r.step for r in read(tmp_path)] == [*range(5)]
+    assert len([m for m in caplog.messages if "Dying" in m]) == 1
+
+
+def test_a_resume_with_other_metrics_keeps_what_was_read(tmp_path):
+    model = PlainDecoder()
+    first = monitor(model, tmp_path, schedule=every(1), metrics=select("variance"))
+    train(model, first, steps=3)
+    before = [r.values for r in read(tmp_path)]
+    second = monitor(model, tmp_path, schedule=every(1), metrics=select("cosine", "twonn"))
+    train(model, second, steps=3, start=2)
+    found = read(tmp_path)
+    assert [r.step for r in found] == [0, 1, 2, 3, 4]
+    assert [r.values for r in found][:3] == before
+    assert all("cosine/layer_01" in r.values for r in list(found)[3:])
+    assert all("variance/layer_01" not in r.values for r in list(found)[3:])
+    assert [run["metrics"] for run in found.runs] == [["variance"], ["cosine", "twonn"]]
 
 
 def test_a_forward_that_never_ran_is_said_not_silent(tmp_path, caplog):
@@ -221,16 +285,18 @@ def test_a_resumed_run_goes_on_and_reads_nothing_twice(tmp_path):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_every_rank_runs_the_same_passes_whatever_the_record_holds(tmp_path, monkeypatch, rank):
+def test_without_gathering_every_rank_runs_the_passes_whatever_the_record_holds(
+    tmp_path, monkeypatch, rank
+):
     from geomon import monitor as module
 
     model = PlainDecoder()
     before = monitor(model, tmp_path)
     for step in (0, 3):
         before.probe(step, batch())
-    monkeypatch.setattr(module, "_place_among_ranks", lambda: (rank, 2))
+    monkeypatch.setattr(module, "find_ranks", lambda: Ranks(rank, 2))
     passes = []
-    resumed = monitor(model, tmp_path, probe=lambda m: passes.append(m(batch())))
+    resumed = monitor(model, tmp_path, probe=lambda m: passes.append(m(batch())), gather=False)
     for step in (3, 3, 4, 4):  # as with accumulated batches
         with resumed(step, force=True):
             model(batch())

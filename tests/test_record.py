@@ -1,10 +1,15 @@
+import contextlib
+import errno
+import io
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,6 +17,8 @@ from hypothesis import strategies as st
 
 from geomon.record import FILE_NAME, Reading, Record, heads, layers_of, read
 
+HERE = Path(__file__).parent
+PATHS = (HERE, HERE.parent)
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
 
 
@@ -44,6 +51,100 @@ def test_record_goes_on_after_a_resume(tmp_path):
     found = read(tmp_path)
     assert [r.step for r in found] == [0, 5, 8]
     assert [run["from_step"] for run in found.runs] == [0, 4]
+
+
+def test_a_killed_run_loses_no_reading_and_reads_none_twice(tmp_path):
+    """Twenty kills at random moments of a reading; the program says what it found."""
+    done = subprocess.run(
+        [sys.executable, str(HERE / "kill_runs.py"), str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, PATHS))},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    kills, halfway, _, readings = map(int, re.findall(r"\d+", done.stdout))
+    assert kills == 20
+    assert halfway >= 10
+    assert readings > 40
+
+
+def test_the_line_that_describes_a_run_comes_with_its_first_reading(tmp_path):
+    record = Record(tmp_path)
+    record.begin(0, {"metrics": ["a"]})
+    assert record.path.read_text() == ""
+    record.write(reading(0))
+    resumed = Record(tmp_path)
+    assert resumed.begin(1, {"metrics": ["a", "b"]}) == {(0, "inline")}
+    resumed.write(reading(1))
+    kinds = ["run" if "run" in json.loads(line) else "reading" for line in lines(record)]
+    assert kinds == ["run", "reading", "run", "reading"]
+    assert [run["metrics"] for run in read(tmp_path).runs] == [["a"], ["a", "b"]]
+
+
+def lines(record: Record) -> list[str]:
+    return record.path.read_text().splitlines()
+
+
+class FullDisk:
+    """Room for some more bytes, as a disk has it: a write is cut short, the next one refused."""
+
+    def __init__(self, monkeypatch, room: int) -> None:
+        self.room = room
+        disk = self
+
+        class File(io.FileIO):
+            def write(self, content):
+                if disk.room <= 0:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                written = super().write(content[: disk.room])
+                disk.room -= written
+                return written
+
+        def opened(path, mode="r", **kwargs):
+            return File(path, "a+") if mode == "a+b" else open(path, mode, **kwargs)
+
+        monkeypatch.setattr(Path, "open", opened)
+
+
+@pytest.mark.parametrize("room", [0, 1, 100, 700])
+def test_lines_wait_for_room_on_a_full_disk(tmp_path, monkeypatch, room):
+    record = Record(tmp_path)
+    record.begin(0, {"model": "m"})
+    record.write(reading(0))
+    disk = FullDisk(monkeypatch, room)
+    for step in range(1, 9):
+        with contextlib.suppress(OSError):
+            record.write(reading(step))
+        read(tmp_path)  # no reader trips on what is there
+    before = [r.step for r in read(tmp_path)]
+    assert before == list(range(len(before)))
+    assert len(before) < 9
+    disk.room = 10**6
+    record.write(reading(9))
+    assert [r.step for r in read(tmp_path)] == list(range(10))
+
+
+def test_of_many_lines_that_wait_the_oldest_are_given_up(tmp_path, monkeypatch):
+    record = Record(tmp_path)
+    record.begin(0, {"model": "m"})
+    disk = FullDisk(monkeypatch, 0)
+    for step in range(300):
+        with pytest.raises(OSError, match="No space left"):
+            record.write(reading(step))
+    disk.room = 10**6
+    record.write(reading(300))
+    found = read(tmp_path)
+    assert [run["model"] for run in found.runs] == ["m"]
+    assert [r.step for r in found] == list(range(202, 301))
+
+
+def test_a_file_that_is_no_record_is_set_aside(tmp_path):
+    (tmp_path / FILE_NAME).write_text("no json\n")
+    record = Record(tmp_path)
+    with pytest.raises(ValueError, match="line 1 of"):
+        record.begin(0, {})
+    record.write(reading(0))
+    assert [r.step for r in read(tmp_path)] == [0]
+    assert (tmp_path / "readings.1.jsonl").read_text() == "no json\n"
 
 
 def test_a_run_that_starts_over_keeps_the_old_record(tmp_path):

@@ -90,7 +90,11 @@ def mean_row(rows: Tensor) -> Tensor:
 
 
 def sum_of(parts: Iterable[Tensor]) -> Tensor:
-    """The sum of at least one tensor; the first one given is overwritten."""
+    """The sum of tensors of one shape; the first one is overwritten.
+
+    Args:
+        parts: At least one.
+    """
     parts = iter(parts)
     total = next(parts)
     for part in parts:

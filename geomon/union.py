@@ -1,0 +1,181 @@
+"""One layer of what several ranks saw of it, and which part of theirs each gives to it.
+
+Rows stand one rank's after the other's, in rank order; nothing here talks to other ranks.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from geomon.layer import CAPTURED, Layer
+
+# What was kept of a layer's attention: sequences, queries of each, keys of each.
+Shape = tuple[int, int, int]
+
+# Views [sequences, heads, queries, keys], of which all but the keys may be 1 for all alike.
+_GRIDS = ("visible", "bias", "scores")
+
+
+def attention_shape(layer: Layer) -> Shape | None:
+    """What was kept of the layer's attention; None for nothing."""
+    return _shape(_of(layer, "attention"))
+
+
+def _shape(views: Mapping[str, Any]) -> Shape | None:
+    """By queries and keys, or by scores where attention is written out by hand."""
+    if "query" in views:
+        query = views["query"]
+        return query.shape[0], query.shape[2], views["key"].shape[2]
+    if "scores" in views:
+        scores = views["scores"]
+        return scores.shape[0], scores.shape[2], scores.shape[3]
+    return None
+
+
+def thinned(
+    layer: Layer, shapes: Sequence[Shape | None], rank: int, rows: int, queries: int
+) -> Layer:
+    """The layer with one rank's share of the attention, so that all keep what one alone would.
+
+    Of the sequences of all ranks as many are taken as one rank would keep, evenly spread; of each
+    its share of the queries, at places that are shifted from sequence to sequence.
+
+    Args:
+        layer: As the rank captured it.
+        shapes: What each rank kept of the layer's attention, in rank order.
+        rank: Whose layer it is.
+        rows: Of hidden states, for all ranks together.
+        queries: Rows of attention, for all ranks together.
+    """
+    shape = shapes[rank]
+    if shape is None:
+        return layer
+    counts = [known[0] if known else 0 for known in shapes]
+    longest = max(known[2] for known in shapes if known)
+    wanted = min(sum(counts), max(1, rows // longest))
+    taken = [place * sum(counts) // max(wanted, 1) for place in range(wanted)]
+    before = list(accumulate(counts, initial=0))[rank]
+    mine = [(n, place - before) for n, place in enumerate(taken) if 0 <= place - before < shape[0]]
+    each = min(shape[1], math.ceil(queries / max(wanted, 1)))
+    if len(mine) == shape[0] and each == shape[1]:
+        return layer
+    sequences = torch.tensor([local for _, local in mine], dtype=torch.int64)
+    shift = torch.tensor([(n + 0.5) / wanted for n, _ in mine], dtype=torch.float64)[:, None]
+    places = torch.arange(shape[1]).expand(len(mine), -1)
+    if each < shape[1]:
+        places = ((torch.arange(each) + shift) * (shape[1] / each)).long()
+    changed: dict[str, Any] = {}
+    if "query" in layer.captured:
+        changed["query"] = _at(layer.captured["query"][sequences], places)
+        changed["key"] = layer.captured["key"][sequences]
+    for name in _GRIDS:
+        values = layer.captured.get(name)
+        if values is not None:
+            values = values[sequences] if len(values) > 1 else values
+            changed[name] = _at(values, places) if values.shape[2] > 1 else values
+    return replace(layer, captured={**layer.captured, **changed}, _derived={})
+
+
+def _at(values: Tensor, places: Tensor) -> Tensor:
+    """Rows of [sequences (or 1), heads, queries, width] at each sequence's own places."""
+    index = places.to(values.device)[:, None, :, None]
+    values = values.expand(len(places), -1, -1, -1)
+    return values.gather(2, index.expand(-1, values.shape[1], -1, values.shape[3]))
+
+
+def union(parts: Sequence[Layer]) -> Layer:
+    """One layer of what each rank saw of it: rows one rank's after the other's.
+
+    Ranks that saw nothing of a source (a skipped block, say) give nothing to it. Where the ranks
+    that did see something disagree on more than the number of rows, the source is missing.
+
+    Args:
+        parts: The same layer from each rank, in rank order.
+    """
+    captured: dict[str, Any] = {}
+    missing = dict(parts[0].missing)
+    for source in sorted({CAPTURED[view] for part in parts for view in part.captured}):
+        seen = [_of(part, source) for part in parts]
+        holders = [views for views in seen if views]
+        missing = {view: why for view, why in missing.items() if CAPTURED[view] != source}
+        if any(_kind(views) != _kind(holders[0]) for views in holders):
+            missing |= dict.fromkeys(holders[0], "ranks captured it in different forms")
+            continue
+        captured |= _attention(holders) if source == "attention" else _rows(holders)
+        holder = next(part for part, views in zip(parts, seen, strict=True) if views)
+        missing |= {v: why for v, why in holder.missing.items() if CAPTURED[v] == source}
+    return replace(parts[0], captured=captured, missing=missing, _derived={})
+
+
+def _of(layer: Layer, source: str) -> dict[str, Any]:
+    return {view: value for view, value in layer.captured.items() if CAPTURED[view] == source}
+
+
+def _kind(views: Mapping[str, Any]) -> dict[str, Any]:
+    """What has to be the same on all ranks: all but the number of rows and the masks."""
+    kinds: dict[str, Any] = {}
+    for name, value in views.items():
+        if name in ("query", "key"):
+            kinds[name] = value.dtype, value.shape[1], value.shape[3]
+        elif name in _GRIDS:
+            kinds[name] = None  # may be given for all rows at once, or not at all
+        elif isinstance(value, Tensor):
+            shared = CAPTURED[name] == "attention"  # of the layer, not of its rows
+            kinds[name] = value.dtype, (value.tolist() if shared else value.shape[1:])
+        else:
+            kinds[name] = value
+    return kinds
+
+
+def _rows(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {
+        name: torch.cat([part[name] for part in parts]) if isinstance(value, Tensor) else value
+        for name, value in parts[0].items()
+    }
+
+
+def _attention(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Sequences one rank's after the other's.
+
+    Those with fewer keys or queries than the longest are filled up with ones that nobody sees, as
+    one process pads a batch: every softmax row stays what it is.
+    """
+    sized = [(part, shape) for part in parts if (shape := _shape(part)) is not None]
+    sized = [(part, shape) for part, shape in sized if shape[0]] or sized[:1]
+    _, queries, keys = map(max, zip(*(shape for _, shape in sized), strict=True))
+    joined = dict(parts[0])
+    if "query" in joined:
+        joined["query"] = torch.cat([_filled(part["query"], queries) for part, _ in sized])
+        joined["key"] = torch.cat([_filled(part["key"], keys) for part, _ in sized])
+    for name in _GRIDS:
+        if any(part.get(name) is not None for part, _ in sized):
+            joined[name] = _grids(name, sized, queries, keys)
+    return joined
+
+
+def _filled(values: Tensor, length: int) -> Tensor:
+    return F.pad(values, (0, 0, 0, length - values.shape[2]))
+
+
+def _grids(
+    name: str, sized: Sequence[tuple[Mapping[str, Any], Shape]], queries: int, keys: int
+) -> Tensor:
+    """A grid of all parts, [sequences, heads (or 1), queries (or 1), keys]."""
+    none = torch.zeros(1, 1, 1, 1)
+    grids = [none if part.get(name) is None else part[name] for part, _ in sized]
+    heads = max(grid.shape[1] for grid in grids)
+    alike = all(grid.shape[2] == 1 for grid in grids) and all(
+        shape[1] == queries for _, shape in sized
+    )
+    whole = []
+    for grid, (_, (sequences, own_queries, own_keys)) in zip(grids, sized, strict=True):
+        spread = grid.expand(sequences, heads, 1 if alike else own_queries, own_keys)
+        fill = (0, keys - own_keys, 0, 0 if alike else queries - own_queries)
+        whole.append(F.pad(spread, fill))
+    return torch.cat(whole)

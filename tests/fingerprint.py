@@ -1,0 +1,49 @@
+"""What a model and its process look like from outside: whatever geomon must leave as it was."""
+
+import random
+import sys
+import threading
+
+import numpy as np
+import torch
+from torch import nn
+
+HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_always_called",
+    "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_backward_hooks",
+    "_backward_pre_hooks", "_state_dict_hooks",
+)  # fmt: skip
+
+
+def fingerprint(model: nn.Module) -> dict[str, object]:
+    """Hooks, attributes and flags of every module; patched functions, switches, threads."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    interface = getattr(modeling, "AttentionInterface", None)
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return {
+        "hooks": [[len(getattr(m, kind)) for kind in HOOKS] for m in model.modules()],
+        "attributes": [sorted(vars(m)) for m in model.modules()],
+        "classes": [type(m) for m in model.modules()],
+        "training": [m.training for m in model.modules()],
+        "call": nn.Module.__call__,
+        "attention": torch.nn.functional.scaled_dot_product_attention,
+        "interface": getattr(interface, "get_interface", None),
+        "fast path": torch.backends.mha.get_fastpath_enabled(),
+        "stance": dynamo._stance.stance if dynamo else "default",
+        "threads": {thread.name for thread in threading.enumerate()},
+        "cores": torch.get_num_threads(),
+        "grad": torch.is_grad_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "dtype": torch.get_default_dtype(),
+    }
+
+
+def random_state() -> tuple[bytes, bytes, tuple[object, ...]]:
+    """Of the generators that everybody shares: torch's, numpy's and Python's."""
+    numpy = np.random.get_state(legacy=False)["state"]["key"].tobytes()
+    return torch.get_rng_state().numpy().tobytes(), numpy, random.getstate()
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    """Copies of all parameters and buffers."""
+    return [tensor.detach().clone() for tensor in model.state_dict().values()]

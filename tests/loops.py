@@ -1,0 +1,154 @@
+"""One learner and three training loops around it, watched by geomon or not."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from models import VOCABULARY, PlainDecoder, batch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
+
+from geomon import Monitor, huggingface, lightning
+
+ROWS = torch.cat([batch(8, 32, seed=i) for i in range(24)])
+
+
+class Fuse(nn.Linear):
+    """A head that raises at one of its calls: in the middle of a forward pass."""
+
+    def __init__(self, width: int, error: type[BaseException] | None, at: int) -> None:
+        super().__init__(width, VOCABULARY)
+        self.error, self.at, self.calls = error, at, 0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.calls += 1
+        if self.error is not None and self.calls == self.at + 1:
+            raise self.error("in the model")
+        return super().forward(hidden)
+
+
+class Learner(nn.Module):
+    """A network (dropout on) with its loss, begun anew with the same seed in every loop."""
+
+    def __init__(
+        self, net: nn.Module | None = None, error: type[BaseException] | None = None, at: int = 4
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = PlainDecoder(dropout=0.2) if net is None else net
+        if net is None:
+            self.net.head = Fuse(32, error, at)
+        self.begun = False
+        self.inside: list[nn.Module] = [self]  # the outermost module that a loop trains
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        if not self.begun:
+            torch.manual_seed(1)  # what loops draw before their first step differs
+            self.begun = True
+        logits = self.net(ids)
+        logits = getattr(logits, "logits", logits)[:, :-1].flatten(0, 1)
+        return {"loss": F.cross_entropy(logits, ids[:, 1:].flatten())}
+
+    def optimizers(self, kind: str) -> list[torch.optim.Optimizer]:
+        if kind == "lbfgs":
+            return [torch.optim.LBFGS(self.parameters(), lr=0.01, max_iter=3)]
+        if kind == "two":
+            parts = self.net.blocks, self.net.head
+            return [torch.optim.AdamW(part.parameters(), lr=1e-3) for part in parts]
+        return [torch.optim.AdamW(self.parameters(), lr=1e-3)]
+
+
+def in_plain_loop(
+    learner: Learner, options: dict[str, Any] | None, folder: Any, *, steps: int = 6,
+    kind: str = "adamw", accumulate: int = 1,
+) -> None:  # fmt: skip
+    monitor = None if options is None else Monitor(learner, directory=folder, **options)
+    optimizers = learner.optimizers(kind)
+    batches = iter(ROWS.split(8))
+
+    def loss_of(step: int, ids: Tensor) -> Tensor:
+        with monitor(step) if monitor else nullcontext():
+            loss = learner(ids)["loss"] / accumulate
+        for optimizer in optimizers:
+            optimizer.zero_grad() if accumulate == 1 else None
+        loss.backward()
+        return loss
+
+    for step in range(steps):
+        if kind == "lbfgs":
+            ids = next(batches)
+            optimizers[0].step(lambda step=step, ids=ids: loss_of(step, ids))
+            continue
+        for _ in range(accumulate):
+            loss_of(step, next(batches))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Module(L.LightningModule):
+    def __init__(self, learner: Learner, kind: str, skip: str = "") -> None:
+        super().__init__()
+        self.learner, self.kind, self.skip = learner, kind, skip
+        self.automatic_optimization = kind != "two"
+
+    def on_train_batch_start(self, ids: Tensor, index: int) -> int | None:
+        return -1 if self.skip == "-1" and index == 2 else None
+
+    def training_step(self, ids: Tensor, index: int) -> Tensor | None:
+        loss = self.learner(ids)["loss"]
+        if self.skip == "None" and index == 2:
+            return None
+        if self.kind == "two":
+            optimizers = self.optimizers()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            self.manual_backward(loss)
+            for optimizer in optimizers:
+                optimizer.step()
+        return loss
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return self.learner.optimizers(self.kind)
+
+
+def in_lightning(
+    learner: Learner, options: dict[str, Any] | None, folder: Any, *, steps: int = 6,
+    kind: str = "adamw", accumulate: int = 1, skip: str = "",
+) -> None:  # fmt: skip
+    watch = [] if options is None else [lightning.GeometryMonitor(directory=folder, **options)]
+    trainer = L.Trainer(
+        max_steps=steps * (2 if kind == "two" else 1), accumulate_grad_batches=accumulate,
+        callbacks=watch, default_root_dir=folder, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, accelerator="cpu",
+    )  # fmt: skip
+    learner.inside = [Module(learner, kind, skip)]
+    trainer.fit(learner.inside[0], DataLoader(ROWS, batch_size=8))
+
+
+def in_huggingface(
+    learner: Learner, options: dict[str, Any] | None, folder: Any, *, steps: int = 6,
+    accumulate: int = 1,
+) -> None:  # fmt: skip
+    watch = [] if options is None else [huggingface.GeometryMonitor(directory=folder, **options)]
+    (optimizer,) = learner.optimizers("adamw")
+    constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    trainer = Trainer(
+        learner,
+        TrainingArguments(
+            str(folder), max_steps=steps, gradient_accumulation_steps=accumulate,
+            max_grad_norm=0.0, train_sampling_strategy="sequential", use_cpu=True,
+            dataloader_pin_memory=False, disable_tqdm=True, report_to="none",
+            logging_strategy="no", save_strategy="no",
+        ),
+        train_dataset=[{"ids": row} for row in ROWS],
+        optimizers=(optimizer, constant),
+        callbacks=watch,
+    )  # fmt: skip
+    trainer.train()
+
+
+LOOPS = {"lightning": in_lightning, "huggingface": in_huggingface, "plain": in_plain_loop}

@@ -1,0 +1,610 @@
+"""What several processes do together: run as a program by `test_ranks.py`, once on each rank.
+
+A small decoder with a padding mask, ragged batches, and the readings of one process on the rows of
+all ranks, put together here by hand. Only torch is imported: each process pays for its imports.
+"""
+
+import contextlib
+import copy
+import logging
+import os
+import sys
+import time
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import geomon
+from geomon import METRICS, Memory, Monitor, every, measure, select
+from geomon.anatomy import find_anatomy
+from geomon.capture import Window
+from geomon.evaluate import evaluate
+from geomon.gather import merged_moments
+from geomon.kernels.streaming import moments_of
+from geomon.layer import Layer, Snapshot
+from geomon.metrics import views_of
+from geomon.monitor import _draw
+from geomon.ranks import Ranks, find_ranks, join_ranks
+from geomon.together import measure_together
+
+VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH = 40, 16, 2, 3, 24
+FEW = select("variance", "twonn", "within_variance", "attention_entropy", "qk_cosine")
+STEPS = 4
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.dropout = nn.LayerNorm(WIDTH), dropout
+        self.q_proj, self.k_proj = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.v_proj, self.mlp = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = (
+            projection(self.norm(x)).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+        x = x + y
+        return x + F.dropout(self.mlp(x).tanh(), self.dropout, self.training)
+
+
+class Decoder(nn.Module):
+    def __init__(self, layers: int = LAYERS, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(layers))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
+        length = ids.shape[1]
+        seen = torch.ones(length, length, dtype=torch.bool).tril() & attention_mask[:, None, :]
+        seen = seen | torch.eye(length, dtype=torch.bool)  # no row of a softmax is empty
+        x = self.tokens(ids) + self.places(torch.arange(length))
+        for block in self.blocks:
+            x = block(x, seen[:, None])
+        return self.head(x)
+
+
+def ragged(rank: int, step: int = 0, empty: int | None = None) -> tuple[Tensor, Tensor]:
+    """A batch of a rank's own size, length and padding; of padding alone for the empty rank."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    sequences, length = 2 + rank % 3, LENGTH - 6 * (rank % 2)
+    ids = torch.randint(0, VOCABULARY, (sequences, length), generator=generator)
+    lengths = torch.randint(length // 2, length + 1, (sequences,), generator=generator)
+    mask = torch.arange(length) < lengths[:, None]
+    return ids, mask & (rank != empty)
+
+
+def loss_of(model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
+    each = F.cross_entropy(
+        model(ids, attention_mask=mask).flatten(0, 1), ids.flatten(), reduction="none"
+    )
+    return (each * mask.flatten()).sum() / mask.sum().clamp(min=1)
+
+
+# -- one process on the rows of all ranks ----------------------------------------------------------
+
+
+def filled(values: Tensor, rows: int, columns: int) -> Tensor:
+    return F.pad(values, (0, columns - values.shape[-1], 0, rows - values.shape[-2]))
+
+
+def joined(parts: list[Layer]) -> Layer:
+    """By hand: rows in rank order, sequences padded to the longest."""
+    views = {
+        name: torch.cat([part.captured[name] for part in parts])
+        for name in ("hidden", "token_ids", "positions", "projected_query", "projected_key")
+        if name in parts[0].captured
+    }
+    if "query" in parts[0].captured:
+        queries = max(part.captured["query"].shape[2] for part in parts)
+        keys = max(part.captured["key"].shape[2] for part in parts)
+        width = parts[0].captured["query"].shape[3]
+        views["query"] = torch.cat([filled(p.captured["query"], queries, width) for p in parts])
+        views["key"] = torch.cat([filled(p.captured["key"], keys, width) for p in parts])
+        views["visible"] = torch.cat([filled(p.captured["visible"], queries, keys) for p in parts])
+    return replace(parts[0], captured={**parts[0].captured, **views}, _derived={})
+
+
+def one_process(model, batches, metrics, *, step, tokens, most=2):
+    """Values of one process that holds the rows that each rank drew."""
+    size, rows = len(batches), tokens * most
+    snapshots = []
+    for rank, (ids, mask) in enumerate(batches):
+        own = rows // size + (rank < rows % size)
+        seed = _draw(0, step, rank) if rank else _draw(0, step)
+        with Window(find_anatomy(model), views_of(metrics), rows=own, seed=seed) as window:
+            model(ids, attention_mask=mask)
+        snapshots.append(window.snapshot())
+    layers = [joined(list(parts)) for parts in zip(*(s.layers for s in snapshots), strict=True)]
+    whole = Snapshot(layers, sum(s.tokens for s in snapshots), "train", "float32")
+    return evaluate(whole, metrics, rows=tokens, batches=most).values
+
+
+def measured(reading) -> dict[str, float]:
+    return {tag: v for tag, v in reading.values.items() if not tag.startswith("geomon/")}
+
+
+# -- what is checked on several ranks --------------------------------------------------------------
+
+
+def monitor_of(model, directory=None, **kwargs):
+    memory = Memory()
+    settings = {"metrics": FEW, "tokens": 32, "schedule": every(1), "strict": True} | kwargs
+    return Monitor(model, directory=directory, sinks=[memory], **settings), memory
+
+
+def ragged_readings(ranks: Ranks, folder: Path) -> dict:
+    """Every metric on ragged batches, all their rows or some; one rank with nothing but padding."""
+    found = {}
+    for name, tokens, empty in (
+        ("all rows", 400, None),
+        ("some rows", 24, None),
+        ("an empty rank", 400, ranks.size - 1),
+        ("an empty first rank", 400, 0),
+    ):
+        model = Decoder()
+        monitor, memory = monitor_of(model, metrics=METRICS, tokens=tokens)
+        ids, mask = ragged(ranks.rank, empty=empty)
+        with monitor(0):
+            model(ids, attention_mask=mask)
+        if ranks.rank == 0:
+            batches = [ragged(rank, empty=empty) for rank in range(ranks.size)]
+            reading = memory.readings[0]
+            found[name] = {
+                "gathered": measured(reading), "tokens": reading.tokens,
+                "rows of all": rows_of_all(batches, 2 * tokens),
+                "one process": one_process(model, batches, METRICS, step=0, tokens=tokens),
+            }  # fmt: skip
+    return found
+
+
+def rows_of_all(batches, rows: int) -> int:
+    size = len(batches)
+    shares = [rows // size + (rank < rows % size) for rank in range(size)]
+    return sum(min(own, int(mask.sum())) for own, (_, mask) in zip(shares, batches, strict=True))
+
+
+def same_rows(ranks: Ranks, folder: Path) -> dict:
+    """The same rows in the same order, whatever the number of ranks; and the same batch, split."""
+    generator = torch.Generator().manual_seed(5)
+    rows = 2 * 48
+    layers = []
+    for index in range(6):
+        hidden = torch.randn(rows, WIDTH, generator=generator)
+        ids = torch.randint(0, VOCABULARY, (rows,), generator=generator)
+        cut = slice(ranks.rank * rows // ranks.size, (ranks.rank + 1) * rows // ranks.size)
+        views = {"hidden": hidden, "token_ids": ids, "positions": torch.arange(rows)}
+        captured = {name: value[cut] for name, value in views.items()} | {"precision": 1e-7}
+        layers.append(Layer(index, f"layer {index}", captured, sources=frozenset({"hidden"})))
+    seen = Snapshot(layers, len(layers[0].captured["hidden"]), "train", "float32")
+    result = measure_together(
+        seen, (0, "inline"), join_ranks() if ranks.size > 1 else Alone(), METRICS, rows=48,
+        batches=2, strict=True, copies=False,
+    )  # fmt: skip
+    model = Decoder()
+    ids = torch.randint(0, VOCABULARY, (8, LENGTH), generator=generator)
+    own = ids.chunk(ranks.size)[ranks.rank]
+    monitor, memory = monitor_of(model, metrics=METRICS, tokens=400, batches=1)
+    with monitor(0):
+        model(own, attention_mask=torch.ones_like(own, dtype=torch.bool))
+    split = measured(memory.readings[0]) if ranks.rank == 0 else None
+    return {"rows": None if result is None else result.values, "batch": split}
+
+
+class Alone(Ranks):
+    """One rank that speaks with itself."""
+
+    def share(self, value):
+        return [value]
+
+    collect = share
+
+    def exchange(self, parcels):
+        return list(parcels)
+
+
+def probes(ranks: Ranks, folder: Path) -> dict:
+    """Fixed inputs are the first rank's; other ranks' would be copies, or are said to differ."""
+    model = Decoder(dropout=0.3)
+    ids, mask = ragged(0)
+    inputs = {"ids": ids, "attention_mask": mask}
+    monitor, memory = monitor_of(model, metrics=METRICS, probe=inputs)
+    with monitor(0):
+        pass
+    own = dict(zip(("ids", "attention_mask"), ragged(ranks.rank), strict=True))
+    monitor.probe(1, own)
+    one, other = ([measured(r) for r in memory.readings] + [{}, {}])[:2]
+    alone = measure(model, inputs, metrics=METRICS, tokens=32)  # on every rank, and no collective
+    notes = [note for reading in memory.readings for note in reading.notes]
+    return {"probe": one, "own": other, "alone": alone, "notes": notes}
+
+
+def not_gathered(ranks: Ranks, folder: Path) -> dict:
+    """gather=False says nothing between ranks: the first one builds and reads with no other."""
+    if ranks.rank:
+        return {}
+    model = Decoder()
+    monitor, memory = monitor_of(model, folder / "not_gathered", gather=False)
+    for step in range(2):
+        with monitor(step):
+            model(ragged(0)[0], attention_mask=ragged(0)[1])
+    expected = one_process(model, [ragged(0)], FEW, step=0, tokens=32)
+    return {"readings": [measured(r) for r in memory.readings], "one process": expected}
+
+
+class Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+        logging.getLogger("geomon").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def failures(ranks: Ranks, folder: Path) -> dict:
+    """A metric that fails at one rank's layers, a window that fails on one rank, other layers."""
+    heard = Heard()
+    model = Decoder()
+    ids, mask = ragged(ranks.rank)
+
+    def second_rank_fails(hidden: Tensor) -> Tensor:
+        if dist.get_rank() == 1:
+            raise ZeroDivisionError("by design")
+        return hidden.mean()
+
+    metrics = FEW | {"fragile": second_rank_fails}
+    monitor, memory = monitor_of(model, folder / "failures", metrics=metrics, strict=False)
+    snapshot = Window.snapshot
+    for step in range(5):
+        if step in (1, 2) and ranks.rank == ranks.size - 1:
+            Window.snapshot = broken_window
+        with monitor(step):
+            model(ids, attention_mask=mask)
+        Window.snapshot = snapshot
+        if step == 2:
+            with monitor(step):  # not tried again by those that saw no fault
+                model(ids, attention_mask=mask)
+    uneven = Decoder(layers=LAYERS + (ranks.rank == 1))
+    others, none = monitor_of(uneven, strict=False)
+    with others(0):
+        uneven(ids, attention_mask=mask)
+    strict, _ = monitor_of(model, metrics=metrics, strict=True)
+    raised = ""
+    try:
+        with strict(0):
+            model(ids, attention_mask=mask)
+    except geomon.gather.RankFailedError as error:
+        raised = str(error)
+    readings = [(r.step, measured(r)) for r in memory.readings]
+    return {
+        "readings": readings, "messages": list(heard.messages), "uneven": len(none.readings),
+        "raised": raised, "notes": [r.notes for r in memory.readings],
+    }  # fmt: skip
+
+
+def broken_window(self):
+    raise OSError("no window here")
+
+
+def moments(ranks: Ranks, folder: Path) -> dict:
+    """Far from the origin, ragged, one rank without rows."""
+    rows = [
+        torch.randn(7 * rank, WIDTH, generator=torch.Generator().manual_seed(rank)).double() + 1e6
+        for rank in range(ranks.size)
+    ]
+    merged, whole = merged_moments(moments_of(rows[ranks.rank]), join_ranks()), torch.cat(rows)
+    return {
+        "count": merged.count - len(whole),
+        "mean": (merged.mean / whole.mean(0) - 1).abs().max().item(),
+        "variance": (merged.variance / whole.var(0, correction=0).sum() - 1).abs().item(),
+        "merged": merged.mean,
+    }
+
+
+def resumed(ranks: Ranks, folder: Path) -> dict:
+    """Goes on in the same folder, two steps back, as from a checkpoint."""
+    first = {1: 10, 2: 0, 4: 5}[ranks.size]
+    model = Decoder()
+    monitor, _ = monitor_of(model, folder / "resumed")
+    passes = []
+    ids, mask = ragged(ranks.rank)
+    for step in range(max(0, first - 2), first + 5):
+        passes.append(monitor.due(step))
+        with monitor(step):
+            model(ids, attention_mask=mask)
+    return {"passes": passes}
+
+
+# -- strategies ------------------------------------------------------------------------------------
+
+
+def plain_ddp(model: nn.Module) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model)
+
+
+def fsdp2(model: nn.Module) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def fsdp1(model: nn.Module) -> nn.Module:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    return FullyShardedDataParallel(
+        model, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True,
+        device_id=torch.device("cpu"),
+    )  # fmt: skip
+
+
+STRATEGIES = {"ddp": plain_ddp, "fsdp2": fsdp2, "fsdp1": fsdp1}
+
+
+def train(model: nn.Module, rank: int, size: int, around) -> list[float]:
+    """Two batches to a step, the first under no_sync; at the last one rank has only padding."""
+    torch.manual_seed(rank)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(STEPS):
+        empty = size - 1 if step == STEPS - 1 else None
+        for part in range(2):
+            with no_sync(model, part == 0):
+                with around(step):
+                    loss = loss_of(model, *ragged(rank, step + 50 * part, empty))
+                loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def no_sync(model: nn.Module, on: bool):
+    if hasattr(model, "set_requires_gradient_sync"):
+        model.set_requires_gradient_sync(not on)
+        return contextlib.nullcontext()
+    return model.no_sync() if on else contextlib.nullcontext()
+
+
+def whole_state(model: nn.Module) -> dict:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+
+
+def strategies(ranks: Ranks, folder: Path) -> dict:
+    """Trained with and without a monitor; readings of the first and the last weights."""
+    found = {}
+    for name, wrap in STRATEGIES.items():
+        plain = wrap(Decoder(dropout=0.2))
+        losses = train(plain, ranks.rank, ranks.size, lambda step: contextlib.nullcontext())
+        before = [copy.deepcopy(p) for p in local(plain)]
+        model = wrap(Decoder(dropout=0.2))
+        monitor, memory = monitor_of(model, tokens=150)
+        watched = train(model, ranks.rank, ranks.size, monitor)
+        model.eval()
+        same = all(map(torch.equal, local(model), before)) and watched == losses
+        ids, mask = ragged(ranks.rank)
+        with monitor(STEPS), torch.no_grad():
+            model(ids, attention_mask=mask)
+        state = whole_state(model)
+        found[name] = {"bit-identical": same, "steps": [r.step for r in memory.readings]}
+        if ranks.rank == 0:
+            alone = Decoder().eval()
+            alone.load_state_dict(state)
+            batches = [ragged(rank) for rank in range(ranks.size)]
+            found[name] |= {
+                "gathered": measured(memory.readings[-1]),
+                "one process": one_process(alone, batches, FEW, step=STEPS, tokens=150),
+                "layers": monitor._describe()["layers"],
+                "values": [measured(r) for r in memory.readings],
+            }
+    return found
+
+
+def probed_anywhere(ranks: Ranks, folder: Path) -> dict:
+    """Extra passes at any point of a step leave the training as it is, also what FSDP gathered."""
+    if ranks.size > 2:  # no different from two, and slow
+        return {}
+    inputs = dict(zip(("ids", "attention_mask"), ragged(0), strict=True))
+    found = {}
+    for name, wrap in STRATEGIES.items():
+        runs = []
+        for probed in (False, True):
+            torch.manual_seed(ranks.rank)
+            model = wrap(Decoder(dropout=0.2))
+            monitor, memory = monitor_of(model, metrics=select("variance"))
+            probe = partial(monitor.probe, inputs=inputs) if probed else lambda step: None
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            losses = []
+            for step in range(3):
+                probe(4 * step)
+                loss = loss_of(model, *ragged(ranks.rank, step))
+                probe(4 * step + 1)
+                loss.backward()
+                probe(4 * step + 2)
+                optimizer.step()
+                probe(4 * step + 3)
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            runs.append((losses, [p.clone() for p in local(model)]))
+        (losses, weights), (others, same) = runs
+        found[name] = losses == others and all(map(torch.equal, weights, same))
+        found[f"{name} readings"] = len(memory.readings)
+    return found
+
+
+def local(model: nn.Module) -> list[Tensor]:
+    return [(p.to_local() if hasattr(p, "to_local") else p).detach() for p in model.parameters()]
+
+
+def tensor_parallel(ranks: Ranks, folder: Path) -> dict:
+    """Refused in words: rank 0's own rows are measured."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)) for _ in range(3)))
+    mesh = init_device_mesh("cpu", (ranks.size,))
+    plan = {
+        f"{i}.{j}": (ColwiseParallel(), RowwiseParallel())[j] for i in range(3) for j in range(2)
+    }
+    model = parallelize_module(model, mesh, plan)
+    monitor, memory = monitor_of(model, metrics=select("variance"), strict=False)
+    with monitor(0):
+        model(torch.randn(6, 5, 8))
+    return {"notes": [r.notes for r in memory.readings]}
+
+
+# -- ranks that are lost ---------------------------------------------------------------------------
+
+
+def lost(ranks: Ranks, folder: Path) -> dict:
+    """The second rank sleeps through a reading, later it dies; the first goes on with its own."""
+    heard, found = Heard(), {}
+    geomon.ranks.TIMEOUT = timedelta(seconds=2)
+    model, (ids, mask) = Decoder(), ragged(ranks.rank)
+    for name in ("asleep", "dead"):
+        monitor, memory = monitor_of(model, folder / name, strict=False, tokens=30)
+        began = time.perf_counter()
+        for step in range(4):
+            if step == 2 and ranks.rank == 1:
+                if name == "dead":
+                    torch.save({"lost": found}, folder / "lost_2_1.pt")
+                    os._exit(0)
+                time.sleep(3)
+            with monitor(step):
+                model(ids, attention_mask=mask)
+        monitor.close()
+        found[name] = {
+            "steps": [r.step for r in memory.readings],
+            "own rows": [r.tokens == min(60, int(mask.sum())) for r in memory.readings],
+            "seconds": time.perf_counter() - began,
+            "messages": list(heard.messages),
+        }
+        heard.messages.clear()
+    return found
+
+
+# -- through Lightning -----------------------------------------------------------------------------
+
+
+def lightning(ranks: Ranks, folder: Path) -> dict:
+    """DDP and FSDP2 (ModelParallelStrategy), accumulated batches; Lightning's FSDP1 wants a GPU."""
+    import lightning as L
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from geomon.lightning import GeometryMonitor
+
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Decoder(dropout=0.2)
+
+        def configure_model(self) -> None:
+            if isinstance(self.trainer.strategy, ModelParallelStrategy):
+                from torch.distributed.fsdp import fully_shard
+
+                for module in (*self.net.blocks, self.net):
+                    fully_shard(module, mesh=self.device_mesh["data_parallel"])
+
+        def forward(self, ids, attention_mask):
+            return self.net(ids, attention_mask=attention_mask)
+
+        def training_step(self, batch, index):
+            return loss_of(self.net, *batch)
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def fit(strategy, callbacks):
+        generator = torch.Generator().manual_seed(3)
+        ids = torch.randint(0, VOCABULARY, (26, LENGTH), generator=generator)
+        mask = torch.arange(LENGTH) < torch.randint(6, LENGTH, (26, 1), generator=generator)
+        module = Module()
+        torch.manual_seed(int(os.environ["RANK"]))
+        trainer = L.Trainer(
+            max_epochs=1, accelerator="cpu", devices=2, strategy=strategy, callbacks=callbacks,
+            logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False, accumulate_grad_batches=2, default_root_dir=folder,
+        )  # fmt: skip
+        trainer.fit(module, DataLoader(TensorDataset(ids, mask), batch_size=3))
+        return [parameter.clone() for parameter in local(module)]
+
+    found = {}
+    sharded = partial(ModelParallelStrategy, data_parallel_size=2, tensor_parallel_size=1)
+    for name, strategy in (("ddp", DDPStrategy), ("fsdp2", sharded)):
+        plain = fit(strategy(), [])
+        for source in ("inline", "probe", "alone"):
+            if (name, source) == ("fsdp2", "alone"):
+                continue  # as under DDP
+            inputs = dict(zip(("ids", "attention_mask"), ragged(0), strict=True))
+            memory = Memory()
+            monitor = GeometryMonitor(
+                metrics=FEW, tokens=150, schedule=every(1), strict=True, sinks=[memory],
+                directory=folder / f"{name}_{source}", probe=inputs if source == "probe" else None,
+                gather=source != "alone",
+            )  # fmt: skip
+            watched = fit(strategy(), [monitor])
+            found[f"{name} {source}"] = {
+                "bit-identical": all(map(torch.equal, watched, plain)),
+                "steps": [reading.step for reading in memory.readings],
+                "tokens": [reading.tokens for reading in memory.readings],
+                "values": [measured(reading) for reading in memory.readings],
+            }
+    try:
+        L.Trainer(accelerator="cpu", devices=2, strategy="fsdp", logger=False)
+    except ValueError as error:
+        found["fsdp1"] = str(error)
+    return found
+
+
+TOGETHER = {
+    function.__name__: function
+    for function in (
+        ragged_readings, same_rows, probes, not_gathered, failures, moments, resumed, strategies,
+        probed_anywhere,
+        tensor_parallel,
+    )
+}  # fmt: skip
+
+
+ALONE = {"same_rows": same_rows}
+
+
+def main(which: str, folder: Path) -> None:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if size > 1 and which != "lightning":  # which does it itself
+        dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    functions = {"together": TOGETHER, "alone": ALONE}.get(which) or {which: globals()[which]}
+    found = {}
+    for name, function in functions.items():
+        began = time.perf_counter()
+        found[name] = function(find_ranks(), folder)
+        print(f"rank {rank}: {name}, {time.perf_counter() - began:.1f} s", file=sys.stderr)
+    torch.save(found, folder / f"{which}_{size}_{rank}.pt")
+    if dist.is_initialized() and which != "lost":
+        dist.destroy_process_group()
+    os._exit(0)  # a broken group is not waited for
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

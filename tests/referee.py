@@ -1,0 +1,496 @@
+"""The referee: what a model computes, seen without geomon, against what geomon captured.
+
+Hidden states and projections are the outputs of plain hooks on the watched model itself, in a run
+of its own. Attention probabilities are what the same model gives when it attends eagerly.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from specimens import Specimen, Stack, alone, built, inputs_of
+from torch import Tensor, nn
+
+from geomon.anatomy import find_anatomy
+from geomon.capture import Window
+from geomon.layer import CAPTURED, Layer
+
+Place = tuple[str, int]  # stack and depth; depth 0 is what enters the first block
+
+
+# -- what the model computes -------------------------------------------------------------------
+
+
+@dataclass
+class Reference:
+    """What one forward pass of a model holds, by stack and depth."""
+
+    hidden: dict[Place, Tensor] = field(default_factory=dict)  # of the blocks, by hooks
+    listed: dict[Place, Tensor] = field(default_factory=dict)  # of `output_hidden_states`
+    query: dict[Place, Tensor] = field(default_factory=dict)  # [..., heads, head width]
+    key: dict[Place, Tensor] = field(default_factory=dict)
+    attention: dict[Place, Tensor] = field(default_factory=dict)  # [sequences, heads, .., keys]
+
+
+@torch.no_grad()
+def refer(specimen: Specimen, implementation: str, *, padded: bool = True) -> Reference:
+    """What the specimen computes; attention probabilities of its eager twin."""
+    model = built(specimen, implementation)
+    inputs = inputs_of(specimen, padded=padded)
+    reference = Reference()
+    with without_fast_path(), _hooks() as hold:
+        for name, stack in specimen.stacks.items():
+            _watch(model, name, stack, reference, hold)
+        output = model(**inputs, **_arguments_for(specimen, "hidden"))
+    for name, stack in specimen.stacks.items():
+        listed = _field(output, stack.hidden) if stack.hidden else ()
+        for depth, states in zip(_listed_at(stack, len(listed)), listed, strict=True):
+            if depth is not None:
+                reference.listed[name, depth] = states
+    own = specimen.own_attention.get(implementation)
+    if own is None:
+        _attend(specimen, inputs, reference)
+    else:
+        for place, query in reference.query.items():
+            reference.attention[place] = own(query, reference.key[place], inputs)
+    return reference
+
+
+def _watch(
+    model: nn.Module, name: str, stack: Stack, reference: Reference, hold: Callable[[Any], None]
+) -> None:
+    """Hooks that keep what one stack computes; the order of the calls is the depth."""
+    blocks = stack.blocks_in(model)
+    if not name.endswith("cross"):
+        hold(blocks[0].register_forward_pre_hook(_entering(reference, name), with_kwargs=True))
+        leaving = _leaving(reference, name)
+        for block in blocks:
+            hold(block.register_forward_hook(leaving))
+    keeps = {which: _keep(getattr(reference, which), name, stack) for which in ("query", "key")}
+    for block in stack.attending_in(model).values() if stack.query else ():
+        query = block.get_submodule(stack.query)
+        if isinstance(query, nn.MultiheadAttention):
+            hold(query.register_forward_pre_hook(_multihead(stack, keeps), with_kwargs=True))
+        elif stack.key is None:
+            hold(query.register_forward_hook(_fused(stack, keeps)))
+        else:
+            hold(query.register_forward_hook(_separate(stack, keeps, "query")))
+            key = block.get_submodule(stack.key)
+            hold(key.register_forward_hook(_separate(stack, keeps, "key")))
+
+
+def _entering(reference: Reference, name: str) -> Callable[..., None]:
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        reference.hidden.setdefault((name, 0), _states([*args, *kwargs.values()]).clone())
+
+    return hook
+
+
+def _leaving(reference: Reference, name: str) -> Callable[..., None]:
+    depths = itertools.count(1)
+
+    def hook(_: nn.Module, __: Any, output: Any) -> None:
+        reference.hidden[name, next(depths)] = _states(output).clone()
+
+    return hook
+
+
+def _keep(kept: dict[Place, Tensor], name: str, stack: Stack) -> Callable[[Tensor], None]:
+    depths = itertools.count(1) if stack.attending is None else iter(stack.attending)
+
+    def keep(values: Tensor) -> None:
+        kept[name, next(depths)] = values.clone()
+
+    return keep
+
+
+def _fused(stack: Stack, keeps: Mapping[str, Callable[[Tensor], None]]) -> Callable[..., None]:
+    def hook(_: nn.Module, __: Any, output: Tensor) -> None:
+        query, key = stack.split(output, stack.heads, stack.key_heads)
+        keeps["query"](query)
+        keeps["key"](key)
+
+    return hook
+
+
+def _separate(
+    stack: Stack, keeps: Mapping[str, Callable[[Tensor], None]], which: str
+) -> Callable[..., None]:
+    def hook(_: nn.Module, __: Any, output: Tensor) -> None:
+        if which == "query":
+            keeps["query"](alone(output, stack.heads))
+        else:
+            keeps["key"](stack.key_of(output, stack.key_heads))
+
+    return hook
+
+
+def _multihead(stack: Stack, keeps: Mapping[str, Callable[[Tensor], None]]) -> Callable[..., None]:
+    """`nn.MultiheadAttention` projects inside a function: the same product of its inputs."""
+
+    def hook(module: nn.MultiheadAttention, args: Any, kwargs: Mapping[str, Any]) -> None:
+        given = dict(zip(("query", "key"), args, strict=False)) | dict(kwargs)
+        weights, biases = module.in_proj_weight.chunk(3), module.in_proj_bias.chunk(3)
+        for which, weight, bias in zip(("query", "key"), weights, biases, strict=False):
+            keeps[which](F.linear(given[which], weight, bias).unflatten(-1, (stack.heads, -1)))
+
+    return hook
+
+
+def _attend(specimen: Specimen, inputs: dict[str, Any], reference: Reference) -> None:
+    """Attention probabilities of the model that attends eagerly."""
+    model = built(specimen, "eager")
+    recorded: dict[Place, Tensor] = {}
+    with _hooks() as hold:
+        for name, stack in specimen.stacks.items():
+            if stack.attention and stack.attention.startswith("in "):
+                _record(model, name, stack, recorded, hold)
+        output = model(**inputs, **_arguments_for(specimen, "attention"))
+    reference.attention.update(recorded)
+    for name, stack in specimen.stacks.items():
+        if stack.attention and not stack.attention.startswith("in "):
+            found = _field(output, stack.attention)
+            depths = stack.attending or range(1, len(found) + 1)
+            for depth, probabilities in zip(depths, found, strict=True):
+                reference.attention[name, depth] = probabilities
+
+
+def _record(
+    model: nn.Module, name: str, stack: Stack, recorded: dict[Place, Tensor],
+    hold: Callable[[Any], None],
+) -> None:  # fmt: skip
+    """Hooks on the attention of each block, which holds its probabilities or returns them."""
+
+    def ask(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+        return args, {**kwargs, "need_weights": True, "average_attn_weights": False}
+
+    def keep(depth: int) -> Callable[..., None]:
+        def hook(module: nn.Module, _: Any, output: Any) -> None:
+            kept = getattr(module, "probabilities", None)
+            recorded[name, depth] = output[1] if kept is None else kept
+
+        return hook
+
+    path = (stack.attention or "").removeprefix("in ")
+    for depth, block in stack.attending_in(model).items():
+        attention = block.get_submodule(path)
+        if isinstance(attention, nn.MultiheadAttention):
+            hold(attention.register_forward_pre_hook(ask, with_kwargs=True))
+        hold(attention.register_forward_hook(keep(depth)))
+
+
+def _listed_at(stack: Stack, count: int) -> tuple[int | None, ...]:
+    """Depths of the listed hidden states."""
+    return (*range(count - 1), None)[:count] if stack.listed_at is None else stack.listed_at
+
+
+def _arguments_for(specimen: Specimen, what: str) -> dict[str, bool]:
+    """What makes a transformers model return its hidden states, or its attention."""
+    names = [getattr(stack, what) for stack in specimen.stacks.values()]
+    asked = {"hidden": "output_hidden_states", "attention": "output_attentions"}[what]
+    return {asked: True} if any(n and not n.startswith("in ") for n in names) else {}
+
+
+def _field(output: Any, path: str) -> tuple[Tensor, ...]:
+    return functools.reduce(getattr, path.split("."), output)
+
+
+def _states(values: Any) -> Tensor:
+    """The hidden states among a block's arguments or outputs: the first floating-point tensor."""
+    if isinstance(values, Tensor):
+        return values
+    return next(v for v in values if isinstance(v, Tensor) and v.is_floating_point())
+
+
+@contextmanager
+def without_fast_path() -> Iterator[None]:
+    """The fused path that plain torch takes in eval mode without gradients rounds differently."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextmanager
+def _hooks() -> Iterator[Callable[[Any], None]]:
+    handles: list[Any] = []
+    try:
+        yield handles.append
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# -- what geomon captured ----------------------------------------------------------------------
+
+
+class Seen(NamedTuple):
+    """One layer as geomon captured it, and which of the model's rows these are."""
+
+    layer: Layer
+    rows: Tensor | None  # of the hidden states, flattened to [tokens, width]
+    query_rows: Tensor | None  # of what the projections gave, flattened
+    key_rows: Tensor | None
+    sequences: Tensor | None  # of the attention calls
+    places: Tensor | None  # of the sampled queries, [sequences, queries]
+
+
+def watch(model: nn.Module, inputs: Mapping[str, Any], rows: int = 100_000) -> tuple[Any, Window]:
+    """The model's output under an open window, and the window."""
+    window = Window(find_anatomy(model), set(CAPTURED), rows=rows, seed=0)
+    with window:
+        output = model(**inputs)
+    return output, window
+
+
+def routes_of(window: Window) -> set[str]:
+    """Where the window saw attention."""
+    return {
+        route
+        for found in window._passes
+        for visit in found.visits
+        for route in visit.routes.values()
+    } or {"none"}
+
+
+def notes_of(window: Window) -> set[str]:
+    """What the snapshot notes, other than how much is padding."""
+    texts = {note.text for note in window.snapshot().notes}
+    return {text for text in texts if "padding, " not in text}
+
+
+def seen_layers(window: Window) -> dict[Place, Seen]:
+    """What a window saw, by stack and depth: the one place that knows of `Window.drawn`."""
+    found = {}
+    for layer in window.snapshot().layers:
+        drawn = window.drawn(layer.stack, layer.index)
+        found[layer.stack, layer.index] = Seen(
+            layer, drawn.rows, drawn.query_rows, drawn.key_rows, drawn.sequences, drawn.places
+        )
+    return found
+
+
+def rebuilt(layer: Layer) -> tuple[Tensor, Tensor]:
+    """Attention probabilities from captured views, and the rows (of queries) that are real."""
+    views = layer.captured
+    if views.get("scores") is not None:
+        scores = views["scores"].float()
+    else:
+        group = views["query"].shape[1] // views["key"].shape[1]
+        keys = views["key"].repeat_interleave(group, dim=1)
+        scores = views["query"] @ keys.transpose(-1, -2) * views["scale"]
+        if views.get("softcap") is not None:
+            scores = views["softcap"] * (scores / views["softcap"]).tanh()
+        if views.get("bias") is not None:
+            scores = scores + views["bias"]
+    visible = views["visible"].expand(scores.shape)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if views.get("sink") is not None:
+        sink = views["sink"][None, :, None, None].expand(*scores.shape[:3], 1)
+        return torch.cat([scores, sink], dim=-1).softmax(dim=-1)[..., :-1], visible.any(dim=-1)
+    return scores.softmax(dim=-1), visible.any(dim=-1)
+
+
+# -- the comparison ----------------------------------------------------------------------------
+
+
+@dataclass
+class Verdict:
+    """Largest differences over the layers, and all that is not as it should be.
+
+    Attributes:
+        attention: Of attention probabilities; None where none was compared.
+        projected: Of projected queries and keys.
+        hidden: Of hidden states.
+        identical: Whether the model's outputs are.
+        routes: Where attention was seen.
+        faults: What else is wrong.
+        missing: (stack, view) -> the reasons that geomon gives.
+        notes: What geomon notes, other than how much is padding.
+    """
+
+    attention: float | None = None
+    projected: float | None = None
+    hidden: float | None = None
+    identical: bool = True
+    routes: set[str] = field(default_factory=set)
+    faults: list[str] = field(default_factory=list)
+    missing: dict[tuple[str, str], set[str]] = field(default_factory=dict)
+    notes: set[str] = field(default_factory=set)
+
+    def worst(self, what: str, difference: float) -> None:
+        """Keep the largest difference of one kind."""
+        before = getattr(self, what)
+        setattr(self, what, difference if before is None else max(before, difference))
+
+
+def compare(
+    specimen: Specimen, reference: Reference, found: Mapping[Place, Seen], verdict: Verdict, *,
+    padded: bool, rows: int = 10**9,
+) -> None:  # fmt: skip
+    """Hold what geomon captured against what the model computes; add to the verdict.
+
+    Args:
+        specimen: The model.
+        reference: What it computes.
+        found: What was captured.
+        verdict: Of this specimen.
+        padded: Whether the inputs had padding.
+        rows: How many rows were to be kept; by default all.
+    """
+    inputs = specimen.inputs()
+    real = specimen.padding(inputs) if padded else {}
+    expected = set(reference.hidden) | set(reference.attention)
+    if set(found) != expected:
+        verdict.faults.append(
+            f"layers: {sorted(set(found) - expected)} too many, "
+            f"{sorted(expected - set(found))} not seen"
+        )
+    for place in sorted(expected & set(found)):
+        stack, seen = specimen.stacks[place[0]], found[place]
+        for view, why in seen.layer.missing.items():
+            verdict.missing.setdefault((place[0], view), set()).add(why)
+        valid = real.get(place[0])
+        keys = real.get("encoder", real.get("memory")) if place[0] == "cross" else valid
+        one = _Comparison(place, inputs, stack, seen, reference, valid, keys, rows, verdict)
+        for part in (one.hidden, one.projections, one.attention):
+            try:
+                part()
+            except Exception as error:
+                verdict.faults.append(f"{place}: {type(error).__name__}: {error}")
+
+
+# The input that holds a stack's token ids.
+_TOKENS = {"decoder": ("decoder_input_ids",)}
+
+
+class _Comparison(NamedTuple):
+    """One layer, as captured and as computed."""
+
+    place: Place
+    inputs: Mapping[str, Any]
+    stack: Stack
+    seen: Seen
+    reference: Reference
+    valid: Tensor | None  # real tokens, [sequences, length]
+    valid_keys: Tensor | None  # of what is attended to
+    rows: int
+    verdict: Verdict
+
+    def has(self, view: str) -> bool:
+        """Whether the view was captured; what is neither captured nor missing is a fault."""
+        if view in self.seen.layer.missing:
+            return False
+        if view not in self.seen.layer.captured:
+            raise LookupError(f"{view} is neither captured nor said to be missing")
+        return True
+
+    def hidden(self) -> None:
+        """Hidden states, of the tokens that are no padding and of no others."""
+        if self.place not in self.reference.hidden or not self.has("hidden"):
+            return
+        captured = self.seen.layer.captured["hidden"]
+        states = _width_last(self.reference.hidden[self.place])
+        real = torch.ones(states.shape[:-1], dtype=torch.bool)
+        if self.valid is not None:
+            real = self.valid.T if self.stack.length_first else self.valid
+        rows, tokens = self.seen.rows, real.flatten().nonzero().squeeze(1)
+        if len(rows) != min(self.rows, len(tokens)) or len(
+            set(rows.tolist()) - set(tokens.tolist())
+        ):
+            self.verdict.faults.append(f"{self.place}: rows are not those of real tokens")
+        self.verdict.worst("hidden", _difference(states.flatten(0, -2)[rows], captured))
+        if self.place in self.reference.listed:
+            listed = _width_last(self.reference.listed[self.place])
+            if self.stack.length_first:
+                listed = listed.transpose(0, 1)
+            self.verdict.worst("hidden", _difference(listed.flatten(0, -2)[rows], captured))
+
+    def check_tokens(self, rows: Tensor, states: Tensor) -> None:
+        """Position in its sequence and token id of each row."""
+        views, second = self.seen.layer.captured, states.shape[1]
+        if states.ndim == 3:
+            positions = rows // second if self.stack.length_first else rows % second
+            if not torch.equal(views["positions"], positions):
+                self.verdict.faults.append(f"{self.place}: positions are not those of the rows")
+        if self.has("token_ids"):
+            names = _TOKENS.get(self.place[0], ("input_ids", "idx"))
+            ids = next(self.inputs[name] for name in names if name in self.inputs)
+            ids = (ids.T if self.stack.length_first else ids).flatten()[rows]
+            if not torch.equal(views["token_ids"], ids):
+                self.verdict.faults.append(f"{self.place}: token ids are not those of the rows")
+
+    def check_rows(self, rows: Tensor, shape: torch.Size, valid: Tensor | None) -> None:
+        """The rows are those of real tokens, none twice, and as many as there should be."""
+        real = torch.ones(shape, dtype=torch.bool)
+        if valid is not None:
+            real = valid.T if self.stack.length_first or valid.shape != shape else valid
+        tokens = set(real.flatten().nonzero().squeeze(1).tolist())
+        drawn = rows.tolist()
+        if len(drawn) != min(self.rows, len(tokens)) or len(set(drawn) & tokens) != len(drawn):
+            self.verdict.faults.append(f"{self.place}: rows are not those of real tokens")
+
+    def projections(self) -> None:
+        """Queries and keys as projected."""
+        if self.stack.query is None and self.place in self.reference.attention:
+            self.stand_ins()
+        for which, valid in (("query", self.valid), ("key", self.valid_keys)):
+            expected = getattr(self.reference, which).get(self.place)
+            if expected is not None and self.has(f"projected_{which}"):
+                rows = getattr(self.seen, f"{which}_rows")
+                self.check_rows(rows, expected.shape[:-2], valid)
+                captured = self.seen.layer.captured[f"projected_{which}"]
+                self.verdict.worst(
+                    "projected", _difference(expected.flatten(0, -3)[rows], captured)
+                )
+
+    def stand_ins(self) -> None:
+        """Queries and keys as attended, of real tokens, where nothing projects to them."""
+        views, sequences, places = self.seen.layer.captured, self.seen.sequences, self.seen.places
+        for which in ("query", "key"):
+            if self.has(f"projected_{which}"):
+                attended = views[which].transpose(1, 2)
+                if self.valid is not None:
+                    attended = attended[self.valid[sequences].gather(1, places)]
+                captured = views[f"projected_{which}"]
+                rows = attended.reshape(-1, *attended.shape[-2:])
+                if _difference(rows, captured) > 0:
+                    self.verdict.faults.append(f"{self.place}: {which} is not as attended")
+
+    def attention(self) -> None:
+        """Attention probabilities of the sampled queries that are no padding."""
+        expected = self.reference.attention.get(self.place)
+        if expected is None or not self.has("visible"):
+            return
+        probabilities, real = rebuilt(self.seen.layer)
+        sequences, places = self.seen.sequences, self.seen.places
+        whole = torch.arange(expected.shape[2]).expand(expected.shape[0], -1)
+        if self.rows > whole.numel() and not torch.equal(places, whole):
+            self.verdict.faults.append(f"{self.place}: the queries are not all of them")
+        valid = torch.ones_like(whole, dtype=torch.bool) if self.valid is None else self.valid
+        count = int(valid[sequences].gather(1, places).sum()) * expected.shape[1]
+        if int(real.sum()) != count:
+            self.verdict.faults.append(
+                f"{self.place}: {int(real.sum())} rows of attention, not {count}"
+            )
+        index = places[:, None, :, None].expand(-1, expected.shape[1], -1, expected.shape[3])
+        truth = expected[sequences].gather(2, index)
+        self.verdict.worst("attention", _difference(probabilities[real], truth[real]))
+
+
+def _width_last(states: Tensor) -> Tensor:
+    """Feature maps [n, width, height, breadth] as [n, height, breadth, width]."""
+    return states.movedim(1, -1) if states.ndim == 4 else states
+
+
+def _difference(one: Tensor, other: Tensor) -> float:
+    if one.shape != other.shape:
+        raise ValueError(f"{list(other.shape)} was captured, of {list(one.shape)}")
+    return float((one - other).abs().max())

@@ -1,0 +1,274 @@
+"""Every architecture of the zoo, seen through a window, against what the model computes.
+
+`python tests/test_architectures.py` writes docs/architectures.md from the same measurements.
+"""
+
+import functools
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from referee import (
+    Verdict,
+    compare,
+    notes_of,
+    refer,
+    routes_of,
+    seen_layers,
+    watch,
+    without_fast_path,
+)
+from specimens import AS_ATTENDED, PADDING_MASKS, SDPA_ALONE, built, inputs_of
+from torch import Tensor
+from zoo import ZOO
+
+import geomon.rows
+from geomon import describe
+from geomon.anatomy import find_anatomy
+from geomon.routes import ROUTES, forecast
+
+TABLE = Path(__file__).parent.parent / "docs" / "architectures.md"
+TOLERANCE = 1e-5  # of attention probabilities: float32, eager against fused
+RECOMPUTED = 1e-5  # of projections that no module gives: products of some rows and of all
+
+EACH = pytest.mark.parametrize(
+    ("name", "implementation"),
+    [(name, kind) for name, specimen in ZOO.items() for kind in specimen.routes],
+)
+# One implementation for each route that there is in a model.
+EACH_ROUTE = pytest.mark.parametrize(
+    ("name", "implementation"),
+    [
+        (name, kind)
+        for name, specimen in ZOO.items()
+        for kind in {route: kind for kind, route in reversed(specimen.routes.items())}.values()
+    ],
+)
+
+
+@functools.cache
+def measured(name: str, implementation: str) -> Verdict:
+    """The verdict on a specimen, over padded inputs and inputs without padding."""
+    specimen, verdict = ZOO[name], Verdict()
+    takes_mask = bool(set(specimen.inputs()) & set(PADDING_MASKS))
+    for padded in (True, False) if takes_mask else (False,):
+        reference = refer(specimen, implementation, padded=padded)
+        model, inputs = built(specimen, implementation), inputs_of(specimen, padded=padded)
+        with torch.no_grad(), without_fast_path():
+            bare = list(tensors(model(**inputs)))
+            output, window = watch(model, inputs)
+        verdict.identical &= _equal(bare, list(tensors(output)))
+        verdict.routes |= routes_of(window)
+        verdict.notes |= notes_of(window)
+        compare(specimen, reference, seen_layers(window), verdict, padded=padded)
+    return verdict
+
+
+@functools.cache
+def trains_alike(name: str, implementation: str) -> bool:
+    """Whether outputs, gradients and random state are the same with an open window and dropout."""
+    passes = []
+    for watched in (False, True):
+        model = built(ZOO[name], implementation, dropout=0.2).train()
+        inputs = inputs_of(ZOO[name], padded=True)
+        with torch.random.fork_rng():
+            torch.manual_seed(7)
+            output = watch(model, inputs)[0] if watched else model(**inputs)
+            found = list(tensors(output))
+            sum(part.float().square().mean() for part in found if part.requires_grad).backward()
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            passes.append([*found, *gradients, torch.random.get_rng_state()])
+    return _equal(*passes)
+
+
+def tensors(output: Any) -> Iterator[Tensor]:
+    """The tensors in what a model returns, in order."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, dict | list | tuple):
+        for part in output.values() if isinstance(output, dict) else output:
+            yield from tensors(part)
+
+
+def multihead(name: str) -> bool:
+    """Whether attention is `nn.MultiheadAttention`, which projects inside a function."""
+    return ZOO[name].routes == SDPA_ALONE
+
+
+def _equal(some: list[Tensor], others: list[Tensor]) -> bool:
+    return len(some) == len(others) > 0 and all(map(torch.equal, some, others))
+
+
+@EACH
+def test_what_is_captured_is_what_the_model_computes(name, implementation):
+    verdict = measured(name, implementation)
+    assert verdict.faults == []
+    assert verdict.attention is None or verdict.attention < TOLERANCE
+    assert verdict.projected is None or verdict.projected <= (RECOMPUTED if multihead(name) else 0)
+    assert verdict.hidden == 0
+
+
+@EACH
+def test_attention_is_seen_where_it_goes_through(name, implementation):
+    assert measured(name, implementation).routes == {ZOO[name].routes[implementation]}
+
+
+@EACH
+def test_what_is_not_seen_is_declared_in_the_words_of_geomon(name, implementation):
+    declared = ZOO[name].declared(implementation)
+    verdict = measured(name, implementation)
+    assert verdict.missing == {k: {why} for k, why in declared.items()}
+    assert verdict.notes == set(ZOO[name].notes)
+
+
+@EACH_ROUTE
+def test_the_route_that_is_forecast_is_the_one_that_is_taken(name, implementation):
+    route = ZOO[name].routes[implementation]
+    anatomy = find_anatomy(built(ZOO[name], implementation))
+    kinds = {type(found.module): found for block in anatomy.blocks for found in block.attentions}
+    forecasts = {forecast(found) for found in kinds.values()}
+    assert route == "none" or forecasts <= {route, None}
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_describe_says_what_is_seen_and_what_is_not(name):
+    specimen = ZOO[name]
+    implementation, route = next(iter(specimen.routes.items()))
+    model, inputs = built(specimen, implementation), inputs_of(specimen, padded=True)
+    said = "".join(str(describe(model, inputs)).split())
+    words = [ROUTES[route]] if route in ROUTES else []
+    for sentence in (*words, *specimen.declared(implementation).values()):
+        assert "".join(sentence.split()) in said
+
+
+@EACH
+def test_an_open_window_changes_no_output(name, implementation):
+    assert measured(name, implementation).identical
+
+
+@EACH_ROUTE
+def test_an_open_window_changes_no_gradient_and_no_random_state(name, implementation):
+    assert trains_alike(name, implementation)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["GPT-2", "Mistral (sliding window)", "BLOOM (ALiBi)", "T5 (position bias)", "BART", "ViT",
+     "nn.Transformer", "nn.TransformerEncoder (length first)", "XLNet", "wav2vec 2.0"],
+)  # fmt: skip
+def test_sampled_rows_are_what_the_model_computes_there(name, monkeypatch):
+    monkeypatch.setattr(geomon.rows, "QUERIES", 8)
+    specimen, verdict = ZOO[name], Verdict()
+    implementation = next(iter(specimen.routes))
+    reference = refer(specimen, implementation, padded=True)
+    with torch.no_grad():
+        model, inputs = built(specimen, implementation), inputs_of(specimen, padded=True)
+        _, window = watch(model, inputs, rows=30)
+    found = seen_layers(window)
+    compare(specimen, reference, found, verdict, padded=True, rows=30)
+    assert verdict.faults == []
+    assert verdict.hidden == 0
+    assert verdict.projected is None or verdict.projected <= (RECOMPUTED if multihead(name) else 0)
+    assert verdict.attention < TOLERANCE
+    assert all(len(seen.rows) <= 30 for seen in found.values() if seen.rows is not None)
+    queries = {seen.places.shape[1] for seen in found.values() if seen.places is not None}
+    assert max(queries) <= 8
+
+
+# -- the table -----------------------------------------------------------------------------------
+
+_HEAD = """# Architectures
+
+{count} architectures. Each is a small random model, seen inline through a window that captures all
+views, and held against what the model itself computes: the largest difference
+
+- of attention probabilities, rebuilt from the captured views (query, key, mask, bias, scale, soft
+  cap, sink; or scores), from the model's own eager attention,
+- of projected Q and K from the output of the projection,
+- of hidden states from plain hooks on the blocks, and from `output_hidden_states`,
+
+and whether outputs (in eval mode, and in train mode with dropout), gradients and the random state
+are bit-identical with the window open. Inputs are batches with padding on either side, and the same
+without padding. Encoder, decoder and cross-attention are layers of stacks of their own.
+`nn.MultiheadAttention` has no module that projects: Q and K are held against the product of its
+inputs and weights. The fused path that plain torch takes in eval mode without gradients is switched
+off while a window is open, and rounds differently: outputs are compared without it.
+
+Routes: *interface* is transformers' attention interface, *sdpa* is
+`torch.nn.functional.scaled_dot_product_attention`, *softmax* is attention written out by hand, of
+which the scores are seen, and Q and K as attended are not.
+
+`make architectures` writes this page; `tests/test_architectures.py` checks it.
+
+"""
+_COLUMNS = (
+    "architecture", "attends by", "route", "attention probabilities", "projected Q and K",
+    "hidden states", "outputs identical", "remarks",
+)  # fmt: skip
+
+
+def table() -> str:
+    """The page, measured."""
+    rows = [
+        row(name, route)
+        for name, specimen in ZOO.items()
+        for route in dict.fromkeys(specimen.routes.values())
+    ]
+    lines = [_COLUMNS, ["---"] * len(_COLUMNS), *rows]
+    return _HEAD.format(count=len(ZOO)) + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def row(name: str, route: str) -> list[str]:
+    """What was measured of one architecture by one route, over its attention implementations."""
+    specimen = ZOO[name]
+    kinds = [kind for kind, through in specimen.routes.items() if through == route]
+    verdicts = [measured(name, kind) for kind in kinds]
+    alike = all(v.identical for v in verdicts) and trains_alike(name, kinds[0])
+    return [
+        name,
+        "–" if route == "none" else ", ".join(kinds),
+        route,
+        _worst(verdicts, "attention"),
+        "as attended" if any(map(_stands_in, verdicts)) else _worst(verdicts, "projected"),
+        _worst(verdicts, "hidden"),
+        "yes" if alike else "no",
+        "; ".join(dict.fromkeys(filter(None, [specimen.remark, *_reasons(verdicts)]))),
+    ]
+
+
+def _worst(verdicts: list[Verdict], what: str) -> str:
+    values = [value for v in verdicts if (value := getattr(v, what)) is not None]
+    return "–" if not values else "0" if max(values) == 0 else f"{max(values):.0e}"
+
+
+def _stands_in(verdict: Verdict) -> bool:
+    return any(note.endswith(AS_ATTENDED) for note in verdict.notes)
+
+
+def _reasons(verdicts: list[Verdict]) -> Iterator[str]:
+    """What is missing and why, but for token ids where there are none and what a route says."""
+    kinds = {"projected_query": "projected Q and K", "visible": "attention"}
+    for verdict in verdicts:
+        yield from sorted(verdict.notes)
+        for (stack, view), reasons in verdict.missing.items():
+            if view in kinds:
+                where = f" of the {stack}" if stack else ""
+                yield from (f"{kinds[view]}{where} missing: {why}" for why in sorted(reasons))
+
+
+def _without_differences(text: str) -> str:
+    """Roundings differ from machine to machine; how large they may be is tested above."""
+    return re.sub(r"\| (0|\de-\d\d) (?=\|)", "| # ", text)
+
+
+def test_the_table_is_what_is_measured():
+    assert _without_differences(TABLE.read_text()) == _without_differences(table())
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    TABLE.write_text(table())

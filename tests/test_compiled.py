@@ -1,0 +1,317 @@
+"""What people do to a model besides training it plainly: neither disturbs the other.
+
+Compiled whole, in place and per block; activation checkpointing; mixed precision; accumulated
+gradients; blocks that work in place; copies for an average of the weights.
+"""
+
+import copy
+import functools
+import pickle
+
+import pytest
+import torch
+from specimens import VOCABULARY, built
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
+from zoo import ZOO
+
+from geomon import Memory, Monitor, every, select
+
+METRICS = select("variance", "anisotropy", "attention_entropy", "qk_cosine")
+IDS = torch.randint(0, VOCABULARY, (4, 16), generator=torch.Generator().manual_seed(0))
+STEPS = 4
+
+
+class Counting:
+    """A backend that runs the graphs as they are, and counts them."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph, inputs):
+        self.graphs += 1
+        return graph.forward
+
+
+@pytest.fixture
+def fresh_compiler():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+# What the compiler's own tracing of a block's inputs says.
+compiles = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+def made(name: str = "nanoGPT-like", dropout: float = 0.0) -> nn.Module:
+    return built(ZOO[name], "sdpa", dropout=dropout).train()
+
+
+def logits_of(model: nn.Module, ids: torch.Tensor = IDS) -> torch.Tensor:
+    output = model(ids)
+    return output if isinstance(output, torch.Tensor) else output[0]
+
+
+def train(model, monitor=None, *, rate=1e-2, micro=1, each=lambda step: None):
+    """Weights after a few steps; the window is open over forward and backward."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    torch.manual_seed(3)
+    for step in range(STEPS):
+        for part in IDS.chunk(micro):
+            with monitor(step) if monitor else torch.enable_grad():
+                logits = logits_of(model, part)
+                loss = cross_entropy(logits[:, :-1].flatten(0, 1), part[:, 1:].flatten())
+                (loss / micro).backward()
+                each(step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def watching(model, schedule=None, **kwargs):
+    """A monitor and what it writes to."""
+    memory = Memory()
+    options = {"metrics": METRICS, "tokens": 64, "directory": None, "strict": True} | kwargs
+    return Monitor(model, schedule=schedule or every(2), sinks=[memory], **options), memory
+
+
+def values_of(memory: Memory) -> list[tuple[int, dict[str, float | None]]]:
+    return [
+        (
+            reading.step,
+            {tag: v for tag, v in reading.values.items() if not tag.startswith("geomon/")},
+        )
+        for reading in memory.readings
+    ]
+
+
+@functools.cache
+def plain_readings(name="nanoGPT-like", dropout=0.0, rate=1e-2):
+    """Readings of the model trained as it is."""
+    model = made(name, dropout)
+    monitor, memory = watching(model)
+    train(model, monitor, rate=rate)
+    return values_of(memory)
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    strip = {name.replace("_orig_mod.", ""): value for name, value in one.items()}
+    return strip.keys() == other.keys() and all(torch.equal(strip[n], other[n]) for n in other)
+
+
+# -- compiled ----------------------------------------------------------------------------------
+
+
+def whole(model, backend):
+    return torch.compile(model, backend=backend)
+
+
+def in_place(model, backend):
+    model.compile(backend=backend)
+    return model
+
+
+def per_block(model, backend):
+    for block in model.transformer.h:
+        block.compile(backend=backend)
+    return model
+
+
+@compiles
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(
+    ("name", "way", "compiled_first"),
+    [
+        ("nanoGPT-like", whole, False),
+        ("nanoGPT-like", whole, True),
+        ("nanoGPT-like", in_place, True),
+        ("nanoGPT-like", per_block, False),
+        ("nanoGPT-like", per_block, True),
+        ("GPT-2", whole, True),
+        ("GPT-2", per_block, True),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_monitoring_compiles_nothing_again(name, way, compiled_first):
+    counts, weights = [], []
+    for monitored in (False, True):
+        torch.compiler.reset()
+        backend = Counting()
+        model = way(made(name), backend)
+        if compiled_first:
+            logits_of(model).sum().backward()
+            model.zero_grad()
+        monitor, memory = watching(model) if monitored else (None, None)
+        weights.append(train(model, monitor))
+        counts.append(backend.graphs)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            logits_of(model)
+            with monitor(99, force=True) if monitor else torch.enable_grad():
+                logits_of(model)
+            logits_of(model)
+    assert counts[0] == counts[1] > 0
+    assert same(weights[1], {n.replace("_orig_mod.", ""): v for n, v in weights[0].items()})
+    readings, expected = values_of(memory), plain_readings(name)
+    assert [step for step, _ in readings] == [0, 2, 99]
+    for (_, found), (_, plain) in zip(readings, expected, strict=False):
+        assert found.keys() == plain.keys()
+        assert found == pytest.approx(plain, rel=1e-4, abs=1e-5, nan_ok=True)
+
+
+@compiles
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("way", [whole, in_place, per_block])
+def test_compiled_models_give_the_same_readings_by_probe(way):
+    backend = Counting()
+    model = way(made(), backend)
+    train(model)
+    graphs = backend.graphs
+    monitor, memory = watching(model, probe=IDS)
+    monitor.probe(7)
+    assert backend.graphs == graphs
+    plain = made()
+    plain.load_state_dict({n.replace("_orig_mod.", ""): v for n, v in model.state_dict().items()})
+    bare, expected = watching(plain, probe=IDS)
+    bare.probe(7)
+    assert values_of(memory) == values_of(expected)
+
+
+# -- activation checkpointing ------------------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    """nanoGPT-like, each block recomputed in the backward pass."""
+
+    def __init__(self, model: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.transformer, self.lm_head = model.transformer, model.lm_head
+        self.reentrant = reentrant
+
+    def forward(self, idx):
+        x = self.transformer.wte(idx) + self.transformer.wpe(torch.arange(idx.shape[1]))
+        for block in self.transformer.h:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.lm_head(self.transformer.ln_f(x))
+
+
+def checkpointed(name: str, reentrant: bool) -> nn.Module:
+    model = made(name, dropout=0.2)
+    if name == "nanoGPT-like":
+        return Checkpointed(model, reentrant)
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    model.config.use_cache = False
+    return model
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
+@pytest.mark.parametrize("name", ["nanoGPT-like", "GPT-2"])
+def test_recomputed_blocks_are_counted_once(name, reentrant):
+    model, calls = checkpointed(name, reentrant), []
+    handle = model.transformer.h[0].ln_1.register_forward_pre_hook(lambda *_: calls.append(1))
+    bare = train(model)
+    assert len(calls) == 2 * STEPS  # each step runs the block forward, and once more
+    handle.remove()
+    watched = checkpointed(name, reentrant)
+    assert same(train(watched, watching(watched)[0]), bare)
+    # Gradients of recomputed blocks round differently, so the weights are held still.
+    still = checkpointed(name, reentrant)
+    monitor, memory = watching(still)
+    train(still, monitor, rate=0.0)
+    assert values_of(memory) == plain_readings(name, dropout=0.2, rate=0.0)
+
+
+# -- mixed precision, accumulation, blocks in place, copies ------------------------------------
+
+
+def test_mixed_precision_is_left_alone_and_complete():
+    weights, model = [], None
+    for monitored in (False, True):
+        model = made(dropout=0.2)
+        monitor, memory = watching(model) if monitored else (None, None)
+        with torch.autocast("cpu", torch.bfloat16):
+            weights.append(train(model, monitor))
+    assert same(weights[1], weights[0])
+    found, plain = values_of(memory), plain_readings(dropout=0.2)
+    assert [step for step, _ in found] == [0, 2]
+    assert found[0][1].keys() == plain[0][1].keys()
+    # The same weights and dropout at step 0: what differs is the rounding of bfloat16.
+    assert found[0][1] == pytest.approx(plain[0][1], rel=0.05, abs=0.02, nan_ok=True)
+    assert found[0][1] != plain[0][1]
+
+
+def test_one_reading_for_each_step_of_accumulated_gradients():
+    bare = train(made(dropout=0.2), micro=4)
+    model = made(dropout=0.2)
+    monitor, memory = watching(model, every(1))
+    assert same(train(model, monitor, micro=4), bare)
+    assert [reading.step for reading in memory.readings] == list(range(STEPS))
+    assert {reading.tokens for reading in memory.readings} == {16}  # of the first of four parts
+
+
+class InPlace(nn.Module):
+    """A block that adds to what it was given."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2, self.attn, self.mlp = block.ln_1, block.ln_2, block.attn, block.mlp
+
+    def forward(self, x):
+        x += self.attn(self.ln_1(x))
+        x += self.mlp(self.ln_2(x))
+        return x
+
+
+def test_blocks_that_work_in_place_read_the_same():
+    model = made()
+    model.transformer.h = nn.ModuleList(InPlace(block) for block in model.transformer.h)
+    monitor, memory = watching(model, probe=IDS)
+    monitor.probe(0)
+    plain, expected = watching(made(), probe=IDS)
+    plain.probe(0)
+    assert values_of(memory) == values_of(expected)
+    assert len({memory.readings[0].values[f"variance/layer_0{i}"] for i in range(4)}) == 4
+
+
+@pytest.mark.parametrize("when", ["open", "between"])
+def test_copies_of_the_model_are_whole_and_inert(when):
+    model, copies = made(dropout=0.2), []
+
+    def each(step):
+        if step == (2 if when == "open" else 1):
+            copies.append(copy.deepcopy(model))
+            average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+            average.update_parameters(model)
+            copies.append(average.module)
+            with torch.random.fork_rng(), torch.no_grad():
+                logits_of(copies[0], IDS.flip(0))  # a forward that is not the model's
+
+    monitor, memory = watching(model)
+    weights = train(model, monitor, each=each)
+    assert same(weights, train(made(dropout=0.2)))
+    assert values_of(memory) == plain_readings(dropout=0.2)
+    for made_copy in copies:
+        pickled = pickle.dumps(made_copy)
+        assert len(pickled) < len(pickle.dumps(model)) + 4096  # nothing of the window is in it
+        again = pickle.loads(pickled).eval()
+        assert torch.equal(logits_of(again), logits_of(made_copy.eval()))
+
+
+@pytest.mark.parametrize("name", ["nn.TransformerEncoder", "GPT-2"])
+def test_readings_are_of_the_weights_that_ran(name):
+    """Whether the optimizer steps inside the window or after it."""
+    inputs = ZOO[name].inputs()
+    readings = []
+    for inside in (False, True):
+        model = made(name)
+        monitor, memory = watching(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with monitor(0):
+            output = model(**inputs)
+            (output if isinstance(output, torch.Tensor) else output[0]).square().mean().backward()
+            if inside:
+                optimizer.step()
+        readings.append(values_of(memory))
+    assert readings[0] == readings[1]

@@ -1,0 +1,101 @@
+import pytest
+import torch
+from models import PlainDecoder, batch, transformer
+from torch import nn
+
+from geomon import describe
+
+
+def rows(model, inputs=None, **kwargs) -> dict[str, str]:
+    return dict(describe(model, inputs, **kwargs).rows)
+
+
+def test_it_prints_in_aligned_columns_without_running_the_model():
+    model = transformer("gpt2")
+    model.forward = None
+    assert str(describe(transformer("gpt2"))) == "\n".join(
+        [
+            "GPT2LMHeadModel: 3 blocks watched",
+            "blocks          transformer.h.0 to transformer.h.2",
+            "hidden states   layer 0 enters the first block, layers 1 to 3 leave the blocks",
+            "attention       4 heads of width 8, through transformers' attention interface",
+            "Q, K projected  attn.c_attn, together with V; layout to be verified on the first pass",
+            "token ids       inputs of transformer.wte and transformer.wpe",
+            "padding         left out, going by attention_mask",
+            "routes          read off the source; describe(model, inputs) settles them in one pass",
+        ]
+    )
+    assert repr(describe(transformer("gpt2"))) == str(describe(transformer("gpt2")))
+
+
+def test_one_pass_settles_what_the_source_only_says():
+    model = transformer("llama")
+    told = rows(model, batch())
+    assert told["attention"].startswith("4 heads of width 8, 2 key heads, through transformers'")
+    assert told["Q, K projected"] == "self_attn.q_proj and self_attn.k_proj"
+    assert "routes" not in told
+    assert rows(PlainDecoder(), batch())["Q, K projected"].endswith("layout verified")
+    assert rows(PlainDecoder())["attention"].endswith("torch's scaled_dot_product_attention")
+
+
+def test_padding_is_among_what_one_pass_shows():
+    mask = torch.ones(8, 32, dtype=torch.long)
+    mask[0, 16:] = 0
+    told = rows(transformer("gpt2"), {"input_ids": batch(), "attention_mask": mask})
+    assert told["note"] == "padding, 6% of the tokens, was left out"
+
+
+def test_stacks_are_told_one_after_the_other():
+    model = nn.Transformer(32, 4, 2, 3, 64, batch_first=True)
+    described = describe(model)
+    assert (
+        described.title
+        == "Transformer: 2 blocks of the encoder and 3 blocks of the decoder watched"
+    )
+    labels = [label for label, _ in described.rows]
+    assert labels.index("encoder") < labels.index("decoder") < labels.index("  cross-attention")
+    told = dict(described.rows)
+    assert told["  attention"].endswith("through torch's scaled_dot_product_attention")
+    assert told["  Q, K projected"] == "multihead_attn, from its inputs and in_proj_weight"
+    assert "tgt_key_padding_mask" in told["padding"]
+
+
+def test_what_cannot_be_seen_is_told_with_its_reason():
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q_proj, self.k_proj = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.num_heads = 2
+
+        def forward(self, x):
+            weights = (self.q_proj(x) @ self.k_proj(x).mT).exp()
+            return x + weights @ x / weights.sum(-1, keepdim=True)
+
+    model = nn.Sequential(Block(), Block())
+    assert rows(model)["attention"] == "2 heads of width 4, by a route that the first pass shows"
+    told = describe(model, torch.randn(2, 5, 8))
+    lines = [text for label, text in told.rows if label == "not seen"]
+    assert any("no attention call was seen in the block" in line for line in lines)
+    assert any("no embedding outside the blocks" in line for line in lines)
+    assert dict(told.rows)["token ids"].startswith("none:")
+    assert dict(told.rows)["padding"].startswith("no mask is taken")
+    assert max(map(len, str(told).splitlines())) <= 100
+
+
+def test_hidden_states_alone_and_blocks_that_are_left_out():
+    class Mixing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = nn.Linear(8, 8)
+
+    model = nn.Module()
+    model.layers = nn.ModuleList([Mixing(), Mixing()])
+    assert rows(model)["attention"] == "none in these blocks: hidden states only"
+    assert "routes" not in rows(model)
+    model.decoder = PlainDecoder(width=8, heads=2)
+    assert rows(model)["not watched"].startswith("2 blocks layers.#: ")
+    named = rows(model, blocks=r"decoder\.blocks\.0")
+    assert named["blocks"] == "decoder.blocks.0"
+    assert named["hidden states"].endswith("what leaves it is a layer for each call")
+    with pytest.raises(ValueError, match="no module's name matches"):
+        describe(model, blocks="nothing")

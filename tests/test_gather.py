@@ -1,0 +1,304 @@
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from geomon.gather import RankFailedError, _agree, _notes, _Report, in_order, share_of_rows
+from geomon.kernels.attention import attention_rows
+from geomon.layer import Layer
+from geomon.notes import Note
+from geomon.ranks import Ranks, _pack, _unpack, find_ranks, join_ranks, refusal
+from geomon.union import attention_shape, thinned, union
+
+WIDTH, HEADS, HEAD_WIDTH = 6, 4, 3
+
+
+def drawn(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def layer_of(captured, missing=None, **kwargs) -> Layer:
+    return Layer(1, "blocks.0", captured, missing or {}, **kwargs)
+
+
+def rows_layer(hidden) -> Layer:
+    return layer_of(
+        {"hidden": hidden, "token_ids": torch.arange(len(hidden)), "precision": 1e-7},
+        {"positions": "why not"},
+    )
+
+
+def attention_layer(seed, sequences, queries, keys, *, grid=None, bias=None, **more) -> Layer:
+    causal = torch.arange(keys) <= torch.arange(queries)[:, None] + keys - queries
+    return layer_of(
+        {
+            "query": drawn(seed, sequences, HEADS, queries, HEAD_WIDTH),
+            "key": drawn(seed + 1, sequences, 2, keys, HEAD_WIDTH),
+            "visible": causal.expand(sequences, 1, -1, -1) if grid is None else grid,
+            "bias": bias,
+            "scale": 0.5,
+            **more,
+        }
+    )
+
+
+# -- shares ----------------------------------------------------------------------------------------
+
+
+@given(rows=st.integers(0, 10_000), size=st.integers(1, 64))
+def test_the_shares_of_the_rows_are_all_the_rows_and_alike(rows, size):
+    shares = [share_of_rows(rows, Ranks(rank, size)) for rank in range(size)]
+    assert sum(shares) == rows
+    assert max(shares) - min(shares) <= 1
+
+
+@given(count=st.integers(1, 50), size=st.integers(1, 16))
+def test_layers_come_back_in_order(count, size):
+    shares = [[place for place in range(count) if place % size == rank] for rank in range(size)]
+    assert in_order(shares, count) == list(range(count))
+
+
+# -- the union -------------------------------------------------------------------------------------
+
+
+@given(cuts=st.lists(st.integers(0, 40), max_size=5))
+def test_rows_of_any_ragged_split_are_the_rows(cuts):
+    hidden = drawn(0, 40, WIDTH)
+    edges = [0, *sorted(cuts), 40]
+    parts = [rows_layer(hidden[a:b]) for a, b in pairwise(edges)]
+    whole = union(parts)
+    assert torch.equal(whole.captured["hidden"], hidden)
+    assert len(whole.captured["token_ids"]) == 40
+    assert whole.captured["precision"] == 1e-7
+    assert whole.missing == {"positions": "why not"}
+    assert (whole.index, whole.name) == (1, "blocks.0")
+
+
+def test_a_rank_that_saw_nothing_gives_nothing():
+    nothing = layer_of({}, dict.fromkeys(("hidden", "token_ids", "precision"), "not run"))
+    hidden = drawn(0, 5, WIDTH)
+    for parts in ([nothing, rows_layer(hidden)], [rows_layer(hidden), nothing]):
+        whole = union(parts)
+        assert torch.equal(whole.captured["hidden"], hidden)
+        assert whole.missing == {"positions": "why not"}
+    assert union([nothing, nothing]).missing == nothing.missing
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        rows_layer(drawn(0, 5, WIDTH + 1)),
+        rows_layer(drawn(0, 5, WIDTH).double()),
+        layer_of({"hidden": drawn(0, 5, WIDTH), "precision": 1e-7}),
+        layer_of(rows_layer(drawn(0, 5, WIDTH)).captured | {"precision": 1e-3}),
+    ],
+    ids=["width", "dtype", "no token ids", "precision"],
+)
+def test_what_ranks_hold_in_different_forms_is_missing_and_said(other):
+    whole = union([rows_layer(drawn(0, 5, WIDTH)), other])
+    assert not whole.captured
+    assert whole.missing["hidden"] == "ranks captured it in different forms"
+
+
+def reduced(layer: Layer):
+    views = layer.captured
+    return attention_rows(*(views[v] for v in ("query", "key", "visible", "scale", "bias")))
+
+
+def test_ragged_attention_is_what_each_rank_would_reduce():
+    """Fewer queries, fewer keys, grids for all rows at once, a bias on one rank alone."""
+    parts = [
+        attention_layer(0, 2, 5, 5),
+        attention_layer(2, 3, 4, 7),
+        attention_layer(4, 1, 5, 6, grid=torch.rand(1, 1, 1, 6) < 2),
+        attention_layer(6, 2, 5, 5, bias=drawn(9, 1, HEADS, 5, 5)),
+        attention_layer(8, 0, 5, 9),
+    ]
+    whole = union(parts)
+    assert whole.captured["query"].shape == (8, HEADS, 5, HEAD_WIDTH)
+    assert whole.captured["key"].shape == (8, 2, 7, HEAD_WIDTH)
+    found, seen = reduced(whole), []
+    for part in parts[:-1]:
+        sequences, queries, _ = attention_shape(part)
+        rows = torch.zeros(sequences, 5, dtype=torch.bool)
+        rows[:, :queries] = True
+        seen.append(rows.flatten())
+    expected = [reduced(part) for part in parts[:-1]]
+    kept = torch.cat(seen)
+    assert not found.visible[:, ~kept].any()
+    for name in found._fields:
+        whole_field = getattr(found, name)[:, kept]
+        torch.testing.assert_close(
+            whole_field, torch.cat([getattr(part, name) for part in expected], dim=1)
+        )
+
+
+def test_attention_of_one_shape_is_not_filled_up():
+    parts = [attention_layer(seed, 2, 5, 5) for seed in (0, 2)]
+    whole = union(parts)
+    assert whole.captured["bias"] is None
+    for name in ("query", "key", "visible"):
+        assert torch.equal(whole.captured[name], torch.cat([p.captured[name] for p in parts]))
+    both, one, other = map(reduced, (whole, *parts))
+    for name in both._fields:
+        joined = torch.cat([getattr(one, name), getattr(other, name)], dim=1)
+        assert torch.equal(getattr(both, name), joined)
+
+
+def test_scores_of_attention_written_by_hand_are_joined():
+    reasons = {"query": "written by hand"}
+    parts = [
+        layer_of(
+            {"scores": drawn(n, n, HEADS, 4, 3 + n), "visible": torch.ones(1, 1, 1, 3 + n).bool()},
+            reasons,
+        )
+        for n in (1, 2)
+    ]
+    whole = union(parts)
+    assert whole.captured["scores"].shape == (3, HEADS, 4, 5)
+    assert whole.captured["visible"][:, 0, 0].sum(1).tolist() == [4, 5, 5]
+    assert whole.missing == reasons
+    assert "query" not in whole.captured
+
+
+def test_what_belongs_to_the_layer_has_to_be_the_same():
+    sink = drawn(0, HEADS)
+    parts = [attention_layer(seed, 2, 5, 5, sink=sink, softcap=30.0) for seed in (0, 2)]
+    whole = union(parts)
+    assert torch.equal(whole.captured["sink"], sink)
+    assert whole.captured["softcap"] == 30.0
+    other = attention_layer(4, 2, 5, 5, sink=sink + 1, softcap=30.0)
+    assert "query" in union([*parts, other]).missing
+
+
+# -- thinning --------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(
+    counts=st.lists(st.integers(0, 6), min_size=1, max_size=6),
+    rows=st.integers(1, 400),
+    queries=st.integers(1, 200),
+)
+def test_all_ranks_together_keep_of_attention_what_one_would(counts, rows, queries):
+    length = 16
+    layers = [
+        attention_layer(10 * rank, count, length, length) for rank, count in enumerate(counts)
+    ]
+    shapes = [attention_shape(layer) for layer in layers]
+    thin = [thinned(layer, shapes, rank, rows, queries) for rank, layer in enumerate(layers)]
+    kept = [attention_shape(layer) for layer in thin]
+    sequences = sum(shape[0] for shape in kept)
+    assert sequences == min(sum(counts), max(1, rows // length))
+    if sequences:
+        each = min(length, math.ceil(queries / sequences))
+        assert all(shape[1] == each for shape in kept if shape[0])
+        assert sequences * each <= queries + sequences
+    for layer, whole in zip(thin, layers, strict=True):
+        assert layer.captured["visible"].shape[0] == layer.captured["query"].shape[0]
+        # Keys and queries of whole sequences, in order, that were the rank's own.
+        for key in layer.captured["key"]:
+            assert any(torch.equal(key, own) for own in whole.captured["key"])
+        if attention_shape(layer)[0]:
+            torch.testing.assert_close(reduced(layer).visible, _visible(layer), rtol=0, atol=0)
+
+
+def _visible(layer: Layer) -> torch.Tensor:
+    return (
+        layer.captured["visible"].sum(3).expand(-1, HEADS, -1).transpose(0, 1).flatten(1).double()
+    )
+
+
+def test_thinned_queries_cover_all_positions_alike():
+    counts, length = (3, 3, 2), 64
+    layers = [attention_layer(rank, count, length, length) for rank, count in enumerate(counts)]
+    shapes = [attention_shape(layer) for layer in layers]
+    places = []
+    for rank, layer in enumerate(layers):
+        visible = thinned(layer, shapes, rank, 10_000, 64).captured["visible"]
+        places += (
+            visible.sum(3).flatten().tolist()
+        )  # a causal row sees as many keys as it has place
+    assert len(places) == 64
+    counts_by_eighth = torch.histc(torch.tensor(places, dtype=torch.float), 8, 1, 64)
+    assert counts_by_eighth.tolist() == [8] * 8
+
+
+def test_one_rank_keeps_all_and_a_layer_without_attention_is_left_alone():
+    layer = attention_layer(0, 4, 16, 16)
+    assert thinned(layer, [attention_shape(layer)], 0, 64, 64) is layer
+    rows = rows_layer(drawn(0, 4, WIDTH))
+    assert thinned(rows, [None, None], 1, 64, 64) is rows
+
+
+# -- what ranks say to one another -----------------------------------------------------------------
+
+
+def report(step=0, failure=None, names=("a", "b"), notes=(), lacking=None, **more) -> _Report:
+    layers = tuple(("", index, name) for index, name in enumerate(names))
+    lacking = tuple(lacking or ({},) * len(names))
+    return _Report(
+        (step, "inline"), failure, layers, (None,) * len(names), lacking, 5, "train", "float32",
+        tuple(notes), **more,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (report(step=3), r"rank 1 reads step 3 \(inline\) where rank 0 reads step 0 \(inline\)"),
+        (report(failure="OSError: no"), r"^rank 1: OSError: no$"),
+        (report(names=("a",)), r"rank 1 has 1 layers, from 'a' to 'a', where rank 0 has 2"),
+    ],
+)
+def test_ranks_that_disagree_all_raise_the_same(other, message):
+    with pytest.raises(RankFailedError, match=message):
+        _agree([report(), other])
+    _agree([report(), report()])
+
+
+def test_notes_are_said_once_however_many_the_ranks():
+    shared, own = Note("same", "said by all"), [Note("share", f"{n} %") for n in range(4)]
+    lacking = ({}, {"hidden": "skipped"})
+    reports = [report(notes=[shared, own[0]])] + [
+        report(notes=[shared, own[rank]], lacking=lacking if rank == 2 else None)
+        for rank in range(1, 4)
+    ]
+    texts = [note.text for note in _notes(reports, 4)]
+    assert texts == [
+        "said by all",
+        "rank 0: 0 % (and 3 other ranks alike)",
+        "rank 2: b: no hidden was seen: skipped",
+    ]
+    assert not _notes([report(lacking=lacking)] * 3, 3)  # missing everywhere is in the layer
+
+
+def test_a_parcel_comes_back_as_it_was():
+    parcel = [
+        rows_layer(drawn(0, 7, WIDTH)),
+        {
+            "empty": torch.empty(0, 3),
+            "turned": drawn(1, 3, 5).t(),
+            "flags": torch.tensor([True, False, True]),
+            "half": drawn(2, 5).bfloat16(),
+            "scalar": torch.tensor(3.0, dtype=torch.float64),
+            "words": ("a", None, 0.5),
+        },
+    ]
+    layer, plain = _unpack(_pack(parcel))
+    assert torch.equal(layer.captured["hidden"], parcel[0].captured["hidden"])
+    assert layer.missing == parcel[0].missing
+    for name, value in parcel[1].items():
+        if isinstance(value, torch.Tensor):
+            assert plain[name].dtype == value.dtype
+            assert torch.equal(plain[name], value)
+    assert plain["words"] == ("a", None, 0.5)
+
+
+def test_one_process_has_no_line_and_refuses_nothing():
+    assert (find_ranks().rank, find_ranks().size) == (0, 1)
+    assert not join_ranks().linked
+    assert refusal(torch.nn.Linear(3, 3)) is None

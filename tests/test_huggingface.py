@@ -1,0 +1,369 @@
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from fingerprint import fingerprint
+from models import batch, transformer
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from wandb_file import wandb_rows
+
+from geomon import Memory, every, read, select
+from geomon.huggingface import GeometryMonitor
+
+FEW = {
+    "metrics": select("variance", "attention_entropy", "qk_cosine"),
+    "tokens": 64,
+    "batches": 1,
+    "strict": True,
+}
+ROWS = [{"input_ids": row, "labels": row} for row in torch.cat([batch(seed=i) for i in range(8)])]
+
+
+def trainer_of(folder, callbacks, *, kind=Trainer, model=None, steps=6, **arguments):
+    arguments = {
+        "max_steps": steps, "use_cpu": True, "dataloader_pin_memory": False, "disable_tqdm": True,
+        "report_to": "none", "save_strategy": "no", "lr_scheduler_type": "constant",
+    } | arguments  # fmt: skip
+    model = transformer("gpt2") if model is None else model
+    return kind(
+        model, TrainingArguments(str(folder), **arguments), train_dataset=ROWS,
+        eval_dataset=ROWS[:16], callbacks=callbacks,
+    )  # fmt: skip
+
+
+def fit(folder, callbacks, *, resume=None, **told):
+    trainer = trainer_of(folder, callbacks, **told)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def trained(folder):
+    """A model, after a training without geomon, that the Trainer has marked with its attributes."""
+    model = fit(folder / "before", [], steps=1).model
+    return model, fingerprint(model)
+
+
+def logged(trainer):
+    """What geomon's readings put into the Trainer's history."""
+    return [entry for entry in trainer.state.log_history if "variance/mean" in entry]
+
+
+def test_no_argument_is_needed(tmp_path):
+    trainer = fit(tmp_path, [GeometryMonitor()], steps=3)
+    assert [(r.step, r.source, r.mode) for r in read(tmp_path)] == [
+        (step, "inline", "train") for step in range(3)
+    ]
+    assert [entry["step"] for entry in logged(trainer)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("probe", [None, {"input_ids": batch(seed=77)}], ids=["inline", "probe"])
+def test_tensorboard_shows_what_the_record_holds(tmp_path, probe):
+    fit(tmp_path, [GeometryMonitor(probe=probe, **FEW)], report_to="tensorboard")
+    (folder,) = (tmp_path / "runs").iterdir()
+    events = EventAccumulator(str(folder), {"images": 0})
+    events.Reload()
+    expected = {}
+    for reading in read(tmp_path):
+        for tag, value in reading.charted().items():
+            shown = torch.tensor(value, dtype=torch.float32).item()
+            expected.setdefault(f"train/{tag}", {})[reading.step] = shown
+    ours = {tag for tag in events.Tags()["scalars"] if tag.count("/") > 1}
+    assert ours == set(expected)
+    assert len(expected) > 15
+    for tag, values in expected.items():
+        assert {event.step: event.value for event in events.Scalars(tag)} == values, tag
+    steps = [*range(6)] + ([6] if probe else [])
+    assert list(expected["train/variance/mean"]) == steps
+    for name in ("heads/qk_cosine", "heads/attention_entropy"):
+        assert [event.step for event in events.Images(name)] == [0, 1, 2, 4, steps[-1]]
+    charts = events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
+    assert b"train/variance/layer_[0-9]+$" in charts
+
+
+def test_wandb_offline_holds_what_the_record_holds(tmp_path, monkeypatch):
+    for name, value in (("MODE", "offline"), ("SILENT", "true"), ("DIR", str(tmp_path))):
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    fit(tmp_path, [GeometryMonitor(schedule=every(2), **FEW)], report_to="wandb")
+    import wandb
+
+    wandb.finish()
+    rows = wandb_rows(tmp_path)
+    shown = {int(r["train/global_step"]): r for r in rows if "train/variance/mean" in r}
+    assert list(shown) == [r.step for r in read(tmp_path)] == [0, 2, 4, 5]
+    for reading in read(tmp_path):
+        for tag, value in reading.charted().items():
+            assert float(shown[reading.step][f"train/{tag}"]) == value
+    assert any("heads/qk_cosine" in row for row in rows)
+
+
+def test_other_callbacks_get_the_values_and_the_terminal_does_not(tmp_path, capsys):
+    class Reporter(TrainerCallback):
+        def __init__(self):
+            self.seen = []
+
+        def on_log(self, args, state, control, logs=None, model=None, **kwargs):
+            assert model is not None
+            self.seen.append((state.global_step, dict(logs)))
+            logs.clear()  # a reporter that takes what it is given
+
+    before, after = Reporter(), Reporter()
+    trainer = fit(tmp_path, [before, GeometryMonitor(**FEW), after], logging_steps=1)
+    for reporter in (before, after):
+        assert [step for step, _ in reporter.seen] == [0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6]
+        ours = [logs for _, logs in reporter.seen if "variance/mean" in logs]
+        for logs, entry in zip(ours, logged(trainer), strict=True):
+            assert logs | {"step": entry["step"]} == entry
+    for entry, reading in zip(logged(trainer), read(tmp_path), strict=True):
+        assert entry == {**reading.charted(), "step": reading.step, "epoch": entry["epoch"]}
+    assert "variance" not in capsys.readouterr().out
+    losses = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["step"] for entry in losses] == [1, 2, 3, 4, 5, 6]
+
+
+def test_keys_are_constant_and_values_are_plain_floats(tmp_path):
+    metrics = {"exotic": lambda hidden: hidden.double().norm().numpy()[()]}
+    trainer = fit(tmp_path, [GeometryMonitor(metrics=metrics, tokens=64)], save_strategy="steps")
+    entries = [entry for entry in trainer.state.log_history if "exotic/mean" in entry]
+    # Before any time has passed there is no share of it.
+    assert {"geomon/overhead"} == entries[1].keys() - entries[0].keys()
+    assert len({frozenset(entry) for entry in entries[1:]}) == 1
+    own = {"step", "epoch"}  # the Trainer's
+    assert {type(v) for entry in entries for k, v in entry.items() if k not in own} == {float}
+
+
+def test_accumulated_batches_are_one_step_and_the_first_is_read(tmp_path):
+    memory, seen = Memory(), []
+
+    class Watching(Trainer):
+        def training_step(self, model, inputs, *args, **kwargs):
+            found = super().training_step(model, inputs, *args, **kwargs)
+            seen.append((self.state.global_step, len(memory.readings)))
+            return found
+
+    monitor = GeometryMonitor(schedule=every(1), sinks=[memory], **FEW)
+    fit(tmp_path, [monitor], steps=2, gradient_accumulation_steps=3, kind=Watching)
+    assert seen == [(0, 1)] * 3 + [(1, 2)] * 3
+
+
+def test_only_training_is_read(tmp_path):
+    monitor = GeometryMonitor(schedule=every(1), **FEW)
+    trainer = fit(
+        tmp_path, [monitor], steps=4, eval_strategy="steps", eval_steps=1, eval_on_start=True
+    )
+    trainer.evaluate()
+    trainer.predict(ROWS[:8])
+    assert [(r.step, r.mode) for r in read(tmp_path)] == [(s, "train") for s in range(4)]
+
+
+class Stop(TrainerCallback):
+    """Ends the training at an event of a step."""
+
+    def __init__(self, event, at):
+        setattr(self, event, self.stop)
+        self.at = at
+
+    def stop(self, args, state, control, **event):
+        control.should_training_stop = control.should_training_stop or state.global_step == self.at
+
+
+@pytest.mark.parametrize(
+    ("event", "at", "steps"),
+    [
+        ("on_init_end", 0, [0, 3, 6, 8]),  # as long as was planned
+        ("on_evaluate", 4, [0, 3, 4]),
+        ("on_step_end", 5, [0, 3]),  # nothing tells of the end while the weights are the last
+    ],
+)
+def test_probe_reads_the_last_weights_and_not_the_best(tmp_path, event, at, steps):
+    probe, seen = {"input_ids": batch(seed=77)}, []
+
+    class Watching(Trainer):
+        def _load_best_model(self):
+            seen.append(len(read(tmp_path)))
+            super()._load_best_model()
+
+    monitor = GeometryMonitor(probe=probe, schedule=every(3), **FEW)
+    arguments = {
+        "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2,
+        "load_best_model_at_end": True, "metric_for_best_model": "loss",
+        "greater_is_better": True,  # the first is the best
+    }  # fmt: skip
+    trainer = fit(tmp_path, [monitor, Stop(event, at)], kind=Watching, steps=8, **arguments)
+    assert trainer.state.best_global_step == 2
+    assert [r.step for r in read(tmp_path)] == steps
+    assert seen == [len(steps)]
+
+
+def test_a_training_that_is_stopped_early_is_probed_at_its_end(tmp_path):
+    probe = {"input_ids": batch(seed=77)}
+    monitor = GeometryMonitor(probe=probe, schedule=every(5), **FEW)
+    fit(tmp_path, [monitor, Stop("on_step_end", 4)])
+    assert [r.step for r in read(tmp_path)] == [0, 4]
+
+
+def run_part(self, model, inputs, *args, **kwargs):
+    """A loss that calls a part of the model, as some trainers do."""
+    hidden = self.model.transformer(inputs["input_ids"]).last_hidden_state
+    return hidden.square().mean()
+
+
+@pytest.mark.parametrize("part", [False, True], ids=["model", "part"])
+@pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt])
+def test_the_window_is_open_for_one_forward_and_no_longer(tmp_path, error, part):
+    """Open in it, shut before the backward pass, and shut whatever ends it."""
+    model, _ = trained(tmp_path)
+    inside, after = [], []
+    block, run = model.transformer.h[1], model.transformer.h[1].forward
+
+    def forward(*args, **kwargs):
+        inside.append(fingerprint(model))
+        if error is not None:
+            raise error("in a block")
+        return run(*args, **kwargs)
+
+    class Watching(Trainer):
+        def compute_loss(self, *args, **kwargs):
+            loss = (run_part if part else Trainer.compute_loss)(self, *args, **kwargs)
+            after.append(fingerprint(model))
+            return loss
+
+    block.forward = forward
+    before = fingerprint(model)
+    trainer = trainer_of(tmp_path, [GeometryMonitor(**FEW)], model=model, kind=Watching, steps=2)
+    if error is None:
+        trainer.train()
+        assert after == [before] * 2
+    else:
+        with pytest.raises(error, match="in a block"):
+            trainer.train()
+    for found in inside:
+        assert found["attention"] is not before["attention"]
+        assert found["hooks"] != before["hooks"]
+        assert found["attributes"] == before["attributes"]  # the stand-in is gone already
+    assert fingerprint(model) == before
+    assert [r.step for r in read(tmp_path)] == ([0, 1] if error is None else [])
+
+
+def test_a_loss_without_the_model_leaves_nothing_behind(tmp_path):
+    class Apart(Trainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            return next(model.parameters()).square().sum()
+
+    model, before = trained(tmp_path)
+    monitor = GeometryMonitor(**{**FEW, "strict": False})
+    fit(tmp_path, [monitor], model=model, kind=Apart, steps=2)
+    assert fingerprint(model) == before
+
+
+def test_nothing_is_lost_on_a_training_that_broke_before_its_forward(tmp_path):
+    """Nobody is told of that; the next training starts from a clean model."""
+
+    class Breaks(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            raise RuntimeError("before the forward pass")
+
+    (model, before), monitor = trained(tmp_path), GeometryMonitor(**FEW)
+    with pytest.raises(RuntimeError, match="before the forward pass"):
+        fit(tmp_path / "a", [monitor, Breaks()], model=model, steps=2)
+    fit(tmp_path / "b", [monitor], model=model, steps=2)
+    assert fingerprint(model) == before
+    assert [r.step for r in read(tmp_path / "b")] == [0, 1]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo to itself
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"bf16": True},
+        {"activation_checkpointing": True},
+        {"torch_compile": True, "torch_compile_backend": "eager"},
+    ],
+    ids=lambda arguments: next(iter(arguments)),
+)
+def test_what_the_trainer_does_to_the_model_changes_nothing(tmp_path, arguments):
+    def graphs_of(callbacks, folder):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model = transformer("gpt2")
+        del model.transformer.h[1:]  # for the compiler's time
+        trainer = fit(folder, callbacks, steps=3, model=model, **arguments)
+        return trainer, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    plain, graphs = graphs_of([], tmp_path / "plain")
+    monitor = GeometryMonitor(schedule=every(2), **FEW)
+    watched, found = graphs_of([monitor], tmp_path / "run")
+    assert found == graphs
+    assert (graphs > 0) == ("torch_compile" in arguments)
+    assert [r.step for r in read(tmp_path / "run")] == [0, 2]
+    assert [r.dtype for r in read(tmp_path / "run")] == ["float32"] * 2
+    assert "forward" not in vars(watched.model.transformer)
+    for one, other in zip(watched.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_checkpoint_with_metrics_resumes_and_the_curves_go_on(tmp_path):
+    def monitor():
+        return GeometryMonitor(schedule=every(2), pictures=False, **FEW)
+
+    told = {"save_strategy": "steps", "save_steps": 4, "report_to": "tensorboard"}
+    whole = fit(tmp_path / "whole", [monitor()], steps=8, **told)
+    fit(tmp_path / "cut", [monitor()], steps=4, **told)
+    checkpoint = tmp_path / "cut" / "checkpoint-4"
+    saved = json.loads((checkpoint / "trainer_state.json").read_text())
+    assert [e["step"] for e in saved["log_history"] if "variance/mean" in e] == [0, 2, 3]
+    resumed = fit(tmp_path / "cut", [monitor()], steps=8, resume=str(checkpoint), **told)
+    assert [entry["step"] for entry in logged(resumed)] == [0, 2, 3, 4, 6, 7]
+    assert [entry["step"] for entry in logged(whole)] == [0, 2, 4, 6, 7]
+    assert len(read(tmp_path / "cut").runs) == 2
+    values = {r.step: r.values["variance/mean"] for r in read(tmp_path / "cut")}
+    assert list(values) == [0, 2, 3, 4, 6, 7]
+    for reading in read(tmp_path / "whole"):
+        assert reading.values["variance/mean"] == values[reading.step]
+    for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("pictures", [True, False])
+def test_nothing_is_drawn_that_nobody_shows(tmp_path, pictures, monkeypatch):
+    monkeypatch.setattr("geomon.pictures.Pictures.write", lambda *_: pytest.fail("drawn"))
+    report_to = "none" if pictures else "tensorboard"
+    fit(tmp_path, [GeometryMonitor(pictures=pictures, **FEW)], steps=1, report_to=report_to)
+
+
+def test_overhead_is_a_share(tmp_path):
+    monitor = GeometryMonitor(**FEW)
+    assert monitor.overhead != monitor.overhead
+    fit(tmp_path, [monitor])
+    assert 0 < monitor.overhead < 1
+
+
+def test_copies_of_the_model_in_threads_are_not_watched(tmp_path, caplog):
+    """Several GPUs in one process: a stand-in for `forward` would run the wrong copy."""
+    monitor = GeometryMonitor(**FEW)
+    trainer = trainer_of(tmp_path, [monitor], steps=2)
+    trainer.args._n_gpu = 2
+    with caplog.at_level(logging.WARNING):
+        trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
+        trainer.callback_handler.on_step_begin(trainer.args, trainer.state, trainer.control)
+    assert "DataParallel" in caplog.text
+    assert not any(map(sum, fingerprint(trainer.model)["hooks"]))
+
+
+def test_bad_arguments_are_refused_at_once_or_when_training_starts(tmp_path):
+    with pytest.raises(ValueError, match="which is no view"):
+        GeometryMonitor(metrics={"m": lambda nothing: 0})
+    with pytest.raises(ValueError, match="fires at none"):
+        GeometryMonitor(schedule=lambda step: False)
+    with pytest.raises(ValueError, match="no module's name matches"):
+        fit(tmp_path, [GeometryMonitor(blocks="nowhere")])
+    with pytest.raises(RuntimeError, match="the Trainer's to call"):
+        GeometryMonitor().on_train_begin(None, None, None)
+
+
+def test_the_record_can_be_elsewhere(tmp_path):
+    fit(tmp_path / "a", [GeometryMonitor(directory=tmp_path / "b", **FEW)], steps=2)
+    assert len(read(tmp_path / "b")) == 2
+    assert not (Path(tmp_path) / "a" / "readings.jsonl").exists()

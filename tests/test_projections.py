@@ -1,0 +1,175 @@
+import pytest
+import torch
+from torch import nn
+
+from geomon.projections import (
+    Evidence,
+    Sizes,
+    UndecidedError,
+    find_projections,
+    find_sizes,
+    fused,
+    multihead,
+    separate,
+)
+
+ROWS, HEADS, WIDTH = 40, 4, 8
+
+
+def contiguous(q, k, v):
+    return torch.cat([x.flatten(1) for x in (q, k, v)], dim=1)
+
+
+def by_key_head(q, k, v):
+    groups = q.unflatten(1, (k.shape[1], -1))
+    return torch.cat([groups, k[:, :, None], v[:, :, None]], dim=2).flatten(1)
+
+
+def in_quarters(q, k, v):
+    quarters = [x.unflatten(1, (4, -1)).flatten(2) for x in (q, v, k)]
+    return torch.cat(quarters, dim=2).flatten(1)
+
+
+LAYOUTS = [
+    (contiguous, 4), (contiguous, 2), (contiguous, 1), (by_key_head, 4), (by_key_head, 2),
+    (by_key_head, 1), (in_quarters, 4),
+]  # fmt: skip
+
+
+def made(key_heads, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(ROWS, h, WIDTH, generator=generator) for h in (HEADS, key_heads, key_heads)]
+
+
+def rotated(rows):
+    """Every row turned by angles of its own: norms stay."""
+    turns = torch.linalg.qr(torch.randn(len(rows), WIDTH, WIDTH)).Q
+    return torch.einsum("nhw,nwv->nhv", rows, turns)
+
+
+@pytest.mark.parametrize("repeated", [False, True], ids=["", "keys repeated"])
+@pytest.mark.parametrize(("layout", "key_heads"), LAYOUTS)
+def test_the_layout_is_told_by_what_was_attended(layout, key_heads, repeated):
+    q, k, v = made(key_heads)
+    key = k.repeat_interleave(HEADS // key_heads, dim=1) if repeated else k
+    seen = Evidence(
+        rotated(q).norm(dim=-1) * 0.3,
+        rotated(key).norm(dim=-1),
+        None,
+        torch.arange(ROWS)[:, None].expand(-1, 2),
+    )
+    output = layout(q, k, v)
+    query, keys = fused(output[:7], output, seen, Sizes(HEADS, None, WIDTH))
+    assert torch.equal(query, q[:7])
+    assert torch.equal(keys, k[:7])
+
+
+@pytest.mark.parametrize("slope", [0.0, -3.0], ids=["", "ALiBi"])
+@pytest.mark.parametrize(("layout", "key_heads"), LAYOUTS)
+def test_the_layout_is_told_by_scores_where_attention_is_by_hand(layout, key_heads, slope):
+    q, k, v = made(key_heads)
+    places = torch.arange(ROWS)
+    scores = (q * k.repeat_interleave(HEADS // key_heads, dim=1)).sum(dim=-1) * 0.35
+    scores = scores + slope * places[:, None] * torch.arange(1, 5)
+    scores[3:6] = torch.nan  # masked
+    output = layout(q, k, v)
+    places = places[:, None].expand(-1, 2)
+    query, keys = fused(
+        output, output, Evidence(None, None, scores, places), Sizes(HEADS, None, WIDTH)
+    )
+    assert torch.equal(query, q)
+    assert torch.equal(keys, k)
+
+
+def test_what_cannot_be_told_is_refused_with_its_reason():
+    q, k, v = made(4)
+    output, places = contiguous(q, k, v), torch.arange(ROWS)
+    sizes = Sizes(HEADS, None, WIDTH)
+    other = Evidence(*(torch.rand(ROWS, HEADS) + 0.5 for _ in range(2)), None, places)
+    true = Evidence(q.norm(dim=-1), k.norm(dim=-1), None, places)
+    for sample, evidence, why in (
+        (output, other, "none of the known layouts agrees"),
+        (None, None, "nothing was seen as attended"),
+        (output[:4], Evidence(true.query[:4], true.key[:4], None, places[:4]), "nothing was seen"),
+    ):
+        with pytest.raises(UndecidedError, match=why):
+            fused(output, sample, evidence, sizes)
+    alike = torch.ones(ROWS, 96)
+    flat = Evidence(*(torch.full((ROWS, HEADS), WIDTH**0.5) for _ in range(2)), None, places)
+    query, _ = fused(alike, alike, flat, sizes)  # whichever it is, the rows are the same
+    assert bool((query == 1).all())
+    with pytest.raises(UndecidedError, match="cannot be shared out among 5 heads"):
+        fused(output, output, true, Sizes(5, None, WIDTH))
+    with pytest.raises(UndecidedError, match="among unknown heads"):
+        fused(output, output, true, Sizes(None, None, None))
+
+
+def test_one_key_head_needs_no_evidence():
+    q, k, v = made(1)
+    query, key = fused(contiguous(q, k, v), None, None, Sizes(HEADS, None, WIDTH))
+    assert torch.equal(query, q)
+    assert torch.equal(key, k)
+
+
+def test_separate_rows_by_head():
+    rows, keys = torch.randn(5, 24), torch.randn(5, 16)
+    query, key = separate(rows, keys, Sizes(3, None, 8))
+    assert torch.equal(query, rows.unflatten(1, (3, 8)))
+    assert torch.equal(key, keys.unflatten(1, (2, 8)))
+    query, key = separate(rows, keys, Sizes(3, None, None), halves=True)
+    assert torch.equal(query, rows.unflatten(1, (3, 8)))
+    assert torch.equal(key, keys[:, None, :8])
+    with pytest.raises(UndecidedError, match="24 and 16 wide do not make 2 heads of width 8"):
+        separate(rows, keys, Sizes(2, None, 8))
+    with pytest.raises(UndecidedError, match="number of heads is not known"):
+        separate(rows, keys, Sizes(None, None, 8))
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"kdim": 12, "vdim": 12}, {"bias": False}])
+def test_multihead_attention_is_projected_from_its_inputs(kwargs):
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(16, 4, batch_first=True, **kwargs)
+    assert find_projections(module).kind == "multihead"
+    query, memory = torch.randn(1, 3, 16), torch.randn(1, 5, kwargs.get("kdim", 16))
+    _, weights = module(query, memory, memory, average_attn_weights=False)
+    q, k = multihead(module, query[0], "query"), multihead(module, memory[0], "key")
+    scores = torch.einsum("qhd,khd->hqk", q, k) / 2
+    assert torch.allclose(scores.softmax(dim=-1), weights[0], atol=1e-6)
+
+
+def holder(heads=None, **children):
+    module = nn.Module()
+    for name, child in children.items():
+        setattr(module, name, child)
+    if heads:
+        module.num_heads = heads
+    return module
+
+
+def test_projections_are_found_by_the_names_of_the_field():
+    linear = nn.Linear(8, 8)
+    for names in (("q_proj", "k_proj"), ("query", "key"), ("q", "k"), ("wq", "wk")):
+        found = find_projections(holder(**dict.fromkeys(names, linear)))
+        assert (found.kind, found.names) == ("separate", names)
+    assert find_projections(holder(q=linear, kv=nn.Linear(8, 16))).kind == "halves"
+    assert find_projections(holder(qkv=nn.Linear(8, 24))).kind == "fused"
+    assert find_projections(holder(qkv=nn.Conv2d(8, 24, 1))) is None
+    assert find_projections(holder(q_proj=linear, v_proj=linear)) is None
+
+
+@pytest.mark.parametrize(
+    ("children", "sizes"),
+    [
+        ({"q_proj": nn.Linear(32, 32), "k_proj": nn.Linear(32, 16)}, (4, 2, 8)),
+        ({"q": nn.Linear(32, 64), "k": nn.Linear(32, 64)}, (4, 4, 16)),
+        ({"to_q": nn.Linear(32, 32), "to_kv": nn.Linear(32, 64)}, (4, 4, 8)),
+        ({"qkv": nn.Linear(32, 96)}, (4, 4, 8)),
+        ({"qkv_proj": nn.Linear(32, 64)}, (4, 2, 8)),
+        ({"query_key_value": nn.Linear(32, 48)}, (4, 1, 8)),
+    ],
+)
+def test_sizes_follow_from_heads_and_widths(children, sizes):
+    module = holder(4, **children)
+    assert find_sizes(find_projections(module), [module]) == sizes
+    module.num_heads = None
+    assert find_sizes(find_projections(module), [module]).heads is None

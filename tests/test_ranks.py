@@ -1,0 +1,248 @@
+"""Several processes that train together: what they read is what one process would, or is refused.
+
+The programs are in `rank_runs.py`; each is started once on every rank, with a hard limit of time.
+"""
+
+import math
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from rank_runs import LAYERS, STEPS, STRATEGIES, resumed
+
+from geomon import read
+from geomon.ranks import Ranks
+
+HERE = Path(__file__).parent
+LIMIT = 60.0  # seconds: a hang is a failure
+LONGER = 120.0  # where Lightning is imported
+
+
+def together(which: str, size: int, folder: Path, limit: float = LIMIT) -> list[dict]:
+    """What each rank found, in rank order."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]), "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test",
+    }  # fmt: skip
+    logs = [folder / f"{which}_{size}_{rank}.log" for rank in range(size)]
+    processes = []
+    try:
+        for rank, log in enumerate(logs):
+            with log.open("w") as output:
+                processes.append(
+                    subprocess.Popen(
+                        [sys.executable, str(HERE / "rank_runs.py"), which, str(folder)],
+                        env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+        until = time.monotonic() + limit
+        codes = [process.wait(max(0.1, until - time.monotonic())) for process in processes]
+    except subprocess.TimeoutExpired:
+        codes = [None]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    said = "\n".join(f"{log.name}:\n{log.read_text()[-2000:]}" for log in logs)
+    assert codes == [0] * size, said
+    return [
+        torch.load(folder / f"{which}_{size}_{rank}.pt", weights_only=False) for rank in range(size)
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
+def found(request, folder):
+    """Everything that one start on several ranks gives: by rank, then by the name of the run."""
+    return _found(request.param, folder)
+
+
+_FOUND: dict = {}
+
+
+def _found(size: int, folder: Path) -> list[dict]:
+    """Started once, when first asked for."""
+    if size not in _FOUND:
+        _FOUND[size] = together("together" if size > 1 else "alone", size, folder)
+    return _FOUND[size]
+
+
+def largest_difference(values, others) -> float:
+    assert values.keys() == others.keys()
+    differences = [
+        0.0
+        if math.isnan(values[tag]) and math.isnan(others[tag])
+        else abs(values[tag] - others[tag])
+        for tag in values
+    ]
+    return max(differences)  # NaN against a number is NaN, and no bound
+
+
+def relative_difference(values, others) -> float:
+    assert values.keys() == others.keys()
+    pairs = [(values[tag], others[tag]) for tag in values if math.isfinite(others[tag])]
+    return max(abs(one - other) / max(abs(other), 1e-3) for one, other in pairs)
+
+
+@pytest.mark.parametrize("case", ["all rows", "some rows", "an empty rank", "an empty first rank"])
+def test_a_reading_is_that_of_one_process_on_the_rows_of_all_ranks(found, case):
+    here = found[0]["ragged_readings"][case]
+    gathered, expected = here["gathered"], here["one process"]
+    if case == "some rows" and len(found) == 4:  # of the attention some sequences, as one would
+        gathered, expected = (
+            {tag: v for tag, v in values.items() if not tag.startswith(("attention", "max_logit"))}
+            for values in (gathered, expected)
+        )
+    assert len(gathered) > 300
+    assert sum(map(math.isfinite, gathered.values())) > 300
+    assert largest_difference(gathered, expected) == 0
+    assert here["tokens"] == here["rows of all"]
+
+
+def test_one_two_and_four_ranks_read_the_same(found, alone):
+    assert largest_difference(found[0]["same_rows"]["rows"], alone["same_rows"]["rows"]) == 0
+    # A batch that is split over ranks is drawn in another order: rounding, and no more. Of rows
+    # that repeat a token at a position the first stands for all, and with the order another.
+    split, whole = (
+        {tag: v for tag, v in values.items() if not tag.startswith("twonn_distinct")}
+        for values in (found[0]["same_rows"]["batch"], alone["same_rows"]["batch"])
+    )
+    assert relative_difference(split, whole) < 1e-9
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """The runs that one process can do as well."""
+    return _found(1, folder)[0]
+
+
+def test_a_probe_is_the_first_ranks_and_the_same_on_any_number_of_ranks(found):
+    here = found[0]["probes"]
+    assert largest_difference(here["probe"], here["alone"]) == 0
+    assert largest_difference(here["own"], here["alone"]) == 0
+    assert [note for note in here["notes"] if "different inputs" in note] == [
+        "the ranks probe with different inputs: rank 0's were measured"
+    ]
+    assert all(largest_difference(r["probes"]["alone"], here["alone"]) == 0 for r in found)
+
+
+def test_without_gathering_the_first_rank_reads_alone(found):
+    here = found[0]["not_gathered"]
+    assert len(here["readings"]) == 2
+    assert largest_difference(here["readings"][0], here["one process"]) == 0
+
+
+def test_a_failure_on_one_rank_is_said_and_ends_nothing(found):
+    here, last = found[0]["failures"], len(found) - 1
+    assert [step for step, _ in here["readings"]] == [0, 3, 4]  # 1 and 2 had no window on one rank
+    for _, values in here["readings"]:
+        for layer in range(LAYERS + 1):
+            fails = layer % len(found) == 1  # the second rank's layers
+            assert math.isnan(values[f"fragile/layer_{layer:02d}"]) == fails
+            assert math.isfinite(values[f"variance/layer_{layer:02d}"])
+    assert all(any("by design" in note for note in notes) for notes in here["notes"])
+    said = [m for m in here["messages"] if "left out" in m and "padding" not in m]
+    assert said[0] == f"a reading failed and is left out: rank {last}: OSError: no window here"
+    assert f"rank 1 has {LAYERS + 2} layers" in said[1]
+    assert len(said) == 2
+    assert here["uneven"] == 0
+    assert [bool(rank["failures"]["raised"]) for rank in found] == [True, True, False, False][
+        : last + 1
+    ]
+    assert all(not rank["failures"]["messages"] for rank in found[1:])
+
+
+def test_moments_merge_without_moving_rows(found):
+    for rank in found:
+        here = rank["moments"]
+        assert here["count"] == 0
+        assert here["mean"] < 1e-9
+        assert here["variance"] < 1e-9
+        assert torch.equal(here["merged"], found[0]["moments"]["merged"])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_reads_right_and_trains_as_without(found, strategy):
+    assert all(rank["strategies"][strategy]["bit-identical"] for rank in found)
+    here = found[0]["strategies"][strategy]
+    assert here["steps"] == list(range(STEPS + 1))
+    assert here["layers"] == [f"blocks.{index}" for index in range(LAYERS)]
+    assert largest_difference(here["gathered"], here["one process"]) == 0
+    first = found[0]["strategies"]["ddp"]["values"][0]
+    assert largest_difference(here["values"][0], first) == 0
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_probes_at_any_point_of_a_step_leave_the_training_as_it_is(folder, strategy):
+    found = _found(2, folder)
+    assert all(rank["probed_anywhere"][strategy] for rank in found)
+    assert found[0]["probed_anywhere"][f"{strategy} readings"] == 12
+
+
+def test_tensor_parallel_shards_are_refused_in_words(found):
+    (notes,) = found[0]["tensor_parallel"]["notes"]
+    assert "rows of the ranks are not gathered" in notes[0]
+    assert "'0.0.weight' is sharded by tensor parallelism" in notes[0]
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(folder):
+    """Two ranks, then four, then one; each goes two steps back, as from a checkpoint."""
+    found = {size: _found(size, folder) for size in (2, 4)}
+    resumed(Ranks(), folder)
+    record = read(folder / "resumed")
+    assert [r.step for r in record] == list(range(15))
+    assert [r.world_size for r in record] == [2] * 5 + [4] * 5 + [1] * 5
+    assert [(run["world_size"], run["from_step"]) for run in record.runs] == [
+        (2, 0),
+        (4, 3),
+        (1, 8),
+    ]
+    for size, steps in ((2, 5), (4, 7)):
+        for rank in found[size]:
+            # Every rank knows what the record holds.
+            assert rank["resumed"]["passes"] == [False] * (steps - 5) + [True] * 5
+
+
+def test_ranks_that_are_lost_end_the_gathering_and_not_the_run(folder):
+    first, second = together("lost", 2, folder)
+    for name in ("asleep", "dead"):
+        here = first["lost"][name]
+        assert here["steps"] == [0, 1, 3]  # the reading that was under way is left out
+        assert here["own rows"] == [False, False, True]
+        (message,) = [m for m in here["messages"] if "lost the other ranks" in m]
+        assert "rank 0 goes on with its own" in message
+        assert here["seconds"] < 10
+    assert second["lost"]["asleep"]["steps"] == []
+    assert any("rank 1 lost the other ranks" in m for m in second["lost"]["asleep"]["messages"])
+
+
+def test_lightnings_strategies(folder):
+    pytest.importorskip("lightning")
+    found = [rank["lightning"] for rank in together("lightning", 2, folder, LONGER)]
+    for name in ("ddp inline", "ddp probe", "ddp alone", "fsdp2 inline", "fsdp2 probe"):
+        assert all(rank[name]["bit-identical"] for rank in found), name
+        assert not found[1][name]["steps"]
+        last = [3] if "probe" in name else []
+        assert found[0][name]["steps"] == [0, 1, 2, *last]
+    gathered, alone = found[0]["ddp inline"]["tokens"], found[0]["ddp alone"]["tokens"]
+    assert all(own < both for own, both in zip(alone, gathered, strict=True))
+    for source in ("inline", "probe"):
+        ddp, fsdp2 = found[0][f"ddp {source}"], found[0][f"fsdp2 {source}"]
+        assert ddp["tokens"] == fsdp2["tokens"]
+        assert largest_difference(ddp["values"][0], fsdp2["values"][0]) == 0
+    assert "requires a GPU accelerator" in found[0]["fsdp1"]  # which is why it is tested in torch

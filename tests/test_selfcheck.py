@@ -1,0 +1,102 @@
+import logging
+
+import pytest
+import torch
+from models import PlainDecoder, batch, transformer
+from torch import nn
+
+from geomon import Monitor, measure, select
+from geomon.anatomy import find_anatomy
+from geomon.capture import Window
+from geomon.layer import CAPTURED
+from geomon.probing import extra_pass
+from geomon.selfcheck import NotSeenError, complaint
+
+HIDDEN = select("variance")
+BOTH = select("variance", "attention_entropy")
+
+
+def found(model, inputs, views=frozenset(CAPTURED)) -> str | None:
+    window = Window(find_anatomy(model), set(views), rows=64, seed=0)
+    extra_pass(model, inputs, window)
+    return complaint(window.snapshot(), views)
+
+
+class Direct(PlainDecoder):
+    """Calls `forward` itself, past every hook."""
+
+    def forward(self, ids):
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block.forward(x)
+        return x
+
+
+class Unseen(nn.Module):
+    """Attention that goes through nothing known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.num_heads = 2
+
+    def forward(self, x):
+        return x + (self.q_proj(x) @ self.k_proj(x).mT).exp() @ x
+
+
+def test_nothing_to_say_where_all_is_seen():
+    assert found(PlainDecoder(), batch()) is None
+    assert found(transformer("bert"), batch()) is None
+    assert (
+        found(nn.Transformer(16, 2, 1, 1, 32, batch_first=True), (torch.randn(2, 5, 16),) * 2)
+        is None
+    )
+
+
+def test_the_message_names_layer_cause_and_remedy_in_one_line():
+    message = found(Direct(), batch())
+    for part in (
+        "hidden states at blocks.0 (3 of 3 layers)", "called by .forward() directly",
+        "measure by a probe", "geomon.describe(model)", "blocks=",
+    ):  # fmt: skip
+        assert part in message
+    assert "\n" not in message
+    message = found(nn.Sequential(Unseen(), Unseen()), torch.randn(2, 5, 8))
+    assert "attention at 0 (2 of 2 layers): no attention call was seen" in message
+    assert "metrics=select(...)" in message
+    assert "hidden states" not in message
+
+
+def test_only_what_was_asked_for_is_expected():
+    model, x = nn.Sequential(Unseen(), Unseen()), torch.randn(2, 5, 8)
+    assert found(model, x, {"hidden", "positions"}) is None
+    assert found(model, x, {"projected_query", "projected_key"}) is None
+    assert "attention" in found(model, x, {"visible"})
+
+
+def test_single_layers_without_a_source_are_no_fault():
+    model = PlainDecoder(width=8, heads=2)
+    model.blocks[1] = Unseen()
+    assert found(model, batch()) is None
+    model.forward = lambda ids: model.blocks[0](model.tokens(ids))
+    assert found(model, batch()) is None
+
+
+def test_strict_monitors_raise_and_others_warn_once(tmp_path, caplog):
+    model = Direct()
+    strict = Monitor(model, directory=None, tokens=64, metrics=HIDDEN, strict=True)
+    with pytest.raises(NotSeenError, match=r"called by \.forward\(\) directly"), strict(0):
+        model(batch())
+    lenient = Monitor(model, directory=None, tokens=64, metrics=HIDDEN, schedule=lambda step: True)
+    with caplog.at_level(logging.WARNING, "geomon"):
+        for step in range(3):
+            with lenient(step):
+                model(batch())
+    assert len([m for m in caplog.messages if m.startswith("not seen in the first pass")]) == 1
+
+
+def test_a_measurement_of_what_is_not_seen_is_an_error():
+    model, x = nn.Sequential(Unseen(), Unseen()), torch.randn(2, 5, 8)
+    with pytest.raises(NotSeenError, match="attention at 0"):
+        measure(model, x, metrics=BOTH)
+    assert "variance/mean" in measure(model, x, metrics=HIDDEN)

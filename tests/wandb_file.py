@@ -1,0 +1,50 @@
+"""What an offline run of W&B left on disk."""
+
+import struct
+import time
+from pathlib import Path
+
+
+def wandb_rows(folder):
+    """Rows of the history of the run in the folder, once its last record is on disk.
+
+    W&B's own process writes the file, and may be a moment behind the run's `finish`.
+    """
+    path = next(Path(folder).rglob("run-*.wandb"))
+    for _ in range(200):
+        try:
+            records = list(_records(path.read_bytes()))
+        except ValueError:  # cut in the middle of one
+            records = []
+        if records and records[-1].HasField("exit"):
+            return [
+                {item.key or item.nested_key[0]: item.value_json for item in record.history.item}
+                for record in records
+                if record.HasField("history")
+            ]
+        time.sleep(0.05)
+    raise AssertionError(f"{path} has no end")
+
+
+def _records(content):
+    """A log of blocks of 32 KiB, as LevelDB writes them."""
+    from google.protobuf.message import DecodeError
+    from wandb.proto import wandb_internal_pb2
+
+    place, whole = 7, b""
+    while place + 7 <= len(content):
+        left = 32_768 - place % 32_768
+        if left < 7:
+            place += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, place)
+        whole += content[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # a full record, or the last part of one
+            record = wandb_internal_pb2.Record()
+            try:
+                record.ParseFromString(whole)
+            except DecodeError as error:
+                raise ValueError("torn") from error
+            whole = b""
+            yield record
