@@ -80,12 +80,15 @@ class Stack:
         blocks: In order: what leaves block l (counted from 1) is layer l.
         owner: The module whose forward runs the blocks; None where only the model's caller does.
         above: Modules around the blocks, outermost first: their calls carry padding masks.
+        entering: Whether layer l is what enters block l + 1: each block is the first of several
+            sublayers whose sums are made outside any module.
     """
 
     name: str
     blocks: tuple[Block, ...]
     owner: nn.Module | None = field(repr=False)
     above: tuple[nn.Module, ...] = field(repr=False)
+    entering: bool = False
 
 
 @dataclass(frozen=True)
@@ -272,7 +275,11 @@ def _expanded(
                 return by_member
             return [families[candidate]]
     if any(isinstance(member, _NOT_CALLABLE) for member in family):
-        return []
+        # Sublayers in lists: the first of each, where that is the attention.
+        first = [next(member.children()) for member in family]
+        return (
+            [first] if all(map(_attends, first)) and _are_first_parts(model, first, names) else []
+        )
     return [family if isinstance(parent, nn.ModuleList) else _without_ends(family)]
 
 
@@ -295,6 +302,19 @@ def _are_stages(family: _Family, inner: _Family) -> bool:
         len(inner) > len(family)
         and len(family) <= _MOST_STAGES
         and (len(sizes) > 1 or all(isinstance(member, _CONTAINERS) for member in family))
+    )
+
+
+def _are_first_parts(model: nn.Module, family: _Family, names: _Names) -> bool:
+    """Whether each member is the first of several modules in a list of its own."""
+    parents = [model.get_submodule(names[member].rpartition(".")[0]) for member in family]
+    return len(set(parents)) == len(family) and all(
+        isinstance(parent, nn.ModuleList)
+        and len(parent) > 1
+        and parent[0] is member
+        and not isinstance(member, _NOT_CALLABLE)
+        and any(type(other) is not type(member) for other in parent)
+        for parent, member in zip(parents, family, strict=True)
     )
 
 
@@ -355,7 +375,7 @@ def _why_not(family: _Family, watched: list[_Family]) -> str:
     if any(_is_copy(family, other) for other in watched):
         return "a frozen copy of a stack that is watched"
     if not any(map(_attends, family)) and any(_attends(b) for other in watched for b in other):
-        return "no attention in them, and in others there is"
+        return "no attention in them, unlike in others"
     return "few parameters beside the largest stack"
 
 
@@ -404,6 +424,7 @@ def _stacks(model: nn.Module, families: list[_Family], names: _Names) -> tuple[S
                 tuple(blocks),
                 _owner(family, around[place], names),
                 tuple(module for module in around[place] if module not in shared),
+                entering=_are_first_parts(model, family, names),
             )
         )
     return tuple(stacks)

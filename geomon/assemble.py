@@ -52,6 +52,10 @@ _BY_NAME_ALONE = (
     "a module is called attention, but neither queries and keys nor scores of it were seen: only "
     "hidden states are measured"
 )
+LAST = (
+    "the blocks are lists of sublayers, whose sums are made outside any module: a layer is seen "
+    "where it enters the next block, and the last one enters none"
+)
 _NO_TOKENS = "no embedding outside the blocks was given integers of the hidden states' shape"
 _NESTED = "the hidden states are nested tensors, or there are none in what the block returns"
 
@@ -209,7 +213,8 @@ class _StackLayers:
     ) -> tuple[dict[str, Any], dict[str, str]]:
         if kept is None:
             ran = ran and bool(self._pass.visits)
-            return {}, dict.fromkeys(_OF_ROWS, _NESTED if ran else self._not_run)
+            seen = LAST if self._pass.stack.entering else _NESTED
+            return {}, dict.fromkeys(_OF_ROWS, seen if ran else self._not_run)
         stack = self._pass.stack.name
         hidden = kept.values.cpu()
         finite = hidden.isfinite().all(dim=1)
@@ -309,15 +314,15 @@ def _projected(
     if attention is None:
         raise UndecidedError("no projections of queries and keys were found")
     query, key = (visit.projected.get((place, which)) for which in ("query", "key"))
-    kind, module = attention.projections.kind, attention.module
+    kind, weights = attention.projections.kind, visit.weights.get(place)
     if query is None or (key is None and kind != "fused"):
         raise UndecidedError(
             f"the projections {', '.join(attention.projections.names)} were not called as modules"
         )
     if kind == "multihead":
-        assert key is not None
-        made = projections.multihead(module, query.values, "query")
-        return made, projections.multihead(module, key.values, "key")
+        if weights is None or key is None:
+            raise UndecidedError("in_proj_weight is sharded among ranks")
+        return projections.multihead(weights, query.values, key.values)
     call = visit.calls.get(place)
     sizes = _sizes(attention, call)
     if kind == "fused":

@@ -18,6 +18,9 @@ from geomon.rows import RowDraw, at_places
 HIDDEN = -5_000.0
 
 
+SEVERAL = "it takes several softmaxes (landmarks, chunks), and none of them is its own"
+
+
 class NotUnderstoodError(ValueError):
     """The call does something that cannot be rebuilt; the message says what."""
 
@@ -171,6 +174,19 @@ def softened(
     sequences, places = draw.queries(scores.shape[0], scores.shape[2])
     return SoftmaxCall(
         at_places(scores[sequences], places), sequences, places, (scores.shape[0], scores.shape[2])
+    )
+
+
+def again(before: SoftmaxCall, scores: Tensor, dim: Any) -> bool:
+    """Whether an attention whose scores were kept takes a softmax of scores once more.
+
+    Args:
+        before: What was kept.
+        scores: What the softmax is given.
+        dim: The dimension that it runs over.
+    """
+    return (
+        scores.ndim == 4 and dim in (-1, 3) and scores.shape[:2] == (before.shape[0], before.heads)
     )
 
 

@@ -57,6 +57,7 @@ class Budget:
         self._began: float | None = None
         self._steps = 0
         self._spent = 0.0
+        self._look = 0.0  # seconds of the last look at the model
         self._costs: dict[int, float] = {}  # seconds of one layer, by rows in a batch
 
     def begin(self) -> None:
@@ -71,6 +72,11 @@ class Budget:
         """Note what geomon has taken of the training's time."""
         self._spent += seconds
 
+    def looked(self, seconds: float) -> None:
+        """Note what a look at the model has taken of the training's time."""
+        self._look = seconds
+        self.spend(seconds)
+
     @property
     def spent(self) -> float:
         """Seconds that geomon has taken."""
@@ -84,6 +90,11 @@ class Budget:
         return self._spent / max(self._clock() - self._began, 1e-9)
 
     @property
+    def knows_costs(self) -> bool:
+        """Whether anything has been measured yet."""
+        return bool(self._costs)
+
+    @property
     def limited(self) -> bool:
         """Whether there is a limit at all."""
         return self._share is not None
@@ -95,6 +106,30 @@ class Budget:
         return self._began is not None and (
             self._spent + seconds <= self._share * (self._clock() - self._began)
         )
+
+    def verdict(self, layers: int) -> tuple[bool, int, int]:
+        """Whether a reading can be paid now, on how many rows, and when to ask again if not.
+
+        A second reading of the same cost is kept in reserve, for the end of the run.
+
+        Args:
+            layers: In one reading.
+
+        Returns:
+            The answer, rows in a batch, and steps to wait.
+        """
+        rows = self.rows(layers) or self._tokens
+        if self._share is None or self._began is None:
+            return True, rows, 0
+        cost = self._look + layers * self.layer_cost(rows)
+        if not self._costs:  # the first: what it costs is not known, and nothing has been paid yet
+            return True, rows, 0
+        passed = self._clock() - self._began
+        missing = self._spent + 2 * cost - self._share * passed
+        if missing <= 0:
+            return True, rows, 0
+        step = max(passed / max(self._steps, 1), 1e-9)
+        return False, rows, max(1, math.ceil(missing / self._share / step))
 
     def learn(self, rows: int, seconds: float) -> None:
         """Note what one layer cost, with so many rows in a batch."""

@@ -16,11 +16,19 @@ from torch import Tensor, nn
 
 from geomon.anatomy import Anatomy, Attention, Block
 from geomon.assemble import Drawn, assembled, drawn, place_in
-from geomon.attended import NotUnderstoodError, local, softened, thinned
+from geomon.attended import (
+    SEVERAL,
+    AttentionCall,
+    NotUnderstoodError,
+    again,
+    local,
+    softened,
+    thinned,
+)
 from geomon.layer import CAPTURED, Snapshot
 from geomon.masks import padding_masks
 from geomon.passes import Kept, Pass, Visit, sample_places
-from geomon.projections import find_sizes
+from geomon.projections import find_sizes, multihead_weights
 from geomon.rows import RowDraw, select, width_last
 from geomon.switches import listening, run_eagerly, without_fast_path
 
@@ -210,7 +218,14 @@ class Window:
             found.masks += padding_masks(module, args, kwargs).items()
         visit = found.visit(place)
         self._running.append((found, visit))
-        if visit is not None and len(found.visits) == 1:
+        if visit is None:
+            return
+        if len(found.visits) > 1:
+            if found.stack.entering:
+                entered = first_tensor([*args, *kwargs.values()])
+                before = found.visits[-2]
+                before.hidden = None if entered is None else self._kept(found, entered, module)
+        else:
             found.mode = "train" if module.training else "eval"
             entered = first_tensor([*args, *kwargs.values()])
             if entered is not None:
@@ -220,7 +235,7 @@ class Window:
         visit = self._close(found, place)
         values = output.values() if isinstance(output, Mapping) else output
         hidden = first_tensor(values)
-        if visit is not None and hidden is not None:
+        if visit is not None and hidden is not None and not found.stack.entering:
             visit.hidden = self._kept(found, hidden, module)
 
     def _close(self, found: Pass, place: int) -> Visit | None:
@@ -280,11 +295,17 @@ class Window:
             return
         found, visit, block = current
         place = _place(block, visit, None)
-        if place in visit.calls or not found.shape:
+        before = visit.calls.get(place)
+        if isinstance(before, AttentionCall) or place in visit.refused or not found.shape:
+            return
+        known = place < len(block.attentions)
+        if before is not None:
+            if known and again(before, scores, dim):
+                visit.refuse(place, SEVERAL)
             return
         with self._timed(), torch.no_grad():
             heads = None
-            if place < len(block.attentions):
+            if known:
                 attention = block.attentions[place]
                 heads = find_sizes(attention.projections, [attention.module]).heads
             call = softened(self._draw, scores, dim, found.shape_at(visit), heads)
@@ -331,6 +352,9 @@ class Window:
             plain = isinstance(values, Tensor) and not values.is_nested
             if plain and (place, which) not in visit.projected:
                 self._keep_rows(found, visit, place, attention, which, local(values))
+        weights = multihead_weights(module)
+        if weights is not None:
+            visit.weights.setdefault(place, weights)
 
     def _keep_rows(
         self,

@@ -122,6 +122,8 @@ def _hidden(stack: Stack, depth: int | None) -> str:
     if depth is None and len(stack.blocks) == 1:
         return "layer 0 enters the block; what leaves it is a layer for each call"
     count = depth or len(stack.blocks)
+    if stack.entering:
+        return f"layers 0 to {count - 1} enter the blocks, which are lists of sublayers"
     calls = ", one for each call" if count != len(stack.blocks) else ""
     return f"layer 0 enters the first block, layers 1 to {count} leave the blocks{calls}"
 
@@ -165,7 +167,7 @@ def _projected(found: list[Attention], *, settled: bool) -> str:
         return f"{first.name}, from its inputs and in_proj_weight"
     if first.projections.kind == "fused":
         how = "verified" if settled else "to be verified on the first pass"
-        return f"{path}{names[0]}, together with V; layout {how}"
+        return f"{path}{names[0]}, with V; layout {how}"
     return f"{path}{names[0]} and {path}{names[1]}"
 
 

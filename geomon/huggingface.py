@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -20,10 +21,11 @@ from transformers.trainer_callback import CallbackHandler
 
 from geomon.anatomy import find_anatomy
 from geomon.metrics import METRICS, Metric, check_metrics
-from geomon.monitor import Monitor, check_counts
+from geomon.monitor import Monitor
 from geomon.pictures import Pictures
 from geomon.record import Reading
 from geomon.schedule import Schedule, check_schedule
+from geomon.settings import check_counts
 from geomon.sinks import Sink
 from geomon.tags import layout
 
@@ -54,7 +56,10 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
         probe: Fixed inputs for the model, or a function of it.
         directory: Where `readings.jsonl` is written; None takes the Trainer's `output_dir`.
         sinks: Where readings go besides what the Trainer reports to.
+        budget: Largest share of the training's time that geomon may take; None for no limit.
         gather: With several ranks, whether a reading is that of the rows of all.
+        background: Whether rows are measured in a thread while the training goes on; None does so
+            on an accelerator.
         seed: Of the private generator that draws rows.
         strict: Raise what goes wrong in a reading, instead of a warning and a missing value.
         blocks: Overrides the search for the blocks.
@@ -82,7 +87,9 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
         probe: Any = None,
         directory: str | os.PathLike[str] | None = None,
         sinks: Sequence[Sink] = (),
+        budget: float | None = None,
         gather: bool = True,
+        background: bool | None = None,
         seed: int = 0,
         strict: bool = False,
         blocks: str | Sequence[nn.Module] | None = None,
@@ -93,8 +100,8 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
             check_schedule(schedule)
         self._settings: dict[str, Any] = {
             "metrics": check_metrics(metrics), "schedule": schedule, "tokens": tokens,
-            "batches": batches, "probe": probe, "gather": gather, "seed": seed, "strict": strict,
-            "blocks": blocks,
+            "batches": batches, "probe": probe, "gather": gather, "budget": budget,
+            "background": background, "seed": seed, "strict": strict, "blocks": blocks,
         }  # fmt: skip
         self._directory = directory
         self._sinks = list(sinks)
@@ -118,7 +125,8 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
         sinks: list[Sink] = [*self._sinks]
         sinks.append(_Reports(callbacks, args, state, control, {"model": model, **event}))
         if self._pictures and any(isinstance(callback, _SHOWS_PICTURES) for callback in callbacks):
-            sinks.append(Pictures(functools.partial(_post, callbacks)))
+            post = functools.partial(_post, callbacks)
+            sinks.append(Pictures(post, affords=self._affords))
         directory = self._directory or args.output_dir
         self._monitor = Monitor(model, directory=directory, sinks=sinks, **self._settings)
         self._last = state.max_steps - 1
@@ -175,6 +183,9 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
             self._probe(step, force=True)
         if self._monitor is not None:
             self._monitor.close()
+
+    def _affords(self, seconds: float) -> bool:
+        return self._monitor is None or self._monitor.affords(seconds)
 
     def _probe(self, step: int, *, force: bool = False) -> None:
         """Read the fixed inputs, if there are any and a reading is due."""
@@ -265,7 +276,9 @@ class _Reports:
         self._laid_out = False
 
     def write(self, reading: Reading) -> None:
-        state = self._of_training[1]
+        args, state, control = self._of_training
+        # A reading may be of an earlier step, put off by the budget or measured in the background.
+        then = replace(state, global_step=reading.step)
         # The history is saved as JSON with each checkpoint: a number of another kind ends the run.
         logs = {tag: float(value) for tag, value in reading.charted().items()}
         if not self._laid_out:
@@ -275,7 +288,7 @@ class _Reports:
         state.log_history.append({**logs, "step": reading.step})
         for callback in self._callbacks:
             if not isinstance(callback, PrinterCallback | ProgressCallback):
-                callback.on_log(*self._of_training, logs=dict(logs), **self._event)
+                callback.on_log(args, then, control, logs=dict(logs), **self._event)
 
     def close(self) -> None: ...
 

@@ -13,10 +13,11 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from torch import nn
 
 from geomon.metrics import METRICS, Metric, check_metrics
-from geomon.monitor import Monitor, check_counts
+from geomon.monitor import Monitor
 from geomon.pictures import Pictures
 from geomon.record import Reading
 from geomon.schedule import Schedule, check_schedule, log_spaced
+from geomon.settings import check_counts
 from geomon.sinks import Sink
 from geomon.tags import layout
 
@@ -47,7 +48,10 @@ class GeometryMonitor(L.Callback):
         probe: Fixed inputs for the LightningModule's `forward`, or a function of it.
         directory: Where `readings.jsonl` is written; None takes the first logger's folder.
         sinks: Where readings go besides the trainer's loggers.
+        budget: Largest share of the training's time that geomon may take; None for no limit.
         gather: With several ranks, whether a reading is that of the rows of all.
+        background: Whether rows are measured in a thread while the training goes on; None does so
+            on an accelerator.
         seed: Of the private generator that draws rows.
         strict: Raise what goes wrong in a reading, instead of a warning and a missing value.
         blocks: Overrides the search for the blocks.
@@ -74,7 +78,9 @@ class GeometryMonitor(L.Callback):
         probe: Any = None,
         directory: str | os.PathLike[str] | None = None,
         sinks: Sequence[Sink] = (),
+        budget: float | None = None,
         gather: bool = True,
+        background: bool | None = None,
         seed: int = 0,
         strict: bool = False,
         blocks: str | Sequence[nn.Module] | None = None,
@@ -84,8 +90,8 @@ class GeometryMonitor(L.Callback):
         self._schedule = check_schedule(log_spaced() if schedule is None else schedule)
         self._settings: dict[str, Any] = {
             "metrics": check_metrics(metrics), "schedule": self._schedule, "tokens": tokens,
-            "batches": batches, "probe": probe, "gather": gather, "seed": seed, "strict": strict,
-            "blocks": blocks,
+            "batches": batches, "probe": probe, "gather": gather, "budget": budget,
+            "background": background, "seed": seed, "strict": strict, "blocks": blocks,
         }  # fmt: skip
         self._directory = directory
         self._sinks = list(sinks)
@@ -131,7 +137,12 @@ class GeometryMonitor(L.Callback):
             sinks.append(_Loggers(trainer))
         posts = [post for logger in trainer.loggers if (post := _post_to(logger))]
         if self._pictures and posts:
-            sinks.append(Pictures(lambda name, image, step: [p(name, image, step) for p in posts]))
+            sinks.append(
+                Pictures(
+                    lambda name, image, step: [p(name, image, step) for p in posts],
+                    affords=self._affords,
+                )
+            )
         self._monitor = Monitor(pl_module, directory=directory, sinks=sinks, **self._settings)
         self._last = trainer.estimated_stepping_batches - 1
         if self._seen is None or self._seen >= trainer.global_step:  # not the run that it was of
@@ -145,7 +156,8 @@ class GeometryMonitor(L.Callback):
         if self._monitor is None or not trainer.training or trainer.sanity_checking:
             return
         self._step = trainer.global_step
-        owed = self._is_owed(self._step)
+        # Under a budget what is passed over is put off, and not forced.
+        owed = self._settings["budget"] is None and self._is_owed(self._step)
         if self._settings["probe"] is None:
             force = owed or self._is_last(trainer, pl_module)
             self._window = self._monitor(self._step, force=force)
@@ -196,6 +208,9 @@ class GeometryMonitor(L.Callback):
         with trainer.precision_plugin.forward_context():
             self._monitor.probe(step)
 
+    def _affords(self, seconds: float) -> bool:
+        return self._monitor is None or self._monitor.affords(seconds)
+
     def _is_owed(self, step: int) -> bool:
         """Whether a due step was passed over since the last batch: two optimizers step twice."""
         assert self._seen is not None
@@ -237,13 +252,20 @@ class _Loggers:
     def write(self, reading: Reading) -> None:
         if not self._laid_out:
             self._lay_out(reading)
-        step = self._trainer.fit_loop.epoch_loop._batches_that_stepped
+        step = self._place(reading.step)
         for logger in self._trainer.loggers:
             logger.log_metrics(reading.charted(), step=step)
 
     def close(self) -> None:
         for logger in self._trainer.loggers:
             logger.save()
+
+    def _place(self, step: int) -> int:
+        """Where a step is on that axis: several optimizers make several steps of one batch."""
+        place: int = self._trainer.fit_loop.epoch_loop._batches_that_stepped
+        now = self._trainer.global_step
+        # A reading may be of an earlier step, put off by the budget or measured in the background.
+        return place if step >= now else round(step * place / now)
 
     def _lay_out(self, reading: Reading) -> None:
         for logger in self._trainer.loggers:

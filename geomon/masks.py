@@ -43,9 +43,14 @@ def padding_masks(
 
 
 def _valid(mask: Tensor, *, inverted: bool) -> Tensor:
-    if mask.is_floating_point() and (inverted or bool((mask < 0).any())):
+    if mask.is_floating_point() and (inverted or not _says_yes(mask)):
         return mask > _ADDED
     return ~mask.bool() if inverted else mask.bool()
+
+
+def _says_yes(mask: Tensor) -> bool:
+    """Whether a floating mask is of ones for tokens, and not of what is added to scores."""
+    return bool((mask > 0).any()) and not bool((mask < 0).any())
 
 
 def _named(

@@ -3,9 +3,6 @@
 It joins schedule, window, metrics, record and sinks, and lets none of them end a run.
 """
 
-import hashlib
-import logging
-import math
 import os
 import platform
 import time
@@ -18,21 +15,25 @@ from torch import nn
 
 from geomon import tags
 from geomon.anatomy import Anatomy, find_anatomy
+from geomon.background import Background
+from geomon.budget import Budget
 from geomon.capture import Window
-from geomon.evaluate import evaluate
-from geomon.gather import RankFailedError, share_of_rows
+from geomon.gather import share_of_rows
 from geomon.layer import Snapshot
+from geomon.measuring import Measuring
 from geomon.metrics import METRICS, Metric, check_metrics, views_of
 from geomon.notes import Note
+from geomon.outlet import Outlet
 from geomon.probing import extra_pass
-from geomon.ranks import Ranks, RanksLostError, find_ranks, join_ranks, refusal
+from geomon.ranks import Ranks, find_ranks, join_ranks, refusal
 from geomon.record import Reading, Record
+from geomon.rows import drawing_seed
 from geomon.schedule import Schedule, check_schedule, log_spaced
 from geomon.selfcheck import NotSeenError, complaint
+from geomon.settings import check_counts
 from geomon.sinks import Sink
-from geomon.together import Found, measure_alone, measure_together
-
-log = logging.getLogger("geomon")
+from geomon.together import Found, measure_together
+from geomon.underway import UnderWay
 
 _Value = TypeVar("_Value")
 
@@ -48,7 +49,8 @@ class Monitor:
     Args:
         model: Any module that contains a transformer.
         metrics: From a name to a function of views; `METRICS` are all that geomon has.
-        schedule: From a step to whether a reading is due; step 0 always is.
+        schedule: From a step to whether a reading is due; step 0 always is. A step that is due and
+            that training jumps over is read at the next one.
         tokens: Rows in one batch of the estimate.
         batches: Largest number of such batches, for the deviation of each estimate.
         probe: Fixed inputs: at due steps they are passed through the model in an extra pass, in
@@ -56,12 +58,20 @@ class Monitor:
             arguments, a tuple of arguments, or a function of the model.
         directory: Where `readings.jsonl` is written, by the first rank; None for no record.
         sinks: Where readings go besides, on the first rank.
+        budget: Largest share of the time since the first step that geomon may take, 0.01 for one
+            per cent; None follows the schedule whatever it costs. A reading that is due is put off
+            until it can be paid, and measured layer by layer as time allows; where it would cost
+            more than a hundred steps' allowance it stands on fewer rows, and says so. What is
+            forced (the last step, an explicit `probe`) is read in any case.
         gather: With several ranks, whether a reading is that of the rows of all: each keeps its
             share of them, the layers are shared out to be measured, and the first rank records.
             Every rank builds the monitor, once `torch.distributed` is initialised, and calls it
             with the same steps. A rank that does not answer within ten minutes ends the gathering,
             never the run. If False the first rank measures its own rows and nothing is said between
             ranks.
+        background: Whether rows are measured in a thread while the training goes on; None does so
+            where the model is on an accelerator, which leaves the processor idle. Gathered rows are
+            measured at once.
         seed: Of the private generator that draws rows, together with the step and the rank.
         strict: Raise what goes wrong in a reading, instead of a warning and a missing value.
         blocks: Overrides the search for the blocks: a regular expression of their names, or the
@@ -83,7 +93,9 @@ class Monitor:
         probe: Any = None,
         directory: str | os.PathLike[str] | None = "geomon",
         sinks: Sequence[Sink] = (),
+        budget: float | None = None,
         gather: bool = True,
+        background: bool | None = None,
         seed: int = 0,
         strict: bool = False,
         blocks: str | Sequence[nn.Module] | None = None,
@@ -95,20 +107,31 @@ class Monitor:
         self._tokens = tokens
         self._batches = batches
         self._probe_inputs = probe
-        self._sinks = list(sinks)
+        self._budget = Budget(budget, tokens)
         self._seed = seed
         self._strict = strict
         self._anatomy: Anatomy = find_anatomy(model, blocks)
         self._views = views_of(self._metrics)
         self._notes: list[Note] = []  # of every reading
-        self._warned: set[str] = set()
         self._all_seen = False  # by the first window, or said that not
         self._ranks = self._join() if gather else find_ranks()
-        self._record = self._make_record(directory)
+        if budget is not None and self._ranks.size > 1 and not self._ranks.linked:
+            raise ValueError(
+                "a budget is one decision for all ranks, which they share where their rows are "
+                "gathered: use gather=True, or budget=None"
+            )
+        self._outlet = Outlet(sinks, self._ranks, strict=strict)
+        self._outlet.record = self._make_record(directory)
         self._done: dict[tuple[int, str], None] = {}  # by this process: the same on every rank
         self._recorded: set[tuple[int, str]] = set()  # before it, in the record
-        self._started: float | None = None
-        self._spent = 0.0
+        self._step: int | None = None  # the last that was asked about
+        self._begun = False
+        self._handed_out = False
+        self._owed = False  # a due reading was put off
+        self._look_again = 0  # step from which the ranks ask again whether it can be paid
+        self._rows = tokens  # in a batch of the next reading
+        behind = Background() if self._is_behind(background) else None
+        self._measuring = Measuring(self._budget, behind, self._outlet, self._hand_out)
 
     def __call__(self, step: int, *, force: bool = False) -> AbstractContextManager[None]:
         """A context manager around the forward pass of a step; does nothing where none is due.
@@ -118,7 +141,7 @@ class Monitor:
 
         Args:
             step: Number of optimizer updates already in the weights.
-            force: Read whatever the schedule says (the last step of a run, say).
+            force: Read whatever the schedule and the budget say (the last step of a run, say).
         """
         source = "inline" if self._probe_inputs is None else "probe"
         if not self.due(step, source=source, force=force):
@@ -129,22 +152,32 @@ class Monitor:
         return self._probing(step)
 
     def due(self, step: int, *, source: str = "inline", force: bool = False) -> bool:
-        """Whether a reading from `source` is to be made at `step`: due, and not made already."""
-        scheduled = force or step == 0 or self._schedule(step)
-        if not scheduled:
+        """Whether a reading from `source` is to be made at `step`: due, paid for, and not made yet.
+
+        Every step of the training passes here, so what an earlier one left to do is gone on with.
+
+        Args:
+            step: Number of optimizer updates already in the weights.
+            source: "inline" or "probe".
+            force: Whatever the schedule and the budget say.
+        """
+        passed_over = self._go_to(step)
+        scheduled = force or passed_over or step == 0 or self._schedule(step)
+        if not (scheduled or self._owed):
             return False
-        if self._started is None:
+        if not self._begun:
             self._begin(step)
         if (step, source) in self._done:
             return False
-        if self._ranks.linked or self._ranks.size == 1:
-            return (step, source) not in self._recorded
         # Only the first rank knows the record: were it to skip a probe's pass that the others run,
         # a sharded model would hang. Without a line the pass is run again, and not recorded twice.
-        return True
+        knows = self._ranks.linked or self._ranks.size == 1
+        if knows and (step, source) in self._recorded:
+            return False
+        return force or self._can_pay(step, scheduled=scheduled)
 
     def probe(self, step: int, inputs: Any = None) -> None:
-        """Read the geometry on fixed inputs in an extra pass.
+        """Read the geometry on fixed inputs in an extra pass, whatever the schedule and budget say.
 
         The pass runs without autograd, in eval mode, with the random state forked; every module's
         training flag is restored. With many ranks all run the pass (a sharded model hangs
@@ -170,23 +203,25 @@ class Monitor:
         self._take(step, "probe", lambda: self._look(inputs), began)
 
     def close(self) -> None:
-        """Flush and close the sinks; may be called more than once."""
-        for sink in self._sinks:
-            self._safely(sink.close, f"closing {type(sink).__name__} failed")
-        self._sinks = []
+        """Finish what is being measured, and close the sinks; may be called more than once."""
+        self._measuring.close()
+        self._outlet.close()
 
     @property
     def overhead(self) -> float:
         """Share of the time since the first step that geomon took; NaN before the first step."""
-        if self._started is None:
-            return math.nan
-        return self._spent / max(time.perf_counter() - self._started, 1e-9)
+        return self._budget.overhead
+
+    def affords(self, seconds: float) -> bool:
+        """Whether `seconds` more of geomon's time would stay within the budget."""
+        return self._budget.affords(seconds)
 
     # -- the two ways to look ------------------------------------------------------------------
 
     @contextmanager
     def _inline(self, step: int) -> Iterator[None]:
-        own = share_of_rows(self._rows, self._ranks) if self._ranks.linked else self._rows
+        rows = self._rows * self._batches
+        own = share_of_rows(rows, self._ranks) if self._ranks.linked else rows
         # Ranks draw different places; the first one's are those of a single process.
         place = (self._ranks.rank,) if self._ranks.rank else ()
         window = self._window(self._seed, step, *place, rows=own)
@@ -213,7 +248,7 @@ class Monitor:
     def _look(self, inputs: Any) -> Snapshot:
         """An extra pass on `inputs` under a window."""
         # The same inputs, the same rows: readings then differ by the weights alone.
-        window = self._window(self._seed, rows=self._rows)
+        window = self._window(self._seed, rows=self._rows * self._batches)
         extra_pass(self._model, inputs, window)
         return self._checked(window.snapshot())
 
@@ -223,52 +258,94 @@ class Monitor:
         if unseen is not None and self._strict:
             raise NotSeenError(unseen)
         if unseen is not None:
-            self._warn(unseen, kind="not seen")
+            self._outlet.warn(unseen, kind="not seen")
         self._all_seen = True
         return snapshot
 
     def _window(self, *of: object, rows: int) -> Window:
-        return Window(self._anatomy, self._views, rows=rows, seed=_draw(*of))
+        return Window(self._anatomy, self._views, rows=rows, seed=drawing_seed(*of))
+
+    # -- what can be paid ------------------------------------------------------------------------
+
+    def _go_to(self, step: int) -> bool:
+        """Another step: go on with what is left to do; whether a due step was passed over."""
+        before, self._step = self._step, step
+        if step == before:
+            return False
+        self._budget.count_step()
+        self._measuring.go_on()
+        jumped = range(max(before + 1, step - _REMEMBERED), step) if before is not None else ()
+        return any(map(self._schedule, jumped))
+
+    def _can_pay(self, step: int, *, scheduled: bool) -> bool:
+        """Whether the budget has room for a reading; if not, it is owed."""
+        if not self._budget.limited:
+            return True
+        if self._ranks.linked:
+            if not scheduled and step < self._look_again:
+                return False
+            verdict = self._budget.verdict(self._shares)  # the first rank's holds for all
+            paid, self._rows, wait = self._from_first(verdict)
+            self._look_again = step + wait
+        else:
+            paid, self._rows, _ = self._budget.verdict(self._shares)
+            paid = paid and not self._measuring.busy
+        self._owed = not paid
+        return paid
 
     @property
-    def _rows(self) -> int:
-        """Rows of hidden states for a whole reading."""
-        return self._tokens * self._batches
+    def _shares(self) -> int:
+        """Layers that this process measures of one reading, about."""
+        layers = len(self._anatomy.blocks) + 1
+        return -(-layers // self._ranks.size) if self._ranks.linked else layers
 
     # -- from what was seen to a reading ---------------------------------------------------------
 
     def _take(self, step: int, source: str, look: Callable[[], Snapshot], began: float) -> None:
-        """Look, measure, record the reading, then show it."""
+        """Look, and have measured what was seen."""
+        self._owed = False
         self._done[step, source] = None
         if len(self._done) > _REMEMBERED:
             del self._done[next(iter(self._done))]
-        with self._guard():
-            found = self._measure(step, source, look)
-            # Without a line the other ranks do not know what the record holds.
-            if found is not None and (step, source) not in self._recorded:
-                self._hand_out(self._reading(step, source, found, began))
-
-    def _measure(self, step: int, source: str, look: Callable[[], Snapshot]) -> Found | None:
-        """What was found, on the first rank; with a line between ranks a collective."""
-        if not self._ranks.linked:
+        with self._outlet.guard():
+            if self._ranks.linked:
+                self._measure_together(step, source, look, began)
+                return
             snapshot = look()
-            if self._ranks.rank > 0:
-                return None
-            return measure_alone(
-                snapshot, self._metrics, rows=self._tokens, batches=self._batches,
-                strict=self._strict,
+            # Without a line the other ranks do not know what the record holds.
+            if self._ranks.rank > 0 or (step, source) in self._recorded:
+                return
+            reading = UnderWay(
+                step, source, snapshot, self._metrics, rows=self._tokens, batches=self._batches,
+                strict=self._strict, seconds=time.perf_counter() - began,
             )  # fmt: skip
+            self._budget.looked(reading.seconds)
+            self._measuring.start(reading)
+
+    def _measure_together(
+        self, step: int, source: str, look: Callable[[], Snapshot], began: float
+    ) -> None:
+        """Measure the rows of all ranks; a collective."""
         seen: Snapshot | Exception
         try:
             seen = look()
         except Exception as error:
             seen = error
-        return measure_together(
-            seen, (step, source), self._ranks, self._metrics, rows=self._tokens,
+        self._budget.looked(time.perf_counter() - began)
+        looked = time.perf_counter()
+        found = measure_together(
+            seen, (step, source), self._ranks, self._metrics, rows=self._rows,
             batches=self._batches, strict=self._strict, copies=source == "probe",
         )  # fmt: skip
+        taken = time.perf_counter() - looked
+        self._budget.spend(taken)
+        self._budget.learn(self._rows, taken / self._shares)
+        if found is not None:
+            self._hand_out(step, source, found, time.perf_counter() - began)
 
-    def _reading(self, step: int, source: str, found: Found, began: float) -> Reading:
+    def _hand_out(self, step: int, source: str, found: Found, seconds: float) -> None:
+        """Make a reading of what was found, and record and show it."""
+        began = time.perf_counter()
         notes = self._notes + found.notes
         if found.tokens < self._tokens:
             notes.append(
@@ -279,14 +356,12 @@ class Monitor:
                 )
             )
         for note in notes:
-            self._warn(note.text, kind=note.kind)
-        seconds = time.perf_counter() - began
+            self._outlet.warn(note.text, kind=note.kind)
         values = {**found.values, tags.SECONDS: seconds}
-        first = self._spent == 0  # before the first reading no training time has passed
-        self._spent += seconds
-        if not first:
+        if self._handed_out:  # before the first reading hardly any training time has passed
             values[tags.OVERHEAD] = self.overhead
-        return Reading(
+        self._handed_out = True
+        reading = Reading(
             step=step,
             time=time.time(),
             seconds=seconds,
@@ -298,18 +373,8 @@ class Monitor:
             values=values,
             notes=[note.text for note in notes],
         )
-
-    def _hand_out(self, reading: Reading) -> None:
-        """To the record first: what has been shown is never lost."""
-        began = time.perf_counter()
-        if self._record is not None:
-            record = self._record
-            self._safely(lambda: record.write(reading), f"{record.path} could not be written")
-        for sink in list(self._sinks):
-            message = f"{type(sink).__name__} failed and is left out from here on"
-            if not self._safely(lambda sink=sink: sink.write(reading), message):  # type: ignore[misc]
-                self._sinks.remove(sink)
-        self._spent += time.perf_counter() - began
+        self._outlet.write(reading)
+        self._budget.spend(time.perf_counter() - began)
 
     # -- the ranks and the record ----------------------------------------------------------------
 
@@ -339,19 +404,14 @@ class Monitor:
 
     def _begin(self, step: int) -> None:
         """The first step that is read: learn what the record holds already."""
-        self._started = time.perf_counter()
-        if self._record is not None:
-            record = self._record
-            self._safely(
-                lambda: self._recorded.update(record.begin(step, self._describe())),
-                f"{record.path} could not be read and is kept under another name",
-            )
-        self._recorded = self._from_first(self._recorded)
+        self._begun = True
+        self._budget.begin()
+        self._recorded = self._from_first(self._outlet.begin(step, self._describe()))
 
     def _from_first(self, value: _Value) -> _Value:
         """What the first rank has; this rank's own where there is no line."""
         if self._ranks.linked:
-            with self._guard():
+            with self._outlet.guard():
                 return self._ranks.hand_out(value)
         return value
 
@@ -374,95 +434,8 @@ class Monitor:
             "gather": self._ranks.linked,
         }
 
-    # -- a reading that goes wrong never ends a run -----------------------------------------------
-
-    @contextmanager
-    def _guard(self) -> Iterator[None]:
-        try:
-            yield
-        except RanksLostError as error:
-            self._ranks.part()
-            if self._strict:
-                raise
-            log.warning(
-                "rank %d lost the other ranks (%s): their rows are no longer gathered, rank 0 "
-                "goes on with its own",
-                self._ranks.rank,
-                error,
-            )
-        except Exception as error:
-            if self._strict:
-                raise
-            kind = "" if isinstance(error, RankFailedError) else f"{type(error).__name__}: "
-            self._warn(f"a reading failed and is left out: {kind}{error}")
-
-    def _safely(self, action: Callable[[], Any], message: str) -> bool:
-        try:
-            action()
-        except Exception as error:
-            if self._strict:
-                raise
-            self._warn(f"{message}: {type(error).__name__}: {error}")
-            return False
-        return True
-
-    def _warn(self, message: str, *, kind: str | None = None) -> None:
-        """Say it once in the log, on one rank; the record has notes with every reading."""
-        kind = message if kind is None else kind
-        heard = self._ranks.rank == 0 or not self._ranks.linked
-        if heard and kind not in self._warned:
-            self._warned.add(kind)
-            log.warning(message)
-
-
-def measure(
-    model: nn.Module,
-    inputs: Any,
-    *,
-    metrics: Mapping[str, Metric] = METRICS,
-    tokens: int = 4096,
-    batches: int = 2,
-    seed: int = 0,
-    blocks: str | Sequence[nn.Module] | None = None,
-) -> dict[str, float]:
-    """Measure a model once, without training: `{tag: float}`.
-
-    Args:
-        model: Any module that contains a transformer.
-        inputs: A tensor, a dict of keyword arguments, a tuple of arguments, or a function of the
-            model.
-        metrics: As of `Monitor`, and so are the rest.
-        tokens: Rows in one batch of the estimate.
-        batches: Largest number of such batches.
-        seed: Of the private generator that draws rows.
-        blocks: Overrides the search for the blocks.
-
-    Raises:
-        ValueError: As `Monitor`.
-        NotSeenError: Something that the metrics read was not seen in the pass.
-    """
-    check_counts(tokens=tokens, batches=batches)
-    checked = check_metrics(metrics)
-    views = views_of(checked)
-    window = Window(
-        find_anatomy(model, blocks), views, rows=tokens * batches, seed=_draw(seed)
-    )  # fmt: skip
-    extra_pass(model, inputs, window)
-    snapshot = window.snapshot()
-    unseen = complaint(snapshot, views)
-    if unseen is not None:
-        raise NotSeenError(unseen)
-    return evaluate(snapshot, checked, rows=tokens, batches=batches, strict=True).values
-
-
-def _draw(*of: object) -> int:
-    """The seed of a private generator."""
-    text = " ".join(map(str, of))
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-
-
-def check_counts(**counts: int) -> None:
-    """Raise a `ValueError` for a count that is not a whole number of at least 1."""
-    for name, value in counts.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} is a whole number of at least 1, got {value!r}")
+    def _is_behind(self, wanted: bool | None) -> bool:
+        """Whether what was seen is measured in the background."""
+        device = next((p.device.type for p in self._model.parameters()), "cpu")
+        chosen = device not in ("cpu", "meta") if wanted is None else wanted
+        return chosen and not self._ranks.linked

@@ -10,6 +10,7 @@ from torch import Tensor
 from geomon.anatomy import Block, Stack
 from geomon.attended import AttentionCall, SoftmaxCall
 from geomon.masks import OF_MEMORY
+from geomon.projections import Multihead
 from geomon.rows import RowDraw
 
 Shape = tuple[int, ...]
@@ -46,6 +47,7 @@ class Visit:
         refused: By attention, why a call was not kept.
         projected: By attention and "query" or "key", what left the projection (of
             `nn.MultiheadAttention`: what entered it).
+        weights: By attention, those of `nn.MultiheadAttention`.
         samples: By attention, what left a fused projection at the first sampled queries.
     """
 
@@ -56,7 +58,14 @@ class Visit:
     routes: dict[int, str] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)
     projected: dict[tuple[int, str], Kept] = field(default_factory=dict)
+    weights: dict[int, Multihead] = field(default_factory=dict)
     samples: dict[int, Tensor] = field(default_factory=dict)
+
+    def refuse(self, attention: int, reason: str) -> None:
+        """Let go of what was kept of an attention."""
+        self.refused[attention] = reason
+        self.calls.pop(attention, None)
+        self.routes.pop(attention, None)
 
 
 class Pass:

@@ -1,5 +1,6 @@
 """Pictures for loggers: the profile over depth and the heads, drawn as training goes on."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,8 @@ _OVERVIEW = ("twonn", "twonn_distinct", "gride", _PROFILE, "qk_cosine", "attenti
 _APART = 2 ** (1 / 4) * 0.99
 # Step from which the run in one figure is drawn: before, its curves are flat.
 _CURVES_FROM = 16
+# Seconds that are expected of the first drawing, which imports matplotlib.
+_FIRST_COST = 3.0
 
 
 class Pictures:
@@ -34,16 +37,24 @@ class Pictures:
         post: Takes a name, an image (uint8 [height, width, 3]) and a step, for instance
             `lambda name, image, step: writer.add_image(name, image, step, dataformats="HWC")`.
         metrics: Of heads, each drawn as a matrix of layers and heads.
+        affords: Whether so many seconds may be taken for drawing now; if not, the next reading is
+            tried.
 
     Raises:
         ImportError: From `write`, where matplotlib is missing.
     """
 
     def __init__(
-        self, post: Post, metrics: Sequence[str] = ("qk_cosine", "attention_entropy")
+        self,
+        post: Post,
+        metrics: Sequence[str] = ("qk_cosine", "attention_entropy"),
+        *,
+        affords: Callable[[float], bool] = lambda seconds: True,
     ) -> None:
         self._post = post
         self._metrics = tuple(metrics)
+        self._affords = affords
+        self._cost = _FIRST_COST
         self._curves: list[Reading] = []
         self._drawn: list[Reading] = []
         self._last: Reading | None = None
@@ -55,18 +66,20 @@ class Pictures:
         due = not self._drawn or reading.step >= max(1, 2 * self._drawn[-1].step)
         if due or reading.step >= _APART * self._curves[-1].step:
             self._curves.append(_thinned(reading))
-        if due:
+        if due and self._affords(self._cost):
             self._draw(reading)
 
     def close(self) -> None:
         """Draw the last reading if it was not drawn; may be called more than once."""
         last, self._last = self._last, None
-        if last is not None and last.step > self._drawn[-1].step:
+        waiting = last is not None and (not self._drawn or last.step > self._drawn[-1].step)
+        if last is not None and waiting and self._affords(self._cost):
             if last.step > self._curves[-1].step:
                 self._curves.append(_thinned(last))
             self._draw(last)
 
     def _draw(self, reading: Reading) -> None:
+        began = time.perf_counter()
         from geomon import figures  # matplotlib: not before there is something to draw
 
         self._drawn.append(self._curves[-1])
@@ -79,6 +92,7 @@ class Pictures:
         for metric in self._metrics:
             if heads(reading, metric):
                 self._show(f"heads/{metric}", figures.heads_figure(reading, metric), reading.step)
+        self._cost = time.perf_counter() - began
 
     def _show(self, name: str, figure: Any, step: int) -> None:
         from geomon import figures

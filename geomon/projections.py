@@ -219,23 +219,55 @@ def separate(
     return query.unflatten(-1, (heads, width)), key.unflatten(-1, (-1, width))
 
 
+class Multihead(NamedTuple):
+    """The weights with which `nn.MultiheadAttention` projects its query and key arguments."""
+
+    heads: int
+    query: tuple[Tensor, Tensor | None]
+    key: tuple[Tensor, Tensor | None]
+
+
 @torch.no_grad()
-def multihead(module: Any, inputs: Tensor, which: Literal["query", "key"]) -> Tensor:
-    """What `nn.MultiheadAttention` projects its inputs to: [rows, heads, head width].
+def multihead_weights(module: Any) -> Multihead | None:
+    """A copy of the weights: an optimizer may change them before they are used.
 
     Args:
         module: The attention, which projects inside a function and has no module for it.
-        inputs: Rows of its query or key argument.
-        which: Which of the two.
+
+    Returns:
+        None where they are sharded: to put them together would be a collective.
     """
-    place = 0 if which == "query" else 1
+    if any(hasattr(parameter, "to_local") for parameter in module.parameters(recurse=False)):
+        return None
     if module.in_proj_weight is not None:
-        weight = module.in_proj_weight.chunk(3)[place]
+        query, key, _ = module.in_proj_weight.chunk(3)
     else:
-        weight = module.q_proj_weight if which == "query" else module.k_proj_weight
-    bias = None if module.in_proj_bias is None else module.in_proj_bias.chunk(3)[place]
-    projected = F.linear(inputs.to(weight.device, weight.dtype), weight, bias)
-    return projected.unflatten(-1, (module.num_heads, -1)).float()
+        query, key = module.q_proj_weight, module.k_proj_weight
+    biases = (None, None) if module.in_proj_bias is None else module.in_proj_bias.chunk(3)[:2]
+    pairs = [
+        (weight.detach().clone(), None if bias is None else bias.detach().clone())
+        for weight, bias in zip((query, key), biases, strict=True)
+    ]
+    return Multihead(module.num_heads, *pairs)
+
+
+def multihead(weights: Multihead, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """What `nn.MultiheadAttention` projects rows of its query and key arguments to.
+
+    Args:
+        weights: As they were when it ran.
+        query: [rows, width].
+        key: [rows, width].
+
+    Returns:
+        [rows, heads, head width] each.
+    """
+    made = (
+        F.linear(rows.to(weight.device), weight.float(), None if bias is None else bias.float())
+        for rows, (weight, bias) in ((query, weights.query), (key, weights.key))
+    )
+    projected_query, projected_key = (rows.unflatten(-1, (weights.heads, -1)) for rows in made)
+    return projected_query, projected_key
 
 
 def _contiguous(rows: Tensor, heads: int, key_heads: int) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from geomon.anatomy import Attention
 ROUTES = {
     "interface": "through transformers' attention interface",
     "sdpa": "through torch's scaled_dot_product_attention",
-    "softmax": "written out by hand: its scores are seen at the softmax",
+    "softmax": "by hand: its scores are seen at the softmax",
 }
 UNKNOWN = "by a route that the first pass shows"
 

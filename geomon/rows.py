@@ -1,5 +1,6 @@
 """Which rows are kept: of hidden states and projections, and of the queries of attention."""
 
+import hashlib
 import math
 
 import torch
@@ -56,6 +57,12 @@ class RowDraw:
             places = (torch.arange(each)[None, :] + shift / some) * (length / each)
             self._queries[sequences, length] = chosen, places.long()
         return self._queries[sequences, length]
+
+
+def drawing_seed(*of: object) -> int:
+    """The seed of a private generator that draws for a seed of the user's, a step, a rank."""
+    text = " ".join(map(str, of))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
 @torch.no_grad()

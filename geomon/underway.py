@@ -53,6 +53,11 @@ class UnderWay:
         self._measured: list[MeasuredLayer] = []
 
     @property
+    def begun(self) -> bool:
+        """Whether a layer has been measured."""
+        return bool(self._measured)
+
+    @property
     def layers(self) -> int:
         """Number of layers, measured and not."""
         return len(self._measured) + len(self._left)
@@ -81,12 +86,18 @@ class UnderWay:
 
     def measure_next(self) -> float:
         """Measure one more layer and let go of what was seen of it; the seconds it took."""
-        layer = self._left.popleft()
-        return self._timed(lambda: self._measured.append(self._measure(layer, self.rows)))
+
+        def measure() -> None:
+            self._measured.append(self._measure(self._left[0], self.rows))
+            self._left.popleft()  # only now: an interrupted layer is measured again
+
+        return self._timed(measure)
 
     def found(self) -> Found:
         """What was measured; after all layers have been."""
+        began = time.perf_counter()
         result = combined(self._measured, self._metrics, rows=self.rows)
+        self.seconds += time.perf_counter() - began
         noted, tokens, mode, dtype = self._about
         notes = [*noted, *result.notes]
         if self.rows < self._full:

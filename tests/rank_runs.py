@@ -29,7 +29,7 @@ from geomon.gather import merged_moments
 from geomon.kernels.streaming import moments_of
 from geomon.layer import Layer, Snapshot
 from geomon.metrics import views_of
-from geomon.monitor import _draw
+from geomon.rows import drawing_seed
 from geomon.ranks import Ranks, find_ranks, join_ranks
 from geomon.together import measure_together
 
@@ -120,7 +120,7 @@ def one_process(model, batches, metrics, *, step, tokens, most=2):
     snapshots = []
     for rank, (ids, mask) in enumerate(batches):
         own = rows // size + (rank < rows % size)
-        seed = _draw(0, step, rank) if rank else _draw(0, step)
+        seed = drawing_seed(0, step, rank) if rank else drawing_seed(0, step)
         with Window(find_anatomy(model), views_of(metrics), rows=own, seed=seed) as window:
             model(ids, attention_mask=mask)
         snapshots.append(window.snapshot())

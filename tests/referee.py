@@ -6,7 +6,7 @@ of its own. Attention probabilities are what the same model gives when it attend
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -250,14 +250,10 @@ def watch(model: nn.Module, inputs: Mapping[str, Any], rows: int = 100_000) -> t
     return output, window
 
 
-def routes_of(window: Window) -> set[str]:
-    """Where the window saw attention."""
-    return {
-        route
-        for found in window._passes
-        for visit in found.visits
-        for route in visit.routes.values()
-    } or {"none"}
+def routes_of(window: Window, stacks: Iterable[str]) -> set[str]:
+    """Where the window saw attention of any of the stacks."""
+    found = [window.routes(name, cross=cross) for name in stacks for cross in (False, True)]
+    return set().union(*found) or {"none"}
 
 
 def notes_of(window: Window) -> set[str]:

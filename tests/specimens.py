@@ -72,6 +72,10 @@ NO_ATTENTION = (
     "interface nor through torch.nn.functional.scaled_dot_product_attention, and no softmax of "
     "scores of its tokens was seen"
 )
+SEVERAL = (
+    "attention is not rebuilt here: it takes several softmaxes (landmarks, chunks), and none of "
+    "them is its own"
+)
 NO_PROJECTIONS = "no projections of queries and keys were found"
 AS_ATTENDED = ": Q and K as attended stand for them"
 OF_SCORES = ("query", "key", "bias", "scale", "softcap", "sink")

@@ -194,9 +194,20 @@ def test_sublayers_of_a_block_are_not_blocks():
         return module(layer=nn.ModuleList([module(att=Attending()), module(ff=Mixing())]))
 
     assert names(module(block=layers(t5_like, t5_like))) == {"": ["block.0", "block.1"]}
-    pairs = module(layers=nn.ModuleList(nn.ModuleList([Attending(), Mixing()]) for _ in range(2)))
+    others = module(layers=nn.ModuleList(nn.ModuleList([Mixing(), Head()]) for _ in range(2)))
     with pytest.raises(ValueError, match="no transformer blocks"):
-        find_anatomy(pairs)
+        find_anatomy(others)
+
+
+def test_lists_of_sublayers_stand_for_blocks_by_their_first():
+    pairs = module(layers=nn.ModuleList(nn.ModuleList([Attending(), Mixing()]) for _ in range(2)))
+    (stack,) = find_anatomy(pairs).stacks
+    assert [block.name for block in stack.blocks] == ["layers.0.0", "layers.1.0"]
+    assert stack.entering
+    assert stack.owner is pairs
+    named = find_anatomy(pairs, blocks=r"layers\.\d+\.0").stacks[0]
+    assert named.entering
+    assert not find_anatomy(PlainDecoder()).stacks[0].entering
 
 
 def test_stacks_without_attention_give_way_to_those_with_it():

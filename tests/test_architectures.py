@@ -62,7 +62,7 @@ def measured(name: str, implementation: str) -> Verdict:
             bare = list(tensors(model(**inputs)))
             output, window = watch(model, inputs)
         verdict.identical &= _equal(bare, list(tensors(output)))
-        verdict.routes |= routes_of(window)
+        verdict.routes |= routes_of(window, specimen.stacks)
         verdict.notes |= notes_of(window)
         compare(specimen, reference, seen_layers(window), verdict, padded=padded)
     return verdict

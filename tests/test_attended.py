@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from geomon.attended import NotUnderstoodError, captured_attention, softened, thinned
+from geomon.attended import NotUnderstoodError, again, captured_attention, softened, thinned
 from geomon.rows import RowDraw
 
 LOWER = torch.ones(6, 6, dtype=torch.bool).tril().expand(2, 4, 6, 6)
@@ -152,3 +152,11 @@ def test_masked_scores_are_not_visible(lowest):
     found = captured_attention(call, valid)
     assert torch.equal(found["visible"], LOWER & valid[:, None, :, None])
     assert torch.equal(found["scores"], scores)
+
+
+def test_an_attention_of_several_softmaxes_is_told():
+    call = softened(RowDraw(100, 0), torch.randn(2, 4, 6, 3), -1, (2, 6), 4)
+    assert again(call, torch.randn(2, 4, 3, 3), -1)
+    assert again(call, torch.randn(2, 4, 3, 6), 3)
+    assert not again(call, torch.randn(12, 8), -1)  # a router's
+    assert not again(call, torch.randn(2, 4, 3, 6), 1)

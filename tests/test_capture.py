@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from geomon.anatomy import find_anatomy
 from geomon.capture import Window
 from geomon.layer import CAPTURED, Layer, MissingViewError
+from geomon.masks import padding_masks
 from geomon.rows import width_last
 
 NAMES = ["gpt2", "llama", "mistral", "bert"]
@@ -706,3 +707,87 @@ def test_padding_is_found_where_it_is_given_by_place():
         rows = seen.drawn("", 1).rows
         assert torch.equal(rows.sort().values, mask.flatten().nonzero().squeeze(1))
         assert any("padding, 5% of the tokens" in note.text for note in seen.snapshot().notes)
+
+
+@pytest.mark.parametrize(
+    ("mask", "inverted", "valid"),
+    [
+        (torch.tensor([[1, 1, 0]]), False, [True, True, False]),
+        (torch.tensor([[1.0, 1.0, 0.0]]), False, [True, True, False]),
+        (torch.tensor([[0.0, 0.0, -1e4]]), False, [True, True, False]),
+        (torch.tensor([[0.0, 0.0, 0.0]]), False, [True, True, True]),
+        (torch.tensor([[3e4, 0.0, -3e4]]), False, [True, True, False]),  # a global token
+        (torch.tensor([[False, False, True]]), True, [True, True, False]),
+        (torch.tensor([[0.0, 0.0, -torch.inf]]), True, [True, True, False]),
+    ],
+)
+def test_masks_say_where_tokens_are_in_several_ways(mask, inverted, valid):
+    module = nn.Module()
+    name = "src_key_padding_mask" if inverted else "attention_mask"
+    assert padding_masks(module, (), {name: mask, "mask": mask})[name].tolist() == [valid]
+    assert padding_masks(module, (), {name: mask[0]}) == {}
+
+
+class Sharded(torch.Tensor):
+    """Stands for a DTensor: what it holds is elsewhere, and its own part is local."""
+
+    def to_local(self):
+        return self.as_subclass(torch.Tensor)[:1]
+
+
+def test_the_local_part_of_a_sharded_tensor_is_taken_and_said():
+    class Sharding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.inner(x.as_subclass(torch.Tensor)).as_subclass(Sharded)
+
+    model = nn.Sequential(Sharding(), Sharding())
+    with torch.no_grad(), window(model) as seen:
+        out = model(torch.randn(4, 6, 8).as_subclass(Sharded))
+    snapshot = seen.snapshot()
+    hidden = snapshot.layers[2].captured["hidden"]
+    assert type(hidden) is torch.Tensor
+    assert torch.equal(hidden, out.to_local().flatten(0, 1)[seen.drawn("", 2).rows])
+    assert any("this rank's part of a sharded tensor" in note.text for note in snapshot.notes)
+
+
+def test_of_lists_of_sublayers_what_enters_each_is_a_layer():
+    class Attention(PlainBlock):
+        def forward(self, x):
+            q, k, v = (
+                part.unflatten(-1, (self.n_head, -1)).transpose(1, 2)
+                for part in self.c_attn(self.ln_1(x)).chunk(3, dim=-1)
+            )
+            return self.c_proj(
+                nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+            )
+
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(
+                nn.ModuleList([Attention(32, 4, 0.0), nn.Sequential(nn.Linear(32, 32), nn.GELU())])
+                for _ in range(3)
+            )
+
+        def forward(self, x):
+            self.states = [x]
+            for attention, feed_forward in self.layers:
+                x = attention(x) + x
+                x = feed_forward(x) + x
+                self.states.append(x)
+            return x
+
+    model = Pairs().eval()
+    with torch.no_grad(), window(model) as seen:
+        model(torch.randn(4, 6, 32))
+    layers = seen.snapshot().layers
+    for layer in layers[:3]:
+        rows = seen.drawn("", layer.index).rows
+        expected = model.states[layer.index].flatten(0, 1)[rows]
+        assert torch.equal(layer.captured["hidden"], expected)
+    assert all("query" in layer.captured for layer in layers[1:])
+    assert "the last one enters none" in layers[3].missing["hidden"]

@@ -19,7 +19,7 @@ def test_it_prints_in_aligned_columns_without_running_the_model():
             "blocks          transformer.h.0 to transformer.h.2",
             "hidden states   layer 0 enters the first block, layers 1 to 3 leave the blocks",
             "attention       4 heads of width 8, through transformers' attention interface",
-            "Q, K projected  attn.c_attn, together with V; layout to be verified on the first pass",
+            "Q, K projected  attn.c_attn, with V; layout to be verified on the first pass",
             "token ids       inputs of transformer.wte and transformer.wpe",
             "padding         left out, going by attention_mask",
             "routes          read off the source; describe(model, inputs) settles them in one pass",

@@ -220,7 +220,7 @@ def test_a_resume_on_a_full_disk_knows_what_is_recorded(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(resumed._record, "_append", full)
+        patch.setattr(resumed._outlet.record, "_append", full)
         train(model, resumed, steps=3, start=1)
     train(model, resumed, steps=1, start=4)
     assert [r.step for r in read(tmp_path)] == [0, 1, 2, 3, 4]

@@ -10,6 +10,7 @@ from geomon.projections import (
     find_sizes,
     fused,
     multihead,
+    multihead_weights,
     separate,
 )
 
@@ -131,10 +132,14 @@ def test_multihead_attention_is_projected_from_its_inputs(kwargs):
     module = nn.MultiheadAttention(16, 4, batch_first=True, **kwargs)
     assert find_projections(module).kind == "multihead"
     query, memory = torch.randn(1, 3, 16), torch.randn(1, 5, kwargs.get("kdim", 16))
-    _, weights = module(query, memory, memory, average_attn_weights=False)
-    q, k = multihead(module, query[0], "query"), multihead(module, memory[0], "key")
+    _, expected = module(query, memory, memory, average_attn_weights=False)
+    weights = multihead_weights(module)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    q, k = multihead(weights, query[0], memory[0])
     scores = torch.einsum("qhd,khd->hqk", q, k) / 2
-    assert torch.allclose(scores.softmax(dim=-1), weights[0], atol=1e-6)
+    assert torch.allclose(scores.softmax(dim=-1), expected[0], atol=1e-6)
 
 
 def holder(heads=None, **children):

@@ -55,6 +55,10 @@ def main(
     out: Annotated[
         Path | None, Option(help="Folder of the run. Default: runs/enwik8, runs/enwik8-2, ...")
     ] = None,
+    budget: Annotated[
+        float | None,
+        Option(help="Largest share of the time for geomon, 0.05 for 5 %; else as scheduled."),
+    ] = None,
     resume: Annotated[
         bool, Option("--resume", help="Go on from the last checkpoint in --out.")
     ] = False,
@@ -71,7 +75,7 @@ def main(
         )  # fmt: skip
         result = train(
             Settings(arch, text, seed, sizes),
-            Machine(accelerator, devices, strategy, compile, logger),
+            Machine(accelerator, devices, strategy, compile, logger, budget),
             folder=out or _new_folder(resume=resume),
             data=data,
             resume=resume,

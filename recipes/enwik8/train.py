@@ -54,6 +54,7 @@ class Machine:
     strategy: str
     compiled: bool
     logger: str
+    budget: float | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ def train(
         batches=BATCHES,
         directory=folder,
         sinks=[live],
+        budget=machine.budget,
         seed=settings.seed,
     )
     trainer = _trainer(settings, machine, folder, callbacks=[monitor, live])

@@ -1,0 +1,175 @@
+import logging
+import threading
+import time
+
+import models
+import pytest
+import torch
+
+from geomon import Memory, Monitor, select
+
+METRICS = select("cosine", "variance", "twonn", "attention_entropy")
+
+
+def run(steps=12, model=None, clock=None, **settings):
+    """Readings of an untrained model that changes a little from step to step."""
+    torch.manual_seed(0)
+    model = model or models.PlainDecoder()
+    memory = Memory()
+    monitor = Monitor(
+        model, metrics=settings.pop("metrics", METRICS), directory=None, sinks=[memory],
+        tokens=settings.pop("tokens", 64), strict=settings.pop("strict", True),
+        schedule=lambda step: True, **settings,
+    )  # fmt: skip
+    if clock is not None:
+        monitor._budget._clock = clock
+    for step in range(steps):
+        with monitor(step):
+            model(models.batch(seed=step))
+        with torch.no_grad():
+            model.head.weight.mul_(1.01)
+            model.blocks[0].c_attn.weight.mul_(1.01)
+        yield step, monitor, memory.readings
+    monitor.close()
+    yield steps, monitor, memory.readings
+
+
+def measured(readings):
+    return [{t: v for t, v in r.values.items() if not t.startswith("geomon/")} for r in readings]
+
+
+def test_the_background_measures_the_same_in_the_same_order_and_leaves_no_thread():
+    *_, (_, _, behind) = run(background=True)
+    assert not [thread for thread in threading.enumerate() if thread.name == "geomon"]
+    *_, (_, _, at_once) = run(background=False)
+    assert [reading.step for reading in behind] == list(range(12))
+    assert measured(behind) == measured(at_once)
+
+
+def test_sinks_are_written_by_the_thread_that_trains():
+    writers = set()
+
+    class Sink(Memory):
+        def write(self, reading):
+            writers.add(threading.current_thread())
+
+    model = models.PlainDecoder()
+    monitor = Monitor(model, metrics=METRICS, directory=None, sinks=[Sink()], background=True)
+    with monitor(0):
+        model(models.batch())
+    monitor.close()
+    assert writers == {threading.main_thread()}
+
+
+def fails_at_once(hidden):
+    raise ValueError("broken on purpose")
+
+
+def test_a_failure_in_the_background_is_a_warning_and_a_missing_value(caplog):
+    metrics = METRICS | {"broken": fails_at_once}
+    with caplog.at_level(logging.WARNING, "geomon"):
+        *_, (_, _, readings) = run(3, background=True, metrics=metrics, strict=False)
+    assert len(readings) == 3
+    assert readings[2].values["broken/mean"] != readings[2].values["broken/mean"]
+    assert len([r for r in caplog.records if "broken on purpose" in r.message]) == 1
+    *_, (_, _, readings) = run(2, background=True, strict=False)
+    assert len(readings) == 2
+
+
+def test_strict_raises_what_failed_in_the_background():
+    with pytest.raises(ValueError, match="broken on purpose"):
+        list(run(3, background=True, metrics={"broken": fails_at_once}))
+
+
+class Clock:
+    """A second passes with each step."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def run_on_budget(share, steps=400, **settings):
+    clock = Clock()
+    for step, monitor, readings in run(steps, clock=clock, budget=share, **settings):
+        clock.now = step + 1.0
+        yield step, monitor, readings
+
+
+@pytest.mark.parametrize("source", ["inline", "probe"])
+def test_a_budget_is_held_and_what_is_due_is_put_off(source):
+    probe = {"probe": models.batch()} if source == "probe" else {}
+    shares = []
+    for step, monitor, seen in run_on_budget(0.002, tokens=128, **probe):
+        readings = seen
+        if 30 < step < 400:
+            shares.append(monitor.overhead)
+    # The cost of a layer is foreseen from the last ones: one that takes longer may overstep.
+    assert sorted(shares)[len(shares) * 9 // 10] <= 0.002 * 1.2
+    assert 2 <= len(readings) < 390
+    assert readings[0].step == 0
+    steps = [reading.step for reading in readings]
+    assert steps == sorted(set(steps))
+
+
+def test_what_is_under_way_is_finished_at_the_end():
+    *_, (_, _, readings) = run_on_budget(1e-6, steps=5)
+    assert [reading.step for reading in readings] == [0]
+    assert readings[0].values["cosine/mean"] == pytest.approx(
+        list(run(1))[-1][2][0].values["cosine/mean"]
+    )
+
+
+def test_a_forced_reading_is_made_whatever_the_budget():
+    runs = run_on_budget(1e-6, steps=5)
+    for step, monitor, readings in runs:
+        if step == 2:
+            monitor.probe(step, models.batch())
+            assert [(r.step, r.source) for r in readings] == [(0, "inline")]
+    assert [(r.step, r.source) for r in readings] == [(0, "inline"), (2, "probe")]
+
+
+def slow(hidden):
+    """Costs a microsecond for each row."""
+    until = time.perf_counter() + len(hidden) * 1e-6
+    while time.perf_counter() < until:
+        pass
+    return hidden.mean()
+
+
+def test_rows_are_thinned_and_said():
+    # Four layers of 2,000 rows take 8 ms, and a hundred steps of a second allow 5.
+    sizes = {"tokens": 2000, "batches": 1, "metrics": {"slow": slow}}
+    model, memory, clock = models.PlainDecoder(), Memory(), Clock()
+    monitor = Monitor(model, directory=None, sinks=[memory], budget=5e-5, **sizes)
+    monitor._budget._clock = clock
+    for step in range(600):
+        with monitor(step):
+            model(models.batch(sequences=64))
+        clock.now = step + 1.0
+    first = memory.readings[0]
+    assert first.step == 0
+    assert first.tokens < 2000
+    said = f"{first.tokens} rows in a batch instead of 2000, to stay within the budget"
+    assert said in first.notes
+
+
+def test_a_budget_without_gathering_is_refused_on_many_ranks(monkeypatch):
+    from geomon import monitor
+    from geomon.ranks import Ranks
+
+    monkeypatch.setattr(monitor, "find_ranks", lambda: Ranks(0, 2))
+    with pytest.raises(ValueError, match="use gather=True, or budget=None"):
+        Monitor(models.PlainDecoder(), directory=None, budget=0.01, gather=False)
+
+
+def test_a_due_step_that_training_jumps_over_is_read_at_the_next():
+    model, memory = models.PlainDecoder(), Memory()
+    monitor = Monitor(
+        model, metrics=METRICS, directory=None, sinks=[memory], schedule=lambda s: s % 5 == 0
+    )
+    for step in range(0, 22, 2):
+        with monitor(step):
+            model(models.batch())
+    assert [reading.step for reading in memory.readings] == [0, 6, 10, 16, 20]
