@@ -7,13 +7,14 @@ READY  := $(VENV)/ready
 # Flags for the recipe: make enwik8 ARGS="--arch llama --seed 1"
 ARGS ?=
 
-.PHONY: enwik8 test check format bench clean help
+.PHONY: enwik8 test check format architectures bench clean help
 
 help:
 	@echo "make enwik8   train a character decoder on enwik8 and watch its geometry (ARGS=... are passed on)"
 	@echo "make test     the whole test suite"
 	@echo "make check    lint, format and types"
 	@echo "make bench    what geomon costs, measured here"
+	@echo "make architectures   docs/architectures.md: what is seen of 67 models, checked against their own attention"
 
 $(READY): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "no '$(PYTHON)' here: install Python 3.11 or later, or say make PYTHON=..."; exit 1; }
@@ -28,7 +29,7 @@ enwik8: $(READY)
 	@$(BIN)/python -m recipes.enwik8 $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -39,8 +40,12 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+architectures: $(READY)
+	@$(BIN)/python tests/test_architectures.py
+
 bench: $(READY)
 	@$(BIN)/python -m benchmarks.reading_cost
+	@$(BIN)/python -m benchmarks.window_cost
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .hypothesis

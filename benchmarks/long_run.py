@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from geomon import Monitor
 from geomon.metrics import select
 
-METRICS = ("anisotropy", "cosine", "variance", "twonn")
+METRICS = ("cosine", "variance")
 ALLOWED = 0.05
 
 

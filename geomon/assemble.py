@@ -270,6 +270,8 @@ class _StackLayers:
         if visit is None:
             return {}, dict.fromkeys(wanted, self._not_run)
         captured, missing = self._attention(visit, place)
+        if "projection" not in self._sources:
+            return captured, missing
         attention = block.attentions[place] if place < len(block.attentions) else None
         try:
             query, key = _projected(visit, place, attention, self._pass)

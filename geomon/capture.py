@@ -27,6 +27,7 @@ from geomon.attended import (
 )
 from geomon.layer import CAPTURED, Snapshot
 from geomon.masks import padding_masks
+from geomon.notes import Note
 from geomon.passes import Kept, Pass, Visit, sample_places
 from geomon.projections import find_sizes, multihead_weights
 from geomon.rows import RowDraw, select, width_last
@@ -57,6 +58,7 @@ class Window:
         self._elsewhere = False  # a block ran in another thread
         self._exit = ExitStack()
         self._running: list[tuple[Pass, Visit | None]] = []  # the calls of blocks, outermost first
+        self._failures: list[str] = []  # of hooks
         self.seconds = 0.0  # spent in hooks, and in placing and removing them
 
     def __enter__(self) -> Self:
@@ -83,7 +85,11 @@ class Window:
 
     def snapshot(self) -> Snapshot:
         """What was seen, on the host, in float32, without rows that are not finite."""
-        return assembled(self._passes, self._sources, elsewhere=self._elsewhere)
+        snapshot = assembled(self._passes, self._sources, elsewhere=self._elsewhere)
+        for failure in dict.fromkeys(self._failures):
+            text = f"a hook failed, and what it looks at is missing: {failure}"
+            snapshot.notes.append(Note(text, text))
+        return snapshot
 
     def drawn(self, stack: str, index: int) -> Drawn:
         """Which rows of the model's own tensors stand in a layer of the snapshot.
@@ -154,20 +160,23 @@ class Window:
                 hold(projections.key.register_forward_hook(hook))
 
     def _hook(self, action: Callable[..., None], *before: Any) -> "_Hook":
-        """A hook that is timed, and ignores calls that are not of the pass that is watched."""
+        """A hook that ignores calls which are not of the pass that is watched."""
 
-        def timed(*call: Any) -> None:
+        def guarded(*call: Any) -> None:
             if not self._ignored():
-                with self._timed():
+                with self._guarded():
                     action(*before, *call)
 
-        return _Hook(timed)
+        return _Hook(guarded)
 
     @contextmanager
-    def _timed(self) -> Iterator[None]:
+    def _guarded(self) -> Iterator[None]:
+        """Time what is done, and let no error of it end the run: it is said in the snapshot."""
         began = time.perf_counter()
         try:
             yield
+        except Exception as error:
+            self._failures.append(f"{type(error).__name__}: {error}")
         finally:
             self.seconds += time.perf_counter() - began
 
@@ -279,9 +288,9 @@ class Window:
             return
         _, visit, block = current
         place = _place(block, visit, module)
-        if place in visit.calls:
-            return
-        with self._timed(), torch.no_grad():
+        if isinstance(visit.calls.get(place), AttentionCall):
+            return  # a softmax that was taken for one gives way
+        with self._guarded(), torch.no_grad():
             try:
                 visit.calls[place] = thinned(self._draw, route, module, query, key, mask, options)
                 visit.routes[place] = route
@@ -303,7 +312,7 @@ class Window:
             if known and again(before, scores, dim):
                 visit.refuse(place, SEVERAL)
             return
-        with self._timed(), torch.no_grad():
+        with self._guarded(), torch.no_grad():
             heads = None
             if known:
                 attention = block.attentions[place]

@@ -38,7 +38,7 @@ def padding_masks(
     for name in NAMES:
         mask = given.get(name)
         if isinstance(mask, Tensor) and mask.ndim == 2 and not mask.is_nested:
-            found[name] = _valid(mask.detach(), inverted=name in _PADDING)
+            found[name] = _valid(mask.detach().clone(), inverted=name in _PADDING)
     return found
 
 

@@ -791,3 +791,37 @@ def test_of_lists_of_sublayers_what_enters_each_is_a_layer():
         assert torch.equal(layer.captured["hidden"], expected)
     assert all("query" in layer.captured for layer in layers[1:])
     assert "the last one enters none" in layers[3].missing["hidden"]
+
+
+def test_a_hook_that_fails_never_ends_a_run(monkeypatch):
+    from geomon import capture
+
+    def broken(*args):
+        raise ZeroDivisionError("by design")
+
+    model = PlainDecoder().eval()
+    with torch.no_grad():
+        plain = model(batch())
+        for name in ("thinned", "first_tensor", "select", "padding_masks"):
+            with monkeypatch.context() as patch:
+                patch.setattr(capture, name, broken)
+                with window(model) as seen:
+                    assert torch.equal(model(batch()), plain)
+            notes = [note.text for note in seen.snapshot().notes]
+            assert any("a hook failed" in note and "by design" in note for note in notes)
+
+
+def test_a_softmax_before_the_attention_call_gives_way_to_it():
+    class Gated(PlainBlock):
+        def forward(self, x):
+            length = x.shape[1]
+            gate = torch.zeros(x.shape[0], self.n_head, length, length).softmax(-1)
+            return super().forward(x) + 0 * gate.sum()
+
+    model = nn.Sequential(Gated(32, 4, 0.0), Gated(32, 4, 0.0))
+    with torch.no_grad(), window(model) as seen:
+        model(torch.randn(2, 6, 32))
+    layer = seen.snapshot().layers[1]
+    assert seen.routes("") == {"sdpa"}
+    assert layer.captured["query"].shape == (2, 4, 6, 8)
+    assert "scores" not in layer.captured

@@ -142,12 +142,17 @@ def test_rows_are_thinned_and_said():
     # Four layers of 2,000 rows take 8 ms, and a hundred steps of a second allow 5.
     sizes = {"tokens": 2000, "batches": 1, "metrics": {"slow": slow}}
     model, memory, clock = models.PlainDecoder(), Memory(), Clock()
-    monitor = Monitor(model, directory=None, sinks=[memory], budget=5e-5, **sizes)
+    monitor = Monitor(
+        model, directory=None, sinks=[memory], budget=5e-5, schedule=lambda step: step == 0, **sizes
+    )
     monitor._budget._clock = clock
-    for step in range(600):
-        with monitor(step):
-            model(models.batch(sequences=64))
-        clock.now = step + 1.0
+    with monitor(0):
+        model(models.batch(sequences=64))
+    for step in range(1, 100_000):
+        clock.now = float(step)
+        monitor.due(step)
+        if memory.readings:
+            break
     first = memory.readings[0]
     assert first.step == 0
     assert first.tokens < 2000
@@ -173,3 +178,8 @@ def test_a_due_step_that_training_jumps_over_is_read_at_the_next():
         with monitor(step):
             model(models.batch())
     assert [reading.step for reading in memory.readings] == [0, 6, 10, 16, 20]
+
+
+def test_nothing_is_said_of_what_no_metric_reads():
+    *_, (_, _, readings) = run(1, metrics=select("cosine", "attention_entropy"), batches=1)
+    assert readings[0].notes == []

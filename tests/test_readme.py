@@ -4,8 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
+from described import described
 
-from geomon import METRICS, MORE_METRICS
+from geomon import METRICS, MORE_METRICS, describe
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -39,3 +40,9 @@ def test_every_metric_is_in_the_tables(page):
 def test_every_link_leads_somewhere():
     for target in re.findall(r"\]\((?!http)([^)#]+)", README):
         assert (ROOT / target).exists(), target
+
+
+def test_what_is_described_is_what_describe_says():
+    pages = README + (ROOT / "docs" / "describe.md").read_text()
+    for model in described().values():
+        assert str(describe(model)) in pages
