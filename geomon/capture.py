@@ -33,6 +33,9 @@ from geomon.projections import find_sizes, multihead_weights
 from geomon.rows import RowDraw, select, width_last
 from geomon.switches import listening, run_eagerly, without_fast_path
 
+# Rows that are kept however little memory is allowed: with fewer nothing can be measured.
+_FEWEST_ROWS = 16
+
 
 class Window:
     """A context manager that keeps sampled rows of one forward pass.
@@ -42,14 +45,25 @@ class Window:
         views: Captured views that are wanted; hooks are placed for these only.
         rows: Rows of hidden states to keep; the same at every layer.
         seed: Seeds the private generator that draws them. No global random state is touched.
+        max_mb: Largest memory of what is kept, in millions of bytes, about: rows are thinned for
+            it. None for no limit.
 
     After the `with`, `snapshot()` gives what was seen. The first pass of each stack counts
     (`geomon.passes.Pass` has the rule); calls from other threads and recomputation under activation
     checkpointing are ignored.
     """
 
-    def __init__(self, anatomy: Anatomy, views: set[str], *, rows: int, seed: int) -> None:
+    def __init__(
+        self,
+        anatomy: Anatomy,
+        views: set[str],
+        *,
+        rows: int,
+        seed: int,
+        max_mb: float | None = None,
+    ) -> None:
         self._anatomy = anatomy
+        self._asked, self._max_mb = rows, max_mb
         self._sources = {CAPTURED[view] for view in views}
         self._wants_tokens = bool(views & {"token_ids", "positions"})
         self._draw = RowDraw(rows, seed)
@@ -89,6 +103,12 @@ class Window:
         for failure in dict.fromkeys(self._failures):
             text = f"a hook failed, and what it looks at is missing: {failure}"
             snapshot.notes.append(Note(text, text))
+        if self._draw.budget < self._asked:
+            text = (
+                f"at most {self._draw.budget} rows instead of {self._asked} are kept: a window "
+                f"may hold {self._max_mb:g} MB (max_capture_mb)"
+            )
+            snapshot.notes.append(Note("rows thinned for memory", text))
         return snapshot
 
     def drawn(self, stack: str, index: int) -> Drawn:
@@ -261,9 +281,19 @@ class Window:
         found.local = found.local or hasattr(hidden, "to_local")
         rows = width_last(local(hidden), block)
         if not found.shape:
+            self._limit_rows(rows.shape[-1])
             found.begin_rows(tuple(rows.shape[:-1]), rows.dtype)
         chosen = found.rows(tuple(rows.shape[:-1]))
         return Kept(select(rows, chosen), chosen, tuple(rows.shape[:-1]))
+
+    def _limit_rows(self, width: int) -> None:
+        """Of each row: its hidden state at every layer; query and key as projected, and as key."""
+        if self._max_mb is None:
+            return
+        blocks = sum(len(stack.blocks) for stack in self._anatomy.stacks)
+        heads = 3 * blocks if self._sources & {"attention", "projection"} else 0
+        bytes_of_row = 4 * width * (blocks + len(self._anatomy.stacks) + heads)
+        self._draw.limit(max(_FEWEST_ROWS, int(self._max_mb * 1e6 / bytes_of_row)))
 
     # -- attention -------------------------------------------------------------------------------
 

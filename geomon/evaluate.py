@@ -153,8 +153,16 @@ def _combined_stack(
     if layers[0].shape is not None:
         count, width = layers[0].shape
         result.values |= nulls(metrics, min(rows, count), width)
-    result.notes = grouped(reasons) + cautions(result.values)
+    result.notes = grouped(_joined(reasons)) + cautions(result.values)
     return result
+
+
+def _joined(reasons: Mapping[tuple[str, str], list[int]]) -> dict[tuple[str, str], list[int]]:
+    """Metrics that lack something for one reason at the same layers, named together."""
+    metrics: dict[tuple[str, tuple[int, ...]], list[str]] = defaultdict(list)
+    for (metric, reason), layers in reasons.items():
+        metrics[reason, tuple(layers)].append(metric)
+    return {(", ".join(names), why): [*layers] for (why, layers), names in metrics.items()}
 
 
 def _measure(metric: Metric, batches: list[Layer]) -> list[Parts]:

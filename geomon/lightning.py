@@ -52,6 +52,7 @@ class GeometryMonitor(L.Callback):
         gather: With several ranks, whether a reading is that of the rows of all.
         background: Whether rows are measured in a thread while the training goes on; None does so
             on an accelerator.
+        max_capture_mb: Largest memory of the rows that one reading keeps; None for no limit.
         seed: Of the private generator that draws rows.
         strict: Raise what goes wrong in a reading, instead of a warning and a missing value.
         blocks: Overrides the search for the blocks.
@@ -81,6 +82,7 @@ class GeometryMonitor(L.Callback):
         budget: float | None = None,
         gather: bool = True,
         background: bool | None = None,
+        max_capture_mb: float | None = None,
         seed: int = 0,
         strict: bool = False,
         blocks: str | Sequence[nn.Module] | None = None,
@@ -91,7 +93,8 @@ class GeometryMonitor(L.Callback):
         self._settings: dict[str, Any] = {
             "metrics": check_metrics(metrics), "schedule": self._schedule, "tokens": tokens,
             "batches": batches, "probe": probe, "gather": gather, "budget": budget,
-            "background": background, "seed": seed, "strict": strict, "blocks": blocks,
+            "background": background, "max_capture_mb": max_capture_mb, "seed": seed,
+            "strict": strict, "blocks": blocks,
         }  # fmt: skip
         self._directory = directory
         self._sinks = list(sinks)

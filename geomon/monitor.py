@@ -72,6 +72,8 @@ class Monitor:
         background: Whether rows are measured in a thread while the training goes on; None does so
             where the model is on an accelerator, which leaves the processor idle. Gathered rows are
             measured at once.
+        max_capture_mb: Largest memory of the rows that one reading keeps, in millions of bytes,
+            about: fewer rows are kept if need be, and the reading says so. None for no limit.
         seed: Of the private generator that draws rows, together with the step and the rank.
         strict: Raise what goes wrong in a reading, instead of a warning and a missing value.
         blocks: Overrides the search for the blocks: a regular expression of their names, or the
@@ -96,6 +98,7 @@ class Monitor:
         budget: float | None = None,
         gather: bool = True,
         background: bool | None = None,
+        max_capture_mb: float | None = None,
         seed: int = 0,
         strict: bool = False,
         blocks: str | Sequence[nn.Module] | None = None,
@@ -108,6 +111,9 @@ class Monitor:
         self._batches = batches
         self._probe_inputs = probe
         self._budget = Budget(budget, tokens)
+        if max_capture_mb is not None and not max_capture_mb > 0:
+            raise ValueError(f"max_capture_mb is a number above 0, or None, got {max_capture_mb!r}")
+        self._max_mb = max_capture_mb
         self._seed = seed
         self._strict = strict
         self._anatomy: Anatomy = find_anatomy(model, blocks)
@@ -263,7 +269,8 @@ class Monitor:
         return snapshot
 
     def _window(self, *of: object, rows: int) -> Window:
-        return Window(self._anatomy, self._views, rows=rows, seed=drawing_seed(*of))
+        seed = drawing_seed(*of)
+        return Window(self._anatomy, self._views, rows=rows, seed=seed, max_mb=self._max_mb)
 
     # -- what can be paid ------------------------------------------------------------------------
 

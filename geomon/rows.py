@@ -28,6 +28,15 @@ class RowDraw:
         self._generator = torch.Generator().manual_seed(seed)
         self._queries: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
+    @property
+    def budget(self) -> int:
+        """Largest number of rows that is drawn."""
+        return self._budget
+
+    def limit(self, rows: int) -> None:
+        """Draw no more than so many rows from here on."""
+        self._budget = min(self._budget, rows)
+
     def rows(self, shape: torch.Size, valid: Tensor | None) -> Tensor:
         """Flat indices of rows, among those that are no padding.
 

@@ -825,3 +825,24 @@ def test_a_softmax_before_the_attention_call_gives_way_to_it():
     assert seen.routes("") == {"sdpa"}
     assert layer.captured["query"].shape == (2, 4, 6, 8)
     assert "scores" not in layer.captured
+
+
+def test_memory_is_held_by_keeping_fewer_rows_and_said():
+    model = transformer("gpt2")
+    row = 4 * 32 * (3 + 1 + 3 * 3)  # float32, width, layers and what enters, Q, K and keys
+    with torch.no_grad(), window(model, rows=200, max_mb=100 * row / 1e6) as seen:
+        model(batch())
+    snapshot = seen.snapshot()
+    assert snapshot.tokens == 100
+    text = next(n.text for n in snapshot.notes if n.kind == "rows thinned for memory")
+    assert text.startswith("at most 100 rows instead of 200 are kept")
+    kept = sum(
+        4 * view.numel()
+        for layer in snapshot.layers
+        for name, view in layer.captured.items()
+        if name in ("hidden", "projected_query", "projected_key", "key")
+    )
+    assert kept <= 110 * row
+    with torch.no_grad(), window(model, rows=200, max_mb=1e-9) as seen:
+        model(batch())
+    assert seen.snapshot().tokens == 16

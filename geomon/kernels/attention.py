@@ -116,8 +116,9 @@ def attention_median(
     key: Tensor,
     visible: Tensor,
     scale: float,
-    bias: Tensor | None = None,
-    softcap: float | None = None,
+    bias: Tensor | None,
+    softcap: float | None,
+    sink: Tensor | None,
 ) -> Tensor:
     """Mean of the median weight of a row over its visible keys, per head.
 
@@ -132,6 +133,7 @@ def attention_median(
         scale: Factor on the dot products.
         bias: Added to the scores, or None.
         softcap: Bound on the scores before the bias, or None.
+        sink: Logits of learned sinks, [heads], or None.
 
     Returns:
         [heads]; NaN where no row sees two keys.
@@ -142,7 +144,10 @@ def attention_median(
     shape = _score_shape(query, key)
     medians, counts = (torch.empty(shape[:3], device=query.device) for _ in range(2))
     for at, scores, seen in _blocks(query, key, visible, scale, bias, softcap):
-        weights = scores.masked_fill(~seen, -math.inf).softmax(dim=-1)
+        total = scores.masked_fill_(~seen, -math.inf).logsumexp(dim=-1, keepdim=True)
+        if sink is not None:
+            total = torch.logaddexp(total, sink.float()[at[1], None, None])
+        weights = scores.sub_(total).exp_()
         medians[at] = weights.masked_fill(~seen, math.nan).nanmedian(dim=-1).values
         counts[at] = seen.sum(dim=-1).float()
     return _mean_over(_by_head(medians), _by_head(counts) > 1)

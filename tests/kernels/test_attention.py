@@ -472,7 +472,7 @@ def test_median_is_that_of_the_visible_weights(kind):
             if (n := int(visible[s, 0, i].sum())) > 1
         ]
         expected.append(np.mean(medians))
-    got = attention_median(query, key, visible, 0.25, None)
+    got = attention_median(query, key, visible, 0.25, None, None, None)
     assert got.tolist() == pytest.approx(expected, rel=1e-5)
 
 
@@ -489,9 +489,9 @@ def test_softcap_bounds_the_scores_before_the_bias(monkeypatch, kind, block):
     identity = torch.eye(64).expand(2, 4, 64, 64)
     assert_rows_close(got, full_softmax(capped + bias, identity, visible, 1.0), atol=1e-5)
     assert attention_rows(query, key, visible, 1.0, softcap=3.0).top_score.max() <= 3
-    medians = [attention_median(query, key, visible, 1.0, bias, 3.0),
-               attention_median(capped + bias, identity, visible, 1.0)]  # fmt: skip
-    torch.testing.assert_close(*medians, atol=1e-5, rtol=0)
+    median = attention_median(query, key, visible, 1.0, bias, 3.0, None)
+    same = attention_median(capped + bias, identity, visible, 1.0, None, None, None)
+    torch.testing.assert_close(median, same, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("block", [3000, 10**9])
@@ -514,8 +514,13 @@ def test_a_learned_sink_is_an_outcome_but_no_key(monkeypatch, kind, block):
     by_head = weights.transpose(0, 1).flatten(1, 2)
     largest = by_head[..., :-1].amax(dim=-1).double()
     torch.testing.assert_close(got.maximum, largest, atol=1e-5, rtol=0)
-    taken = (by_head[..., -1] + with_sink.first.float() - 0).double()
+    taken = (by_head[..., -1] + with_sink.first.float()).double()
     torch.testing.assert_close(got.first[rows], taken[rows], atol=1e-5, rtol=0)
+    median = attention_median(query, key, visible, 0.25, None, None, 5 * logits)
+    real = weights[..., :-1].masked_fill(~visible, math.nan).nanmedian(dim=-1).values
+    several = (visible.sum(dim=-1) > 1).expand_as(real)
+    want = torch.stack([real[:, h][several[:, h]].double().mean() for h in range(4)])
+    torch.testing.assert_close(median, want, atol=1e-5, rtol=0)
 
 
 def test_given_scores_are_left_alone_and_agree_with_queries_and_keys():
