@@ -29,8 +29,8 @@ from geomon.gather import merged_moments
 from geomon.kernels.streaming import moments_of
 from geomon.layer import Layer, Snapshot
 from geomon.metrics import views_of
-from geomon.rows import drawing_seed
 from geomon.ranks import Ranks, find_ranks, join_ranks
+from geomon.rows import drawing_seed
 from geomon.together import measure_together
 
 VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH = 40, 16, 2, 3, 24
