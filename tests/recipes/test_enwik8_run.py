@@ -27,6 +27,8 @@ def command(*arguments: object, **environment: str) -> subprocess.Popen[str]:
         [sys.executable, "-m", "recipes.enwik8", *map(str, arguments)], cwd=ROOT, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         env={**os.environ, "ENWIK8": "", **proxies, **environment},
+        # A shell that starts the suite in the background has it, and its children, ignore Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
 
 
