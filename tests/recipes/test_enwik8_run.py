@@ -28,7 +28,7 @@ def command(*arguments: object, **environment: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         env={**os.environ, "ENWIK8": "", **proxies, **environment},
         # A shell that starts the suite in the background has it, and its children, ignore Ctrl-C.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )  # fmt: skip
 
 
