@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from geomon import Memory, Monitor, ranks, together
+from geomon import Memory, Monitor, ranks, together, underway
 from geomon.layer import Layer
 
 LAYERS, HEADS, LENGTH, VOCABULARY = 12, 8, 128, 500
@@ -143,7 +143,8 @@ def _counting() -> Counter[str]:
         work["sent"] += len(content)
         return content
 
-    together.measure_layer, ranks._pack = measured, packed
+    together.measure_layer = underway.measure_layer = measured
+    ranks._pack = packed
     return work
 
 
