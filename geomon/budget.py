@@ -121,7 +121,7 @@ class Budget:
         rows = self.rows(layers) or self._tokens
         if self._share is None or self._began is None:
             return True, rows, 0
-        cost = self._look + layers * self.layer_cost(rows)
+        cost = self.reading_cost(layers)
         if not self._costs:  # the first: what it costs is not known, and nothing has been paid yet
             return True, rows, 0
         passed = self._clock() - self._began
@@ -146,6 +146,10 @@ class Budget:
             return 0.0
         known = min(self._costs, key=lambda other: abs(math.log(other / rows)))
         return self._costs[known] * (rows / known) ** (2 if rows > known else 1)
+
+    def reading_cost(self, layers: int) -> float:
+        """Seconds that the next reading is expected to take: the look, and so many layers."""
+        return self._look + layers * self.layer_cost(self._rows or self._tokens)
 
     def rows(self, layers: int) -> int | None:
         """Rows in a batch of the next reading; None while the time of a step is not known yet.

@@ -194,6 +194,8 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
         """Read the fixed inputs, if there are any and a reading is due."""
         if self._monitor is None or self._settings["probe"] is None:
             return
+        if force and not self._monitor.affords_reading():
+            return
         if self._monitor.due(step, source="probe", force=force):
             self._monitor.probe(step)
 

@@ -189,7 +189,8 @@ class GeometryMonitor(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The last reading, and the end."""
         self._drop()
-        if self._monitor is not None and self._settings["probe"] is not None:
+        monitor = self._monitor if self._settings["probe"] is not None else None
+        if monitor is not None and monitor.affords_reading():
             self._probe(trainer, trainer.global_step)
         self._close()
 

@@ -62,10 +62,13 @@ class Measuring:
             self._complete(reading)
 
     def finish(self) -> None:
-        """Measure what is left in this thread, whatever it costs."""
+        """Measure what is left in this thread, on few rows where the budget is tight."""
         reading = self._under_way
         if reading is not None:
             with self._dropping():
+                if self._budget.limited and not reading.begun:
+                    self._try_out(reading)
+                    reading.thin(self._budget.rows(reading.layers) or reading.rows)
                 while not reading.complete:
                     self._measure_layer(reading)
                 self._complete(reading)
@@ -79,19 +82,23 @@ class Measuring:
 
     def _settle_rows(self, reading: UnderWay) -> bool:
         """Decide on how many rows a reading stands; False while that is not known yet."""
-        if not self._budget.knows_costs:
-            # A layer on a few rows costs less, also twice, than the look at all of them did twice.
-            if not self._budget.affords(2 * reading.seconds):
-                return False
-            before = reading.seconds
-            few, seconds = reading.try_out()
-            self._budget.spend(reading.seconds - before)
-            self._budget.learn(few, seconds)
+        # Two layers on a few rows cost about half of what the look at all layers and rows did.
+        if not self._budget.knows_costs and not self._budget.affords(reading.seconds / 2):
+            return False
+        self._try_out(reading)
         rows = self._budget.rows(reading.layers)
         if rows is None:
             return False
         reading.thin(rows)
         return True
+
+    def _try_out(self, reading: UnderWay) -> None:
+        """Learn what a layer costs, if that is not known."""
+        if not self._budget.knows_costs:
+            before = reading.seconds
+            few, seconds = reading.try_out()
+            self._budget.spend(reading.seconds - before)
+            self._budget.learn(few, seconds)
 
     def _measure_layer(self, reading: UnderWay) -> None:
         seconds = reading.measure_next()

@@ -62,7 +62,7 @@ class Monitor:
             per cent; None follows the schedule whatever it costs. A reading that is due is put off
             until it can be paid, and measured layer by layer as time allows; where it would cost
             more than a hundred steps' allowance it stands on fewer rows, and says so. What is
-            forced (the last step, an explicit `probe`) is read in any case.
+            forced (an explicit `probe`) is read in any case.
         gather: With several ranks, whether a reading is that of the rows of all: each keeps its
             share of them, the layers are shared out to be measured, and the first rank records.
             Every rank builds the monitor, once `torch.distributed` is initialised, and calls it
@@ -221,6 +221,15 @@ class Monitor:
     def affords(self, seconds: float) -> bool:
         """Whether `seconds` more of geomon's time would stay within the budget."""
         return self._budget.affords(seconds)
+
+    def affords_reading(self) -> bool:
+        """Whether one more reading would stay within the budget, for all ranks; a collective.
+
+        Adapters ask before the last reading of a run, which they would else force.
+        """
+        if not self._budget.limited:
+            return True
+        return self._from_first(self._budget.affords(self._budget.reading_cost(self._shares)))
 
     # -- the two ways to look ------------------------------------------------------------------
 

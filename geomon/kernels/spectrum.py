@@ -16,6 +16,9 @@ _RESIDUAL = 1e-8
 # Lanczos vectors for which room is made at first.
 _STEPS = 64
 
+# Steps without convergence after which the Gram matrix of long rows pays: its products are small.
+_STEPS_TO_GRAM = 12
+
 
 def spectrum(hidden: Tensor) -> Tensor:
     """Eigenvalues of the centred covariance, descending.
@@ -184,13 +187,16 @@ def _leading_eigenvalue(rows: Tensor) -> Tensor | None:
     tridiagonal = rows.new_zeros(steps, steps)
     vector = torch.randn(width, generator=torch.Generator().manual_seed(0)).to(rows)
     vector /= vector.norm()
+    gram: Tensor | None = None
     check = 2  # step after which the Ritz pair is looked at
     for step in range(steps):
         if step == len(basis):
             basis = torch.cat([basis, basis.new_empty(min(step, steps - step), width)])
         basis[step] = vector
         known = basis[: step + 1]
-        image = rows.T.mv(rows.mv(vector))
+        if step == _STEPS_TO_GRAM and 2 * width <= len(rows):
+            gram = rows.T @ rows
+        image = rows.T.mv(rows.mv(vector)) if gram is None else gram.mv(vector)
         tridiagonal[step, step] = image.dot(vector)
         # Twice: one pass leaves rounding errors along the directions that have converged.
         for _ in range(2):
