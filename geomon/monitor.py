@@ -167,8 +167,9 @@ class Monitor:
             source: "inline" or "probe".
             force: Whatever the schedule and the budget say.
         """
-        passed_over = self._go_to(step)
-        scheduled = force or passed_over or step == 0 or self._schedule(step)
+        # Owed until it is read: who asks twice about a step gets the same answer.
+        self._owed = self._go_to(step) or self._owed
+        scheduled = force or step == 0 or self._schedule(step)
         if not (scheduled or self._owed):
             return False
         if not self._begun:
@@ -306,7 +307,7 @@ class Monitor:
         else:
             paid, self._rows, _ = self._budget.verdict(self._shares)
             paid = paid and not self._measuring.busy
-        self._owed = not paid
+        self._owed = self._owed or not paid
         return paid
 
     @property

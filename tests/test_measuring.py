@@ -183,3 +183,15 @@ def test_a_due_step_that_training_jumps_over_is_read_at_the_next():
 def test_nothing_is_said_of_what_no_metric_reads():
     *_, (_, _, readings) = run(1, metrics=select("cosine", "attention_entropy"), batches=1)
     assert readings[0].notes == []
+
+
+def test_who_asks_twice_about_a_step_that_is_owed_gets_the_same_answer():
+    model, memory = models.PlainDecoder(), Memory()
+    monitor = Monitor(
+        model, metrics=METRICS, directory=None, sinks=[memory], schedule=lambda s: s % 5 == 0
+    )
+    for step in (0, 4, 6, 7):
+        if monitor.due(step):  # as the callback for the Trainer does
+            with monitor(step):
+                model(models.batch())
+    assert [reading.step for reading in memory.readings] == [0, 6]
