@@ -16,8 +16,9 @@ from torch import Tensor
 
 from geomon.kernels import spectrum as kernels
 from geomon.kernels.attention import AttentionRows, attention_rows, score_rows
-from geomon.kernels.clusters import within_variance
-from geomon.kernels.moments import mean_square_norm
+from geomon.kernels.clusters import TokenTypes, token_types
+from geomon.kernels.heads import mean_rows
+from geomon.kernels.moments import mean_square_norm, variance
 from geomon.kernels.sinks import ordinary_rows, sink_share
 from geomon.neighbours import Neighbours, first_of_each, nearest, nearest_among, unique_rows
 from geomon.notes import Note
@@ -72,8 +73,24 @@ def _sink_variance(hidden: Tensor, ordinary_rows: Tensor) -> float:
     return 0.0 if bool(ordinary_rows.all()) else float(sink_share(hidden))
 
 
-def _within(hidden: Tensor, token_ids: Tensor) -> Tensor:
-    return within_variance(hidden, token_ids)
+def _total_variance(hidden: Tensor) -> Tensor:
+    return variance(hidden)
+
+
+def _token_types(hidden: Tensor, token_ids: Tensor) -> TokenTypes:
+    return token_types(hidden, token_ids)
+
+
+def _within(token_types: TokenTypes) -> Tensor:
+    return token_types.within_variance
+
+
+def _mean_query(projected_query: Tensor) -> Tensor:
+    return mean_rows(projected_query)
+
+
+def _mean_key(projected_key: Tensor) -> Tensor:
+    return mean_rows(projected_key)
 
 
 def _unique(hidden: Tensor, unique_rows: Tensor) -> Tensor:
@@ -132,7 +149,11 @@ DERIVED: dict[str, Callable[..., Any] | tuple[Callable[..., Any], ...]] = {
     "ordinary_spectrum": _ordinary_spectrum,  # the same without the rows of massive norm
     "sink_variance": _sink_variance,  # share of the variance that those rows carry
     "spectrum": kernels.spectrum,  # eigenvalues of the centred covariance, descending, [rank]
+    "total_variance": _total_variance,  # around the mean of all rows
+    "token_types": _token_types,  # count, mean and scatter of the rows of each token id
     "within": _within,  # variance around the mean of each row's token type
+    "mean_query": _mean_query,  # of each head, [heads, head width]
+    "mean_key": _mean_key,  # of each key head, [key heads, head width]
     "unique_rows": _unique_rows,  # index of one row for each distinct content
     "unique": _unique,  # those rows
     "duplicates": _duplicates,  # share of the rows that copy another

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geomon.kernels import clusters, dimension, heads
-from geomon.kernels.angles import cosine, qk_cosine, qk_dot
+from geomon.kernels import angles, dimension, heads
+from geomon.kernels.angles import cosine
 from geomon.kernels.attention import (
     attention_entropy,
     attention_entropy_normalised,
@@ -21,7 +21,8 @@ from geomon.kernels.attention import (
     attention_sink,
     max_logit,
 )
-from geomon.kernels.moments import drift_norm, mean_square_norm, variance
+from geomon.kernels.clusters import TokenTypes
+from geomon.kernels.moments import drift_norm, mean_square_norm
 from geomon.kernels.nulls import gaussian_like
 from geomon.kernels.spectrum import anisotropy, effective_rank, participation_ratio
 from geomon.layer import CAPTURED, DERIVED, NEAR, captured_views, parameters
@@ -45,29 +46,44 @@ def within_variance(within: Tensor) -> Tensor:
     return within
 
 
-def between_variance(hidden: Tensor, within: Tensor) -> Tensor:
+def variance(total_variance: Tensor) -> Tensor:
+    """Mean squared distance from the mean row."""
+    return total_variance
+
+
+def between_variance(total_variance: Tensor, within: Tensor) -> Tensor:
     """Variance of the means of token types: what `variance` has beyond `within_variance`."""
-    return variance(hidden) - within
+    return total_variance - within
 
 
-def norm_variance_slope(hidden: Tensor, token_ids: Tensor) -> dict[str, Tensor]:
+def norm_variance_slope(token_types: TokenTypes) -> dict[str, Tensor]:
     """Trade-off of norm and variance: slope of V_t on M_t over token types.
 
     Parts: `r_squared`, `types` (how many), `coverage` (share of the tokens that are of them).
     """
-    fit = clusters.norm_variance_slope(hidden, token_ids)
+    fit = token_types.norm_variance_slope()
     parts = {"": fit.slope, "r_squared": fit.r_squared, "types": fit.types}
     return {**parts, "coverage": fit.coverage}
 
 
-def query_mean_norm(projected_query: Tensor) -> Tensor:
+def qk_cosine(mean_query: Tensor, mean_key: Tensor) -> Tensor:
+    """Cosine between the mean query and the mean key, per query head."""
+    return angles.qk_cosine(mean_query[None], mean_key[None])
+
+
+def qk_dot(mean_query: Tensor, mean_key: Tensor) -> Tensor:
+    """Dot product of the mean query and the mean key, per query head."""
+    return angles.qk_dot(mean_query[None], mean_key[None])
+
+
+def query_mean_norm(mean_query: Tensor) -> Tensor:
     """Norm of the mean query, per head."""
-    return heads.mean_norm(projected_query)
+    return mean_query.norm(dim=1)
 
 
-def key_mean_norm(projected_key: Tensor) -> Tensor:
+def key_mean_norm(mean_key: Tensor) -> Tensor:
     """Norm of the mean key, per key head."""
-    return heads.mean_norm(projected_key)
+    return mean_key.norm(dim=1)
 
 
 def query_cosine(projected_query: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from geomon.kernels.checks import in_blocks, require_rows
+from geomon.kernels.checks import require_rows, sum_of_directions
 
 
 def cosine(hidden: Tensor) -> Tensor:
@@ -26,18 +26,9 @@ def cosine(hidden: Tensor) -> Tensor:
         >>> cosine(torch.tensor([[1.0, 0.0], [0.0, 2.0], [0.0, 5.0]])).item()
         0.3333333333333333
     """
-    require_rows(hidden, at_least=2)
-    total = hidden.new_zeros(hidden.shape[1], dtype=torch.float64)
-    n = 0
-    for block in in_blocks(hidden):
-        # Scaled by its largest entry first: the square of a row of 1e200 overflows even in float64.
-        largest = block.abs().amax(dim=1, keepdim=True)
-        scaled = block[largest.squeeze(1) > 0] / largest[largest > 0].unsqueeze(1)
-        total += scaled.div_(scaled.norm(dim=1, keepdim=True)).sum(dim=0)
-        n += len(scaled)
-    if n < 2:
-        return torch.tensor(torch.nan, dtype=torch.float64, device=hidden.device)
-    return (total.square().sum() - n) / (n * (n - 1))
+    total, n = sum_of_directions(require_rows(hidden, at_least=2)[:, None])
+    value = (total.square().sum() - n) / (n * (n - 1))
+    return torch.where(n >= 2, value, torch.nan).squeeze()
 
 
 def qk_cosine(projected_query: Tensor, projected_key: Tensor) -> Tensor:

@@ -89,6 +89,30 @@ def mean_row(rows: Tensor) -> Tensor:
     return sum_of(block.sum(dim=0) for block in in_blocks(rows)) / len(rows)
 
 
+def sum_of_directions(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of x_i / |x_i| over the rows that have a direction, and how many those are, per head.
+
+    Args:
+        rows: [tokens, heads, width], floating-point.
+
+    Returns:
+        [heads, width] and [heads], float64.
+    """
+    total = rows.new_zeros(rows.shape[1:], dtype=torch.float64)
+    count = total.new_zeros(len(total))
+    for flat in in_blocks(rows.flatten(1)):
+        block = flat.view(-1, *rows.shape[1:])
+        if rows.dtype == torch.float64:
+            # Only its squares can leave its range. A power of two rounds nothing.
+            size = torch.frexp(block.abs().amax(dim=2, keepdim=True)).exponent.clamp(-1000, 1000)
+            block = torch.ldexp(block, -size)
+        norm = torch.linalg.vector_norm(block, dim=2)
+        inverse = torch.where(norm > 0, 1 / norm, 0)
+        total += torch.einsum("th,thw->hw", inverse, block)
+        count += (norm > 0).sum(dim=0)
+    return total, count
+
+
 def sum_of(parts: Iterable[Tensor]) -> Tensor:
     """The sum of tensors of one shape; the first one is overwritten.
 

@@ -5,6 +5,7 @@ Q_t holds for every type as M + V = Q does for all rows, and V = V_W + V_B: what
 what is between their means (Yamagiwa and Shimodaira, 2409.11253).
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -46,6 +47,91 @@ class NormVarianceFit(NamedTuple):
     coverage: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class TokenTypes:
+    """What the rows of each token type leave behind, in ascending order of id, float64.
+
+    Attributes:
+        rows: n_t, number of rows of the type, [types].
+        mean: Their mean, [types, width].
+        scatter: Sum of their squared distances from it, [types].
+    """
+
+    rows: Tensor
+    mean: Tensor
+    scatter: Tensor
+
+    @property
+    def within_variance(self) -> Tensor:
+        """As the function of that name; NaN where no type comes twice."""
+        return self.scatter.sum() / (self.rows.sum() - len(self.rows))
+
+    def norm_variance_slope(self, smallest: int = 10, largest: int = 100_000) -> NormVarianceFit:
+        """As the function of that name; arguments and what is raised as there."""
+        if not 2 <= smallest <= largest:
+            raise ValueError(
+                "expected limits 2 <= smallest <= largest on the rows of a type, got "
+                f"{smallest} and {largest}: one row has no variance"
+            )
+        chosen = (self.rows >= smallest) & (self.rows <= largest)
+        count = self.rows[chosen]
+        spread = self.scatter[chosen] / (count - 1)
+        norm = self.mean[chosen].square().sum(dim=1) - spread / count
+        number = chosen.sum().double()
+        x, y = norm - norm.mean(), spread - spread.mean()
+        xx, xy, yy = x.square().sum(), (x * y).sum(), y.square().sum()
+        fits = (number >= 3) & (xx > 0)
+        nan = torch.full_like(xx, torch.nan)
+        return NormVarianceFit(
+            slope=torch.where(fits, xy / xx, nan),
+            r_squared=torch.where(fits, xy.square() / (xx * yy), nan),
+            types=number,
+            coverage=count.sum() / self.rows.sum(),
+        )
+
+
+def token_types(hidden: Tensor, token_ids: Tensor) -> TokenTypes:
+    """Count, mean and scatter of every token type: what the variances within and between read.
+
+    Args:
+        hidden: Rows, [tokens, width].
+        token_ids: Type of each row, integers, [tokens].
+
+    Raises:
+        ValueError: `hidden` is not a floating-point matrix with at least one row, or `token_ids`
+            does not name a type for each.
+
+    Example:
+        >>> hidden = torch.tensor([[1.0], [3.0], [10.0]])
+        >>> types = token_types(hidden, torch.tensor([5, 5, 8]))
+        >>> types.rows.tolist(), types.mean.tolist(), types.scatter.tolist()
+        ([2.0, 1.0], [[2.0], [10.0]], [2.0, 0.0])
+    """
+    rows = require_rows(hidden)
+    if token_ids.shape != rows.shape[:1] or token_ids.is_floating_point():
+        raise ValueError(
+            f"expected a token id for each of {len(rows)} rows, integers [tokens], got "
+            f"{token_ids.dtype} {list(token_ids.shape)}"
+        )
+    _, group, count = torch.unique(token_ids, return_inverse=True, return_counts=True)
+    size = count.double()
+    # A row of its own is taken off every type first: far from the origin nothing cancels, and the
+    # mean of equal rows is that row.
+    order = torch.arange(len(rows), device=rows.device)
+    first = torch.zeros_like(count).scatter_reduce(0, group, order, "amin", include_self=False)
+    origin = rows[first].double()
+    groups = group.split(len(row_blocks(rows)[0]))
+    shift = torch.zeros_like(origin)
+    for block, own in zip(in_blocks(rows), groups, strict=True):
+        shift.index_add_(0, own, block - origin[own])
+    shift /= size[:, None]
+    scatter = torch.zeros_like(size)
+    for block, own in zip(in_blocks(rows), groups, strict=True):
+        squares = (block - origin[own]).sub_(shift[own]).square_().sum(dim=1)
+        scatter.index_add_(0, own, squares)
+    return TokenTypes(size, origin.add_(shift), scatter)
+
+
 def within_variance(hidden: Tensor, token_ids: Tensor) -> Tensor:
     """Variance within token types: V_W = sum_t sum_(i in t) |x_i - mean_t|^2 / (n - K).
 
@@ -69,8 +155,7 @@ def within_variance(hidden: Tensor, token_ids: Tensor) -> Tensor:
         >>> within_variance(hidden, torch.tensor([5, 5, 8, 8])).item()
         2.0
     """
-    types = _types(hidden, token_ids)
-    return types.scatter.sum() / (len(hidden) - len(types.rows))
+    return token_types(hidden, token_ids).within_variance
 
 
 def between_variance(hidden: Tensor, token_ids: Tensor) -> Tensor:
@@ -164,58 +249,4 @@ def norm_variance_slope(
         >>> fit.types.item(), fit.coverage.item(), fit.slope.item() < 0
         (3.0, 1.0, True)
     """
-    if not 2 <= smallest <= largest:
-        raise ValueError(
-            f"expected limits 2 <= smallest <= largest on the rows of a type, got {smallest} and "
-            f"{largest}: one row has no variance"
-        )
-    types = _types(hidden, token_ids)
-    chosen = (types.rows >= smallest) & (types.rows <= largest)
-    count = types.rows[chosen]
-    spread = types.scatter[chosen] / (count - 1)
-    norm = types.mean[chosen].square().sum(dim=1) - spread / count
-    number = chosen.sum().double()
-    x, y = norm - norm.mean(), spread - spread.mean()
-    xx, xy, yy = x.square().sum(), (x * y).sum(), y.square().sum()
-    fits = (number >= 3) & (xx > 0)
-    nan = torch.full_like(xx, torch.nan)
-    return NormVarianceFit(
-        slope=torch.where(fits, xy / xx, nan),
-        r_squared=torch.where(fits, xy.square() / (xx * yy), nan),
-        types=number,
-        coverage=count.sum() / len(hidden),
-    )
-
-
-class _Types(NamedTuple):
-    """By token type, float64: rows [types], mean [types, width], squared distances from it."""
-
-    rows: Tensor
-    mean: Tensor
-    scatter: Tensor
-
-
-def _types(hidden: Tensor, token_ids: Tensor) -> _Types:
-    rows = require_rows(hidden)
-    if token_ids.shape != rows.shape[:1] or token_ids.is_floating_point():
-        raise ValueError(
-            f"expected a token id for each of {len(rows)} rows, integers [tokens], got "
-            f"{token_ids.dtype} {list(token_ids.shape)}"
-        )
-    _, group, count = torch.unique(token_ids, return_inverse=True, return_counts=True)
-    size = count.double()
-    # A row of its own is taken off every type first: far from the origin nothing cancels, and the
-    # mean of equal rows is that row.
-    order = torch.arange(len(rows), device=rows.device)
-    first = torch.zeros_like(count).scatter_reduce(0, group, order, "amin", include_self=False)
-    origin = rows[first].double()
-    groups = group.split(len(row_blocks(rows)[0]))
-    shift = torch.zeros_like(origin)
-    for block, own in zip(in_blocks(rows), groups, strict=True):
-        shift.index_add_(0, own, block - origin[own])
-    shift /= size[:, None]
-    scatter = torch.zeros_like(size)
-    for block, own in zip(in_blocks(rows), groups, strict=True):
-        squares = (block - origin[own]).sub_(shift[own]).square_().sum(dim=1)
-        scatter.index_add_(0, own, squares)
-    return _Types(size, origin.add_(shift), scatter)
+    return token_types(hidden, token_ids).norm_variance_slope(smallest, largest)

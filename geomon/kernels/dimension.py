@@ -82,36 +82,38 @@ def gride(neighbours: Tensor, scales: Sequence[int] = SCALES) -> Tensor:
     if any(k < 1 for k in scales):
         raise ValueError(f"scales are ranks of neighbours, 1 or more, got {list(scales)}")
     estimates = torch.full((len(scales),), torch.nan, dtype=torch.float64, device=neighbours.device)
-    for place, k in enumerate(scales):
-        if neighbours.shape[1] >= 2 * k:
-            estimates[place] = _gride_at(neighbours, k)
+    able = [place for place, k in enumerate(scales) if 2 * k <= neighbours.shape[1]]
+    if able:
+        estimates[able] = _gride_at(neighbours, [scales[place] for place in able])
     return estimates
 
 
-def _gride_at(neighbours: Tensor, k: int) -> Tensor:
-    """Root in d of (N-1)/d + (k-1) sum x/(1 - e^(-dx)) - (2k-1) sum x, with x = log mu, by Newton.
+def _gride_at(neighbours: Tensor, scales: Sequence[int]) -> Tensor:
+    """Roots in d of (N-1)/d + (k-1) sum x/(1 - e^(-dx)) - (2k-1) sum x, x = log mu, by Newton.
 
     The left side is convex and falls, so the steps stay below the root after the first. They start
     at the estimate by moments, E x = (H_(2k-1) - H_(k-1)) / d with H the harmonic numbers, and
     never go below a quarter of N / sum x, where by Jensen the left side is still positive.
     """
-    x = _log_ratios(neighbours[:, k - 1], neighbours[:, 2 * k - 1])
-    n, total = len(x), x.sum()
-    if n < 3:
-        return torch.full_like(total, torch.nan)
-    if k == 1 or total == 0:
-        return (n - 1) / total
-    positive = x[x > 0]
-    ties = n - len(positive)  # x/(1 - e^(-dx)) tends to 1/d
-    d = n * sum(1 / i for i in range(k, 2 * k)) / total
+    rank = torch.tensor(scales, device=neighbours.device)
+    near, far = neighbours[:, rank - 1].double(), neighbours[:, 2 * rank - 1].double()
+    valid = (near > 0) & torch.isfinite(far)
+    x = torch.where(valid, far / near, 1).log().T.contiguous()  # [scales, points]; 0 adds nothing
+    n, total, k = valid.sum(dim=0).double(), x.sum(dim=1), rank.double()
+    positive = x > 0
+    ties = n - positive.sum(dim=1)  # x/(1 - e^(-dx)) tends to 1/d
+    spread = [sum(1 / i for i in range(scale, 2 * scale)) for scale in scales]
+    d = n * n.new_tensor(spread) / total
     for _ in range(_NEWTON_STEPS):
-        decay = torch.exp(-d * positive)
-        rest = -torch.expm1(-d * positive)
-        score = (n - 1) / d + (k - 1) * ((positive / rest).sum() + ties / d) - (2 * k - 1) * total
-        curve = (positive.square() * decay / rest.square()).sum()
+        rest = -torch.expm1(-d[:, None] * x)
+        part = torch.where(positive, x / rest, 0)
+        score = (n - 1) / d + (k - 1) * (part.sum(dim=1) + ties / d) - (2 * k - 1) * total
+        curve = part.square_().mul_(1 - rest).sum(dim=1)
         slope = -(n - 1) / d.square() - (k - 1) * (curve + ties / d.square())
         d = torch.maximum(d - score / slope, n / total / 4)
-    return d
+    # With k = 1, or where all are ties, the root is known; a start at infinity goes nowhere.
+    d = torch.where((k == 1) | (total == 0), (n - 1) / total, d)
+    return torch.where(n >= 3, d, torch.nan)
 
 
 def _log_ratios(near: Tensor, far: Tensor) -> Tensor:

@@ -5,7 +5,26 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from geomon.kernels.checks import centred_blocks, in_blocks, mean_row, sum_of
+from geomon.kernels.checks import centred_blocks, mean_row, sum_of, sum_of_directions
+
+
+def mean_rows(rows: Tensor) -> Tensor:
+    """The mean query or key of each head, in float64.
+
+    Args:
+        rows: Queries or keys of one projection, [tokens, heads, head width].
+
+    Returns:
+        [heads, head width].
+
+    Raises:
+        ValueError: Not floating-point rows by head, or one of the sizes is 0.
+
+    Example:
+        >>> mean_rows(torch.tensor([[[3.0, 0.0]], [[3.0, 8.0]]])).tolist()
+        [[3.0, 4.0]]
+    """
+    return mean_row(_flat(rows)).view(rows.shape[1:])
 
 
 def mean_norm(rows: Tensor) -> Tensor:
@@ -27,7 +46,7 @@ def mean_norm(rows: Tensor) -> Tensor:
         >>> mean_norm(torch.tensor([[[3.0, 0.0]], [[3.0, 8.0]]])).tolist()
         [5.0]
     """
-    return mean_row(_flat(rows)).view(rows.shape[1:]).norm(dim=1)
+    return mean_rows(rows).norm(dim=1)
 
 
 def head_cosine(rows: Tensor) -> Tensor:
@@ -50,16 +69,7 @@ def head_cosine(rows: Tensor) -> Tensor:
         >>> head_cosine(torch.tensor([[[1.0, 0.0]], [[0.0, 2.0]], [[0.0, 5.0]]])).tolist()
         [0.3333333333333333]
     """
-    flat = _flat(rows)
-    total = rows.new_zeros(rows.shape[1:], dtype=torch.float64)
-    n = total.new_zeros(len(total))
-    for block in _by_head(in_blocks(flat), rows):
-        # Scaled by its largest entry first: the square of a row of 1e200 overflows even in float64.
-        largest = block.abs().amax(dim=2, keepdim=True)
-        scaled = block / torch.where(largest > 0, largest, 1)
-        norm = torch.where(largest > 0, scaled.norm(dim=2, keepdim=True), 1)
-        total += scaled.div_(norm).sum(dim=0)
-        n += (largest.squeeze(2) > 0).sum(dim=0)
+    total, n = sum_of_directions(_flat(rows).view(rows.shape))
     value = (total.square().sum(dim=1) - n) / (n * (n - 1))
     return torch.where(n >= 2, value, torch.nan)
 
