@@ -1,5 +1,6 @@
-"""Whether a budget holds: the recipe's training with and without geomon, in pairs of processes."""
+"""Whether a budget holds: the recipe's training, with geomon and without in turns."""
 
+import functools
 import json
 import os
 import statistics
@@ -11,13 +12,14 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 import lightning as L
-import torch
 import typer
 from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
 from rich.table import Table
 
+import geomon.monitor
 from geomon import Memory
+from geomon.budget import Budget
 from geomon.lightning import GeometryMonitor
 from recipes.enwik8.data import load
 from recipes.enwik8.model import CharacterDecoder
@@ -26,91 +28,146 @@ from recipes.enwik8.train import PROBE_TOKENS, probe_windows
 from recipes.enwik8.windows import CharacterData
 
 BUDGETS = (0.005, 0.01, 0.05)
-SETTLED = 200  # steps after which the budget has to hold
+SETTLED = 200  # steps with geomon after which the budget has to hold
 
 
 def main(
-    steps: Annotated[int, typer.Option(help="Of each run.")] = 1500,
-    pairs: Annotated[int, typer.Option(help="Runs with and without, for each budget.")] = 3,
+    steps: Annotated[int, typer.Option(help="With geomon, and as many without.")] = 1500,
+    runs: Annotated[int, typer.Option(help="For each budget, in turn.")] = 3,
     data: Annotated[str | None, typer.Option(help="A file of enwik8; else the fallback.")] = None,
-    alone: Annotated[str, typer.Option(hidden=True)] = "",
+    alone: Annotated[float, typer.Option(hidden=True)] = 0.0,
 ) -> None:
-    """Run the recipe in turn without geomon and under each budget, and compare the wall times."""
+    """Train the recipe under each budget, and compare the wall times of the two kinds of steps.
+
+    Two runs of the same training differ by several per cent, as the machine is slower or faster for
+    seconds at a time, which hides a budget of one. So a run takes turns with itself, step by step:
+    a pair with geomon, a pair without; geomon's clock stands still in the second.
+    """
     if alone:
-        print(json.dumps(_run(steps, json.loads(alone), data)))
+        print(json.dumps(_run(steps, alone, data)))
         return
-    table = Table(title=f"The recipe's preset cpu, {steps:,} steps; medians of {pairs} pairs")
-    for column in ("budget", "training, s", "with geomon, s", "measured", "geomon/overhead",
+    found: dict[float, list[dict[str, Any]]] = {budget: [] for budget in BUDGETS}
+    for _ in range(runs):
+        for budget in BUDGETS:
+            found[budget].append(_in_process(steps, budget, data))
+            print(budget, found[budget][-1], file=sys.stderr, flush=True)
+    table = Table(
+        title=f"The recipe's preset cpu, {steps:,} steps with geomon and as many without; "
+        f"medians of {runs} (smallest to largest)"
+    )
+    for column in ("budget", "without, s", "with, s", "measured", "geomon/overhead",
                    f"largest after step {SETTLED}", "readings", "rows"):  # fmt: skip
         table.add_column(column, justify="right")
-    for budget in BUDGETS:
-        bare, watched = [], []
-        for _ in range(pairs):
-            bare.append(_in_process(steps, None, data))
-            watched.append(_in_process(steps, budget, data))
-        shares = [1 - b["seconds"] / w["seconds"] for b, w in zip(bare, watched, strict=True)]
-        last = watched[-1]
+    for budget, ran in found.items():
         table.add_row(
-            f"{budget:.1%}", f"{statistics.median(b['seconds'] for b in bare):.1f}",
-            f"{statistics.median(w['seconds'] for w in watched):.1f}",
-            f"{statistics.median(shares):+.2%} ({min(shares):+.1%} to {max(shares):+.1%})",
-            f"{statistics.median(w['overhead'] for w in watched):.2%}",
-            f"{max(w['largest'] for w in watched):.2%}", str(last["readings"]), str(last["rows"]),
-        )  # fmt: skip
-    Console(width=130).print(table)
+            f"{budget:.1%}",
+            f"{statistics.median(run['without'] for run in ran):.1f}",
+            f"{statistics.median(run['with'] for run in ran):.1f}",
+            _percent([1 - run["without"] / run["with"] for run in ran]),
+            _percent([run["overhead"] for run in ran]),
+            f"{max(run['largest'] for run in ran):.2%}",
+            ", ".join(str(run["readings"]) for run in ran),
+            ", ".join(str(run["rows"]) for run in ran),
+        )
+    Console(width=140).print(table)
 
 
-def _in_process(steps: int, budget: float | None, data: str | None) -> dict[str, Any]:
+def _percent(shares: list[float]) -> str:
+    return f"{statistics.median(shares):.2%} ({min(shares):.2%} to {max(shares):.2%})"
+
+
+def _in_process(steps: int, budget: float, data: str | None) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.budgets", "--steps", str(steps),
-               "--alone", json.dumps(budget)]  # fmt: skip
+               "--alone", str(budget)]  # fmt: skip
     command += ["--data", data] if data else []
     environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer
 
 
-class _Clock(L.Callback):
-    """Seconds from before the first batch to the end of training."""
+class _Clocks(L.Callback):
+    """Seconds of the steps with geomon, and of those without.
 
-    seconds = 0.0
+    Comes after the monitor among the callbacks, so that what it does at the end is counted.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = {True: 0.0, False: 0.0}
+        self.overhead = 0.0  # as geomon has it, at the end
+        self.largest = 0.0  # after any of the steps by which it has to hold
+        self._last = 0.0
+        self._watched = True
+
+    def clock(self) -> float:
+        """Seconds of the steps with geomon, up to now: the clock that its budget sees."""
+        running = time.perf_counter() - self._last if self._watched else 0.0
+        return self.seconds[True] + running
 
     def on_train_start(self, *args: Any) -> None:
-        self._began = time.perf_counter()
+        self._last = time.perf_counter()
 
-    def on_train_end(self, *args: Any) -> None:
-        self.seconds = time.perf_counter() - self._began
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        self._look(trainer, after=2 * SETTLED)
+        self._tick()
+        self._watched = is_watched(trainer.global_step)
+
+    def on_train_end(self, trainer: L.Trainer, *args: Any) -> None:
+        self._look(trainer, after=0)
+        self._tick()
+
+    def _tick(self) -> None:
+        now = time.perf_counter()
+        self.seconds[self._watched] += now - self._last
+        self._last = now
+
+    def _look(self, trainer: L.Trainer, *, after: int) -> None:
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, GeometryMonitor) and self._watched:
+                self.overhead = callback.overhead
+                if trainer.global_step >= after:
+                    self.largest = max(self.largest, self.overhead)
 
 
-def _run(steps: int, budget: float | None, data: str | None) -> dict[str, Any]:
-    preset = replace(PRESETS["cpu"], steps=steps)
+class _InTurns(GeometryMonitor):
+    """The callback, which the steps without geomon do not reach."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
+        if is_watched(trainer.global_step):
+            super().on_train_batch_start(trainer, *args)
+
+
+def is_watched(step: int) -> bool:
+    """Whether a step is one with geomon: with, without, without, with, which no drift favours."""
+    return step % 4 in (0, 3)
+
+
+def _run(steps: int, budget: float, data: str | None) -> dict[str, Any]:
+    preset = replace(PRESETS["cpu"], steps=2 * steps)
     corpus = load(data, text="bytes", minimum=20 * (PROBE_TOKENS + preset.context))
     L.seed_everything(0, verbose=False)
     model = CharacterDecoder("gpt2", corpus.vocabulary_size, preset, compiled=False)
-    clock, memory = _Clock(), Memory()
+    clocks, memory = _Clocks(), Memory()
+    geomon.monitor.Budget = functools.partial(Budget, clock=clocks.clock)  # type: ignore[misc,assignment]
     with tempfile.TemporaryDirectory() as folder:
-        monitor = GeometryMonitor(
-            probe=probe_windows(corpus, preset.context), budget=budget, directory=folder,
+        monitor = _InTurns(
+            probe=probe_windows(corpus, preset.context, budget), budget=budget, directory=folder,
             sinks=[memory],
         )  # fmt: skip
         trainer = L.Trainer(
-            accelerator="cpu", max_steps=steps, max_epochs=1, limit_val_batches=0,
+            accelerator="cpu", max_steps=2 * steps, max_epochs=1, limit_val_batches=0,
             gradient_clip_val=1.0, enable_model_summary=False, enable_progress_bar=False,
             enable_checkpointing=False, logger=TensorBoardLogger(folder),
-            callbacks=[clock] if budget is None else [clock, monitor],
+            callbacks=[monitor, clocks],
         )  # fmt: skip
-        # Last, so that what the monitor does at the end of training is within the clock's seconds.
-        if budget is not None:
-            trainer.callbacks.sort(key=lambda callback: isinstance(callback, _Clock))
         trainer.fit(model, CharacterData(corpus, preset, seed=0))
-    settled = [r for r in memory.readings if r.step >= SETTLED]
     return {
-        "seconds": clock.seconds,
-        "overhead": monitor.overhead,
-        "largest": max((r.values.get("geomon/overhead", 0.0) for r in settled), default=0.0),
+        "with": clocks.seconds[True],
+        "without": clocks.seconds[False],
+        "overhead": clocks.overhead,
+        "largest": clocks.largest,
         "readings": len(memory.readings),
         "rows": memory.readings[-1].tokens if memory.readings else 0,
-        "threads": torch.get_num_threads(),
     }
 
 

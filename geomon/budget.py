@@ -10,6 +10,8 @@ _STEPS_PER_READING = 100
 _FEWEST_ROWS = 256
 # Steps after which their time is known well enough to choose the rows.
 _STEPS_TO_KNOW = 10
+# The part of the share that is planned with: what costs more than expected takes of the rest.
+_PLANNED = 0.8
 # A cost that is this many times too high, or too low, moves the choice: readings of different
 # numbers of rows are hard to compare, so it should seldom move.
 _TOLERANCE = 2.0
@@ -34,7 +36,7 @@ class Budget:
         >>> seconds = iter([0.0, 50.0, 50.0])
         >>> budget = Budget(0.01, tokens=4096, clock=lambda: next(seconds))
         >>> budget.begin()
-        >>> budget.affords(0.4), budget.affords(0.6)
+        >>> budget.affords(0.3), budget.affords(0.5)
         (True, False)
     """
 
@@ -51,6 +53,7 @@ class Budget:
                 f"or None for no limit, got {share!r}"
             )
         self._share = share
+        self._planned = 1.0 if share is None else _PLANNED * share
         self._tokens = tokens
         self._rows: int | None = None if share is not None else tokens
         self._clock = clock
@@ -100,11 +103,14 @@ class Budget:
         return self._share is not None
 
     def affords(self, seconds: float) -> bool:
-        """Whether `seconds` more would stay within the share of the time that has passed."""
+        """Whether `seconds` more would stay within the share of the time that has passed.
+
+        A fifth of the share is kept back for what costs more than was expected.
+        """
         if self._share is None:
             return True
         return self._began is not None and (
-            self._spent + seconds <= self._share * (self._clock() - self._began)
+            self._spent + seconds <= self._planned * (self._clock() - self._began)
         )
 
     def verdict(self, layers: int) -> tuple[bool, int, int]:
@@ -125,11 +131,11 @@ class Budget:
         if not self._costs:  # the first: what it costs is not known, and nothing has been paid yet
             return True, rows, 0
         passed = self._clock() - self._began
-        missing = self._spent + 2 * cost - self._share * passed
+        missing = self._spent + 2 * cost - self._planned * passed
         if missing <= 0:
             return True, rows, 0
         step = max(passed / max(self._steps, 1), 1e-9)
-        return False, rows, max(1, math.ceil(missing / self._share / step))
+        return False, rows, max(1, math.ceil(missing / self._planned / step))
 
     def learn(self, rows: int, seconds: float) -> None:
         """Note what one layer cost, with so many rows in a batch."""
@@ -162,7 +168,7 @@ class Budget:
         if self._steps <= _STEPS_TO_KNOW or not self._costs:
             return None
         training = max(self._clock() - self._began - self._spent, 1e-9)
-        allowed = self._share * training / self._steps * _STEPS_PER_READING
+        allowed = self._planned * training / self._steps * _STEPS_PER_READING
         rows = self._rows or self._tokens
         slack = _TOLERANCE if self._rows else 1.0
         while rows > _FEWEST_ROWS and layers * self.layer_cost(rows) > slack * allowed:

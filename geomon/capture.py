@@ -20,6 +20,7 @@ from geomon.attended import (
     SEVERAL,
     AttentionCall,
     NotUnderstoodError,
+    SoftmaxCall,
     again,
     local,
     softened,
@@ -30,11 +31,9 @@ from geomon.masks import padding_masks
 from geomon.notes import Note
 from geomon.passes import Kept, Pass, Visit, sample_places
 from geomon.projections import find_sizes, multihead_weights
+from geomon.room import Room
 from geomon.rows import RowDraw, select, width_last
 from geomon.switches import listening, run_eagerly, without_fast_path
-
-# Rows that are kept however little memory is allowed: with fewer nothing can be measured.
-_FEWEST_ROWS = 16
 
 
 class Window:
@@ -63,10 +62,14 @@ class Window:
         max_mb: float | None = None,
     ) -> None:
         self._anatomy = anatomy
-        self._asked, self._max_mb = rows, max_mb
         self._sources = {CAPTURED[view] for view in views}
         self._wants_tokens = bool(views & {"token_ids", "positions"})
         self._draw = RowDraw(rows, seed)
+        blocks = sum(len(stack.blocks) for stack in anatomy.stacks)
+        attends = bool(self._sources & {"attention", "projection"})
+        self._room = Room(
+            max_mb, self._draw, layers=blocks + len(anatomy.stacks), blocks=blocks * attends
+        )
         self._passes = [Pass(stack, self._draw) for stack in anatomy.stacks]
         self._thread = threading.get_ident()
         self._elsewhere = False  # a block ran in another thread
@@ -103,12 +106,7 @@ class Window:
         for failure in dict.fromkeys(self._failures):
             text = f"a hook failed, and what it looks at is missing: {failure}"
             snapshot.notes.append(Note(text, text))
-        if self._draw.budget < self._asked:
-            text = (
-                f"at most {self._draw.budget} rows instead of {self._asked} are kept: a window "
-                f"may hold {self._max_mb:g} MB (max_capture_mb)"
-            )
-            snapshot.notes.append(Note("rows thinned for memory", text))
+        snapshot.notes += self._room.notes()
         return snapshot
 
     def drawn(self, stack: str, index: int) -> Drawn:
@@ -281,19 +279,10 @@ class Window:
         found.local = found.local or hasattr(hidden, "to_local")
         rows = width_last(local(hidden), block)
         if not found.shape:
-            self._limit_rows(rows.shape[-1])
+            self._room.limit(rows.shape[-1])
             found.begin_rows(tuple(rows.shape[:-1]), rows.dtype)
         chosen = found.rows(tuple(rows.shape[:-1]))
         return Kept(select(rows, chosen), chosen, tuple(rows.shape[:-1]))
-
-    def _limit_rows(self, width: int) -> None:
-        """Of each row: its hidden state at every layer; query and key as projected, and as key."""
-        if self._max_mb is None:
-            return
-        blocks = sum(len(stack.blocks) for stack in self._anatomy.stacks)
-        heads = 3 * blocks if self._sources & {"attention", "projection"} else 0
-        bytes_of_row = 4 * width * (blocks + len(self._anatomy.stacks) + heads)
-        self._draw.limit(max(_FEWEST_ROWS, int(self._max_mb * 1e6 / bytes_of_row)))
 
     # -- attention -------------------------------------------------------------------------------
 
@@ -322,8 +311,8 @@ class Window:
             return  # a softmax that was taken for one gives way
         with self._guarded(), torch.no_grad():
             try:
-                visit.calls[place] = thinned(self._draw, route, module, query, key, mask, options)
-                visit.routes[place] = route
+                call = thinned(self._draw, route, module, query, key, mask, options)
+                self._keep_call(visit, place, route, call)
             except NotUnderstoodError as error:
                 visit.refused.setdefault(place, str(error))
 
@@ -349,8 +338,17 @@ class Window:
                 heads = find_sizes(attention.projections, [attention.module]).heads
             call = softened(self._draw, scores, dim, found.shape_at(visit), heads)
             if call is not None:
-                visit.calls[place] = call
-                visit.routes[place] = "softmax"
+                self._keep_call(visit, place, "softmax", call)
+
+    def _keep_call(
+        self, visit: Visit, place: int, route: str, call: AttentionCall | SoftmaxCall
+    ) -> None:
+        refusal = self._room.refusal(call)
+        if refusal is None:
+            visit.calls[place] = call
+            visit.routes[place] = route
+        else:
+            visit.refuse(place, refusal)
 
     # -- projections -----------------------------------------------------------------------------
 

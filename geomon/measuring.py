@@ -82,8 +82,7 @@ class Measuring:
 
     def _settle_rows(self, reading: UnderWay) -> bool:
         """Decide on how many rows a reading stands; False while that is not known yet."""
-        # Two layers on a few rows cost about half of what the look at all layers and rows did.
-        if not self._budget.knows_costs and not self._budget.affords(reading.seconds / 2):
+        if not self._budget.knows_costs and not self._budget.affords(reading.trial_guess):
             return False
         self._try_out(reading)
         rows = self._budget.rows(reading.layers)

@@ -25,6 +25,7 @@ class RowDraw:
 
     def __init__(self, budget: int, seed: int) -> None:
         self._budget = budget
+        self._most_queries = QUERIES
         self._generator = torch.Generator().manual_seed(seed)
         self._queries: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
@@ -34,8 +35,9 @@ class RowDraw:
         return self._budget
 
     def limit(self, rows: int) -> None:
-        """Draw no more than so many rows from here on."""
+        """Draw no more than so many rows from here on, of queries either."""
         self._budget = min(self._budget, rows)
+        self._most_queries = min(self._most_queries, rows)
 
     def rows(self, shape: torch.Size, valid: Tensor | None) -> Tensor:
         """Flat indices of rows, among those that are no padding.
@@ -61,7 +63,7 @@ class RowDraw:
         if (sequences, length) not in self._queries:
             some = max(1, min(sequences, self._budget // length))
             chosen = torch.randperm(sequences, generator=self._generator)[:some].sort().values
-            each = min(length, math.ceil(QUERIES / some))
+            each = min(length, math.ceil(self._most_queries / some))
             shift = torch.randperm(some, generator=self._generator)[:, None] + 0.5
             places = (torch.arange(each)[None, :] + shift / some) * (length / each)
             self._queries[sequences, length] = chosen, places.long()

@@ -10,8 +10,10 @@ from geomon.metrics import Metric
 from geomon.notes import Note
 from geomon.together import Found
 
-# Rows on which the cost of a layer is learned before anything is measured.
+# Rows on which the cost of a layer is learned before anything is measured, and what that costs
+# itself, about: half of the look at all layers and rows, and at least so many seconds a metric.
 _TRIAL_ROWS = 256
+_TRIAL_SECONDS = 0.004
 
 
 class UnderWay:
@@ -76,6 +78,11 @@ class UnderWay:
         if self._measured:
             raise ValueError(f"{len(self._measured)} layers stand on {self.rows} rows already")
         self.rows = min(rows, self._full)
+
+    @property
+    def trial_guess(self) -> float:
+        """Seconds that `try_out` is expected to take."""
+        return max(self.seconds / 2, _TRIAL_SECONDS * len(self._metrics))
 
     def try_out(self) -> tuple[int, float]:
         """Measure a layer on few rows for its cost alone: rows, and seconds the second time."""

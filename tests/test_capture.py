@@ -827,22 +827,47 @@ def test_a_softmax_before_the_attention_call_gives_way_to_it():
     assert "scores" not in layer.captured
 
 
-def test_memory_is_held_by_keeping_fewer_rows_and_said():
-    model = transformer("gpt2")
-    row = 4 * 32 * (3 + 1 + 3 * 3)  # float32, width, layers and what enters, Q, K and keys
-    with torch.no_grad(), window(model, rows=200, max_mb=100 * row / 1e6) as seen:
-        model(batch())
-    snapshot = seen.snapshot()
-    assert snapshot.tokens == 100
-    text = next(n.text for n in snapshot.notes if n.kind == "rows thinned for memory")
-    assert text.startswith("at most 100 rows instead of 200 are kept")
-    kept = sum(
-        4 * view.numel()
+def kept_bytes(snapshot):
+    names = ("hidden", "projected_query", "projected_key", "query", "key", "scores", "bias")
+    return sum(
+        4 * layer.captured[name].numel()
         for layer in snapshot.layers
-        for name, view in layer.captured.items()
-        if name in ("hidden", "projected_query", "projected_key", "key")
+        for name in names
+        if isinstance(layer.captured.get(name), torch.Tensor)
     )
-    assert kept <= 110 * row
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("megabytes", [0.1, 0.3, 0.6])
+def test_memory_is_held_by_keeping_fewer_rows_and_said(name, megabytes):
+    model, ids = transformer(name), batch(64, 16)
+    with torch.no_grad(), window(model, rows=1024, max_mb=None) as seen:
+        model(ids)
+    assert kept_bytes(seen.snapshot()) > 1e6
+    with torch.no_grad(), window(model, rows=1024, max_mb=megabytes) as seen:
+        model(ids)
+    snapshot = seen.snapshot()
+    assert 16 < snapshot.tokens < 1024
+    assert 0.3 * megabytes * 1e6 < kept_bytes(snapshot) <= megabytes * 1e6
+    text = next(n.text for n in snapshot.notes if n.kind == "rows thinned for memory")
+    assert text.startswith(f"at most {snapshot.tokens} rows instead of 1024 are kept")
+    assert "query" in snapshot.layers[1].captured  # a thinned attention is still seen
+
+
+def test_attention_that_does_not_fit_the_memory_is_left_out_and_said_how_much_it_takes():
+    model, ids = nn.Sequential(ByHand(32, 4, 0.0), ByHand(32, 4, 0.0)), torch.randn(1, 512, 32)
+    with torch.no_grad(), window(model, rows=512, max_mb=0.5) as seen:
+        model(ids)
+    snapshot = seen.snapshot()
+    assert kept_bytes(snapshot) <= 0.5e6
+    assert "scores" not in snapshot.layers[1].captured
+    reason = snapshot.layers[1].missing["scores"]
+    assert "MB would be kept" in reason
+    assert "max_capture_mb=0.5" in reason
+
+
+def test_however_little_memory_is_allowed_some_rows_are_kept():
+    model = transformer("gpt2")
     with torch.no_grad(), window(model, rows=200, max_mb=1e-9) as seen:
         model(batch())
     assert seen.snapshot().tokens == 16

@@ -28,7 +28,7 @@ FLOORS = [
         "worker",
     },
     {"notes", "record", "phase"},
-    {"layer", "attended", "passes", "stacks"},
+    {"layer", "attended", "passes", "room", "stacks"},
     {"metrics", "sinks", "assemble", "capture", "describe", "selfcheck", "probing", "union"},
     {"across", "gather"},
     {"evaluate"},
