@@ -1,10 +1,12 @@
 """The cost of one reading in units of one training step on the same tokens: make bench."""
 
+import functools
 import platform
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -12,7 +14,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, GPT2Config
 
+import geomon.layer
 from geomon import METRICS, Memory, Monitor
+from geomon.evaluate import sources_of
 
 TOKENS = 4096
 
@@ -23,6 +27,16 @@ COLUMNS = (
     "probe / step", "step unmonitored / bare",
 )  # fmt: skip
 
+# Where the time of a reading goes: the views that are computed for it, and its metrics.
+SEARCH = ("nearest", "far_neighbours", "distinct_neighbours", "unique_rows", "unique", "distinct")
+PARTS = dict.fromkeys(SEARCH, "neighbours") | {
+    "spectrum": "spectrum", "attention": "attention", "token_types": "token types",
+    "ordinary_rows": "sinks", "gride": "dimension", "twonn": "dimension",
+    "twonn_distinct": "dimension",
+}  # fmt: skip
+OF_HEADS = "queries and keys"
+REST = "other moments and angles"
+
 
 def main(
     size: Annotated[str, typer.Option(help="small (two minutes) or gpt2 (ten).")] = "small",
@@ -32,17 +46,28 @@ def main(
     table = Table(title=f"One reading of all {len(METRICS)} metrics on {TOKENS:,} tokens")
     for column in COLUMNS:
         table.add_column(column, justify="right")
+    taken = Table(title="Where the time of an inline reading goes, ms")
+    for column in ("layers", "width", "capture", *dict.fromkeys(PARTS.values()), OF_HEADS, REST,
+                   "bare matrix product"):  # fmt: skip
+        taken.add_column(column, justify="right")
     for sizes in SIZES[size]:
-        table.add_row(*map(str, sizes), *_measure(*sizes, runs))
-    console = Console(width=110)
+        measured, parts = _measure(*sizes, runs)
+        table.add_row(*map(str, sizes), *measured)
+        taken.add_row(*map(str, sizes[:2]), *(f"{1000 * part:.0f}" for part in parts))
+    console = Console(width=120)
     console.print(table)
+    console.print(taken)
+    console.print(
+        "neighbours: search, ranking in float64 and what it needs; bare matrix product: rows by "
+        "rows in float32, once a layer, which the distances cannot do without"
+    )
     console.print(
         f"medians of {runs}; {torch.get_num_threads()} threads, torch {torch.__version__}, "
         f"{platform.machine()}"
     )
 
 
-def _measure(layers: int, width: int, context: int, runs: int) -> list[str]:
+def _measure(layers: int, width: int, context: int, runs: int) -> tuple[list[str], list[float]]:
     torch.manual_seed(0)
     configuration = GPT2Config(
         vocab_size=205, n_positions=context, n_embd=width, n_layer=layers, n_head=width // 32,
@@ -53,9 +78,10 @@ def _measure(layers: int, width: int, context: int, runs: int) -> list[str]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     ids = torch.randint(0, 205, (TOKENS // context, context))
     memory = Memory()
+    clock = _Clock()
     monitor = Monitor(
-        model, tokens=TOKENS, batches=1, directory=None, sinks=[memory], probe=None, strict=True,
-        schedule=lambda step: step % 3 == 1,
+        model, metrics=clock.timed(METRICS), tokens=TOKENS, batches=1, directory=None,
+        sinks=[memory], probe=None, strict=True, schedule=lambda step: step % 3 == 1,
     )  # fmt: skip
 
     def train(step: int | None) -> None:
@@ -68,21 +94,70 @@ def _measure(layers: int, width: int, context: int, runs: int) -> list[str]:
         optimizer.step()
         optimizer.zero_grad()
 
-    bare, unmonitored, inline, probe = [], [], [], []
+    bare, unmonitored, inline, probe, capture = [], [], [], [], []
+    parts: dict[str, list[float]] = defaultdict(list)
+    derived = geomon.layer.DERIVED
+    geomon.layer.DERIVED = clock.timed(derived)
     for run in range(runs + 1):  # the first warms up
         bare.append(_seconds(lambda: train(None)))
         unmonitored.append(_seconds(lambda run=run: train(3 * run + 2)))  # type: ignore[misc]
+        clock.seconds.clear()
         train(3 * run + 4)
         inline.append(memory.readings[-1].seconds)
+        for part in dict.fromkeys([*PARTS.values(), OF_HEADS, REST]):
+            parts[part].append(clock.seconds[part])
+        capture.append(inline[-1] - sum(clock.seconds.values()))
         monitor.probe(3 * run + 5, {"input_ids": ids, "use_cache": False})
         probe.append(memory.readings[-1].seconds)
+    geomon.layer.DERIVED = derived
+    rows = torch.randn(TOKENS, width)
+    product = [_seconds(lambda: [own @ rows.T for own in rows.split(256)]) for _ in range(runs + 1)]
     step, beside, read, probed = (
         statistics.median(times[1:]) for times in (bare, unmonitored, inline, probe)
     )
-    return [
+    middle = [statistics.median(times[1:]) for times in (capture, *parts.values(), product)]
+    middle[-1] *= layers + 1
+    figures = [
         f"{step:.3f}", f"{read:.3f}", f"{probed:.3f}", f"{read / step:.2f}", f"{probed / step:.2f}",
         f"{beside / step:.3f}",
     ]  # fmt: skip
+    return figures, middle
+
+
+class _Clock:
+    """Seconds of each part of a reading, without those of the parts that it asks for."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._inner: list[float] = []
+
+    def timed(self, functions: Any) -> Any:
+        """The same table of functions (or of tuples of them), of which each is timed."""
+        return {
+            name: tuple(self._one(name, way) for way in made)
+            if isinstance(made, tuple)
+            else self._one(name, made)
+            for name, made in functions.items()
+        }
+
+    def _one(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        part = PARTS.get(name)
+        if part is None:
+            part = REST if sources_of(function) == {"hidden"} else OF_HEADS
+
+        @functools.wraps(function)
+        def timed(*args: Any) -> Any:
+            began = time.perf_counter()
+            self._inner.append(0.0)
+            try:
+                return function(*args)
+            finally:
+                taken = time.perf_counter() - began
+                self.seconds[part] += taken - self._inner.pop()
+                if self._inner:
+                    self._inner[-1] += taken
+
+        return timed
 
 
 def _seconds(action: Callable[[], None]) -> float:

@@ -168,7 +168,7 @@ class Budget:
         if self._steps <= _STEPS_TO_KNOW or not self._costs:
             return None
         training = max(self._clock() - self._began - self._spent, 1e-9)
-        allowed = self._planned * training / self._steps * _STEPS_PER_READING
+        allowed = self._share * training / self._steps * _STEPS_PER_READING
         rows = self._rows or self._tokens
         slack = _TOLERANCE if self._rows else 1.0
         while rows > _FEWEST_ROWS and layers * self.layer_cost(rows) > slack * allowed:

@@ -38,11 +38,13 @@ def test_without_a_limit_everything_is_afforded_and_no_row_left_out():
 def test_nothing_is_afforded_before_time_has_passed():
     budget, clock = started(0.01)
     assert not budget.affords(0.1)
-    clock.now = 10.1
+    clock.now = 10.1  # a fifth of the share is kept back
+    assert not budget.affords(0.1)
+    clock.now = 12.6
     assert budget.affords(0.1)
     budget.spend(0.1)
     assert not budget.affords(0.1)
-    assert budget.overhead == pytest.approx(0.1 / 10.1)
+    assert budget.overhead == pytest.approx(0.1 / 12.6)
     assert math.isnan(Budget(0.1, 10).overhead)
 
 
