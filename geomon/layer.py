@@ -150,7 +150,7 @@ DERIVED: dict[str, Callable[..., Any] | tuple[Callable[..., Any], ...]] = {
     "sink_variance": _sink_variance,  # share of the variance that those rows carry
     "spectrum": kernels.spectrum,  # eigenvalues of the centred covariance, descending, [rank]
     "total_variance": _total_variance,  # around the mean of all rows
-    "token_types": _token_types,  # count, mean and scatter of the rows of each token id
+    "token_types": _token_types,  # count, norm of the mean and scatter of the rows of each
     "within": _within,  # variance around the mean of each row's token type
     "mean_query": _mean_query,  # of each head, [heads, head width]
     "mean_key": _mean_key,  # of each key head, [key heads, head width]

@@ -45,6 +45,15 @@ def row_blocks(rows: Tensor) -> tuple[Tensor, ...]:
     return rows.split(max(1, _BLOCK // rows.shape[1]))
 
 
+def column_blocks(rows: Tensor) -> tuple[Tensor, ...]:
+    """A matrix cut into blocks of whole columns, in its own precision.
+
+    Args:
+        rows: [tokens, width], at least one row.
+    """
+    return rows.split(max(1, _BLOCK // len(rows)), dim=1)
+
+
 def in_blocks(rows: Tensor) -> Iterator[Tensor]:
     """Rows in float64, block by block; a block may be the rows themselves and is not to be changed.
 

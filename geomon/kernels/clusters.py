@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from geomon.kernels.checks import in_blocks, mean_row, require_rows, row_blocks
+from geomon.kernels.checks import column_blocks, mean_row, require_rows
 from geomon.kernels.moments import mean_square_norm, variance
 
 
@@ -53,12 +53,12 @@ class TokenTypes:
 
     Attributes:
         rows: n_t, number of rows of the type, [types].
-        mean: Their mean, [types, width].
+        m: Squared norm of their mean: M_t = |mean x|^2, [types].
         scatter: Sum of their squared distances from it, [types].
     """
 
     rows: Tensor
-    mean: Tensor
+    m: Tensor
     scatter: Tensor
 
     @property
@@ -76,7 +76,7 @@ class TokenTypes:
         chosen = (self.rows >= smallest) & (self.rows <= largest)
         count = self.rows[chosen]
         spread = self.scatter[chosen] / (count - 1)
-        norm = self.mean[chosen].square().sum(dim=1) - spread / count
+        norm = self.m[chosen] - spread / count
         number = chosen.sum().double()
         x, y = norm - norm.mean(), spread - spread.mean()
         xx, xy, yy = x.square().sum(), (x * y).sum(), y.square().sum()
@@ -91,7 +91,7 @@ class TokenTypes:
 
 
 def token_types(hidden: Tensor, token_ids: Tensor) -> TokenTypes:
-    """Count, mean and scatter of every token type: what the variances within and between read.
+    """Count, squared norm of the mean, and scatter of every token type.
 
     Args:
         hidden: Rows, [tokens, width].
@@ -104,8 +104,8 @@ def token_types(hidden: Tensor, token_ids: Tensor) -> TokenTypes:
     Example:
         >>> hidden = torch.tensor([[1.0], [3.0], [10.0]])
         >>> types = token_types(hidden, torch.tensor([5, 5, 8]))
-        >>> types.rows.tolist(), types.mean.tolist(), types.scatter.tolist()
-        ([2.0, 1.0], [[2.0], [10.0]], [2.0, 0.0])
+        >>> types.rows.tolist(), types.m.tolist(), types.scatter.tolist()
+        ([2.0, 1.0], [4.0, 100.0], [2.0, 0.0])
     """
     rows = require_rows(hidden)
     if token_ids.shape != rows.shape[:1] or token_ids.is_floating_point():
@@ -115,21 +115,21 @@ def token_types(hidden: Tensor, token_ids: Tensor) -> TokenTypes:
         )
     _, group, count = torch.unique(token_ids, return_inverse=True, return_counts=True)
     size = count.double()
-    # A row of its own is taken off every type first: far from the origin nothing cancels, and the
-    # mean of equal rows is that row.
     order = torch.arange(len(rows), device=rows.device)
     first = torch.zeros_like(count).scatter_reduce(0, group, order, "amin", include_self=False)
-    origin = rows[first].double()
-    groups = group.split(len(row_blocks(rows)[0]))
-    shift = torch.zeros_like(origin)
-    for block, own in zip(in_blocks(rows), groups, strict=True):
-        shift.index_add_(0, own, block - origin[own])
-    shift /= size[:, None]
-    scatter = torch.zeros_like(size)
-    for block, own in zip(in_blocks(rows), groups, strict=True):
-        squares = (block - origin[own]).sub_(shift[own]).square_().sum(dim=1)
-        scatter.index_add_(0, own, squares)
-    return TokenTypes(size, origin.add_(shift), scatter)
+    m, scatter = torch.zeros_like(size), torch.zeros_like(size)
+    # By columns: with as many types as rows, a mean of each would be larger than the rows.
+    for columns in column_blocks(rows):
+        # A row of its own is taken off every type first: far from the origin nothing cancels, and
+        # the mean of equal rows is that row.
+        block = columns.double()
+        origin = block[first]
+        centred = block - origin[group]
+        shift = torch.zeros_like(origin).index_add_(0, group, centred).div_(size[:, None])
+        squares = centred.sub_(shift[group]).square_().sum(dim=1)
+        scatter.index_add_(0, group, squares)
+        m += origin.add_(shift).square_().sum(dim=1)
+    return TokenTypes(size, m, scatter)
 
 
 def within_variance(hidden: Tensor, token_ids: Tensor) -> Tensor:
