@@ -28,7 +28,7 @@ COLUMNS = (
 )  # fmt: skip
 
 # Where the time of a reading goes: the views that are computed for it, and its metrics.
-SEARCH = ("nearest", "far_neighbours", "distinct_neighbours", "unique_rows", "unique", "distinct")
+SEARCH = ("nearest", "far_neighbours", "distinct_neighbours", "unique_rows", "distinct")
 PARTS = dict.fromkeys(SEARCH, "neighbours") | {
     "spectrum": "spectrum", "attention": "attention", "token_types": "token types",
     "ordinary_rows": "sinks", "gride": "dimension", "twonn": "dimension",

@@ -93,22 +93,18 @@ def _mean_key(projected_key: Tensor) -> Tensor:
     return mean_rows(projected_key)
 
 
-def _unique(hidden: Tensor, unique_rows: Tensor) -> Tensor:
-    return hidden if len(unique_rows) == len(hidden) else hidden[unique_rows]
-
-
-def _nearest(unique: Tensor) -> Neighbours:
-    return nearest(unique, k=NEAR)
+def _nearest(hidden: Tensor, unique_rows: Tensor) -> Neighbours:
+    return nearest(hidden, k=NEAR, among=unique_rows)
 
 
 def _neighbours(nearest: Neighbours) -> Tensor:
     return nearest.distances
 
 
-def _far_neighbours(unique: Tensor) -> Tensor:
-    count = min(len(unique), FAR_ROWS)
-    spread = torch.linspace(0, len(unique) - 1, count, device=unique.device).long()
-    return nearest(unique, k=FAR, of=spread).distances
+def _far_neighbours(hidden: Tensor, unique_rows: Tensor) -> Tensor:
+    count = min(len(unique_rows), FAR_ROWS)
+    spread = torch.linspace(0, len(unique_rows) - 1, count, device=hidden.device).long()
+    return nearest(hidden, k=FAR, of=unique_rows[spread], among=unique_rows).distances
 
 
 def _rounding(hidden: Tensor, neighbours: Tensor, precision: float) -> float:
@@ -122,11 +118,13 @@ def _distinct(unique_rows: Tensor, token_ids: Tensor, positions: Tensor) -> Tens
     token, position = token_ids[unique_rows].long(), positions[unique_rows].long()
     # One number for each pair: sorting pairs costs twenty times as much.
     position = position - position.min()
-    return first_of_each(token * (position.max() + 1) + position)
+    return unique_rows[first_of_each(token * (position.max() + 1) + position)]
 
 
-def _distinct_neighbours(nearest: Neighbours, unique: Tensor, distinct: Tensor) -> Tensor:
-    return nearest_among(nearest, unique, distinct, k=2).distances
+def _distinct_neighbours(
+    nearest: Neighbours, hidden: Tensor, distinct: Tensor, unique_rows: Tensor
+) -> Tensor:
+    return nearest_among(nearest, hidden, distinct, k=2, among=unique_rows).distances
 
 
 def _repeated(hidden: Tensor, distinct: Tensor) -> float:
@@ -155,13 +153,12 @@ DERIVED: dict[str, Callable[..., Any] | tuple[Callable[..., Any], ...]] = {
     "mean_query": _mean_query,  # of each head, [heads, head width]
     "mean_key": _mean_key,  # of each key head, [key heads, head width]
     "unique_rows": _unique_rows,  # index of one row for each distinct content
-    "unique": _unique,  # those rows
     "duplicates": _duplicates,  # share of the rows that copy another
     "nearest": _nearest,  # neighbours among unique rows: distances and who they are
     "neighbours": _neighbours,  # distances among unique rows, ascending, [tokens, k]
     "far_neighbours": _far_neighbours,  # the same to a higher rank, of evenly spread rows
     "rounding": _rounding,  # distance that rounding alone makes, over the median nearest distance
-    "distinct": _distinct,  # index, among unique rows, of one for each (token id, position)
+    "distinct": _distinct,  # index of one unique row for each (token id, position)
     "distinct_neighbours": _distinct_neighbours,  # distances among distinct rows
     "repeated": _repeated,  # share of the rows that repeat a (token id, position)
     "attention": (_attention, _attention_by_hand),  # reduced softmax rows: AttentionRows

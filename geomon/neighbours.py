@@ -9,7 +9,7 @@ Beyond the rows themselves this holds one float32 copy of them, what it gives ba
 few MB.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,6 +29,8 @@ _SLACK = 2
 _MORE_SLACK = 24
 # Numbers in one block of differences or of distances: 8 MB in float64, which stays in the cache.
 _BLOCK = 1_048_576
+# Wanted rows that are copied for the search at a time, where not all are wanted.
+_QUERIES = 4096
 
 
 class Neighbours(NamedTuple):
@@ -43,60 +45,74 @@ class Neighbours(NamedTuple):
     indices: Tensor
 
 
-def nearest(rows: Tensor, k: int, *, of: Tensor | None = None) -> Neighbours:
+def nearest(
+    rows: Tensor, k: int, *, of: Tensor | None = None, among: Tensor | None = None
+) -> Neighbours:
     """Euclidean distances of rows to their k nearest other rows.
 
-    Equal rows are neighbours at distance 0: take them out first with `unique_rows`.
+    Equal rows are neighbours at distance 0: leave them out first with `unique_rows`.
 
     Args:
         rows: Finite points, [tokens, width], any floating-point dtype.
         k: Number of neighbours; fewer come back where there are fewer other rows.
-        of: Index of the rows whose neighbours are wanted; None for all.
+        of: Index of the rows whose neighbours are wanted, of those searched; None for all of them.
+        among: Index of the rows that are searched, ascending; None for all.
 
     Returns:
-        Neighbours, of shape [tokens (or len(of)), min(k, tokens - 1)].
+        Neighbours, of shape [searched rows (or len(of)), min(k, searched rows - 1)]; the indices
+        are into `rows`.
 
     Raises:
-        ValueError: Not a floating-point matrix, fewer than two rows, or `k` below 1.
+        ValueError: Not a floating-point matrix, fewer than two rows to search, or `k` below 1.
 
     Example:
         >>> nearest(torch.tensor([[0.0], [1.0], [3.0]]), k=2).distances.tolist()
         [[1.0, 3.0], [1.0, 2.0], [2.0, 3.0]]
     """
-    if rows.ndim != 2 or not rows.is_floating_point() or min(rows.shape[0] - 1, *rows.shape, k) < 1:
+    searched = len(rows) if among is None else len(among)
+    if rows.ndim != 2 or not rows.is_floating_point() or min(searched - 1, *rows.shape, k) < 1:
         raise ValueError(
             "expected at least 2 floating-point rows [tokens, width] and k of at least 1, got "
-            f"{rows.dtype} {list(rows.shape)} and k={k}"
+            f"{rows.dtype} {list(rows.shape)}, {searched} of them to search, and k={k}"
         )
-    k = min(k, rows.shape[0] - 1)
-    wanted = torch.arange(len(rows), device=rows.device) if of is None else of
-    count = min(k + 1 + _SLACK, rows.shape[0])
+    points = _Points(rows, None if searched == len(rows) else among)
+    k = min(k, searched - 1)
+    own = points.places(of)
+    count = min(k + 1 + _SLACK, searched)
     frame = _frame(rows)
-    scaled = rows.new_empty(rows.shape, dtype=torch.float32)
-    step = _block(rows.shape[1])
-    for room, block in zip(scaled.split(step), rows.split(step), strict=True):
+    scaled = rows.new_empty((searched, rows.shape[1]), dtype=torch.float32)
+    for room, block in zip(scaled.split(points.step), points.blocks(), strict=True):
         room.copy_(frame(block))
-    found = _ranked(rows, wanted, _candidates(scaled, wanted, count), k)
-    if count < rows.shape[0]:
-        unsure = _unsure(found, scaled, wanted, frame.scale, k)
-        count = min(k + 1 + _MORE_SLACK, rows.shape[0])
-        again = _ranked(rows, wanted[unsure], _expanded(rows, frame, wanted[unsure], count), k)
+    found = _ranked(points, own, _candidates(scaled, own, count), k)
+    if count < searched:
+        unsure = _unsure(found, scaled, own, frame.scale, k)
+        count = min(k + 1 + _MORE_SLACK, searched)
+        again = _ranked(points, own[unsure], _expanded(points, frame, own[unsure], count), k)
         for before, after in zip(found, again, strict=True):
             before[unsure] = after
     return Neighbours(found.distances[:, :k], found.indices[:, :k])
 
 
-def nearest_among(neighbours: Neighbours, rows: Tensor, members: Tensor, k: int) -> Neighbours:
+def nearest_among(
+    neighbours: Neighbours,
+    rows: Tensor,
+    members: Tensor,
+    k: int,
+    *,
+    among: Tensor | None = None,
+) -> Neighbours:
     """The k nearest of each member row among the member rows alone.
 
-    Read off the neighbours among all rows; searched again only for members that have fewer than k
+    Read off the neighbours among more rows; searched again only for members that have fewer than k
     other members there.
 
     Args:
-        neighbours: Among all rows.
+        neighbours: As `nearest` gave them for those rows.
         rows: All rows, [tokens, width].
         members: Index of the member rows, int64, ascending.
         k: Number of neighbours.
+        among: Index of the rows that `neighbours` is of, ascending, every member among them; None
+            for all.
 
     Returns:
         Neighbours, of shape [members, min(k, members - 1)]; the indices are into `rows`.
@@ -109,20 +125,18 @@ def nearest_among(neighbours: Neighbours, rows: Tensor, members: Tensor, k: int)
     k = min(k, len(members) - 1)
     is_member = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
     is_member[members] = True
-    index = neighbours.indices[members]
-    distances = neighbours.distances[members].masked_fill(~is_member[index], torch.inf)
+    places = members if among is None else torch.searchsorted(among, members.contiguous())
+    index = neighbours.indices[places]
+    distances = neighbours.distances[places].masked_fill(~is_member[index], torch.inf)
     near = distances.topk(min(k, distances.shape[1]), dim=1, largest=False)
     found = Neighbours(near.values, index.gather(1, near.indices))
     short = found.distances.isinf().any(dim=1).nonzero().squeeze(1)
     if found.distances.shape[1] < k:
-        short = torch.arange(len(members), device=rows.device)
-    if len(short) == 0:
-        return found
-    again = nearest(rows[members], k, of=short)
-    if len(short) == len(members):
-        return Neighbours(again.distances, members[again.indices])
-    found.distances[short] = again.distances
-    found.indices[short] = members[again.indices]
+        return nearest(rows, k, among=members)
+    if len(short) > 0:
+        again = nearest(rows, k, of=members[short], among=members)
+        for before, after in zip(found, again, strict=True):
+            before[short] = after
     return found
 
 
@@ -173,6 +187,38 @@ def first_of_each(group: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
+class _Points:
+    """The rows that are searched: all, or some of them by their index, without a copy."""
+
+    rows: Tensor
+    among: Tensor | None
+
+    @property
+    def step(self) -> int:
+        """Rows in one block."""
+        return _block(self.rows.shape[1])
+
+    def blocks(self) -> Iterable[Tensor]:
+        """The points, block by block."""
+        if self.among is None:
+            return self.rows.split(self.step)
+        return (self.rows[index] for index in self.among.split(self.step))
+
+    def __len__(self) -> int:
+        return len(self.rows) if self.among is None else len(self.among)
+
+    def index(self, places: Tensor) -> Tensor:
+        """Index into the rows, of points."""
+        return places if self.among is None else self.among[places]
+
+    def places(self, index: Tensor | None) -> Tensor:
+        """Which of the points certain rows are; None for all points."""
+        if index is None:
+            return torch.arange(len(self), device=self.rows.device)
+        return index if self.among is None else torch.searchsorted(self.among, index.contiguous())
+
+
+@dataclass(frozen=True)
 class _Frame:
     """Where rows lie and how far they reach: what is taken off and divided by before a search."""
 
@@ -199,37 +245,41 @@ def _block(width: int) -> int:
     return max(1, _BLOCK // width)
 
 
-def _candidates(scaled: Tensor, wanted: Tensor, count: int) -> Tensor:
-    """Indices of the `count` points nearest to each wanted one, itself among them, in float32."""
-    if faiss is None or scaled.device.type != "cpu" or len(wanted) == 0:
-        return _expanded(scaled, lambda points: points, wanted, count)
-    queries = scaled if len(wanted) == len(scaled) else scaled[wanted]
-    _, indices = faiss.knn(queries.numpy(), scaled.numpy(), count)
-    return torch.from_numpy(indices)
+def _candidates(scaled: Tensor, own: Tensor, count: int) -> Tensor:
+    """The `count` points nearest to each wanted one, itself among them, in float32."""
+    if faiss is None or scaled.device.type != "cpu":
+        return _expanded(_Points(scaled, None), lambda points: points, own, count)
+    found = [torch.empty(0, count, dtype=torch.int64)]
+    points = scaled.numpy()
+    whole = len(own) == len(scaled)
+    for part in (own,) if whole else own.split(_QUERIES):
+        queries = points if whole else scaled[part].numpy()
+        found.append(torch.from_numpy(faiss.knn(queries, points, count)[1]))
+    return torch.cat(found)
 
 
 def _expanded(
-    rows: Tensor, frame: Callable[[Tensor], Tensor], wanted: Tensor, count: int
+    points: _Points, frame: Callable[[Tensor], Tensor], own: Tensor, count: int
 ) -> Tensor:
     """The same by |y|^2 - 2xy, in the precision that `frame` gives, block by block."""
-    found = [torch.empty(0, count, dtype=torch.int64, device=rows.device)]
-    for own in wanted.split(_block(len(rows))):
-        queries = frame(rows[own])
+    found = [torch.empty(0, count, dtype=torch.int64, device=own.device)]
+    for part in own.split(_block(len(points))):
+        queries = frame(points.rows[points.index(part)])
         squared = []
-        for block in rows.split(_block(rows.shape[1])):
-            points = frame(block)
-            norms = points.square().sum(dim=1)
-            squared.append(torch.addmm(norms[None, :], queries, points.T, alpha=-2))
+        for block in map(frame, points.blocks()):
+            norms = block.square().sum(dim=1)
+            squared.append(torch.addmm(norms[None, :], queries, block.T, alpha=-2))
         found.append(torch.cat(squared, dim=1).topk(count, dim=1, largest=False).indices)
     return torch.cat(found)
 
 
-def _ranked(rows: Tensor, wanted: Tensor, candidates: Tensor, k: int) -> Neighbours:
+def _ranked(points: _Points, own: Tensor, candidates: Tensor, k: int) -> Neighbours:
     """Candidates by their distance in float64, and in the last column the farthest of them.
 
     Returns:
         Neighbours, of shape [wanted, k + 1].
     """
+    rows, wanted, candidates = points.rows, points.index(own), points.index(candidates)
     count, width = candidates.shape[1], rows.shape[1]
     distances = torch.empty(candidates.shape, dtype=torch.float64, device=rows.device)
     step = _block(count * width)
@@ -252,7 +302,7 @@ def _ranked(rows: Tensor, wanted: Tensor, candidates: Tensor, k: int) -> Neighbo
     )
 
 
-def _unsure(found: Neighbours, scaled: Tensor, wanted: Tensor, scale: Tensor, k: int) -> Tensor:
+def _unsure(found: Neighbours, scaled: Tensor, own: Tensor, scale: Tensor, k: int) -> Tensor:
     """Index, into the wanted rows, of those that float32 may have found the wrong candidates for.
 
     A row that is no candidate seemed no nearer than the farthest candidate. It can still be nearer
@@ -261,7 +311,7 @@ def _unsure(found: Neighbours, scaled: Tensor, wanted: Tensor, scale: Tensor, k:
     """
     width = scaled.shape[1]
     kth, farthest = (found.distances[:, column] / scale for column in (k - 1, k))
-    norm = torch.cat([scaled[own].double().norm(dim=1) for own in wanted.split(_block(width))])
+    norm = torch.cat([scaled[part].double().norm(dim=1) for part in own.split(_block(width))])
     rounding = (4 + width**0.5) * torch.finfo(torch.float32).eps
     error = rounding * (norm.square() + (norm + farthest).square())
     return (farthest.square() - kth.square() <= 2 * error).nonzero().squeeze(1)

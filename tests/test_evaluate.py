@@ -101,9 +101,9 @@ def test_expensive_views_are_computed_once(monkeypatch):
 
     real = layer.DERIVED["nearest"]
 
-    def counted(unique):
+    def counted(hidden, unique_rows):
         calls.append(1)
-        return real(unique)
+        return real(hidden, unique_rows)
 
     monkeypatch.setitem(layer.DERIVED, "nearest", counted)
     hidden = torch.randn(200, 5)

@@ -336,17 +336,39 @@ def test_only_the_members_short_of_neighbours_are_searched_again(monkeypatch):
     neighbours = nearest(rows, k=40)
     asked = []
 
-    def spy(rows, k, *, of=None):
+    def spy(rows, k, *, of, among):
         asked.append(of)
-        return nearest(rows, k, of=of)
+        return nearest(rows, k, of=of, among=among)
 
     monkeypatch.setattr(geomon.neighbours, "nearest", spy)
     got = nearest_among(neighbours, rows, members, k=2)
     monkeypatch.undo()
     assert len(asked) == 1
-    assert set(range(250, 255)) <= set(asked[0].tolist())
+    assert set(range(500, 800, 60)) <= set(asked[0].tolist())
     assert len(asked[0]) < 30
     assert_nearest_among(got, rows, members, 2)
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("width", [12, 300])
+def test_some_rows_are_searched_as_if_the_others_were_not_there(width):
+    rows = clusters(300, 3, width, 1e-7, seed=1) + 5
+    among = torch.randperm(900, generator=torch.Generator().manual_seed(0))[:640].sort().values
+    want = nearest(rows[among], k=6)
+    got = nearest(rows, k=6, among=among)
+    assert torch.equal(got.distances, want.distances)
+    assert torch.equal(got.indices, among[want.indices])
+    of = among[torch.tensor([17, 3, 400])]
+    some = nearest(rows, k=6, of=of, among=among)
+    assert torch.equal(some.distances, want.distances[[17, 3, 400]])
+    members = among[::2]
+    got = nearest_among(nearest(rows, k=3, among=among), rows, members, k=4, among=among)
+    assert_nearest_among(got, rows, members, 4)
+
+
+def test_one_row_to_search_is_too_few():
+    with pytest.raises(ValueError, match="1 of them to search"):
+        nearest(normal(10, 3), k=2, among=torch.tensor([4]))
 
 
 @given(small_shapes, st.integers(1, 5), st.integers(1, 6))
