@@ -8,12 +8,13 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from geomon import tags
+from geomon.agenda import Agenda
 from geomon.anatomy import Anatomy, find_anatomy
 from geomon.background import Background
 from geomon.budget import Budget
@@ -35,12 +36,7 @@ from geomon.sinks import Sink
 from geomon.together import Found, measure_together
 from geomon.underway import UnderWay
 
-_Value = TypeVar("_Value")
-
 __version__ = "0.1.0"
-
-# Steps that are remembered as read: a step comes again at once (accumulated gradients) or never.
-_REMEMBERED = 10_000
 
 
 class Monitor:
@@ -106,7 +102,7 @@ class Monitor:
         check_counts(tokens=tokens, batches=batches)
         self._model = model
         self._metrics = check_metrics(metrics)
-        self._schedule = check_schedule(log_spaced() if schedule is None else schedule)
+        schedule = check_schedule(log_spaced() if schedule is None else schedule)
         self._tokens = tokens
         self._batches = batches
         self._probe_inputs = probe
@@ -128,14 +124,13 @@ class Monitor:
             )
         self._outlet = Outlet(sinks, self._ranks, strict=strict)
         self._outlet.record = self._make_record(directory)
-        self._done: dict[tuple[int, str], None] = {}  # by this process: the same on every rank
-        self._recorded: set[tuple[int, str]] = set()  # before it, in the record
-        self._step: int | None = None  # the last that was asked about
+        self._agenda = Agenda(
+            schedule, self._budget, self._ranks, self._outlet.from_first, tokens=tokens,
+            layers=self._own_layers,
+        )  # fmt: skip
+        self._schedule = schedule
         self._begun = False
         self._handed_out = False
-        self._owed = False  # a due reading was put off
-        self._look_again = 0  # step from which the ranks ask again whether it can be paid
-        self._rows = tokens  # in a batch of the next reading
         behind = Background() if self._is_behind(background) else None
         self._measuring = Measuring(self._budget, behind, self._outlet, self._hand_out)
 
@@ -167,21 +162,13 @@ class Monitor:
             source: "inline" or "probe".
             force: Whatever the schedule and the budget say.
         """
-        # Owed until it is read: who asks twice about a step gets the same answer.
-        self._owed = self._go_to(step) or self._owed
-        scheduled = force or step == 0 or self._schedule(step)
-        if not (scheduled or self._owed):
+        if self._agenda.go_to(step):
+            self._measuring.go_on()
+        if not self._agenda.wants(step, force=force):
             return False
         if not self._begun:
             self._begin(step)
-        if (step, source) in self._done:
-            return False
-        # Only the first rank knows the record: were it to skip a probe's pass that the others run,
-        # a sharded model would hang. Without a line the pass is run again, and not recorded twice.
-        knows = self._ranks.linked or self._ranks.size == 1
-        if knows and (step, source) in self._recorded:
-            return False
-        return force or self._can_pay(step, scheduled=scheduled)
+        return self._agenda.admits(step, source, force=force, busy=self._measuring.busy)
 
     def probe(self, step: int, inputs: Any = None) -> None:
         """Read the geometry on fixed inputs in an extra pass, whatever the schedule and budget say.
@@ -228,15 +215,13 @@ class Monitor:
 
         Adapters ask before the last reading of a run, which they would else force.
         """
-        if not self._budget.limited:
-            return True
-        return self._from_first(self._budget.affords(self._budget.reading_cost(self._shares)))
+        return self._agenda.affords_reading()
 
     # -- the two ways to look ------------------------------------------------------------------
 
     @contextmanager
     def _inline(self, step: int) -> Iterator[None]:
-        rows = self._rows * self._batches
+        rows = self._agenda.rows * self._batches
         own = share_of_rows(rows, self._ranks) if self._ranks.linked else rows
         # Ranks draw different places; the first one's are those of a single process.
         place = (self._ranks.rank,) if self._ranks.rank else ()
@@ -264,7 +249,7 @@ class Monitor:
     def _look(self, inputs: Any) -> Snapshot:
         """An extra pass on `inputs` under a window."""
         # The same inputs, the same rows: readings then differ by the weights alone.
-        window = self._window(self._seed, rows=self._rows * self._batches)
+        window = self._window(self._seed, rows=self._agenda.rows * self._batches)
         extra_pass(self._model, inputs, window)
         return self._checked(window.snapshot())
 
@@ -282,36 +267,7 @@ class Monitor:
         seed = drawing_seed(*of)
         return Window(self._anatomy, self._views, rows=rows, seed=seed, max_mb=self._max_mb)
 
-    # -- what can be paid ------------------------------------------------------------------------
-
-    def _go_to(self, step: int) -> bool:
-        """Another step: go on with what is left to do; whether a due step was passed over."""
-        before, self._step = self._step, step
-        if step == before:
-            return False
-        self._budget.count_step()
-        self._measuring.go_on()
-        jumped = range(max(before + 1, step - _REMEMBERED), step) if before is not None else ()
-        return any(map(self._schedule, jumped))
-
-    def _can_pay(self, step: int, *, scheduled: bool) -> bool:
-        """Whether the budget has room for a reading; if not, it is owed."""
-        if not self._budget.limited:
-            return True
-        if self._ranks.linked:
-            if not scheduled and step < self._look_again:
-                return False
-            verdict = self._budget.verdict(self._shares)  # the first rank's holds for all
-            paid, self._rows, wait = self._from_first(verdict)
-            self._look_again = step + wait
-        else:
-            paid, self._rows, _ = self._budget.verdict(self._shares)
-            paid = paid and not self._measuring.busy
-        self._owed = self._owed or not paid
-        return paid
-
-    @property
-    def _shares(self) -> int:
+    def _own_layers(self) -> int:
         """Layers that this process measures of one reading, about."""
         layers = len(self._anatomy.blocks) + 1
         return -(-layers // self._ranks.size) if self._ranks.linked else layers
@@ -320,17 +276,14 @@ class Monitor:
 
     def _take(self, step: int, source: str, look: Callable[[], Snapshot], began: float) -> None:
         """Look, and have measured what was seen."""
-        self._owed = False
-        self._done[step, source] = None
-        if len(self._done) > _REMEMBERED:
-            del self._done[next(iter(self._done))]
+        self._agenda.take(step, source)
         with self._outlet.guard():
             if self._ranks.linked:
                 self._measure_together(step, source, look, began)
                 return
             snapshot = look()
             # Without a line the other ranks do not know what the record holds.
-            if self._ranks.rank > 0 or (step, source) in self._recorded:
+            if self._ranks.rank > 0 or (step, source) in self._agenda.recorded:
                 return
             reading = UnderWay(
                 step, source, snapshot, self._metrics, rows=self._tokens, batches=self._batches,
@@ -351,12 +304,12 @@ class Monitor:
         self._budget.looked(time.perf_counter() - began)
         looked = time.perf_counter()
         found = measure_together(
-            seen, (step, source), self._ranks, self._metrics, rows=self._rows,
+            seen, (step, source), self._ranks, self._metrics, rows=self._agenda.rows,
             batches=self._batches, strict=self._strict, copies=source == "probe",
         )  # fmt: skip
         taken = time.perf_counter() - looked
         self._budget.spend(taken)
-        self._budget.learn(self._rows, taken / self._shares)
+        self._budget.learn(self._agenda.rows, taken / self._own_layers())
         if found is not None:
             self._hand_out(step, source, found, time.perf_counter() - began)
 
@@ -414,7 +367,7 @@ class Monitor:
                 record = Record(directory)
             except ValueError as error:
                 failure = error
-        failure = self._from_first(failure)
+        failure = self._outlet.from_first(failure)
         if failure is not None:
             raise failure
         return record
@@ -423,14 +376,7 @@ class Monitor:
         """The first step that is read: learn what the record holds already."""
         self._begun = True
         self._budget.begin()
-        self._recorded = self._from_first(self._outlet.begin(step, self._describe()))
-
-    def _from_first(self, value: _Value) -> _Value:
-        """What the first rank has; this rank's own where there is no line."""
-        if self._ranks.linked:
-            with self._outlet.guard():
-                return self._ranks.hand_out(value)
-        return value
+        self._agenda.recorded = self._outlet.from_first(self._outlet.begin(step, self._describe()))
 
     def _describe(self) -> dict[str, Any]:
         """The line that describes the run."""

@@ -6,7 +6,7 @@ Nothing here ends a run: a full disk, a dying logger or a failed metric is a war
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from geomon.gather import RankFailedError
 from geomon.ranks import Ranks, RanksLostError
@@ -14,6 +14,8 @@ from geomon.record import Reading, Record
 from geomon.sinks import Sink
 
 log = logging.getLogger("geomon")
+
+_Value = TypeVar("_Value")
 
 
 class Outlet:
@@ -88,6 +90,13 @@ class Outlet:
                 raise
             kind = "" if isinstance(error, RankFailedError) else f"{type(error).__name__}: "
             self.warn(f"a reading failed and is left out: {kind}{error}")
+
+    def from_first(self, value: _Value) -> _Value:
+        """What the first rank has, a collective; this rank's own where there is no line."""
+        if self._ranks.linked:
+            with self.guard():
+                return self._ranks.hand_out(value)
+        return value
 
     def safely(self, action: Callable[[], Any], message: str) -> bool:
         """Whether an action went well; if not, `message` and the reason are said once.

@@ -27,7 +27,7 @@ FLOORS = [
         "switches",
         "worker",
     },
-    {"notes", "record", "phase"},
+    {"agenda", "notes", "record", "phase"},
     {"layer", "attended", "passes", "room", "stacks"},
     {"metrics", "sinks", "assemble", "capture", "describe", "selfcheck", "probing", "union"},
     {"across", "gather"},
