@@ -32,6 +32,8 @@ _BLOCK = 1_048_576
 # Wanted rows that are copied for the search at a time, where not all are wanted.
 _QUERIES = 4096
 
+_AS_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 class Neighbours(NamedTuple):
     """The k nearest other rows of each row.
@@ -162,8 +164,27 @@ def unique_rows(rows: Tensor) -> Tensor:
     _, value, counts = torch.unique(rows[:, 0], return_inverse=True, return_counts=True)
     tied = (counts[value] > 1).nonzero().squeeze(1)
     alone = (counts[value] == 1).nonzero().squeeze(1)
-    _, group = torch.unique(rows[tied], dim=0, return_inverse=True)
-    return torch.cat([alone, tied[first_of_each(group)]]).sort().values
+    return torch.cat([alone, tied[first_of_each(_groups(rows, tied))]]).sort().values
+
+
+def _groups(rows: Tensor, some: Tensor) -> Tensor:
+    """A label for each of some rows, the same where the rows are equal."""
+    # By a sum over columns with random factors, modulo 2^64, of the numbers as integers: rows that
+    # differ have the same one once in 2^64. Sorting whole rows takes several copies of them.
+    factors = torch.randint(
+        -(2**63), 2**63 - 1, rows.shape[1:], generator=torch.Generator().manual_seed(0)
+    ).to(rows.device)
+    whole = _AS_INTEGERS[rows.element_size()]
+    blocks = some.split(_block(rows.shape[1]))
+    # + 0 makes -0 and 0, which are equal, the same.
+    keys = [((rows[part] + 0).view(whole).long() * factors).sum(dim=1) for part in blocks]
+    _, group = torch.unique(torch.cat(keys), return_inverse=True)
+    alike = some[_firsts(group)[group]]
+    pairs = zip(blocks, alike.split(_block(rows.shape[1])), strict=True)
+    if all(torch.equal(rows[part], rows[other]) for part, other in pairs):
+        return group
+    _, group = torch.unique(rows[some], dim=0, return_inverse=True)
+    return group
 
 
 def first_of_each(group: Tensor) -> Tensor:
@@ -180,10 +201,15 @@ def first_of_each(group: Tensor) -> Tensor:
         [0, 1, 4]
     """
     _, label = torch.unique(group, return_inverse=True)
+    return _firsts(label).sort().values
+
+
+def _firsts(label: Tensor) -> Tensor:
+    """Index of the first that has label 0, 1, 2, ..."""
     count = int(label.max()) + 1 if len(label) else 0
-    order = torch.arange(len(group), device=group.device)
-    first = torch.full((count,), len(group), device=group.device)
-    return first.scatter_reduce(0, label, order, reduce="amin").sort().values
+    order = torch.arange(len(label), device=label.device)
+    first = torch.full((count,), len(label), device=label.device)
+    return first.scatter_reduce(0, label, order, reduce="amin")
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Where attention goes, going by the source: a forecast, which the first pass settles."""
 
+import functools
 import inspect
 from typing import Any
 
@@ -41,6 +42,7 @@ def _source(module: nn.Module) -> str:
     )
 
 
+@functools.cache  # all blocks of a model have the same classes
 def _text(kind: Any) -> str:
     try:
         return inspect.getsource(kind)

@@ -457,3 +457,18 @@ def test_first_of_each_of_many_labels():
     group = torch.randint(0, 900, (5000,), generator=torch.Generator().manual_seed(0)) * 10**12
     _, want = np.unique(group.numpy(), return_index=True)
     assert first_of_each(group).tolist() == sorted(want.tolist())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_unique_rows_takes_minus_zero_for_zero(dtype):
+    rows = torch.tensor([[1.0, 0.0], [1.0, -0.0], [1.0, 1.0]], dtype=dtype)
+    assert unique_rows(rows).tolist() == [0, 2]
+
+
+def test_unique_rows_does_not_trust_a_label_that_two_rows_share(monkeypatch):
+    rows = torch.ones(200, 5)
+    rows[:, 1:] = torch.randint(0, 3, (200, 4), generator=torch.Generator().manual_seed(0))
+    want = unique_rows(rows)
+    assert len(want) == len(rows.unique(dim=0))
+    monkeypatch.setattr(torch, "randint", lambda *args, **kwargs: torch.zeros(5).long())
+    assert torch.equal(unique_rows(rows), want)
