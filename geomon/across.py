@@ -71,11 +71,24 @@ def nulls(metrics: Mapping[str, object], rows: int, width: int) -> dict[str, flo
     return found
 
 
+# Rows of noise whose neighbours, among as many rows as were measured, are looked for.
+_NULL_ROWS = 4096
+
+
 @functools.lru_cache(maxsize=64)
 def _gaussian_dimension(rows: int, width: int) -> float:
     """TwoNN of Gaussian noise: far below the width, since distances concentrate."""
-    noise = torch.randn(rows, width, generator=torch.Generator().manual_seed(0))
-    return float(twonn(nearest(noise, k=2).distances))
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(min(rows, _NULL_ROWS), width, generator=generator)
+    near = nearest(noise, k=2).distances
+    own = noise.double()
+    # The others are drawn and let go block by block: rows by the million would be held for a null.
+    for start in range(_NULL_ROWS, rows, _NULL_ROWS // 16):
+        count = min(rows - start, _NULL_ROWS // 16)
+        others = torch.randn(count, width, generator=generator).double()
+        apart = torch.cdist(own, others, compute_mode="use_mm_for_euclid_dist")
+        near = torch.cat([near, apart], dim=1).topk(2, dim=1, largest=False).values
+    return float(twonn(near))
 
 
 def _profile(values: Mapping[str, float], metric: str) -> torch.Tensor:

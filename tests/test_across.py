@@ -3,8 +3,10 @@ import torch
 from scipy import stats
 
 from geomon.across import across_layers, nulls
+from geomon.kernels.dimension import twonn
 from geomon.kernels.spectrum import anisotropy, spectrum
 from geomon.metrics import METRICS, select
+from geomon.neighbours import nearest
 
 
 def profile(metric, numbers):
@@ -41,3 +43,15 @@ def test_nulls_are_what_noise_gives():
     assert 15 < found["twonn/null"] < 32
     assert nulls(select("variance"), 1000, 32) == {}
     assert nulls(METRICS, 2, 32) == {}
+
+
+@pytest.mark.parametrize("rows", [4095, 4097, 5000, 9000])
+def test_the_null_of_many_rows_is_that_of_some_of_them_among_all(rows):
+    generator = torch.Generator().manual_seed(0)
+    first = min(rows, 4096)
+    noise = [torch.randn(first, 12, generator=generator)]
+    while (missing := rows - sum(map(len, noise))) > 0:
+        noise.append(torch.randn(min(missing, 256), 12, generator=generator))
+    near = nearest(torch.cat(noise), k=2, of=torch.arange(first)).distances
+    found = nulls(select("twonn"), rows, 12)["twonn/null"]
+    assert found == pytest.approx(twonn(near).item(), rel=1e-9)
