@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from geomon.anatomy import Anatomy, Attention, Block, Stack, find_anatomy, shown_name
+from geomon.anatomy import Anatomy, Attention, Block, Stack, find_anatomy
 from geomon.assemble import CROSS
 from geomon.capture import Window
+from geomon.families import shown_name
 from geomon.layer import CAPTURED, Layer
 from geomon.masks import NAMES as MASKS
 from geomon.masks import OF_MEMORY

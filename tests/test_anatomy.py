@@ -3,7 +3,8 @@ import torch
 from models import PlainDecoder, transformer
 from torch import nn
 
-from geomon.anatomy import LeftOut, find_anatomy, shown_name
+from geomon.anatomy import find_anatomy
+from geomon.families import LeftOut, shown_name
 
 FIRST = {"gpt2": "transformer.h.0", "llama": "model.layers.0", "bert": "encoder.layer.0"}
 

@@ -15,6 +15,7 @@ FLOORS = [
     {
         "anatomy",
         "budget",
+        "families",
         "masks",
         "neighbours",
         "projections",

@@ -1,0 +1,285 @@
+"""Families: modules whose names differ by a number alone, and which of them are stacks of blocks.
+
+Found by structure, never by a table of class names: those change from release to release and under
+sharding.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from geomon.projections import find_projections
+
+CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+NOT_CALLABLE = (nn.ModuleList, nn.ModuleDict)
+
+# What wrappers put into module names; people know the names without.
+_WRAPPERS = re.compile(
+    r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)(?=\.|$)"
+)
+# What attention is called where its projections are not known by name.
+_ATTENTION_NAME = re.compile(r"att(n|ention)", re.IGNORECASE)
+
+# Families that hold less than this share of the largest one's parameters are auxiliary: feature
+# extractors, mergers, heads.
+_SMALLEST_SHARE = 1 / 20
+_SMALLEST_SHARE_WITHOUT = 1 / 4  # the same where there is no attention to go by
+_MOST_STAGES = 6  # of a convolutional network; no more blocks than that are taken for stages
+
+Names = dict[nn.Module, str]
+Family = list[nn.Module]
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Blocks that are not watched: their names as a pattern, how many, and why."""
+
+    pattern: str
+    count: int
+    reason: str
+
+
+def shown_name(name: str) -> str:
+    """A module's name without what wrappers put into it.
+
+    Example:
+        >>> shown_name("_orig_mod.transformer.h.0._checkpoint_wrapped_module")
+        'transformer.h.0'
+    """
+    return _WRAPPERS.sub("", name).removeprefix(".")
+
+
+def pattern_of(name: str) -> str:
+    """A module's name with every number as "#".
+
+    Example:
+        >>> pattern_of("encoder.layers.11")
+        'encoder.layers.#'
+    """
+    return re.sub(r"\d+", "#", name)
+
+
+def chosen(model: nn.Module, blocks: str | Sequence[nn.Module], names: Names) -> Family:
+    """The blocks that the user named.
+
+    Args:
+        model: That holds them.
+        blocks: A regular expression that matches their whole names, or the blocks themselves.
+        names: Of all modules of the model.
+
+    Raises:
+        ValueError: No name matches, or a module that is not part of the model.
+    """
+    if isinstance(blocks, str):
+        pattern = re.compile(blocks)
+        found = [m for m, name in names.items() if pattern.fullmatch(shown_name(name))]
+        if not found:
+            raise ValueError(
+                f"no module's name matches blocks={blocks!r} as a whole; names are such as "
+                f"{', '.join(shown_name(n) for n in list(names.values())[1:9])}"
+            )
+        return found
+    outside = [type(block).__name__ for block in blocks if block not in names]
+    if outside:
+        raise ValueError(
+            f"blocks holds modules that are not part of {type(model).__name__}: {outside}"
+        )
+    return list(blocks)
+
+
+def by_pattern(modules: Iterable[nn.Module], names: Names) -> list[Family]:
+    """Modules whose names differ by a number alone, together."""
+    families: dict[str, Family] = defaultdict(list)
+    for module in modules:
+        families[pattern_of(names[module])].append(module)
+    return list(families.values())
+
+
+def find_families(model: nn.Module, names: Names) -> tuple[list[Family], list[LeftOut]]:
+    """The families that are stacks, in the order of the modules, and those that are not."""
+    families = _all_families(model, names)
+    outermost: list[str] = []
+    for pattern in families:  # outer modules come before those inside
+        if not any(pattern.startswith(f"{outer}.") for outer in outermost):
+            outermost.append(pattern)
+    candidates = [
+        found
+        for pattern in outermost
+        for found in _expanded(pattern, model, families, names)
+        if found
+    ]
+    watched = _main(candidates)
+    left_out = [
+        LeftOut(shown_name(pattern_of(names[family[0]])), len(family), _why_not(family, watched))
+        for family in candidates
+        if family not in watched and len(family) > 1
+    ]
+    return watched, left_out
+
+
+def _all_families(model: nn.Module, names: Names) -> dict[str, Family]:
+    """Modules that may be blocks or hold blocks, by pattern, outer ones first.
+
+    One module alone is a family where it stands in a container, and not where a number is merely
+    part of its name.
+    """
+    families: dict[str, Family] = defaultdict(list)
+    in_container: set[str] = set()
+    for module, name in names.items():
+        last = name.rpartition(".")[2]
+        if any(c.isdigit() for c in last) and _has_children(module) and _size(module) > 0:
+            pattern = pattern_of(name)
+            families[pattern].append(module)
+            if isinstance(model.get_submodule(name.rpartition(".")[0]), CONTAINERS):
+                in_container.add(pattern)
+    return {p: f for p, f in families.items() if len(f) > 1 or p in in_container}
+
+
+def _expanded(
+    pattern: str, model: nn.Module, families: dict[str, Family], names: Names
+) -> list[Family]:
+    """The family itself, or the families of blocks that its members only hold."""
+    family = families[pattern]
+    parent = model.get_submodule(names[family[0]].rpartition(".")[0])
+    inner = [p for p in families if p.startswith(f"{pattern}.")]
+    inner.sort(key=lambda p: _size_of(families[p]), reverse=True)
+    for candidate in inner:
+        if _are_stages(family, families[candidate]):
+            by_member = [
+                [block for block in families[candidate] if names[block].startswith(f"{names[m]}.")]
+                for m in family
+            ]
+            if _are_towers(family, by_member) and not isinstance(parent, CONTAINERS):
+                return by_member
+            return [families[candidate]]
+    if any(isinstance(member, NOT_CALLABLE) for member in family):
+        # Sublayers in lists: the first of each, where that is the attention.
+        first = [next(member.children()) for member in family]
+        return [first] if all(map(attends, first)) and are_first_parts(model, first, names) else []
+    return [family if isinstance(parent, nn.ModuleList) else _without_ends(family)]
+
+
+def _are_stages(family: Family, inner: Family) -> bool:
+    """Whether the members of a family do little but hold the blocks of an inner one."""
+    if any(isinstance(block, NOT_CALLABLE) for block in inner):
+        return False
+    if 2 * _size_of(inner) < _size_of(family):
+        return False
+    if len({type(block) for block in inner}) > 1 and all(
+        isinstance(member, NOT_CALLABLE) for member in family
+    ):
+        return False  # pairs of sublayers, whose sums are made outside any module
+    attention = {module for member in family for module in _attention_modules(member)}
+    if attention:
+        held = [set(_attention_modules(block)) for block in inner]
+        return all(held) and attention == set().union(*held)
+    sizes = {_size(member) for member in family}
+    return (
+        len(inner) > len(family)
+        and len(family) <= _MOST_STAGES
+        and (len(sizes) > 1 or all(isinstance(member, CONTAINERS) for member in family))
+    )
+
+
+def are_first_parts(model: nn.Module, family: Family, names: Names) -> bool:
+    """Whether each member is the first of several modules in a list of its own."""
+    parents = [model.get_submodule(names[member].rpartition(".")[0]) for member in family]
+    return len(set(parents)) == len(family) and all(
+        isinstance(parent, nn.ModuleList)
+        and len(parent) > 1
+        and parent[0] is member
+        and not isinstance(member, NOT_CALLABLE)
+        and any(type(other) is not type(member) for other in parent)
+        for parent, member in zip(parents, family, strict=True)
+    )
+
+
+def _are_towers(family: Family, by_member: list[Family]) -> bool:
+    """Whether members that hold blocks may run side by side: all alike, none a mere container."""
+    return (
+        len(family) > 1
+        and len({_size(member) for member in family}) == 1
+        and all(len(blocks) > 1 for blocks in by_member)
+        and not any(isinstance(member, CONTAINERS) for member in family)
+    )
+
+
+def _without_ends(family: Family) -> Family:
+    """The family without what stands before and after the blocks of a Sequential.
+
+    An embedding, a pooling, a head: of a class of its own and, where others attend, without
+    attention. In a list all are blocks: a first one of another class is a hybrid's.
+    """
+    classes = [type(member) for member in family]
+    if len(set(classes)) == len(classes):
+        return family
+    some_attend = any(attends(member) for member in family)
+
+    def odd(member: nn.Module) -> bool:
+        alone = classes.count(type(member)) == 1
+        return alone and not (some_attend and attends(member))
+
+    kept = list(family)
+    while kept and odd(kept[0]):
+        kept.pop(0)
+    while kept and odd(kept[-1]):
+        kept.pop()
+    return kept
+
+
+def _main(candidates: list[Family]) -> list[Family]:
+    """The families that are watched."""
+    largest = max(map(_size_of, candidates), default=0)
+    kept = [family for family in candidates if _size_of(family) >= _SMALLEST_SHARE * largest]
+    attending = [family for family in kept if any(map(attends, family))]
+    kept = attending or [f for f in kept if _size_of(f) >= _SMALLEST_SHARE_WITHOUT * largest]
+    return [family for family in kept if not any(_is_copy(family, other) for other in kept)]
+
+
+def _is_copy(family: Family, other: Family) -> bool:
+    """Whether the family is a frozen twin of one that is trained: a moving average, a teacher."""
+    return (
+        family is not other
+        and not any(p.requires_grad for block in family for p in block.parameters())
+        and any(p.requires_grad for block in other for p in block.parameters())
+        and [[p.shape for p in block.parameters()] for block in family]
+        == [[p.shape for p in block.parameters()] for block in other]
+    )
+
+
+def _why_not(family: Family, watched: list[Family]) -> str:
+    if any(_is_copy(family, other) for other in watched):
+        return "a frozen copy of a stack that is watched"
+    if not any(map(attends, family)) and any(attends(b) for other in watched for b in other):
+        return "no attention in them, unlike in others"
+    return "few parameters beside the largest stack"
+
+
+def _has_children(module: nn.Module) -> bool:
+    return any(True for _ in module.children())
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _size_of(family: Family) -> int:
+    return sum(map(_size, family))
+
+
+def _attention_modules(module: nn.Module) -> list[nn.Module]:
+    """Modules with known projections of queries and keys, else those that are called attention."""
+    known = [inner for inner in module.modules() if find_projections(inner) is not None]
+    return known or [
+        inner
+        for name, inner in module.named_modules()
+        if _ATTENTION_NAME.search(name.rpartition(".")[2]) and _has_children(inner)
+    ]
+
+
+def attends(module: nn.Module) -> bool:
+    """Whether there is attention in a module, going by projections and names."""
+    return bool(_attention_modules(module))
