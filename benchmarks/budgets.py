@@ -60,7 +60,7 @@ def main(
         title=f"The recipe's preset cpu, {steps:,} steps with geomon and as many without; "
         f"medians of {runs} (smallest to largest)"
     )
-    for column in ("budget", "without, s", "with, s", "measured", "its error", "sums alone",
+    for column in ("budget", "without, s", "with, s", "geomon at work", "+-", "elsewhere", "+-",
                    "geomon/overhead", f"largest after {SETTLED}", "readings", "rows"):  # fmt: skip
         table.add_column(column, justify="right")
     for budget, ran in found.items():
@@ -68,9 +68,10 @@ def main(
             f"{budget:.1%}",
             f"{statistics.median(run['without'] for run in ran):.1f}",
             f"{statistics.median(run['with'] for run in ran):.1f}",
-            _percent([run["measured"] for run in ran]),
-            f"{statistics.median(run['error'] for run in ran):.2%}",
-            _percent([1 - run["without"] / run["with"] for run in ran]),
+            _percent([run["worked"] for run in ran]),
+            f"{statistics.median(run['worked_error'] for run in ran):.2%}",
+            _percent([run["idle"] for run in ran]),
+            f"{statistics.median(run['idle_error'] for run in ran):.2%}",
             _percent([run["overhead"] for run in ran]),
             f"{max(run['largest'] for run in ran):.2%}",
             ", ".join(str(run["readings"]) for run in ran),
@@ -165,18 +166,25 @@ def is_watched(step: int) -> bool:
     return step % 4 in (0, 3)
 
 
-def _difference(clocks: _Clocks) -> tuple[float, float]:
-    """Seconds that the steps with geomon took more than those without, and the standard error."""
+def _difference(clocks: _Clocks) -> dict[str, float]:
+    """What the steps with geomon took more than those without, as shares of the first.
+
+    `worked`: in the fours of steps in which it did anything, and at the end; `idle`: in the others,
+    by their median; `worked_error` and `idle_error`: their standard errors.
+    """
     end = clocks.steps[4 * (len(clocks.steps) // 4) :]  # what was done after the last step
     seconds = np.array(clocks.steps[: len(clocks.steps) - len(end)]).reshape(-1, 4)
     worked = np.array(clocks.worked[: seconds.size]).reshape(-1, 4).any(axis=1)
     more = seconds @ np.array([1, -1, -1, 1])
     idle = more[~worked]
     spread = scipy.stats.median_abs_deviation(idle, scale="normal")
-    measured = more[worked].sum() + np.median(idle) * len(idle) + sum(end)
-    # Of a median 1.25 times that of a mean; of a sum, that of its terms.
-    error = spread * np.hypot(1.25 * len(idle) ** 0.5, worked.sum() ** 0.5)
-    return float(measured), float(error)
+    found = {
+        "worked": more[worked].sum() + sum(end),
+        "idle": np.median(idle) * len(idle),
+        "worked_error": spread * worked.sum() ** 0.5,
+        "idle_error": spread * 1.25 * len(idle) ** 0.5,  # a median's, beside a mean's
+    }
+    return {name: float(value / clocks.seconds[True]) for name, value in found.items()}
 
 
 def _fit(
@@ -209,10 +217,8 @@ def _run(steps: int, budget: float, data: str | None) -> dict[str, Any]:
         # The first steps of a process are slow, and would count as geomon's.
         _fit(copy.deepcopy(model), corpus, replace(preset, steps=20), folder, [])
         _fit(model, corpus, preset, folder, [monitor, clocks])
-    measured, error = _difference(clocks)
     return {
-        "measured": measured / clocks.seconds[True],
-        "error": error / clocks.seconds[True],
+        **_difference(clocks),
         "with": clocks.seconds[True],
         "without": clocks.seconds[False],
         "overhead": clocks.overhead,

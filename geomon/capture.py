@@ -44,8 +44,8 @@ class Window:
         views: Captured views that are wanted; hooks are placed for these only.
         rows: Rows of hidden states to keep; the same at every layer.
         seed: Seeds the private generator that draws them. No global random state is touched.
-        max_mb: Largest memory of what is kept, in millions of bytes, about: rows are thinned for
-            it. None for no limit.
+        max_mb: Largest memory of what is kept, in millions of bytes: rows are thinned for it, and
+            attention that does not fit is left out. None for no limit.
 
     After the `with`, `snapshot()` gives what was seen. The first pass of each stack counts
     (`geomon.passes.Pass` has the rule); calls from other threads and recomputation under activation

@@ -52,7 +52,7 @@ class GeometryMonitor(L.Callback):
         gather: With several ranks, whether a reading is that of the rows of all.
         background: Whether rows are measured in a thread while the training goes on; None does so
             on an accelerator.
-        max_capture_mb: Largest memory of the rows that one reading keeps; None for no limit.
+        max_capture_mb: Largest memory of what one reading keeps of a pass; None for no limit.
         seed: Of the private generator that draws rows.
         strict: Raise what goes wrong in a reading, instead of a warning and a missing value.
         blocks: Overrides the search for the blocks.

@@ -68,8 +68,9 @@ class Monitor:
         background: Whether rows are measured in a thread while the training goes on; None does so
             where the model is on an accelerator, which leaves the processor idle. Gathered rows are
             measured at once.
-        max_capture_mb: Largest memory of the rows that one reading keeps, in millions of bytes,
-            about: fewer rows are kept if need be, and the reading says so. None for no limit.
+        max_capture_mb: Largest memory of what one reading keeps of a pass, in millions of bytes:
+            fewer rows, queries and keys are kept if need be, attention that does not fit is left
+            out, and the reading says so. None for no limit.
         seed: Of the private generator that draws rows, together with the step and the rank.
         strict: Raise what goes wrong in a reading, instead of a warning and a missing value.
         blocks: Overrides the search for the blocks: a regular expression of their names, or the
