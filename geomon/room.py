@@ -61,8 +61,8 @@ class Room:
         if taken <= self._share:
             return None
         return (
-            f"of each attention {taken / 1e6:.3g} MB would be kept, and of "
-            f"max_capture_mb={self._max_mb:g} only {self._share / 1e6:.3g} MB are left for one: "
+            f"of each attention {_in_mb(taken)} would be kept, and of "
+            f"max_capture_mb={self._max_mb:g} only {_in_mb(self._share)} are left for one: "
             "allow more, or leave the metrics of attention out"
         )
 
@@ -75,3 +75,7 @@ class Room:
             f"may hold {self._max_mb:g} MB (max_capture_mb)"
         )
         return [Note("rows thinned for memory", text)]
+
+
+def _in_mb(count: float) -> str:
+    return f"{count / 1e6:,.0f} MB" if count >= 1e8 else f"{count / 1e6:.2g} MB"
