@@ -177,8 +177,10 @@ def _groups(rows: Tensor, some: Tensor) -> Tensor:
     whole = _AS_INTEGERS[rows.element_size()]
     blocks = some.split(_block(rows.shape[1]))
     # + 0 makes -0 and 0, which are equal, the same.
-    keys = [((rows[part] + 0).view(whole).long() * factors).sum(dim=1) for part in blocks]
-    _, group = torch.unique(torch.cat(keys), return_inverse=True)
+    keys = torch.empty(len(some), dtype=torch.int64, device=rows.device)
+    for room, part in zip(keys.split(_block(rows.shape[1])), blocks, strict=True):
+        room.copy_(((rows[part] + 0).view(whole).long() * factors).sum(dim=1))
+    _, group = torch.unique(keys, return_inverse=True)
     alike = some[_firsts(group)[group]]
     pairs = zip(blocks, alike.split(_block(rows.shape[1])), strict=True)
     if all(torch.equal(rows[part], rows[other]) for part, other in pairs):
@@ -337,7 +339,7 @@ def _unsure(found: Neighbours, scaled: Tensor, own: Tensor, scale: Tensor, k: in
     """
     width = scaled.shape[1]
     kth, farthest = (found.distances[:, column] / scale for column in (k - 1, k))
-    norm = torch.cat([scaled[part].double().norm(dim=1) for part in own.split(_block(width))])
+    norm = torch.linalg.vector_norm(scaled, dim=1)[own].double()
     rounding = (4 + width**0.5) * torch.finfo(torch.float32).eps
     error = rounding * (norm.square() + (norm + farthest).square())
     return (farthest.square() - kth.square() <= 2 * error).nonzero().squeeze(1)

@@ -55,12 +55,17 @@ def column_blocks(rows: Tensor) -> tuple[Tensor, ...]:
 
 
 def in_blocks(rows: Tensor) -> Iterator[Tensor]:
-    """Rows in float64, block by block; a block may be the rows themselves and is not to be changed.
+    """Rows in float64, block by block; a block may be overwritten, and holds until the next one.
+
+    All are one room in turn: blocks of their own, freed one after another between what is kept of
+    each, are holes that the allocator does not use again (glibc: up to twice the rows).
 
     Args:
         rows: [tokens, width], floating-point.
     """
-    return (block.double() for block in row_blocks(rows))
+    blocks = row_blocks(rows)
+    room = rows.new_empty(blocks[0].shape, dtype=torch.float64)
+    return (room[: len(block)].copy_(block) for block in blocks)
 
 
 def centred_blocks(rows: Tensor) -> Iterator[Tensor]:
@@ -73,8 +78,8 @@ def centred_blocks(rows: Tensor) -> Iterator[Tensor]:
         rows: [tokens, width], floating-point, at least one row.
     """
     first = rows[0].double()
-    shift = sum_of((block - first).sum(dim=0) for block in in_blocks(rows)) / len(rows)
-    return ((block - first).sub_(shift) for block in in_blocks(rows))
+    shift = sum_of(block.sub_(first).sum(dim=0) for block in in_blocks(rows)) / len(rows)
+    return (block.sub_(first).sub_(shift) for block in in_blocks(rows))
 
 
 def centre(rows: Tensor) -> Tensor:

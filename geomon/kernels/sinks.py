@@ -63,7 +63,7 @@ def ordinary_rows(hidden: Tensor, factor: float = FACTOR) -> Tensor:
     # matrix is several times slower.
     some = rows[:: max(1, len(rows) // _CENTRAL_ROWS)]
     middle = some.double().T.contiguous().median(dim=1).values
-    distance = torch.cat([(block - middle).norm(dim=1) for block in in_blocks(rows)])
+    distance = torch.cat([block.sub_(middle).norm(dim=1) for block in in_blocks(rows)])
     scale = distance.median()
     few = (distance > factor / 2 * scale).sum() <= LARGEST_SHARE * len(rows)
     return ~((distance > factor * scale) & few & (scale > 0))
