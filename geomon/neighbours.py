@@ -293,11 +293,13 @@ def _expanded(
     found = [torch.empty(0, count, dtype=torch.int64, device=own.device)]
     for part in own.split(_block(len(points))):
         queries = frame(points.rows[points.index(part)])
-        squared = []
-        for block in map(frame, points.blocks()):
+        # One room for all: a part of it for each block would leave holes between the blocks.
+        squared = queries.new_empty(len(part), len(points))
+        rooms = squared.split(points.step, dim=1)
+        for room, block in zip(rooms, map(frame, points.blocks()), strict=True):
             norms = block.square().sum(dim=1)
-            squared.append(torch.addmm(norms[None, :], queries, block.T, alpha=-2))
-        found.append(torch.cat(squared, dim=1).topk(count, dim=1, largest=False).indices)
+            room.copy_(torch.addmm(norms[None, :], queries, block.T, alpha=-2))
+        found.append(squared.topk(count, dim=1, largest=False).indices)
     return torch.cat(found)
 
 
