@@ -3,12 +3,13 @@
 import inspect
 import math
 
+import numpy as np
 import pytest
 import torch
 from models import PlainDecoder, batch
 
 from geomon import METRICS, MORE_METRICS, measure
-from geomon.layer import CAPTURED, DERIVED, captured_views, parameters
+from geomon.layer import CAPTURED, DERIVED, Layer, captured_views, parameters
 from geomon.metrics import check_metrics, views_of
 
 ALL = METRICS | MORE_METRICS
@@ -104,3 +105,44 @@ def test_variance_is_what_lies_within_and_between_token_types(values):
             for name in ("within_variance", "between_variance", "variance")
         )
         assert within + between == pytest.approx(whole)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4])
+def test_metrics_of_shared_views_agree_with_numpy_on_the_raw_rows(offset):
+    # Each reads a view that is made once for several: a view that is given to the wrong one shows.
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randn(600, 20, generator=generator) + offset
+    ids = torch.randint(0, 25, (600,), generator=generator)
+    query = 2 * torch.randn(600, 4, 6, generator=generator) + 1
+    key = torch.randn(600, 2, 6, generator=generator) - torch.arange(6.0)
+    captured = {"hidden": rows, "token_ids": ids, "projected_query": query, "projected_key": key}
+    layer = Layer(1, "block", captured)
+
+    def got(name):
+        return METRICS[name](*map(layer.view, parameters(METRICS[name])))
+
+    x, q, k = (part.double().numpy() for part in (rows, query, key))
+    types = [x[ids.numpy() == t] for t in np.unique(ids.numpy())]
+    spread = np.array([np.square(part - part.mean(axis=0)).sum() for part in types])
+    count = np.array([len(part) for part in types])
+    total, within = x.var(axis=0).sum(), spread.sum() / (600 - len(types))
+    if offset:
+        naive = rows.square().sum(dim=1).mean() - rows.mean(dim=0).square().sum()
+        assert abs(naive.item() / total - 1) > 0.1
+    assert got("variance").item() == pytest.approx(total, rel=1e-9)
+    assert got("within_variance").item() == pytest.approx(within, rel=1e-9)
+    assert got("between_variance").item() == pytest.approx(total - within, rel=1e-7)
+    v = spread / (count - 1)
+    m = np.array([np.square(part.mean(axis=0)).sum() for part in types]) - v / count
+    kept = count >= 10
+    slope = np.polyfit((m - m.mean())[kept], v[kept], 1)[0]
+    assert got("norm_variance_slope")[""].item() == pytest.approx(slope, rel=1e-5)
+
+    mean_q, mean_k = q.mean(axis=0), k.mean(axis=0)
+    faced = mean_k.repeat(2, axis=0)  # two query heads to a key head
+    dot = (mean_q * faced).sum(axis=1)
+    norms = np.linalg.norm(mean_q, axis=1), np.linalg.norm(mean_k, axis=1)
+    np.testing.assert_allclose(got("query_mean_norm"), norms[0], rtol=1e-12)
+    np.testing.assert_allclose(got("key_mean_norm"), norms[1], rtol=1e-12)
+    np.testing.assert_allclose(got("qk_dot"), dot, rtol=1e-12)
+    np.testing.assert_allclose(got("qk_cosine"), dot / norms[0] / norms[1].repeat(2), rtol=1e-12)
