@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.manifolds import MANIFOLDS, Cloud, Manifold, gaussian
 from geomon.kernels.dimension import gride, twonn, twonn_censored
-from geomon.neighbours import nearest, unique_rows
+from geomon.kernels.neighbours import nearest, unique_rows
 
 Rows = NDArray[np.floating]
 Estimator = Callable[[Rows], float]

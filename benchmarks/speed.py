@@ -92,7 +92,7 @@ def cloud(spectrum: str, size: tuple[int, int]) -> Rows:
 
 def _geomon_twonn(k: int) -> Contender:
     from geomon.kernels.dimension import twonn
-    from geomon.neighbours import nearest, unique_rows
+    from geomon.kernels.neighbours import nearest, unique_rows
 
     def answer(rows: Rows) -> float:
         points = torch.from_numpy(rows)

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from geomon.kernels import spectrum as kernels
 from geomon.kernels.attention import AttentionRows, attention_rows, score_rows
-from geomon.kernels.clusters import TokenTypes, token_types
 from geomon.kernels.heads import mean_rows
+from geomon.kernels.massive import ordinary_rows, sink_share
 from geomon.kernels.moments import mean_square_norm, variance
-from geomon.kernels.sinks import ordinary_rows, sink_share
-from geomon.neighbours import Neighbours, first_of_each, nearest, nearest_among, unique_rows
+from geomon.kernels.neighbours import Neighbours, first_of_each, nearest, nearest_among, unique_rows
+from geomon.kernels.token_types import TokenTypes, token_types
 from geomon.notes import Note
 
 # Neighbours of every row; of the few rows that stand for the large scales, as many as those need.

@@ -21,12 +21,12 @@ from geomon.kernels.attention import (
     attention_sink,
     max_logit,
 )
-from geomon.kernels.clusters import TokenTypes
+from geomon.kernels.baselines import gaussian_like
 from geomon.kernels.moments import drift_norm, mean_square_norm
-from geomon.kernels.nulls import gaussian_like
+from geomon.kernels.neighbours import nearest
 from geomon.kernels.spectrum import anisotropy, effective_rank, participation_ratio
+from geomon.kernels.token_types import TokenTypes
 from geomon.layer import CAPTURED, DERIVED, NEAR, captured_views, parameters
-from geomon.neighbours import nearest
 
 Metric = Callable[..., Any]
 

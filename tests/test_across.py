@@ -4,9 +4,9 @@ from scipy import stats
 
 from geomon.across import across_layers, nulls
 from geomon.kernels.dimension import twonn
+from geomon.kernels.neighbours import nearest
 from geomon.kernels.spectrum import anisotropy, spectrum
 from geomon.metrics import METRICS, select
-from geomon.neighbours import nearest
 
 
 def profile(metric, numbers):

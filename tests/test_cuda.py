@@ -6,9 +6,9 @@ import torch
 
 from geomon import Memory, Monitor, select
 from geomon.kernels.attention import attention_rows
+from geomon.kernels.neighbours import nearest, unique_rows
 from geomon.kernels.spectrum import leading_share, spectrum
 from geomon.metrics import METRICS
-from geomon.neighbours import nearest, unique_rows
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 

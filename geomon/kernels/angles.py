@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from geomon.kernels.checks import require_rows, sum_of_directions
+from geomon.kernels._blocks import require_rows, sum_of_directions
 
 
 def cosine(hidden: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from geomon.kernels.checks import centred_blocks, mean_row, sum_of, sum_of_directions
+from geomon.kernels._blocks import centred_blocks, mean_row, sum_of, sum_of_directions
 
 
 def mean_rows(rows: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ With M = |mean x|^2, V the variance and Q the mean square norm, M + V = Q (Yamag
 
 from torch import Tensor
 
-from geomon.kernels.checks import centred_blocks, in_blocks, mean_row, require_rows, sum_of
+from geomon.kernels._blocks import centred_blocks, in_blocks, mean_row, require_rows, sum_of
 
 
 def drift_norm(hidden: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from geomon.kernels.checks import centre, centred_blocks, require_rows, sum_of
+from geomon.kernels._blocks import centre, centred_blocks, require_rows, sum_of
 
 # Up to this side the full spectrum is as fast as Lanczos (4,096 tokens, isotropic, the worst case).
 _SMALL_SIDE = 256

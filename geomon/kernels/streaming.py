@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from geomon.kernels.checks import centred_blocks, mean_row, require_rows, sum_of
+from geomon.kernels._blocks import centred_blocks, mean_row, require_rows, sum_of
 
 
 @dataclass(frozen=True, slots=True)

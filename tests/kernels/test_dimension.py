@@ -10,7 +10,7 @@ from scipy.spatial import cKDTree
 from scipy.special import gammainc
 
 from geomon.kernels.dimension import SCALES, gride, twonn
-from geomon.neighbours import nearest, unique_rows
+from geomon.kernels.neighbours import nearest, unique_rows
 
 few_examples = settings(deadline=None, derandomize=True, max_examples=30)
 seeds = st.integers(0, 10**6)

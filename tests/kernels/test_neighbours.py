@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.spatial import cKDTree
 
-import geomon.neighbours
-from geomon.neighbours import Neighbours, first_of_each, nearest, nearest_among, unique_rows
+import geomon.kernels.neighbours
+from geomon.kernels.neighbours import Neighbours, first_of_each, nearest, nearest_among, unique_rows
 
 few_examples = settings(deadline=None, derandomize=True, max_examples=30)
 small_shapes = st.tuples(st.integers(2, 30), st.integers(1, 8), st.integers(0, 10**6))
@@ -32,7 +32,7 @@ def clusters(count, size, width, spread, seed=0):
 def path(request, monkeypatch):
     """Runs a test once with FAISS and once with the search in torch."""
     if request.param == "torch":
-        monkeypatch.setattr(geomon.neighbours, "faiss", None)
+        monkeypatch.setattr(geomon.kernels.neighbours, "faiss", None)
     else:
         pytest.importorskip("faiss")
     return request.param
@@ -150,7 +150,7 @@ def test_faiss_and_torch_give_the_same_answer(monkeypatch, tokens, width, offset
     pytest.importorskip("faiss")
     rows = (normal(tokens, width, seed=2) + offset).float()
     with_faiss = nearest(rows, k=6)
-    monkeypatch.setattr(geomon.neighbours, "faiss", None)
+    monkeypatch.setattr(geomon.kernels.neighbours, "faiss", None)
     without = nearest(rows, k=6)
     torch.testing.assert_close(with_faiss.distances, without.distances, rtol=1e-12, atol=0)
     assert (with_faiss.indices == without.indices).double().mean() > 0.999  # rows at equal distance
@@ -161,7 +161,7 @@ def test_faiss_and_torch_give_the_same_answer(monkeypatch, tokens, width, offset
 def test_the_size_of_the_block_does_not_change_the_answer(monkeypatch, block):
     rows = normal(450, 20)
     want = brute_force(rows, 5)
-    monkeypatch.setattr(geomon.neighbours, "_BLOCK", block)
+    monkeypatch.setattr(geomon.kernels.neighbours, "_BLOCK", block)
     got = nearest(rows, k=5)
     torch.testing.assert_close(got.distances, want.distances, rtol=1e-12, atol=0)
     assert torch.equal(got.indices, want.indices)
@@ -340,7 +340,7 @@ def test_only_the_members_short_of_neighbours_are_searched_again(monkeypatch):
         asked.append(of)
         return nearest(rows, k, of=of, among=among)
 
-    monkeypatch.setattr(geomon.neighbours, "nearest", spy)
+    monkeypatch.setattr(geomon.kernels.neighbours, "nearest", spy)
     got = nearest_among(neighbours, rows, members, k=2)
     monkeypatch.undo()
     assert len(asked) == 1

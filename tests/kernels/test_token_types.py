@@ -4,13 +4,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from geomon.kernels.clusters import (
+from geomon.kernels.moments import drift_norm, mean_square_norm, variance
+from geomon.kernels.token_types import (
     between_variance,
     norm_variance_slope,
     variance_shares,
     within_variance,
 )
-from geomon.kernels.moments import drift_norm, mean_square_norm, variance
 
 KERNELS = [within_variance, between_variance, variance_shares, norm_variance_slope]
 

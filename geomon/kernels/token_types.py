@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from geomon.kernels.checks import column_blocks, mean_row, require_rows
+from geomon.kernels._blocks import column_blocks, mean_row, require_rows
 from geomon.kernels.moments import mean_square_norm, variance
 
 

@@ -8,7 +8,7 @@ take the anisotropy from 0.003 to 0.911.
 import torch
 from torch import Tensor
 
-from geomon.kernels.checks import centred_blocks, in_blocks, require_rows
+from geomon.kernels._blocks import centred_blocks, in_blocks, require_rows
 from geomon.kernels.spectrum import leading_share
 
 # At this multiple of the median distance 1 % of the rows carries half of the variance. A coordinate

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from geomon.kernels.sinks import LARGEST_SHARE, anisotropy_no_sinks, ordinary_rows, sink_share
+from geomon.kernels.massive import LARGEST_SHARE, anisotropy_no_sinks, ordinary_rows, sink_share
 from geomon.kernels.spectrum import anisotropy, spectrum
 
 KERNELS = [ordinary_rows, sink_share, anisotropy_no_sinks]

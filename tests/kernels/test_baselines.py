@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from geomon.kernels.nulls import gaussian_like, isotropic_anisotropy, isotropic_cosine_quantile
+from geomon.kernels.baselines import gaussian_like, isotropic_anisotropy, isotropic_cosine_quantile
 from geomon.kernels.spectrum import anisotropy, spectrum
 
 few_examples = settings(deadline=None, derandomize=True, max_examples=30)
