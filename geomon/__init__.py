@@ -4,9 +4,9 @@ from geomon.describe import describe
 from geomon.matrix import geometry
 from geomon.metrics import METRICS, MORE_METRICS, select
 from geomon.monitor import Monitor, __version__
-from geomon.record import Reading, Readings, read
+from geomon.record.reading import Reading, Readings, read
+from geomon.record.sinks import Memory, Sink, TensorBoard, WandB
 from geomon.schedule import every, log_spaced
-from geomon.sinks import Memory, Sink, TensorBoard, WandB
 from geomon.still import measure
 
 __all__ = [

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import torch
 
-from geomon import tags
 from geomon.kernels.baselines import isotropic_anisotropy, isotropic_cosine_quantile
 from geomon.kernels.dimension import twonn
 from geomon.kernels.neighbours import nearest
 from geomon.kernels.profile import correlation, profile_shape
+from geomon.record import tags
 
 # Layers from which a correlation over depth, or the shape of a profile, means anything.
 _ENOUGH = 4

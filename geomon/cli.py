@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from geomon.record import FILE_NAME, Reading, Readings, read
-from geomon.stacks import of_stack
+from geomon.record.reading import FILE_NAME, Reading, Readings, read
+from geomon.record.stacks import of_stack
 
 if TYPE_CHECKING:
     import typer

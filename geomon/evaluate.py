@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geomon import tags
 from geomon.across import across_layers, nulls
 from geomon.layer import CAPTURED, Layer, MissingViewError, Snapshot, captured_views, parameters
 from geomon.metrics import Metric
 from geomon.notes import Note, cautions, grouped
+from geomon.record import tags
 
 # The parts of one metric at one layer in one batch: "" is the value itself.
 Parts = dict[str, float]

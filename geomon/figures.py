@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from geomon.record import Reading, Readings
+from geomon.record.reading import Reading, Readings
 
 try:
     from matplotlib.backends.backend_agg import FigureCanvasAgg

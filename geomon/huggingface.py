@@ -23,11 +23,11 @@ from geomon.anatomy import find_anatomy
 from geomon.metrics import METRICS, Metric, check_metrics
 from geomon.monitor import Monitor
 from geomon.pictures import Pictures
-from geomon.record import Reading
+from geomon.record.reading import Reading
+from geomon.record.sinks import Sink
+from geomon.record.tags import layout
 from geomon.schedule import Schedule, check_schedule
 from geomon.settings import check_counts
-from geomon.sinks import Sink
-from geomon.tags import layout
 
 log = logging.getLogger("geomon")
 

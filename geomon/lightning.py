@@ -15,11 +15,11 @@ from torch import nn
 from geomon.metrics import METRICS, Metric, check_metrics
 from geomon.monitor import Monitor
 from geomon.pictures import Pictures
-from geomon.record import Reading
+from geomon.record.reading import Reading
+from geomon.record.sinks import Sink
+from geomon.record.tags import layout
 from geomon.schedule import Schedule, check_schedule, log_spaced
 from geomon.settings import check_counts
-from geomon.sinks import Sink
-from geomon.tags import layout
 
 # What a callback holds of the training that is going on, and no copy of it takes along; the last
 # two are Lightning's, methods of the module.

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from geomon import tags
 from geomon.agenda import Agenda
 from geomon.anatomy import Anatomy, find_anatomy
 from geomon.background import Background
@@ -27,12 +26,13 @@ from geomon.notes import Note
 from geomon.outlet import Outlet
 from geomon.probing import extra_pass
 from geomon.ranks import Ranks, find_ranks, join_ranks, refusal
-from geomon.record import Reading, Record
+from geomon.record import tags
+from geomon.record.reading import Reading, Record
+from geomon.record.sinks import Sink
 from geomon.rows import drawing_seed
 from geomon.schedule import Schedule, check_schedule, log_spaced
 from geomon.selfcheck import NotSeenError, complaint
 from geomon.settings import check_counts
-from geomon.sinks import Sink
 from geomon.together import Found, measure_together
 from geomon.underway import UnderWay
 

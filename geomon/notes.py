@@ -7,7 +7,7 @@ the record keeps with every reading.
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from geomon import tags
+from geomon.record import tags
 
 # Shares and ratios from which a number means something else than it seems to.
 DUPLICATES = 0.05  # of the rows

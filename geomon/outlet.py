@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from geomon.gather import RankFailedError
 from geomon.ranks import Ranks, RanksLostError
-from geomon.record import Reading, Record
-from geomon.sinks import Sink
+from geomon.record.reading import Reading, Record
+from geomon.record.sinks import Sink
 
 log = logging.getLogger("geomon")
 

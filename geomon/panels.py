@@ -11,9 +11,9 @@ from matplotlib.colors import BoundaryNorm, Colormap, LinearSegmentedColormap, L
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from numpy.typing import NDArray
 
-from geomon import tags
 from geomon.phase import Curve, curve_of, of_one_source, size_over_heads
-from geomon.record import Reading, Readings
+from geomon.record import tags
+from geomon.record.reading import Reading, Readings
 
 # How something is drawn: matplotlib's keyword arguments.
 Look = dict[str, Any]

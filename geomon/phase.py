@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from geomon import tags
-from geomon.record import Reading
+from geomon.record import tags
+from geomon.record.reading import Reading
 
 # Standard errors by which two estimates must differ to be told apart: 95 %.
 _SURE = 1.96

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from geomon import tags
-from geomon.record import Reading, Readings, heads
-from geomon.stacks import of_stack
+from geomon.record import tags
+from geomon.record.reading import Reading, Readings, heads
+from geomon.record.stacks import of_stack
 
 Post = Callable[[str, NDArray[np.uint8], int], object]
 

@@ -3,9 +3,9 @@
 import math
 from collections.abc import Callable, Iterable
 
-from geomon import tags
 from geomon.phase import Curve, curve_of, of_one_source, size_over_heads
-from geomon.record import Reading, layers_of
+from geomon.record import tags
+from geomon.record.reading import Reading, layers_of
 
 # Change at the end of a run that counts as one: scales of gride have no errors of their own.
 _MOVED = 0.05

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from geomon import tags
 from geomon.phase import Curve, curve_of, of_one_source, size_over_heads
-from geomon.record import Reading, Readings, layers_of
+from geomon.record import tags
+from geomon.record.reading import Reading, Readings, layers_of
 
 try:
     from rich.console import Console, ConsoleOptions, RenderResult

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
-from geomon import tags
-from geomon.record import Reading, Readings
+from geomon.record import tags
+from geomon.record.reading import Reading, Readings
 
 STEPS = (0, 16, 32, 64, 128, 256, 512, 1024, 1500)
 # The curves of notes/definitions.md: expansion and compression of the paper's estimate, while the

@@ -9,7 +9,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from geomon import cli
-from geomon.record import FILE_NAME
+from geomon.record.reading import FILE_NAME
 
 
 @pytest.fixture

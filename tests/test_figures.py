@@ -9,7 +9,7 @@ import pytest
 
 from geomon.figures import as_image, geometry_figure, heads_figure, profile_figure, save
 from geomon.panels import spread_steps
-from geomon.record import Readings
+from geomon.record.reading import Readings
 
 
 def panels(figure):

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from geomon.phase import curve_of, find_phase, of_one_source, size_over_heads
-from geomon.record import Readings
+from geomon.record.reading import Readings
 
 # notes/definitions.md: the mean of twonn over layers, as training goes on.
 STEPS = [0, 32, 64, 128, 256, 512, 1024, 1500, 8192, 16000]

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from geomon.pictures import Pictures
-from geomon.sinks import Sink
+from geomon.record.sinks import Sink
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from geomon.record import Readings
+from geomon.record.reading import Readings
 from geomon.summary import key_numbers, summarise
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from geomon.record import Readings
+from geomon.record.reading import Readings
 from geomon.terminal import line, spark, view
 
 ALL = ["twonn", "twonn_distinct", "gride", "anisotropy", "qk_cosine", "attention_entropy", "geomon"]

@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, Wand
 from geomon import Readings, log_spaced, read
 from geomon.figures import geometry_figure, save
 from geomon.lightning import GeometryMonitor
-from geomon.record import FILE_NAME
+from geomon.record.reading import FILE_NAME
 from geomon.summary import summarise
 from recipes.enwik8.data import Corpus, load
 from recipes.enwik8.live import LiveView

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from geomon import tags
+from geomon.record import tags
 
 WORDS = st.from_regex(r"[a-z][a-z_]{0,12}", fullmatch=True)
 

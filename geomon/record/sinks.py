@@ -8,8 +8,8 @@ import os
 from collections import deque
 from typing import Any, Protocol, runtime_checkable
 
-from geomon.record import Reading
-from geomon.tags import layout
+from geomon.record.reading import Reading
+from geomon.record.tags import layout
 
 
 @runtime_checkable

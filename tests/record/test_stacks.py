@@ -1,7 +1,7 @@
 import pytest
 
-from geomon.record import Reading, Readings
-from geomon.stacks import main_stack, of_stack, stacks_of
+from geomon.record.reading import Reading, Readings
+from geomon.record.stacks import main_stack, of_stack, stacks_of
 
 VALUES = {
     "twonn/encoder_layer_00": 1.0, "twonn/encoder_layer_01/std": 2.0, "twonn/encoder_mean": 3.0,

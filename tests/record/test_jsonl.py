@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from geomon.record import FILE_NAME, Reading, Record, heads, layers_of, read
+from geomon.record.reading import FILE_NAME, Reading, Record, heads, layers_of, read
 
 HERE = Path(__file__).parent
 PATHS = (HERE, HERE.parent)

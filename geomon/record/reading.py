@@ -17,7 +17,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from geomon import tags
+from geomon.record import tags
 
 FILE_NAME = "readings.jsonl"
 

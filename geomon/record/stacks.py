@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from geomon import tags
-from geomon.record import Reading, Readings
+from geomon.record import tags
+from geomon.record.reading import Reading, Readings
 
 
 def stacks_of(readings: Iterable[Reading]) -> list[str]:

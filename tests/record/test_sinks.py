@@ -6,14 +6,14 @@ import math
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import geomon.sinks
-from geomon.record import Reading
-from geomon.sinks import Memory, Sink, TensorBoard, WandB
+import geomon.record.sinks
+from geomon.record.reading import Reading
+from geomon.record.sinks import Memory, Sink, TensorBoard, WandB
 
 CLASSES = [
     found
-    for _, found in inspect.getmembers(geomon.sinks, inspect.isclass)
-    if found.__module__ == "geomon.sinks" and found is not Sink
+    for _, found in inspect.getmembers(geomon.record.sinks, inspect.isclass)
+    if found.__module__ == "geomon.record.sinks" and found is not Sink
 ]
 
 
