@@ -19,7 +19,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from geomon import Memory, Monitor, ranks, together, underway
-from geomon.layer import Layer
+from geomon.capture.snapshot import Layer
 
 LAYERS, HEADS, LENGTH, VOCABULARY = 12, 8, 128, 500
 COLUMNS = (

@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from geomon import METRICS, Monitor, every
-from geomon.anatomy import Anatomy, find_anatomy
-from geomon.capture import Window
+from geomon.capture.anatomy.blocks import Anatomy, find_anatomy
+from geomon.capture.window import Window
 from geomon.lightning import GeometryMonitor
 from geomon.metrics import views_of
 

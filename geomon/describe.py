@@ -8,17 +8,17 @@ from typing import Any
 
 from torch import nn
 
-from geomon.anatomy import Anatomy, Attention, Block, Stack, find_anatomy
-from geomon.assemble import CROSS
-from geomon.capture import Window
-from geomon.families import shown_name
-from geomon.layer import CAPTURED, Layer
-from geomon.masks import NAMES as MASKS
-from geomon.masks import OF_MEMORY
-from geomon.probing import extra_pass
-from geomon.projections import Sizes, find_sizes
+from geomon.capture.anatomy.blocks import Anatomy, Attention, Block, Stack, find_anatomy
+from geomon.capture.anatomy.families import shown_name
+from geomon.capture.anatomy.projections import Sizes, find_sizes
+from geomon.capture.assemble import CROSS
+from geomon.capture.masks import NAMES as MASKS
+from geomon.capture.masks import OF_MEMORY
+from geomon.capture.probe import extra_pass
+from geomon.capture.selfcheck import complaint
+from geomon.capture.snapshot import CAPTURED, Layer
+from geomon.capture.window import Window
 from geomon.routes import ROUTES, UNKNOWN, forecast
-from geomon.selfcheck import complaint
 
 _WIDTH = 100
 _ROWS = 1024  # of the pass that settles what is seen

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from geomon.across import across_layers, nulls
-from geomon.layer import CAPTURED, Layer, MissingViewError, Snapshot, captured_views, parameters
+from geomon.capture.snapshot import (
+    CAPTURED,
+    Layer,
+    MissingViewError,
+    Snapshot,
+    captured_views,
+    parameters,
+)
 from geomon.metrics import Metric
 from geomon.notes import Note, cautions, grouped
 from geomon.record import tags

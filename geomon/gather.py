@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
+from geomon.capture.snapshot import CAPTURED, Layer, Snapshot
 from geomon.kernels.streaming import Moments, merge
-from geomon.layer import CAPTURED, Layer, Snapshot
 from geomon.notes import Note
 from geomon.ranks import Ranks
 from geomon.union import Shape, attention_shape, thinned, union

@@ -19,7 +19,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.integrations import TensorBoardCallback, WandbCallback
 from transformers.trainer_callback import CallbackHandler
 
-from geomon.anatomy import find_anatomy
+from geomon.capture.anatomy.blocks import find_anatomy
 from geomon.metrics import METRICS, Metric, check_metrics
 from geomon.monitor import Monitor
 from geomon.pictures import Pictures

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from geomon.capture.snapshot import Layer, Snapshot
 from geomon.evaluate import evaluate
-from geomon.layer import Layer, Snapshot
 from geomon.metrics import METRICS, Metric, check_metrics, views_of
 
 _LAYER = 1

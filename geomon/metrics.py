@@ -1,6 +1,6 @@
 """The table of metrics: a plain dict from a name to a kernel.
 
-A metric is a function whose required parameter names say which views it reads (`geomon.layer`). It
+A metric is a function whose required parameter names say which views it reads (`geomon.capture.snapshot`). It
 returns a scalar, a vector [heads], or a dict of named parts in which "" is the value itself.
 """
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from geomon.capture.snapshot import CAPTURED, DERIVED, NEAR, captured_views, parameters
 from geomon.kernels import angles, dimension, heads
 from geomon.kernels.angles import cosine
 from geomon.kernels.attention import (
@@ -26,7 +27,6 @@ from geomon.kernels.moments import drift_norm, mean_square_norm
 from geomon.kernels.neighbours import nearest
 from geomon.kernels.spectrum import anisotropy, effective_rank, participation_ratio
 from geomon.kernels.token_types import TokenTypes
-from geomon.layer import CAPTURED, DERIVED, NEAR, captured_views, parameters
 
 Metric = Callable[..., Any]
 

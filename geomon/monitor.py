@@ -14,24 +14,24 @@ import torch
 from torch import nn
 
 from geomon.agenda import Agenda
-from geomon.anatomy import Anatomy, find_anatomy
 from geomon.background import Background
 from geomon.budget import Budget
-from geomon.capture import Window
+from geomon.capture.anatomy.blocks import Anatomy, find_anatomy
+from geomon.capture.probe import extra_pass
+from geomon.capture.sampling import drawing_seed
+from geomon.capture.selfcheck import NotSeenError, complaint
+from geomon.capture.snapshot import Snapshot
+from geomon.capture.window import Window
 from geomon.gather import share_of_rows
-from geomon.layer import Snapshot
 from geomon.measuring import Measuring
 from geomon.metrics import METRICS, Metric, check_metrics, views_of
 from geomon.notes import Note
 from geomon.outlet import Outlet
-from geomon.probing import extra_pass
 from geomon.ranks import Ranks, find_ranks, join_ranks, refusal
 from geomon.record import tags
 from geomon.record.reading import Reading, Record
 from geomon.record.sinks import Sink
-from geomon.rows import drawing_seed
 from geomon.schedule import Schedule, check_schedule, log_spaced
-from geomon.selfcheck import NotSeenError, complaint
 from geomon.settings import check_counts
 from geomon.together import Found, measure_together
 from geomon.underway import UnderWay

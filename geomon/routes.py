@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from geomon.anatomy import Attention
+from geomon.capture.anatomy.blocks import Attention
 
-# In words, by the routes of `geomon.switches.Listener`.
+# In words, by the routes of `geomon.capture.patches.Listener`.
 ROUTES = {
     "interface": "through transformers' attention interface",
     "sdpa": "through torch's scaled_dot_product_attention",

@@ -5,13 +5,13 @@ from typing import Any
 
 from torch import nn
 
-from geomon.anatomy import find_anatomy
-from geomon.capture import Window
+from geomon.capture.anatomy.blocks import find_anatomy
+from geomon.capture.probe import extra_pass
+from geomon.capture.sampling import drawing_seed
+from geomon.capture.selfcheck import NotSeenError, complaint
+from geomon.capture.window import Window
 from geomon.evaluate import evaluate
 from geomon.metrics import METRICS, Metric, check_metrics, views_of
-from geomon.probing import extra_pass
-from geomon.rows import drawing_seed
-from geomon.selfcheck import NotSeenError, complaint
 from geomon.settings import check_counts
 
 

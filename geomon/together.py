@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from geomon.capture.sampling import QUERIES
+from geomon.capture.snapshot import Snapshot
 from geomon.evaluate import MeasuredLayer, combined, measure_layer
 from geomon.gather import Gathered, RankFailedError, gather, in_order
-from geomon.layer import Snapshot
 from geomon.metrics import Metric
 from geomon.notes import Note
 from geomon.ranks import Ranks
-from geomon.rows import QUERIES
 
 
 @dataclass(frozen=True)

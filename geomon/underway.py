@@ -4,8 +4,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
+from geomon.capture.snapshot import Layer, Snapshot
 from geomon.evaluate import MeasuredLayer, combined, measure_layer
-from geomon.layer import Layer, Snapshot
 from geomon.metrics import Metric
 from geomon.notes import Note
 from geomon.together import Found

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from geomon.layer import CAPTURED, Layer
+from geomon.capture.snapshot import CAPTURED, Layer
 
 # What was kept of a layer's attention: sequences, queries of each, keys of each.
 Shape = tuple[int, int, int]

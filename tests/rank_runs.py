@@ -22,15 +22,15 @@ from torch import Tensor, nn
 
 import geomon
 from geomon import METRICS, Memory, Monitor, every, measure, select
-from geomon.anatomy import find_anatomy
-from geomon.capture import Window
+from geomon.capture.anatomy.blocks import find_anatomy
+from geomon.capture.sampling import drawing_seed
+from geomon.capture.snapshot import Layer, Snapshot
+from geomon.capture.window import Window
 from geomon.evaluate import evaluate
 from geomon.gather import merged_moments
 from geomon.kernels.streaming import moments_of
-from geomon.layer import Layer, Snapshot
 from geomon.metrics import views_of
 from geomon.ranks import Ranks, find_ranks, join_ranks
-from geomon.rows import drawing_seed
 from geomon.together import measure_together
 
 VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH = 40, 16, 2, 3, 24

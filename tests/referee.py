@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from specimens import Specimen, Stack, alone, built, inputs_of
 from torch import Tensor, nn
 
-from geomon.anatomy import find_anatomy
-from geomon.capture import Window
-from geomon.layer import CAPTURED, Layer
+from geomon.capture.anatomy.blocks import find_anatomy
+from geomon.capture.snapshot import CAPTURED, Layer
+from geomon.capture.window import Window
 
 Place = tuple[str, int]  # stack and depth; depth 0 is what enters the first block
 

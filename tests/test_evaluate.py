@@ -3,8 +3,8 @@ import math
 import pytest
 import torch
 
+from geomon.capture.snapshot import SOURCES, Layer, Snapshot
 from geomon.evaluate import evaluate
-from geomon.layer import SOURCES, Layer, Snapshot
 from geomon.metrics import METRICS, select
 
 OF_HEADS = ("qk", "attention", "query", "key", "max_logit")
@@ -97,7 +97,7 @@ def test_metrics_do_not_run_under_autocast_nor_autograd():
 
 def test_expensive_views_are_computed_once(monkeypatch):
     calls = []
-    from geomon import layer
+    from geomon.capture import snapshot as layer
 
     real = layer.DERIVED["nearest"]
 

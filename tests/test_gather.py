@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from geomon.capture.snapshot import Layer
 from geomon.gather import RankFailedError, _agree, _notes, _Report, in_order, share_of_rows
 from geomon.kernels.attention import attention_rows
-from geomon.layer import Layer
 from geomon.notes import Note
 from geomon.ranks import Ranks, _pack, _unpack, find_ranks, join_ranks, refusal
 from geomon.union import attention_shape, thinned, union

@@ -9,7 +9,7 @@ import torch
 from models import PlainDecoder, batch
 
 from geomon import METRICS, MORE_METRICS, measure
-from geomon.layer import CAPTURED, DERIVED, Layer, captured_views, parameters
+from geomon.capture.snapshot import CAPTURED, DERIVED, Layer, captured_views, parameters
 from geomon.metrics import check_metrics, views_of
 
 ALL = METRICS | MORE_METRICS

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from geomon.layer import Layer, Snapshot
+from geomon.capture.snapshot import Layer, Snapshot
 from geomon.notes import Note
 from geomon.together import measure_alone
 from geomon.underway import UnderWay

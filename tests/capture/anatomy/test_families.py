@@ -2,7 +2,7 @@ import pytest
 from models import PlainDecoder
 from torch import nn
 
-from geomon.families import (
+from geomon.capture.anatomy.families import (
     LeftOut,
     are_first_parts,
     attends,

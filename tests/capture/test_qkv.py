@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from geomon.projections import (
+from geomon.capture.anatomy.projections import (
     Evidence,
     Sizes,
     UndecidedError,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from geomon.projections import find_projections
+from geomon.capture.anatomy.projections import find_projections
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 NOT_CALLABLE = (nn.ModuleList, nn.ModuleDict)

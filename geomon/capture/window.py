@@ -14,9 +14,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from geomon.anatomy import Anatomy, Attention, Block
-from geomon.assemble import Drawn, assembled, drawn, place_in
-from geomon.attended import (
+from geomon.capture.anatomy.blocks import Anatomy, Attention, Block
+from geomon.capture.anatomy.projections import find_sizes, multihead_weights
+from geomon.capture.assemble import Drawn, assembled, drawn, place_in
+from geomon.capture.attention import (
     SEVERAL,
     AttentionCall,
     NotUnderstoodError,
@@ -26,14 +27,13 @@ from geomon.attended import (
     softened,
     thinned,
 )
-from geomon.layer import CAPTURED, Snapshot
-from geomon.masks import padding_masks
+from geomon.capture.first_pass import Kept, Pass, Visit, sample_places
+from geomon.capture.masks import padding_masks
+from geomon.capture.patches import listening, run_eagerly, without_fast_path
+from geomon.capture.room import Room
+from geomon.capture.sampling import RowDraw, select, width_last
+from geomon.capture.snapshot import CAPTURED, Snapshot
 from geomon.notes import Note
-from geomon.passes import Kept, Pass, Visit, sample_places
-from geomon.projections import find_sizes, multihead_weights
-from geomon.room import Room
-from geomon.rows import RowDraw, select, width_last
-from geomon.switches import listening, run_eagerly, without_fast_path
 
 
 class Window:
@@ -48,7 +48,7 @@ class Window:
             attention that does not fit is left out. None for no limit.
 
     After the `with`, `snapshot()` gives what was seen. The first pass of each stack counts
-    (`geomon.passes.Pass` has the rule); calls from other threads and recomputation under activation
+    (`geomon.capture.first_pass.Pass` has the rule); calls from other threads and recomputation under activation
     checkpointing are ignored.
     """
 
@@ -301,7 +301,7 @@ class Window:
     def on_attention(
         self, route: str, module: Any, query: Any, key: Any, mask: Any, options: dict[str, Any]
     ) -> None:
-        """Keep the sampled queries of a call (of `geomon.switches.Listener`)."""
+        """Keep the sampled queries of a call (of `geomon.capture.patches.Listener`)."""
         current = self._current()
         if current is None:
             return

@@ -9,11 +9,11 @@ from models import PlainBlock, PlainDecoder, batch, transformer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from geomon.anatomy import find_anatomy
-from geomon.capture import Window
-from geomon.layer import CAPTURED, Layer, MissingViewError
-from geomon.masks import padding_masks
-from geomon.rows import width_last
+from geomon.capture.anatomy.blocks import find_anatomy
+from geomon.capture.masks import padding_masks
+from geomon.capture.sampling import width_last
+from geomon.capture.snapshot import CAPTURED, Layer, MissingViewError
+from geomon.capture.window import Window
 
 NAMES = ["gpt2", "llama", "mistral", "bert"]
 
@@ -794,7 +794,7 @@ def test_of_lists_of_sublayers_what_enters_each_is_a_layer():
 
 
 def test_a_hook_that_fails_never_ends_a_run(monkeypatch):
-    from geomon import capture
+    from geomon.capture import window as capture
 
     def broken(*args):
         raise ZeroDivisionError("by design")

@@ -3,8 +3,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from geomon.attended import NotUnderstoodError, again, captured_attention, softened, thinned
-from geomon.rows import RowDraw
+from geomon.capture.attention import (
+    NotUnderstoodError,
+    again,
+    captured_attention,
+    softened,
+    thinned,
+)
+from geomon.capture.sampling import RowDraw
 
 LOWER = torch.ones(6, 6, dtype=torch.bool).tril().expand(2, 4, 6, 6)
 

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from geomon.attended import SoftmaxCall
-from geomon.room import Room
-from geomon.rows import RowDraw
+from geomon.capture.attention import SoftmaxCall
+from geomon.capture.room import Room
+from geomon.capture.sampling import RowDraw
 
 
 def room(megabytes, rows=1000, layers=5, blocks=4, width=64):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geomon.rows import RowDraw, at_places
+from geomon.capture.sampling import RowDraw, at_places
 
 # Scores below this are those of masks (-10,000 and lower), and not of queries and keys.
 HIDDEN = -5_000.0

@@ -7,20 +7,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from geomon import projections
-from geomon.anatomy import Attention, Block
-from geomon.attended import (
+from geomon.capture.anatomy import projections
+from geomon.capture.anatomy.blocks import Attention, Block
+from geomon.capture.anatomy.projections import Evidence, Sizes, UndecidedError, find_sizes
+from geomon.capture.attention import (
     HIDDEN,
     AttentionCall,
     NotUnderstoodError,
     SoftmaxCall,
     captured_attention,
 )
-from geomon.layer import CAPTURED, SOURCES, Layer, Snapshot
+from geomon.capture.first_pass import Kept, Pass, Visit, sample_places
+from geomon.capture.sampling import at_places
+from geomon.capture.snapshot import CAPTURED, SOURCES, Layer, Snapshot
 from geomon.notes import Note, grouped
-from geomon.passes import Kept, Pass, Visit, sample_places
-from geomon.projections import Evidence, Sizes, UndecidedError, find_sizes
-from geomon.rows import at_places
 
 CROSS = "cross"
 

@@ -6,11 +6,11 @@ from models import PlainDecoder, batch, transformer
 from torch import nn
 
 from geomon import Monitor, measure, select
-from geomon.anatomy import find_anatomy
-from geomon.capture import Window
-from geomon.layer import CAPTURED
-from geomon.probing import extra_pass
-from geomon.selfcheck import NotSeenError, complaint
+from geomon.capture.anatomy.blocks import find_anatomy
+from geomon.capture.probe import extra_pass
+from geomon.capture.selfcheck import NotSeenError, complaint
+from geomon.capture.snapshot import CAPTURED
+from geomon.capture.window import Window
 
 HIDDEN = select("variance")
 BOTH = select("variance", "attention_entropy")

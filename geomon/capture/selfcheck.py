@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from geomon.layer import CAPTURED, Layer, Snapshot
+from geomon.capture.snapshot import CAPTURED, Layer, Snapshot
 
 # One view of each source stands for it: the others are missing with it, or for reasons that are
 # no fault (a model without token ids, attention whose queries are not seen).

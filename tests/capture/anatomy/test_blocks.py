@@ -3,8 +3,8 @@ import torch
 from models import PlainDecoder, transformer
 from torch import nn
 
-from geomon.anatomy import find_anatomy
-from geomon.families import LeftOut, shown_name
+from geomon.capture.anatomy.blocks import find_anatomy
+from geomon.capture.anatomy.families import LeftOut, shown_name
 
 FIRST = {"gpt2": "transformer.h.0", "llama": "model.layers.0", "bert": "encoder.layer.0"}
 

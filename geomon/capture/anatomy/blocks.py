@@ -2,7 +2,7 @@
 
 A *family* is all modules whose names differ by a number alone ("model.layers.#"); the outermost
 families that are made of blocks and hold most of the parameters are the *stacks*
-(`geomon.families`).
+(`geomon.capture.anatomy.families`).
 """
 
 import re
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from geomon.families import (
+from geomon.capture.anatomy.families import (
     CONTAINERS,
     NOT_CALLABLE,
     Family,
@@ -25,7 +25,7 @@ from geomon.families import (
     pattern_of,
     shown_name,
 )
-from geomon.projections import Projections, find_projections
+from geomon.capture.anatomy.projections import Projections, find_projections
 
 # What attention to another stack is called.
 _CROSS_NAME = re.compile(r"cross|enc_?dec|encoder_att|multihead_attn|memory|src_att", re.IGNORECASE)

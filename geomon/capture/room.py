@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from geomon.attended import AttentionCall, SoftmaxCall
+from geomon.capture.attention import AttentionCall, SoftmaxCall
+from geomon.capture.sampling import RowDraw
 from geomon.notes import Note
-from geomon.rows import RowDraw
 
 # Rows that are kept however little memory is allowed: with fewer nothing can be measured.
 _FEWEST_ROWS = 16

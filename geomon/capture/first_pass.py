@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from geomon.anatomy import Block, Stack
-from geomon.attended import AttentionCall, SoftmaxCall
-from geomon.masks import OF_MEMORY
-from geomon.projections import Multihead
-from geomon.rows import RowDraw
+from geomon.capture.anatomy.blocks import Block, Stack
+from geomon.capture.anatomy.projections import Multihead
+from geomon.capture.attention import AttentionCall, SoftmaxCall
+from geomon.capture.masks import OF_MEMORY
+from geomon.capture.sampling import RowDraw
 
 Shape = tuple[int, ...]
 
