@@ -18,8 +18,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from geomon import Memory, Monitor, ranks, together, underway
+from geomon import Memory, Monitor, together, underway
 from geomon.capture.snapshot import Layer
+from geomon.distributed import group as ranks
 
 LAYERS, HEADS, LENGTH, VOCABULARY = 12, 8, 128, 500
 COLUMNS = (

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from geomon.budget import Budget
-from geomon.ranks import Ranks
+from geomon.distributed.group import Ranks
 from geomon.schedule import Schedule
 
 # Steps that are remembered as read: a step comes again at once (accumulated gradients) or never.

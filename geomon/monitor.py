@@ -22,12 +22,12 @@ from geomon.capture.sampling import drawing_seed
 from geomon.capture.selfcheck import NotSeenError, complaint
 from geomon.capture.snapshot import Snapshot
 from geomon.capture.window import Window
-from geomon.gather import share_of_rows
+from geomon.distributed.gather import share_of_rows
+from geomon.distributed.group import Ranks, find_ranks, join_ranks, refusal
 from geomon.measuring import Measuring
 from geomon.metrics import METRICS, Metric, check_metrics, views_of
 from geomon.notes import Note
 from geomon.outlet import Outlet
-from geomon.ranks import Ranks, find_ranks, join_ranks, refusal
 from geomon.record import tags
 from geomon.record.reading import Reading, Record
 from geomon.record.sinks import Sink

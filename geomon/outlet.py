@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from geomon.gather import RankFailedError
-from geomon.ranks import Ranks, RanksLostError
+from geomon.distributed.gather import RankFailedError
+from geomon.distributed.group import Ranks, RanksLostError
 from geomon.record.reading import Reading, Record
 from geomon.record.sinks import Sink
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from geomon.capture.sampling import QUERIES
 from geomon.capture.snapshot import Snapshot
+from geomon.distributed.gather import Gathered, RankFailedError, gather, in_order
+from geomon.distributed.group import Ranks
 from geomon.evaluate import MeasuredLayer, combined, measure_layer
-from geomon.gather import Gathered, RankFailedError, gather, in_order
 from geomon.metrics import Metric
 from geomon.notes import Note
-from geomon.ranks import Ranks
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,11 @@ from geomon.capture.anatomy.blocks import find_anatomy
 from geomon.capture.sampling import drawing_seed
 from geomon.capture.snapshot import Layer, Snapshot
 from geomon.capture.window import Window
+from geomon.distributed.gather import merged_moments
+from geomon.distributed.group import Ranks, find_ranks, join_ranks
 from geomon.evaluate import evaluate
-from geomon.gather import merged_moments
 from geomon.kernels.streaming import moments_of
 from geomon.metrics import views_of
-from geomon.ranks import Ranks, find_ranks, join_ranks
 from geomon.together import measure_together
 
 VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH = 40, 16, 2, 3, 24
@@ -283,7 +283,7 @@ def failures(ranks: Ranks, folder: Path) -> dict:
     try:
         with strict(0):
             model(ids, attention_mask=mask)
-    except geomon.gather.RankFailedError as error:
+    except geomon.distributed.gather.RankFailedError as error:
         raised = str(error)
     readings = [(r.step, measured(r)) for r in memory.readings]
     return {
@@ -479,7 +479,7 @@ def tensor_parallel(ranks: Ranks, folder: Path) -> dict:
 def lost(ranks: Ranks, folder: Path) -> dict:
     """The second rank sleeps through a reading, later it dies; the first goes on with its own."""
     heard, found = Heard(), {}
-    geomon.ranks.TIMEOUT = timedelta(seconds=2)
+    geomon.distributed.group.TIMEOUT = timedelta(seconds=2)
     model, (ids, mask) = Decoder(), ragged(ranks.rank)
     for name in ("asleep", "dead"):
         monitor, memory = monitor_of(model, folder / name, strict=False, tokens=30)

@@ -3,7 +3,7 @@ import pytest
 from geomon import every
 from geomon.agenda import Agenda
 from geomon.budget import Budget
-from geomon.ranks import Ranks
+from geomon.distributed.group import Ranks
 
 
 class Clock:

@@ -13,7 +13,7 @@ from torch import nn
 
 import geomon
 from geomon import METRICS, Memory, Monitor, every, measure, read, select
-from geomon.ranks import Ranks
+from geomon.distributed.group import Ranks
 
 
 def monitor(model, tmp_path=None, **kwargs):

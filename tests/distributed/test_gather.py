@@ -7,11 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from geomon.capture.snapshot import Layer
-from geomon.gather import RankFailedError, _agree, _notes, _Report, in_order, share_of_rows
+from geomon.distributed.gather import (
+    RankFailedError,
+    _agree,
+    _notes,
+    _Report,
+    in_order,
+    share_of_rows,
+)
+from geomon.distributed.group import Ranks, _pack, _unpack, find_ranks, join_ranks, refusal
+from geomon.distributed.merge import attention_shape, thinned, union
 from geomon.kernels.attention import attention_rows
 from geomon.notes import Note
-from geomon.ranks import Ranks, _pack, _unpack, find_ranks, join_ranks, refusal
-from geomon.union import attention_shape, thinned, union
 
 WIDTH, HEADS, HEAD_WIDTH = 6, 4, 3
 

@@ -16,7 +16,7 @@ import torch
 from rank_runs import LAYERS, STEPS, STRATEGIES, resumed
 
 from geomon import read
-from geomon.ranks import Ranks
+from geomon.distributed.group import Ranks
 
 HERE = Path(__file__).parent
 LIMIT = 60.0  # seconds: a hang is a failure

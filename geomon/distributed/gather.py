@@ -12,10 +12,10 @@ from functools import reduce
 from typing import Any
 
 from geomon.capture.snapshot import CAPTURED, Layer, Snapshot
+from geomon.distributed.group import Ranks
+from geomon.distributed.merge import Shape, attention_shape, thinned, union
 from geomon.kernels.streaming import Moments, merge
 from geomon.notes import Note
-from geomon.ranks import Ranks
-from geomon.union import Shape, attention_shape, thinned, union
 
 
 class RankFailedError(RuntimeError):
