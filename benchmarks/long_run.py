@@ -12,7 +12,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from geomon import Monitor
-from geomon.metrics import select
+from geomon.metrics.table import select
 
 METRICS = ("cosine", "variance")
 ALLOWED = 0.05

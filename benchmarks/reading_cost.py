@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 import geomon.capture.snapshot
 from geomon import METRICS, Memory, Monitor
-from geomon.evaluate import sources_of
+from geomon.metrics.evaluate import sources_of
 
 TOKENS = 4096
 

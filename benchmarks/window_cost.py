@@ -28,7 +28,7 @@ from geomon import METRICS, Monitor, every
 from geomon.capture.anatomy.blocks import Anatomy, find_anatomy
 from geomon.capture.window import Window
 from geomon.lightning import GeometryMonitor
-from geomon.metrics import views_of
+from geomon.metrics.table import views_of
 
 CONTEXT, SEQUENCES, VOCABULARY = 64, 16, 205
 NEVER = every(10**9)  # but for step 0

@@ -2,7 +2,7 @@
 
 from geomon.describe import describe
 from geomon.matrix import geometry
-from geomon.metrics import METRICS, MORE_METRICS, select
+from geomon.metrics.table import METRICS, MORE_METRICS, select
 from geomon.monitor import Monitor, __version__
 from geomon.record.reading import Reading, Readings, read
 from geomon.record.sinks import Memory, Sink, TensorBoard, WandB

@@ -20,7 +20,7 @@ from transformers.integrations import TensorBoardCallback, WandbCallback
 from transformers.trainer_callback import CallbackHandler
 
 from geomon.capture.anatomy.blocks import find_anatomy
-from geomon.metrics import METRICS, Metric, check_metrics
+from geomon.metrics.table import METRICS, Metric, check_metrics
 from geomon.monitor import Monitor
 from geomon.pictures import Pictures
 from geomon.record.reading import Reading

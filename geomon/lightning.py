@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from torch import nn
 
-from geomon.metrics import METRICS, Metric, check_metrics
+from geomon.metrics.table import METRICS, Metric, check_metrics
 from geomon.monitor import Monitor
 from geomon.pictures import Pictures
 from geomon.record.reading import Reading

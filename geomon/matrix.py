@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from geomon.capture.snapshot import Layer, Snapshot
-from geomon.evaluate import evaluate
-from geomon.metrics import METRICS, Metric, check_metrics, views_of
+from geomon.metrics.evaluate import evaluate
+from geomon.metrics.table import METRICS, Metric, check_metrics, views_of
 
 _LAYER = 1
 

@@ -25,8 +25,8 @@ from geomon.capture.window import Window
 from geomon.distributed.gather import share_of_rows
 from geomon.distributed.group import Ranks, find_ranks, join_ranks, refusal
 from geomon.measuring import Measuring
-from geomon.metrics import METRICS, Metric, check_metrics, views_of
-from geomon.notes import Note
+from geomon.metrics.cautions import Note
+from geomon.metrics.table import METRICS, Metric, check_metrics, views_of
 from geomon.outlet import Outlet
 from geomon.record import tags
 from geomon.record.reading import Reading, Record

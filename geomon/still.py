@@ -10,8 +10,8 @@ from geomon.capture.probe import extra_pass
 from geomon.capture.sampling import drawing_seed
 from geomon.capture.selfcheck import NotSeenError, complaint
 from geomon.capture.window import Window
-from geomon.evaluate import evaluate
-from geomon.metrics import METRICS, Metric, check_metrics, views_of
+from geomon.metrics.evaluate import evaluate
+from geomon.metrics.table import METRICS, Metric, check_metrics, views_of
 from geomon.settings import check_counts
 
 

@@ -7,9 +7,9 @@ from geomon.capture.sampling import QUERIES
 from geomon.capture.snapshot import Snapshot
 from geomon.distributed.gather import Gathered, RankFailedError, gather, in_order
 from geomon.distributed.group import Ranks
-from geomon.evaluate import MeasuredLayer, combined, measure_layer
-from geomon.metrics import Metric
-from geomon.notes import Note
+from geomon.metrics.cautions import Note
+from geomon.metrics.evaluate import MeasuredLayer, combined, measure_layer
+from geomon.metrics.table import Metric
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from geomon.capture.snapshot import Layer, Snapshot
-from geomon.evaluate import MeasuredLayer, combined, measure_layer
-from geomon.metrics import Metric
-from geomon.notes import Note
+from geomon.metrics.cautions import Note
+from geomon.metrics.evaluate import MeasuredLayer, combined, measure_layer
+from geomon.metrics.table import Metric
 from geomon.together import Found
 
 # Rows on which the cost of a layer is learned before anything is measured, and what that costs

@@ -28,9 +28,9 @@ from geomon.capture.snapshot import Layer, Snapshot
 from geomon.capture.window import Window
 from geomon.distributed.gather import merged_moments
 from geomon.distributed.group import Ranks, find_ranks, join_ranks
-from geomon.evaluate import evaluate
 from geomon.kernels.streaming import moments_of
-from geomon.metrics import views_of
+from geomon.metrics.evaluate import evaluate
+from geomon.metrics.table import views_of
 from geomon.together import measure_together
 
 VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH = 40, 16, 2, 3, 24

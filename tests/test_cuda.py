@@ -8,7 +8,7 @@ from geomon import Memory, Monitor, select
 from geomon.kernels.attention import attention_rows
 from geomon.kernels.neighbours import nearest, unique_rows
 from geomon.kernels.spectrum import leading_share, spectrum
-from geomon.metrics import METRICS
+from geomon.metrics.table import METRICS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 

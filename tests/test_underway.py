@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from geomon.capture.snapshot import Layer, Snapshot
-from geomon.notes import Note
+from geomon.metrics.cautions import Note
 from geomon.together import measure_alone
 from geomon.underway import UnderWay
 

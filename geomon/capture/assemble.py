@@ -20,7 +20,7 @@ from geomon.capture.attention import (
 from geomon.capture.first_pass import Kept, Pass, Visit, sample_places
 from geomon.capture.sampling import at_places
 from geomon.capture.snapshot import CAPTURED, SOURCES, Layer, Snapshot
-from geomon.notes import Note, grouped
+from geomon.metrics.cautions import Note, grouped
 
 CROSS = "cross"
 

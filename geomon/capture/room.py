@@ -4,7 +4,7 @@ from torch import Tensor
 
 from geomon.capture.attention import AttentionCall, SoftmaxCall
 from geomon.capture.sampling import RowDraw
-from geomon.notes import Note
+from geomon.metrics.cautions import Note
 
 # Rows that are kept however little memory is allowed: with fewer nothing can be measured.
 _FEWEST_ROWS = 16

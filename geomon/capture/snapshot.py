@@ -21,7 +21,7 @@ from geomon.kernels.massive import ordinary_rows, sink_share
 from geomon.kernels.moments import mean_square_norm, variance
 from geomon.kernels.neighbours import Neighbours, first_of_each, nearest, nearest_among, unique_rows
 from geomon.kernels.token_types import TokenTypes, token_types
-from geomon.notes import Note
+from geomon.metrics.cautions import Note
 
 # Neighbours of every row; of the few rows that stand for the large scales, as many as those need.
 NEAR = 8

@@ -33,7 +33,7 @@ from geomon.capture.patches import listening, run_eagerly, without_fast_path
 from geomon.capture.room import Room
 from geomon.capture.sampling import RowDraw, select, width_last
 from geomon.capture.snapshot import CAPTURED, Snapshot
-from geomon.notes import Note
+from geomon.metrics.cautions import Note
 
 
 class Window:

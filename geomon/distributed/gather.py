@@ -15,7 +15,7 @@ from geomon.capture.snapshot import CAPTURED, Layer, Snapshot
 from geomon.distributed.group import Ranks
 from geomon.distributed.merge import Shape, attention_shape, thinned, union
 from geomon.kernels.streaming import Moments, merge
-from geomon.notes import Note
+from geomon.metrics.cautions import Note
 
 
 class RankFailedError(RuntimeError):

@@ -18,7 +18,7 @@ from geomon.distributed.gather import (
 from geomon.distributed.group import Ranks, _pack, _unpack, find_ranks, join_ranks, refusal
 from geomon.distributed.merge import attention_shape, thinned, union
 from geomon.kernels.attention import attention_rows
-from geomon.notes import Note
+from geomon.metrics.cautions import Note
 
 WIDTH, HEADS, HEAD_WIDTH = 6, 4, 3
 

@@ -2,11 +2,11 @@ import pytest
 import torch
 from scipy import stats
 
-from geomon.across import across_layers, nulls
 from geomon.kernels.dimension import twonn
 from geomon.kernels.neighbours import nearest
 from geomon.kernels.spectrum import anisotropy, spectrum
-from geomon.metrics import METRICS, select
+from geomon.metrics.across_layers import across_layers, nulls
+from geomon.metrics.table import METRICS, select
 
 
 def profile(metric, numbers):

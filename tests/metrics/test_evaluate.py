@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from geomon.capture.snapshot import SOURCES, Layer, Snapshot
-from geomon.evaluate import evaluate
-from geomon.metrics import METRICS, select
+from geomon.metrics.evaluate import evaluate
+from geomon.metrics.table import METRICS, select
 
 OF_HEADS = ("qk", "attention", "query", "key", "max_logit")
 

@@ -10,7 +10,7 @@ from models import PlainDecoder, batch
 
 from geomon import METRICS, MORE_METRICS, measure
 from geomon.capture.snapshot import CAPTURED, DERIVED, Layer, captured_views, parameters
-from geomon.metrics import check_metrics, views_of
+from geomon.metrics.table import check_metrics, views_of
 
 ALL = METRICS | MORE_METRICS
 

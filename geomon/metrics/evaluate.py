@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geomon.across import across_layers, nulls
 from geomon.capture.snapshot import (
     CAPTURED,
     Layer,
@@ -19,8 +18,9 @@ from geomon.capture.snapshot import (
     captured_views,
     parameters,
 )
-from geomon.metrics import Metric
-from geomon.notes import Note, cautions, grouped
+from geomon.metrics.across_layers import across_layers, nulls
+from geomon.metrics.cautions import Note, cautions, grouped
+from geomon.metrics.table import Metric
 from geomon.record import tags
 
 # The parts of one metric at one layer in one batch: "" is the value itself.

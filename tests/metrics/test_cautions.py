@@ -1,6 +1,6 @@
 import pytest
 
-from geomon.notes import Note, cautions, grouped
+from geomon.metrics.cautions import Note, cautions, grouped
 
 
 def kinds(values):
