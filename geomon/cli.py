@@ -72,7 +72,7 @@ def make_app() -> "typer.Typer":
     @app.command()
     def summary(directory: Annotated[Path, run], stack: Annotated[str | None, of] = None) -> None:
         """Say in words what happened in a run."""
-        from geomon.summary import summarise
+        from geomon.analysis.summary import summarise
 
         with _errors_in_a_line():
             typer.echo("\n".join(summarise(_readings(directory, stack))))

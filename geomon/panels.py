@@ -11,7 +11,7 @@ from matplotlib.colors import BoundaryNorm, Colormap, LinearSegmentedColormap, L
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from numpy.typing import NDArray
 
-from geomon.phase import Curve, curve_of, of_one_source, size_over_heads
+from geomon.analysis.curves import Curve, curve_of, of_one_source, size_over_heads
 from geomon.record import tags
 from geomon.record.reading import Reading, Readings
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from geomon.phase import Curve, curve_of, of_one_source, size_over_heads
+from geomon.analysis.curves import Curve, curve_of, of_one_source, size_over_heads
 from geomon.record import tags
 from geomon.record.reading import Reading, Readings, layers_of
 

@@ -3,8 +3,8 @@ from dataclasses import replace
 
 import pytest
 
+from geomon.analysis.summary import key_numbers, summarise
 from geomon.record.reading import Readings
-from geomon.summary import key_numbers, summarise
 
 
 def told(readings):

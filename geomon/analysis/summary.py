@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable
 
-from geomon.phase import Curve, curve_of, of_one_source, size_over_heads
+from geomon.analysis.curves import Curve, curve_of, of_one_source, size_over_heads
 from geomon.record import tags
 from geomon.record.reading import Reading, layers_of
 
@@ -19,7 +19,7 @@ def summarise(readings: Iterable[Reading]) -> list[str]:
     """The run in plain sentences; what was not measured is not spoken of.
 
     A change is told where it exceeds 1.96 standard errors of the two values that it compares (see
-    `geomon.phase`), and between scales where it exceeds 5 %.
+    `geomon.analysis.curves`), and between scales where it exceeds 5 %.
 
     Args:
         readings: What a run recorded, in any order.

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from geomon.phase import curve_of, find_phase, of_one_source, size_over_heads
+from geomon.analysis.curves import curve_of, find_phase, of_one_source, size_over_heads
 from geomon.record.reading import Readings
 
 # notes/definitions.md: the mean of twonn over layers, as training goes on.
