@@ -14,12 +14,12 @@ from torch import nn
 
 from geomon.metrics.table import METRICS, Metric, check_metrics
 from geomon.monitor import Monitor
-from geomon.pictures import Pictures
 from geomon.record.reading import Reading
 from geomon.record.sinks import Sink
 from geomon.record.tags import layout
 from geomon.schedule import Schedule, check_schedule, log_spaced
 from geomon.settings import check_counts
+from geomon.show.pictures import Pictures
 
 # What a callback holds of the training that is going on, and no copy of it takes along; the last
 # two are Lightning's, methods of the module.

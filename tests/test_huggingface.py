@@ -328,7 +328,7 @@ def test_a_checkpoint_with_metrics_resumes_and_the_curves_go_on(tmp_path):
 
 @pytest.mark.parametrize("pictures", [True, False])
 def test_nothing_is_drawn_that_nobody_shows(tmp_path, pictures, monkeypatch):
-    monkeypatch.setattr("geomon.pictures.Pictures.write", lambda *_: pytest.fail("drawn"))
+    monkeypatch.setattr("geomon.show.pictures.Pictures.write", lambda *_: pytest.fail("drawn"))
     report_to = "none" if pictures else "tensorboard"
     fit(tmp_path, [GeometryMonitor(pictures=pictures, **FEW)], steps=1, report_to=report_to)
 

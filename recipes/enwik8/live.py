@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from geomon import Memory, Reading
-from geomon.terminal import line, view
+from geomon.show.terminal import line, view
 
 
 class LiveView(ProgressBar):

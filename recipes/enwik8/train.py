@@ -14,9 +14,9 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, Wand
 
 from geomon import Readings, log_spaced, read
 from geomon.analysis.summary import summarise
-from geomon.figures import geometry_figure, save
 from geomon.lightning import GeometryMonitor
 from geomon.record.reading import FILE_NAME
+from geomon.show.figures import geometry_figure, save
 from recipes.enwik8.data import Corpus, load
 from recipes.enwik8.live import LiveView
 from recipes.enwik8.model import CharacterDecoder

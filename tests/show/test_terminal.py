@@ -5,7 +5,7 @@ import pytest
 from rich.console import Console
 
 from geomon.record.reading import Readings
-from geomon.terminal import line, spark, view
+from geomon.show.terminal import line, spark, view
 
 ALL = ["twonn", "twonn_distinct", "gride", "anisotropy", "qk_cosine", "attention_entropy", "geomon"]
 

@@ -4,8 +4,8 @@ import sys
 import numpy as np
 import pytest
 
-from geomon.pictures import Pictures
 from geomon.record.sinks import Sink
+from geomon.show.pictures import Pictures
 
 
 @pytest.fixture
@@ -89,6 +89,6 @@ def test_without_matplotlib_it_says_what_to_install(make_readings, pictures, mon
     for name in [name for name in sys.modules if name.startswith("matplotlib")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "geomon.figures", raising=False)
+    monkeypatch.delitem(sys.modules, "geomon.show.figures", raising=False)
     with pytest.raises(ImportError, match=r"pip install 'geomon\[figures\]'"):
         pictures.write(make_readings((0,))[0])

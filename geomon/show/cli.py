@@ -94,7 +94,7 @@ def draw(directory: Path, out: Path | None = None, stack: str | None = None) -> 
         ImportError: matplotlib is missing.
     """
     readings = _readings(directory, stack)
-    from geomon.figures import geometry_figure, save
+    from geomon.show.figures import geometry_figure, save
 
     folder = directory if directory.is_dir() else directory.parent
     return save(geometry_figure(readings), out or folder / "geometry.png")
@@ -108,7 +108,7 @@ def watch_once(directory: Path, stack: str | None = None) -> None:
     """
     from rich.console import Console
 
-    from geomon.terminal import view
+    from geomon.show.terminal import view
 
     Console().print(view(of_stack(read(directory), stack)))
 
@@ -151,7 +151,7 @@ def follow(
 def _live(follower: "Follower", console: "Console", going: Callable[[], bool]) -> None:
     from rich.live import Live
 
-    from geomon.terminal import view
+    from geomon.show.terminal import view
 
     with Live(console=console, auto_refresh=False) as live:
         drawn = -_REFRESH
@@ -164,7 +164,7 @@ def _live(follower: "Follower", console: "Console", going: Callable[[], bool]) -
 
 
 def _lines(follower: "Follower", console: "Console", going: Callable[[], bool]) -> None:
-    from geomon.terminal import line
+    from geomon.show.terminal import line
 
     while going():
         for text in [line(new, follower.readings) for new in follower.look()]:

@@ -80,7 +80,7 @@ class Pictures:
 
     def _draw(self, reading: Reading) -> None:
         began = time.perf_counter()
-        from geomon import figures  # matplotlib: not before there is something to draw
+        from geomon.show import figures  # matplotlib: not before there is something to draw
 
         self._drawn.append(self._curves[-1])
         if reading.step >= _CURVES_FROM:
@@ -95,7 +95,7 @@ class Pictures:
         self._cost = time.perf_counter() - began
 
     def _show(self, name: str, figure: Any, step: int) -> None:
-        from geomon import figures
+        from geomon.show import figures
 
         self._post(name, figures.as_image(figure), step)
 

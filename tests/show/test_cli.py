@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from geomon import cli
 from geomon.record.reading import FILE_NAME
+from geomon.show import cli
 
 
 @pytest.fixture

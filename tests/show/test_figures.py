@@ -7,9 +7,9 @@ import matplotlib
 import numpy as np
 import pytest
 
-from geomon.figures import as_image, geometry_figure, heads_figure, profile_figure, save
-from geomon.panels import spread_steps
 from geomon.record.reading import Readings
+from geomon.show.figures import as_image, geometry_figure, heads_figure, profile_figure, save
+from geomon.show.panels import spread_steps
 
 
 def panels(figure):
@@ -146,5 +146,5 @@ def test_nothing_of_matplotlib_is_changed(make_readings):
 
 
 def test_pyplot_is_never_loaded():
-    code = "import sys, geomon.figures; assert 'matplotlib.pyplot' not in sys.modules"
+    code = "import sys, geomon.show.figures; assert 'matplotlib.pyplot' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
