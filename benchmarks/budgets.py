@@ -20,10 +20,10 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
 from rich.table import Table
 
-import geomon.monitor
+import geomon.monitor.monitor
 from geomon import Memory
-from geomon.budget import Budget
 from geomon.lightning import GeometryMonitor
+from geomon.monitor.budget import Budget
 from recipes.enwik8.data import Corpus, load
 from recipes.enwik8.model import CharacterDecoder
 from recipes.enwik8.presets import PRESETS, Preset
@@ -208,7 +208,7 @@ def _run(steps: int, budget: float, data: str | None) -> dict[str, Any]:
     L.seed_everything(0, verbose=False)
     model = CharacterDecoder("gpt2", corpus.vocabulary_size, preset, compiled=False)
     clocks, memory = _Clocks(), Memory()
-    geomon.monitor.Budget = functools.partial(_Noting, clock=clocks.clock)  # type: ignore[misc,assignment]
+    geomon.monitor.monitor.Budget = functools.partial(_Noting, clock=clocks.clock)  # type: ignore[misc,assignment]
     with tempfile.TemporaryDirectory() as folder:
         monitor = _InTurns(
             probe=probe_windows(corpus, preset.context, budget), budget=budget, directory=folder,

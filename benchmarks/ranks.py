@@ -18,9 +18,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from geomon import Memory, Monitor, together, underway
+from geomon import Memory, Monitor
 from geomon.capture.snapshot import Layer
 from geomon.distributed import group as ranks
+from geomon.monitor import jobs as underway
+from geomon.monitor import together
 
 LAYERS, HEADS, LENGTH, VOCABULARY = 12, 8, 128, 500
 COLUMNS = (

@@ -3,10 +3,10 @@
 from geomon.describe import describe
 from geomon.matrix import geometry
 from geomon.metrics.table import METRICS, MORE_METRICS, select
-from geomon.monitor import Monitor, __version__
+from geomon.monitor.monitor import Monitor, __version__
+from geomon.monitor.schedule import every, log_spaced
 from geomon.record.reading import Reading, Readings, read
 from geomon.record.sinks import Memory, Sink, TensorBoard, WandB
-from geomon.schedule import every, log_spaced
 from geomon.still import measure
 
 __all__ = [

@@ -21,12 +21,12 @@ from transformers.trainer_callback import CallbackHandler
 
 from geomon.capture.anatomy.blocks import find_anatomy
 from geomon.metrics.table import METRICS, Metric, check_metrics
-from geomon.monitor import Monitor
+from geomon.monitor.monitor import Monitor
+from geomon.monitor.options import check_counts
+from geomon.monitor.schedule import Schedule, check_schedule
 from geomon.record.reading import Reading
 from geomon.record.sinks import Sink
 from geomon.record.tags import layout
-from geomon.schedule import Schedule, check_schedule
-from geomon.settings import check_counts
 from geomon.show.pictures import Pictures
 
 log = logging.getLogger("geomon")

@@ -13,12 +13,12 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from torch import nn
 
 from geomon.metrics.table import METRICS, Metric, check_metrics
-from geomon.monitor import Monitor
+from geomon.monitor.monitor import Monitor
+from geomon.monitor.options import check_counts
+from geomon.monitor.schedule import Schedule, check_schedule, log_spaced
 from geomon.record.reading import Reading
 from geomon.record.sinks import Sink
 from geomon.record.tags import layout
-from geomon.schedule import Schedule, check_schedule, log_spaced
-from geomon.settings import check_counts
 from geomon.show.pictures import Pictures
 
 # What a callback holds of the training that is going on, and no copy of it takes along; the last

@@ -12,7 +12,7 @@ from geomon.capture.selfcheck import NotSeenError, complaint
 from geomon.capture.window import Window
 from geomon.metrics.evaluate import evaluate
 from geomon.metrics.table import METRICS, Metric, check_metrics, views_of
-from geomon.settings import check_counts
+from geomon.monitor.options import check_counts
 
 
 def measure(

@@ -31,7 +31,7 @@ from geomon.distributed.group import Ranks, find_ranks, join_ranks
 from geomon.kernels.streaming import moments_of
 from geomon.metrics.evaluate import evaluate
 from geomon.metrics.table import views_of
-from geomon.together import measure_together
+from geomon.monitor.together import measure_together
 
 VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH = 40, 16, 2, 3, 24
 FEW = select("variance", "twonn", "within_variance", "attention_entropy", "qk_cosine")

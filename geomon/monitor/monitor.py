@@ -13,9 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from geomon.agenda import Agenda
-from geomon.background import Background
-from geomon.budget import Budget
 from geomon.capture.anatomy.blocks import Anatomy, find_anatomy
 from geomon.capture.probe import extra_pass
 from geomon.capture.sampling import drawing_seed
@@ -24,17 +21,20 @@ from geomon.capture.snapshot import Snapshot
 from geomon.capture.window import Window
 from geomon.distributed.gather import share_of_rows
 from geomon.distributed.group import Ranks, find_ranks, join_ranks, refusal
-from geomon.measuring import Measuring
 from geomon.metrics.cautions import Note
 from geomon.metrics.table import METRICS, Metric, check_metrics, views_of
-from geomon.outlet import Outlet
+from geomon.monitor.background import Background
+from geomon.monitor.budget import Budget
+from geomon.monitor.executor import Measuring
+from geomon.monitor.jobs import UnderWay
+from geomon.monitor.options import check_counts
+from geomon.monitor.output import Outlet
+from geomon.monitor.planner import Agenda
+from geomon.monitor.schedule import Schedule, check_schedule, log_spaced
+from geomon.monitor.together import Found, measure_together
 from geomon.record import tags
 from geomon.record.reading import Reading, Record
 from geomon.record.sinks import Sink
-from geomon.schedule import Schedule, check_schedule, log_spaced
-from geomon.settings import check_counts
-from geomon.together import Found, measure_together
-from geomon.underway import UnderWay
 
 __version__ = "0.1.0"
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from geomon.budget import Budget
+from geomon.monitor.budget import Budget
 
 
 class Clock:

@@ -161,8 +161,8 @@ def test_rows_are_thinned_and_said():
 
 
 def test_a_budget_without_gathering_is_refused_on_many_ranks(monkeypatch):
-    from geomon import monitor
     from geomon.distributed.group import Ranks
+    from geomon.monitor import monitor
 
     monkeypatch.setattr(monitor, "find_ranks", lambda: Ranks(0, 2))
     with pytest.raises(ValueError, match="use gather=True, or budget=None"):

@@ -8,7 +8,7 @@ from geomon.capture.snapshot import Layer, Snapshot
 from geomon.metrics.cautions import Note
 from geomon.metrics.evaluate import MeasuredLayer, combined, measure_layer
 from geomon.metrics.table import Metric
-from geomon.together import Found
+from geomon.monitor.together import Found
 
 # Rows on which the cost of a layer is learned before anything is measured, and what that costs
 # itself, about: half of the look at all layers and rows, and at least so many seconds a metric.

@@ -3,8 +3,8 @@ import torch
 
 from geomon.capture.snapshot import Layer, Snapshot
 from geomon.metrics.cautions import Note
-from geomon.together import measure_alone
-from geomon.underway import UnderWay
+from geomon.monitor.jobs import UnderWay
+from geomon.monitor.together import measure_alone
 
 METRICS = {
     "mean": lambda hidden: hidden.mean(),

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from geomon.budget import Budget
 from geomon.distributed.group import Ranks
-from geomon.schedule import Schedule
+from geomon.monitor.budget import Budget
+from geomon.monitor.schedule import Schedule
 
 # Steps that are remembered as read: a step comes again at once (accumulated gradients) or never.
 _REMEMBERED = 10_000

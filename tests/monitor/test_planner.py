@@ -1,9 +1,9 @@
 import pytest
 
 from geomon import every
-from geomon.agenda import Agenda
-from geomon.budget import Budget
 from geomon.distributed.group import Ranks
+from geomon.monitor.budget import Budget
+from geomon.monitor.planner import Agenda
 
 
 class Clock:

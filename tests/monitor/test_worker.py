@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from geomon.worker import Worker
+from geomon.monitor.worker import Worker
 
 
 def names():

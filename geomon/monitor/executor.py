@@ -3,11 +3,11 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from geomon.background import Background
-from geomon.budget import Budget
-from geomon.outlet import Outlet
-from geomon.together import Found
-from geomon.underway import UnderWay
+from geomon.monitor.background import Background
+from geomon.monitor.budget import Budget
+from geomon.monitor.jobs import UnderWay
+from geomon.monitor.output import Outlet
+from geomon.monitor.together import Found
 
 HandOut = Callable[[int, str, Found, float], None]
 

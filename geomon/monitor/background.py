@@ -3,9 +3,9 @@
 import queue
 from collections.abc import Iterator
 
-from geomon.together import Found
-from geomon.underway import UnderWay
-from geomon.worker import Worker
+from geomon.monitor.jobs import UnderWay
+from geomon.monitor.together import Found
+from geomon.monitor.worker import Worker
 
 # Readings whose rows may wait in memory for those before them to be measured.
 _WAITING = 2

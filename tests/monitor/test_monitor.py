@@ -288,7 +288,7 @@ def test_a_resumed_run_goes_on_and_reads_nothing_twice(tmp_path):
 def test_without_gathering_every_rank_runs_the_passes_whatever_the_record_holds(
     tmp_path, monkeypatch, rank
 ):
-    from geomon import monitor as module
+    from geomon.monitor import monitor as module
 
     model = PlainDecoder()
     before = monitor(model, tmp_path)
