@@ -1,13 +1,13 @@
 """geomon: watch the geometry of a transformer's representations while it trains."""
 
-from geomon.describe import describe
+from geomon.description import describe
 from geomon.matrix import geometry
 from geomon.metrics.table import METRICS, MORE_METRICS, select
 from geomon.monitor.monitor import Monitor, __version__
 from geomon.monitor.schedule import every, log_spaced
+from geomon.one_shot import measure
 from geomon.record.reading import Reading, Readings, read
 from geomon.record.sinks import Memory, Sink, TensorBoard, WandB
-from geomon.still import measure
 
 __all__ = [
     "METRICS",
