@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from geomon import Memory, Monitor
 from geomon.capture.snapshot import Layer
-from geomon.distributed import group as ranks
-from geomon.monitor import jobs as underway
-from geomon.monitor import together
+from geomon.distributed import group
+from geomon.metrics import Evaluator
+from geomon.metrics.views import split_rows
 
 LAYERS, HEADS, LENGTH, VOCABULARY = 12, 8, 128, 500
 COLUMNS = (
@@ -126,28 +126,28 @@ def _read(width: int, tokens: int, runs: int) -> None:
 def _counting() -> Counter[str]:
     """Counts the work of this rank from here on; floating-point operations by formula."""
     work: Counter[str] = Counter()
-    measure, pack = together.measure_layer, ranks._pack
+    measure, pack = Evaluator.measure_layer, group.pack
 
-    def measured(layer: Layer, *args: Any, rows: int, batches: int, **kwargs: Any) -> Any:
+    def measured(self: Evaluator, layer: Layer, rows: int) -> Any:
         hidden = layer.captured["hidden"]
         work["layers"] += 1
         work["rows"] += len(hidden)
-        for batch in layer.batches(rows, batches):
-            count, width = batch.captured["hidden"].shape
+        for views in split_rows(layer, rows, self.batches):
+            count, width = views["hidden"].shape
             work["distances"] += 2 * count**2 * width  # |x|^2 + |y|^2 - 2 x.y
             work["spectra"] += 2 * count * width**2 + 4 * width**3 // 3  # Gram, eigenvalues
         if "query" in layer.captured:
             query, key = layer.captured["query"], layer.captured["key"]
             work["attention"] += 2 * query.numel() * key.shape[2]
-        return measure(layer, *args, rows=rows, batches=batches, **kwargs)
+        return measure(self, layer, rows)
 
     def packed(parcel: Any) -> Tensor:
         content = pack(parcel)
         work["sent"] += len(content)
         return content
 
-    together.measure_layer = underway.measure_layer = measured
-    ranks._pack = packed
+    Evaluator.measure_layer = measured
+    group.pack = packed
     return work
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, GPT2Config
 
-import geomon.capture.snapshot
+import geomon.metrics.views
 from geomon import METRICS, Memory, Monitor
 from geomon.metrics.evaluate import sources_of
 
@@ -96,8 +96,8 @@ def _measure(layers: int, width: int, context: int, runs: int) -> tuple[list[str
 
     bare, unmonitored, inline, probe, capture = [], [], [], [], []
     parts: dict[str, list[float]] = defaultdict(list)
-    derived = geomon.capture.snapshot.DERIVED
-    geomon.capture.snapshot.DERIVED = clock.timed(derived)
+    derived = geomon.metrics.views.DERIVED
+    geomon.metrics.views.DERIVED = clock.timed(derived)
     for run in range(runs + 1):  # the first warms up
         bare.append(_seconds(lambda: train(None)))
         unmonitored.append(_seconds(lambda run=run: train(3 * run + 2)))  # type: ignore[misc]
@@ -109,7 +109,7 @@ def _measure(layers: int, width: int, context: int, runs: int) -> tuple[list[str
         capture.append(inline[-1] - sum(clock.seconds.values()))
         monitor.probe(3 * run + 5, {"input_ids": ids, "use_cache": False})
         probe.append(memory.readings[-1].seconds)
-    geomon.capture.snapshot.DERIVED = derived
+    geomon.metrics.views.DERIVED = derived
     rows = torch.randn(TOKENS, width)
     product = [_seconds(lambda: [own @ rows.T for own in rows.split(256)]) for _ in range(runs + 1)]
     step, beside, read, probed = (

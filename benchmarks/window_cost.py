@@ -28,7 +28,7 @@ from geomon import METRICS, Monitor, every
 from geomon.capture.anatomy.blocks import Anatomy, find_anatomy
 from geomon.capture.window import Window
 from geomon.lightning import GeometryMonitor
-from geomon.metrics.table import views_of
+from geomon.metrics import Evaluator
 
 CONTEXT, SEQUENCES, VOCABULARY = 64, 16, 205
 NEVER = every(10**9)  # but for step 0
@@ -142,7 +142,7 @@ def _layers_for(modules: int) -> int:
 
 
 def _open(anatomy: Anatomy) -> None:
-    with Window(anatomy, views_of(METRICS), rows=4096, seed=0):
+    with Window(anatomy, Evaluator(METRICS, 2).views, rows=4096, seed=0):
         pass
 
 

@@ -1,13 +1,15 @@
 """geomon: watch the geometry of a transformer's representations while it trains."""
 
+from importlib.metadata import version
+
 from geomon.description import describe
-from geomon.matrix import geometry
-from geomon.metrics.table import METRICS, MORE_METRICS, select
-from geomon.monitor.monitor import Monitor, __version__
-from geomon.monitor.schedule import every, log_spaced
-from geomon.one_shot import measure
-from geomon.record.reading import Reading, Readings, read
-from geomon.record.sinks import Memory, Sink, TensorBoard, WandB
+from geomon.metrics import METRICS, MORE_METRICS, select
+from geomon.monitor import Monitor, every, log_spaced
+from geomon.one_shot import geometry, measure
+from geomon.record import Reading, Readings, Sink, read
+from geomon.record.sinks import Memory, TensorBoard, WandB
+
+__version__ = version("geomon")
 
 __all__ = [
     "METRICS",

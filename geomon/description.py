@@ -1,5 +1,6 @@
-"""What would be watched in a model, by which route, and what cannot be seen: as text."""
+"""Description of a model as text: what would be watched, by which route, and what not."""
 
+import functools
 import inspect
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -8,31 +9,31 @@ from typing import Any
 
 from torch import nn
 
-from geomon.capture.anatomy.blocks import Anatomy, Attention, Block, Stack, find_anatomy
-from geomon.capture.anatomy.families import shown_name
-from geomon.capture.anatomy.projections import Sizes, find_sizes
-from geomon.capture.assemble import CROSS
-from geomon.capture.masks import NAMES as MASKS
-from geomon.capture.masks import OF_MEMORY
-from geomon.capture.probe import extra_pass
-from geomon.capture.selfcheck import complaint
-from geomon.capture.snapshot import CAPTURED, Layer
-from geomon.capture.window import Window
-from geomon.routes import ROUTES, UNKNOWN, forecast
+from geomon.capture import Anatomy, Window, extra_pass, find_anatomy, padding_arguments
+from geomon.capture.anatomy import Attention, Block, Stack, find_sizes, shown_name
+from geomon.capture.snapshot import CAPTURED, Layer, explain_missing
+
+# In words, by the routes of `geomon.capture.patches.AttentionObserver`.
+ROUTES = {
+    "interface": "through transformers' attention interface",
+    "sdpa": "through torch's scaled_dot_product_attention",
+    "softmax": "by hand: its scores are seen at the softmax",
+}
+_UNKNOWN = "by a route that the first pass shows"
 
 _WIDTH = 100
-_ROWS = 1024  # of the pass that settles what is seen
-_FORECAST = "read off the source; describe(model, inputs) settles them in one pass"
+_ROWS = 1024  # rows that are kept in the pass that shows what is seen
+_FROM_SOURCE = "read off the source; describe(model, inputs) settles them in one pass"
 
 _Row = tuple[str, str]
 
 
 @dataclass(frozen=True, repr=False)
 class Description:
-    """What would be watched in a model; `print` it.
+    """Description of what would be watched in a model; `print` it.
 
     Attributes:
-        title: The model, and what is watched of it in a line.
+        title: Class of the model and number of its blocks that are watched.
         rows: Label and text of each further line.
     """
 
@@ -40,7 +41,7 @@ class Description:
     rows: tuple[_Row, ...]
 
     def __str__(self) -> str:
-        """The lines, texts aligned and folded."""
+        """Align the texts in a column and fold long ones."""
         column = max(len(label) for label, _ in self.rows) + 2
         lines = [self.title]
         for label, text in self.rows:
@@ -57,23 +58,24 @@ def describe(
 ) -> Description:
     """Say what would be watched in a model: layers, heads, routes, and what cannot be seen and why.
 
-    Without inputs nothing is run, and routes are read off the model's source. With inputs one pass
-    settles them.
+    Without inputs the model is not run, and routes are predicted from its source. With inputs one
+    pass shows them.
 
     Args:
         model: Any module that contains a transformer, or another stack of blocks.
-        inputs: As of `measure`: a tensor, a dict of keyword arguments, a tuple of arguments, or a
-            function of the model.
-        blocks: Overrides the search for the blocks, as of `Monitor`.
+        inputs: Inputs of one pass: a tensor, a dict of keyword arguments, a tuple of arguments, or
+            a function of the model. None for no pass.
+        blocks: Regular expression that matches the whole names of the blocks, or the blocks
+            themselves; None to search for them.
 
     Raises:
-        ValueError: No blocks, or none that the pattern matches.
+        ValueError: There are no blocks, or none that `blocks` names.
     """
     anatomy = find_anatomy(model, blocks)
-    seen = None if inputs is None else _Seen(model, anatomy, inputs)
+    seen = None if inputs is None else _SeenModel(model, anatomy, inputs)
     rows: list[_Row] = []
     for stack in anatomy.stacks:
-        rows += _stack(stack, seen, several=len(anatomy.stacks) > 1)
+        rows += _stack_rows(stack, seen, several=len(anatomy.stacks) > 1)
     rows.append(("token ids", _token_ids(model, anatomy)))
     rows.append(("padding", _padding(anatomy)))
     for left_out in anatomy.left_out:
@@ -82,11 +84,11 @@ def describe(
     if seen is not None:
         rows += seen.remarks()
     elif any(block.attends for block in anatomy.blocks):
-        rows.append(("routes", _FORECAST))
-    return Description(f"{type(model).__name__}: {_in_a_line(anatomy)}", tuple(rows))
+        rows.append(("routes", _FROM_SOURCE))
+    return Description(f"{type(model).__name__}: {_count_blocks(anatomy)}", tuple(rows))
 
 
-def _in_a_line(anatomy: Anatomy) -> str:
+def _count_blocks(anatomy: Anatomy) -> str:
     parts = [
         _count(len(stack.blocks), "block") + (f" of the {stack.name}" if stack.name else "")
         for stack in anatomy.stacks
@@ -97,7 +99,7 @@ def _in_a_line(anatomy: Anatomy) -> str:
 # -- one stack -----------------------------------------------------------------------------------
 
 
-def _stack(stack: Stack, seen: "_Seen | None", *, several: bool) -> list[_Row]:
+def _stack_rows(stack: Stack, seen: "_SeenModel | None", *, several: bool) -> list[_Row]:
     depth = None if seen is None else seen.depth(stack)
     indent = "  " if several else ""
     rows = [(stack.name, "")] if several else []
@@ -105,12 +107,12 @@ def _stack(stack: Stack, seen: "_Seen | None", *, several: bool) -> list[_Row]:
     rows.append((f"{indent}hidden states", _hidden(stack, depth)))
     attending = [block for block in stack.blocks if block.attends]
     if attending:
-        rows += _attention(stack, attending, seen, indent, cross=False)
+        rows += _attention_rows(stack, attending, seen, indent, cross=False)
     else:
         rows.append((f"{indent}attention", "none in these blocks: hidden states only"))
-    crossing = [block for block in stack.blocks if block.place_of(cross=True) is not None]
+    crossing = [block for block in stack.blocks if block.attention_index(cross=True) is not None]
     if crossing:
-        rows += _attention(stack, crossing, seen, indent, cross=True)
+        rows += _attention_rows(stack, crossing, seen, indent, cross=True)
     return rows
 
 
@@ -129,25 +131,25 @@ def _hidden(stack: Stack, depth: int | None) -> str:
     return f"layer 0 enters the first block, layers 1 to {count} leave the blocks{calls}"
 
 
-def _attention(
-    stack: Stack, blocks: list[Block], seen: "_Seen | None", indent: str, *, cross: bool
+def _attention_rows(
+    stack: Stack, blocks: list[Block], seen: "_SeenModel | None", indent: str, *, cross: bool
 ) -> list[_Row]:
-    places = [(block, block.place_of(cross=cross)) for block in blocks]
-    found = [block.attentions[place] for block, place in places if place is not None]
+    indices = [(block, block.attention_index(cross=cross)) for block in blocks]
+    found = [block.attentions[index] for block, index in indices if index is not None]
     few = len(blocks) < len(stack.blocks)
     some = f"in {len(blocks)} of {len(stack.blocks)} blocks, " if few else ""
-    routes = seen.routes(stack, cross) if seen else {forecast(attention) for attention in found}
-    words = " or ".join(ROUTES.get(str(route), UNKNOWN) for route in sorted(routes, key=str))
-    heads = _heads({find_sizes(a.projections, [a.module]) for a in found})
-    label = f"{indent}{CROSS}-attention" if cross else f"{indent}attention"
+    routes = seen.routes(stack, cross) if seen else {predict_route(a) for a in found}
+    words = " or ".join(ROUTES.get(str(route), _UNKNOWN) for route in sorted(routes, key=str))
+    label = f"{indent}cross-attention" if cross else f"{indent}attention"
     return [
-        (label, f"{some}{heads}{words or UNKNOWN}"),
-        (f"{indent}Q, K projected", _projected(found, settled=seen is not None)),
+        (label, f"{some}{_heads(found)}{words or _UNKNOWN}"),
+        (f"{indent}Q, K projected", _projections(found, settled=seen is not None)),
     ]
 
 
-def _heads(sizes: set[Sizes]) -> str:
-    """The heads in words, with a comma after them; nothing where they are not known."""
+def _heads(attentions: list[Attention]) -> str:
+    """Say how many heads there are, with a comma after it; "" where that is not known."""
+    sizes = {find_sizes(a.projections, [a.module]) for a in attentions}
     known = sorted({size for size in sizes if size.heads is not None}, key=str)
     if len(known) != 1:
         counts = sorted({size.heads for size in known if size.heads is not None})
@@ -158,10 +160,10 @@ def _heads(sizes: set[Sizes]) -> str:
     return f"{text}, {_count(key_heads or 0, 'key head')}, " if grouped else f"{text}, "
 
 
-def _projected(found: list[Attention], *, settled: bool) -> str:
-    if not found:
+def _projections(attentions: list[Attention], *, settled: bool) -> str:
+    if not attentions:
         return "not seen: no projections under a name that the field gives them"
-    first = found[0]
+    first = attentions[0]
     path = f"{first.name}." if first.name else ""
     names = first.projections.names
     if first.projections.kind == "multihead":
@@ -184,19 +186,14 @@ def _token_ids(model: nn.Module, anatomy: Anatomy) -> str:
 
 
 def _padding(anatomy: Anatomy) -> str:
-    known: dict[str, None] = {}
-    for stack in anatomy.stacks:
-        for module in stack.above:
-            parameters = inspect.signature(module.forward).parameters
-            known |= dict.fromkeys(name for name in MASKS if name in parameters)
-    if not any(block.place_of(cross=True) is not None for block in anatomy.blocks):
-        known = {name: None for name in known if not name.startswith(OF_MEMORY)}
-    if not known:
+    names = padding_arguments(anatomy)
+    if not names:
         return "no mask is taken by the modules around the blocks: all rows count"
-    return f"left out, going by {_listed(known)}"
+    return f"left out, going by {_listed(names)}"
 
 
 def _listed(words: Iterable[str], most: int = 3) -> str:
+    """Join words with commas; those after the first `most` are counted."""
     every = list(words)
     shown, rest = every[:most], len(every) - most
     if rest > 0:
@@ -208,36 +205,81 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+# -- routes that the source predicts -------------------------------------------------------------
+
+
+def predict_route(attention: Attention) -> str | None:
+    """Predict the route of an attention from the source of its class; the first pass shows it.
+
+    Args:
+        attention: An attention of a block.
+
+    Returns:
+        "interface", "sdpa" or "softmax"; None where the source does not decide it.
+    """
+    if attention.projections.kind == "multihead":
+        return "sdpa"
+    source = _source(attention.module)
+    if "get_interface(" in source:
+        return "interface"
+    attends, takes_softmax = "scaled_dot_product_attention(" in source, "oftmax(" in source
+    if attends and takes_softmax:
+        asked = getattr(getattr(attention.module, "config", None), "_attn_implementation", None)
+        return {"sdpa": "sdpa", "eager": "softmax"}.get(str(asked))
+    return "sdpa" if attends else "softmax" if takes_softmax else None
+
+
+def _source(module: nn.Module) -> str:
+    """Join the sources of the module's class and its base classes, as far as there are sources."""
+    return "\n".join(
+        _class_source(kind) for kind in type(module).__mro__ if kind not in (nn.Module, object)
+    )
+
+
+@functools.cache  # all blocks of a model have the same classes
+def _class_source(kind: Any) -> str:
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):
+        return ""
+
+
 # -- what one pass shows -------------------------------------------------------------------------
 
 
-class _Seen:
-    """What was seen of a model in one pass."""
+class _SeenModel:
+    """Everything that was seen of a model in one pass.
+
+    Args:
+        model: The model.
+        anatomy: Anatomy of the model.
+        inputs: Inputs of the pass.
+    """
 
     def __init__(self, model: nn.Module, anatomy: Anatomy, inputs: Any) -> None:
         views = set(CAPTURED)
         self._window = Window(anatomy, views, rows=_ROWS, seed=0)
         extra_pass(model, inputs, self._window)
         self._snapshot = self._window.snapshot()
-        self._complaint = complaint(self._snapshot, views)
+        self._unseen = explain_missing(self._snapshot, views)
 
     def depth(self, stack: Stack) -> int:
-        """Number of layers."""
+        """Count the layers of a stack."""
         layers = [x for x in self._snapshot.layers if x.stack == stack.name and x.index > 0]
         return len(layers) or len(stack.blocks)
 
     def routes(self, stack: Stack, cross: bool) -> set[str]:
-        """Where attention was seen."""
+        """List the routes by which attention was seen."""
         return self._window.routes(stack.name, cross=cross)
 
     def remarks(self) -> list[_Row]:
-        """What is true of what was seen, and what was not seen."""
-        rows = [("note", note.text) for note in self._snapshot.notes]
+        """Make the rows on what was seen, and on what was not seen and why."""
+        rows = [("note", note.text) for note in self._snapshot.info.notes]
         for view, words in (("query", "Q, K as attended"), ("token_ids", "token ids")):
             for stack, reason in self._reasons(view):
                 where = f" of the {stack}" if stack else ""
                 rows.append(("not seen", f"{words}{where}: {reason}"))
-        return rows + ([("not seen", self._complaint)] if self._complaint else [])
+        return rows + ([("not seen", self._unseen)] if self._unseen else [])
 
     def _reasons(self, view: str) -> dict[tuple[str, str], None]:
         layers: list[Layer] = [

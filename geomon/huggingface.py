@@ -1,4 +1,4 @@
-"""GeometryMonitor, the Hugging Face callback: Trainer's events, translated into `monitor(step)`.
+"""GeometryMonitor, the Hugging Face callback: Trainer's events, translated into calls of a session.
 
 The Trainer has no event between forward and backward, none when training raises, and none that
 hands a callback what would report its values; the comments below say how each is made up for.
@@ -7,36 +7,25 @@ hands a callback what would report its values; the comments below say how each i
 import functools
 import inspect
 import logging
-import math
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 from torch import nn
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.integrations import TensorBoardCallback, WandbCallback
 from transformers.trainer_callback import CallbackHandler
 
-from geomon.capture.anatomy.blocks import find_anatomy
-from geomon.metrics.table import METRICS, Metric, check_metrics
-from geomon.monitor.monitor import Monitor
-from geomon.monitor.options import check_counts
-from geomon.monitor.schedule import Schedule, check_schedule
-from geomon.record.reading import Reading
-from geomon.record.sinks import Sink
-from geomon.record.tags import layout
-from geomon.show.pictures import Pictures
+from geomon.monitor import CallbackOptions, CallbackSession, show_callback_options
+from geomon.record import Reading, Sink
+from geomon.record.sinks import ChartLayout, post_picture_to_writer
+from geomon.show import Pictures
 
 log = logging.getLogger("geomon")
 
-_SHOWS_PICTURES = (TensorBoardCallback, WandbCallback)
 
-# What a callback holds of the training that is going on, and no copy of it takes along.
-_OF_A_TRAINING = {"_monitor", "_window", "_forward_end", "_callable"}
-
-
+@show_callback_options
 class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
     """Watch the geometry of a model's representations while a `transformers.Trainer` trains it.
 
@@ -46,125 +35,62 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
 
     Without `probe` the training forward itself is watched (dropout on, no extra pass): of a step
     with accumulated gradients the first one. With `probe` an extra pass on fixed inputs runs before
-    the step, and once more at the end of training: comparable from step to step.
+    the step, and once more at the end of training: comparable from step to step. The last step is
+    always read.
 
     Args:
-        metrics: From a name to a function of views.
-        schedule: From a step to whether a reading is due; step 0 and the last always are.
-        tokens: Rows in one batch of the estimate.
-        batches: Largest number of such batches.
-        probe: Fixed inputs for the model, or a function of it.
-        directory: Where `readings.jsonl` is written; None takes the Trainer's `output_dir`.
-        sinks: Where readings go besides what the Trainer reports to.
-        budget: Largest share of the training's time that geomon may take; None for no limit.
-        gather: With several ranks, whether a reading is that of the rows of all.
-        background: Whether rows are measured in a thread while the training goes on; None does so
-            on an accelerator.
-        max_capture_mb: Largest memory of what one reading keeps of a pass; None for no limit.
-        seed: Of the private generator that draws rows.
-        strict: Raise what goes wrong in a reading, instead of a warning and a missing value.
-        blocks: Overrides the search for the blocks.
-        pictures: Whether TensorBoard and W&B get the profile over depth and the matrices of heads
-            by layer, each time the step has doubled.
+        {options}
 
     Raises:
-        ValueError: An unknown view, a schedule that never fires, a number out of range. When
-            training starts: no blocks in the model, a directory that cannot be written.
+        TypeError: An argument has a name that does not exist.
+        ValueError: A metric reads an unknown view, the schedule never fires, or a number is out of
+            range. When training starts: no blocks in the model, a directory that cannot be written.
     """
 
-    _monitor: Monitor | None = None
-    _window: AbstractContextManager[None] | None = None
-    _forward_end: "_ForwardEnd | None" = None
-    _callable: tuple[nn.Module, ...] = ()  # modules one of which is called for the loss
-    _last = math.inf  # the last step
-
-    def __init__(
-        self,
-        *,
-        metrics: Mapping[str, Metric] = METRICS,
-        schedule: Schedule | None = None,
-        tokens: int = 4096,
-        batches: int = 2,
-        probe: Any = None,
-        directory: str | os.PathLike[str] | None = None,
-        sinks: Sequence[Sink] = (),
-        budget: float | None = None,
-        gather: bool = True,
-        background: bool | None = None,
-        max_capture_mb: float | None = None,
-        seed: int = 0,
-        strict: bool = False,
-        blocks: str | Sequence[nn.Module] | None = None,
-        pictures: bool = True,
-    ) -> None:
-        check_counts(tokens=tokens, batches=batches)
-        if schedule is not None:
-            check_schedule(schedule)
-        self._settings: dict[str, Any] = {
-            "metrics": check_metrics(metrics), "schedule": schedule, "tokens": tokens,
-            "batches": batches, "probe": probe, "gather": gather, "budget": budget,
-            "background": background, "max_capture_mb": max_capture_mb, "seed": seed,
-            "strict": strict, "blocks": blocks,
-        }  # fmt: skip
-        self._directory = directory
-        self._sinks = list(sinks)
-        self._pictures = pictures
+    def __init__(self, **options: Unpack[CallbackOptions]) -> None:
+        self._session = CallbackSession(options, type(self).__name__)
 
     @property
     def overhead(self) -> float:
         """Share of the training's wall time that geomon took; NaN before training."""
-        return self._monitor.overhead if self._monitor is not None else math.nan
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The settings alone: a copy made while training goes on starts with its own training."""
-        return {name: value for name, value in vars(self).items() if name not in _OF_A_TRAINING}
+        return self._session.overhead
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, **event: Any
     ) -> None:
         """Find the blocks and what reports; the model and its step are as training starts."""
-        self._drop()
-        callbacks = _handler().callbacks
-        sinks: list[Sink] = [*self._sinks]
-        sinks.append(_Reports(callbacks, args, state, control, {"model": model, **event}))
-        if self._pictures and any(isinstance(callback, _SHOWS_PICTURES) for callback in callbacks):
-            post = functools.partial(_post, callbacks)
-            sinks.append(Pictures(post, affords=self._affords))
-        directory = self._directory or args.output_dir
-        self._monitor = Monitor(model, directory=directory, sinks=sinks, **self._settings)
-        self._last = state.max_steps - 1
-        self._callable = ()
-        if self._settings["probe"] is not None:
-            return
-        if args.n_gpu > 1:
+        reports = _Reports(_handler().callbacks, args, state, control, {"model": model, **event})
+        sinks: list[Sink] = [reports]
+        if self._session.options["pictures"] and reports.show_pictures:
+            sinks.append(Pictures(reports.post, affords=self._session.affords))
+        self._session.start(model, state.global_step, args.output_dir, sinks)
+        if args.n_gpu > 1 and not self._session.probes:
             log.warning(
                 "the training forward cannot be watched on copies of the model in threads "
                 "(DataParallel): start one process for each GPU, with torchrun, or give probe="
             )
-        else:
-            self._callable = _around_blocks(model, self._settings["blocks"])
 
-    def on_step_begin(
-        self, args: Any, state: Any, control: Any, model: Any = None, **event: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **event: Any) -> None:
         """Probe, or open the window on the step's first forward pass."""
-        self._probe(state.global_step)
-        if self._monitor is not None and self._callable:
-            force = state.global_step == self._last
-            if self._monitor.due(state.global_step, force=force):
-                # Open before the call and not in it: a compiled model must be told to run eagerly
-                # from outside, and masks are read as they enter the outermost module.
-                self._window = self._monitor(state.global_step, force=force)
-                self._window.__enter__()
-                self._forward_end = _ForwardEnd(self._callable, self._shut)
+        self._session.probe(state.global_step)
+        # Open before the call and not in it: a compiled model must be told to run eagerly from
+        # outside, and masks are read as they enter the outermost module.
+        if self._session.probes or args.n_gpu > 1:
+            return
+        window = self._session.open(
+            state.global_step, force=state.global_step == state.max_steps - 1
+        )
+        if window is not None and self._session.monitor is not None:
+            around = self._session.monitor.modules_around_blocks()
+            window.callback(_ForwardEnd(around, self._session.close).remove)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **event: Any) -> None:
         """Close the window if the loss was computed without calling the model."""
-        self._shut()
+        self._session.close()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **event: Any) -> None:
         """The same, where one batch makes a step: the weights are still those that were seen."""
-        self._shut()
+        self._session.close()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **event: Any) -> None:
         """The end, before the Trainer may load the best weights in place of the last."""
@@ -183,47 +109,9 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
     def _end(self, step: int | None) -> None:
         """The last probe, and the last pictures: at `on_train_end` TensorBoard is closed."""
         if step is not None:
-            self._probe(step, force=True)
-        if self._monitor is not None:
-            self._monitor.close()
-
-    def _affords(self, seconds: float) -> bool:
-        return self._monitor is None or self._monitor.affords(seconds)
-
-    def _probe(self, step: int, *, force: bool = False) -> None:
-        """Read the fixed inputs, if there are any and a reading is due."""
-        if self._monitor is None or self._settings["probe"] is None:
-            return
-        if force and not self._monitor.affords_reading():
-            return
-        if self._monitor.due(step, source="probe", force=force):
-            self._monitor.probe(step)
-
-    def _shut(self, error: BaseException | None = None) -> None:
-        """Close the window, if one is open; after an error nothing is measured."""
-        window, self._window = self._window, None
-        end, self._forward_end = self._forward_end, None
-        if end is not None:
-            end.remove()
-        if window is not None:
-            window.__exit__(type(error) if error else None, error, None)
-
-    def _drop(self) -> None:
-        """Close a window on which no forward pass was run: there is nothing to measure."""
-        self._shut(GeneratorExit())
-
-
-def _around_blocks(
-    model: nn.Module, blocks: str | Sequence[nn.Module] | None
-) -> tuple[nn.Module, ...]:
-    """The model and what holds its blocks: some trainers call a part of it for their loss."""
-    found = find_anatomy(model, blocks).blocks
-    inside = {module for block in found for module in block.module.modules()}
-    return tuple(
-        module
-        for module in model.modules()
-        if module not in inside and not inside.isdisjoint(module.modules())
-    )
+            self._session.probe(step, last=True)
+        if self._session.monitor is not None:
+            self._session.monitor.close()
 
 
 class _ForwardEnd:
@@ -273,21 +161,23 @@ class _Reports:
     """
 
     def __init__(
-        self, callbacks: list[Any], args: Any, state: Any, control: Any, event: Mapping[str, Any]
+        self, callbacks: list[Any], args: Any, state: Any, control: Any, event: dict[str, Any]
     ) -> None:
         self._callbacks = callbacks
-        self._of_training = (args, state, control)
+        self._training = (args, state, control)
         self._event = event
-        self._laid_out = False
+        self._layout = ChartLayout("train/")
+        self._has_wandb = any(isinstance(callback, WandbCallback) for callback in callbacks)
+        self._boards = [c for c in callbacks if isinstance(c, TensorBoardCallback)]
+        self.show_pictures = bool(self._boards) or self._has_wandb
 
     def write(self, reading: Reading) -> None:
-        args, state, control = self._of_training
+        args, state, control = self._training
         # A reading may be of an earlier step, put off by the budget or measured in the background.
         then = replace(state, global_step=reading.step)
         # The history is saved as JSON with each checkpoint: a number of another kind ends the run.
         logs = {tag: float(value) for tag, value in reading.charted().items()}
-        if not self._laid_out:
-            self._lay_out(logs)
+        self._layout.write_once(reading, self._writers())
         if state.epoch is not None:
             logs["epoch"] = state.epoch
         state.log_history.append({**logs, "step": reading.step})
@@ -295,16 +185,20 @@ class _Reports:
             if not isinstance(callback, PrinterCallback | ProgressCallback):
                 callback.on_log(args, then, control, logs=dict(logs), **self._event)
 
+    def post(self, name: str, image: Any, step: int) -> None:
+        for writer in self._writers():
+            post_picture_to_writer(writer, name, image, step)
+        if self._has_wandb:
+            import wandb
+
+            if wandb.run is not None:
+                wandb.log({name: wandb.Image(image), "train/global_step": step})
+
     def close(self) -> None: ...
 
-    def _lay_out(self, logs: Mapping[str, float]) -> None:
-        self._laid_out = True
-        charts = {
-            f"train/{title}": [kind, [f"train/{pattern}" for pattern in patterns]]
-            for title, (kind, patterns) in layout(logs)["geomon"].items()
-        }
-        for writer in _writers(self._callbacks):
-            writer.add_custom_scalars({"geomon": charts})
+    def _writers(self) -> list[Any]:
+        """TensorBoard's writers, which the Trainer makes as training begins."""
+        return [board.tb_writer for board in self._boards if board.tb_writer is not None]
 
 
 def _handler() -> Any:
@@ -320,23 +214,6 @@ def _handler() -> Any:
             return caller
         frame = frame.f_back
     raise RuntimeError("GeometryMonitor's events are the Trainer's to call: Trainer(callbacks=...)")
-
-
-def _writers(callbacks: Iterable[Any]) -> list[Any]:
-    """TensorBoard's writers."""
-    boards = [callback for callback in callbacks if isinstance(callback, TensorBoardCallback)]
-    return [board.tb_writer for board in boards if board.tb_writer is not None]
-
-
-def _post(callbacks: Iterable[Any], name: str, image: Any, step: int) -> None:
-    """Show a picture wherever the Trainer reports to something that shows pictures."""
-    for writer in _writers(callbacks):
-        writer.add_image(name, image, step, dataformats="HWC")
-    if any(isinstance(callback, WandbCallback) for callback in callbacks):
-        import wandb
-
-        if wandb.run is not None:
-            wandb.log({name: wandb.Image(image), "train/global_step": step})
 
 
 __all__ = ["GeometryMonitor"]

@@ -1,31 +1,19 @@
-"""GeometryMonitor, the Lightning callback: Lightning's events, translated into `monitor(step)`."""
+"""GeometryMonitor, the Lightning callback: Lightning's events, translated for a session."""
 
 import math
-import os
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import lightning as L
-import torch
-from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
-from torch import nn
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 
-from geomon.metrics.table import METRICS, Metric, check_metrics
-from geomon.monitor.monitor import Monitor
-from geomon.monitor.options import check_counts
-from geomon.monitor.schedule import Schedule, check_schedule, log_spaced
-from geomon.record.reading import Reading
-from geomon.record.sinks import Sink
-from geomon.record.tags import layout
-from geomon.show.pictures import Pictures
-
-# What a callback holds of the training that is going on, and no copy of it takes along; the last
-# two are Lightning's, methods of the module.
-_OF_A_TRAINING = {"_monitor", "_window", "log", "log_dict"}
+from geomon.monitor import CallbackOptions, CallbackSession, show_callback_options
+from geomon.record import Reading, Sink
+from geomon.record.sinks import ChartLayout, post_picture_to_writer
+from geomon.show import Pictures
 
 
+@show_callback_options
 class GeometryMonitor(L.Callback):
     """Watch the geometry of a model's representations while Lightning trains it.
 
@@ -38,212 +26,105 @@ class GeometryMonitor(L.Callback):
     before the batch, and once more at the end of training: comparable from step to step.
 
     Of the batches of one step (accumulated gradients) the first is read. Where a batch makes two
-    steps (two optimizers) and passes over one that is due, the batch that comes next is read.
+    steps (two optimizers) and passes over one that is due, the batch that comes next is read. The
+    last step is always read.
 
     Args:
-        metrics: From a name to a function of views.
-        schedule: From a step to whether a reading is due; step 0 and the last always are.
-        tokens: Rows in one batch of the estimate.
-        batches: Largest number of such batches.
-        probe: Fixed inputs for the LightningModule's `forward`, or a function of it.
-        directory: Where `readings.jsonl` is written; None takes the first logger's folder.
-        sinks: Where readings go besides the trainer's loggers.
-        budget: Largest share of the training's time that geomon may take; None for no limit.
-        gather: With several ranks, whether a reading is that of the rows of all.
-        background: Whether rows are measured in a thread while the training goes on; None does so
-            on an accelerator.
-        max_capture_mb: Largest memory of what one reading keeps of a pass; None for no limit.
-        seed: Of the private generator that draws rows.
-        strict: Raise what goes wrong in a reading, instead of a warning and a missing value.
-        blocks: Overrides the search for the blocks.
-        pictures: Whether loggers that show pictures get the profile over depth and the matrices of
-            heads by layer, each time the step has doubled.
+        {options}
 
     Raises:
-        ValueError: An unknown view, a schedule that never fires, a number out of range. When
-            training starts: no blocks in the model, a directory that cannot be written.
+        TypeError: An argument has a name that does not exist.
+        ValueError: A metric reads an unknown view, the schedule never fires, or a number is out of
+            range. When training starts: no blocks in the model, a directory that cannot be written.
     """
 
-    _monitor: Monitor | None = None
-    _window: AbstractContextManager[None] | None = None
-    _step = 0  # of the batch that is looked at
-    _last = math.inf  # the last step, where its number is known
-
-    def __init__(
-        self,
-        *,
-        metrics: Mapping[str, Metric] = METRICS,
-        schedule: Schedule | None = None,
-        tokens: int = 4096,
-        batches: int = 2,
-        probe: Any = None,
-        directory: str | os.PathLike[str] | None = None,
-        sinks: Sequence[Sink] = (),
-        budget: float | None = None,
-        gather: bool = True,
-        background: bool | None = None,
-        max_capture_mb: float | None = None,
-        seed: int = 0,
-        strict: bool = False,
-        blocks: str | Sequence[nn.Module] | None = None,
-        pictures: bool = True,
-    ) -> None:
-        check_counts(tokens=tokens, batches=batches)
-        self._schedule = check_schedule(log_spaced() if schedule is None else schedule)
-        self._settings: dict[str, Any] = {
-            "metrics": check_metrics(metrics), "schedule": self._schedule, "tokens": tokens,
-            "batches": batches, "probe": probe, "gather": gather, "budget": budget,
-            "background": background, "max_capture_mb": max_capture_mb, "seed": seed,
-            "strict": strict, "blocks": blocks,
-        }  # fmt: skip
-        self._directory = directory
-        self._sinks = list(sinks)
-        self._pictures = pictures
-        self._seen: int | None = None  # step of the last batch that was looked at
+    def __init__(self, **options: Unpack[CallbackOptions]) -> None:
+        self._session = CallbackSession(options, type(self).__name__)
+        self._last_step = math.inf  # the last step of the run, where its number is known
 
     @property
     def overhead(self) -> float:
         """Share of the training's wall time that geomon took; NaN before training."""
-        return self._monitor.overhead if self._monitor is not None else math.nan
+        return self._session.overhead
 
     @property
     def state_key(self) -> str:
-        """Tells the callbacks of one trainer apart in its checkpoints, by their settings."""
-        blocks = self._settings["blocks"]
-        return self._generate_state_key(
-            **{name: self._settings[name] for name in ("tokens", "batches", "seed")},
-            blocks=blocks if isinstance(blocks, str) else None,
-            metrics=list(self._settings["metrics"]),
-            schedule=getattr(self._schedule, "__qualname__", repr(self._schedule)),
-            source="inline" if self._settings["probe"] is None else "probe",
-            directory=None if self._directory is None else os.fspath(self._directory),
-        )
+        """Tells the callbacks of one trainer apart in its checkpoints, by their options."""
+        return self._generate_state_key(**self._session.summary())
 
     def state_dict(self) -> dict[str, Any]:
-        """The last step that was looked at; what was measured is in the record."""
-        return {"seen": self._seen}
+        """The last step that was watched; what was measured is in the record."""
+        return {"seen": self._session.last_seen}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on after the step that `state_dict` names."""
-        self._seen = state_dict["seen"]
+        """Go on after the step that the state names."""
+        self._session.last_seen = state_dict["seen"]
 
     def __getstate__(self) -> dict[str, Any]:
-        """The settings alone: a copy made while training goes on starts with its own training."""
-        return {name: value for name, value in vars(self).items() if name not in _OF_A_TRAINING}
+        """No copy takes along the module's methods, which Lightning places on its callbacks."""
+        return {
+            name: value for name, value in vars(self).items() if name not in ("log", "log_dict")
+        }
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Find the blocks and open the record: on a resume the step is right only from here on."""
         folder = trainer.log_dir  # a collective: every rank asks
-        directory = self._directory or Path(folder or trainer.default_root_dir)
-        sinks: list[Sink] = [*self._sinks]
-        if trainer.loggers:
-            sinks.append(_Loggers(trainer))
-        posts = [post for logger in trainer.loggers if (post := _post_to(logger))]
-        if self._pictures and posts:
-            sinks.append(
-                Pictures(
-                    lambda name, image, step: [p(name, image, step) for p in posts],
-                    affords=self._affords,
-                )
-            )
-        self._monitor = Monitor(pl_module, directory=directory, sinks=sinks, **self._settings)
-        self._last = trainer.estimated_stepping_batches - 1
-        if self._seen is None or self._seen >= trainer.global_step:  # not the run that it was of
-            self._seen = trainer.global_step - 1
+        loggers = _Loggers(trainer)
+        sinks: list[Sink] = [loggers] if trainer.loggers else []
+        if self._session.options["pictures"] and loggers.show_pictures:
+            sinks.append(Pictures(loggers.post, affords=self._session.affords))
+        directory = Path(folder or trainer.default_root_dir)
+        self._session.start(pl_module, trainer.global_step, directory, sinks)
+        self._last_step = trainer.estimated_stepping_batches - 1
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Probe, or open the window on this batch's forward pass."""
-        self._drop()
-        if self._monitor is None or not trainer.training or trainer.sanity_checking:
-            return
-        self._step = trainer.global_step
-        # Under a budget what is passed over is put off, and not forced.
-        owed = self._settings["budget"] is None and self._is_owed(self._step)
-        if self._settings["probe"] is None:
-            force = owed or self._is_last(trainer, pl_module)
-            self._window = self._monitor(self._step, force=force)
-            self._window.__enter__()
-        else:
-            if self._monitor.due(self._step, source="probe", force=owed):
-                self._probe(trainer, self._step)
-            self._seen = self._step
+        self._session.discard()
+        if trainer.training and not trainer.sanity_checking:
+            # In the precision that training has, outside of its autocast cache.
+            self._session.probe(
+                trainer.global_step, around=trainer.precision_plugin.forward_context
+            )
+            if not self._session.probes:
+                self._session.open(trainer.global_step, force=self._is_last(trainer, pl_module))
 
-    def on_before_backward(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, loss: torch.Tensor
-    ) -> None:
+    def on_before_backward(self, *event: Any) -> None:
         """The forward pass is over: close the window and measure."""
-        self._shut()
+        self._session.close()
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any, **kwargs: Any
-    ) -> None:
+    def on_train_batch_end(self, *event: Any, **more: Any) -> None:
         """Close the window of a batch that had no backward pass."""
-        self._shut()
+        self._session.close()
 
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_epoch_end(self, *event: Any) -> None:
         """A batch that the module skipped, with -1, ends the epoch and has no end of its own."""
-        self._drop()
+        self._session.discard()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The last reading, and the end."""
-        self._drop()
-        monitor = self._monitor if self._settings["probe"] is not None else None
-        if monitor is not None and monitor.affords_reading():
-            self._probe(trainer, trainer.global_step)
-        self._close()
+        self._session.discard()
+        forward_context = trainer.precision_plugin.forward_context
+        self._session.probe(trainer.global_step, last=True, around=forward_context)
+        self._session.finish()
 
-    def on_exception(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave nothing on the model: no other event follows an exception or Ctrl-C."""
-        self._shut(exception)
-        self._close()
+        self._session.close(exception)
+        self._session.finish()
 
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Whatever the way out was."""
-        self._drop()
-        self._close()
-
-    def _probe(self, trainer: L.Trainer, step: int) -> None:
-        """In the precision that training has, outside of its autocast cache."""
-        assert self._monitor is not None
-        with trainer.precision_plugin.forward_context():
-            self._monitor.probe(step)
-
-    def _affords(self, seconds: float) -> bool:
-        return self._monitor is None or self._monitor.affords(seconds)
-
-    def _is_owed(self, step: int) -> bool:
-        """Whether a due step was passed over since the last batch: two optimizers step twice."""
-        assert self._seen is not None
-        return any(map(self._schedule, range(self._seen + 1, step)))
+    def teardown(self, *event: Any, **more: Any) -> None:
+        """Leave nothing on the model, whatever the way out was."""
+        self._session.finish()
 
     def _is_last(self, trainer: L.Trainer, pl_module: L.LightningModule) -> bool:
         """Whether no step comes after this batch's, as far as that can be known beforehand."""
-        if pl_module.automatic_optimization:
-            return self._step == self._last
-        assert self._seen is not None
+        step, last_seen = trainer.global_step, self._session.last_seen
+        if pl_module.automatic_optimization or last_seen is None:
+            return step == self._last_step
         last_batch = trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs
-        stepped = self._step - self._seen  # by the batch before
-        return last_batch or 0 < trainer.max_steps <= self._step + stepped
-
-    def _shut(self, error: BaseException | None = None) -> None:
-        """Close the window, if one is open; after an error nothing is measured."""
-        window, self._window = self._window, None
-        if window is not None:
-            if error is None:
-                self._seen = self._step
-            window.__exit__(type(error) if error else None, error, None)
-
-    def _drop(self) -> None:
-        """Close a window on which no forward pass was run: there is nothing to measure."""
-        self._shut(GeneratorExit())
-
-    def _close(self) -> None:
-        if self._monitor is not None:
-            self._monitor.close()
+        return last_batch or 0 < trainer.max_steps <= 2 * step - last_seen  # as many steps again
 
 
 class _Loggers:
@@ -251,42 +132,34 @@ class _Loggers:
 
     def __init__(self, trainer: L.Trainer) -> None:
         self._trainer = trainer
-        self._laid_out = False
+        self._layout = ChartLayout()
+        loggers = trainer.loggers
+        self._boards = [x.experiment for x in loggers if isinstance(x, TensorBoardLogger)]
+        self._wandb = [logger for logger in loggers if isinstance(logger, WandbLogger)]
+        self.show_pictures = bool(self._boards or self._wandb)
 
     def write(self, reading: Reading) -> None:
-        if not self._laid_out:
-            self._lay_out(reading)
-        step = self._place(reading.step)
+        self._layout.write_once(reading, self._boards)
+        step = self._axis_step(reading.step)
         for logger in self._trainer.loggers:
             logger.log_metrics(reading.charted(), step=step)
+
+    def post(self, name: str, image: Any, step: int) -> None:
+        for writer in self._boards:
+            post_picture_to_writer(writer, name, image, step)
+        for logger in self._wandb:
+            logger.log_image(name, [image])
 
     def close(self) -> None:
         for logger in self._trainer.loggers:
             logger.save()
 
-    def _place(self, step: int) -> int:
+    def _axis_step(self, step: int) -> int:
         """Where a step is on that axis: several optimizers make several steps of one batch."""
-        place: int = self._trainer.fit_loop.epoch_loop._batches_that_stepped
+        batches: int = self._trainer.fit_loop.epoch_loop._batches_that_stepped
         now = self._trainer.global_step
         # A reading may be of an earlier step, put off by the budget or measured in the background.
-        return place if step >= now else round(step * place / now)
-
-    def _lay_out(self, reading: Reading) -> None:
-        for logger in self._trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                logger.experiment.add_custom_scalars(layout(reading.charted()))
-        self._laid_out = True
-
-
-def _post_to(logger: Logger) -> Any:
-    """A function (name, image, step) that shows a picture in the logger; None where none can be."""
-    if isinstance(logger, TensorBoardLogger):
-        return lambda name, image, step: logger.experiment.add_image(
-            name, image, step, dataformats="HWC"
-        )
-    if isinstance(logger, WandbLogger):
-        return lambda name, image, step: logger.log_image(name, [image])
-    return None
+        return batches if step >= now else round(step * batches / now)
 
 
 __all__ = ["GeometryMonitor"]

@@ -1,18 +1,17 @@
-"""A still: the geometry of a model at one moment, without training and without a record."""
+"""One look without training and without a record: `measure` a model, the `geometry` of rows."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from geomon.capture.anatomy.blocks import find_anatomy
-from geomon.capture.probe import extra_pass
-from geomon.capture.sampling import drawing_seed
-from geomon.capture.selfcheck import NotSeenError, complaint
-from geomon.capture.window import Window
-from geomon.metrics.evaluate import evaluate
-from geomon.metrics.table import METRICS, Metric, check_metrics, views_of
-from geomon.monitor.options import check_counts
+from geomon.capture import Window, derive_seed, extra_pass, find_anatomy
+from geomon.capture.snapshot import Layer, NotSeenError, explain_missing
+from geomon.metrics import METRICS, Evaluator, Metric, check_metrics
+from geomon.monitor import check_count
+
+_LAYER = 1
 
 
 def measure(
@@ -31,28 +30,119 @@ def measure(
         model: Any module that contains a transformer.
         inputs: A tensor, a dict of keyword arguments, a tuple of arguments, or a function of the
             model.
-        metrics: As of `Monitor`, and so are the rest.
-        tokens: Rows in one batch of the estimate.
-        batches: Largest number of such batches.
-        seed: Of the private generator that draws rows.
-        blocks: Overrides the search for the blocks.
+        metrics: Metrics to measure: a dict from a name to a function of views.
+        tokens: Number of rows of hidden states in one split of the estimate.
+        batches: Largest number of splits, from which the deviation of each estimate is computed.
+        seed: Seed of the private generator that samples rows.
+        blocks: The blocks of the model, where the search does not find them: a regular expression
+            that matches their whole names, or the modules.
 
     Raises:
-        ValueError: As `Monitor`.
+        ValueError: The model has no blocks, a metric reads an unknown view, or a number is out of
+            range.
         NotSeenError: Something that the metrics read was not seen in the pass.
     """
-    check_counts(tokens=tokens, batches=batches)
-    checked = check_metrics(metrics)
-    views = views_of(checked)
+    check_count("tokens", tokens)
+    check_count("batches", batches)
+    evaluator = Evaluator(check_metrics(metrics), batches, strict=True)
+    views = evaluator.views
     window = Window(
-        find_anatomy(model, blocks), views, rows=tokens * batches, seed=drawing_seed(seed)
+        find_anatomy(model, blocks), views, rows=tokens * batches, seed=derive_seed(seed)
     )
     extra_pass(model, inputs, window)
     snapshot = window.snapshot()
-    unseen = complaint(snapshot, views)
-    if unseen is not None:
-        raise NotSeenError(unseen)
-    return evaluate(snapshot, checked, rows=tokens, batches=batches, strict=True).values
+    missing = explain_missing(snapshot, views)
+    if missing is not None:
+        raise NotSeenError(missing)
+    return evaluator.evaluate(snapshot.layers, tokens).values
 
 
-__all__ = ["measure"]
+def geometry(
+    hidden: Any,
+    token_ids: Any = None,
+    positions: Any = None,
+    *,
+    metrics: Mapping[str, Metric] = METRICS,
+    tokens: int | None = None,
+    seed: int = 0,
+) -> dict[str, float]:
+    """Measure a plain matrix of hidden states: every metric that its inputs allow.
+
+    Rows that are not finite are left out. The rows are shuffled and measured in splits of `tokens`
+    rows, as in a training; without `tokens` all rows are one split.
+
+    Args:
+        hidden: Rows, [tokens, width], a tensor or an array, floating-point or integer.
+        token_ids: Token id of each row, [tokens], for the metrics of token types. None leaves those
+            metrics out.
+        positions: Position of each row in its sequence, [tokens]. None counts equal tokens as
+            repeated wherever they stand.
+        metrics: Metrics to measure: a dict from a name to a function of views.
+        tokens: Number of rows in one split of the estimate.
+        seed: Seed of the private generator that shuffles the rows.
+
+    Returns:
+        `{"twonn": 7.3, "twonn/n": 4096.0, ...}`; NaN where a value does not exist.
+
+    Raises:
+        ValueError: `hidden` is no matrix or has fewer than 3 finite rows, or ids or positions have
+            another length.
+
+    Example:
+        >>> rows = torch.randn(500, 8, generator=torch.Generator().manual_seed(0))
+        >>> values = geometry(rows)
+        >>> 5 < values["twonn"] < 9, round(values["twonn/n"])
+        (True, 500)
+    """
+    rows = _as_rows(hidden)
+    precision = torch.finfo(rows.dtype).eps
+    captured: dict[str, Any] = {}
+    for name, given in (("token_ids", token_ids), ("positions", positions)):
+        if given is not None:
+            captured[name] = _as_labels(name, given, len(rows))
+    if token_ids is not None and positions is None:
+        captured["positions"] = torch.zeros(len(rows), dtype=torch.int64)
+    finite = rows.isfinite().all(dim=1).nonzero().squeeze(1)
+    order = finite[torch.randperm(len(finite), generator=torch.Generator().manual_seed(seed))]
+    if len(order) < 3:
+        raise ValueError(
+            f"expected at least 3 finite rows, got {len(order)} of {len(rows)}: give more tokens"
+        )
+    captured = {name: values[order] for name, values in captured.items()}
+    captured |= {"hidden": rows[order], "precision": precision}
+    allowed = {
+        name: metric
+        for name, metric in check_metrics(metrics).items()
+        if Evaluator({name: metric}, 1).views <= captured.keys()
+    }
+    size = len(order) if tokens is None else tokens
+    evaluator = Evaluator(allowed, batches=max(1, len(order) // size))
+    result = evaluator.evaluate([Layer(_LAYER, "rows", captured)], size)
+    marker = f"/layer_{_LAYER:02d}"
+    return {
+        tag.replace(marker, "", 1): value
+        for tag, value in result.values.items()
+        if marker in tag or tag.endswith("/null")
+    }
+
+
+def _as_rows(hidden: Any) -> Tensor:
+    rows: Tensor = torch.as_tensor(hidden).detach().cpu()
+    if rows.ndim != 2 or rows.shape[1] < 1:
+        raise ValueError(
+            f"expected hidden states [tokens, width], got {list(rows.shape)}: flatten the leading "
+            "dimensions, as in hidden.reshape(-1, hidden.shape[-1])"
+        )
+    return rows if rows.is_floating_point() else rows.double()
+
+
+def _as_labels(name: str, given: Any, count: int) -> Tensor:
+    labels: Tensor = torch.as_tensor(given).detach().cpu().flatten()
+    if len(labels) != count:
+        raise ValueError(
+            f"expected {count} {name}, one for each row of hidden states, got {len(labels)}"
+        )
+    return labels
+
+
+__all__ = ["geometry", "measure"]

@@ -1,4 +1,4 @@
-"""Synthetic runs that tests of the showing rooms share."""
+"""Synthetic runs shared by the tests of analysis and show."""
 
 import math
 import time
@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
-from geomon.record import tags
-from geomon.record.reading import Reading, Readings
+from geomon.record import Reading, Readings, tags
 
 STEPS = (0, 16, 32, 64, 128, 256, 512, 1024, 1500)
 # The curves of notes/definitions.md: expansion and compression of the paper's estimate, while the

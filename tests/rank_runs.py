@@ -22,16 +22,11 @@ from torch import Tensor, nn
 
 import geomon
 from geomon import METRICS, Memory, Monitor, every, measure, select
-from geomon.capture.anatomy.blocks import find_anatomy
-from geomon.capture.sampling import drawing_seed
-from geomon.capture.snapshot import Layer, Snapshot
-from geomon.capture.window import Window
-from geomon.distributed.gather import merged_moments
-from geomon.distributed.group import Ranks, find_ranks, join_ranks
-from geomon.kernels.streaming import moments_of
-from geomon.metrics.evaluate import evaluate
-from geomon.metrics.table import views_of
-from geomon.monitor.together import measure_together
+from geomon.capture import Window, derive_seed, find_anatomy
+from geomon.capture.snapshot import Layer, PassInfo, Snapshot
+from geomon.distributed import RankFailedError, RankGroup, find_ranks, join_ranks
+from geomon.metrics import Evaluator
+from geomon.monitor.jobs import ReadingJob
 
 VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH = 40, 16, 2, 3, 24
 FEW = select("variance", "twonn", "within_variance", "attention_entropy", "qk_cosine")
@@ -111,7 +106,7 @@ def joined(parts: list[Layer]) -> Layer:
         views["query"] = torch.cat([filled(p.captured["query"], queries, width) for p in parts])
         views["key"] = torch.cat([filled(p.captured["key"], keys, width) for p in parts])
         views["visible"] = torch.cat([filled(p.captured["visible"], queries, keys) for p in parts])
-    return replace(parts[0], captured={**parts[0].captured, **views}, _derived={})
+    return replace(parts[0], captured={**parts[0].captured, **views})
 
 
 def one_process(model, batches, metrics, *, step, tokens, most=2):
@@ -120,13 +115,14 @@ def one_process(model, batches, metrics, *, step, tokens, most=2):
     snapshots = []
     for rank, (ids, mask) in enumerate(batches):
         own = rows // size + (rank < rows % size)
-        seed = drawing_seed(0, step, rank) if rank else drawing_seed(0, step)
-        with Window(find_anatomy(model), views_of(metrics), rows=own, seed=seed) as window:
+        seed = derive_seed(0, step, rank) if rank else derive_seed(0, step)
+        with Window(
+            find_anatomy(model), Evaluator(metrics, most).views, rows=own, seed=seed
+        ) as window:
             model(ids, attention_mask=mask)
         snapshots.append(window.snapshot())
     layers = [joined(list(parts)) for parts in zip(*(s.layers for s in snapshots), strict=True)]
-    whole = Snapshot(layers, sum(s.tokens for s in snapshots), "train", "float32")
-    return evaluate(whole, metrics, rows=tokens, batches=most).values
+    return Evaluator(metrics, most).evaluate(layers, tokens).values
 
 
 def measured(reading) -> dict[str, float]:
@@ -142,7 +138,7 @@ def monitor_of(model, directory=None, **kwargs):
     return Monitor(model, directory=directory, sinks=[memory], **settings), memory
 
 
-def ragged_readings(ranks: Ranks, folder: Path) -> dict:
+def ragged_readings(ranks: RankGroup, folder: Path) -> dict:
     """Every metric on ragged batches, all their rows or some; one rank with nothing but padding."""
     found = {}
     for name, tokens, empty in (
@@ -173,7 +169,7 @@ def rows_of_all(batches, rows: int) -> int:
     return sum(min(own, int(mask.sum())) for own, (_, mask) in zip(shares, batches, strict=True))
 
 
-def same_rows(ranks: Ranks, folder: Path) -> dict:
+def same_rows(ranks: RankGroup, folder: Path) -> dict:
     """The same rows in the same order, whatever the number of ranks; and the same batch, split."""
     generator = torch.Generator().manual_seed(5)
     rows = 2 * 48
@@ -185,34 +181,26 @@ def same_rows(ranks: Ranks, folder: Path) -> dict:
         views = {"hidden": hidden, "token_ids": ids, "positions": torch.arange(rows)}
         captured = {name: value[cut] for name, value in views.items()} | {"precision": 1e-7}
         layers.append(Layer(index, f"layer {index}", captured, sources=frozenset({"hidden"})))
-    seen = Snapshot(layers, len(layers[0].captured["hidden"]), "train", "float32")
-    result = measure_together(
-        seen, (0, "inline"), join_ranks() if ranks.size > 1 else Alone(), METRICS, rows=48,
-        batches=2, strict=True, copies=False,
-    )  # fmt: skip
+    seen = Snapshot(layers, PassInfo(len(layers[0].captured["hidden"]), "train", "float32"))
     model = Decoder()
+    job = ReadingJob(
+        0, "inline", seen, join_ranks(model), Evaluator(METRICS, 2, strict=True), tokens=48,
+        rows=48, seconds=0.0,
+    )  # fmt: skip
+    while not job.complete:
+        job.measure_next()
+    job.finish()
+    result = job.result()
     ids = torch.randint(0, VOCABULARY, (8, LENGTH), generator=generator)
     own = ids.chunk(ranks.size)[ranks.rank]
     monitor, memory = monitor_of(model, metrics=METRICS, tokens=400, batches=1)
     with monitor(0):
         model(own, attention_mask=torch.ones_like(own, dtype=torch.bool))
     split = measured(memory.readings[0]) if ranks.rank == 0 else None
-    return {"rows": None if result is None else result.values, "batch": split}
+    return {"rows": None if result is None else measured(result), "batch": split}
 
 
-class Alone(Ranks):
-    """One rank that speaks with itself."""
-
-    def share(self, value):
-        return [value]
-
-    collect = share
-
-    def exchange(self, parcels):
-        return list(parcels)
-
-
-def probes(ranks: Ranks, folder: Path) -> dict:
+def probes(ranks: RankGroup, folder: Path) -> dict:
     """Fixed inputs are the first rank's; other ranks' would be copies, or are said to differ."""
     model = Decoder(dropout=0.3)
     ids, mask = ragged(0)
@@ -228,7 +216,7 @@ def probes(ranks: Ranks, folder: Path) -> dict:
     return {"probe": one, "own": other, "alone": alone, "notes": notes}
 
 
-def not_gathered(ranks: Ranks, folder: Path) -> dict:
+def not_gathered(ranks: RankGroup, folder: Path) -> dict:
     """gather=False says nothing between ranks: the first one builds and reads with no other."""
     if ranks.rank:
         return {}
@@ -251,7 +239,7 @@ class Heard(logging.Handler):
         self.messages.append(record.getMessage())
 
 
-def failures(ranks: Ranks, folder: Path) -> dict:
+def failures(ranks: RankGroup, folder: Path) -> dict:
     """A metric that fails at one rank's layers, a window that fails on one rank, other layers."""
     heard = Heard()
     model = Decoder()
@@ -283,7 +271,7 @@ def failures(ranks: Ranks, folder: Path) -> dict:
     try:
         with strict(0):
             model(ids, attention_mask=mask)
-    except geomon.distributed.gather.RankFailedError as error:
+    except RankFailedError as error:
         raised = str(error)
     readings = [(r.step, measured(r)) for r in memory.readings]
     return {
@@ -296,22 +284,7 @@ def broken_window(self):
     raise OSError("no window here")
 
 
-def moments(ranks: Ranks, folder: Path) -> dict:
-    """Far from the origin, ragged, one rank without rows."""
-    rows = [
-        torch.randn(7 * rank, WIDTH, generator=torch.Generator().manual_seed(rank)).double() + 1e6
-        for rank in range(ranks.size)
-    ]
-    merged, whole = merged_moments(moments_of(rows[ranks.rank]), join_ranks()), torch.cat(rows)
-    return {
-        "count": merged.count - len(whole),
-        "mean": (merged.mean / whole.mean(0) - 1).abs().max().item(),
-        "variance": (merged.variance / whole.var(0, correction=0).sum() - 1).abs().item(),
-        "merged": merged.mean,
-    }
-
-
-def resumed(ranks: Ranks, folder: Path) -> dict:
+def resumed(ranks: RankGroup, folder: Path) -> dict:
     """Goes on in the same folder, two steps back, as from a checkpoint."""
     first = {1: 10, 2: 0, 4: 5}[ranks.size]
     model = Decoder()
@@ -319,7 +292,8 @@ def resumed(ranks: Ranks, folder: Path) -> dict:
     passes = []
     ids, mask = ragged(ranks.rank)
     for step in range(max(0, first - 2), first + 5):
-        passes.append(monitor.due(step))
+        monitor.advance(step)
+        passes.append(monitor.is_due(step))
         with monitor(step):
             model(ids, attention_mask=mask)
     return {"passes": passes}
@@ -386,7 +360,7 @@ def whole_state(model: nn.Module) -> dict:
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
 
-def strategies(ranks: Ranks, folder: Path) -> dict:
+def strategies(ranks: RankGroup, folder: Path) -> dict:
     """Trained with and without a monitor; readings of the first and the last weights."""
     found = {}
     for name, wrap in STRATEGIES.items():
@@ -416,7 +390,7 @@ def strategies(ranks: Ranks, folder: Path) -> dict:
     return found
 
 
-def probed_anywhere(ranks: Ranks, folder: Path) -> dict:
+def probed_anywhere(ranks: RankGroup, folder: Path) -> dict:
     """Extra passes at any point of a step leave the training as it is, also what FSDP gathered."""
     if ranks.size > 2:  # no different from two, and slow
         return {}
@@ -452,7 +426,7 @@ def local(model: nn.Module) -> list[Tensor]:
     return [(p.to_local() if hasattr(p, "to_local") else p).detach() for p in model.parameters()]
 
 
-def tensor_parallel(ranks: Ranks, folder: Path) -> dict:
+def tensor_parallel(ranks: RankGroup, folder: Path) -> dict:
     """Refused in words: rank 0's own rows are measured."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import (
@@ -476,7 +450,7 @@ def tensor_parallel(ranks: Ranks, folder: Path) -> dict:
 # -- ranks that are lost ---------------------------------------------------------------------------
 
 
-def lost(ranks: Ranks, folder: Path) -> dict:
+def lost(ranks: RankGroup, folder: Path) -> dict:
     """The second rank sleeps through a reading, later it dies; the first goes on with its own."""
     heard, found = Heard(), {}
     geomon.distributed.group.TIMEOUT = timedelta(seconds=2)
@@ -506,7 +480,7 @@ def lost(ranks: Ranks, folder: Path) -> dict:
 # -- through Lightning -----------------------------------------------------------------------------
 
 
-def lightning(ranks: Ranks, folder: Path) -> dict:
+def lightning(ranks: RankGroup, folder: Path) -> dict:
     """DDP and FSDP2 (ModelParallelStrategy), accumulated batches; Lightning's FSDP1 wants a GPU."""
     import lightning as L
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
@@ -580,7 +554,7 @@ def lightning(ranks: Ranks, folder: Path) -> dict:
 TOGETHER = {
     function.__name__: function
     for function in (
-        ragged_readings, same_rows, probes, not_gathered, failures, moments, resumed, strategies,
+        ragged_readings, same_rows, probes, not_gathered, failures, resumed, strategies,
         probed_anywhere,
         tensor_parallel,
     )

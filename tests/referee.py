@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from specimens import Specimen, Stack, alone, built, inputs_of
 from torch import Tensor, nn
 
-from geomon.capture.anatomy.blocks import find_anatomy
+from geomon.capture import Window, find_anatomy
+from geomon.capture.assemble import cross_stack_name
+from geomon.capture.first_pass import attention_key
 from geomon.capture.snapshot import CAPTURED, Layer
-from geomon.capture.window import Window
 
 Place = tuple[str, int]  # stack and depth; depth 0 is what enters the first block
 
@@ -231,15 +232,25 @@ def _hooks() -> Iterator[Callable[[Any], None]]:
 # -- what geomon captured ----------------------------------------------------------------------
 
 
+class Sampled(NamedTuple):
+    """Which rows of the model's own tensors a layer holds; None for what was not kept."""
+
+    rows: Tensor | None = None  # of the hidden states, flattened to [tokens, width]
+    query_rows: Tensor | None = None  # of the output of the projections, flattened
+    key_rows: Tensor | None = None
+    sequences: Tensor | None = None  # of the attention call
+    places: Tensor | None = None  # of the sampled queries, [sequences, queries]
+
+
 class Seen(NamedTuple):
     """One layer as geomon captured it, and which of the model's rows these are."""
 
     layer: Layer
-    rows: Tensor | None  # of the hidden states, flattened to [tokens, width]
-    query_rows: Tensor | None  # of what the projections gave, flattened
+    rows: Tensor | None
+    query_rows: Tensor | None
     key_rows: Tensor | None
-    sequences: Tensor | None  # of the attention calls
-    places: Tensor | None  # of the sampled queries, [sequences, queries]
+    sequences: Tensor | None
+    places: Tensor | None
 
 
 def watch(model: nn.Module, inputs: Mapping[str, Any], rows: int = 100_000) -> tuple[Any, Window]:
@@ -258,19 +269,41 @@ def routes_of(window: Window, stacks: Iterable[str]) -> set[str]:
 
 def notes_of(window: Window) -> set[str]:
     """What the snapshot notes, other than how much is padding."""
-    texts = {note.text for note in window.snapshot().notes}
+    texts = {note.text for note in window.snapshot().info.notes}
     return {text for text in texts if "padding, " not in text}
 
 
-def seen_layers(window: Window) -> dict[Place, Seen]:
-    """What a window saw, by stack and depth: the one place that knows of `Window.drawn`."""
-    found = {}
-    for layer in window.snapshot().layers:
-        drawn = window.drawn(layer.stack, layer.index)
-        found[layer.stack, layer.index] = Seen(
-            layer, drawn.rows, drawn.query_rows, drawn.key_rows, drawn.sequences, drawn.places
+def sampled(window: Window, stack: str, index: int) -> Sampled:
+    """Which rows a layer of the snapshot holds, from what the window keeps to itself."""
+    for stack_pass in window._passes:
+        cross = stack == cross_stack_name(stack_pass, window._passes)
+        if not cross and stack != stack_pass.stack.name:
+            continue
+        if index == 0:
+            return Sampled(stack_pass.entered and stack_pass.entered.indices)
+        block, block_call, _ = stack_pass.layer_at(index)
+        attention = attention_key(block, cross=cross)
+        if block_call is None or attention is None:
+            return Sampled()
+        call = block_call.attention_calls.get(attention)
+        query = block_call.projected.get((attention, "query"))
+        key = block_call.projected.get((attention, "key"), query)
+        return Sampled(
+            block_call.hidden and block_call.hidden.indices,
+            query and query.indices,
+            key and key.indices,
+            None if call is None else call.sequences,
+            None if call is None else call.places,
         )
-    return found
+    raise KeyError(f"there is no stack '{stack}'")
+
+
+def seen_layers(window: Window) -> dict[Place, Seen]:
+    """What a window saw, by stack and depth."""
+    return {
+        (layer.stack, layer.index): Seen(layer, *sampled(window, layer.stack, layer.index))
+        for layer in window.snapshot().layers
+    }
 
 
 def rebuilt(layer: Layer) -> tuple[Tensor, Tensor]:
@@ -429,8 +462,8 @@ class _Comparison(NamedTuple):
         if valid is not None:
             real = valid.T if self.stack.length_first or valid.shape != shape else valid
         tokens = set(real.flatten().nonzero().squeeze(1).tolist())
-        drawn = rows.tolist()
-        if len(drawn) != min(self.rows, len(tokens)) or len(set(drawn) & tokens) != len(drawn):
+        kept = rows.tolist()
+        if len(kept) != min(self.rows, len(tokens)) or len(set(kept) & tokens) != len(kept):
             self.verdict.faults.append(f"{self.place}: rows are not those of real tokens")
 
     def projections(self) -> None:

@@ -28,8 +28,8 @@ from zoo import ZOO
 
 import geomon.capture.sampling
 from geomon import describe
-from geomon.capture.anatomy.blocks import find_anatomy
-from geomon.routes import ROUTES, forecast
+from geomon.capture import find_anatomy
+from geomon.description import ROUTES, predict_route
 
 TABLE = Path(__file__).parent.parent / "docs" / "architectures.md"
 TOLERANCE = 1e-5  # of attention probabilities: float32, eager against fused
@@ -126,12 +126,12 @@ def test_what_is_not_seen_is_declared_in_the_words_of_geomon(name, implementatio
 
 
 @EACH_ROUTE
-def test_the_route_that_is_forecast_is_the_one_that_is_taken(name, implementation):
+def test_the_route_that_is_predicted_is_the_one_that_is_taken(name, implementation):
     route = ZOO[name].routes[implementation]
     anatomy = find_anatomy(built(ZOO[name], implementation))
     kinds = {type(found.module): found for block in anatomy.blocks for found in block.attentions}
-    forecasts = {forecast(found) for found in kinds.values()}
-    assert route == "none" or forecasts <= {route, None}
+    predicted = {predict_route(found) for found in kinds.values()}
+    assert route == "none" or predicted <= {route, None}
 
 
 @pytest.mark.parametrize("name", ZOO)

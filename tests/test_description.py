@@ -30,10 +30,10 @@ def test_it_prints_in_aligned_columns_without_running_the_model():
 
 def test_one_pass_settles_what_the_source_only_says():
     model = transformer("llama")
-    told = rows(model, batch())
-    assert told["attention"].startswith("4 heads of width 8, 2 key heads, through transformers'")
-    assert told["Q, K projected"] == "self_attn.q_proj and self_attn.k_proj"
-    assert "routes" not in told
+    shown = rows(model, batch())
+    assert shown["attention"].startswith("4 heads of width 8, 2 key heads, through transformers'")
+    assert shown["Q, K projected"] == "self_attn.q_proj and self_attn.k_proj"
+    assert "routes" not in shown
     assert rows(PlainDecoder(), batch())["Q, K projected"].endswith("layout verified")
     assert rows(PlainDecoder())["attention"].endswith("torch's scaled_dot_product_attention")
 
@@ -41,11 +41,11 @@ def test_one_pass_settles_what_the_source_only_says():
 def test_padding_is_among_what_one_pass_shows():
     mask = torch.ones(8, 32, dtype=torch.long)
     mask[0, 16:] = 0
-    told = rows(transformer("gpt2"), {"input_ids": batch(), "attention_mask": mask})
-    assert told["note"] == "padding, 6% of the tokens, was left out"
+    shown = rows(transformer("gpt2"), {"input_ids": batch(), "attention_mask": mask})
+    assert shown["note"] == "padding, 6% of the tokens, was left out"
 
 
-def test_stacks_are_told_one_after_the_other():
+def test_stacks_are_described_one_after_the_other():
     model = nn.Transformer(32, 4, 2, 3, 64, batch_first=True)
     described = describe(model)
     assert (
@@ -54,13 +54,13 @@ def test_stacks_are_told_one_after_the_other():
     )
     labels = [label for label, _ in described.rows]
     assert labels.index("encoder") < labels.index("decoder") < labels.index("  cross-attention")
-    told = dict(described.rows)
-    assert told["  attention"].endswith("through torch's scaled_dot_product_attention")
-    assert told["  Q, K projected"] == "multihead_attn, from its inputs and in_proj_weight"
-    assert "tgt_key_padding_mask" in told["padding"]
+    shown = dict(described.rows)
+    assert shown["  attention"].endswith("through torch's scaled_dot_product_attention")
+    assert shown["  Q, K projected"] == "multihead_attn, from its inputs and in_proj_weight"
+    assert "tgt_key_padding_mask" in shown["padding"]
 
 
-def test_what_cannot_be_seen_is_told_with_its_reason():
+def test_what_cannot_be_seen_is_shown_with_its_reason():
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -73,13 +73,13 @@ def test_what_cannot_be_seen_is_told_with_its_reason():
 
     model = nn.Sequential(Block(), Block())
     assert rows(model)["attention"] == "2 heads of width 4, by a route that the first pass shows"
-    told = describe(model, torch.randn(2, 5, 8))
-    lines = [text for label, text in told.rows if label == "not seen"]
+    shown = describe(model, torch.randn(2, 5, 8))
+    lines = [text for label, text in shown.rows if label == "not seen"]
     assert any("no attention call was seen in the block" in line for line in lines)
     assert any("no embedding outside the blocks" in line for line in lines)
-    assert dict(told.rows)["token ids"].startswith("none:")
-    assert dict(told.rows)["padding"].startswith("no mask is taken")
-    assert max(map(len, str(told).splitlines())) <= 100
+    assert dict(shown.rows)["token ids"].startswith("none:")
+    assert dict(shown.rows)["padding"].startswith("no mask is taken")
+    assert max(map(len, str(shown).splitlines())) <= 100
 
 
 def test_hidden_states_alone_and_blocks_that_are_left_out():

@@ -1,4 +1,4 @@
-"""The house: imports run one way, and nothing heavy happens at import."""
+"""The house: folders import one way, through their faces, and nothing heavy happens at import."""
 
 import ast
 import subprocess
@@ -8,89 +8,135 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "geomon"
 
-# Lowest first; a module imports from its own floor or from floors below.
-FLOORS = [
-    {"kernels"},
-    {
-        "anatomy",
-        "budget",
-        "families",
-        "masks",
-        "neighbours",
-        "projections",
-        "ranks",
-        "routes",
-        "rows",
-        "schedule",
-        "settings",
-        "tags",
-        "switches",
-        "worker",
-    },
-    {"agenda", "notes", "record", "phase"},
-    {"layer", "attended", "passes", "room", "stacks"},
-    {"metrics", "sinks", "assemble", "capture", "describe", "selfcheck", "probing", "union"},
-    {"across", "gather"},
-    {"evaluate"},
-    {"together"},
-    {"underway", "outlet"},
-    {"background"},
-    {"measuring"},
-    {"monitor", "matrix", "still"},
-    {"panels", "figures", "terminal", "summary"},
-    {"pictures"},
-    {"lightning", "huggingface", "cli"},
-    {"recipes"},
-]
-FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
-SHOWING = ("panels", "figures", "terminal", "summary", "pictures", "cli")
+# All the arrows that there are between folders.
+ARROWS = {
+    "capture": set(),
+    "kernels": set(),
+    "record": set(),
+    "distributed": {"capture"},
+    "metrics": {"kernels", "capture", "record"},
+    "analysis": {"record"},
+    "show": {"analysis", "record"},
+    "monitor": {"metrics", "distributed", "capture", "record", "analysis"},
+}
+# Modules that are faces of their own: the data of a pass, the names of values, where they go.
+DOORS = {"capture.snapshot", "record.tags", "record.sinks"}
+# Kernels are imported by module: a face would load the neighbour search with every one.
+WITHOUT_A_FACE = {"kernels"}
+# What the few modules with a narrower door import of a folder.
+ONLY = {
+    ("metrics", "capture"): {"capture.snapshot"},
+    ("metrics", "record"): {"record.tags", "record"},
+    ("distributed", "capture"): {"capture.snapshot"},
+}
 OPTIONAL = ("lightning", "transformers", "tensorboard", "wandb", "matplotlib", "rich", "typer")
 
-FILES = [path for path in (ROOT / "geomon").rglob("*.py") if path.name != "__init__.py"]
+FILES = sorted(PACKAGE.rglob("*.py"))
+USERS = [
+    path for folder in ("recipes", "examples") for path in sorted((ROOT / folder).rglob("*.py"))
+]
 
 
 def imported(path: Path) -> set[str]:
+    """Modules of geomon that a file imports from, without the package's name."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
-            if node.module == "geomon":
-                names |= {alias.name for alias in node.names}
-            elif node.module.startswith("geomon."):
-                names.add(node.module.split(".")[1])
-    return names & FLOOR.keys()
+            for alias in node.names:
+                inner = PACKAGE.joinpath(*node.module.split(".")[1:], alias.name)
+                is_module = inner.is_dir() or inner.with_suffix(".py").is_file()
+                is_module = is_module and alias.name not in face(inner.parent)
+                names.add(f"{node.module}.{alias.name}" if is_module else node.module)
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    return {name.removeprefix("geomon.") for name in names if name.startswith("geomon.")}
 
 
-def room(path: Path) -> str:
-    return path.relative_to(ROOT / "geomon").parts[0].removesuffix(".py")
+def face(directory: Path) -> list[str]:
+    """Names that a folder's face hands on."""
+    path = directory / "__init__.py"
+    tree = ast.parse(path.read_text() if path.is_file() else "")
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+            return [ast.literal_eval(part) for part in node.value.elts]
+    return []
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_imports_run_one_way(path):
-    floor = FLOOR[room(path)]
-    above = {name for name in imported(path) if FLOOR[name] > floor}
-    assert not above, f"{path.name} imports from above: {above}"
+def folder(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def label(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_every_folder_is_on_the_plan():
+    assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == ARROWS.keys()
+
+
+@pytest.mark.parametrize("path", FILES, ids=label)
+def test_folders_import_along_the_arrows_alone(path):
+    own = folder(path)
+    if own not in ARROWS:
+        return
+    others = {name.split(".")[0] for name in imported(path)} - {own}
+    assert others <= ARROWS[own], f"{own} imports from {others - ARROWS[own]}"
+    for name in imported(path):
+        allowed = ONLY.get((own, name.split(".")[0]))
+        assert allowed is None or name in allowed, f"{own} imports {name}, not {allowed}"
+
+
+def test_the_arrows_have_no_circle():
+    below = {name: set(targets) for name, targets in ARROWS.items()}
+    while below:
+        ground = {name for name, targets in below.items() if not targets}
+        assert ground, f"a circle among {sorted(below)}"
+        below = {name: targets - ground for name, targets in below.items() if name not in ground}
+
+
+@pytest.mark.parametrize("path", [*FILES, *USERS], ids=label)
+def test_folders_are_entered_through_their_faces(path):
+    own = folder(path) if path.is_relative_to(PACKAGE) else ""
+    deep = {
+        name
+        for name in imported(path)
+        if "." in name
+        and name.split(".")[0] not in {own, *WITHOUT_A_FACE}
+        and name not in DOORS
+        and not (PACKAGE / name.replace(".", "/") / "__init__.py").is_file()
+    }
+    assert not deep
+
+
+@pytest.mark.parametrize("name", sorted(ARROWS.keys() - WITHOUT_A_FACE))
+def test_a_face_has_two_to_seven_names_and_a_sentence(name):
+    assert 2 <= len(face(PACKAGE / name)) <= 7
+    assert ast.get_docstring(ast.parse((PACKAGE / name / "__init__.py").read_text()))
+
+
+@pytest.mark.parametrize("path", FILES, ids=label)
 def test_pages_read_the_record_and_know_nothing_of_models(path):
-    if room(path) in SHOWING:
-        assert not imported(path) & {"monitor", "capture", "anatomy", "layer", "evaluate"}
-        assert "torch" not in path.read_text()
-
-
-def test_kernels_import_only_kernels():
-    for path in (ROOT / "geomon" / "kernels").glob("*.py"):
-        assert imported(path) <= {"kernels"}
+    if folder(path) in ("show", "analysis", "record"):
+        code = path.read_text()
+        assert "import torch" not in code.replace("from torch.utils.tensorboard import", "")
 
 
 def test_no_room_for_everything():
     assert not {"utils", "base", "common", "helpers", "misc"} & {path.stem for path in FILES}
 
 
+def test_no_folder_is_called_like_a_public_function():
+    import geomon
+
+    assert not {name for name in ARROWS if callable(getattr(geomon, name, None))}
+
+
 def test_importing_geomon_loads_nothing_optional_and_says_nothing():
     code = (
-        "import sys, geomon; print(sorted({name.split('.')[0] for name in sys.modules} & "
+        "import sys, geomon, geomon.show; "
+        "print(sorted({name.split('.')[0] for name in sys.modules} & "
         f"set({OPTIONAL!r})))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""What an offline run of W&B left on disk."""
+"""The history of an offline run of W&B, read from the file that it left on disk."""
 
 import struct
 import time
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def wandb_rows(folder):
-    """Rows of the history of the run in the folder, once its last record is on disk.
+    """Read the rows of the history of the run in the folder, once its last record is on disk.
 
     W&B's own process writes the file, and may be a moment behind the run's `finish`.
     """
@@ -27,7 +27,7 @@ def wandb_rows(folder):
 
 
 def _records(content):
-    """A log of blocks of 32 KiB, as LevelDB writes them."""
+    """Read the records of a log in blocks of 32 KiB, the format of LevelDB."""
     from google.protobuf.message import DecodeError
     from wandb.proto import wandb_internal_pb2
 

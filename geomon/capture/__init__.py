@@ -1,1 +1,17 @@
-"""."""
+"""Capture: hooks for one forward pass, and a snapshot of sampled rows of each layer."""
+
+from geomon.capture.anatomy import Anatomy, find_anatomy
+from geomon.capture.first_pass import padding_arguments
+from geomon.capture.probe import extra_pass
+from geomon.capture.sampling import QUERIES, derive_seed
+from geomon.capture.window import Window
+
+__all__ = [
+    "Anatomy",
+    "QUERIES",
+    "Window",
+    "derive_seed",
+    "extra_pass",
+    "find_anatomy",
+    "padding_arguments",
+]

@@ -1,7 +1,7 @@
-"""What a window changes outside the model, and puts back: the process-wide switches.
+"""Patches: what a window changes outside the model, for the whole process, and puts back.
 
-Several windows may be open at once and close in any order, so each switch counts its holders: the
-first turns it, the last restores what was there before.
+Several windows may be open at once and close in any order, so each patch counts its holders: the
+first one applies it, the last one restores what was there before.
 """
 
 import functools
@@ -14,27 +14,37 @@ from typing import Any, Protocol
 import torch
 
 
-class Listener(Protocol):
-    """What is told of every attention call and of every softmax while it listens."""
+class AttentionObserver(Protocol):
+    """An object that is notified of every attention call and of every softmax of the process."""
 
     def on_attention(
         self, route: str, module: Any, query: Any, key: Any, mask: Any, options: dict[str, Any]
     ) -> None:
         """Take a call of an attention function.
 
-        The route ("interface" or "sdpa"), the module that calls (None where the route does not
-        tell), query, key and mask as given, and all other arguments by name.
+        Args:
+            route: "interface" (of transformers) or "sdpa" (of torch).
+            module: The module that calls; None where the route does not pass it on.
+            query: Queries as the function is given them.
+            key: Keys as the function is given them.
+            mask: Mask as the function is given it.
+            options: All other arguments by name.
         """
 
     def on_softmax(self, scores: Any, dim: Any) -> None:
-        """Take what a softmax is given, and the dimension that it runs over."""
+        """Take a call of a softmax.
+
+        Args:
+            scores: Input of the softmax.
+            dim: The dimension that the softmax runs over.
+        """
 
 
-class _Switch:
-    """A context manager that is entered by the first holder and left by the last."""
+class _SharedPatch:
+    """A context manager that is entered by its first holder and left by its last."""
 
-    def __init__(self, turn: Callable[[], AbstractContextManager[Any]]) -> None:
-        self._turn = turn
+    def __init__(self, patch: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._patch = patch
         self._holders = 0
         self._stack = ExitStack()
         self._lock = threading.Lock()
@@ -43,7 +53,7 @@ class _Switch:
     def __call__(self) -> Iterator[None]:
         with self._lock:
             if self._holders == 0:
-                self._stack.enter_context(self._turn())
+                self._stack.enter_context(self._patch())
             self._holders += 1
         try:
             yield
@@ -54,33 +64,39 @@ class _Switch:
                     self._stack.close()
 
 
-_listeners: list[Listener] = []
+_observers: list[AttentionObserver] = []
 
 
 @contextmanager
-def listening(listener: Listener) -> Iterator[None]:
-    """Tell `listener` of every attention call of the process, and leave nothing behind."""
-    with _attention_calls():
-        _listeners.append(listener)
+def observing(observer: AttentionObserver) -> Iterator[None]:
+    """Notify an observer of every attention call of the process, and leave nothing behind.
+
+    Args:
+        observer: The object that is notified.
+    """
+    with _attention_observed():
+        _observers.append(observer)
         try:
             yield
         finally:
-            _listeners.remove(listener)
+            _observers.remove(observer)
 
 
-def _tell(route: str, module: Any, query: Any, key: Any, mask: Any, **options: Any) -> None:
-    for listener in tuple(_listeners):
-        listener.on_attention(route, module, query, key, mask, options)
+def _notify_attention(
+    route: str, module: Any, query: Any, key: Any, mask: Any, **options: Any
+) -> None:
+    for observer in tuple(_observers):
+        observer.on_attention(route, module, query, key, mask, options)
 
 
-def _tell_softmax(scores: Any, dim: Any) -> None:
-    for listener in tuple(_listeners):
-        listener.on_softmax(scores, dim)
+def _notify_softmax(scores: Any, dim: Any) -> None:
+    for observer in tuple(_observers):
+        observer.on_softmax(scores, dim)
 
 
 @contextmanager
-def _patched_attention() -> Iterator[None]:
-    """Wrap the places that attention goes through; each wrapper tells, then delegates.
+def _attention_patched() -> Iterator[None]:
+    """Wrap the functions that attention goes through; each wrapper notifies, then delegates.
 
     Registering an attention implementation by name would drop its mask; a TorchFunctionMode misses
     `nn.MultiheadAttention` and breaks compiled models.
@@ -105,18 +121,18 @@ def _wrap_sdpa(stack: ExitStack) -> None:
     attend = torch.nn.functional.scaled_dot_product_attention
 
     @functools.wraps(attend)
-    def told_attend(
+    def observed_attend(
         query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         options = dict(zip(("dropout_p", "is_causal"), args, strict=False)) | kwargs
-        _tell("sdpa", None, query, key, attn_mask, **options)
+        _notify_attention("sdpa", None, query, key, attn_mask, **options)
         return attend(query, key, value, attn_mask, *args, **kwargs)
 
-    _replace(stack, torch.nn.functional, "scaled_dot_product_attention", told_attend)
+    _replace(stack, torch.nn.functional, "scaled_dot_product_attention", observed_attend)
 
 
 def _wrap_interface(stack: ExitStack) -> None:
-    """The interface of transformers, where it is loaded; absent before release 5.1."""
+    """Wrap the interface of transformers, where it is loaded; absent before release 5.1."""
     modeling = sys.modules.get("transformers.modeling_utils")
     interface = getattr(modeling, "AttentionInterface", None)
     find = getattr(interface, "get_interface", None)
@@ -124,37 +140,37 @@ def _wrap_interface(stack: ExitStack) -> None:
         return
 
     @functools.wraps(find)
-    def told_find(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def find_observed(self: Any, *args: Any, **kwargs: Any) -> Any:
         attention = find(self, *args, **kwargs)
 
         @functools.wraps(attention)
-        def told(
+        def observed(
             module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None,
             *args: Any, **kwargs: Any,
         ) -> Any:  # fmt: skip
-            _tell("interface", module, query, key, attention_mask, **kwargs)
+            _notify_attention("interface", module, query, key, attention_mask, **kwargs)
             return attention(module, query, key, value, attention_mask, *args, **kwargs)
 
-        return told
+        return observed
 
-    _replace(stack, interface, "get_interface", told_find)
+    _replace(stack, interface, "get_interface", find_observed)
 
 
 def _wrap_softmax(stack: ExitStack) -> None:
-    """`torch.softmax` and the method of tensors, which `torch.nn.functional.softmax` calls."""
+    """Wrap `torch.softmax` and the method of tensors that `torch.nn.functional.softmax` calls."""
     for holder in (torch, torch.Tensor):
-        soften = getattr(holder, "softmax")  # noqa: B009  # mypy knows it by another type
-        _replace(stack, holder, "softmax", _told_softmax(soften))
+        softmax = getattr(holder, "softmax")  # noqa: B009  # mypy knows it by another type
+        _replace(stack, holder, "softmax", _observed_softmax(softmax))
 
 
-def _told_softmax(soften: Any) -> Any:
-    @functools.wraps(soften)
-    def told_soften(*args: Any, **kwargs: Any) -> Any:
+def _observed_softmax(softmax: Any) -> Any:
+    @functools.wraps(softmax)
+    def observed(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(("input", "dim"), args, strict=False)) | kwargs
-        _tell_softmax(given.get("input"), given.get("dim"))
-        return soften(*args, **kwargs)
+        _notify_softmax(given.get("input"), given.get("dim"))
+        return softmax(*args, **kwargs)
 
-    return told_soften
+    return observed
 
 
 @contextmanager
@@ -178,6 +194,6 @@ def _no_fast_path() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-_attention_calls = _Switch(_patched_attention)
-run_eagerly = _Switch(_eager)
-without_fast_path = _Switch(_no_fast_path)
+_attention_observed = _SharedPatch(_attention_patched)
+run_eagerly = _SharedPatch(_eager)
+without_fast_path = _SharedPatch(_no_fast_path)

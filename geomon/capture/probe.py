@@ -1,4 +1,4 @@
-"""The extra pass of a probe: on fixed inputs, in eval mode, with nothing changed afterwards."""
+"""Probe: an extra forward pass on fixed inputs, in eval mode, with nothing changed afterwards."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -12,14 +12,15 @@ from torch import nn
 def extra_pass(model: nn.Module, inputs: Any, window: AbstractContextManager[Any]) -> None:
     """Run the model on inputs under a window.
 
-    Without autograd (never inference mode, which poisons cached rotary tables), in eval mode, with
-    the random state forked, every module's training flag restored, and what FSDP gathered let go.
+    The pass runs without autograd (never in inference mode, which poisons cached rotary tables), in
+    eval mode, with the random state forked. Afterwards every module has its own training flag
+    again, and parameters that FSDP gathered are sharded again.
 
     Args:
         model: Any module.
         inputs: A tensor, a dict of keyword arguments, a tuple of arguments, or a function of the
             model; tensors are moved to the model's device.
-        window: Entered around the call of the model alone.
+        window: Context manager that is entered around the call of the model alone.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     devices = [device] if device.type not in ("cpu", "meta") else []
@@ -30,12 +31,12 @@ def extra_pass(model: nn.Module, inputs: Any, window: AbstractContextManager[Any
         _eval_mode(model),
         window,
     ):
-        _call(model, _to(inputs, device))
+        _call(model, _move(inputs, device))
 
 
 @contextmanager
 def _eval_mode(model: nn.Module) -> Iterator[None]:
-    """Eval mode for all modules, each one's own flag restored: some may be frozen in eval."""
+    """Set eval mode, and restore each module's own flag: some may be frozen in eval mode."""
     flags = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -47,7 +48,7 @@ def _eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _resharded(model: nn.Module) -> Iterator[None]:
-    """Let go afterwards of the whole parameters that FSDP gathered for the pass.
+    """Shard again, afterwards, the parameters that FSDP gathered for the pass.
 
     FSDP keeps its outermost parameters after a forward pass, for a backward pass that never comes
     here. An optimizer step in between would leave the next forward pass with old weights.
@@ -64,7 +65,7 @@ def _resharded(model: nn.Module) -> Iterator[None]:
 
 
 def _reshard_flat(module: Any) -> None:
-    """FSDP1 has no public name for it."""
+    """Shard the parameters of one FSDP1 module again, for which FSDP1 has no public function."""
     handle = getattr(module, "_handle", None)
     if handle is not None and handle.uses_sharded_strategy and not handle.needs_unshard():
         handle.reshard(True)
@@ -83,12 +84,12 @@ def _call(model: nn.Module, inputs: Any) -> None:
         model(inputs)
 
 
-def _to(inputs: Any, device: torch.device) -> Any:
-    """Inputs with every tensor on the model's device."""
+def _move(inputs: Any, device: torch.device) -> Any:
+    """Move every tensor of the inputs to a device."""
     if isinstance(inputs, torch.Tensor):
         return inputs.to(device)
     if isinstance(inputs, Mapping):
-        return {name: _to(value, device) for name, value in inputs.items()}
+        return {name: _move(value, device) for name, value in inputs.items()}
     if isinstance(inputs, tuple | list):
-        return tuple(_to(value, device) for value in inputs)
+        return tuple(_move(value, device) for value in inputs)
     return inputs

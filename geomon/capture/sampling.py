@@ -1,10 +1,16 @@
-"""Which rows are kept: of hidden states and projections, and of the queries of attention."""
+"""Sampling: which rows of hidden states, projections and queries are kept, and how many fit.
+
+A *row* is the vector of one token. Rows are drawn once and are the same at every layer.
+"""
 
 import hashlib
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+
+from geomon.capture.snapshot import Note
 
 # Query rows per layer from which attention is measured: the standard error of a mean entropy with
 # a spread of 1 nat is then 0.03.
@@ -14,110 +20,207 @@ _CONVOLUTIONS = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
 )  # fmt: skip
 
+# Rows that are kept however little memory is allowed: with fewer nothing can be measured.
+_FEWEST_ROWS = 16
 
-class RowDraw:
-    """Draws rows with a private generator; no global random state is touched.
+# Bytes of a number: what is kept in a shorter type is converted to float32 before it is measured.
+_BYTES = 4
+
+# Share of the memory that is planned for rows; the rest is for masks and for scores.
+_FOR_ROWS = 0.5
+
+
+class RowSampler:
+    """Samples rows with a private generator; no global random state is touched.
 
     Args:
-        budget: Largest number of rows.
-        seed: Of the generator.
+        max_rows: Largest number of rows.
+        seed: Seed of the generator.
     """
 
-    def __init__(self, budget: int, seed: int) -> None:
-        self._budget = budget
-        self._most_queries = QUERIES
+    def __init__(self, max_rows: int, seed: int) -> None:
+        self._max_rows = max_rows
+        self._max_queries = QUERIES
         self._generator = torch.Generator().manual_seed(seed)
         self._queries: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     @property
-    def budget(self) -> int:
-        """Largest number of rows that is drawn."""
-        return self._budget
+    def max_rows(self) -> int:
+        """Largest number of rows that is sampled."""
+        return self._max_rows
 
     def limit(self, rows: int) -> None:
-        """Draw no more than so many rows from here on, of queries either."""
-        self._budget = min(self._budget, rows)
-        self._most_queries = min(self._most_queries, rows)
-
-    def rows(self, shape: torch.Size, valid: Tensor | None) -> Tensor:
-        """Flat indices of rows, among those that are no padding.
+        """Lower the largest number of rows, and that of queries, from here on.
 
         Args:
-            shape: Of the rows: everything but the width.
-            valid: False where there is padding, of the same shape, or None.
+            rows: Largest number of rows; a number above the present one changes nothing.
+        """
+        self._max_rows = min(self._max_rows, rows)
+        self._max_queries = min(self._max_queries, rows)
+
+    def sample_rows(self, shape: torch.Size, valid: Tensor | None) -> Tensor:
+        """Sample rows that are no padding.
+
+        Args:
+            shape: Shape of the hidden states without the width.
+            valid: False where there is padding, a tensor of that shape; None without padding.
+
+        Returns:
+            Flat indices into `shape`.
         """
         rows = torch.randperm(math.prod(shape), generator=self._generator)
         if valid is not None:
             rows = rows[valid.flatten().cpu()[rows]]
-        return rows[: self._budget]
+        return rows[: self._max_rows]
 
-    def queries(self, sequences: int, length: int) -> tuple[Tensor, Tensor]:
-        """Sequences, and positions in each; the same for all layers of one shape.
+    def sample_queries(self, sequences: int, length: int) -> tuple[Tensor, Tensor]:
+        """Sample queries of attention; the same ones for all layers with that many.
 
-        Under a causal mask the entropy of a row grows with its position: positions are evenly
-        spread, and shifted from sequence to sequence so that together they cover all alike.
+        Under a causal mask the entropy of a query grows with its position: positions are evenly
+        spread, and shifted from sequence to sequence so that all positions are covered alike.
+
+        Args:
+            sequences: Number of sequences.
+            length: Number of queries in each sequence.
 
         Returns:
-            [sequences] and [sequences, queries].
+            Indices of the sampled sequences, [sampled sequences], and positions of the sampled
+            queries in each of them, [sampled sequences, queries].
         """
         if (sequences, length) not in self._queries:
-            some = max(1, min(sequences, self._budget // length))
+            some = max(1, min(sequences, self._max_rows // length))
             chosen = torch.randperm(sequences, generator=self._generator)[:some].sort().values
-            each = min(length, math.ceil(self._most_queries / some))
+            each = min(length, math.ceil(self._max_queries / some))
             shift = torch.randperm(some, generator=self._generator)[:, None] + 0.5
             places = (torch.arange(each)[None, :] + shift / some) * (length / each)
             self._queries[sequences, length] = chosen, places.long()
         return self._queries[sequences, length]
 
 
-def drawing_seed(*of: object) -> int:
-    """The seed of a private generator that draws for a seed of the user's, a step, a rank."""
-    text = " ".join(map(str, of))
+def derive_seed(*parts: object) -> int:
+    """Derive the seed of a private generator.
+
+    Args:
+        parts: What the seed depends on: the user's seed, the step and the rank, say.
+    """
+    text = " ".join(map(str, parts))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
+class MemoryLimit:
+    """The largest memory of what one window keeps, divided up before anything is kept.
+
+    The number of sampled rows of hidden states, queries and keys is lowered until they fit. What
+    attention needs besides them (all keys of a sequence, rows of masks, scores) has to fit into the
+    share of its block in what is left; otherwise it is not kept.
+
+    Args:
+        max_mb: Largest memory, in millions of bytes; None for no limit.
+        sampler: Sampler of the rows, which this limits.
+        layers: Number of layers whose hidden states are kept.
+        blocks: Number of blocks whose attention is kept; 0 where none is.
+    """
+
+    def __init__(
+        self, max_mb: float | None, sampler: RowSampler, *, layers: int, blocks: int
+    ) -> None:
+        self._max_mb = max_mb
+        self._sampler = sampler
+        self._asked = sampler.max_rows
+        self._layers = layers
+        self._blocks = blocks
+        self._share: float | None = None  # bytes for one attention
+
+    def fit_rows(self, width: int) -> None:
+        """Lower the number of sampled rows so that they fit, now that their width is known.
+
+        Of each row a hidden state is kept for every layer, and for every block its query and key,
+        as projected and as attended.
+
+        Args:
+            width: Width of the hidden states.
+        """
+        if self._max_mb is None:
+            return
+        whole = 1e6 * self._max_mb
+        row = _BYTES * width * (self._layers + 4 * self._blocks)
+        self._sampler.limit(max(_FEWEST_ROWS, int(_FOR_ROWS * whole / row)))
+        projected = _BYTES * width * (self._layers + 2 * self._blocks) * self._sampler.max_rows
+        self._share = max(0.0, whole - projected) / max(1, self._blocks)
+
+    def why_not(self, tensors: Iterable[Tensor]) -> str | None:
+        """Say why the tensors of one attention do not fit; None where they do.
+
+        Args:
+            tensors: All tensors that would be kept of the attention.
+        """
+        if self._share is None:
+            return None
+        taken = _BYTES * sum(tensor.numel() for tensor in tensors)
+        if taken <= self._share:
+            return None
+        return (
+            f"of each attention {_in_mb(taken)} would be kept, and of "
+            f"max_capture_mb={self._max_mb:g} only {_in_mb(self._share)} are left for one: "
+            "allow more, or leave the metrics of attention out"
+        )
+
+    def notes(self) -> list[Note]:
+        """Make the notes that a reader of the numbers needs."""
+        if self._sampler.max_rows >= self._asked:
+            return []
+        text = (
+            f"at most {self._sampler.max_rows} rows instead of {self._asked} are kept: a window "
+            f"may hold {self._max_mb:g} MB (max_capture_mb)"
+        )
+        return [Note("rows thinned for memory", text)]
+
+
+def _in_mb(count: float) -> str:
+    return f"{count / 1e6:,.0f} MB" if count >= 1e8 else f"{count / 1e6:.2g} MB"
+
+
 @torch.no_grad()
-def select(values: Tensor, rows: Tensor) -> Tensor:
-    """A copy of the rows, [rows, width], in float32.
+def copy_rows(values: Tensor, rows: Tensor) -> Tensor:
+    """Copy rows of a tensor, in float32.
 
     A copy, because the model may change its tensors in place; of rows alone, because a view would
     keep the whole in memory.
 
     Args:
-        values: [..., width], contiguous or not.
-        rows: Flat indices into all but the last dimension.
+        values: Any tensor, [..., width], contiguous or not.
+        rows: Flat indices into all dimensions but the last.
+
+    Returns:
+        The rows, [rows, width].
     """
     places = torch.unravel_index(rows.to(values.device), values.shape[:-1])
     return values.detach()[places].float()
 
 
-@torch.no_grad()
-def at_places(values: Tensor, places: Tensor) -> Tensor:
-    """Rows of [sequences (or 1), heads, length, width] at each sequence's own places."""
-    values = values.detach().expand(len(places), -1, -1, -1)
-    index = places.to(values.device)[:, None, :, None]
-    return values.gather(2, index.expand(-1, values.shape[1], -1, values.shape[3]))
-
-
-def width_last(values: Tensor, block: nn.Module) -> Tensor:
-    """A view of what a block gave with the width as its last dimension.
+def move_width_last(values: Tensor, block: nn.Module) -> Tensor:
+    """View the hidden states of a block with the width as their last dimension.
 
     Feature maps are [batch, width, height, ...] where a convolution of the block has as many
-    channels as their second dimension. [batch, length, width] has the width where another
-    parameter of the block has it.
+    channels as their second dimension. [batch, length, width] has the width last where another
+    parameter of the block has that size.
+
+    Args:
+        values: Hidden states that enter or leave the block.
+        block: The block.
     """
     if values.ndim < 3 or not any(isinstance(m, _CONVOLUTIONS) for m in block.modules()):
         return values
     channels = {m.out_channels for m in block.modules() if isinstance(m, _CONVOLUTIONS)}
     if values.shape[1] not in channels:
         return values
-    if values.ndim == 3 and values.shape[2] in _widths(block):
+    if values.ndim == 3 and values.shape[2] in _sizes(block):
         return values
     return values.movedim(1, -1)
 
 
-def _widths(block: nn.Module) -> set[int]:
-    """Sizes of all parameters but those of convolutions."""
+def _sizes(block: nn.Module) -> set[int]:
+    """Sizes of the dimensions of all parameters but those of convolutions."""
     return {
         size
         for module in block.modules()

@@ -1,32 +1,15 @@
-"""A layer: what was seen of one layer at one step, and the views that metrics read from it.
+"""Data of one forward pass: layers with their captured views, what is true of the pass, and notes.
 
-*Captured views* are what the window kept. *Derived views* are functions whose parameter names are
-other views, computed when first asked for and then kept, so that metrics share what is expensive.
-A derived view may be made in several ways: the first whose captured views are there is taken.
+A captured view is a tensor or a number that the window kept of a layer. Nothing is computed here:
+the views that are derived from captured ones are those of `geomon.metrics`.
 """
 
-import functools
-import inspect
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from geomon.kernels import spectrum as kernels
-from geomon.kernels.attention import AttentionRows, attention_rows, score_rows
-from geomon.kernels.heads import mean_rows
-from geomon.kernels.massive import ordinary_rows, sink_share
-from geomon.kernels.moments import mean_square_norm, variance
-from geomon.kernels.neighbours import Neighbours, first_of_each, nearest, nearest_among, unique_rows
-from geomon.kernels.token_types import TokenTypes, token_types
-from geomon.metrics.cautions import Note
-
-# Neighbours of every row; of the few rows that stand for the large scales, as many as those need.
-NEAR = 8
-FAR = 64
-FAR_ROWS = 256
 
 # What each captured view is taken from: a window places only the hooks that are asked for.
 CAPTURED: dict[str, str] = {
@@ -49,177 +32,47 @@ CAPTURED: dict[str, str] = {
 # All that a layer of a transformer has; what enters the first block has hidden states only.
 SOURCES = frozenset(CAPTURED.values())
 
-# Views of rows of hidden states are measured batch by batch; these rows go together.
+# Captured views with one entry for each row of hidden states.
 ROW_VIEWS = ("hidden", "token_ids", "positions")
 
 
-def _unique_rows(hidden: Tensor) -> Tensor:
-    return unique_rows(hidden)
-
-
-def _duplicates(hidden: Tensor, unique_rows: Tensor) -> float:
-    return 1 - len(unique_rows) / len(hidden)
-
-
-def _ordinary_rows(hidden: Tensor) -> Tensor:
-    return ordinary_rows(hidden)
-
-
-def _ordinary_spectrum(hidden: Tensor, ordinary_rows: Tensor, spectrum: Tensor) -> Tensor:
-    return spectrum if bool(ordinary_rows.all()) else kernels.spectrum(hidden[ordinary_rows])
-
-
-def _sink_variance(hidden: Tensor, ordinary_rows: Tensor) -> float:
-    return 0.0 if bool(ordinary_rows.all()) else float(sink_share(hidden))
-
-
-def _total_variance(hidden: Tensor) -> Tensor:
-    return variance(hidden)
-
-
-def _token_types(hidden: Tensor, token_ids: Tensor) -> TokenTypes:
-    return token_types(hidden, token_ids)
-
-
-def _within(token_types: TokenTypes) -> Tensor:
-    return token_types.within_variance
-
-
-def _mean_query(projected_query: Tensor) -> Tensor:
-    return mean_rows(projected_query)
-
-
-def _mean_key(projected_key: Tensor) -> Tensor:
-    return mean_rows(projected_key)
-
-
-def _nearest(hidden: Tensor, unique_rows: Tensor) -> Neighbours:
-    return nearest(hidden, k=NEAR, among=unique_rows)
-
-
-def _neighbours(nearest: Neighbours) -> Tensor:
-    return nearest.distances
-
-
-def _far_neighbours(hidden: Tensor, unique_rows: Tensor) -> Tensor:
-    count = min(len(unique_rows), FAR_ROWS)
-    spread = torch.linspace(0, len(unique_rows) - 1, count, device=hidden.device).long()
-    return nearest(hidden, k=FAR, of=unique_rows[spread], among=unique_rows).distances
-
-
-def _rounding(hidden: Tensor, neighbours: Tensor, precision: float) -> float:
-    # Each number is off by up to half its spacing, evenly: variance spacing^2 / 12, and a
-    # difference of two has twice that.
-    noise = precision * mean_square_norm(hidden).sqrt() / 6**0.5
-    return float(noise / neighbours[:, 0].median())
-
-
-def _distinct(unique_rows: Tensor, token_ids: Tensor, positions: Tensor) -> Tensor:
-    token, position = token_ids[unique_rows].long(), positions[unique_rows].long()
-    # One number for each pair: sorting pairs costs twenty times as much.
-    position = position - position.min()
-    return unique_rows[first_of_each(token * (position.max() + 1) + position)]
-
-
-def _distinct_neighbours(
-    nearest: Neighbours, hidden: Tensor, distinct: Tensor, unique_rows: Tensor
-) -> Tensor:
-    return nearest_among(nearest, hidden, distinct, k=2, among=unique_rows).distances
-
-
-def _repeated(hidden: Tensor, distinct: Tensor) -> float:
-    return 1 - len(distinct) / len(hidden)
-
-
-def _attention(
-    query: Tensor, key: Tensor, visible: Tensor, scale: float, bias: Tensor | None,
-    softcap: float | None, sink: Tensor | None,
-) -> AttentionRows:  # fmt: skip
-    return attention_rows(query, key, visible, scale, bias, softcap, sink)
-
-
-def _attention_by_hand(scores: Tensor, visible: Tensor) -> AttentionRows:
-    return score_rows(scores, visible)
-
-
-DERIVED: dict[str, Callable[..., Any] | tuple[Callable[..., Any], ...]] = {
-    "ordinary_rows": _ordinary_rows,  # False for the few rows of massive norm
-    "ordinary_spectrum": _ordinary_spectrum,  # the same without the rows of massive norm
-    "sink_variance": _sink_variance,  # share of the variance that those rows carry
-    "spectrum": kernels.spectrum,  # eigenvalues of the centred covariance, descending, [rank]
-    "total_variance": _total_variance,  # around the mean of all rows
-    "token_types": _token_types,  # count, norm of the mean and scatter of the rows of each
-    "within": _within,  # variance around the mean of each row's token type
-    "mean_query": _mean_query,  # of each head, [heads, head width]
-    "mean_key": _mean_key,  # of each key head, [key heads, head width]
-    "unique_rows": _unique_rows,  # index of one row for each distinct content
-    "duplicates": _duplicates,  # share of the rows that copy another
-    "nearest": _nearest,  # neighbours among unique rows: distances and who they are
-    "neighbours": _neighbours,  # distances among unique rows, ascending, [tokens, k]
-    "far_neighbours": _far_neighbours,  # the same to a higher rank, of evenly spread rows
-    "rounding": _rounding,  # distance that rounding alone makes, over the median nearest distance
-    "distinct": _distinct,  # index of one unique row for each (token id, position)
-    "distinct_neighbours": _distinct_neighbours,  # distances among distinct rows
-    "repeated": _repeated,  # share of the rows that repeat a (token id, position)
-    "attention": (_attention, _attention_by_hand),  # reduced softmax rows: AttentionRows
-}
-
-
-def ways(name: str) -> tuple[Callable[..., Any], ...]:
-    """The functions that make a derived view, the preferred one first."""
-    made = DERIVED[name]
-    return made if isinstance(made, tuple) else (made,)
-
-
-def parameters(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Names of the parameters of `function` that have no default: the views that it reads."""
-    try:
-        return _parameters(function)
-    except TypeError:  # an object of the user's own that cannot be hashed
-        return _parameters.__wrapped__(function)
-
-
-@functools.lru_cache(maxsize=1024)  # asked for every metric, layer and view of every reading
-def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return tuple(
-        name
-        for name, parameter in inspect.signature(function).parameters.items()
-        if parameter.default is inspect.Parameter.empty and parameter.kind in kinds
-    )
-
-
-def captured_views(names: Iterable[str]) -> set[str]:
-    """The captured views that the named views come down to, whichever way they are made.
-
-    Raises:
-        KeyError: A name that is no view.
-    """
-    leaves: set[str] = set()
-    for name in names:
-        if name in CAPTURED:
-            leaves.add(name)
-        else:
-            leaves |= captured_views(view for way in ways(name) for view in parameters(way))
-    return leaves
-
-
-class MissingViewError(LookupError):
-    """A view that was not captured at this layer; the message says which and why."""
-
-
-@dataclass
-class Layer:
-    """What was seen of one layer: captured views by name, derived ones when asked for.
+class Note(NamedTuple):
+    """A remark for the reader of the numbers.
 
     Attributes:
-        index: Depth; 0 is what enters the first block, l is what leaves block l.
+        kind: Stays the same while numbers and layers in `text` change: the log has one line of
+            each kind.
+        text: The words; the record keeps them with every reading.
+    """
+
+    kind: str
+    text: str
+
+
+def group_by_layer(reasons: Mapping[tuple[str, str], Iterable[int]]) -> list[Note]:
+    """Make one note for each (subject, reason), naming the layers to which it applies.
+
+    Args:
+        reasons: Depths of the layers, by subject and reason.
+    """
+    return [
+        Note(f"{subject}: {reason}", f"{subject}, layer {', '.join(map(str, layers))}: {reason}")
+        for (subject, reason), layers in reasons.items()
+    ]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The captured views of one layer.
+
+    Attributes:
+        index: Depth of the layer: 0 is the input of the first block, l the output of block l.
         name: Name of the module, as shown to people.
         captured: Captured views by name.
-        missing: Why a captured view is not there, by name.
-        stack: Which stack of blocks the layer belongs to ("encoder", say); "" where there is one.
-        sources: What a layer of its kind has at all ("hidden", "attention", "projection"): metrics
-            of anything else are not asked of it.
+        missing: For each captured view that is not there, the reason.
+        stack: Name of the stack of blocks ("encoder", say); "" in a model with one stack.
+        sources: Kinds of captured views that a layer of this kind has ("hidden", "attention",
+            "projection"). Metrics that read other sources are not asked of the layer.
     """
 
     index: int
@@ -228,65 +81,117 @@ class Layer:
     missing: Mapping[str, str] = field(default_factory=dict)
     stack: str = ""
     sources: frozenset[str] = SOURCES
-    _derived: dict[str, Any] = field(default_factory=dict, repr=False)
-
-    def view(self, name: str) -> Any:
-        """The view called `name`; a derived one is computed once.
-
-        Raises:
-            MissingViewError: It comes down to something that was not captured.
-            KeyError: There is no view of that name.
-        """
-        if name in self.captured:
-            return self.captured[name]
-        if name in CAPTURED:
-            reason = self.missing.get(name, "it was not seen")
-            raise MissingViewError(f"'{name}' is missing: {reason}")
-        if name not in self._derived:
-            function = self._way(name)
-            self._derived[name] = function(*(self.view(part) for part in parameters(function)))
-        return self._derived[name]
-
-    def _way(self, name: str) -> Callable[..., Any]:
-        """How a derived view can be made of what was captured; the first way where none can."""
-        first, *others = ways(name)
-        able = (w for w in (first, *others) if captured_views(parameters(w)) <= {*self.captured})
-        return next(able, first)
-
-    def batches(self, rows: int, count: int) -> list["Layer"]:
-        """Layers of `rows` rows each, at most `count`; what is not made of rows is shared.
-
-        Fewer rows than one batch make one batch of what there is; a rest is left out.
-        """
-        hidden = self.captured.get("hidden")
-        if hidden is None:
-            return [replace(self, _derived={})]
-        full = max(1, min(count, len(hidden) // rows))
-        cuts = [slice(start * rows, (start + 1) * rows) for start in range(full)]
-        return [
-            replace(
-                self,
-                captured={k: v[cut] if k in ROW_VIEWS else v for k, v in self.captured.items()},
-                _derived={},
-            )
-            for cut in cuts
-        ]
 
 
-@dataclass
-class Snapshot:
-    """All layers at one step, and what is true of the whole.
+@torch.no_grad()
+def at_places(values: Tensor, places: Tensor) -> Tensor:
+    """Take rows of a tensor of attention at places that differ from sequence to sequence.
+
+    Args:
+        values: [sequences (or 1), heads, length, width], where length counts queries or keys.
+        places: Positions of the wanted rows in each sequence, [sequences, rows], integers.
+
+    Returns:
+        [sequences, heads, rows, width].
+    """
+    values = values.detach().expand(len(places), -1, -1, -1)
+    index = places.to(values.device)[:, None, :, None]
+    return values.gather(2, index.expand(-1, values.shape[1], -1, values.shape[3]))
+
+
+@dataclass(frozen=True)
+class PassInfo:
+    """Facts about one forward pass as a whole.
 
     Attributes:
-        layers: By depth; layer 0 has hidden states only.
-        tokens: Rows that were kept, over all batches.
-        mode: "train" or "eval": dropout changes the numbers.
-        dtype: What the hidden states had before they were copied to float32.
-        notes: What a reader of the numbers should know.
+        tokens: Number of rows of hidden states that were kept at each layer.
+        mode: "train" or "eval". Dropout changes the numbers.
+        dtype: Data type of the hidden states in the model, before they were copied to float32.
+        notes: Remarks for the reader of the numbers.
     """
 
-    layers: list[Layer]
     tokens: int
     mode: str
     dtype: str
     notes: list[Note] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All layers of one forward pass.
+
+    Attributes:
+        layers: The layers of each stack by depth. Layer 0 has hidden states only.
+        info: Facts about the pass as a whole.
+    """
+
+    layers: list[Layer]
+    info: PassInfo
+
+
+# One view of each source stands for it: the others are missing with it, or for reasons that are
+# no fault (a model without token ids, attention whose queries are not seen).
+_STANDS_FOR = {"hidden": "hidden", "attention": "visible", "projection": "projected_query"}
+_WORDS = {
+    "hidden": "hidden states",
+    "attention": "attention",
+    "projection": "queries and keys as projected",
+}
+
+
+class NotSeenError(RuntimeError):
+    """Something that the metrics read is in the model, going by its anatomy, and was not seen."""
+
+
+def explain_missing(snapshot: Snapshot, views: Iterable[str]) -> str | None:
+    """Say which expected sources the first window did not see, why, and what to do.
+
+    Every source that the views come from is expected in every stack that has it. A stack in which
+    only some layers lack it (blocks dropped at random, linear attention in a hybrid) is not
+    reported here: those layers get a note where they are measured.
+
+    Args:
+        snapshot: Snapshot of the first window.
+        views: Captured views that the metrics read.
+
+    Returns:
+        The explanation, or None where everything expected was seen.
+    """
+    asked = {CAPTURED[view] for view in views}
+    found = []
+    for source in _STANDS_FOR:
+        if source not in asked:
+            continue
+        reasons = _missing(snapshot.layers, source)
+        for reason, layers in reasons.items():
+            where = _where(layers, snapshot.layers)
+            found.append(f"{_WORDS[source]} at {where}: {reason}")
+            if source == "hidden":  # nothing else can have been seen there
+                asked = asked - {"attention", "projection"}
+    if not found:
+        return None
+    return (
+        f"not seen in the first pass that was watched: {'; '.join(found)}. "
+        "print(geomon.describe(model)) shows what is expected where; blocks=... names other "
+        "blocks, metrics=select(...) leaves out what cannot be seen"
+    )
+
+
+def _missing(layers: Sequence[Layer], source: str) -> dict[str, list[Layer]]:
+    """Layers of stacks that lack the source altogether, by the reason."""
+    view = _STANDS_FOR[source]
+    found: dict[str, list[Layer]] = {}
+    for stack in dict.fromkeys(layer.stack for layer in layers):
+        expected = [x for x in layers if x.stack == stack and x.index > 0 and source in x.sources]
+        if any(view in layer.captured for layer in expected):
+            continue
+        for layer in expected:
+            found.setdefault(layer.missing.get(view, "it was not seen"), []).append(layer)
+    return found
+
+
+def _where(layers: Sequence[Layer], everything: Sequence[Layer]) -> str:
+    """Some layers in words: the first by name, and how many of how many."""
+    stacks = {layer.stack for layer in layers}
+    whole = sum(layer.stack in stacks and layer.index > 0 for layer in everything)
+    return f"{layers[0].name} ({len(layers)} of {whole} layers)" if whole > 1 else layers[0].name

@@ -1,4 +1,4 @@
-"""The window: hooks in, sampled rows kept during one forward pass, hooks out.
+"""Window: places hooks, keeps sampled rows during one forward pass, and removes the hooks.
 
 Nothing stays on the model between windows: hooks that stay cost every step, break pickling and make
 compiled models recompile. A hook selects rows and copies them, and does no arithmetic.
@@ -14,42 +14,51 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from geomon.capture.anatomy.blocks import Anatomy, Attention, Block
-from geomon.capture.anatomy.projections import find_sizes, multihead_weights
-from geomon.capture.assemble import Drawn, assembled, drawn, place_in
+from geomon.capture.anatomy import Anatomy, Attention, Block, find_sizes
+from geomon.capture.assemble import build_snapshot
 from geomon.capture.attention import (
-    SEVERAL,
+    SEVERAL_SOFTMAXES,
     AttentionCall,
     NotUnderstoodError,
     SoftmaxCall,
-    again,
-    local,
-    softened,
-    thinned,
+    is_second_softmax,
+    local_shard,
+    record_call,
+    record_softmax,
+    tensors_of,
 )
-from geomon.capture.first_pass import Kept, Pass, Visit, sample_places
-from geomon.capture.masks import padding_masks
-from geomon.capture.patches import listening, run_eagerly, without_fast_path
-from geomon.capture.room import Room
-from geomon.capture.sampling import RowDraw, select, width_last
-from geomon.capture.snapshot import CAPTURED, Snapshot
-from geomon.metrics.cautions import Note
+from geomon.capture.first_pass import (
+    BlockCall,
+    SampledRows,
+    StackPass,
+    attention_key,
+    find_padding_masks,
+    spread_indices,
+)
+from geomon.capture.patches import observing, run_eagerly, without_fast_path
+from geomon.capture.qkv import copy_multihead_weights
+from geomon.capture.sampling import MemoryLimit, RowSampler, copy_rows, move_width_last
+from geomon.capture.snapshot import CAPTURED, Note, Snapshot
 
 
 class Window:
     """A context manager that keeps sampled rows of one forward pass.
 
-    Args:
-        anatomy: Where the blocks are.
-        views: Captured views that are wanted; hooks are placed for these only.
-        rows: Rows of hidden states to keep; the same at every layer.
-        seed: Seeds the private generator that draws them. No global random state is touched.
-        max_mb: Largest memory of what is kept, in millions of bytes: rows are thinned for it, and
-            attention that does not fit is left out. None for no limit.
-
     After the `with`, `snapshot()` gives what was seen. The first pass of each stack counts
-    (`geomon.capture.first_pass.Pass` has the rule); calls from other threads and recomputation under activation
-    checkpointing are ignored.
+    (`geomon.capture.first_pass.StackPass` has the rule); calls from other threads and recomputation
+    under activation checkpointing are ignored. An error of geomon's own never ends the pass: one in
+    a hook becomes a note, and one in placing the hooks is raised by `snapshot()`.
+
+    Args:
+        anatomy: Anatomy of the model.
+        views: Captured views that are wanted; only the hooks that these need are placed.
+        rows: Number of rows of hidden states to keep; the same at every layer.
+        seed: Seed of the private generator that samples rows. No global random state is touched.
+        max_mb: Largest memory of what is kept, in millions of bytes: the number of rows is lowered
+            for it, and attention that does not fit is left out. None for no limit.
+
+    Attributes:
+        seconds: Time spent in hooks, and in placing and removing them.
     """
 
     def __init__(
@@ -64,29 +73,34 @@ class Window:
         self._anatomy = anatomy
         self._sources = {CAPTURED[view] for view in views}
         self._wants_tokens = bool(views & {"token_ids", "positions"})
-        self._draw = RowDraw(rows, seed)
+        self._sampler = RowSampler(rows, seed)
         blocks = sum(len(stack.blocks) for stack in anatomy.stacks)
         attends = bool(self._sources & {"attention", "projection"})
-        self._room = Room(
-            max_mb, self._draw, layers=blocks + len(anatomy.stacks), blocks=blocks * attends
+        self._memory = MemoryLimit(
+            max_mb, self._sampler, layers=blocks + len(anatomy.stacks), blocks=blocks * attends
         )
-        self._passes = [Pass(stack, self._draw) for stack in anatomy.stacks]
+        self._passes = [StackPass(stack, self._sampler) for stack in anatomy.stacks]
         self._thread = threading.get_ident()
-        self._elsewhere = False  # a block ran in another thread
+        self._other_thread = False  # a block ran in another thread
         self._exit = ExitStack()
-        self._running: list[tuple[Pass, Visit | None]] = []  # the calls of blocks, outermost first
-        self._failures: list[str] = []  # of hooks
-        self.seconds = 0.0  # spent in hooks, and in placing and removing them
+        # Calls of blocks that are running, outermost first; None for one that does not count.
+        self._running: list[tuple[StackPass, BlockCall | None]] = []
+        self._failure: Exception | None = None  # in placing the hooks
+        self._failures: list[str] = []  # in hooks
+        self.seconds = 0.0
 
     def __enter__(self) -> Self:
         began = time.perf_counter()
-        with ExitStack() as stack:  # undone whatever happens while it is built
-            self._place_hooks(stack)
-            if self._sources & {"attention", "projection"}:
-                stack.enter_context(listening(self))
-            stack.enter_context(without_fast_path())
-            stack.enter_context(run_eagerly())
-            self._exit = stack.pop_all()
+        try:
+            with ExitStack() as stack:  # undone whatever happens while it is built
+                self._place_hooks(stack)
+                if self._sources & {"attention", "projection"}:
+                    stack.enter_context(observing(self))
+                stack.enter_context(without_fast_path())
+                stack.enter_context(run_eagerly())
+                self._exit = stack.pop_all()
+        except Exception as error:
+            self._failure = error
         self.seconds += time.perf_counter() - began
         return self
 
@@ -101,37 +115,39 @@ class Window:
         self.seconds += time.perf_counter() - began
 
     def snapshot(self) -> Snapshot:
-        """What was seen, on the host, in float32, without rows that are not finite."""
-        snapshot = assembled(self._passes, self._sources, elsewhere=self._elsewhere)
-        for failure in dict.fromkeys(self._failures):
-            text = f"a hook failed, and what it looks at is missing: {failure}"
-            snapshot.notes.append(Note(text, text))
-        snapshot.notes += self._room.notes()
-        return snapshot
+        """Build the snapshot: rows on the host, in float32, without those that are not finite.
 
-    def drawn(self, stack: str, index: int) -> Drawn:
-        """Which rows of the model's own tensors stand in a layer of the snapshot.
-
-        Args:
-            stack: Of the layer.
-            index: Of the layer.
+        Raises:
+            Exception: The hooks could not be placed; the error is the one that was met there.
         """
-        return drawn(self._passes, stack, index)
+        if self._failure is not None:
+            raise self._failure
+        texts = [
+            f"a hook failed, and what it looks at is missing: {failure}"
+            for failure in dict.fromkeys(self._failures)
+        ]
+        return build_snapshot(
+            self._passes,
+            self._sources,
+            other_thread=self._other_thread,
+            notes=[*(Note(text, text) for text in texts), *self._memory.notes()],
+        )
 
     def routes(self, stack: str, *, cross: bool = False) -> set[str]:
-        """Where the attention of a stack was seen: of "interface", "sdpa", "softmax".
+        """List the routes by which attention was seen: of "interface", "sdpa", "softmax".
 
         Args:
-            stack: Its name.
-            cross: Whether its cross-attention is meant.
+            stack: Name of the stack.
+            cross: Whether the cross-attention of its blocks is meant.
         """
         return {
-            visit.routes[place]
-            for found in self._passes
-            if found.stack.name == stack
-            for visit in found.visits
-            if (place := place_in(found.stack.blocks[visit.block], cross=cross)) is not None
-            and place in visit.routes
+            block_call.routes[index]
+            for stack_pass in self._passes
+            if stack_pass.stack.name == stack
+            for block_call in stack_pass.block_calls
+            if (index := attention_key(stack_pass.stack.blocks[block_call.block], cross=cross))
+            is not None
+            and index in block_call.routes
         }
 
     # -- placing hooks ---------------------------------------------------------------------------
@@ -143,42 +159,43 @@ class Window:
         if self._wants_tokens:
             for table in self._anatomy.embeddings:
                 hold(table.register_forward_pre_hook(self._hook(self._on_embedding)))
-        for number, found in enumerate(self._passes):
-            for module in found.stack.above:
-                hook = self._hook(self._on_call_above, found, number)
+        for number, stack_pass in enumerate(self._passes):
+            for module in stack_pass.stack.above:
+                hook = self._hook(self._on_call_above, stack_pass, number)
                 hold(module.register_forward_pre_hook(hook, with_kwargs=True))
-            owner = found.stack.owner
+            owner = stack_pass.stack.owner
             if owner is not None:
-                hold(owner.register_forward_pre_hook(self._hook(self._on_owner, found)))
-                hold(owner.register_forward_hook(self._hook(self._on_owner_left, found)))
-            for place, block in enumerate(found.stack.blocks):
-                hook = self._hook(self._on_block, found, place)
+                hold(owner.register_forward_pre_hook(self._hook(self._on_owner, stack_pass)))
+                hold(owner.register_forward_hook(self._hook(self._on_owner_left, stack_pass)))
+            for index, block in enumerate(stack_pass.stack.blocks):
+                hook = self._hook(self._on_block, stack_pass, index)
                 hold(block.module.register_forward_pre_hook(hook, with_kwargs=True))
-                hold(block.module.register_forward_hook(self._hook(self._on_left, found, place)))
+                hook = self._hook(self._on_block_left, stack_pass, index)
+                hold(block.module.register_forward_hook(hook))
                 if self._sources & {"attention", "projection"}:
                     self._place_attention_hooks(hold, block)
 
     def _place_attention_hooks(self, hold: Callable[[Any], None], block: Block) -> None:
-        for place, attention in enumerate(block.attentions):
+        for index, attention in enumerate(block.attentions):
             module = attention.module
-            if len(block.attentions) > 1:  # else every call in the block is its own
-                hold(module.register_forward_pre_hook(self._hook(self._on_attending, place)))
+            if len(block.attentions) > 1:  # else every call in the block belongs to the only one
+                hold(module.register_forward_pre_hook(self._hook(self._on_attending, index)))
                 hold(module.register_forward_hook(self._hook(self._on_attending, None)))
             if "projection" not in self._sources:
                 continue
             projections = attention.projections
             if projections.kind == "multihead":
-                hook = self._hook(self._on_multihead, place, attention)
+                hook = self._hook(self._on_multihead, index, attention)
                 hold(module.register_forward_pre_hook(hook, with_kwargs=True))
                 continue
-            hook = self._hook(self._on_projected, place, attention, "query")
+            hook = self._hook(self._on_projected, index, attention, "query")
             hold(projections.query.register_forward_hook(hook))
             if projections.kind != "fused":
-                hook = self._hook(self._on_projected, place, attention, "key")
+                hook = self._hook(self._on_projected, index, attention, "key")
                 hold(projections.key.register_forward_hook(hook))
 
     def _hook(self, action: Callable[..., None], *before: Any) -> "_Hook":
-        """A hook that ignores calls which are not of the pass that is watched."""
+        """Make a hook that ignores calls which do not belong to the pass that is watched."""
 
         def guarded(*call: Any) -> None:
             if not self._ignored():
@@ -189,7 +206,7 @@ class Window:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Time what is done, and let no error of it end the run: it is said in the snapshot."""
+        """Time the body, and keep its error for the notes: no hook ends a run."""
         began = time.perf_counter()
         try:
             yield
@@ -203,212 +220,250 @@ class Window:
         if torch._C._current_graph_task_id() != -1:
             return True
         if threading.get_ident() != self._thread:
-            self._elsewhere = True
+            self._other_thread = True
             return True
         return False
 
     # -- around the blocks -----------------------------------------------------------------------
 
     def _on_call_above(
-        self, found: Pass, number: int, module: nn.Module, args: Any, kwargs: Mapping[str, Any]
+        self,
+        stack_pass: StackPass,
+        number: int,
+        module: nn.Module,
+        args: Any,
+        kwargs: Mapping[str, Any],
     ) -> None:
-        if found.visits or found.over:
+        if stack_pass.block_calls or stack_pass.over:
             return
-        masks = padding_masks(module, args, kwargs)
-        if number == 0 and len(self._passes) > 1:  # of a call that is about all stacks
+        masks = find_padding_masks(module, args, kwargs)
+        if number == 0 and len(self._passes) > 1:  # the call of a module around all stacks
             masks = {n: m for n, m in masks.items() if not n.startswith(("tgt", "decoder"))}
-        found.masks += masks.items()
+        stack_pass.masks += masks.items()
 
     def _on_embedding(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         ids = args[0] if args else None
         if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_nested:
             return
-        running = [found for found in self._passes if found.running]
-        kept = local(ids).detach().clone()
-        for found in running or self._passes:
-            if not found.over and not (found.visits and found not in running):
-                found.token_ids.append(kept)
+        running = [stack_pass for stack_pass in self._passes if stack_pass.running]
+        kept = local_shard(ids).detach().clone()
+        for stack_pass in running or self._passes:
+            if not stack_pass.over and not (stack_pass.block_calls and stack_pass not in running):
+                stack_pass.token_ids.append(kept)
 
-    def _on_owner(self, found: Pass, module: nn.Module, args: Any) -> None:
-        if found.enter():
+    def _on_owner(self, stack_pass: StackPass, module: nn.Module, args: Any) -> None:
+        if stack_pass.begin():
             self._running.clear()
 
-    def _on_owner_left(self, found: Pass, module: nn.Module, args: Any, output: Any) -> None:
-        found.leave()
+    def _on_owner_left(
+        self, stack_pass: StackPass, module: nn.Module, args: Any, output: Any
+    ) -> None:
+        stack_pass.end()
 
     # -- blocks ----------------------------------------------------------------------------------
 
     def _on_block(
-        self, found: Pass, place: int, module: nn.Module, args: Any, kwargs: Mapping[str, Any]
+        self,
+        stack_pass: StackPass,
+        index: int,
+        module: nn.Module,
+        args: Any,
+        kwargs: Mapping[str, Any],
     ) -> None:
-        if not found.visits:
-            found.masks += padding_masks(module, args, kwargs).items()
-        visit = found.visit(place)
-        self._running.append((found, visit))
-        if visit is None:
+        if not stack_pass.block_calls:
+            stack_pass.masks += find_padding_masks(module, args, kwargs).items()
+        block_call = stack_pass.begin_call(index)
+        self._running.append((stack_pass, block_call))
+        if block_call is None:
             return
-        if len(found.visits) > 1:
-            if found.stack.entering:
+        if len(stack_pass.block_calls) > 1:
+            if stack_pass.stack.entering:
                 entered = first_tensor([*args, *kwargs.values()])
-                before = found.visits[-2]
-                before.hidden = None if entered is None else self._kept(found, entered, module)
+                before = stack_pass.block_calls[-2]
+                before.hidden = (
+                    None if entered is None else self._sample_hidden(stack_pass, entered, module)
+                )
         else:
-            found.mode = "train" if module.training else "eval"
+            stack_pass.mode = "train" if module.training else "eval"
             entered = first_tensor([*args, *kwargs.values()])
             if entered is not None:
-                found.entered = self._kept(found, entered, module)
+                stack_pass.entered = self._sample_hidden(stack_pass, entered, module)
 
-    def _on_left(self, found: Pass, place: int, module: nn.Module, args: Any, output: Any) -> None:
-        visit = self._close(found, place)
+    def _on_block_left(
+        self, stack_pass: StackPass, index: int, module: nn.Module, args: Any, output: Any
+    ) -> None:
+        block_call = self._end_call(stack_pass, index)
         values = output.values() if isinstance(output, Mapping) else output
         hidden = first_tensor(values)
-        if visit is not None and hidden is not None and not found.stack.entering:
-            visit.hidden = self._kept(found, hidden, module)
+        if block_call is not None and hidden is not None and not stack_pass.stack.entering:
+            block_call.hidden = self._sample_hidden(stack_pass, hidden, module)
 
-    def _close(self, found: Pass, place: int) -> Visit | None:
-        """Take the block's call off those that run, and any inside that an exception ended."""
+    def _end_call(self, stack_pass: StackPass, index: int) -> BlockCall | None:
+        """Remove a block's call from those that run, and calls inside that an exception ended."""
         while self._running:
-            owner, visit = self._running.pop()
-            if owner is found and (visit is None or visit.block == place):
-                return visit
+            owner, block_call = self._running.pop()
+            if owner is stack_pass and (block_call is None or block_call.block == index):
+                return block_call
         return None
 
-    def _kept(self, found: Pass, hidden: Tensor, block: nn.Module) -> Kept | None:
+    def _sample_hidden(
+        self, stack_pass: StackPass, hidden: Tensor, block: nn.Module
+    ) -> SampledRows | None:
         if hidden.is_nested:
             return None
-        found.local = found.local or hasattr(hidden, "to_local")
-        rows = width_last(local(hidden), block)
-        if not found.shape:
-            self._room.limit(rows.shape[-1])
-            found.begin_rows(tuple(rows.shape[:-1]), rows.dtype)
-        chosen = found.rows(tuple(rows.shape[:-1]))
-        return Kept(select(rows, chosen), chosen, tuple(rows.shape[:-1]))
+        stack_pass.sharded = stack_pass.sharded or hasattr(hidden, "to_local")
+        rows = move_width_last(local_shard(hidden), block)
+        shape = tuple(rows.shape[:-1])
+        if not stack_pass.shape:
+            self._memory.fit_rows(rows.shape[-1])
+            stack_pass.set_shape(shape, rows.dtype)
+        indices = stack_pass.row_indices(shape)
+        return SampledRows(copy_rows(rows, indices), indices, shape)
 
     # -- attention -------------------------------------------------------------------------------
 
-    def _current(self) -> tuple[Pass, Visit, Block] | None:
-        """The innermost block that is being run, where its call counts."""
+    def _current_call(self) -> tuple[StackPass, BlockCall, Block] | None:
+        """Return the call of the innermost block that is running, if that call counts."""
         if not self._running or self._running[-1][1] is None or self._ignored():
             return None
-        found, visit = self._running[-1]
-        assert visit is not None
-        return found, visit, found.stack.blocks[visit.block]
+        stack_pass, block_call = self._running[-1]
+        assert block_call is not None
+        return stack_pass, block_call, stack_pass.stack.blocks[block_call.block]
 
-    def _on_attending(self, place: int | None, module: nn.Module, *call: Any) -> None:
+    def _on_attending(self, index: int | None, module: nn.Module, *call: Any) -> None:
         if self._running and self._running[-1][1] is not None:
-            self._running[-1][1].attending = place
+            self._running[-1][1].running_attention = index
 
     def on_attention(
         self, route: str, module: Any, query: Any, key: Any, mask: Any, options: dict[str, Any]
     ) -> None:
-        """Keep the sampled queries of a call (of `geomon.capture.patches.Listener`)."""
-        current = self._current()
+        """Record the sampled queries of a call (see `geomon.capture.patches.AttentionObserver`).
+
+        Args:
+            route: "interface" or "sdpa".
+            module: The module that calls, or None.
+            query: Queries of the call.
+            key: Keys of the call.
+            mask: Mask of the call.
+            options: All other arguments of the call by name.
+        """
+        current = self._current_call()
         if current is None:
             return
-        _, visit, block = current
-        place = _place(block, visit, module)
-        if isinstance(visit.calls.get(place), AttentionCall):
-            return  # a softmax that was taken for one gives way
+        _, block_call, block = current
+        index = _running_index(block, block_call, module)
+        if isinstance(block_call.attention_calls.get(index), AttentionCall):
+            return  # the first call counts; the call of a softmax is replaced
         with self._guarded(), torch.no_grad():
             try:
-                call = thinned(self._draw, route, module, query, key, mask, options)
-                self._keep_call(visit, place, route, call)
+                call = record_call(self._sampler, route, module, query, key, mask, options)
+                self._keep_call(block_call, index, route, call)
             except NotUnderstoodError as error:
-                visit.refused.setdefault(place, str(error))
+                block_call.refused.setdefault(index, str(error))
 
     def on_softmax(self, scores: Any, dim: Any) -> None:
-        """Keep the sampled rows of scores that are softened by hand (of `Listener`)."""
-        current = self._current()
+        """Record the sampled rows of a softmax of scores (see `AttentionObserver`).
+
+        Args:
+            scores: Input of the softmax.
+            dim: The dimension that the softmax runs over.
+        """
+        current = self._current_call()
         if current is None or not isinstance(scores, Tensor) or not scores.is_floating_point():
             return
-        found, visit, block = current
-        place = _place(block, visit, None)
-        before = visit.calls.get(place)
-        if isinstance(before, AttentionCall) or place in visit.refused or not found.shape:
+        stack_pass, block_call, block = current
+        index = _running_index(block, block_call, None)
+        recorded = block_call.attention_calls.get(index)
+        refused = index in block_call.refused
+        if isinstance(recorded, AttentionCall) or refused or not stack_pass.shape:
             return
-        known = place < len(block.attentions)
-        if before is not None:
-            if known and again(before, scores, dim):
-                visit.refuse(place, SEVERAL)
+        known = index < len(block.attentions)
+        if recorded is not None:
+            if known and is_second_softmax(recorded, scores, dim):
+                block_call.refuse(index, SEVERAL_SOFTMAXES)
             return
         with self._guarded(), torch.no_grad():
             heads = None
             if known:
-                attention = block.attentions[place]
+                attention = block.attentions[index]
                 heads = find_sizes(attention.projections, [attention.module]).heads
-            call = softened(self._draw, scores, dim, found.shape_at(visit), heads)
+            shape = stack_pass.shape_at(block_call)
+            call = record_softmax(self._sampler, scores, dim, shape, heads)
             if call is not None:
-                self._keep_call(visit, place, "softmax", call)
+                self._keep_call(block_call, index, "softmax", call)
 
     def _keep_call(
-        self, visit: Visit, place: int, route: str, call: AttentionCall | SoftmaxCall
+        self, block_call: BlockCall, index: int, route: str, call: AttentionCall | SoftmaxCall
     ) -> None:
-        refusal = self._room.refusal(call)
-        if refusal is None:
-            visit.calls[place] = call
-            visit.routes[place] = route
+        reason = self._memory.why_not(tensors_of(call))
+        if reason is None:
+            block_call.attention_calls[index] = call
+            block_call.routes[index] = route
         else:
-            visit.refuse(place, refusal)
+            block_call.refuse(index, reason)
 
     # -- projections -----------------------------------------------------------------------------
 
     def _on_projected(
         self,
-        place: int,
+        index: int,
         attention: Attention,
         which: str,
         module: nn.Module,
         args: Any,
         output: Any,
     ) -> None:
-        current = self._current()
+        current = self._current_call()
         output = first_tensor(output)
         if current is None or output is None or output.is_nested:
             return
-        found, visit, _ = current
-        if (place, which) in visit.projected:
+        stack_pass, block_call, _ = current
+        if (index, which) in block_call.projected:
             return
-        output = local(output)
-        self._keep_rows(found, visit, place, attention, which, output)
-        shape = found.as_batch(tuple(output.shape[:-1]))
+        output = local_shard(output)
+        self._sample_projected(stack_pass, block_call, index, attention, which, output)
+        shape = stack_pass.as_batch(tuple(output.shape[:-1]))
         if attention.projections.kind == "fused" and shape is not None:
-            sequences, places = self._draw.queries(*shape)
+            sequences, places = self._sampler.sample_queries(*shape)
             flat = (sequences[:, None] * shape[1] + places).flatten()
-            visit.samples[place] = select(output, flat[sample_places(len(flat))])
+            block_call.samples[index] = copy_rows(output, flat[spread_indices(len(flat))])
 
     def _on_multihead(
-        self, place: int, attention: Attention, module: nn.Module, args: Any, kwargs: Any
+        self, index: int, attention: Attention, module: nn.Module, args: Any, kwargs: Any
     ) -> None:
-        current = self._current()
+        current = self._current_call()
         if current is None:
             return
-        found, visit, _ = current
+        stack_pass, block_call, _ = current
         given = dict(zip(("query", "key"), args, strict=False)) | kwargs
         for which in ("query", "key"):
             values = given.get(which)
             plain = isinstance(values, Tensor) and not values.is_nested
-            if plain and (place, which) not in visit.projected:
-                self._keep_rows(found, visit, place, attention, which, local(values))
-        weights = multihead_weights(module)
+            if plain and (index, which) not in block_call.projected:
+                values = local_shard(values)
+                self._sample_projected(stack_pass, block_call, index, attention, which, values)
+        weights = copy_multihead_weights(module)
         if weights is not None:
-            visit.weights.setdefault(place, weights)
+            block_call.weights.setdefault(index, weights)
 
-    def _keep_rows(
+    def _sample_projected(
         self,
-        found: Pass,
-        visit: Visit,
-        place: int,
+        stack_pass: StackPass,
+        block_call: BlockCall,
+        index: int,
         attention: Attention,
         which: str,
         values: Tensor,
     ) -> None:
         shape = tuple(values.shape[:-1])
-        rows = found.rows(shape, "key" if attention.cross and which == "key" else "")
-        visit.projected[place, which] = Kept(select(values, rows), rows, shape)
+        role = "key" if attention.cross and which == "key" else ""
+        indices = stack_pass.row_indices(shape, role)
+        rows = SampledRows(copy_rows(values, indices), indices, shape)
+        block_call.projected[index, which] = rows
 
 
 class _Hook:
-    """What is placed on a module; in a copy or a pickle of the model it does nothing."""
+    """A hook on a module; in a copy or a pickle of the model it does nothing."""
 
     def __init__(self, action: Callable[..., None]) -> None:
         self._action = action
@@ -424,16 +479,20 @@ def _nothing(*call: Any) -> None:
     return
 
 
-def _place(block: Block, visit: Visit, module: Any) -> int:
-    """Which of the block's attentions is calling."""
-    for place, attention in enumerate(block.attentions):
+def _running_index(block: Block, block_call: BlockCall, module: Any) -> int:
+    """Return the index of the block's attention that is calling."""
+    for index, attention in enumerate(block.attentions):
         if attention.module is module:
-            return place
-    return visit.attending or 0
+            return index
+    return block_call.running_attention or 0
 
 
 def first_tensor(values: Any) -> Tensor | None:
-    """The first floating-point tensor of a call's arguments or of a module's output."""
+    """Return the first floating-point tensor.
+
+    Args:
+        values: Arguments of a call, or the output of a module: a tensor, or several values.
+    """
     if isinstance(values, Tensor):
         return values
     for value in values or ():

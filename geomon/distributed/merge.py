@@ -1,6 +1,6 @@
-"""One layer of what several ranks saw of it, and which part of theirs each gives to it.
+"""One layer made of the same layer on several ranks, and the share that each rank gives to it.
 
-Rows stand one rank's after the other's, in rank order; nothing here talks to other ranks.
+Rows stand in rank order. Nothing here communicates with other ranks.
 """
 
 import math
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from geomon.capture.snapshot import CAPTURED, Layer
+from geomon.capture.snapshot import CAPTURED, Layer, at_places
 
 # What was kept of a layer's attention: sequences, queries of each, keys of each.
 Shape = tuple[int, int, int]
@@ -23,7 +23,11 @@ _GRIDS = ("visible", "bias", "scores")
 
 
 def attention_shape(layer: Layer) -> Shape | None:
-    """What was kept of the layer's attention; None for nothing."""
+    """Shape of what was kept of the layer's attention; None for nothing.
+
+    Args:
+        layer: The layer as a rank captured it.
+    """
     return _shape(_of(layer, "attention"))
 
 
@@ -38,23 +42,23 @@ def _shape(views: Mapping[str, Any]) -> Shape | None:
     return None
 
 
-def thinned(
+def take_share(
     layer: Layer, shapes: Sequence[Shape | None], rank: int, rows: int, queries: int
 ) -> Layer:
-    """The layer with one rank's share of the attention, so that all keep what one alone would.
+    """Reduce the attention of a layer to one rank's share: all ranks then keep what one would.
 
     Of the sequences of all ranks as many are taken as one rank would keep, evenly spread; of each
     its share of the queries, at places that are shifted from sequence to sequence.
 
     Args:
-        layer: As the rank captured it.
-        shapes: What each rank kept of the layer's attention, in rank order.
-        rank: Whose layer it is.
-        rows: Of hidden states, for all ranks together.
-        queries: Rows of attention, for all ranks together.
+        layer: The layer as the rank captured it.
+        shapes: Shapes of what each rank kept of the layer's attention, in rank order.
+        rank: Place of the rank that captured the layer.
+        rows: Number of rows of hidden states for all ranks together.
+        queries: Number of attention rows for all ranks together.
     """
     shape = shapes[rank]
-    if shape is None:
+    if shape is None or len(shapes) == 1:
         return layer
     counts = [known[0] if known else 0 for known in shapes]
     longest = max(known[2] for known in shapes if known)
@@ -72,25 +76,18 @@ def thinned(
         places = ((torch.arange(each) + shift) * (shape[1] / each)).long()
     changed: dict[str, Any] = {}
     if "query" in layer.captured:
-        changed["query"] = _at(layer.captured["query"][sequences], places)
+        changed["query"] = at_places(layer.captured["query"][sequences], places)
         changed["key"] = layer.captured["key"][sequences]
     for name in _GRIDS:
         values = layer.captured.get(name)
         if values is not None:
             values = values[sequences] if len(values) > 1 else values
-            changed[name] = _at(values, places) if values.shape[2] > 1 else values
-    return replace(layer, captured={**layer.captured, **changed}, _derived={})
+            changed[name] = at_places(values, places) if values.shape[2] > 1 else values
+    return replace(layer, captured={**layer.captured, **changed})
 
 
-def _at(values: Tensor, places: Tensor) -> Tensor:
-    """Rows of [sequences (or 1), heads, queries, width] at each sequence's own places."""
-    index = places.to(values.device)[:, None, :, None]
-    values = values.expand(len(places), -1, -1, -1)
-    return values.gather(2, index.expand(-1, values.shape[1], -1, values.shape[3]))
-
-
-def union(parts: Sequence[Layer]) -> Layer:
-    """One layer of what each rank saw of it: rows one rank's after the other's.
+def merge_layers(parts: Sequence[Layer]) -> Layer:
+    """Make one layer of the same layer on each rank: the rows of one rank after another's.
 
     Ranks that saw nothing of a source (a skipped block, say) give nothing to it. Where the ranks
     that did see something disagree on more than the number of rows, the source is missing.
@@ -98,6 +95,8 @@ def union(parts: Sequence[Layer]) -> Layer:
     Args:
         parts: The same layer from each rank, in rank order.
     """
+    if len(parts) == 1:
+        return parts[0]
     captured: dict[str, Any] = {}
     missing = dict(parts[0].missing)
     for source in sorted({CAPTURED[view] for part in parts for view in part.captured}):
@@ -110,7 +109,7 @@ def union(parts: Sequence[Layer]) -> Layer:
         captured |= _attention(holders) if source == "attention" else _rows(holders)
         holder = next(part for part, views in zip(parts, seen, strict=True) if views)
         missing |= {v: why for v, why in holder.missing.items() if CAPTURED[v] == source}
-    return replace(parts[0], captured=captured, missing=missing, _derived={})
+    return replace(parts[0], captured=captured, missing=missing)
 
 
 def _of(layer: Layer, source: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""What every kernel asks of its input, and the passes over rows that they share.
+"""Checks of the input and passes over rows that the kernels share.
 
-Rows are read in float64 a block at a time: a kernel that sums over rows holds a few blocks,
+Rows are read in float64 one block at a time: a kernel that sums over rows holds a few blocks,
 whatever the number of rows.
 """
 
@@ -9,19 +9,19 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-# Numbers in one block: 8 MB in float64, which stays in the cache.
-_BLOCK = 1_048_576
+# Numbers in one block: 8 MB in float64, 4 MB in float32, which stay in the cache.
+BLOCK = 1_048_576
 
 
 def require_rows(hidden: Tensor, *, at_least: int = 1) -> Tensor:
-    """Give `hidden` back after checking that it is a matrix with enough rows.
+    """Check that `hidden` is a matrix with enough rows, and return it.
 
     Args:
         hidden: Floating-point rows, [tokens, width].
-        at_least: The smallest number of rows that makes sense for the caller.
+        at_least: Smallest number of rows that makes sense for the caller.
 
     Raises:
-        ValueError: Not a floating-point matrix, no columns, or too few rows.
+        ValueError: `hidden` is not a floating-point matrix, has no columns, or has too few rows.
     """
     if hidden.ndim != 2 or not hidden.is_floating_point():
         raise ValueError(
@@ -36,46 +36,56 @@ def require_rows(hidden: Tensor, *, at_least: int = 1) -> Tensor:
     return hidden
 
 
-def row_blocks(rows: Tensor) -> tuple[Tensor, ...]:
-    """A matrix cut into blocks of whole rows, in its own precision.
+def rows_in_block(width: int) -> int:
+    """Count the rows of a given width that one block holds, at least one.
 
     Args:
-        rows: [tokens, width], at least one column.
+        width: Numbers in one row, at least 1.
     """
-    return rows.split(max(1, _BLOCK // rows.shape[1]))
+    return max(1, BLOCK // width)
+
+
+def row_blocks(rows: Tensor) -> tuple[Tensor, ...]:
+    """Cut a matrix into blocks of whole rows, in its own precision.
+
+    Args:
+        rows: Matrix with at least one column, [tokens, width].
+    """
+    return rows.split(rows_in_block(rows.shape[1]))
 
 
 def column_blocks(rows: Tensor) -> tuple[Tensor, ...]:
-    """A matrix cut into blocks of whole columns, in its own precision.
+    """Cut a matrix into blocks of whole columns, in its own precision.
 
     Args:
-        rows: [tokens, width], at least one row.
+        rows: Matrix with at least one row, [tokens, width].
     """
-    return rows.split(max(1, _BLOCK // len(rows)), dim=1)
+    return rows.split(rows_in_block(len(rows)), dim=1)
 
 
 def in_blocks(rows: Tensor) -> Iterator[Tensor]:
-    """Rows in float64, block by block; a block may be overwritten, and holds until the next one.
+    """Convert rows to float64 block by block, in one buffer that every block overwrites.
 
-    All are one room in turn: blocks of their own, freed one after another between what is kept of
-    each, are holes that the allocator does not use again (glibc: up to twice the rows).
+    The caller may change a block in place, and must not keep it beyond the next one. With a new
+    buffer for each block, the allocator leaves gaps between what the caller keeps of each (glibc:
+    up to twice the memory of the rows).
 
     Args:
-        rows: [tokens, width], floating-point.
+        rows: Floating-point rows, [tokens, width].
     """
     blocks = row_blocks(rows)
-    room = rows.new_empty(blocks[0].shape, dtype=torch.float64)
-    return (room[: len(block)].copy_(block) for block in blocks)
+    buffer = rows.new_empty(blocks[0].shape, dtype=torch.float64)
+    return (buffer[: len(block)].copy_(block) for block in blocks)
 
 
 def centred_blocks(rows: Tensor) -> Iterator[Tensor]:
-    """Rows without their mean in float64, block by block; the blocks may be overwritten.
+    """Subtract the mean row in float64, block by block; as with `in_blocks`, one buffer serves all.
 
-    A row is taken off first: far from the origin nothing cancels, and the mean of equal rows does
-    not round to the row itself.
+    The first row is subtracted before the mean is taken: far from the origin nothing cancels, and
+    equal rows give exactly 0, where their mean could differ from them by rounding.
 
     Args:
-        rows: [tokens, width], floating-point, at least one row.
+        rows: Floating-point rows, at least one, [tokens, width].
     """
     first = rows[0].double()
     shift = sum_of(block.sub_(first).sum(dim=0) for block in in_blocks(rows)) / len(rows)
@@ -83,41 +93,41 @@ def centred_blocks(rows: Tensor) -> Iterator[Tensor]:
 
 
 def centre(rows: Tensor) -> Tensor:
-    """Rows without their mean, in float64: all at once, for what needs them whole.
+    """Subtract the mean row in float64, for callers that need all rows at once.
 
     Args:
-        rows: [tokens, width], floating-point, at least one row.
+        rows: Floating-point rows, at least one, [tokens, width].
     """
     whole = rows.new_empty(rows.shape, dtype=torch.float64)
-    for room, block in zip(row_blocks(whole), centred_blocks(rows), strict=True):
-        room.copy_(block)
+    for target, block in zip(row_blocks(whole), centred_blocks(rows), strict=True):
+        target.copy_(block)
     return whole
 
 
 def mean_row(rows: Tensor) -> Tensor:
-    """The mean of the rows in float64, [width].
+    """Compute the mean of the rows in float64, [width].
 
     Args:
-        rows: [tokens, width], floating-point, at least one row.
+        rows: Floating-point rows, at least one, [tokens, width].
     """
     return sum_of(block.sum(dim=0) for block in in_blocks(rows)) / len(rows)
 
 
 def sum_of_directions(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of x_i / |x_i| over the rows that have a direction, and how many those are, per head.
+    """Sum x_i / |x_i| over the rows of each head that have a direction, and count those rows.
 
     Args:
-        rows: [tokens, heads, width], floating-point.
+        rows: Floating-point rows by head, [tokens, heads, width].
 
     Returns:
-        [heads, width] and [heads], float64.
+        The sums, [heads, width], and the counts, [heads], in float64.
     """
     total = rows.new_zeros(rows.shape[1:], dtype=torch.float64)
     count = total.new_zeros(len(total))
     for flat in in_blocks(rows.flatten(1)):
         block = flat.view(-1, *rows.shape[1:])
         if rows.dtype == torch.float64:
-            # Only its squares can leave its range. A power of two rounds nothing.
+            # Only squares of float64 can overflow or vanish. Scaling by a power of two is exact.
             size = torch.frexp(block.abs().amax(dim=2, keepdim=True)).exponent.clamp(-1000, 1000)
             block = torch.ldexp(block, -size)
         norm = torch.linalg.vector_norm(block, dim=2)
@@ -128,10 +138,10 @@ def sum_of_directions(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sum_of(parts: Iterable[Tensor]) -> Tensor:
-    """The sum of tensors of one shape; the first one is overwritten.
+    """Add up tensors of one shape; the first one is overwritten.
 
     Args:
-        parts: At least one.
+        parts: Tensors of one shape, at least one.
     """
     parts = iter(parts)
     total = next(parts)

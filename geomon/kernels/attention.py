@@ -1,4 +1,4 @@
-"""How sharp attention is: from sampled query rows against all their visible keys."""
+"""The sharpness of attention, from sampled query rows against all their visible keys."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -7,28 +7,28 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Scores held at once, float32: 4 MB, which stays in the cache with its temporaries.
-_BLOCK = 1_048_576
+from geomon.kernels import _blocks
 
 _Shape = tuple[int, int, int, int]  # sequences, heads, queries, keys
 _Slices = tuple[slice, slice, slice]  # of sequences, heads and queries
-_Block = tuple[_Slices, Tensor, Tensor]  # where it belongs, its scores, what is visible
+_Block = tuple[_Slices, Tensor, Tensor]  # place in the whole, scores, visibility
 
 
 class AttentionRows(NamedTuple):
-    """One softmax row reduced to what the metrics need: every field [heads, rows], float64.
+    """Reductions of softmax rows for the metrics: every field [heads, rows], float64.
 
-    A learned sink is a logit of its own in the softmax that no key answers for, and whose weight
+    A learned sink is an additional logit in the softmax that belongs to no key, and whose weight
     the model drops: it is an outcome of the row, but no key.
 
     Attributes:
-        entropy: -sum_j A_ij log A_ij over all outcomes, in nats.
-        maximum: max_j A_ij over the visible keys j.
-        first: A_ij of the first visible key j, which sinks occupy, and of a learned sink.
+        entropy: Entropy over all outcomes, -sum_j A_ij log A_ij, in nats.
+        maximum: Largest weight of a visible key, max_j A_ij.
+        first: Weight of the first visible key, the usual attention sink, plus that of a learned
+            sink.
         visible: Number of outcomes: the keys that the row may see, and a learned sink; 0 marks a
             row that sees no key.
-        minimum: min_j A_ij over the visible keys j.
-        top_score: The largest score of a visible key before the softmax.
+        minimum: Smallest weight of a visible key, min_j A_ij.
+        top_score: Largest score of a visible key before the softmax.
     """
 
     entropy: Tensor
@@ -48,18 +48,18 @@ def attention_rows(
     softcap: float | None = None,
     sink: Tensor | None = None,
 ) -> AttentionRows:
-    """Softmax rows of the given queries against all visible keys, reduced block by block.
+    """Compute softmax rows of queries against all visible keys, and reduce them block by block.
 
     A_i = softmax_j(cap(scale q_i . k_j) + bias_ij) over the visible keys j and a learned sink, with
-    cap(s) = softcap tanh(s / softcap). Memory stays bounded however long the sequences are: no more
+    cap(s) = softcap tanh(s / softcap). Memory is bounded at any length of the sequences: no more
     than a block of scores exists at a time.
 
     Args:
-        query: As attended, [sequences, heads, queries, head width].
-        key: As attended, [sequences, key heads, keys, head width]; key heads divide heads.
+        query: Queries as attended, [sequences, heads, queries, head width].
+        key: Keys as attended, [sequences, key heads, keys, head width]; key heads divide heads.
         visible: True where a query may attend, broadcastable to [sequences, heads, queries, keys].
         scale: Factor on the dot products.
-        bias: Added to the scores, broadcastable like `visible`.
+        bias: Term added to the scores, broadcastable like `visible`; None for none.
         softcap: Bound on the scores before the bias (Gemma 2); None for none.
         sink: Logit of a learned sink for each head, [heads] (GPT-OSS); None for none.
 
@@ -78,21 +78,21 @@ def attention_rows(
     shape = _score_shape(query, key)
     if sink is not None and sink.shape != shape[1:2]:
         raise ValueError(f"expected sink logits [heads] = [{shape[1]}], got {list(sink.shape)}")
-    return _reduced(_blocks(query, key, visible, scale, bias, softcap), shape, sink)
+    return _reduce(_score_blocks(query, key, visible, scale, bias, softcap), shape, sink)
 
 
 def score_rows(scores: Tensor, visible: Tensor) -> AttentionRows:
-    """Softmax rows of given scores, reduced: for attention whose queries and keys are not seen.
+    """Reduce softmax rows of given scores: for attention whose queries and keys are not captured.
 
     Args:
-        scores: As the softmax takes them, [sequences, heads, queries, keys].
+        scores: Scores before the softmax, [sequences, heads, queries, keys].
         visible: True where a query may attend, broadcastable to the shape of `scores`.
 
     Returns:
-        As of `attention_rows`.
+        Reductions with rows = sequences x queries, sequence-major.
 
     Raises:
-        ValueError: The scores have not four dimensions, or `visible` does not fit them.
+        ValueError: The scores do not have four dimensions, or `visible` does not fit them.
 
     Example:
         >>> rows = score_rows(torch.zeros(1, 1, 2, 4), torch.ones(1, 1, 2, 4, dtype=torch.bool))
@@ -108,7 +108,7 @@ def score_rows(scores: Tensor, visible: Tensor) -> AttentionRows:
     given = (
         (at, scores[at].to(torch.float32, copy=True), seen[at]) for at in _cuts(shape, group=1)
     )
-    return _reduced(given, shape, None)
+    return _reduce(given, shape, None)
 
 
 def attention_median(
@@ -120,20 +120,20 @@ def attention_median(
     softcap: float | None,
     sink: Tensor | None,
 ) -> Tensor:
-    """Mean of the median weight of a row over its visible keys, per head.
+    """Compute the mean over rows of the median weight of a visible key, per head.
 
     Godey et al. (2401.12143, figures 9 and 10). Range [0, 1/2]; of an even number of keys the lower
-    of the two in the middle. Rows that see fewer than two keys are left out. It sorts every row,
+    of the two in the middle. Rows that see fewer than two keys are left out. Every row is sorted,
     which costs several times the other reductions.
 
     Args:
-        query: As of `attention_rows`, and so are the rest.
-        key: [sequences, key heads, keys, head width].
-        visible: True where a query may attend.
+        query: Queries as attended, [sequences, heads, queries, head width].
+        key: Keys as attended, [sequences, key heads, keys, head width]; key heads divide heads.
+        visible: True where a query may attend, broadcastable to [sequences, heads, queries, keys].
         scale: Factor on the dot products.
-        bias: Added to the scores, or None.
-        softcap: Bound on the scores before the bias, or None.
-        sink: Logits of learned sinks, [heads], or None.
+        bias: Term added to the scores, broadcastable like `visible`; None for none.
+        softcap: Bound on the scores before the bias; None for none.
+        sink: Logit of a learned sink for each head, [heads]; None for none.
 
     Returns:
         [heads]; NaN where no row sees two keys.
@@ -143,7 +143,7 @@ def attention_median(
     """
     shape = _score_shape(query, key)
     medians, counts = (torch.empty(shape[:3], device=query.device) for _ in range(2))
-    for at, scores, seen in _blocks(query, key, visible, scale, bias, softcap):
+    for at, scores, seen in _score_blocks(query, key, visible, scale, bias, softcap):
         total = scores.masked_fill_(~seen, -math.inf).logsumexp(dim=-1, keepdim=True)
         if sink is not None:
             total = torch.logaddexp(total, sink.float()[at[1], None, None])
@@ -154,7 +154,7 @@ def attention_median(
 
 
 def attention_entropy(attention: AttentionRows) -> Tensor:
-    """Mean entropy of the attention rows, per head, in nats.
+    """Compute the mean entropy of the attention rows, per head, in nats.
 
     Godey et al. (2401.12143, figure 15). Range [0, log keys]; uniform causal attention over length
     T has mean_i log(i + 1). Rows that see no key are left out.
@@ -169,7 +169,7 @@ def attention_entropy(attention: AttentionRows) -> Tensor:
 
 
 def attention_entropy_normalised(attention: AttentionRows) -> Tensor:
-    """Mean of entropy / log(number of visible keys), per head.
+    """Compute the mean of entropy / log(number of visible keys), per head.
 
     Makes rows of a causal mask comparable: 1 is uniform, 0 is one-hot, at any length. Range [0, 1].
     Rows that see fewer than two keys have no choice and are left out.
@@ -184,7 +184,7 @@ def attention_entropy_normalised(attention: AttentionRows) -> Tensor:
 
 
 def attention_max(attention: AttentionRows) -> Tensor:
-    """Mean of the largest weight of a row, per head: mean_i max_j A_ij.
+    """Compute the mean of the largest weight of a row, per head: mean_i max_j A_ij.
 
     Godey et al. (2401.12143, figures 9 and 10). Range (0, 1]. Rows that see fewer than two keys
     have a maximum of 1 whatever the model does and are left out.
@@ -199,7 +199,7 @@ def attention_max(attention: AttentionRows) -> Tensor:
 
 
 def attention_min(attention: AttentionRows) -> Tensor:
-    """Mean of the smallest weight of a row over its visible keys, per head: mean_i min_j A_ij.
+    """Compute the mean of the smallest weight of a visible key, per head: mean_i min_j A_ij.
 
     Godey et al. (2401.12143, figures 9 and 10). Range [0, 1/2]. Rows that see fewer than two keys
     are left out.
@@ -214,10 +214,10 @@ def attention_min(attention: AttentionRows) -> Tensor:
 
 
 def max_logit(attention: AttentionRows) -> Tensor:
-    """The largest score before the softmax over all rows, per head.
+    """Find the largest score before the softmax over all rows, per head.
 
-    Scores that grow without bound announce an instability. Scaled and biased as the softmax sees
-    them; unbounded.
+    Scores that grow without bound announce an instability. They are scaled and biased as in the
+    softmax; range (-inf, inf).
 
     Args:
         attention: Reduced softmax rows.
@@ -231,7 +231,7 @@ def max_logit(attention: AttentionRows) -> Tensor:
 
 
 def attention_sink(attention: AttentionRows) -> Tensor:
-    """Mean weight on the first visible key, per head: the share of attention that a sink takes.
+    """Compute the mean weight on the first visible key, the usual attention sink, per head.
 
     Range [0, 1]. Rows that see fewer than two keys are left out.
 
@@ -245,11 +245,12 @@ def attention_sink(attention: AttentionRows) -> Tensor:
 
 
 def _mean_over(values: Tensor, rows: Tensor) -> Tensor:
-    """Mean over the given rows of each head; 0/0 says NaN where there are none."""
+    """Average over the given rows of each head; 0/0 gives NaN where there are none."""
     return torch.where(rows, values, 0).sum(dim=1) / rows.sum(dim=1)
 
 
 def _score_shape(query: Tensor, key: Tensor) -> _Shape:
+    """Check that queries and keys fit one another, and return the shape of their scores."""
     fits = (
         query.ndim == key.ndim == 4
         and query.shape[0] == key.shape[0]
@@ -267,6 +268,7 @@ def _score_shape(query: Tensor, key: Tensor) -> _Shape:
 
 
 def _expand(name: str, values: Tensor, shape: _Shape) -> Tensor:
+    """Broadcast `values` to the shape of the scores; `name` stands in the message."""
     try:
         return values.expand(shape)
     except RuntimeError as error:
@@ -277,19 +279,20 @@ def _expand(name: str, values: Tensor, shape: _Shape) -> Tensor:
 
 
 def _cuts(shape: _Shape, *, group: int) -> Iterator[_Slices]:
-    """Cuts of at most a block of scores: several sequences, else queries of one group of heads.
+    """Cut the scores into blocks: several sequences, or some queries of one group of heads.
 
     Args:
-        shape: Of all scores.
-        group: Heads that face the same keys.
+        shape: Shape of all scores.
+        group: Number of heads that face the same keys.
     """
     sequences, heads, queries, keys = shape
-    together = _BLOCK // (heads * queries * keys)
-    if together:
-        for first in range(0, sequences, together):
-            yield slice(first, min(first + together, sequences)), slice(0, heads), slice(0, queries)
+    size = heads * queries * keys
+    if size <= _blocks.BLOCK:
+        step = _blocks.rows_in_block(size)
+        for first in range(0, sequences, step):
+            yield slice(first, min(first + step, sequences)), slice(0, heads), slice(0, queries)
         return
-    step = max(1, _BLOCK // (group * keys))
+    step = _blocks.rows_in_block(group * keys)
     for sequence in range(sequences):
         for head in range(0, heads, group):
             for start in range(0, queries, step):
@@ -300,7 +303,7 @@ def _cuts(shape: _Shape, *, group: int) -> Iterator[_Slices]:
                 )
 
 
-def _blocks(
+def _score_blocks(
     query: Tensor,
     key: Tensor,
     visible: Tensor,
@@ -308,10 +311,10 @@ def _blocks(
     bias: Tensor | None,
     softcap: float | None,
 ) -> Iterator[_Block]:
-    """Scores of a few rows at a time; query head h faces key head h // group.
+    """Compute the scores of a few rows at a time; query head h faces key head h // group.
 
-    All blocks share one buffer, which their taker may overwrite: with a buffer for each, the
-    allocator leaves some processes with hundreds of megabytes.
+    All blocks share one buffer, which the caller may overwrite: with a buffer for each, the
+    allocator keeps hundreds of megabytes in some processes.
     """
     shape = _score_shape(query, key)
     keys, width = key.shape[2:]
@@ -319,7 +322,7 @@ def _blocks(
     visible = _expand("visible", visible, shape)
     bias = None if bias is None else _expand("bias", bias, shape)
     cuts = list(_cuts(shape, group=group))
-    room = query.new_empty(max(map(_rows_of, cuts)) * keys, dtype=torch.float32)
+    buffer = query.new_empty(max(map(_rows_of, cuts)) * keys, dtype=torch.float32)
     faced, facing = None, key[:0]
     for at in cuts:
         sequences, heads, _ = at
@@ -327,7 +330,7 @@ def _blocks(
             faced = (sequences, heads)
             some = key[sequences, heads.start // group : heads.stop // group]
             facing = some.float().reshape(-1, keys, width).transpose(1, 2)
-        scores = room[: _rows_of(at) * keys].view(len(facing), -1, keys)
+        scores = buffer[: _rows_of(at) * keys].view(len(facing), -1, keys)
         torch.bmm(query[at].float().reshape(len(facing), -1, width), facing, out=scores)
         scores = scores.mul_(scale).view(*(part.stop - part.start for part in at), keys)
         if softcap is not None:
@@ -338,22 +341,23 @@ def _blocks(
 
 
 def _rows_of(at: _Slices) -> int:
+    """Count the rows of scores in one block."""
     return math.prod(part.stop - part.start for part in at)
 
 
 def _by_head(rows: Tensor) -> Tensor:
-    """[sequences, heads, queries] as [heads, rows], sequence-major, float64."""
+    """Reshape [sequences, heads, queries] to [heads, rows], sequence-major, float64."""
     return rows.transpose(0, 1).flatten(1).double()
 
 
-def _reduced(blocks: Iterable[_Block], shape: _Shape, sink: Tensor | None) -> AttentionRows:
-    """What is kept of each row, from the scores block by block; these are overwritten.
+def _reduce(blocks: Iterable[_Block], shape: _Shape, sink: Tensor | None) -> AttentionRows:
+    """Reduce each row of the scores, block by block; the blocks are overwritten.
 
     H = log Z - sum_j A_j s_j on scores shifted by their maximum, so that large scores do not
-    cancel; a row that sees nothing comes out as 0 instead of NaN and is marked by its count.
+    cancel; a row that sees no key is 0 instead of NaN and is marked by its count.
     """
     kept: dict[str, Tensor] = {}
-    room = torch.empty(0)
+    buffer = torch.empty(0)
     for at, scores, visible in blocks:
         kept = kept or {name: scores.new_zeros(shape[:3]) for name in AttentionRows._fields}
         hidden = ~visible
@@ -364,9 +368,9 @@ def _reduced(blocks: Iterable[_Block], shape: _Shape, sink: Tensor | None) -> At
         logit = None if sink is None else sink.float()[at[1], None, None].expand_as(top_score)
         top = top_score if logit is None else top_score.maximum(logit)
         scores.sub_(top)
-        if room.numel() < scores.numel():
-            room = scores.new_empty(scores.numel())
-        weights = torch.exp(scores, out=room[: scores.numel()].view(scores.shape))
+        if buffer.numel() < scores.numel():
+            buffer = scores.new_empty(scores.numel())
+        weights = torch.exp(scores, out=buffer[: scores.numel()].view(scores.shape))
         normaliser = weights.sum(dim=-1, keepdim=True)
         if logit is not None:
             normaliser += (logit - top).exp()
@@ -376,7 +380,7 @@ def _reduced(blocks: Iterable[_Block], shape: _Shape, sink: Tensor | None) -> At
         kept["maximum"][at] = weights.amax(dim=-1)
         kept["minimum"][at] = weights.masked_fill(hidden, 1).amin(dim=-1).where(seen, 0)
         kept["top_score"][at] = top_score.squeeze(-1)
-        # 0 log 0 = 0: a weight that vanished has no part in the mean score.
+        # 0 log 0 = 0: a weight of 0 adds nothing to the mean score.
         scores.masked_fill_(weights == 0, 0)
         mean_score = scores.mul_(weights).sum(dim=-1)
         if logit is not None:
@@ -388,17 +392,3 @@ def _reduced(blocks: Iterable[_Block], shape: _Shape, sink: Tensor | None) -> At
         entropy = normaliser.log().squeeze(-1) - mean_score
         kept["entropy"][at] = entropy.clamp_(min=0).where(seen, 0)
     return AttentionRows(**{name: _by_head(rows) for name, rows in kept.items()})
-
-
-__all__ = [
-    "AttentionRows",
-    "attention_entropy",
-    "attention_entropy_normalised",
-    "attention_max",
-    "attention_median",
-    "attention_min",
-    "attention_rows",
-    "attention_sink",
-    "max_logit",
-    "score_rows",
-]

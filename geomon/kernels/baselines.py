@@ -1,4 +1,4 @@
-"""What data without structure gives: the value to hold a measured one against."""
+"""Values that data without structure gives: the null to which a measured value is compared."""
 
 import torch
 from scipy import special  # type: ignore[import-untyped]
@@ -6,20 +6,20 @@ from torch import Tensor
 
 
 def isotropic_anisotropy(tokens: int, width: int) -> float:
-    """Anisotropy of an isotropic Gaussian sample: about (1 + sqrt(width / tokens))^2 / width.
+    """Predict the anisotropy of an isotropic Gaussian sample.
 
-    The edge of Marchenko and Pastur over the trace, never above 1. With n the smaller of the two
-    and at least 50 tokens, the mean over samples lies below it by at most n^(-2/3) of itself,
-    usually half of that: simulated, by 0.6 % at 2,048 x 768, 1.2 % at 2,048 x 64, 3 % at 256 x 64
-    and 9 % at 64 x 16. Samples scatter by 0.7, 1.2, 3 and 6 % there. With a handful of tokens it is
-    too low (35 % at 2 x 100).
+    About (1 + sqrt(width / tokens))^2 / width: the edge of Marchenko and Pastur over the trace,
+    never above 1. With n the smaller of `tokens` and `width`, and at least 50 tokens, the mean over
+    samples lies below this value by at most n^(-2/3) of itself, usually half of that: simulated, by
+    0.6 % at 2,048 x 768, 1.2 % at 2,048 x 64, 3 % at 256 x 64 and 9 % at 64 x 16. Samples scatter
+    by 0.7, 1.2, 3 and 6 % there. With a handful of tokens the value is too low (35 % at 2 x 100).
 
     Args:
         tokens: Number of rows, at least 2.
         width: Number of columns, at least 1.
 
     Raises:
-        ValueError: Fewer than two rows or no columns.
+        ValueError: There are fewer than two rows, or no columns.
 
     Example:
         >>> round(isotropic_anisotropy(2048, 768), 4)
@@ -31,17 +31,17 @@ def isotropic_anisotropy(tokens: int, width: int) -> float:
 
 
 def isotropic_cosine_quantile(width: int, probability: float = 0.95) -> float:
-    """Quantile of the cosine between two isotropic random directions.
+    """Compute a quantile of the cosine between two isotropic random directions.
 
     (cos + 1) / 2 ~ Beta((width - 1) / 2, (width - 1) / 2): the curve of Godey et al. (2401.12143,
     figure 18) in closed form; about 1.645 / sqrt(width) at 0.95. Range [-1, 1].
 
     Args:
         width: Number of columns, at least 2: in width 1 there are two directions only.
-        probability: Of a cosine no larger than the quantile, in [0, 1].
+        probability: Probability of a cosine no larger than the quantile, in [0, 1].
 
     Raises:
-        ValueError: `width` below 2 or `probability` out of range.
+        ValueError: `width` is below 2, or `probability` is outside [0, 1].
 
     Example:
         >>> round(isotropic_cosine_quantile(768), 4)
@@ -56,23 +56,24 @@ def isotropic_cosine_quantile(width: int, probability: float = 0.95) -> float:
 
 
 def gaussian_like(spectrum: Tensor, tokens: int, generator: torch.Generator) -> Tensor:
-    """Rows of a Gaussian whose covariance has the given eigenvalues: same second moments, no shape.
+    """Sample rows of a Gaussian whose covariance has the given eigenvalues.
 
-    sqrt(lambda_j) z_ij with z standard normal, along the axes and about 0. The eigenvalues are the
+    sqrt(lambda_j) z_ij with z standard normal, along the axes and about 0: the same second moments
+    as the measured rows, without any other structure. The eigenvalues are the
     population's: those of the sample scatter about them, and spread out where `tokens` is not much
     larger than the rank.
 
     Args:
         spectrum: Eigenvalues, none below 0, [rank].
         tokens: Number of rows, at least 1.
-        generator: Where the randomness comes from; it moves on.
+        generator: Source of the random numbers; its state advances.
 
     Returns:
         [tokens, rank], float64, on the device of `spectrum`.
 
     Raises:
-        ValueError: `spectrum` is empty, not one-dimensional or has an eigenvalue below 0, or no
-            rows are asked for.
+        ValueError: `spectrum` is empty, not one-dimensional or has an eigenvalue below 0, or
+            `tokens` is below 1.
 
     Example:
         >>> rows = gaussian_like(torch.tensor([4.0, 0.0]), 3, torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""Rows of massive norm: which they are, what variance they carry, what is left without them.
+"""Rows of massive norm: how they are found, and the share of the variance that they carry.
 
 A few tokens (the first of a sequence, delimiters) can have norms tens of times the others', and one
 of them in a hundred then decides every second moment: 16 rows of norm 1000 among 2,032 of norm 28
@@ -9,34 +9,33 @@ import torch
 from torch import Tensor
 
 from geomon.kernels._blocks import centred_blocks, in_blocks, require_rows
-from geomon.kernels.spectrum import leading_share
 
 # At this multiple of the median distance 1 % of the rows carries half of the variance. A coordinate
 # of 1,000 times the median magnitude, by which Sun et al. (2402.17762) know a massive activation,
 # makes a multiple of 10.5 at width 4,096 and of more below.
 FACTOR = 10.0
 
-# Sinks are few. A twentieth leaves room for one in a sequence of 20 tokens; more rows than that are
-# a part of the distribution.
+# Massive rows are few. A twentieth allows for one in a sequence of 20 tokens; more rows than that
+# are a part of the distribution.
 LARGEST_SHARE = 0.05
 
-# Rows that the centre is taken from, at least.
+# Smallest number of rows from which the centre is computed, where there are more.
 _CENTRAL_ROWS = 1024
 
 
 def ordinary_rows(hidden: Tensor, factor: float = FACTOR) -> Tensor:
-    """Which rows are not of massive norm: False for the few that lie far beyond the others.
+    """Mark the rows that are not of massive norm: False for the few far beyond the others.
 
     A row is massive if its distance from the centre, the coordinatewise median (of evenly spread
     rows where there are more than 2,048), is more than `factor` times the median of these
-    distances. Where more than a twentieth of the rows are beyond half of that, none is: that is a
-    heavy tail or a wide cluster, of which the limit would cut off an arbitrary part.
+    distances. Where more than a twentieth of the rows are beyond half of that, no row is massive:
+    that is a heavy tail or a wide cluster, of which the limit would cut off an arbitrary part.
     Neither the centre nor the scale moves with the massive rows themselves, and a shift or a change
     of scale of all rows changes nothing.
 
-    Gaussian and uniform rows lose nothing at any width. Of 4,096 rows whose entries are Student's
-    t(5), none is massive at width 64 (150 samples); of multivariate t(5), where a row is large as a
-    whole, one or two are in one sample of twelve.
+    No Gaussian or uniform row is massive, at any width. Of 4,096 rows whose entries are Student's
+    t(5), none is at width 64 (150 samples); of multivariate t(5), where a row is large as a whole,
+    one or two are in one sample of twelve.
 
     Args:
         hidden: Rows, [tokens, width].
@@ -47,7 +46,7 @@ def ordinary_rows(hidden: Tensor, factor: float = FACTOR) -> Tensor:
 
     Raises:
         ValueError: `hidden` is not a floating-point matrix with at least one row, or `factor` is
-            out of range.
+            not above 1.
 
     Example:
         >>> import torch
@@ -70,7 +69,7 @@ def ordinary_rows(hidden: Tensor, factor: float = FACTOR) -> Tensor:
 
 
 def sink_share(hidden: Tensor, factor: float = FACTOR) -> Tensor:
-    """Share of the variance that the rows of massive norm carry.
+    """Compute the share of the variance that the rows of massive norm carry.
 
     sum over massive rows of |x_i - mean x|^2, over the sum over all rows; the mean is that of all
     rows. Range [0, 1]; 0 where no row is massive (`ordinary_rows`).
@@ -84,7 +83,7 @@ def sink_share(hidden: Tensor, factor: float = FACTOR) -> Tensor:
 
     Raises:
         ValueError: `hidden` is not a floating-point matrix with at least one row, or `factor` is
-            out of range.
+            not above 1.
 
     Example:
         >>> import torch
@@ -95,29 +94,3 @@ def sink_share(hidden: Tensor, factor: float = FACTOR) -> Tensor:
     """
     squares = torch.cat([b.square_().sum(dim=1) for b in centred_blocks(require_rows(hidden))])
     return (squares * ~ordinary_rows(hidden, factor)).sum() / squares.sum()
-
-
-def anisotropy_no_sinks(hidden: Tensor, factor: float = FACTOR) -> Tensor:
-    """`anisotropy` of the rows that are not of massive norm, about their own mean.
-
-    Range (0, 1]; equal to the anisotropy of all rows where none is massive (`ordinary_rows`).
-
-    Args:
-        hidden: Rows, [tokens, width].
-        factor: Multiple of the median distance beyond which a row is massive, above 1.
-
-    Returns:
-        A scalar; NaN where the rows that are left are all equal.
-
-    Raises:
-        ValueError: `hidden` is not a floating-point matrix with at least one row, or `factor` is
-            out of range.
-
-    Example:
-        >>> import torch
-        >>> square = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])
-        >>> hidden = torch.cat([square.repeat(10, 1), torch.tensor([[1000.0, 0.0]])])
-        >>> round(anisotropy_no_sinks(hidden).item(), 6)
-        0.5
-    """
-    return leading_share(hidden[ordinary_rows(hidden, factor)])

@@ -1,7 +1,7 @@
 """The norm of the mean, the variance and the mean square norm of hidden states.
 
 With M = |mean x|^2, V the variance and Q the mean square norm, M + V = Q (Yamagiwa and Shimodaira,
-2409.11253): what the mean gains, the spread around it loses.
+2409.11253): at a fixed Q, the variance loses as much as the mean gains.
 """
 
 from torch import Tensor
@@ -10,7 +10,7 @@ from geomon.kernels._blocks import centred_blocks, in_blocks, mean_row, require_
 
 
 def drift_norm(hidden: Tensor) -> Tensor:
-    """Norm of the mean hidden state: |mean x|.
+    """Compute the norm of the mean hidden state: |mean x|.
 
     The drift of Godey et al. (2401.12143, section 3); its square is the M of M + V = Q.
     Range [0, inf), in units of `hidden`.
@@ -30,7 +30,7 @@ def drift_norm(hidden: Tensor) -> Tensor:
 
 
 def variance(hidden: Tensor) -> Tensor:
-    """Mean squared distance from the mean: V = mean |x - mean x|^2.
+    """Compute the mean squared distance from the mean: V = mean |x - mean x|^2.
 
     The trace of the covariance (with 1/tokens, so that M + V = Q holds exactly). Range [0, inf),
     in squared units of `hidden`. Computed on centred rows: Q - M cancels where the mean is large.
@@ -52,7 +52,7 @@ def variance(hidden: Tensor) -> Tensor:
 
 
 def mean_square_norm(hidden: Tensor) -> Tensor:
-    """Mean squared norm of a hidden state: Q = mean |x|^2.
+    """Compute the mean squared norm of the hidden states: Q = mean |x|^2.
 
     Range [0, inf), in squared units of `hidden`.
 

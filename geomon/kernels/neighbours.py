@@ -3,10 +3,10 @@
 FAISS expands |x|^2 + |y|^2 - 2xy in float32, which loses the small distances of rows far from the
 origin and of near-duplicates. So: centre and scale in float64 before the search, ask for more
 candidates than are wanted, drop a row's own entry by its index, compute the candidates' distances
-again in float64 from differences of the rows as given, and sort those. Where the rounding of the
-search may have kept a true neighbour from the candidates, the row is searched again in float64.
-Beyond the rows themselves this holds one float32 copy of them, what it gives back, and blocks of a
-few MB.
+again in float64 from differences of the rows as given, and sort those. Where a true neighbour may
+be missing from the candidates because of rounding, the row is searched again in float64.
+The memory beyond the rows themselves is one float32 copy of them, the result, and blocks of a few
+MB.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,19 +16,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from geomon.kernels._blocks import row_blocks, rows_in_block
+
 faiss: Any
 try:
     import faiss
-except ImportError:  # the exact search in torch serves
+except ImportError:  # the exact search in torch is used instead
     faiss = None
 
-# Candidates beyond k: room for float32 to put near-duplicates in the wrong order, and for float64,
-# in which the few rows that float32 cannot be sure of are searched again. The first is for speed
-# alone: a wider gap to the farthest candidate makes fewer rows unsure, and every search dearer.
+# Candidates beyond k, of the search in float32, which can put near-duplicates in the wrong order,
+# and of the search in float64 for the few rows of which float32 is not certain. The first is a
+# matter of speed alone: with more candidates fewer rows are uncertain, but every search costs more.
 _SLACK = 2
 _MORE_SLACK = 24
-# Numbers in one block of differences or of distances: 8 MB in float64, which stays in the cache.
-_BLOCK = 1_048_576
 # Wanted rows that are copied for the search at a time, where not all are wanted.
 _QUERIES = 4096
 
@@ -39,8 +39,8 @@ class Neighbours(NamedTuple):
     """The k nearest other rows of each row.
 
     Attributes:
-        distances: Ascending, [tokens, k], float64.
-        indices: Of the neighbours among the rows, [tokens, k], int64.
+        distances: Distances to the neighbours, ascending, [tokens, k], float64.
+        indices: Indices of the neighbours among the rows, [tokens, k], int64.
     """
 
     distances: Tensor
@@ -50,22 +50,24 @@ class Neighbours(NamedTuple):
 def nearest(
     rows: Tensor, k: int, *, of: Tensor | None = None, among: Tensor | None = None
 ) -> Neighbours:
-    """Euclidean distances of rows to their k nearest other rows.
+    """Compute the Euclidean distances of rows to their k nearest other rows.
 
     Equal rows are neighbours at distance 0: leave them out first with `unique_rows`.
 
     Args:
         rows: Finite points, [tokens, width], any floating-point dtype.
         k: Number of neighbours; fewer come back where there are fewer other rows.
-        of: Index of the rows whose neighbours are wanted, of those searched; None for all of them.
-        among: Index of the rows that are searched, ascending; None for all.
+        of: Indices of the rows whose neighbours are wanted, each one of the searched rows; None
+            for all searched rows.
+        among: Indices of the rows that are searched, ascending; None for all rows.
 
     Returns:
         Neighbours, of shape [searched rows (or len(of)), min(k, searched rows - 1)]; the indices
         are into `rows`.
 
     Raises:
-        ValueError: Not a floating-point matrix, fewer than two rows to search, or `k` below 1.
+        ValueError: `rows` is not a floating-point matrix, there are fewer than two rows to search,
+            or `k` is below 1.
 
     Example:
         >>> nearest(torch.tensor([[0.0], [1.0], [3.0]]), k=2).distances.tolist()
@@ -83,8 +85,8 @@ def nearest(
     count = min(k + 1 + _SLACK, searched)
     frame = _frame(rows)
     scaled = rows.new_empty((searched, rows.shape[1]), dtype=torch.float32)
-    for room, block in zip(scaled.split(points.step), points.blocks(), strict=True):
-        room.copy_(frame(block))
+    for target, block in zip(row_blocks(scaled), points.blocks(), strict=True):
+        target.copy_(frame(block))
     found = _ranked(points, own, _candidates(scaled, own, count), k)
     if count < searched:
         unsure = _unsure(found, scaled, own, frame.scale, k)
@@ -103,24 +105,24 @@ def nearest_among(
     *,
     among: Tensor | None = None,
 ) -> Neighbours:
-    """The k nearest of each member row among the member rows alone.
+    """Find the k nearest of each member row among the member rows alone.
 
-    Read off the neighbours among more rows; searched again only for members that have fewer than k
-    other members there.
+    Taken from the neighbours among more rows; the search is repeated only for members that have
+    fewer than k other members there.
 
     Args:
-        neighbours: As `nearest` gave them for those rows.
+        neighbours: Neighbours of the rows `among`, as returned by `nearest`.
         rows: All rows, [tokens, width].
-        members: Index of the member rows, int64, ascending.
+        members: Indices of the member rows, int64, ascending.
         k: Number of neighbours.
-        among: Index of the rows that `neighbours` is of, ascending, every member among them; None
-            for all.
+        among: Indices of the rows that were searched for `neighbours`, ascending, with every
+            member; None for all rows.
 
     Returns:
         Neighbours, of shape [members, min(k, members - 1)]; the indices are into `rows`.
 
     Raises:
-        ValueError: Fewer than two members.
+        ValueError: There are fewer than two members.
     """
     if len(members) < 2:
         raise ValueError(f"expected at least 2 member rows, got {len(members)}")
@@ -142,47 +144,49 @@ def nearest_among(
     return found
 
 
-def unique_rows(rows: Tensor) -> Tensor:
-    """Index of one row for each distinct content, ascending.
+def unique_rows(hidden: Tensor) -> Tensor:
+    """Find one row for each distinct content, in ascending order.
 
     Rows are compared on their values as captured. Equality is exact: a search that reports a
     distance of 0 finds only about half of the copies.
 
     Args:
-        rows: [tokens, width].
+        hidden: Rows, [tokens, width].
 
     Returns:
-        int64, [distinct rows].
+        Indices of these rows, int64, [distinct rows].
 
     Example:
         >>> unique_rows(torch.tensor([[1.0, 2.0], [0.0, 0.0], [1.0, 2.0]])).tolist()
         [0, 1]
     """
-    if rows.shape[1] == 0:
-        return torch.arange(min(len(rows), 1), device=rows.device)
-    # Rows that differ in the first column differ: most are settled by sorting one column.
-    _, value, counts = torch.unique(rows[:, 0], return_inverse=True, return_counts=True)
+    if hidden.shape[1] == 0:
+        return torch.arange(min(len(hidden), 1), device=hidden.device)
+    # Rows that differ in the first column differ: sorting one column decides for most rows.
+    _, value, counts = torch.unique(hidden[:, 0], return_inverse=True, return_counts=True)
     tied = (counts[value] > 1).nonzero().squeeze(1)
     alone = (counts[value] == 1).nonzero().squeeze(1)
-    return torch.cat([alone, tied[first_of_each(_groups(rows, tied))]]).sort().values
+    return torch.cat([alone, tied[first_of_each(_groups(hidden, tied))]]).sort().values
 
 
 def _groups(rows: Tensor, some: Tensor) -> Tensor:
-    """A label for each of some rows, the same where the rows are equal."""
-    # By a sum over columns with random factors, modulo 2^64, of the numbers as integers: rows that
-    # differ have the same one once in 2^64. Sorting whole rows takes several copies of them.
+    """Label each of some rows, equal rows with the same label."""
+    # The label is a hash: the sum over columns of the numbers as integers times random factors,
+    # modulo 2^64. Rows that differ share it once in 2^64. Sorting whole rows would need several
+    # copies of them.
     factors = torch.randint(
         -(2**63), 2**63 - 1, rows.shape[1:], generator=torch.Generator().manual_seed(0)
     ).to(rows.device)
     whole = _AS_INTEGERS[rows.element_size()]
-    blocks = some.split(_block(rows.shape[1]))
+    step = rows_in_block(rows.shape[1])
+    blocks = some.split(step)
     # + 0 makes -0 and 0, which are equal, the same.
     keys = torch.empty(len(some), dtype=torch.int64, device=rows.device)
-    for room, part in zip(keys.split(_block(rows.shape[1])), blocks, strict=True):
-        room.copy_(((rows[part] + 0).view(whole).long() * factors).sum(dim=1))
+    for target, part in zip(keys.split(step), blocks, strict=True):
+        target.copy_(((rows[part] + 0).view(whole).long() * factors).sum(dim=1))
     _, group = torch.unique(keys, return_inverse=True)
     alike = some[_firsts(group)[group]]
-    pairs = zip(blocks, alike.split(_block(rows.shape[1])), strict=True)
+    pairs = zip(blocks, alike.split(step), strict=True)
     if all(torch.equal(rows[part], rows[other]) for part, other in pairs):
         return group
     _, group = torch.unique(rows[some], dim=0, return_inverse=True)
@@ -190,13 +194,13 @@ def _groups(rows: Tensor, some: Tensor) -> Tensor:
 
 
 def first_of_each(group: Tensor) -> Tensor:
-    """Index of the first member of each group, ascending.
+    """Find the first member of each group, in ascending order.
 
     Args:
-        group: int64 labels, [tokens].
+        group: Labels of the groups, int64, [tokens].
 
     Returns:
-        int64, [groups].
+        Indices of these members, int64, [groups].
 
     Example:
         >>> first_of_each(torch.tensor([7, 3, 7, 3, 1])).tolist()
@@ -207,7 +211,7 @@ def first_of_each(group: Tensor) -> Tensor:
 
 
 def _firsts(label: Tensor) -> Tensor:
-    """Index of the first that has label 0, 1, 2, ..."""
+    """Find the first element with label 0, with label 1, and so on."""
     count = int(label.max()) + 1 if len(label) else 0
     order = torch.arange(len(label), device=label.device)
     first = torch.full((count,), len(label), device=label.device)
@@ -216,31 +220,27 @@ def _firsts(label: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Points:
-    """The rows that are searched: all, or some of them by their index, without a copy."""
+    """The rows that are searched: all, or some of them by their indices, without a copy."""
 
     rows: Tensor
     among: Tensor | None
 
-    @property
-    def step(self) -> int:
-        """Rows in one block."""
-        return _block(self.rows.shape[1])
-
     def blocks(self) -> Iterable[Tensor]:
-        """The points, block by block."""
+        """Cut the points into blocks."""
         if self.among is None:
-            return self.rows.split(self.step)
-        return (self.rows[index] for index in self.among.split(self.step))
+            return row_blocks(self.rows)
+        step = rows_in_block(self.rows.shape[1])
+        return (self.rows[index] for index in self.among.split(step))
 
     def __len__(self) -> int:
         return len(self.rows) if self.among is None else len(self.among)
 
     def index(self, places: Tensor) -> Tensor:
-        """Index into the rows, of points."""
+        """Convert places among the points to indices into the rows."""
         return places if self.among is None else self.among[places]
 
     def places(self, index: Tensor | None) -> Tensor:
-        """Which of the points certain rows are; None for all points."""
+        """Convert indices into the rows to places among the points; None gives all places."""
         if index is None:
             return torch.arange(len(self), device=self.rows.device)
         return index if self.among is None else torch.searchsorted(self.among, index.contiguous())
@@ -248,7 +248,7 @@ class _Points:
 
 @dataclass(frozen=True)
 class _Frame:
-    """Where rows lie and how far they reach: what is taken off and divided by before a search."""
+    """Centre and scale of the rows, which are subtracted and divided by before a search."""
 
     centre: Tensor
     scale: Tensor
@@ -258,23 +258,18 @@ class _Frame:
 
 
 def _frame(rows: Tensor) -> _Frame:
-    # Any centre will do that is near the bulk: a few massive rows would pull a mean away.
+    """Choose the centre and the scale of a search."""
+    # Any centre near most of the rows will do; a mean would be moved by a few massive rows.
     centre = rows[:: max(1, len(rows) // 255)].double().median(dim=0).values
-    blocks = rows.split(_block(rows.shape[1]))
     largest = torch.zeros_like(centre)
-    for block in blocks:
+    for block in row_blocks(rows):
         torch.maximum(largest, (block.double() - centre).abs_().amax(dim=0), out=largest)
     reach = largest.max()
     return _Frame(centre, torch.where(reach > 0, reach, 1.0))
 
 
-def _block(width: int) -> int:
-    """Rows of that width in one block."""
-    return max(1, _BLOCK // width)
-
-
 def _candidates(scaled: Tensor, own: Tensor, count: int) -> Tensor:
-    """The `count` points nearest to each wanted one, itself among them, in float32."""
+    """Find the `count` points nearest to each wanted one, itself among them, in float32."""
     if faiss is None or scaled.device.type != "cpu":
         return _expanded(_Points(scaled, None), lambda points: points, own, count)
     found = [torch.empty(0, count, dtype=torch.int64)]
@@ -289,31 +284,31 @@ def _candidates(scaled: Tensor, own: Tensor, count: int) -> Tensor:
 def _expanded(
     points: _Points, frame: Callable[[Tensor], Tensor], own: Tensor, count: int
 ) -> Tensor:
-    """The same by |y|^2 - 2xy, in the precision that `frame` gives, block by block."""
+    """Find candidates by |y|^2 - 2xy, in the precision that `frame` returns, block by block."""
     found = [torch.empty(0, count, dtype=torch.int64, device=own.device)]
-    for part in own.split(_block(len(points))):
+    for part in own.split(rows_in_block(len(points))):
         queries = frame(points.rows[points.index(part)])
-        # One room for all: a part of it for each block would leave holes between the blocks.
+        # One buffer for all blocks: the allocator would leave gaps between buffers of their own.
         squared = queries.new_empty(len(part), len(points))
-        rooms = squared.split(points.step, dim=1)
-        for room, block in zip(rooms, map(frame, points.blocks()), strict=True):
+        targets = squared.split(rows_in_block(points.rows.shape[1]), dim=1)
+        for target, block in zip(targets, map(frame, points.blocks()), strict=True):
             norms = block.square().sum(dim=1)
-            room.copy_(torch.addmm(norms[None, :], queries, block.T, alpha=-2))
+            target.copy_(torch.addmm(norms[None, :], queries, block.T, alpha=-2))
         found.append(squared.topk(count, dim=1, largest=False).indices)
     return torch.cat(found)
 
 
 def _ranked(points: _Points, own: Tensor, candidates: Tensor, k: int) -> Neighbours:
-    """Candidates by their distance in float64, and in the last column the farthest of them.
+    """Sort candidates by their distance in float64.
 
     Returns:
-        Neighbours, of shape [wanted, k + 1].
+        Neighbours, of shape [wanted, k + 1]; the last column is the farthest candidate.
     """
     rows, wanted, candidates = points.rows, points.index(own), points.index(candidates)
     count, width = candidates.shape[1], rows.shape[1]
     distances = torch.empty(candidates.shape, dtype=torch.float64, device=rows.device)
-    step = _block(count * width)
-    # Made once: freed and asked for again block by block, the allocator does not find them.
+    step = rows_in_block(count * width)
+    # Allocated once: the allocator does not find again what is freed between blocks.
     taken = rows.new_empty(min(step, len(wanted)) * count, width)
     exact = torch.empty_like(taken, dtype=torch.float64)
     for start in range(0, len(wanted), step):
@@ -333,11 +328,14 @@ def _ranked(points: _Points, own: Tensor, candidates: Tensor, k: int) -> Neighbo
 
 
 def _unsure(found: Neighbours, scaled: Tensor, own: Tensor, scale: Tensor, k: int) -> Tensor:
-    """Index, into the wanted rows, of those that float32 may have found the wrong candidates for.
+    """Find the wanted rows for which float32 may have found the wrong candidates.
 
-    A row that is no candidate seemed no nearer than the farthest candidate. It can still be nearer
-    than the k-th where the two are closer than the rounding of the expansion, which grows with the
-    norms: among near-duplicates, and for rows far from the bulk.
+    A row that is no candidate seemed no nearer than the farthest candidate. In truth it can be
+    nearer than the k-th where the two are closer than the rounding of the expansion, which grows
+    with the norms: among near-duplicates, and for rows far from most others.
+
+    Returns:
+        Indices into the wanted rows, int64.
     """
     width = scaled.shape[1]
     kth, farthest = (found.distances[:, column] / scale for column in (k - 1, k))

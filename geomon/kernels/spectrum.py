@@ -1,4 +1,4 @@
-"""The spectrum of the covariance of hidden states, and what is read off it."""
+"""The spectrum of the covariance of hidden states, and the metrics computed from it."""
 
 import torch
 from torch import Tensor
@@ -8,25 +8,27 @@ from geomon.kernels._blocks import centre, centred_blocks, require_rows, sum_of
 # Up to this side the full spectrum is as fast as Lanczos (4,096 tokens, isotropic, the worst case).
 _SMALL_SIDE = 256
 
-# Of the leading eigenvalue: its error by r^2 / g, and the residual r itself, which bounds the error
-# where the two leading eigenvalues are so near one another that g is not their distance.
+# Shares of the leading eigenvalue: the largest estimate r^2 / g of its error, and the largest
+# residual r, which bounds the error where the two leading eigenvalues are so near one another that
+# g is not their distance.
 _TOLERANCE = 1e-9
 _RESIDUAL = 1e-8
 
-# Lanczos vectors for which room is made at first.
+# Lanczos vectors for which memory is allocated at first.
 _STEPS = 64
 
-# Steps without convergence after which the Gram matrix of long rows pays: its products are small.
+# Steps without convergence after which computing a Gram matrix pays, where rows are many: products
+# with it cost less than those with the rows.
 _STEPS_TO_GRAM = 12
 
 
 def spectrum(hidden: Tensor) -> Tensor:
-    """Eigenvalues of the centred covariance, descending.
+    """Compute the eigenvalues of the centred covariance, descending.
 
     lambda_i = s_i^2 / tokens, with s the singular values of the centred rows; their sum is the
-    `variance`. Centred in float64 first, then taken from the smaller Gram matrix (width x width or
-    tokens x tokens) and clamped at 0: a float32 covariance of data far from the origin has negative
-    eigenvalues.
+    `variance`. The rows are centred in float64 first, then the eigenvalues are computed from the
+    smaller Gram matrix (width x width or tokens x tokens) and clamped at 0: a float32 covariance of
+    data far from the origin has negative eigenvalues.
 
     Args:
         hidden: Rows, [tokens, width].
@@ -51,7 +53,7 @@ def spectrum(hidden: Tensor) -> Tensor:
 
 
 def anisotropy(spectrum: Tensor) -> Tensor:
-    """Share of the variance along the leading direction: lambda_1 / sum lambda.
+    """Compute the share of the variance along the leading direction: lambda_1 / sum lambda.
 
     Equal to s_1^2 / sum s_i^2 of the centred rows (Razzhigaev et al., 2311.05928, section 2.3).
     Range (0, 1]; an isotropic Gaussian of n tokens in width d gives about (1 + sqrt(d/n))^2 / d.
@@ -76,7 +78,7 @@ def anisotropy(spectrum: Tensor) -> Tensor:
 
 
 def effective_rank(spectrum: Tensor) -> Tensor:
-    """Number of directions that the variance fills: exp of the entropy of its shares.
+    """Count the directions that the variance fills: exp of the entropy of its shares.
 
     exp(-sum p_i log p_i) with p_i = lambda_i / sum lambda (Roy and Vetterli, 2007, on eigenvalues).
     RankMe as often coded takes the shares of the singular values, sigma_i / sum sigma, which gives
@@ -99,9 +101,9 @@ def effective_rank(spectrum: Tensor) -> Tensor:
 
 
 def participation_ratio(spectrum: Tensor) -> Tensor:
-    """Number of directions that the variance fills: (sum lambda)^2 / sum lambda^2.
+    """Count the directions that the variance fills: (sum lambda)^2 / sum lambda^2.
 
-    Range [1, rank]; between `stable_rank` and `effective_rank`. A sample of n tokens of an
+    Range [1, rank]; between 1 / `anisotropy` and `effective_rank`. A sample of n tokens of an
     isotropic Gaussian in width d gives about n d / (n + d).
 
     Args:
@@ -120,35 +122,15 @@ def participation_ratio(spectrum: Tensor) -> Tensor:
     return 1 / _shares(spectrum).square().sum()
 
 
-def stable_rank(spectrum: Tensor) -> Tensor:
-    """Variance in units of the leading eigenvalue: sum lambda / lambda_1 = 1 / anisotropy.
-
-    Equal to |X|_F^2 / |X|_2^2 of the centred rows. Range [1, rank].
-
-    Args:
-        spectrum: Eigenvalues, descending, [rank].
-
-    Returns:
-        A scalar; NaN where all rows are equal.
-
-    Raises:
-        ValueError: `spectrum` is empty or not one-dimensional.
-
-    Example:
-        >>> stable_rank(torch.tensor([3.0, 1.0, 2.0])).item()
-        2.0
-    """
-    return 1 / anisotropy(spectrum)
-
-
 def leading_share(hidden: Tensor) -> Tensor:
-    """`anisotropy(spectrum(hidden))` without the rest of the spectrum: for wide layers.
+    """Compute `anisotropy(spectrum(hidden))` without the rest of the spectrum: for wide layers.
 
     lambda_1 by Lanczos with full reorthogonalisation in float64, from products with the centred
     rows; the trace is their sum of squares. The same rows give the same value: the starting vector
-    is fixed. To 1e-9 of the value; where two leading eigenvalues are closer than 1e-5 of it, to
-    1e-8. Sides of at most 256, where it is as fast, and rows that do not converge within a third of
-    the smaller side go through the full spectrum.
+    is fixed. The relative error is at most about 1e-9, or 1e-8 where the two leading eigenvalues
+    differ by less than 1e-5 of the value. The full spectrum is computed where the smaller side is
+    at most 256, since it is as fast there, and where Lanczos does not converge within a third of
+    the smaller side.
 
     Args:
         hidden: Rows, [tokens, width].
@@ -175,7 +157,7 @@ def leading_share(hidden: Tensor) -> Tensor:
 
 
 def _leading_eigenvalue(rows: Tensor) -> Tensor | None:
-    """Largest eigenvalue of rows' rows, [width, width]; None where it does not converge.
+    """Compute the largest eigenvalue of rows^T rows; None where Lanczos does not converge.
 
     One vector at a time: a product with several costs several times as much. With r the residual of
     the leading Ritz pair and g its distance to the second Ritz value, the error is at most r and
@@ -188,7 +170,7 @@ def _leading_eigenvalue(rows: Tensor) -> Tensor | None:
     vector = torch.randn(width, generator=torch.Generator().manual_seed(0)).to(rows)
     vector /= vector.norm()
     gram: Tensor | None = None
-    check = 2  # step after which the Ritz pair is looked at
+    check = 2  # number of steps after which convergence is tested next
     for step in range(steps):
         if step == len(basis):
             basis = torch.cat([basis, basis.new_empty(min(step, steps - step), width)])
@@ -198,7 +180,7 @@ def _leading_eigenvalue(rows: Tensor) -> Tensor | None:
             gram = rows.T @ rows
         image = rows.T.mv(rows.mv(vector)) if gram is None else gram.mv(vector)
         tridiagonal[step, step] = image.dot(vector)
-        # Twice: one pass leaves rounding errors along the directions that have converged.
+        # Done twice: one pass leaves rounding errors along the directions that have converged.
         for _ in range(2):
             image -= known.T.mv(known.mv(image))
         rest = image.norm()
@@ -211,7 +193,7 @@ def _leading_eigenvalue(rows: Tensor) -> Tensor | None:
             close = torch.minimum(residual, residual.square() / gap) <= _TOLERANCE * values[-1]
             if exhausted or (close and residual <= _RESIDUAL * values[-1]):
                 return values[-1]
-            check = size + max(2, size // 8)  # the small problem stays a small part of it all
+            check = size + max(2, size // 8)  # the small problem stays cheap beside the products
         if size < steps:
             tridiagonal[step, size] = tridiagonal[size, step] = rest
             vector = image / rest
@@ -219,7 +201,7 @@ def _leading_eigenvalue(rows: Tensor) -> Tensor | None:
 
 
 def _shares(spectrum: Tensor) -> Tensor:
-    """Eigenvalues as shares of their sum, in float64; NaN where the sum is 0."""
+    """Divide eigenvalues by their sum, in float64; NaN where the sum is 0."""
     if spectrum.ndim != 1 or len(spectrum) == 0:
         raise ValueError(f"expected eigenvalues [rank], got {list(spectrum.shape)}")
     return spectrum.double() / spectrum.double().sum()

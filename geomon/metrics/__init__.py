@@ -1,1 +1,14 @@
-"""."""
+"""MEASURE: metrics, the views that they read, and what their values make together."""
+
+from geomon.metrics.evaluate import Evaluator, LayerValues
+from geomon.metrics.table import METRICS, MORE_METRICS, Metric, check_metrics, select
+
+__all__ = [
+    "METRICS",
+    "MORE_METRICS",
+    "Evaluator",
+    "LayerValues",
+    "Metric",
+    "check_metrics",
+    "select",
+]

@@ -1,12 +1,8 @@
-"""Notes: what a reader of the numbers should know, in words.
+"""Cautions: notes on values that mean something else than they seem to, going by other values."""
 
-Each has a kind, by which it is said once in the log however its numbers change, and a text, which
-the record keeps with every reading.
-"""
+from collections.abc import Mapping
 
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
-
+from geomon.capture.snapshot import Note
 from geomon.record import tags
 
 # Shares and ratios from which a number means something else than it seems to.
@@ -17,20 +13,13 @@ SINKS = 0.5  # of the variance
 ROUNDING = 0.1  # of the median nearest distance
 
 
-class Note(NamedTuple):
-    """What to know; `kind` stays the same while numbers and layers in `text` change."""
-
-    kind: str
-    text: str
-
-
 def cautions(values: Mapping[str, float]) -> list[Note]:
-    """What the values say about one another.
+    """Find the values of a reading that should be read with caution, going by one another.
 
     Args:
-        values: By tag, of one reading.
+        values: Values of one reading by tag.
     """
-    found = [
+    notes = [
         _at_layers(
             values, "twonn", "duplicates", DUPLICATES,
             "of the rows are exact copies of others and were left out of the dimension",
@@ -47,7 +36,7 @@ def cautions(values: Mapping[str, float]) -> list[Note]:
         _disagreement(values),
         _bending(values),
     ]  # fmt: skip
-    return [note for note in found if note is not None]
+    return [note for note in notes if note is not None]
 
 
 def _at_layers(
@@ -95,11 +84,3 @@ def _bending(values: Mapping[str, float]) -> Note | None:
         f"gride/mean runs from {scales[low]:.1f} ({low}) to {scales[high]:.1f} ({high}): there is "
         "no one dimension at all scales",
     )
-
-
-def grouped(reasons: Mapping[tuple[str, str], Iterable[int]]) -> list[Note]:
-    """One note for each (subject, reason), naming the layers to which it applies."""
-    return [
-        Note(f"{subject}: {reason}", f"{subject}, layer {', '.join(map(str, layers))}: {reason}")
-        for (subject, reason), layers in reasons.items()
-    ]

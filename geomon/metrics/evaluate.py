@@ -1,4 +1,4 @@
-"""From a snapshot to values: every metric at every layer, over batches of rows."""
+"""From layers to values: every metric at every layer, over splits of the rows."""
 
 import math
 import statistics
@@ -10,42 +10,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geomon.capture.snapshot import (
-    CAPTURED,
-    Layer,
+from geomon.capture.snapshot import CAPTURED, Layer, Note, group_by_layer
+from geomon.metrics.across_layers import across_layers, null_values
+from geomon.metrics.cautions import cautions
+from geomon.metrics.table import Metric
+from geomon.metrics.views import (
+    LayerViews,
     MissingViewError,
-    Snapshot,
     captured_views,
     parameters,
+    split_rows,
 )
-from geomon.metrics.across_layers import across_layers, nulls
-from geomon.metrics.cautions import Note, cautions, grouped
-from geomon.metrics.table import Metric
 from geomon.record import tags
 
-# The parts of one metric at one layer in one batch: "" is the value itself.
+# The parts of one metric at one layer in one split of the rows: "" is the value itself.
 Parts = dict[str, float]
 
 
 @dataclass
 class Evaluation:
-    """Values by tag (NaN = could not be measured), and what to know of them."""
+    """Values by tag (NaN = could not be measured), and notes on them."""
 
     values: dict[str, float] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
 
 
 @dataclass
-class MeasuredLayer:
-    """What was measured of one layer, in plain values: ranks can exchange it.
+class LayerValues:
+    """What was measured of one layer, in plain values that ranks can exchange.
 
     Attributes:
-        stack: As of the layer.
-        index: As of the layer.
-        shape: Rows and width of its hidden states; None where it has none.
-        parts: By metric, of each batch of rows.
-        unseen: By metric, why what it reads was not seen.
-        failed: By metric, what it raised.
+        stack: Stack of the layer.
+        index: Depth of the layer.
+        shape: Rows and width of the layer's hidden states; None where it has none.
+        parts: For each metric, its parts in each split of the rows.
+        unseen: For each metric that could not be asked, which view was not seen and why.
+        failed: For each metric that failed, what it raised.
     """
 
     stack: str
@@ -56,85 +56,86 @@ class MeasuredLayer:
     failed: dict[str, str] = field(default_factory=dict)
 
 
-def evaluate(
-    snapshot: Snapshot,
-    metrics: Mapping[str, Metric],
-    *,
-    rows: int,
-    batches: int,
-    strict: bool = False,
-) -> Evaluation:
-    """Measure every metric at every layer.
+@dataclass(frozen=True)
+class Evaluator:
+    """Measures every metric at every layer, and makes the values of a reading.
 
-    A metric of hidden states is measured on each batch of rows; its value is the mean over batches
-    and, with two batches or more, `std` their standard deviation. A metric of heads has the mean
-    over heads as its value, with `min`, `max` and each head as parts. `mean` is over the layers
-    without layer 0. The arithmetic runs without autograd and without autocast.
+    A metric of hidden states is measured on each split of the rows; its value is the mean over
+    splits and, with two splits or more, `std` their standard deviation. A metric of heads has the
+    mean over heads as its value, with `min`, `max` and each head as parts. `mean` is over the
+    layers without layer 0. The arithmetic runs without autograd and without autocast.
 
     Args:
-        snapshot: What the window kept.
         metrics: Checked metrics by name.
-        rows: Rows of hidden states in one batch.
-        batches: Largest number of batches.
-        strict: Raise what a metric raises, instead of recording the value as missing.
+        batches: Largest number of splits.
+        strict: Whether to raise what a metric raises, instead of a missing value.
     """
-    measured = [
-        measure_layer(layer, metrics, rows=rows, batches=batches, strict=strict)
-        for layer in snapshot.layers  # the views of one are let go before the next
-    ]
-    return combined(measured, metrics, rows=rows)
+
+    metrics: Mapping[str, Metric]
+    batches: int
+    strict: bool = False
+
+    @property
+    def views(self) -> set[str]:
+        """Captured views that the metrics read."""
+        return captured_views(
+            view for metric in self.metrics.values() for view in parameters(metric)
+        )
+
+    def measure_layer(self, layer: Layer, rows: int) -> LayerValues:
+        """Measure every metric that a layer of its kind has.
+
+        Args:
+            layer: The layer. Its derived views are freed when the method returns.
+            rows: Number of rows of hidden states in one split.
+        """
+        hidden = layer.captured.get("hidden")
+        shape = None if hidden is None else (hidden.shape[0], hidden.shape[1])
+        result = LayerValues(layer.stack, layer.index, shape)
+        device = "cpu" if hidden is None else hidden.device.type
+        splits = split_rows(layer, rows, self.batches)
+        with torch.no_grad(), torch.autocast(device, enabled=False):
+            for name, metric in self.metrics.items():
+                if not sources_of(metric) <= layer.sources:
+                    continue
+                try:
+                    result.parts[name] = _measure(metric, splits)
+                except MissingViewError as error:
+                    result.unseen[name] = str(error)
+                except Exception as error:
+                    if self.strict:
+                        raise
+                    result.failed[name] = str(error) or type(error).__name__
+        return result
+
+    def combine(self, measured: Sequence[LayerValues], rows: int) -> Evaluation:
+        """Make the values of a whole reading from those of its layers.
+
+        Args:
+            measured: Values of every layer, in order of depth.
+            rows: Number of rows of hidden states in one split.
+        """
+        result = Evaluation()
+        for stack in dict.fromkeys(layer.stack for layer in measured):
+            layers = [layer for layer in measured if layer.stack == stack]
+            part = _combine_stack(layers, self.metrics, rows)
+            result.values |= {tags.in_stack(tag, stack): v for tag, v in part.values.items()}
+            name = f"{stack}: " if stack else ""
+            result.notes += [Note(name + note.kind, name + note.text) for note in part.notes]
+        return result
+
+    def evaluate(self, layers: Iterable[Layer], rows: int) -> Evaluation:
+        """Measure all layers, and make the values of a whole reading.
+
+        Args:
+            layers: The layers of a snapshot.
+            rows: Number of rows of hidden states in one split.
+        """
+        return self.combine([self.measure_layer(layer, rows) for layer in layers], rows)
 
 
-def measure_layer(
-    layer: Layer,
-    metrics: Mapping[str, Metric],
-    *,
-    rows: int,
-    batches: int,
-    strict: bool = False,
-) -> MeasuredLayer:
-    """Measure every metric that a layer of its kind has; arguments as of `evaluate`."""
-    hidden = layer.captured.get("hidden")
-    shape = None if hidden is None else (hidden.shape[0], hidden.shape[1])
-    found = MeasuredLayer(layer.stack, layer.index, shape)
-    device = "cpu" if hidden is None else hidden.device.type
-    cut = layer.batches(rows, batches)
-    with torch.no_grad(), torch.autocast(device, enabled=False):
-        for name, metric in metrics.items():
-            if not sources_of(metric) <= layer.sources:
-                continue
-            try:
-                found.parts[name] = _measure(metric, cut)
-            except MissingViewError as error:
-                found.unseen[name] = str(error)
-            except Exception as error:
-                if strict:
-                    raise
-                found.failed[name] = str(error) or type(error).__name__
-    return found
-
-
-def combined(
-    measured: Sequence[MeasuredLayer], metrics: Mapping[str, Metric], *, rows: int
-) -> Evaluation:
-    """The values of a whole reading from those of its layers.
-
-    Args:
-        measured: Every layer, in order of depth.
-        metrics: Checked metrics by name.
-        rows: Rows of hidden states in one batch.
-    """
-    result = Evaluation()
-    for stack in dict.fromkeys(layer.stack for layer in measured):
-        part = _combined_stack([m for m in measured if m.stack == stack], metrics, rows)
-        result.values |= {tags.in_stack(tag, stack): v for tag, v in part.values.items()}
-        name = f"{stack}: " if stack else ""
-        result.notes += [Note(name + note.kind, name + note.text) for note in part.notes]
-    return result
-
-
-def _combined_stack(
-    layers: list[MeasuredLayer], metrics: Mapping[str, Metric], rows: int
+def _combine_stack(
+    layers: list[LayerValues], metrics: Mapping[str, Metric], rows: int
 ) -> Evaluation:
     result = Evaluation()
     reasons: dict[tuple[str, str], list[int]] = defaultdict(list)
@@ -152,34 +153,38 @@ def _combined_stack(
             elif name in layer.parts:
                 by_layer[layer.index] = layer.parts[name]
         for index, parts in by_layer.items():
-            for part, value in _over_batches(parts).items():
+            for part, value in _over_splits(parts).items():
                 result.values[tags.layer_tag(name, index, part)] = value
         for part, value in _over_layers(by_layer).items():
             result.values[tags.mean_tag(name, part)] = value
     result.values |= across_layers(result.values)
     if layers[0].shape is not None:
         count, width = layers[0].shape
-        result.values |= nulls(metrics, min(rows, count), width)
-    result.notes = grouped(_joined(reasons)) + cautions(result.values)
+        result.values |= null_values(metrics, min(rows, count), width)
+    result.notes = group_by_layer(_join_metrics(reasons)) + cautions(result.values)
     return result
 
 
-def _joined(reasons: Mapping[tuple[str, str], list[int]]) -> dict[tuple[str, str], list[int]]:
-    """Metrics that lack something for one reason at the same layers, named together."""
+def _join_metrics(reasons: Mapping[tuple[str, str], list[int]]) -> dict[tuple[str, str], list[int]]:
+    """Name metrics together that lack something for one reason at the same layers."""
     metrics: dict[tuple[str, tuple[int, ...]], list[str]] = defaultdict(list)
     for (metric, reason), layers in reasons.items():
         metrics[reason, tuple(layers)].append(metric)
     return {(", ".join(names), why): [*layers] for (why, layers), names in metrics.items()}
 
 
-def _measure(metric: Metric, batches: list[Layer]) -> list[Parts]:
-    """The parts of one metric, for each batch of rows if it reads rows."""
-    used = batches if "hidden" in sources_of(metric) else batches[:1]
-    return [_as_parts(metric(*(layer.view(v) for v in parameters(metric)))) for layer in used]
+def _measure(metric: Metric, splits: list[LayerViews]) -> list[Parts]:
+    """The parts of one metric, for each split of the rows if it reads rows."""
+    used = splits if "hidden" in sources_of(metric) else splits[:1]
+    return [_as_parts(views.apply(metric)) for views in used]
 
 
 def sources_of(metric: Metric) -> set[str]:
-    """What a metric's views come down to: of "hidden", "attention", "projection"."""
+    """List the sources of the views that a metric reads: "hidden", "attention", "projection".
+
+    Args:
+        metric: A function of views.
+    """
     return {CAPTURED[view] for view in captured_views(parameters(metric))}
 
 
@@ -203,23 +208,23 @@ def _as_parts(result: Any) -> Parts:
     return {"": float(result)}
 
 
-def _over_batches(batches: list[Parts]) -> Parts:
-    """Mean of each part over batches, and the standard deviation of the value."""
-    merged = {part: _mean(b[part] for b in batches if part in b) for part in batches[0]}
-    if len(batches) > 1 and "" in merged:
-        merged["std"] = _deviation([b[""] for b in batches])
+def _over_splits(splits: list[Parts]) -> Parts:
+    """Mean of each part over splits, and the standard deviation of the value."""
+    merged = {part: _mean(s[part] for s in splits if part in s) for part in splits[0]}
+    if len(splits) > 1 and "" in merged:
+        merged["std"] = _deviation([s[""] for s in splits])
     return merged
 
 
 def _over_layers(by_layer: Mapping[int, list[Parts]]) -> Parts:
     """Mean of each part over the layers without layer 0; of a head metric the extremes too.
 
-    The standard deviation is that of the mean itself: over batches, of each batch's mean over
+    The standard deviation is that of the mean itself: over splits, of each split's mean over
     layers.
     """
     deep = [parts for index, parts in by_layer.items() if index > 0]
     collected: dict[str, list[float]] = defaultdict(list)
-    for parts in map(_over_batches, deep):
+    for parts in map(_over_splits, deep):
         for part, value in parts.items():
             if not part.startswith("head_") and part != "std":
                 collected[part].append(value)
@@ -229,7 +234,7 @@ def _over_layers(by_layer: Mapping[int, list[Parts]]) -> Parts:
             over[part] = extreme(collected[part])
     count = min(map(len, deep), default=0)
     if count > 1 and "" in over:
-        over["std"] = _deviation([_mean(parts[b][""] for parts in deep) for b in range(count)])
+        over["std"] = _deviation([_mean(parts[s][""] for parts in deep) for s in range(count)])
     return over
 
 

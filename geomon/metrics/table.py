@@ -1,7 +1,8 @@
 """The table of metrics: a plain dict from a name to a kernel.
 
-A metric is a function whose required parameter names say which views it reads (`geomon.capture.snapshot`). It
-returns a scalar, a vector [heads], or a dict of named parts in which "" is the value itself.
+A metric is a function whose required parameter names say which views it reads
+(`geomon.metrics.views`). It returns a scalar, a vector [heads], or a dict of named parts in which
+"" is the value itself.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geomon.capture.snapshot import CAPTURED, DERIVED, NEAR, captured_views, parameters
-from geomon.kernels import angles, dimension, heads
-from geomon.kernels.angles import cosine
+from geomon.capture.snapshot import CAPTURED
+from geomon.kernels import dimension
+from geomon.kernels.angles import cosine, head_anisotropy, head_cosine, qk_cosine, qk_dot
 from geomon.kernels.attention import (
     attention_entropy,
     attention_entropy_normalised,
@@ -27,6 +28,7 @@ from geomon.kernels.moments import drift_norm, mean_square_norm
 from geomon.kernels.neighbours import nearest
 from geomon.kernels.spectrum import anisotropy, effective_rank, participation_ratio
 from geomon.kernels.token_types import TokenTypes
+from geomon.metrics.views import DERIVED, NEAR, parameters
 
 Metric = Callable[..., Any]
 
@@ -66,16 +68,6 @@ def norm_variance_slope(token_types: TokenTypes) -> dict[str, Tensor]:
     return {**parts, "coverage": fit.coverage}
 
 
-def qk_cosine(mean_query: Tensor, mean_key: Tensor) -> Tensor:
-    """Cosine between the mean query and the mean key, per query head."""
-    return angles.qk_cosine(mean_query[None], mean_key[None])
-
-
-def qk_dot(mean_query: Tensor, mean_key: Tensor) -> Tensor:
-    """Dot product of the mean query and the mean key, per query head."""
-    return angles.qk_dot(mean_query[None], mean_key[None])
-
-
 def query_mean_norm(mean_query: Tensor) -> Tensor:
     """Norm of the mean query, per head."""
     return mean_query.norm(dim=1)
@@ -88,22 +80,22 @@ def key_mean_norm(mean_key: Tensor) -> Tensor:
 
 def query_cosine(projected_query: Tensor) -> Tensor:
     """Mean cosine over all pairs of queries, per head."""
-    return heads.head_cosine(projected_query)
+    return head_cosine(projected_query)
 
 
 def key_cosine(projected_key: Tensor) -> Tensor:
     """Mean cosine over all pairs of keys, per key head."""
-    return heads.head_cosine(projected_key)
+    return head_cosine(projected_key)
 
 
 def query_anisotropy(projected_query: Tensor) -> Tensor:
     """Share of the variance of queries along their first direction, per head."""
-    return heads.head_anisotropy(projected_query)
+    return head_anisotropy(projected_query)
 
 
 def key_anisotropy(projected_key: Tensor) -> Tensor:
     """Share of the variance of keys along their first direction, per key head."""
-    return heads.head_anisotropy(projected_key)
+    return head_anisotropy(projected_key)
 
 
 def twonn(neighbours: Tensor, duplicates: float, rounding: float) -> dict[str, Tensor | float]:
@@ -227,11 +219,6 @@ def select(*names: str) -> dict[str, Metric]:
     if unknown:
         raise ValueError(f"no metric is called {_quoted(unknown)}; there are {', '.join(known)}")
     return {name: known[name] for name in names}
-
-
-def views_of(metrics: Mapping[str, Metric]) -> set[str]:
-    """The captured views that the metrics come down to."""
-    return captured_views(view for metric in metrics.values() for view in parameters(metric))
 
 
 def _check(name: str, function: Metric) -> None:

@@ -3,8 +3,9 @@
 import math
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
-# A batch of rows is halved until a reading is paid for by this many steps, and never below so few
+# A split of rows is halved until a reading is paid for by this many steps, and never below so few
 # rows that a dimension means nothing.
 _STEPS_PER_READING = 100
 _FEWEST_ROWS = 256
@@ -17,20 +18,34 @@ _PLANNED = 0.8
 _TOLERANCE = 2.0
 
 
-class Budget:
-    """Keeps account of geomon's time beside the training's.
+class Decision(NamedTuple):
+    """Whether a reading can be paid now.
 
-    What is due is put off until it can be paid; where a reading would cost more than a hundred
-    steps' allowance, it stands on fewer rows.
+    Attributes:
+        paid: Whether it can.
+        rows: Number of rows in a split of the next reading.
+        wait: Number of steps after which to ask again, if it cannot be paid now.
+    """
+
+    paid: bool
+    rows: int
+    wait: int
+
+
+class Budget:
+    """Account of geomon's time beside the training's.
+
+    A reading is put off until it can be paid. Where it would cost more than a hundred steps'
+    allowance, it stands on fewer rows.
 
     Args:
         share: Largest share of the time since the first step that geomon may take, in (0, 1); None
             for no limit.
-        tokens: Rows in one batch of the estimate, which a tight budget makes fewer.
-        clock: Seconds that never go back.
+        tokens: Number of rows in one split of the estimate; a tight budget makes it smaller.
+        clock: Function that returns seconds, which never go back.
 
-    Raises:
-        ValueError: `share` is not between 0 and 1.
+    Attributes:
+        rows: Number of rows in a split of the next reading.
 
     Example:
         >>> seconds = iter([0.0, 50.0, 50.0])
@@ -47,37 +62,46 @@ class Budget:
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if share is not None and not 0 < share < 1:
-            raise ValueError(
-                f"budget is a share of the training time between 0 and 1 (0.01 is one per cent), "
-                f"or None for no limit, got {share!r}"
-            )
         self._share = share
         self._planned = 1.0 if share is None else _PLANNED * share
         self._tokens = tokens
-        self._rows: int | None = None if share is not None else tokens
+        self.rows = tokens
+        self._rows_chosen = share is None
         self._clock = clock
         self._began: float | None = None
         self._steps = 0
         self._spent = 0.0
-        self._look = 0.0  # seconds of the last look at the model
-        self._costs: dict[int, float] = {}  # seconds of one layer, by rows in a batch
+        self._capture = 0.0  # seconds that the last capture took
+        self._costs: dict[int, float] = {}  # seconds of one layer, by rows in a split
+
+    @property
+    def begun(self) -> bool:
+        """Whether the training has begun."""
+        return self._began is not None
 
     def begin(self) -> None:
-        """The first step: time runs from here on."""
+        """Start the clock at the first step."""
         self._began = self._clock()
 
     def count_step(self) -> None:
-        """Another step of the training has begun."""
+        """Count one more step of the training."""
         self._steps += 1
 
     def spend(self, seconds: float) -> None:
-        """Note what geomon has taken of the training's time."""
+        """Add to the time that geomon has taken.
+
+        Args:
+            seconds: Time taken from the training.
+        """
         self._spent += seconds
 
-    def looked(self, seconds: float) -> None:
-        """Note what a look at the model has taken of the training's time."""
-        self._look = seconds
+    def spend_capture(self, seconds: float) -> None:
+        """Add the time that capturing one snapshot has taken.
+
+        Args:
+            seconds: Time taken from the training.
+        """
+        self._capture = seconds
         self.spend(seconds)
 
     @property
@@ -113,40 +137,43 @@ class Budget:
             self._spent + seconds <= self._planned * (self._clock() - self._began)
         )
 
-    def verdict(self, layers: int) -> tuple[bool, int, int]:
-        """Whether a reading can be paid now, on how many rows, and when to ask again if not.
+    def decide(self, layers: int) -> Decision:
+        """Decide whether a reading can be paid now, on how many rows, and when to ask again if not.
 
         A second reading of the same cost is kept in reserve, for the end of the run.
 
         Args:
-            layers: In one reading.
-
-        Returns:
-            The answer, rows in a batch, and steps to wait.
+            layers: Number of layers that this process measures in one reading.
         """
-        rows = self.rows(layers) or self._tokens
-        if self._share is None or self._began is None:
-            return True, rows, 0
-        cost = self.reading_cost(layers)
-        if not self._costs:  # the first: what it costs is not known, and nothing has been paid yet
-            return True, rows, 0
+        self.choose_rows(layers)
+        # What the first reading costs is not known, and nothing has been paid yet.
+        if self._share is None or self._began is None or not self._costs:
+            return Decision(True, self.rows, 0)
         passed = self._clock() - self._began
-        missing = self._spent + 2 * cost - self._planned * passed
+        missing = self._spent + 2 * self.reading_cost(layers) - self._planned * passed
         if missing <= 0:
-            return True, rows, 0
+            return Decision(True, self.rows, 0)
         step = max(passed / max(self._steps, 1), 1e-9)
-        return False, rows, max(1, math.ceil(missing / self._planned / step))
+        return Decision(False, self.rows, max(1, math.ceil(missing / self._planned / step)))
 
     def learn(self, rows: int, seconds: float) -> None:
-        """Note what one layer cost, with so many rows in a batch."""
+        """Note what it cost to measure one layer.
+
+        Args:
+            rows: Number of rows in a split.
+            seconds: Time that the layer took.
+        """
         before = self._costs.get(rows)
         self._costs[rows] = seconds if before is None else (before + seconds) / 2
 
     def layer_cost(self, rows: int) -> float:
-        """Seconds that one layer with so many rows in a batch is expected to take.
+        """Seconds that one layer is expected to take.
 
-        From the nearest number of rows that is known: in proportion to fewer rows, to the square of
-        more, which is the dearer guess in both directions. 0 where nothing is known.
+        Scaled from the nearest number of rows whose cost is known: in proportion to fewer rows, to
+        the square of more, which is the dearer guess in both directions. 0 where nothing is known.
+
+        Args:
+            rows: Number of rows in a split.
         """
         if not self._costs:
             return 0.0
@@ -154,30 +181,35 @@ class Budget:
         return self._costs[known] * (rows / known) ** (2 if rows > known else 1)
 
     def reading_cost(self, layers: int) -> float:
-        """Seconds that the next reading is expected to take: the look, and so many layers."""
-        return self._look + layers * self.layer_cost(self._rows or self._tokens)
-
-    def rows(self, layers: int) -> int | None:
-        """Rows in a batch of the next reading; None while the time of a step is not known yet.
+        """Seconds that the next reading is expected to take: the capture, and its layers.
 
         Args:
-            layers: In one reading.
+            layers: Number of layers that this process measures in one reading.
+        """
+        return self._capture + layers * self.layer_cost(self.rows)
+
+    def choose_rows(self, layers: int) -> bool:
+        """Choose the number of rows of the next reading; False while a step's time is not known.
+
+        Args:
+            layers: Number of layers that this process measures in one reading.
         """
         if self._share is None or self._began is None:
-            return self._rows
+            return self._rows_chosen
         if self._steps <= _STEPS_TO_KNOW or not self._costs:
-            return None
+            return False
         training = max(self._clock() - self._began - self._spent, 1e-9)
         allowed = self._share * training / self._steps * _STEPS_PER_READING
-        rows = self._rows or self._tokens
-        slack = _TOLERANCE if self._rows else 1.0
+        rows = self.rows
+        slack = _TOLERANCE if self._rows_chosen else 1.0
         while rows > _FEWEST_ROWS and layers * self.layer_cost(rows) > slack * allowed:
             rows = max(rows // 2, _FEWEST_ROWS)
         more = min(2 * rows, self._tokens)
-        if self._rows and more > rows and slack * layers * self.layer_cost(more) < allowed:
+        if self._rows_chosen and more > rows and slack * layers * self.layer_cost(more) < allowed:
             rows = more
-        self._rows = min(rows, self._tokens)
-        return self._rows
+        self.rows = min(rows, self._tokens)
+        self._rows_chosen = True
+        return True
 
 
 __all__ = ["Budget"]

@@ -1,135 +1,153 @@
-"""What was seen is measured: at once, as the budget allows, or in a thread of its own."""
+"""Executor of readings: measured at once, as the budget allows, or in a thread of their own."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 
-from geomon.monitor.background import Background
 from geomon.monitor.budget import Budget
-from geomon.monitor.jobs import UnderWay
-from geomon.monitor.output import Outlet
-from geomon.monitor.together import Found
+from geomon.monitor.jobs import ReadingJob
 
-HandOut = Callable[[int, str, Found, float], None]
+# Readings whose rows may wait in memory while the background measures those before them.
+_WAITING = 2
 
 
-class Measuring:
-    """Takes readings from the look at the model to their values, one after another.
+class ReadingExecutor:
+    """Measures jobs one after another; those that are finished are taken from it in order.
+
+    The background thread measures and does nothing else: records, sinks and warnings belong to the
+    thread that trains. It is started with the first job and ends with `close`.
 
     Args:
-        budget: What is paid from.
-        background: The thread that measures; None measures in the one that trains.
-        outlet: Where a failure is said.
-        hand_out: Takes step, source, what was found, and the seconds that it took.
+        budget: Budget that measuring is paid from.
+        background: Whether to measure in a thread of its own.
     """
 
-    def __init__(
-        self, budget: Budget, background: Background | None, outlet: Outlet, hand_out: HandOut
-    ) -> None:
+    def __init__(self, budget: Budget, *, background: bool) -> None:
         self._budget = budget
         self._background = background
-        self._outlet = outlet
-        self._hand_out = hand_out
-        self._under_way: UnderWay | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._running: deque[tuple[ReadingJob, Future[None]]] = deque()  # in the background
+        self._current: ReadingJob | None = None  # in this thread
+        self._finished: deque[ReadingJob] = deque()
 
     @property
     def busy(self) -> bool:
-        """Whether a reading is not finished yet."""
-        behind = self._background is not None and self._background.busy
-        return behind or self._under_way is not None
+        """Whether a job is not finished yet."""
+        return self._current is not None or bool(self._running)
 
-    def start(self, reading: UnderWay) -> None:
-        """Take a reading on, after the one before is finished."""
+    def submit(self, job: ReadingJob) -> None:
+        """Take a job on, after the one before it is finished.
+
+        A job of several ranks is measured at once. In the background at most two jobs wait: a third
+        one waits here until the first is finished.
+
+        Args:
+            job: The job.
+        """
         self.finish()
-        if self._background is not None:
-            self._background.give(reading)
+        if job.is_collective:
+            self._current = job
+            self.finish()
+        elif self._background:
+            while len(self._running) > _WAITING:
+                self._running[0][1].result()
+                self._collect()
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="geomon")
+            self._running.append((job, self._pool.submit(_measure, job)))
         else:
-            self._under_way = reading
-            self.go_on()
+            self._current = job
+            self.advance()
 
-    def go_on(self) -> None:
-        """Measure as much as the budget allows, all where there is none; hand out what is done."""
-        self._hand_out_finished()
-        reading = self._under_way
-        if reading is None:
+    def advance(self) -> None:
+        """Measure as much as the budget allows; everything where there is no budget."""
+        self._collect()
+        job = self._current
+        if job is None:
             return
-        with self._dropping():
-            if self._budget.limited and not reading.begun and not self._settle_rows(reading):
-                return
-            while not reading.complete:
-                if not self._budget.affords(self._budget.layer_cost(reading.rows)):
-                    return
-                self._measure_layer(reading)
-            self._complete(reading)
+        if self._budget.limited and not job.begun and not self._choose_rows(job):
+            return
+        self._measure_layers(job, within_budget=True)
 
     def finish(self) -> None:
         """Measure what is left in this thread, on few rows where the budget is tight."""
-        reading = self._under_way
-        if reading is not None:
-            with self._dropping():
-                if self._budget.limited and not reading.begun:
-                    self._try_out(reading)
-                    reading.thin(self._budget.rows(reading.layers) or reading.rows)
-                while not reading.complete:
-                    self._measure_layer(reading)
-                self._complete(reading)
+        job = self._current
+        if job is None:
+            return
+        if self._budget.limited and not job.begun and not job.is_collective:
+            self._learn_cost(job)
+            if self._budget.choose_rows(job.layers):
+                job.limit_rows(self._budget.rows)
+        self._measure_layers(job, within_budget=False)
+
+    def take_finished(self) -> list[ReadingJob]:
+        """Return the jobs that have been finished since the last call, in order."""
+        self._collect()
+        finished = list(self._finished)
+        self._finished.clear()
+        return finished
 
     def close(self) -> None:
         """Finish everything, and end the thread; may be called more than once."""
         self.finish()
-        if self._background is not None:
-            self._background.close()
-            self._hand_out_finished()
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(wait=True)
+        self._collect()
 
-    def _settle_rows(self, reading: UnderWay) -> bool:
-        """Decide on how many rows a reading stands; False while that is not known yet."""
-        if not self._budget.knows_costs and not self._budget.affords(reading.trial_guess):
+    def _collect(self) -> None:
+        """Move the jobs that the background has finished to the finished ones."""
+        while self._running and self._running[0][1].done():
+            self._finished.append(self._running.popleft()[0])
+
+    def _choose_rows(self, job: ReadingJob) -> bool:
+        """Choose the number of rows that a job stands on; False while that is not known yet."""
+        if not self._budget.knows_costs and not self._budget.affords(job.trial_cost):
             return False
-        self._try_out(reading)
-        rows = self._budget.rows(reading.layers)
-        if rows is None:
+        self._learn_cost(job)
+        if not self._budget.choose_rows(job.layers):
             return False
-        reading.thin(rows)
+        job.limit_rows(self._budget.rows)
         return True
 
-    def _try_out(self, reading: UnderWay) -> None:
-        """Learn what a layer costs, if that is not known."""
-        if not self._budget.knows_costs:
-            before = reading.seconds
-            few, seconds = reading.try_out()
-            self._budget.spend(reading.seconds - before)
-            self._budget.learn(few, seconds)
-
-    def _measure_layer(self, reading: UnderWay) -> None:
-        seconds = reading.measure_next()
-        self._budget.spend(seconds)
-        self._budget.learn(reading.rows, seconds)
-
-    def _complete(self, reading: UnderWay) -> None:
-        before = reading.seconds
-        found = reading.found()
-        self._budget.spend(reading.seconds - before)
-        self._under_way = None
-        self._hand_out(reading.step, reading.source, found, reading.seconds)
-
-    @contextmanager
-    def _dropping(self) -> Iterator[None]:
-        """Around the reading under way: one that fails is dropped."""
-        with self._outlet.guard():
-            try:
-                yield
-            except Exception:
-                self._under_way = None
-                raise
-
-    def _hand_out_finished(self) -> None:
-        """What the background has finished; a failure there is a warning here."""
-        if self._background is None:
+    def _learn_cost(self, job: ReadingJob) -> None:
+        """Measure a layer on few rows for its cost, if no cost is known."""
+        if self._budget.knows_costs:
             return
-        for reading, found in self._background.finished():
-            with self._outlet.guard():
-                if isinstance(found, Exception):
-                    raise found
-                self._hand_out(reading.step, reading.source, found, reading.seconds)
+        before = job.seconds
+        try:
+            rows, seconds = job.try_layer()
+        except Exception as error:
+            job.fail(error)
+        else:
+            self._budget.learn(rows, seconds)
+        self._budget.spend(job.seconds - before)
+
+    def _measure_layers(self, job: ReadingJob, *, within_budget: bool) -> None:
+        """Measure layer by layer, and finish the job after the last one."""
+        try:
+            while not job.complete:
+                if within_budget and not self._budget.affords(self._budget.layer_cost(job.rows)):
+                    return
+                seconds = job.measure_next()
+                self._budget.spend(seconds)
+                self._budget.learn(job.rows, seconds)
+        except Exception as error:
+            job.fail(error)
+        before = job.seconds
+        job.finish()
+        self._budget.spend(job.seconds - before)
+        self._current = None
+        self._finished.append(job)
 
 
-__all__ = ["Measuring"]
+def _measure(job: ReadingJob) -> None:
+    """Measure a whole job; what is raised, even Ctrl-C in a metric, is kept with the job."""
+    try:
+        while not job.complete:
+            job.measure_next()
+    except BaseException as error:
+        job.fail(error)
+    job.finish()
+
+
+__all__ = ["ReadingExecutor"]

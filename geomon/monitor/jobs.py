@@ -1,58 +1,81 @@
-"""A reading under way: a snapshot measured layer by layer, all at once or as time allows."""
+"""A reading to be measured: a snapshot of one rank or of all, measured layer by layer."""
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
 
-from geomon.capture.snapshot import Layer, Snapshot
-from geomon.metrics.cautions import Note
-from geomon.metrics.evaluate import MeasuredLayer, combined, measure_layer
-from geomon.metrics.table import Metric
-from geomon.monitor.together import Found
+from geomon.capture import QUERIES
+from geomon.capture.snapshot import Note, Snapshot
+from geomon.distributed import RankFailedError, RankGroup, gather, merge_layers
+from geomon.metrics import Evaluator, LayerValues
+from geomon.record import Reading, tags
 
 # Rows on which the cost of a layer is learned before anything is measured, and what that costs
-# itself, about: half of the look at all layers and rows, and at least so many seconds a metric.
+# itself, about: half of the capture of all layers and rows, and at least so many seconds a metric.
 _TRIAL_ROWS = 256
 _TRIAL_SECONDS = 0.004
 
 
-class UnderWay:
-    """One reading between the look at the model and its values.
+class ReadingJob:
+    """One reading between its snapshot and its values.
+
+    With several ranks, making the job and finishing it are collectives: the rows of all ranks are
+    brought together here, and each rank measures its share of the layers.
 
     Args:
-        step: Of the look.
+        step: Number of optimizer updates in the weights that were seen.
         source: "inline" or "probe".
-        snapshot: What was seen.
-        metrics: Checked metrics by name.
-        rows: Rows of hidden states in one batch.
-        batches: Largest number of batches.
-        strict: Raise what a metric raises, instead of recording the value as missing.
-        seconds: What the look took of the training's time.
+        snapshot: Snapshot of this rank, or why it has none.
+        group: The ranks.
+        evaluator: Measures the layers.
+        tokens: Number of rows of hidden states in one split, where no budget makes it smaller.
+        rows: Number of rows of hidden states in one split.
+        seconds: Time that the snapshot took from the training.
+
+    Attributes:
+        notes: Remarks for the reader of the numbers, once the job is finished.
+
+    Raises:
+        RankFailedError: A rank has no snapshot, or other layers. A single rank raises its own
+            exception.
+        RanksLostError: A rank does not answer.
     """
 
     def __init__(
         self,
         step: int,
         source: str,
-        snapshot: Snapshot,
-        metrics: Mapping[str, Metric],
+        snapshot: Snapshot | Exception,
+        group: RankGroup,
+        evaluator: Evaluator,
         *,
+        tokens: int,
         rows: int,
-        batches: int,
-        strict: bool,
         seconds: float,
     ) -> None:
+        began = time.perf_counter()
         self.step = step
         self.source = source
-        self.seconds = seconds
         self.rows = rows
-        self._full = rows
-        self._about = snapshot.notes, snapshot.tokens, snapshot.mode, snapshot.dtype
-        self._left = deque(snapshot.layers)
-        self._metrics = metrics
-        self._batches = batches
-        self._strict = strict
-        self._measured: list[MeasuredLayer] = []
+        self._group = group
+        self._evaluator = evaluator
+        self._tokens = tokens
+        # The inputs of a probe are the same on every rank.
+        self._gathered = gather(
+            snapshot, (step, source), group, rows=rows * evaluator.batches, queries=QUERIES,
+            copies=source == "probe",
+        )  # fmt: skip
+        self._left = deque(self._gathered.parts)
+        self._gathered.parts.clear()  # a layer's rows are freed once they are measured
+        self._measured: list[LayerValues] = []
+        self._failure: Exception | None = None
+        self.notes: list[Note] = []
+        self._reading: Reading | None = None
+        self.seconds = seconds + time.perf_counter() - began
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether other ranks take part, so that it has to be measured at once."""
+        return self._group.members > 1
 
     @property
     def begun(self) -> bool:
@@ -61,66 +84,148 @@ class UnderWay:
 
     @property
     def layers(self) -> int:
-        """Number of layers, measured and not."""
+        """Number of layers that this rank measures."""
         return len(self._measured) + len(self._left)
 
     @property
     def complete(self) -> bool:
-        """Whether every layer has been measured."""
+        """Whether every layer of this rank has been measured."""
         return not self._left
 
-    def thin(self, rows: int) -> None:
-        """Take fewer rows in a batch; before the first layer is measured.
+    def limit_rows(self, rows: int) -> None:
+        """Measure on fewer rows in a split; before the first layer is measured.
+
+        Args:
+            rows: Largest number of rows in a split.
 
         Raises:
             ValueError: Layers have been measured already: a reading stands on one number of rows.
         """
         if self._measured:
             raise ValueError(f"{len(self._measured)} layers stand on {self.rows} rows already")
-        self.rows = min(rows, self._full)
+        self.rows = min(rows, self.rows)
 
     @property
-    def trial_guess(self) -> float:
-        """Seconds that `try_out` is expected to take."""
-        return max(self.seconds / 2, _TRIAL_SECONDS * len(self._metrics))
+    def trial_cost(self) -> float:
+        """Seconds that `try_layer` is expected to take."""
+        return max(self.seconds / 2, _TRIAL_SECONDS * len(self._evaluator.metrics))
 
-    def try_out(self) -> tuple[int, float]:
-        """Measure a layer on few rows for its cost alone: rows, and seconds the second time."""
-        layer = self._left[-1]
-        rows = min(_TRIAL_ROWS, self._full)
-        taken = [self._timed(lambda: self._measure(layer, rows)) for _ in range(2)]
-        return rows, taken[1]  # the first warms up
+    def try_layer(self) -> tuple[int, float]:
+        """Measure a layer on few rows for its cost alone.
+
+        Returns:
+            Number of rows in a split, and the seconds that the layer took.
+        """
+        rows = min(_TRIAL_ROWS, self.rows)
+        for _ in range(2):  # the first warms up
+            began = time.perf_counter()
+            self._evaluator.measure_layer(merge_layers(self._left[-1]), rows)
+            taken = time.perf_counter() - began
+            self.seconds += taken
+        return rows, taken
 
     def measure_next(self) -> float:
-        """Measure one more layer and let go of what was seen of it; the seconds it took."""
+        """Measure one more layer and free what was captured of it.
 
-        def measure() -> None:
-            self._measured.append(self._measure(self._left[0], self.rows))
-            self._left.popleft()  # only now: an interrupted layer is measured again
-
-        return self._timed(measure)
-
-    def found(self) -> Found:
-        """What was measured; after all layers have been."""
+        Returns:
+            Seconds that the layer took.
+        """
         began = time.perf_counter()
-        result = combined(self._measured, self._metrics, rows=self.rows)
-        self.seconds += time.perf_counter() - began
-        noted, tokens, mode, dtype = self._about
-        notes = [*noted, *result.notes]
-        if self.rows < self._full:
-            text = f"{self.rows} rows in a batch instead of {self._full}, to stay within the budget"
-            notes.append(Note("rows thinned by the budget", text))
-        kept = min(tokens, self.rows * self._batches)
-        return Found(result.values, notes, kept, mode, dtype)
-
-    def _measure(self, layer: Layer, rows: int) -> MeasuredLayer:
-        return measure_layer(
-            layer, self._metrics, rows=rows, batches=self._batches, strict=self._strict
-        )
-
-    def _timed(self, action: Callable[[], object]) -> float:
-        began = time.perf_counter()
-        action()
+        layer = merge_layers(self._left[0])
+        self._measured.append(self._evaluator.measure_layer(layer, self.rows))
+        self._left.popleft()  # only now: a layer that was interrupted is measured again
         taken = time.perf_counter() - began
         self.seconds += taken
         return taken
+
+    def fail(self, error: BaseException) -> None:
+        """Give the reading up.
+
+        Args:
+            error: Why it cannot be measured.
+        """
+        self._failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
+        self._left.clear()
+
+    def finish(self) -> None:
+        """Make the reading, once every layer is measured or the job has failed; a collective.
+
+        What goes wrong is kept for `result`.
+        """
+        try:
+            self._reading = self._make_reading()
+        except Exception as error:
+            self._failure = error
+        self._measured.clear()
+
+    def result(self) -> Reading | None:
+        """The finished reading on the first rank, None on the others.
+
+        Raises:
+            Exception: Why there is none: what a metric raised, or RankFailedError or RanksLostError
+                with several ranks.
+        """
+        if self._failure is not None:
+            raise self._failure
+        return self._reading
+
+    def _make_reading(self) -> Reading | None:
+        began = time.perf_counter()
+        measured = self._all_layers()
+        if measured is None:
+            return None
+        info = self._gathered.info
+        evaluation = self._evaluator.combine(measured, self.rows)
+        tokens = min(info.tokens, self.rows * self._evaluator.batches)
+        self.notes = [*info.notes, *evaluation.notes, *self._notes_on_rows(tokens)]
+        self.seconds += time.perf_counter() - began
+        return Reading(
+            step=self.step,
+            time=time.time(),
+            seconds=self.seconds,
+            source=self.source,
+            mode=info.mode,
+            tokens=tokens,
+            world_size=self._group.size,
+            dtype=info.dtype,
+            values={**evaluation.values, tags.SECONDS: self.seconds},
+            notes=[note.text for note in self.notes],
+        )
+
+    def _all_layers(self) -> list[LayerValues] | None:
+        """The values of all ranks' layers on the first rank, None on the others; a collective."""
+        error = self._failure
+        if self._group.members == 1:
+            if error is not None:
+                raise error
+            return self._measured
+        rank = self._group.rank
+        reason = None if error is None else f"rank {rank}: {type(error).__name__}: {error}"
+        shares = self._group.gather((reason, self._measured))
+        if reason is not None:
+            raise RankFailedError(reason) from error
+        if shares is None:
+            return None
+        failures = [why for why, _ in shares if why is not None]
+        if failures:
+            raise RankFailedError(failures[0])
+        return self._gathered.interleave([layers for _, layers in shares])
+
+    def _notes_on_rows(self, tokens: int) -> list[Note]:
+        notes = []
+        asked = self._tokens
+        if self.rows < asked:
+            text = f"{self.rows} rows in a batch instead of {asked}, to stay within the budget"
+            notes.append(Note("rows thinned by the budget", text))
+        if tokens < asked:
+            notes.append(
+                Note(
+                    "few rows",
+                    f"estimates stand on {tokens} rows, fewer than tokens={asked}: the intrinsic "
+                    "dimension is low on few rows",
+                )
+            )
+        return notes
+
+
+__all__ = ["ReadingJob"]

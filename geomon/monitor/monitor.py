@@ -1,175 +1,122 @@
 """The monitor: `with monitor(step): model(x)`.
 
-It joins schedule, window, metrics, record and sinks, and lets none of them end a run.
+It connects planner, window, executor, record and sinks, and lets none of them end a run.
 """
 
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Any, Unpack
 
 import torch
 from torch import nn
 
-from geomon.capture.anatomy.blocks import Anatomy, find_anatomy
-from geomon.capture.probe import extra_pass
-from geomon.capture.sampling import drawing_seed
-from geomon.capture.selfcheck import NotSeenError, complaint
-from geomon.capture.snapshot import Snapshot
-from geomon.capture.window import Window
-from geomon.distributed.gather import share_of_rows
-from geomon.distributed.group import Ranks, find_ranks, join_ranks, refusal
-from geomon.metrics.cautions import Note
-from geomon.metrics.table import METRICS, Metric, check_metrics, views_of
-from geomon.monitor.background import Background
+from geomon.capture import Window, derive_seed, extra_pass, find_anatomy
+from geomon.capture.snapshot import Note, NotSeenError, Snapshot, explain_missing
+from geomon.distributed import find_ranks, join_ranks
+from geomon.metrics import Evaluator
 from geomon.monitor.budget import Budget
-from geomon.monitor.executor import Measuring
-from geomon.monitor.jobs import UnderWay
-from geomon.monitor.options import check_counts
-from geomon.monitor.output import Outlet
-from geomon.monitor.planner import Agenda
-from geomon.monitor.schedule import Schedule, check_schedule, log_spaced
-from geomon.monitor.together import Found, measure_together
-from geomon.record import tags
-from geomon.record.reading import Reading, Record
-from geomon.record.sinks import Sink
-
-__version__ = "0.1.0"
+from geomon.monitor.executor import ReadingExecutor
+from geomon.monitor.jobs import ReadingJob
+from geomon.monitor.options import MonitorOptions, check_options, show_monitor_options
+from geomon.monitor.output import ReadingWriter, Warnings
+from geomon.monitor.planner import ReadingPlanner
+from geomon.record import Record, tags
 
 
+@show_monitor_options
 class Monitor:
     """Reads the geometry of a model's representations at scheduled steps.
 
     Args:
         model: Any module that contains a transformer.
-        metrics: From a name to a function of views; `METRICS` are all that geomon has.
-        schedule: From a step to whether a reading is due; step 0 always is. A step that is due and
-            that training jumps over is read at the next one.
-        tokens: Rows in one batch of the estimate.
-        batches: Largest number of such batches, for the deviation of each estimate.
-        probe: Fixed inputs: at due steps they are passed through the model in an extra pass, in
-            eval mode, instead of watching the training forward. A tensor, a dict of keyword
-            arguments, a tuple of arguments, or a function of the model.
-        directory: Where `readings.jsonl` is written, by the first rank; None for no record.
-        sinks: Where readings go besides, on the first rank.
-        budget: Largest share of the time since the first step that geomon may take, 0.01 for one
-            per cent; None follows the schedule whatever it costs. A reading that is due is put off
-            until it can be paid, and measured layer by layer as time allows; where it would cost
-            more than a hundred steps' allowance it stands on fewer rows, and says so. What is
-            forced (an explicit `probe`) is read in any case.
-        gather: With several ranks, whether a reading is that of the rows of all: each keeps its
-            share of them, the layers are shared out to be measured, and the first rank records.
-            Every rank builds the monitor, once `torch.distributed` is initialised, and calls it
-            with the same steps. A rank that does not answer within ten minutes ends the gathering,
-            never the run. If False the first rank measures its own rows and nothing is said between
-            ranks.
-        background: Whether rows are measured in a thread while the training goes on; None does so
-            where the model is on an accelerator, which leaves the processor idle. Gathered rows are
-            measured at once.
-        max_capture_mb: Largest memory of what one reading keeps of a pass, in millions of bytes:
-            fewer rows, queries and keys are kept if need be, attention that does not fit is left
-            out, and the reading says so. None for no limit.
-        seed: Of the private generator that draws rows, together with the step and the rank.
-        strict: Raise what goes wrong in a reading, instead of a warning and a missing value.
-        blocks: Overrides the search for the blocks: a regular expression of their names, or the
-            modules.
+        {options}
 
     Raises:
-        ValueError: No blocks in the model, an unknown view, a schedule that never fires, a number
-            out of range, or a directory that cannot be written.
+        TypeError: An argument has a name that does not exist.
+        ValueError: The model has no blocks, a metric reads an unknown view, the schedule never
+            fires, a number is out of range, or the directory cannot be written.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        metrics: Mapping[str, Metric] = METRICS,
-        schedule: Schedule | None = None,
-        tokens: int = 4096,
-        batches: int = 2,
-        probe: Any = None,
-        directory: str | os.PathLike[str] | None = "geomon",
-        sinks: Sequence[Sink] = (),
-        budget: float | None = None,
-        gather: bool = True,
-        background: bool | None = None,
-        max_capture_mb: float | None = None,
-        seed: int = 0,
-        strict: bool = False,
-        blocks: str | Sequence[nn.Module] | None = None,
-    ) -> None:
-        check_counts(tokens=tokens, batches=batches)
+    def __init__(self, model: nn.Module, **options: Unpack[MonitorOptions]) -> None:
+        self._options = options = check_options(options, type(self).__name__)
         self._model = model
-        self._metrics = check_metrics(metrics)
-        schedule = check_schedule(log_spaced() if schedule is None else schedule)
-        self._tokens = tokens
-        self._batches = batches
-        self._probe_inputs = probe
-        self._budget = Budget(budget, tokens)
-        if max_capture_mb is not None and not max_capture_mb > 0:
-            raise ValueError(f"max_capture_mb is a number above 0, or None, got {max_capture_mb!r}")
-        self._max_mb = max_capture_mb
-        self._seed = seed
-        self._strict = strict
-        self._anatomy: Anatomy = find_anatomy(model, blocks)
-        self._views = views_of(self._metrics)
-        self._notes: list[Note] = []  # of every reading
-        self._all_seen = False  # by the first window, or said that not
-        self._ranks = self._join() if gather else find_ranks()
-        if budget is not None and self._ranks.size > 1 and not self._ranks.linked:
+        self._anatomy = find_anatomy(model, options["blocks"])
+        self._evaluator = Evaluator(options["metrics"], options["batches"], options["strict"])
+        self._views = self._evaluator.views
+        self._source = "inline" if options["probe"] is None else "probe"
+        self._group = join_ranks(model) if options["gather"] else find_ranks()
+        if options["budget"] is not None and self._group.members < self._group.size:
             raise ValueError(
                 "a budget is one decision for all ranks, which they share where their rows are "
                 "gathered: use gather=True, or budget=None"
             )
-        self._outlet = Outlet(sinks, self._ranks, strict=strict)
-        self._outlet.record = self._make_record(directory)
-        self._agenda = Agenda(
-            schedule, self._budget, self._ranks, self._outlet.from_first, tokens=tokens,
-            layers=self._own_layers,
+        self._warnings = Warnings(self._group, strict=options["strict"])
+        record = self._make_record(options["directory"])
+        self._writer = ReadingWriter(record, options["sinks"], self._warnings)
+        self._budget = Budget(options["budget"], options["tokens"])
+        self._planner = ReadingPlanner(
+            options["schedule"], self._budget, self._group, source=self._source,  # type: ignore[arg-type]
+            layers=len(self._anatomy.blocks) + 1,
         )  # fmt: skip
-        self._schedule = schedule
-        self._begun = False
-        self._handed_out = False
-        behind = Background() if self._is_behind(background) else None
-        self._measuring = Measuring(self._budget, behind, self._outlet, self._hand_out)
+        self._executor = ReadingExecutor(self._budget, background=self._in_background())
+        self._checked = False  # whether the first window has been checked for what is missing
+        self._published = False  # whether a reading has been
 
     def __call__(self, step: int, *, force: bool = False) -> AbstractContextManager[None]:
-        """A context manager around the forward pass of a step; does nothing where none is due.
+        """Return a context manager around the forward pass of a step; it does nothing if not due.
 
         With `probe` inputs, the extra pass runs when the context is entered and the forward pass
         itself is left alone.
 
         Args:
             step: Number of optimizer updates already in the weights.
-            force: Read whatever the schedule and the budget say (the last step of a run, say).
+            force: Whether to read whatever the schedule and the budget say (the last step of a
+                run, say).
         """
-        source = "inline" if self._probe_inputs is None else "probe"
-        if not self.due(step, source=source, force=force):
+        self.advance(step)
+        if not self.is_due(step, source=self._source, force=force):
             return nullcontext()
-        if source == "inline":
-            takes_part = self._ranks.linked or self._ranks.rank == 0
-            return self._inline(step) if takes_part else nullcontext()
-        return self._probing(step)
+        return self._watching(step) if self._source == "inline" else self._probing(step)
 
-    def due(self, step: int, *, source: str = "inline", force: bool = False) -> bool:
-        """Whether a reading from `source` is to be made at `step`: due, paid for, and not made yet.
-
-        Every step of the training passes here, so what an earlier one left to do is gone on with.
+    def advance(self, step: int) -> None:
+        """Move to a step: measure what earlier steps left, and decide what is due.
 
         Args:
             step: Number of optimizer updates already in the weights.
-            source: "inline" or "probe".
-            force: Whatever the schedule and the budget say.
         """
-        if self._agenda.go_to(step):
-            self._measuring.go_on()
-        if not self._agenda.wants(step, force=force):
+        with self._warnings.guard():
+            if not self._budget.begun:
+                self._begin(step)
+            if self._planner.advance(step):
+                if self._executor.busy:
+                    self._executor.advance()
+                    self._publish_finished()
+                self._planner.settle(busy=self._executor.busy)
+
+    def resume(self, step: int) -> None:
+        """Take up a training in which a monitor has watched before.
+
+        Args:
+            step: The last step that was watched. What is due between it and the next step is owed.
+        """
+        self._planner.resume(step)
+
+    def is_due(self, step: int, *, source: str = "inline", force: bool = False) -> bool:
+        """Whether a reading is to be made at the present step: due, paid for, and not made yet.
+
+        Args:
+            step: The step that `advance` has moved to.
+            source: "inline" or "probe".
+            force: Whether to read whatever the schedule and the budget say.
+        """
+        if source == "inline" and not self._takes_part():
             return False
-        if not self._begun:
-            self._begin(step)
-        return self._agenda.admits(step, source, force=force, busy=self._measuring.busy)
+        return self._planner.is_due(step, source, force=force)
 
     def probe(self, step: int, inputs: Any = None) -> None:
         """Read the geometry on fixed inputs in an extra pass, whatever the schedule and budget say.
@@ -181,26 +128,35 @@ class Monitor:
 
         Args:
             step: Number of optimizer updates already in the weights.
-            inputs: As the monitor's `probe`; None takes those.
+            inputs: A tensor, a dict of keyword arguments, a tuple of arguments, or a function of
+                the model; None takes the monitor's `probe`.
 
         Raises:
-            ValueError: No inputs, here or in the monitor.
+            ValueError: There are no inputs, here or in the monitor.
         """
-        inputs = self._probe_inputs if inputs is None else inputs
+        inputs = self._options["probe"] if inputs is None else inputs
         if inputs is None:
             raise ValueError(
                 "no inputs to probe: give them here, probe(step, inputs), or to the monitor, "
                 "Monitor(model, probe=inputs)"
             )
-        if not self.due(step, source="probe", force=True):
+        self.advance(step)
+        if not self.is_due(step, source="probe", force=True):
             return
-        began = time.perf_counter()
-        self._take(step, "probe", lambda: self._look(inputs), began)
+        # The same inputs, the same rows: readings then differ by the weights alone.
+        window = self._window(self._options["seed"], rows=self._rows())
+
+        def capture() -> Snapshot:
+            extra_pass(self._model, inputs, window)
+            return window.snapshot()
+
+        self._read(step, "probe", capture, began=time.perf_counter())
 
     def close(self) -> None:
         """Finish what is being measured, and close the sinks; may be called more than once."""
-        self._measuring.close()
-        self._outlet.close()
+        self._executor.close()
+        self._publish_finished()
+        self._writer.close()
 
     @property
     def overhead(self) -> float:
@@ -208,198 +164,187 @@ class Monitor:
         return self._budget.overhead
 
     def affords(self, seconds: float) -> bool:
-        """Whether `seconds` more of geomon's time would stay within the budget."""
+        """Whether more of geomon's time would stay within the budget.
+
+        Args:
+            seconds: The additional time.
+        """
         return self._budget.affords(seconds)
 
     def affords_reading(self) -> bool:
         """Whether one more reading would stay within the budget, for all ranks; a collective.
 
-        Adapters ask before the last reading of a run, which they would else force.
+        Callbacks ask before the last reading of a run, which they force.
         """
-        return self._agenda.affords_reading()
+        affords = False
+        with self._warnings.guard():
+            affords = self._planner.affords_reading()
+        return affords  # noqa: RET504  (False where the other ranks are lost)
 
-    # -- the two ways to look ------------------------------------------------------------------
+    def modules_around_blocks(self) -> tuple[nn.Module, ...]:
+        """The model and the modules in it that hold blocks: a training calls one of them."""
+        blocks = [block.module for block in self._anatomy.blocks]
+        inside = {module for block in blocks for module in block.modules()}
+        return tuple(
+            module
+            for module in self._model.modules()
+            if module not in inside and not inside.isdisjoint(module.modules())
+        )
+
+    # -- capturing -------------------------------------------------------------------------------
 
     @contextmanager
-    def _inline(self, step: int) -> Iterator[None]:
-        rows = self._agenda.rows * self._batches
-        own = share_of_rows(rows, self._ranks) if self._ranks.linked else rows
-        # Ranks draw different places; the first one's are those of a single process.
-        place = (self._ranks.rank,) if self._ranks.rank else ()
-        window = self._window(self._seed, step, *place, rows=own)
-        failure: Exception | None = None
-        with ExitStack() as stack:
-            try:
-                stack.enter_context(window)
-            except Exception as error:
-                failure = error
+    def _watching(self, step: int) -> Iterator[None]:
+        # Ranks sample different places; the first one's are those of a single process.
+        place = (self._group.place,) if self._group.place else ()
+        rows = self._group.rows_of(self._rows())
+        window = self._window(self._options["seed"], step, *place, rows=rows)
+        with window:
             yield
-
-        def look() -> Snapshot:
-            if failure is not None:
-                raise failure
-            return self._checked(window.snapshot())
-
-        self._take(step, "inline", look, time.perf_counter() - window.seconds)
+        self._read(step, "inline", window.snapshot, began=time.perf_counter() - window.seconds)
 
     @contextmanager
     def _probing(self, step: int) -> Iterator[None]:
         self.probe(step)
         yield
 
-    def _look(self, inputs: Any) -> Snapshot:
-        """An extra pass on `inputs` under a window."""
-        # The same inputs, the same rows: readings then differ by the weights alone.
-        window = self._window(self._seed, rows=self._agenda.rows * self._batches)
-        extra_pass(self._model, inputs, window)
-        return self._checked(window.snapshot())
+    def _window(self, *seed_of: object, rows: int) -> Window:
+        return Window(
+            self._anatomy, self._views, rows=rows, seed=derive_seed(*seed_of),
+            max_mb=self._options["max_capture_mb"],
+        )  # fmt: skip
 
-    def _checked(self, snapshot: Snapshot) -> Snapshot:
-        """The snapshot; of the first one, what was expected in it and not seen is said."""
-        unseen = None if self._all_seen else complaint(snapshot, self._views)
-        if unseen is not None and self._strict:
-            raise NotSeenError(unseen)
-        if unseen is not None:
-            self._outlet.warn(unseen, kind="not seen")
-        self._all_seen = True
+    def _rows(self) -> int:
+        """Number of rows of hidden states that a reading keeps, over all splits and ranks."""
+        return self._budget.rows * self._options["batches"]
+
+    def _takes_part(self) -> bool:
+        """Whether this rank's training forward is watched."""
+        return self._group.connected or self._group.rank == 0
+
+    # -- from a snapshot to a reading ------------------------------------------------------------
+
+    def _read(
+        self, step: int, source: str, capture: Callable[[], Snapshot], *, began: float
+    ) -> None:
+        """Make a reading of what is captured, or begin to."""
+        self._planner.mark_read(step, source)
+        with self._warnings.guard():
+            job = self._make_job(step, source, capture, began)
+            if job is not None:
+                self._executor.submit(job)
+        self._publish_finished()
+
+    def _make_job(
+        self, step: int, source: str, capture: Callable[[], Snapshot], began: float
+    ) -> ReadingJob | None:
+        """The job of measuring a snapshot; None where another rank measures or has measured it."""
+        snapshot: Snapshot | Exception
+        try:
+            snapshot = self._check(capture())
+        except Exception as error:  # several ranks fail together
+            snapshot = error
+        seconds = time.perf_counter() - began
+        if not self._takes_part() or self._planner.is_recorded(step, source):
+            if isinstance(snapshot, Exception):
+                raise snapshot
+            return None
+        try:
+            return ReadingJob(
+                step, source, snapshot, self._group, self._evaluator,
+                tokens=self._options["tokens"], rows=self._budget.rows, seconds=seconds,
+            )  # fmt: skip
+        finally:
+            self._budget.spend_capture(time.perf_counter() - began)
+
+    def _check(self, snapshot: Snapshot) -> Snapshot:
+        """The snapshot; if it is the first, warn of what was expected in it and is missing."""
+        missing = None if self._checked else explain_missing(snapshot, self._views)
+        if missing is not None and self._options["strict"]:
+            raise NotSeenError(missing)
+        if missing is not None:
+            self._warnings.warn(missing, kind="not seen")
+        self._checked = True
         return snapshot
 
-    def _window(self, *of: object, rows: int) -> Window:
-        seed = drawing_seed(*of)
-        return Window(self._anatomy, self._views, rows=rows, seed=seed, max_mb=self._max_mb)
+    def _publish_finished(self) -> None:
+        """Record and show the readings that are finished."""
+        for job in self._executor.take_finished():
+            with self._warnings.guard():
+                self._publish(job)
 
-    def _own_layers(self) -> int:
-        """Layers that this process measures of one reading, about."""
-        layers = len(self._anatomy.blocks) + 1
-        return -(-layers // self._ranks.size) if self._ranks.linked else layers
-
-    # -- from what was seen to a reading ---------------------------------------------------------
-
-    def _take(self, step: int, source: str, look: Callable[[], Snapshot], began: float) -> None:
-        """Look, and have measured what was seen."""
-        self._agenda.take(step, source)
-        with self._outlet.guard():
-            if self._ranks.linked:
-                self._measure_together(step, source, look, began)
-                return
-            snapshot = look()
-            # Without a line the other ranks do not know what the record holds.
-            if self._ranks.rank > 0 or (step, source) in self._agenda.recorded:
-                return
-            reading = UnderWay(
-                step, source, snapshot, self._metrics, rows=self._tokens, batches=self._batches,
-                strict=self._strict, seconds=time.perf_counter() - began,
-            )  # fmt: skip
-            self._budget.looked(reading.seconds)
-            self._measuring.start(reading)
-
-    def _measure_together(
-        self, step: int, source: str, look: Callable[[], Snapshot], began: float
-    ) -> None:
-        """Measure the rows of all ranks; a collective."""
-        seen: Snapshot | Exception
-        try:
-            seen = look()
-        except Exception as error:
-            seen = error
-        self._budget.looked(time.perf_counter() - began)
-        looked = time.perf_counter()
-        found = measure_together(
-            seen, (step, source), self._ranks, self._metrics, rows=self._agenda.rows,
-            batches=self._batches, strict=self._strict, copies=source == "probe",
-        )  # fmt: skip
-        taken = time.perf_counter() - looked
-        self._budget.spend(taken)
-        self._budget.learn(self._agenda.rows, taken / self._own_layers())
-        if found is not None:
-            self._hand_out(step, source, found, time.perf_counter() - began)
-
-    def _hand_out(self, step: int, source: str, found: Found, seconds: float) -> None:
-        """Make a reading of what was found, and record and show it."""
+    def _publish(self, job: ReadingJob) -> None:
         began = time.perf_counter()
-        notes = self._notes + found.notes
-        if found.tokens < self._tokens:
-            notes.append(
-                Note(
-                    "few rows",
-                    f"estimates stand on {found.tokens} rows, fewer than tokens={self._tokens}: "
-                    "the intrinsic dimension is low on few rows",
-                )
-            )
+        reading = job.result()
+        if reading is None:
+            return
+        notes = [*self._run_notes(), *job.notes]
         for note in notes:
-            self._outlet.warn(note.text, kind=note.kind)
-        values = {**found.values, tags.SECONDS: seconds}
-        if self._handed_out:  # before the first reading hardly any training time has passed
+            self._warnings.warn(note.text, kind=note.kind)
+        values = dict(reading.values)
+        if self._published:  # before the first reading hardly any training time has passed
             values[tags.OVERHEAD] = self.overhead
-        self._handed_out = True
-        reading = Reading(
-            step=step,
-            time=time.time(),
-            seconds=seconds,
-            source=source,
-            mode=found.mode,
-            tokens=found.tokens,
-            world_size=self._ranks.size,
-            dtype=found.dtype,
-            values=values,
-            notes=[note.text for note in notes],
-        )
-        self._outlet.write(reading)
+        self._published = True
+        self._writer.write(replace(reading, values=values, notes=[note.text for note in notes]))
         self._budget.spend(time.perf_counter() - began)
 
-    # -- the ranks and the record ----------------------------------------------------------------
+    # -- the run ---------------------------------------------------------------------------------
 
-    def _join(self) -> Ranks:
-        """The ranks, with a line between them where their rows can be gathered; a collective."""
-        ranks = find_ranks()
-        why = refusal(self._model) if ranks.size > 1 else None
-        if why is None:
-            return join_ranks()
-        text = f"rows of the ranks are not gathered, those of rank 0 are measured: {why}"
-        self._notes.append(Note("not gathered", text))
-        return ranks
+    def _run_notes(self) -> list[Note]:
+        """Notes that hold for every reading."""
+        reason = self._group.why_not_connected
+        if reason is None:
+            return []
+        text = f"rows of the ranks are not gathered, those of rank 0 are measured: {reason}"
+        return [Note("not gathered", text)]
 
     def _make_record(self, directory: str | os.PathLike[str] | None) -> Record | None:
         """The record, on the first rank; where it cannot be made all ranks raise the same."""
         record: Record | None = None
         failure: ValueError | None = None
-        if directory is not None and self._ranks.rank == 0:
+        if directory is not None and self._group.rank == 0:
             try:
                 record = Record(directory)
             except ValueError as error:
                 failure = error
-        failure = self._outlet.from_first(failure)
+        with self._warnings.guard():
+            failure = self._group.broadcast(failure)
         if failure is not None:
             raise failure
         return record
 
     def _begin(self, step: int) -> None:
-        """The first step that is read: learn what the record holds already."""
-        self._begun = True
+        """Start at the first step: learn what the record holds already."""
         self._budget.begin()
-        self._agenda.recorded = self._outlet.from_first(self._outlet.begin(step, self._describe()))
+        recorded = self._writer.begin(step, self._describe())
+        self._planner.skip_recorded(recorded)
+        self._planner.skip_recorded(self._group.broadcast(recorded))
 
     def _describe(self) -> dict[str, Any]:
-        """The line that describes the run."""
-        parameters = sum(parameter.numel() for parameter in self._model.parameters())
+        """The description of the run, for the record."""
+        options = self._options
         return {
-            "geomon": __version__,
+            "geomon": version("geomon"),
             "python": platform.python_version(),
             "torch": torch.__version__,
             "model": type(self._model).__name__,
-            "parameters": parameters,
+            "parameters": sum(parameter.numel() for parameter in self._model.parameters()),
             "layers": [block.name for block in self._anatomy.blocks],
-            "metrics": list(self._metrics),
-            "schedule": repr(self._schedule),
-            "tokens": self._tokens,
-            "batches": self._batches,
-            "seed": self._seed,
-            "world_size": self._ranks.size,
-            "gather": self._ranks.linked,
+            "metrics": list(options["metrics"]),
+            "schedule": repr(options["schedule"]),
+            "tokens": options["tokens"],
+            "batches": options["batches"],
+            "seed": options["seed"],
+            "world_size": self._group.size,
+            "gather": self._group.connected,
         }
 
-    def _is_behind(self, wanted: bool | None) -> bool:
-        """Whether what was seen is measured in the background."""
+    def _in_background(self) -> bool:
+        """Whether rows are measured in the background."""
+        wanted = self._options["background"]
         device = next((p.device.type for p in self._model.parameters()), "cpu")
         chosen = device not in ("cpu", "meta") if wanted is None else wanted
-        return chosen and not self._ranks.linked
+        return chosen and not self._group.connected
+
+
+__all__ = ["Monitor"]

@@ -1,11 +1,241 @@
-"""What is asked of the numbers that people give."""
+"""Options of a monitor: declared, documented and checked here, for `Monitor` and both callbacks."""
+
+import difflib
+import inspect
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypedDict, TypeVar, cast, get_type_hints
+
+from torch import nn
+
+from geomon.metrics import METRICS, Metric, check_metrics
+from geomon.monitor.schedule import Schedule, check_schedule, log_spaced
+from geomon.record import Sink
+
+_Class = TypeVar("_Class", bound=type)
 
 
-def check_counts(**counts: int) -> None:
-    """Raise a `ValueError` for a count that is not a whole number of at least 1."""
-    for name, value in counts.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} is a whole number of at least 1, got {value!r}")
+class MonitorOptions(TypedDict, total=False):
+    """The keyword arguments of a monitor.
+
+    Args:
+        metrics: Metrics to measure: a dict from a name to a function of views. `METRICS` are all
+            that geomon measures by default; `select` chooses some by name.
+        schedule: Function from a step to whether a reading is due; None for `log_spaced()`. Step 0
+            always is due. A step that is due and that training jumps over is read at the next one.
+        tokens: Number of rows of hidden states in one split of the estimate.
+        batches: Largest number of splits, from which the deviation of each estimate is computed.
+        probe: Fixed inputs. At due steps they are passed through the model in an extra pass, in
+            eval mode, instead of watching the training forward. A tensor, a dict of keyword
+            arguments, a tuple of arguments, or a function of the model; None watches the training
+            forward.
+        directory: Folder in which the first rank writes `readings.jsonl`.
+        sinks: Objects with `write(reading)` and `close()` that get every reading too, on the first
+            rank.
+        budget: Largest share of the time since the first step that geomon may take, 0.01 for one
+            per cent; None follows the schedule whatever it costs. A reading that is due is put off
+            until it can be paid, and measured layer by layer as time allows. Where it would cost
+            more than a hundred steps' allowance it stands on fewer rows, and says so. An explicit
+            call of `probe` is made in any case.
+        gather: With several ranks, whether a reading is that of the rows of all ranks: each keeps
+            its share of them, the layers are shared out to be measured, and the first rank records.
+            Every rank builds the monitor, once `torch.distributed` is initialised, and calls it
+            with the same steps. A rank that does not answer within ten minutes ends the gathering,
+            never the run. If False, the first rank measures its own rows and the ranks exchange
+            nothing.
+        background: Whether rows are measured in a thread while the training goes on; None does so
+            where the model is on an accelerator, which leaves the processor idle. Gathered rows are
+            measured at once.
+        max_capture_mb: Largest memory of what one reading keeps of a pass, in millions of bytes:
+            fewer rows, queries and keys are kept if need be, attention that does not fit is left
+            out, and the reading says so. None for no limit.
+        seed: Seed, together with the step and the rank, of the private generator that samples rows.
+        strict: Whether to raise what goes wrong in a reading, instead of a warning and a missing
+            value.
+        blocks: The blocks of the model, where the search does not find them: a regular expression
+            that matches their whole names, or the modules.
+    """
+
+    metrics: Mapping[str, Metric]
+    schedule: Schedule | None
+    tokens: int
+    batches: int
+    probe: Any
+    directory: str | os.PathLike[str] | None
+    sinks: Sequence[Sink]
+    budget: float | None
+    gather: bool
+    background: bool | None
+    max_capture_mb: float | None
+    seed: int
+    strict: bool
+    blocks: str | Sequence[nn.Module] | None
 
 
-__all__ = ["check_counts"]
+class CallbackOptions(MonitorOptions, total=False):
+    """The keyword arguments of a callback.
+
+    Args:
+        pictures: Whether loggers that show pictures get the run in one figure, the profile over
+            depth and the matrices of heads by layer, each time the step has doubled.
+    """
+
+    pictures: bool
+
+
+DEFAULTS: MonitorOptions = {
+    "metrics": METRICS,
+    "schedule": None,
+    "tokens": 4096,
+    "batches": 2,
+    "probe": None,
+    "directory": "geomon",
+    "sinks": (),
+    "budget": None,
+    "gather": True,
+    "background": None,
+    "max_capture_mb": None,
+    "seed": 0,
+    "strict": False,
+    "blocks": None,
+}
+
+CALLBACK_DEFAULTS: CallbackOptions = {**DEFAULTS, "directory": None, "pictures": True}
+
+
+def check_options(options: MonitorOptions, owner: str) -> MonitorOptions:
+    """Return all options of a monitor, checked: those given, and the defaults of the others.
+
+    Args:
+        options: The options that were given.
+        owner: Name of the class that was called, for messages.
+
+    Raises:
+        TypeError: An option has a name that does not exist, or metrics are no mapping.
+        ValueError: A number is out of range, a metric reads an unknown view, or the schedule never
+            fires.
+    """
+    return _check(cast("MonitorOptions", {**DEFAULTS, **options}), DEFAULTS, owner)
+
+
+def check_callback_options(options: CallbackOptions, owner: str) -> CallbackOptions:
+    """Return all options of a callback, checked: those given, and the defaults of the others.
+
+    Args:
+        options: The options that were given.
+        owner: Name of the class that was called, for messages.
+
+    Raises:
+        TypeError: As `check_options`.
+        ValueError: As `check_options`.
+    """
+    given = cast("CallbackOptions", {**CALLBACK_DEFAULTS, **options})
+    return _check(given, CALLBACK_DEFAULTS, owner)
+
+
+_Options = TypeVar("_Options", bound=MonitorOptions)
+
+
+def _check(options: _Options, defaults: MonitorOptions, owner: str) -> _Options:
+    for name in options:
+        if name not in defaults:
+            close = difflib.get_close_matches(name, defaults, n=1)
+            advice = f"; did you mean '{close[0]}'?" if close else ""
+            raise TypeError(
+                f"{owner}() has no argument '{name}'{advice} There are {', '.join(defaults)}"
+            )
+    check_count("tokens", options["tokens"])
+    check_count("batches", options["batches"])
+    options["metrics"] = check_metrics(options["metrics"])
+    schedule = options["schedule"]
+    options["schedule"] = check_schedule(log_spaced() if schedule is None else schedule)
+    share, most = options["budget"], options["max_capture_mb"]
+    if share is not None and not 0 < share < 1:
+        raise ValueError(
+            "budget is a share of the training time between 0 and 1 (0.01 is one per cent), or "
+            f"None for no limit, got {share!r}"
+        )
+    if most is not None and not 0 < most <= math.inf:
+        raise ValueError(f"max_capture_mb is a number above 0, or None, got {most!r}")
+    return options
+
+
+def check_count(name: str, value: int) -> None:
+    """Raise a `ValueError` unless the value is a whole number of at least 1.
+
+    Args:
+        name: Name of the argument, for the message.
+        value: Value of the argument.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} is a whole number of at least 1, got {value!r}")
+
+
+class _Shown:
+    """A default whose own form would fill a page: signatures show it by its name.
+
+    Args:
+        name: Name under which people know the value.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __repr__(self) -> str:
+        return self._name
+
+
+def _show_options(defaults: MonitorOptions, *declarations: type) -> Callable[[_Class], _Class]:
+    """Show the options of a class in its signature, and in its docstring in place of `{options}`.
+
+    `inspect.signature`, `help()` and editors then show every keyword with its default, though the
+    class takes `**options`.
+
+    Args:
+        defaults: Default of every option.
+        declarations: The TypedDicts that declare the options and document them.
+    """
+    hints = {name: hint for one in declarations for name, hint in get_type_hints(one).items()}
+    shown = {**defaults, "metrics": _Shown("METRICS")}
+    keywords = [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name]
+        )
+        for name, default in shown.items()
+    ]
+
+    def show(cls: _Class) -> _Class:
+        init = cls.__init__  # type: ignore[misc]
+        own = inspect.signature(init)
+        plain = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        init.__signature__ = own.replace(parameters=[*plain, *keywords])
+        cls.__signature__ = own.replace(  # type: ignore[attr-defined]
+            parameters=[*plain[1:], *keywords], return_annotation=inspect.Signature.empty
+        )
+        if cls.__doc__ is not None:  # python -OO removes docstrings
+            lines = "".join(map(_argument_lines, declarations))
+            cls.__doc__ = cls.__doc__.replace("        {options}\n", lines)
+        return cls
+
+    return show
+
+
+def _argument_lines(declaration: type) -> str:
+    """The lines of the "Args" section of a TypedDict."""
+    return (declaration.__doc__ or "").partition("Args:\n")[2].rstrip() + "\n"
+
+
+show_monitor_options = _show_options(DEFAULTS, MonitorOptions)
+show_callback_options = _show_options(CALLBACK_DEFAULTS, MonitorOptions, CallbackOptions)
+
+
+__all__ = [
+    "CallbackOptions",
+    "MonitorOptions",
+    "check_callback_options",
+    "check_count",
+    "check_options",
+    "show_callback_options",
+    "show_monitor_options",
+]

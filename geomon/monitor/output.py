@@ -1,88 +1,48 @@
-"""Where readings go, and where trouble is said: the record first, then the sinks; once in the log.
+"""Output of readings, and warnings: the record first, then the sinks.
 
-Nothing here ends a run: a full disk, a dying logger or a failed metric is a warning.
+Nothing here ends a run: a full disk, a sink that fails or a metric that fails is a warning.
 """
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
-from geomon.distributed.gather import RankFailedError
-from geomon.distributed.group import Ranks, RanksLostError
-from geomon.record.reading import Reading, Record
-from geomon.record.sinks import Sink
+from geomon.distributed import RankFailedError, RankGroup, RanksLostError
+from geomon.record import Reading, Record, Sink
 
 log = logging.getLogger("geomon")
 
-_Value = TypeVar("_Value")
 
-
-class Outlet:
-    """The record, the sinks and the log of one monitor.
+class Warnings:
+    """Turns what goes wrong into warnings, each said once in the log of one rank.
 
     Args:
-        sinks: Where readings go besides the record.
-        ranks: Among which the first one speaks.
-        strict: Raise what goes wrong, instead of a warning.
-
-    Attributes:
-        record: Written before anything is shown; None for none.
+        group: The ranks. Where they are connected, the first one warns.
+        strict: Whether to raise what goes wrong, instead of a warning.
     """
 
-    record: Record | None = None
-
-    def __init__(self, sinks: Sequence[Sink], ranks: Ranks, *, strict: bool) -> None:
-        self._sinks = list(sinks)
-        self._ranks = ranks
+    def __init__(self, group: RankGroup, *, strict: bool) -> None:
+        self._group = group
         self._strict = strict
-        self._warned: set[str] = set()
-
-    def begin(self, step: int, description: dict[str, Any]) -> set[tuple[int, str]]:
-        """Open the record; (step, source) of what it holds already.
-
-        Args:
-            step: The first that this run reads.
-            description: Of the run.
-        """
-        known: set[tuple[int, str]] = set()
-        if self.record is not None:
-            record = self.record
-            self.safely(
-                lambda: known.update(record.begin(step, description)),
-                f"{record.path} could not be read and is kept under another name",
-            )
-        return known
-
-    def write(self, reading: Reading) -> None:
-        """To the record first: what has been shown is never lost."""
-        if self.record is not None:
-            record = self.record
-            self.safely(lambda: record.write(reading), f"{record.path} could not be written")
-        for sink in list(self._sinks):
-            message = f"{type(sink).__name__} failed and is left out from here on"
-            if not self.safely(lambda sink=sink: sink.write(reading), message):  # type: ignore[misc]
-                self._sinks.remove(sink)
-
-    def close(self) -> None:
-        """Flush and close the sinks; may be called more than once."""
-        for sink in self._sinks:
-            self.safely(sink.close, f"closing {type(sink).__name__} failed")
-        self._sinks = []
+        self._kinds: set[str] = set()
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Around what a reading takes: a failure is a warning, and the run goes on."""
+        """Turn an exception inside the `with` into a warning: a reading is left out.
+
+        Where another rank does not answer, the ranks are disconnected.
+        """
         try:
             yield
         except RanksLostError as error:
-            self._ranks.part()
+            self._group.disconnect()
             if self._strict:
                 raise
             log.warning(
                 "rank %d lost the other ranks (%s): their rows are no longer gathered, rank 0 "
                 "goes on with its own",
-                self._ranks.rank,
+                self._group.rank,
                 error,
             )
         except Exception as error:
@@ -91,19 +51,12 @@ class Outlet:
             kind = "" if isinstance(error, RankFailedError) else f"{type(error).__name__}: "
             self.warn(f"a reading failed and is left out: {kind}{error}")
 
-    def from_first(self, value: _Value) -> _Value:
-        """What the first rank has, a collective; this rank's own where there is no line."""
-        if self._ranks.linked:
-            with self.guard():
-                return self._ranks.hand_out(value)
-        return value
-
-    def safely(self, action: Callable[[], Any], message: str) -> bool:
-        """Whether an action went well; if not, `message` and the reason are said once.
+    def attempt(self, action: Callable[[], Any], message: str) -> bool:
+        """Call a function and turn its exception into a warning; returns whether it went well.
 
         Args:
-            action: What is to be done.
-            message: What its failure means.
+            action: The function.
+            message: What its failure means, for the warning.
         """
         try:
             action()
@@ -115,17 +68,73 @@ class Outlet:
         return True
 
     def warn(self, message: str, *, kind: str | None = None) -> None:
-        """Say it once in the log, on one rank; the record has notes with every reading.
+        """Log a warning, unless one of its kind has been logged already.
 
         Args:
             message: The words.
             kind: What stays the same while numbers in the words change; None takes the words.
         """
         kind = message if kind is None else kind
-        heard = self._ranks.rank == 0 or not self._ranks.linked
-        if heard and kind not in self._warned:
-            self._warned.add(kind)
+        speaks = self._group.rank == 0 or not self._group.connected
+        if speaks and kind not in self._kinds:
+            self._kinds.add(kind)
             log.warning(message)
 
 
-__all__ = ["Outlet"]
+class ReadingWriter:
+    """Writes readings to the record and to the sinks.
+
+    Args:
+        record: The record, which is written before anything is shown; None for no record.
+        sinks: Where readings go besides the record.
+        warnings: Turns what goes wrong into warnings.
+    """
+
+    def __init__(self, record: Record | None, sinks: Sequence[Sink], warnings: Warnings) -> None:
+        self._record = record
+        self._sinks = list(sinks)
+        self._warnings = warnings
+
+    def begin(self, step: int, description: dict[str, Any]) -> set[tuple[int, str]]:
+        """Open the record.
+
+        Args:
+            step: The first step of this run.
+            description: Description of the run.
+
+        Returns:
+            Step and source of each reading that the record holds already.
+        """
+        recorded: set[tuple[int, str]] = set()
+        if self._record is not None:
+            record = self._record
+            self._warnings.attempt(
+                lambda: recorded.update(record.begin(step, description)),
+                f"{record.path} could not be read and is kept under another name",
+            )
+        return recorded
+
+    def write(self, reading: Reading) -> None:
+        """Write a reading: to the record first, so that what has been shown is never lost.
+
+        Args:
+            reading: The reading.
+        """
+        if self._record is not None:
+            record = self._record
+            self._warnings.attempt(
+                lambda: record.write(reading), f"{record.path} could not be written"
+            )
+        for sink in list(self._sinks):
+            message = f"{type(sink).__name__} failed and is left out from here on"
+            if not self._warnings.attempt(lambda sink=sink: sink.write(reading), message):  # type: ignore[misc]
+                self._sinks.remove(sink)
+
+    def close(self) -> None:
+        """Flush and close the sinks; may be called more than once."""
+        for sink in self._sinks:
+            self._warnings.attempt(sink.close, f"closing {type(sink).__name__} failed")
+        self._sinks = []
+
+
+__all__ = ["ReadingWriter", "Warnings"]

@@ -1,9 +1,8 @@
-"""The agenda: which readings are to be made, what of them can be paid, and which have been made."""
+"""Planner of readings: which are to be made, which of them can be paid, which have been made."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Collection
 
-from geomon.distributed.group import Ranks
+from geomon.distributed import RankGroup
 from geomon.monitor.budget import Budget
 from geomon.monitor.schedule import Schedule
 
@@ -11,111 +10,163 @@ from geomon.monitor.schedule import Schedule
 _REMEMBERED = 10_000
 
 
-class Agenda:
+class ReadingPlanner:
     """Decides at each step whether a reading is made: due, paid for, and not made yet.
 
-    What is due and cannot be paid, or is jumped over, stays owed until it is made.
+    A reading that is due and cannot be paid, or whose step is jumped over, stays owed until it is
+    made.
 
     Args:
-        schedule: From a step to whether a reading is due; step 0 always is.
-        budget: What is paid from.
-        ranks: That decide together where they are linked.
-        agree: Gives every rank what the first one has; a collective.
-        tokens: Rows in a batch, which a tight budget makes fewer.
-        layers: Gives how many layers this process measures of one reading, about.
+        schedule: Function from a step to whether a reading is due; step 0 always is.
+        budget: Budget that readings are paid from.
+        group: The ranks. Where they are connected the first one decides for all.
+        source: Source of the readings that the schedule asks for, "inline" or "probe".
+        layers: Number of layers of the model.
 
     Attributes:
-        rows: In a batch of the next reading.
-        recorded: (step, source) of the readings that the record held before.
+        own_layers: Number of layers that this process measures of one reading.
     """
 
     def __init__(
-        self,
-        schedule: Schedule,
-        budget: Budget,
-        ranks: Ranks,
-        agree: Callable[[Any], Any],
-        *,
-        tokens: int,
-        layers: Callable[[], int],
+        self, schedule: Schedule, budget: Budget, group: RankGroup, *, source: str, layers: int
     ) -> None:
-        self.rows = tokens
-        self.recorded: set[tuple[int, str]] = set()
         self._schedule = schedule
         self._budget = budget
-        self._ranks = ranks
-        self._agree = agree
+        self._group = group
+        self._source = source
         self._layers = layers
-        self._done: dict[tuple[int, str], None] = {}  # by this process: the same on every rank
-        self._step: int | None = None  # the last that was asked about
-        self._owed = False
-        self._look_again = 0  # step from which the ranks ask again whether it can be paid
+        self._recorded: Collection[tuple[int, str]] = ()  # what the record held before
+        self._read: dict[tuple[int, str], None] = {}  # by this process: the same on every rank
+        self._step: int | None = None  # the last step that the training was at
+        self._scheduled = False  # whether a reading is due at this step
+        self._owed = False  # whether an earlier one is still to be made
+        self._paid = False  # whether this step's reading can be paid
+        self._ask_again = 0  # step from which the ranks ask again whether a reading can be paid
 
-    def go_to(self, step: int) -> bool:
-        """Note the step that the training is at; whether it is another than before."""
+    @property
+    def own_layers(self) -> int:
+        """Number of layers that this process measures of one reading."""
+        return -(-self._layers // self._group.members)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a reading is due or owed at this step."""
+        return self._scheduled or self._owed
+
+    def resume(self, step: int) -> None:
+        """Take up a training whose last step that was watched is known.
+
+        Args:
+            step: The step. What is due between it and the next one is owed.
+        """
+        self._step = step
+
+    def skip_recorded(self, recorded: Collection[tuple[int, str]]) -> None:
+        """Make no reading again that the record holds.
+
+        Args:
+            recorded: Step and source of each reading in the record.
+        """
+        self._recorded = recorded
+
+    def advance(self, step: int) -> bool:
+        """Move to the step that the training is at; returns whether it is a new one.
+
+        Args:
+            step: Number of optimizer updates already in the weights.
+        """
         before, self._step = self._step, step
         if step == before:
             return False
         self._budget.count_step()
+        self._scheduled = self._paid = False  # and stays so where the schedule raises
         jumped = range(max(before + 1, step - _REMEMBERED), step) if before is not None else ()
-        # Owed until it is read: who asks twice about a step gets the same answer.
         self._owed = self._owed or any(map(self._schedule, jumped))
+        self._scheduled = step == 0 or bool(self._schedule(step))
         return True
 
-    def wants(self, step: int, *, force: bool) -> bool:
-        """Whether a reading is due or owed at `step`, or forced."""
-        return force or self._owed or self._is_scheduled(step)
+    def settle(self, *, busy: bool) -> None:
+        """Decide whether this step's reading can be paid; a collective where ranks are connected.
 
-    def admits(self, step: int, source: str, *, force: bool, busy: bool) -> bool:
-        """Whether a reading that is wanted can be made: not made yet, and paid for.
+        Args:
+            busy: Whether an earlier reading is not finished yet.
+
+        Raises:
+            RanksLostError: A rank does not answer.
+        """
+        assert self._step is not None
+        if self.is_wanted and not self.is_read(self._step, self._source):
+            self._paid = self._can_pay(self._step, busy=busy)
+            self._owed = self._owed or not self._paid
+
+    def is_due(self, step: int, source: str, *, force: bool) -> bool:
+        """Whether a reading from a source is to be made at the step that the training is at.
 
         Args:
             step: Number of optimizer updates already in the weights.
             source: "inline" or "probe".
-            force: Whatever the budget says.
-            busy: Whether the reading before is not finished yet.
+            force: Whether to read whatever the schedule and the budget say.
         """
-        if (step, source) in self._done:
+        if self.is_read(step, source):
             return False
-        # Only the first rank knows the record: were it to skip a probe's pass that the others run,
-        # a sharded model would hang. Without a line the pass is run again, and not recorded twice.
-        knows = self._ranks.linked or self._ranks.size == 1
-        if knows and (step, source) in self.recorded:
-            return False
-        return force or self._can_pay(step, busy=busy)
+        return force or (self._paid and self.is_wanted)
 
-    def take(self, step: int, source: str) -> None:
-        """A reading is being made: nothing is owed any more."""
+    def is_read(self, step: int, source: str) -> bool:
+        """Whether a reading has been made or recorded, as far as all ranks know.
+
+        Only the first rank knows the record. Where the ranks exchange nothing, all run a probe's
+        pass again (a sharded model would hang otherwise), and it is not recorded twice.
+
+        Args:
+            step: Number of optimizer updates already in the weights.
+            source: "inline" or "probe".
+        """
+        all_know = self._group.members == self._group.size
+        return (step, source) in self._read or (all_know and self.is_recorded(step, source))
+
+    def is_recorded(self, step: int, source: str) -> bool:
+        """Whether the record held a reading before this run.
+
+        Args:
+            step: Number of optimizer updates already in the weights.
+            source: "inline" or "probe".
+        """
+        return (step, source) in self._recorded
+
+    def mark_read(self, step: int, source: str) -> None:
+        """Note that a reading is being made: nothing is owed any more.
+
+        Args:
+            step: Number of optimizer updates already in the weights.
+            source: "inline" or "probe".
+        """
         self._owed = False
-        self._done[step, source] = None
-        if len(self._done) > _REMEMBERED:
-            del self._done[next(iter(self._done))]
+        self._read[step, source] = None
+        if len(self._read) > _REMEMBERED:
+            del self._read[next(iter(self._read))]
 
     def affords_reading(self) -> bool:
-        """Whether one more reading would stay within the budget, for all ranks; a collective."""
+        """Whether one more reading would stay within the budget, for all ranks; a collective.
+
+        Raises:
+            RanksLostError: A rank does not answer.
+        """
         if not self._budget.limited:
             return True
-        affords: bool = self._agree(self._budget.affords(self._budget.reading_cost(self._layers())))
-        return affords
-
-    def _is_scheduled(self, step: int) -> bool:
-        return step == 0 or self._schedule(step)
+        cost = self._budget.reading_cost(self.own_layers)
+        return self._group.broadcast(self._budget.affords(cost))
 
     def _can_pay(self, step: int, *, busy: bool) -> bool:
-        """Whether the budget has room for a reading; if not, it is owed."""
         if not self._budget.limited:
             return True
-        if self._ranks.linked:
-            if step < self._look_again and not self._is_scheduled(step):
-                return False
-            verdict = self._budget.verdict(self._layers())  # the first rank's holds for all
-            paid, self.rows, wait = self._agree(verdict)
-            self._look_again = step + wait
-        else:
-            paid, self.rows, _ = self._budget.verdict(self._layers())
-            paid = paid and not busy
-        self._owed = self._owed or not paid
-        return paid
+        if not self._group.connected:
+            return self._budget.decide(self.own_layers).paid and not busy
+        if step < self._ask_again and not self._scheduled:
+            return False
+        decision = self._group.broadcast(self._budget.decide(self.own_layers))
+        self._budget.rows = decision.rows
+        self._ask_again = step + decision.wait
+        return decision.paid
 
 
-__all__ = ["Agenda"]
+__all__ = ["ReadingPlanner"]

@@ -1,1 +1,11 @@
-"""."""
+"""The record of a run: readings, the file that holds them, and the sinks that get them besides.
+
+Tags are built and parsed in `geomon.record.tags`; the sinks stand in `geomon.record.sinks`.
+"""
+
+from geomon.record.follow import Follower
+from geomon.record.jsonl import FILE_NAME, Record, read
+from geomon.record.reading import Reading, Readings
+from geomon.record.sinks import Sink
+
+__all__ = ["FILE_NAME", "Follower", "Reading", "Readings", "Record", "Sink", "read"]

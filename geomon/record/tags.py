@@ -1,8 +1,9 @@
-"""Tags: the names under which values are recorded and charted. Built here and nowhere else.
+"""Tags: the names under which values are recorded and charted, built and parsed only here.
 
-`<metric>/layer_03`, `<metric>/mean` over the layers without layer 0, `<metric>/layer_03/head_1`,
-and parts of either: `twonn/layer_03/std`, `gride/mean/k32`, `qk_cosine/layer_03/min`. A model with
-several stacks of blocks names each: `twonn/encoder_layer_03`, `twonn/encoder_mean`.
+A tag is `<metric>/layer_03`, `<metric>/mean` (over the layers without layer 0) or
+`<metric>/layer_03/head_1`. The first two may have parts: `twonn/layer_03/std`, `gride/mean/k32`,
+`qk_cosine/layer_03/min`. In a model with several stacks of blocks each tag names its stack:
+`twonn/encoder_layer_03`, `twonn/encoder_mean`.
 """
 
 import functools
@@ -14,13 +15,18 @@ MEAN = "mean"
 SECONDS = "geomon/seconds"
 OVERHEAD = "geomon/overhead"
 
-# Parts that say how far a layer's value can be trusted: charts of them for every layer would bury
-# the values, so sinks get those of the mean alone. The record holds them all.
+# Parts that say how far a layer's value can be trusted. Charts of them for every layer would bury
+# the values, so charts show those of the mean only; the record holds all.
 _TRUST = frozenset({"std", "n", "duplicates", "repeated", "rounding", "error"})
 
 
 def layer_tag(metric: str, layer: int, part: str = "") -> str:
-    """Tag of a metric at a layer, or of one part of it.
+    """Build the tag of a metric at a layer.
+
+    Args:
+        metric: Name of the metric.
+        layer: Number of the layer; 0 for what enters the first block.
+        part: Name of a part of the value, for instance "std"; "" for the value itself.
 
     Example:
         >>> layer_tag("twonn", 3, "std")
@@ -30,7 +36,11 @@ def layer_tag(metric: str, layer: int, part: str = "") -> str:
 
 
 def mean_tag(metric: str, part: str = "") -> str:
-    """Tag of a metric's mean over layers, or of one part of it.
+    """Build the tag of a metric's mean over layers.
+
+    Args:
+        metric: Name of the metric.
+        part: Name of a part of the value, for instance "std"; "" for the value itself.
 
     Example:
         >>> mean_tag("gride", "k32")
@@ -40,7 +50,7 @@ def mean_tag(metric: str, part: str = "") -> str:
 
 
 def head_part(head: int) -> str:
-    """The part that names a head.
+    """Build the part of a tag that names a head, counted from 0.
 
     Example:
         >>> layer_tag("qk_cosine", 2, head_part(1))
@@ -50,7 +60,11 @@ def head_part(head: int) -> str:
 
 
 def in_stack(tag: str, stack: str) -> str:
-    """The tag of the same value in a named stack; a tag of no metric's place stays as it is.
+    """Add the name of a stack to a tag; a tag without a slash stays as it is.
+
+    Args:
+        tag: Tag without a stack.
+        stack: Name of the stack; "" for the only stack of a model, which is not named.
 
     Example:
         >>> in_stack("twonn/layer_03/std", "encoder"), in_stack("twonn/mean", "")
@@ -61,11 +75,14 @@ def in_stack(tag: str, stack: str) -> str:
 
 
 def out_of_stack(tag: str, stacks: Collection[str]) -> tuple[str, str]:
-    """The stack that a tag names, and the tag without it.
+    """Split a tag into the stack that it names and the tag without it.
 
     Args:
         tag: Any tag.
-        stacks: Names of the stacks there are.
+        stacks: Names of the model's stacks.
+
+    Returns:
+        Name of the stack ("" where the tag names none of them), and the tag without it.
 
     Example:
         >>> out_of_stack("anisotropy/encoder_null", {"encoder", "decoder"})
@@ -80,7 +97,7 @@ def out_of_stack(tag: str, stacks: Collection[str]) -> tuple[str, str]:
 
 
 def is_of_run(tag: str) -> bool:
-    """Whether the tag is geomon's own (its cost, say) and so of no stack.
+    """Return whether a tag is about geomon's own cost, and so belongs to no stack.
 
     Example:
         >>> is_of_run("geomon/overhead"), is_of_run("twonn/mean")
@@ -90,7 +107,15 @@ def is_of_run(tag: str) -> bool:
 
 
 class Tag(NamedTuple):
-    """A tag taken apart; `layer` is None for a mean, `head` None where the tag names none."""
+    """Parts of a tag.
+
+    Attributes:
+        metric: Name of the metric.
+        layer: Number of the layer; None for the mean over layers.
+        head: Number of the head; None where the tag names no head.
+        part: Name of a part of the value, for instance "std"; "" for the value itself.
+        stack: Name of the stack; "" where the tag names none.
+    """
 
     metric: str
     layer: int | None
@@ -102,9 +127,9 @@ class Tag(NamedTuple):
 _PLACE = re.compile(r"(?:(?P<stack>.+)_)?(?:layer_(?P<layer>\d+)|mean)", re.ASCII)
 
 
-@functools.lru_cache(maxsize=65_536)  # a large run has thousands, asked for again and again
+@functools.lru_cache(maxsize=65_536)  # a large run has thousands, parsed again at every reading
 def parse(tag: str) -> Tag | None:
-    """Take a tag apart; None where it is not the tag of a metric.
+    """Parse a tag; None where it is not the tag of a metric.
 
     Example:
         >>> parse("qk_cosine/encoder_layer_02/head_1")
@@ -114,19 +139,19 @@ def parse(tag: str) -> Tag | None:
     """
     metric, _, rest = tag.partition("/")
     place, _, part = rest.partition("/")
-    found = _PLACE.fullmatch(place)
-    if found is None:
+    match = _PLACE.fullmatch(place)
+    if match is None:
         return None
-    stack = found["stack"] or ""
-    if found["layer"] is None:
+    stack = match["stack"] or ""
+    if match["layer"] is None:
         return Tag(metric, None, None, part, stack)
     if part.startswith("head_") and part[5:].isdigit():
-        return Tag(metric, int(found["layer"]), int(part[5:]), "", stack)
-    return Tag(metric, int(found["layer"]), None, part, stack)
+        return Tag(metric, int(match["layer"]), int(part[5:]), "", stack)
+    return Tag(metric, int(match["layer"]), None, part, stack)
 
 
 def is_charted(tag: str) -> bool:
-    """Whether sinks get the tag: not for single heads, nor for how sure a single layer's value is.
+    """Return whether charts show a tag: no single heads, no error parts of single layers.
 
     Example:
         >>> [is_charted(tag) for tag in ("twonn/layer_03", "twonn/mean/std", "twonn/layer_03/std")]
@@ -139,13 +164,13 @@ def is_charted(tag: str) -> bool:
 
 
 def layout(names: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
-    """Charts for TensorBoard's custom scalars: a metric's layers as lines of one chart.
+    """Lay out charts for TensorBoard's custom scalars: all layers of a metric in one chart.
 
     Args:
-        names: The charted tags.
+        names: Tags that are charted.
 
     Returns:
-        By category and title, a kind of chart and the patterns of its tags.
+        Kind of chart and patterns of its tags, by category and title.
 
     Example:
         >>> layout(["cosine/layer_01", "cosine/mean"])

@@ -1,1 +1,38 @@
-"""."""
+"""Pictures and text made from readings: figures, pictures for loggers, the terminal, commands.
+
+Names are imported on first use, because matplotlib and rich are optional.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from geomon.show.figures import geometry_figure, heads_figure, profile_figure, save
+    from geomon.show.pictures import Pictures
+    from geomon.show.terminal import format_line, view
+
+__all__ = [
+    "Pictures",
+    "format_line",
+    "geometry_figure",
+    "heads_figure",
+    "profile_figure",
+    "save",
+    "view",
+]
+
+_MODULES = {
+    "Pictures": "pictures",
+    "format_line": "terminal",
+    "geometry_figure": "figures",
+    "heads_figure": "figures",
+    "profile_figure": "figures",
+    "save": "figures",
+    "view": "terminal",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,22 +1,23 @@
 """The command line: `geomon watch`, `geomon figure` and `geomon summary` on the record of a run."""
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-from geomon.record.reading import FILE_NAME, Reading, Readings, read
-from geomon.record.stacks import of_stack
+from geomon.analysis import summarise
+from geomon.record import FILE_NAME, Follower, Readings, read
 
 if TYPE_CHECKING:
     import typer
     from rich.console import Console
 
-# Seconds between looks at the file, and after which the view is drawn anew though nothing came.
-_LOOK, _REFRESH = 0.5, 5.0
+# Seconds between two looks at the file.
+_POLL = 0.5
+# Seconds after which the view is drawn again without a new reading, because it shows an age.
+_REFRESH = 5.0
 
 
 def main() -> None:
@@ -29,16 +30,18 @@ def main() -> None:
 
 
 def make_app() -> "typer.Typer":
-    """The commands.
+    """Build the commands.
 
     Raises:
         ImportError: typer or rich is missing.
     """
-    import rich  # noqa: F401  (missing: better said now than in the middle of a command)
+    import rich  # noqa: F401  (if missing, fail now and not in the middle of a command)
     import typer
 
-    run = typer.Argument(help=f"Folder of a run, with its {FILE_NAME} in it.", metavar="DIR")
-    of = typer.Option(help="Of a model with several stacks, the one to show: encoder, decoder.")
+    folder = typer.Argument(help=f"Folder of a run, with its {FILE_NAME} in it.", metavar="DIR")
+    one_stack = typer.Option(
+        help="Of a model with several stacks, the one to show: encoder, decoder."
+    )
     app = typer.Typer(
         help="Look at what geomon recorded of a training run.",
         add_completion=False,
@@ -49,68 +52,77 @@ def make_app() -> "typer.Typer":
 
     @app.command()
     def watch(
-        directory: Annotated[Path, run],
+        directory: Annotated[Path, folder],
         once: Annotated[bool, typer.Option("--once", help="Show the present, and leave.")] = False,
-        stack: Annotated[str | None, of] = None,
+        stack: Annotated[str | None, one_stack] = None,
     ) -> None:
         """Follow a run live, until Ctrl-C."""
-        with _errors_in_a_line():
-            watch_once(directory, stack) if once else follow(directory, stack)
+        with _exit_on_bad_input():
+            print_view(directory, stack) if once else follow(directory, stack)
 
     @app.command()
     def figure(
-        directory: Annotated[Path, run],
+        directory: Annotated[Path, folder],
         out: Annotated[
             Path | None, typer.Option(help="Where to write; by default geometry.png in DIR.")
         ] = None,
-        stack: Annotated[str | None, of] = None,
+        stack: Annotated[str | None, one_stack] = None,
     ) -> None:
         """Draw the picture of a run: geometry.png."""
-        with _errors_in_a_line():
-            typer.echo(f"wrote {draw(directory, out, stack)}")
+        with _exit_on_bad_input():
+            typer.echo(f"wrote {write_figure(directory, out, stack)}")
 
     @app.command()
-    def summary(directory: Annotated[Path, run], stack: Annotated[str | None, of] = None) -> None:
+    def summary(
+        directory: Annotated[Path, folder], stack: Annotated[str | None, one_stack] = None
+    ) -> None:
         """Say in words what happened in a run."""
-        from geomon.analysis.summary import summarise
-
-        with _errors_in_a_line():
-            typer.echo("\n".join(summarise(_readings(directory, stack))))
+        with _exit_on_bad_input():
+            typer.echo("\n".join(summarise(_load(directory, stack))))
 
     return app
 
 
-def draw(directory: Path, out: Path | None = None, stack: str | None = None) -> Path:
+def write_figure(directory: Path, out: Path | None = None, stack: str | None = None) -> Path:
     """Write the figure of a run.
 
     Args:
-        directory: Of the run.
-        out: Of the figure; None for `geometry.png` beside the record.
-        stack: Of a model with several, the one to draw; None for the main one.
+        directory: Folder of the run, or the path of its file.
+        out: Path of the figure; None for `geometry.png` beside the record.
+        stack: Name of the stack to draw, for a model with several; None for the main one.
+
+    Returns:
+        Path of the figure.
 
     Raises:
-        FileNotFoundError: There is no record.
-        ValueError: There are no readings, or `out` has an ending that is no picture's.
+        FileNotFoundError: The folder holds no record.
+        ValueError: The record has no readings or no such stack, or `out` does not end like the name
+            of a picture.
         ImportError: matplotlib is missing.
     """
-    readings = _readings(directory, stack)
+    readings = _load(directory, stack)
     from geomon.show.figures import geometry_figure, save
 
     folder = directory if directory.is_dir() else directory.parent
     return save(geometry_figure(readings), out or folder / "geometry.png")
 
 
-def watch_once(directory: Path, stack: str | None = None) -> None:
-    """Print the present view, of one stack.
+def print_view(directory: Path, stack: str | None = None) -> None:
+    """Print the view of a run once.
+
+    Args:
+        directory: Folder of the run, or the path of its file.
+        stack: Name of the stack to show, for a model with several; None for the main one.
 
     Raises:
-        FileNotFoundError: There is no record.
+        FileNotFoundError: The folder holds no record.
+        ValueError: The file is not a record, or the model has no such stack.
     """
     from rich.console import Console
 
     from geomon.show.terminal import view
 
-    Console().print(view(of_stack(read(directory), stack)))
+    Console().print(view(read(directory).of_stack(stack)))
 
 
 def follow(
@@ -118,18 +130,18 @@ def follow(
     stack: str | None = None,
     *,
     console: "Console | None" = None,
-    going: Callable[[], bool] = lambda: True,
+    keep_going: Callable[[], bool] = lambda: True,
 ) -> None:
-    """Show a run as it is recorded: a view that renews itself, or on a pipe a line per reading.
+    """Show a run while it is recorded: a view that is updated, or a line per reading on a pipe.
 
     Args:
-        directory: Of the run; it is waited for.
-        stack: Of a model with several, the one to show; None for the main one.
-        console: Of rich; None for standard output.
-        going: Asked before each look, whether to go on.
+        directory: Folder of the run, which may appear later.
+        stack: Name of the stack to show, for a model with several; None for the main one.
+        console: Console of rich; None for standard output.
+        keep_going: Function that returns whether to go on, called before each look at the file.
 
     Raises:
-        ValueError: The file is not a record.
+        ValueError: The file is not a record, or the model has no such stack.
     """
     from rich.console import Console
 
@@ -143,96 +155,47 @@ def follow(
             highlight=False,
         )
     try:
-        (_live if console.is_terminal else _lines)(follower, console, going)
+        show = _update_view if console.is_terminal else _print_lines
+        show(follower, console, keep_going)
     except KeyboardInterrupt:
         console.show_cursor()
 
 
-def _live(follower: "Follower", console: "Console", going: Callable[[], bool]) -> None:
+def _update_view(follower: Follower, console: "Console", keep_going: Callable[[], bool]) -> None:
     from rich.live import Live
 
     from geomon.show.terminal import view
 
     with Live(console=console, auto_refresh=False) as live:
         drawn = -_REFRESH
-        while going():
+        while keep_going():
             if follower.look() or time.monotonic() - drawn > _REFRESH:
                 drawn = time.monotonic()
                 if follower.path.is_file():
                     live.update(view(follower.readings), refresh=True)
-            time.sleep(_LOOK)
+            time.sleep(_POLL)
 
 
-def _lines(follower: "Follower", console: "Console", going: Callable[[], bool]) -> None:
-    from geomon.show.terminal import line
+def _print_lines(follower: Follower, console: "Console", keep_going: Callable[[], bool]) -> None:
+    from geomon.show.terminal import format_line
 
-    while going():
-        for text in [line(new, follower.readings) for new in follower.look()]:
+    while keep_going():
+        for text in [format_line(new, follower.readings) for new in follower.look()]:
             console.print(text, soft_wrap=True, markup=False, highlight=False)
-        time.sleep(_LOOK)
+        time.sleep(_POLL)
 
 
-class Follower:
-    """Reads on where it stopped: a record of a large model grows to hundreds of megabytes.
-
-    Args:
-        directory: Of the run, or the file itself; it may appear later.
-        stack: Of a model with several, the one to follow; None for the main one.
-    """
-
-    def __init__(self, directory: Path, stack: str | None = None) -> None:
-        self._stack = stack
-        self.path = directory if directory.suffix == ".jsonl" else directory / FILE_NAME
-        self.readings: list[Reading] = []
-        self._inode, self._offset = -1, 0
-
-    def look(self) -> list[Reading]:
-        """The readings written since the last look.
-
-        Raises:
-            ValueError: The file is not a record.
-        """
-        try:
-            status = self.path.stat()
-        except FileNotFoundError:
-            return []
-        if status.st_ino != self._inode or status.st_size < self._offset:
-            self._inode, self._offset, self.readings = status.st_ino, 0, []
-        if status.st_size == self._offset:
-            return []
-        with self.path.open("rb") as file:
-            file.seek(self._offset)
-            content = file.read()
-        whole = content[: content.rfind(b"\n") + 1]
-        new = [reading for line in whole.splitlines() if (reading := self._reading(line))]
-        self._offset += len(whole)
-        new = of_stack(Readings([], new), self._stack).readings if new else new
-        self.readings += new
-        return new
-
-    def _reading(self, line: bytes) -> Reading | None:
-        """The reading of a line; None for a description of the run."""
-        try:
-            content: dict[str, Any] = json.loads(line)
-            return None if "run" in content else Reading.from_json(content)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"{self.path} holds a line that is not a record's ({error}): expected what geomon "
-                "writes"
-            ) from error
-
-
-def _readings(directory: Path, stack: str | None) -> Readings:
-    """A record with at least one reading, of one stack."""
+def _load(directory: Path, stack: str | None) -> Readings:
+    """Read one stack of a record that has at least one reading."""
     readings = read(directory)
     if not len(readings):
         raise ValueError(f"no readings yet in {directory}: try again when the run has begun")
-    return of_stack(readings, stack)
+    return readings.of_stack(stack)
 
 
 @contextmanager
-def _errors_in_a_line() -> Iterator[None]:
-    """Bad input ends with one line and exit code 2."""
+def _exit_on_bad_input() -> Iterator[None]:
+    """Turn errors of bad input into one line of text and exit code 2."""
     import typer
 
     try:

@@ -1,6 +1,6 @@
-"""Readings as matplotlib figures: the picture of a run, and small ones for loggers.
+"""Readings as matplotlib figures: the figure of a run, and small ones for loggers.
 
-Figures are made with matplotlib's objects alone: no pyplot, no backend chosen, no setting changed.
+They are made of matplotlib's objects only: pyplot is not imported, no backend or setting changed.
 """
 
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from geomon.record.reading import Reading, Readings
+from geomon.record import Reading, Readings
 
 try:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -22,15 +22,15 @@ from geomon.show import panels
 
 
 def geometry_figure(readings: Readings, *, title: str | None = None) -> Figure:
-    """The picture of a run in four panels.
+    """Draw a run in four panels.
 
     Intrinsic dimension over training and anisotropy over depth, after figures 2 to 4 of Razzhigaev
     et al. (2311.05928); cosine of mean query and mean key, and attention entropy, after figures 13
-    and 15 of Godey et al. (2401.12143). What was not measured is said in its panel.
+    and 15 of Godey et al. (2401.12143). The panel of a metric that was not measured says so.
 
     Args:
-        readings: What a run recorded.
-        title: Above the panels.
+        readings: Readings of a run.
+        title: Text above the panels; None for no title.
     """
     layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08, wspace=0.03, hspace=0.04)
     figure = Figure(figsize=(10.4, 7.4), dpi=160, layout=layout)
@@ -59,11 +59,11 @@ def geometry_figure(readings: Readings, *, title: str | None = None) -> Figure:
 
 
 def profile_figure(readings: Readings, metric: str = "anisotropy") -> Figure:
-    """A metric over depth, at steps from the first to the last; small, for loggers.
+    """Draw a metric over depth at up to seven steps, as a small figure for loggers.
 
     Args:
-        readings: What a run recorded.
-        metric: A metric with a value at each layer.
+        readings: Readings of a run.
+        metric: Name of a metric with a value at each layer.
     """
     figure = Figure(figsize=(5.6, 3.8), dpi=120, layout="constrained")
     panels.draw_profile(figure.subplots(), readings, metric)
@@ -71,13 +71,13 @@ def profile_figure(readings: Readings, metric: str = "anisotropy") -> Figure:
 
 
 def heads_figure(reading: Reading, metric: str) -> Figure:
-    """A metric of heads at one step, as a matrix of layers and heads; small, for loggers.
+    """Draw a metric of heads at one step as a matrix of layers and heads, for loggers.
 
     Args:
-        reading: One reading.
-        metric: A metric with a value for each head.
+        reading: Reading with the values.
+        metric: Name of a metric with a value for each head.
     """
-    layers, count = panels.heads_of(reading.values, metric)
+    layers, count = panels.layers_and_heads(reading.values, metric)
     table = panels.head_table(reading, metric, layers, count)
     rows, columns = table.shape
     width = min(max(2.6 + 0.55 * columns, 4.4), 8.5)
@@ -86,33 +86,33 @@ def heads_figure(reading: Reading, metric: str) -> Figure:
     panel = figure.subplots()
     panel.set_title(f"step {reading.step}", loc="left", fontsize=10)
     if not np.isfinite(table).any():
-        panels.say(panel, f"{metric} of heads: not measured")
+        panels.show_message(panel, f"{metric} of heads: not measured")
         return figure
     colours, low, high = panels.colour_range(table, metric)
     image = panel.imshow(table, cmap=colours, vmin=low, vmax=high, aspect="auto")
     panel.set_facecolor("#DDDDDD")  # shows where a head has no value
     panels.matrix_axes(panel, layers, columns)
-    if rows <= panels.NAMED and columns <= panels.NAMED:
+    if rows <= panels.MAX_NAMED and columns <= panels.MAX_NAMED:
         panels.annotate(panel, table, image)
     bar = figure.colorbar(image, ax=panel, pad=0.02)
-    bar.set_label(panels.WORDS.get(metric, metric).replace("\n", " "), fontsize=9)
+    bar.set_label(panels.AXIS_LABELS.get(metric, metric).replace("\n", " "), fontsize=9)
     bar.ax.tick_params(labelsize=8.5, length=2)
     bar.outline.set_visible(False)
     return figure
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
-    """Write a figure to a file; its folder is made, its kind follows the name's ending.
+    """Write a figure to a file, whose folder is made and whose format follows its ending.
 
     Args:
-        figure: Any figure.
-        path: For instance "geometry.png".
+        figure: Figure of matplotlib.
+        path: Path of the file, for instance "geometry.png".
 
     Returns:
-        The path.
+        Path of the file.
 
     Raises:
-        ValueError: matplotlib writes no file with that ending.
+        ValueError: matplotlib cannot write files with that ending.
         OSError: The file cannot be written.
     """
     path = Path(path)
@@ -122,7 +122,7 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
 
 
 def as_image(figure: Figure) -> NDArray[np.uint8]:
-    """A figure as pixels, uint8 [height, width, 3], as loggers take them."""
+    """Render a figure as pixels, uint8 [height, width, 3]."""
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()

@@ -1,4 +1,4 @@
-"""Panels of the figures: each draws readings into matplotlib axes that it is given."""
+"""Panels of the figures: functions that draw readings into given matplotlib axes."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -11,27 +11,28 @@ from matplotlib.colors import BoundaryNorm, Colormap, LinearSegmentedColormap, L
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from numpy.typing import NDArray
 
-from geomon.analysis.curves import Curve, curve_of, of_one_source, size_over_heads
-from geomon.record import tags
-from geomon.record.reading import Reading, Readings
+from geomon.analysis import Curve, curve_of, mean_abs_over_heads, single_source
+from geomon.record import Reading, Readings, tags
 
-# How something is drawn: matplotlib's keyword arguments.
-Look = dict[str, Any]
+# Keyword arguments of matplotlib for how something is drawn.
+Style = dict[str, Any]
 
-# Okabe and Ito's colours, told apart by colour-blind readers.
+# Okabe and Ito's colours, which colour-blind readers can distinguish.
 _BLUE, _ORANGE, _GREEN, _GREY = "#0072B2", "#D55E00", "#009E73", "#767676"
-# Stops of viridis and plasma without their pale ends, which vanish on white: steps, and layers.
+# Viridis (for steps) and plasma (for layers) without their pale ends, which vanish on white.
 STEPS = LinearSegmentedColormap.from_list(
     "steps", ["#440154", "#404387", "#29788E", "#22A784", "#79D151", "#C2C21D"]
 )
 LAYERS = LinearSegmentedColormap.from_list(
     "layers", ["#0D0887", "#6A00A8", "#B12A90", "#E16462", "#F3A03A"]
 )
-# Steps at which profiles are drawn, and rows up to which a colour bar names each colour.
-_PROFILES, NAMED = 7, 12
-# The variants are drawn on a logarithmic axis when they lie further apart than this.
-_FAR_APART = 4.0
-WORDS = {
+# Largest number of steps at which profiles are drawn.
+_MAX_PROFILES = 7
+# Largest number of colours that a colour bar names one by one.
+MAX_NAMED = 12
+# Ratio of the estimates at one step above which their axis is logarithmic.
+_MAX_LINEAR_RATIO = 4.0
+AXIS_LABELS = {
     "anisotropy": "anisotropy (share of variance\nalong the first direction)",
     "qk_cosine": "cosine of mean query and mean key",
     "attention_entropy": "attention entropy (nats)",
@@ -40,8 +41,15 @@ WORDS = {
 }
 
 
-def spread_steps(steps: Sequence[int], most: int = _PROFILES) -> list[int]:
-    """The first and the last step and, between them, steps evenly spaced in their logarithm.
+def spread_steps(steps: Sequence[int], most: int = _MAX_PROFILES) -> list[int]:
+    """Choose the first and the last step and, between them, steps evenly spaced in logarithm.
+
+    Args:
+        steps: Steps to choose from.
+        most: Largest number of steps chosen.
+
+    Returns:
+        Chosen steps, ascending.
 
     Example:
         >>> spread_steps([0, 1, 2, 3, 4, 6, 8, 11, 16, 23, 32], 4)
@@ -49,14 +57,14 @@ def spread_steps(steps: Sequence[int], most: int = _PROFILES) -> list[int]:
     """
     if len(steps) <= most:
         return sorted(steps)
-    places = np.log1p(np.sort(steps))
-    wanted = np.linspace(places[0], places[-1], most)
-    nearest = {int(np.abs(places - place).argmin()) for place in wanted}
+    logarithms = np.log1p(np.sort(steps))
+    targets = np.linspace(logarithms[0], logarithms[-1], most)
+    nearest = {int(np.abs(logarithms - target).argmin()) for target in targets}
     return [sorted(steps)[index] for index in sorted(nearest)]
 
 
 def draw_dimension(panel: Axes, readings: Readings) -> None:
-    """Both variants of TwoNN with their deviation, and the largest scale of Gride."""
+    """Draw both variants of TwoNN with their errors, and the largest scale of Gride."""
     scales = [t.part for name in readings.tags() if (t := tags.parse(name)) and t.metric == "gride"]
     largest = max((part for part in scales if part[1:].isdigit()), key=_scale, default="")
     paper = curve_of(readings, tags.mean_tag("twonn"))
@@ -73,18 +81,18 @@ def draw_dimension(panel: Axes, readings: Readings) -> None:
     ]  # fmt: skip
     drawn = [candidate for candidate in candidates if len(candidate[1])]
     if not drawn:
-        say(panel, "twonn, twonn_distinct and gride: not measured")
+        show_message(panel, "twonn, twonn_distinct and gride: not measured")
         return
     for name, curve, colour in drawn:
         label = name
-        look: Look = {"lw": 2.0} if colour != _GREEN else {"lw": 1.2, "ls": (0, (4, 2))}
-        look |= {"marker": "o", "ms": 4} if len(curve) == 1 else {}
+        style: Style = {"lw": 2.0} if colour != _GREEN else {"lw": 1.2, "ls": (0, (4, 2))}
+        style |= {"marker": "o", "ms": 4} if len(curve) == 1 else {}
         peak = curve.phase() if curve is paper else None
         if peak and peak.name in ("peak", "compressing"):
             label = f"{name}: peak {peak.peak:.1f} at step {peak.peak_step:,}"
-            dot: Look = {"ms": 7, "mec": "white", "mew": 1.2, "zorder": 5}
+            dot: Style = {"ms": 7, "mec": "white", "mew": 1.2, "zorder": 5}
             panel.plot([peak.peak_step], [peak.peak], "o", color=colour, **dot)
-        panel.plot(curve.steps, curve.values, color=colour, label=label, **look)
+        panel.plot(curve.steps, curve.values, color=colour, label=label, **style)
         if any(curve.errors):
             panel.fill_between(curve.steps, *_band(curve), color=colour, alpha=0.22, lw=0)
     _step_axis(panel, [step for _, curve, _ in drawn for step in curve.steps])
@@ -95,28 +103,28 @@ def draw_dimension(panel: Axes, readings: Readings) -> None:
 
 
 def draw_profile(panel: Axes, readings: Readings, metric: str) -> None:
-    """A metric over depth, one line for each of a few steps."""
+    """Draw a metric over depth, one line for each of a few steps."""
     layers = readings.layers(metric)
-    seen = [
+    measured = [
         reading
-        for reading in of_one_source(readings)
+        for reading in single_source(readings)
         if any(math.isfinite(v) for v in _by_layer(reading, metric, layers))
     ]
-    if not layers or not seen:
-        say(panel, f"{metric}: not measured")
+    if not layers or not measured:
+        show_message(panel, f"{metric}: not measured")
         return
-    steps = spread_steps([reading.step for reading in seen])
-    drawn = [reading for reading in seen if reading.step in set(steps)]
+    steps = spread_steps([reading.step for reading in measured])
+    drawn = [reading for reading in measured if reading.step in set(steps)]
     colours = colours_of(len(drawn), STEPS)
     for colour, reading in zip(colours, drawn, strict=True):
         width = 2.4 if reading is drawn[-1] else 1.6
-        dots = 3.5 if len(layers) <= NAMED else 0
+        dots = 3.5 if len(layers) <= MAX_NAMED else 0
         values = _by_layer(reading, metric, layers)
         panel.plot(layers, values, color=colour, lw=width, marker="o", ms=dots)
     _plain(panel)
     panel.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=9, min_n_ticks=1))
     panel.set_xlabel("layer (0 = what enters the first block)", fontsize=10)
-    panel.set_ylabel(WORDS.get(metric, metric), fontsize=10)
+    panel.set_ylabel(AXIS_LABELS.get(metric, metric), fontsize=10)
     if all(v >= 0 for r in drawn for v in _by_layer(r, metric, layers) if math.isfinite(v)):
         panel.set_ylim(bottom=0)
     _draw_null(panel, readings, metric)
@@ -126,51 +134,62 @@ def draw_profile(panel: Axes, readings: Readings, metric: str) -> None:
 def draw_heads_over_training(
     panel: Axes, readings: Readings, metric: str, colours: dict[int, Any]
 ) -> None:
-    """One thin line per head coloured by layer, and the mean absolute value in bold."""
-    mean = size_over_heads(readings, metric)
+    """Draw one thin line per head, coloured by layer, and the mean absolute value in bold.
+
+    Args:
+        panel: Axes of matplotlib.
+        readings: Readings of a run.
+        metric: Name of the metric.
+        colours: Colour of each layer.
+    """
+    mean = mean_abs_over_heads(readings, metric)
     if not len(mean):
-        say(panel, f"{metric} of heads: not measured")
+        show_message(panel, f"{metric} of heads: not measured")
         return
-    seen = of_one_source(readings)
-    steps = [reading.step for reading in seen]
-    layers, count = heads_of(readings.tags(), metric)
-    values = np.stack([head_table(reading, metric, layers, count) for reading in seen])
+    selected = single_source(readings)
+    steps = [reading.step for reading in selected]
+    layers, count = layers_and_heads(readings.tags(), metric)
+    values = np.stack([head_table(reading, metric, layers, count) for reading in selected])
     many = len(layers) * count > 64
-    look: Look = {"lw": 0.6 if many else 1.0, "alpha": 0.4 if many else 0.75}
-    look |= {"marker": "o", "ms": 3} if len(steps) == 1 else {}
+    style: Style = {"lw": 0.6 if many else 1.0, "alpha": 0.4 if many else 0.75}
+    style |= {"marker": "o", "ms": 3} if len(steps) == 1 else {}
     for row, layer in enumerate(layers):
-        panel.plot(steps, values[:, row], color=colours[layer], **look)
+        panel.plot(steps, values[:, row], color=colours[layer], **style)
     panel.axhline(0, color=_GREY, lw=0.8, zorder=0)
-    dot: Look = {"marker": "o", "ms": 5} if len(mean) == 1 else {}
+    dot: Style = {"marker": "o", "ms": 5} if len(mean) == 1 else {}
     panel.plot(mean.steps, mean.values, color="white", lw=4.5, **dot)
     label = "mean |cosine| over all heads"
     panel.plot(mean.steps, mean.values, color="black", lw=2.4, label=label, **dot)
     _step_axis(panel, steps)
     panel.set_ylim(-1.05, 1.3)
     panel.set_yticks([-1, -0.5, 0, 0.5, 1])
-    panel.set_ylabel(WORDS.get(metric, metric), fontsize=10)
+    panel.set_ylabel(AXIS_LABELS.get(metric, metric), fontsize=10)
     _legend(panel)
 
 
 def draw_layers_over_training(
     panel: Axes, readings: Readings, metric: str, colours: dict[int, Any]
 ) -> None:
-    """One line per layer, coloured by layer."""
+    """Draw one line per layer, coloured by layer.
+
+    Args:
+        panel: Axes of matplotlib.
+        readings: Readings of a run.
+        metric: Name of the metric.
+        colours: Colour of each layer.
+    """
     curves = {n: curve_of(readings, tags.layer_tag(metric, n)) for n in readings.layers(metric)}
     if not any(map(len, curves.values())):
-        say(panel, f"{metric}: not measured")
+        show_message(panel, f"{metric}: not measured")
         return
     for layer, curve in curves.items():
-        look: Look = {"marker": "o", "ms": 3.5} if len(curve) == 1 else {}
-        look["lw"] = 1.8 if len(curves) <= 8 else 1.1
-        panel.plot(curve.steps, curve.values, color=colours[layer], **look)
+        style: Style = {"marker": "o", "ms": 3.5} if len(curve) == 1 else {}
+        style["lw"] = 1.8 if len(curves) <= 8 else 1.1
+        panel.plot(curve.steps, curve.values, color=colours[layer], **style)
     _step_axis(panel, [step for curve in curves.values() for step in curve.steps])
     highest = max(max(curve.values) for curve in curves.values() if len(curve))
     panel.set_ylim(0, 1.08 * highest if highest > 0 else 1)
-    panel.set_ylabel(WORDS.get(metric, metric), fontsize=10)
-
-
-# -- parts of panels ------------------------------------------------------------------------------
+    panel.set_ylabel(AXIS_LABELS.get(metric, metric), fontsize=10)
 
 
 def _plain(panel: Axes) -> None:
@@ -180,17 +199,21 @@ def _plain(panel: Axes) -> None:
     panel.set_axisbelow(True)
 
 
-def say(panel: Axes, words: str) -> None:
-    """A panel with nothing to draw says why."""
+def show_message(panel: Axes, message: str) -> None:
+    """Write a message into a panel that has nothing to draw."""
     panel.set(xticks=[], yticks=[])
     panel.spines[:].set_color("#CCCCCC")
-    panel.text(0.5, 0.5, words, transform=panel.transAxes, ha="center", va="center", color=_GREY)
+    panel.text(0.5, 0.5, message, transform=panel.transAxes, ha="center", va="center", color=_GREY)
 
 
 def _draw_null(panel: Axes, readings: Readings, metric: str, *, label: str = "") -> None:
-    """A faint line at what structureless rows give, where it lies within the panel.
+    """Draw a faint line at the value of rows without structure, if it lies within the panel.
 
-    It is named in the legend by `label`, else beside the line.
+    Args:
+        panel: Axes of matplotlib.
+        readings: Readings of a run.
+        metric: Name of the metric.
+        label: Name of the line in the legend; "" for a text beside the line instead.
     """
     _, nulls = readings.series(f"{metric}/null")
     low, high = panel.get_ylim()
@@ -207,13 +230,13 @@ def _draw_null(panel: Axes, readings: Readings, metric: str, *, label: str = "")
     )  # fmt: skip
 
 
-def _legend(panel: Axes, **look: Any) -> None:
-    look = {"fontsize": 9, "handlelength": 1.6, "borderaxespad": 0.1, "framealpha": 1} | look
-    panel.legend(loc="upper left", edgecolor="none", facecolor="white", **look)
+def _legend(panel: Axes, **style: Any) -> None:
+    style = {"fontsize": 9, "handlelength": 1.6, "borderaxespad": 0.1, "framealpha": 1} | style
+    panel.legend(loc="upper left", edgecolor="none", facecolor="white", **style)
 
 
 def _step_axis(panel: Axes, steps: Sequence[int]) -> None:
-    """Steps on a logarithmic axis; step 0 has its place left of step 1."""
+    """Make the step axis logarithmic, with step 0 to the left of step 1."""
     _plain(panel)
     first, last = min(steps), max(steps)
     powers = [10**power for power in range(len(str(last)) + 1)]
@@ -231,14 +254,17 @@ def _step_axis(panel: Axes, steps: Sequence[int]) -> None:
 
 
 def _dimension_axis(panel: Axes, curves: Sequence[Curve]) -> None:
-    """From zero, or logarithmic where the curves lie far apart; the top quarter is the legend's."""
+    """Scale the axis of dimensions: from zero, or logarithmic where the curves lie far apart.
+
+    The top quarter is left free for the legend.
+    """
     by_step: dict[int, list[float]] = {}
     for curve in curves:
         for step, value in zip(curve.steps, curve.values, strict=True):
             by_step.setdefault(step, []).append(value)
     low, high = (pick(v for row in by_step.values() for v in row) for pick in (min, max))
-    apart = max(max(row) / min(row) for row in by_step.values()) if low > 0 else 1.0
-    if apart <= _FAR_APART:
+    ratio = max(max(row) / min(row) for row in by_step.values()) if low > 0 else 1.0
+    if ratio <= _MAX_LINEAR_RATIO:
         panel.set_ylim(min(0, low), max(high, 1e-9) * 1.36)
         return
     panel.set_yscale("log")
@@ -249,36 +275,38 @@ def _dimension_axis(panel: Axes, curves: Sequence[Curve]) -> None:
 
 
 def _band(curve: Curve) -> tuple[list[float], list[float]]:
-    """One deviation to each side; never below a tenth, for a logarithmic axis."""
+    """Return one error below and above a curve; not below 0.1, for a logarithmic axis."""
     pairs = list(zip(curve.values, curve.errors, strict=True))
     return [max(v - e, min(v, 0.1)) for v, e in pairs], [v + e for v, e in pairs]
 
 
 def colours_of(count: int, colours: Colormap) -> list[Any]:
-    """That many colours, evenly spaced."""
+    """Choose a number of colours, evenly spaced in a colour map."""
     return [colours(index / max(count - 1, 1)) for index in range(count)]
 
 
 def colour_bar(panel: Axes, names: Sequence[str], colours: Colormap, label: str) -> None:
-    """A colour bar with one field for each name."""
+    """Add a colour bar with one field for each name."""
     count = len(names)
     norm = BoundaryNorm(np.arange(count + 1) - 0.5, count)
     mappable = ScalarMappable(norm, ListedColormap(colours_of(count, colours)))
     bar = panel.figure.colorbar(mappable, ax=panel, pad=0.02, aspect=28)
-    every = math.ceil(count / NAMED)
-    places = range(0, count, every)
-    bar.set_ticks(list(places), labels=[names[place] for place in places])
+    every = math.ceil(count / MAX_NAMED)
+    ticks = range(0, count, every)
+    bar.set_ticks(list(ticks), labels=[names[tick] for tick in ticks])
     bar.minorticks_off()
     bar.ax.tick_params(labelsize=9, length=0)
     bar.set_label(label, fontsize=9.5)
     bar.outline.set_visible(False)
 
 
-# -- matrices of heads ----------------------------------------------------------------------------
+def layers_and_heads(names: Iterable[str], metric: str) -> tuple[list[int], int]:
+    """List the layers in which heads have a value, and find the largest number of heads.
 
-
-def heads_of(names: Iterable[str], metric: str) -> tuple[list[int], int]:
-    """Layers that have values of heads, and the largest number of heads."""
+    Args:
+        names: Tags.
+        metric: Name of the metric.
+    """
     parsed = [t for t in map(tags.parse, names) if t and t.metric == metric and t.head is not None]
     layers = sorted({tag.layer for tag in parsed if tag.layer is not None})
     return layers, max((tag.head + 1 for tag in parsed if tag.head is not None), default=0)
@@ -287,7 +315,14 @@ def heads_of(names: Iterable[str], metric: str) -> tuple[list[int], int]:
 def head_table(
     reading: Reading, metric: str, layers: Sequence[int], count: int
 ) -> NDArray[np.float64]:
-    """Values by layer and head; NaN where there is none."""
+    """Arrange the values of heads in a table [layers, heads]; NaN where there is none.
+
+    Args:
+        reading: Reading with the values.
+        metric: Name of the metric.
+        layers: Numbers of the layers.
+        count: Number of heads.
+    """
     heads = [tags.head_part(head) for head in range(count)]
     rows = [
         [reading.values.get(tags.layer_tag(metric, layer, head), math.nan) for head in heads]
@@ -297,7 +332,7 @@ def head_table(
 
 
 def colour_range(table: NDArray[np.float64], metric: str) -> tuple[str, float, float]:
-    """Colours and their limits: around zero for cosines and wherever signs differ."""
+    """Choose a colour map and its limits: around zero for cosines and where signs differ."""
     low, high = float(np.nanmin(table)), float(np.nanmax(table))
     if metric.endswith("cosine") or low < 0:
         limit = 1.0 if metric.endswith("cosine") else max(-low, high)
@@ -306,10 +341,10 @@ def colour_range(table: NDArray[np.float64], metric: str) -> tuple[str, float, f
 
 
 def matrix_axes(panel: Axes, layers: Sequence[int], heads: int) -> None:
-    """Names the fields of a matrix of layers and heads, at most sixteen along each side."""
+    """Label the axes of a matrix of layers and heads, with at most sixteen ticks each."""
     for axis, names in ((panel.yaxis, layers), (panel.xaxis, range(heads))):
-        places = range(0, len(names), math.ceil(len(names) / 16))
-        axis.set_ticks(list(places), labels=[str(names[place]) for place in places])
+        ticks = range(0, len(names), math.ceil(len(names) / 16))
+        axis.set_ticks(list(ticks), labels=[str(names[tick]) for tick in ticks])
     panel.set_xlabel("head", fontsize=9.5)
     panel.set_ylabel("layer", fontsize=9.5)
     panel.tick_params(labelsize=9, length=0)
@@ -317,15 +352,15 @@ def matrix_axes(panel: Axes, layers: Sequence[int], heads: int) -> None:
 
 
 def annotate(panel: Axes, table: NDArray[np.float64], image: Any) -> None:
-    """Each value in its field, dark on light and light on dark."""
+    """Write each value into its field, dark on light or light on dark."""
     for (row, column), value in np.ndenumerate(table):
         if not math.isfinite(value):
             continue
         red, green, blue, _ = image.cmap(image.norm(value))
         dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.5
         colour = "white" if dark else "black"
-        look: Look = {"ha": "center", "va": "center", "fontsize": 8.5, "color": colour}
-        panel.text(column, row, f"{value:.2f}".replace("-", "−"), **look)
+        style: Style = {"ha": "center", "va": "center", "fontsize": 8.5, "color": colour}
+        panel.text(column, row, f"{value:.2f}".replace("-", "−"), **style)
 
 
 def _by_layer(reading: Reading, metric: str, layers: Sequence[int]) -> list[float]:
@@ -333,5 +368,5 @@ def _by_layer(reading: Reading, metric: str, layers: Sequence[int]) -> list[floa
 
 
 def _scale(part: str) -> int:
-    """The k of a part of gride: 32 of "k32"."""
+    """Parse the scale in a part of gride: 32 from "k32"."""
     return int(part[1:] or 0)

@@ -1,4 +1,4 @@
-"""Pictures for loggers: the profile over depth and the heads, drawn as training goes on."""
+"""Pictures for loggers, drawn while the model trains: curves, the profile over depth, heads."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -8,40 +8,38 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from geomon.record import tags
-from geomon.record.reading import Reading, Readings, heads
-from geomon.record.stacks import of_stack
+from geomon.record import Reading, Readings, tags
 
+# Takes the name of a picture, its pixels (uint8 [height, width, 3]) and the step.
 Post = Callable[[str, NDArray[np.uint8], int], object]
 
 _PROFILE = "anisotropy"
 _OVERVIEW = ("twonn", "twonn_distinct", "gride", _PROFILE, "qk_cosine", "attention_entropy")
-# Readings kept for the curves: four to an octave of steps, so that a long run has a hundred.
-_APART = 2 ** (1 / 4) * 0.99
-# Step from which the run in one figure is drawn: before, its curves are flat.
-_CURVES_FROM = 16
-# Seconds that are expected of the first drawing, which imports matplotlib.
+# Smallest ratio of the steps of two readings kept for the curves. Four readings for each octave of
+# steps make about a hundred in a long run; 0.99 allows for rounded steps.
+_KEPT_RATIO = 2 ** (1 / 4) * 0.99
+# First step at which the figure of the whole run is drawn: before it, the curves are flat.
+_FIRST_OVERVIEW = 16
+# Seconds expected for the first drawing, which imports matplotlib.
 _FIRST_COST = 3.0
 
 
 class Pictures:
-    """A sink that draws, and posts pictures.
+    """Sink that draws readings and posts the pictures to a logger.
 
-    It draws at its first reading and each time the step has at least doubled since, and the last
-    reading when closed: the run in one figure ("Overview/geometry", which loggers sort first), the
-    profile over depth and the heads; of a model with several stacks those of the main one. Memory
-    and the number of pictures grow with the logarithm of the steps. matplotlib is imported with the
-    first picture.
+    It draws the first reading, each reading whose step is at least twice that of the last one
+    drawn, and, when closed, the last reading: the whole run in one figure ("Overview/geometry",
+    which loggers sort first), the profile over depth, and the heads. For a model with several
+    stacks, the main one is drawn. Memory and the number of pictures grow with the logarithm of the
+    steps. matplotlib is imported with the first picture, so `write` raises an ImportError where it
+    is missing.
 
     Args:
-        post: Takes a name, an image (uint8 [height, width, 3]) and a step, for instance
+        post: Function of a name, an image (uint8 [height, width, 3]) and a step, for instance
             `lambda name, image, step: writer.add_image(name, image, step, dataformats="HWC")`.
-        metrics: Of heads, each drawn as a matrix of layers and heads.
-        affords: Whether so many seconds may be taken for drawing now; if not, the next reading is
-            tried.
-
-    Raises:
-        ImportError: From `write`, where matplotlib is missing.
+        metrics: Names of metrics of heads, each drawn as a matrix of layers and heads.
+        affords: Function of a number of seconds that returns whether drawing may take them now; if
+            not, the next reading is tried.
     """
 
     def __init__(
@@ -60,48 +58,55 @@ class Pictures:
         self._last: Reading | None = None
 
     def write(self, reading: Reading) -> None:
-        """Draw the reading if its step has doubled since the last one drawn."""
-        reading = of_stack(Readings([], [reading]))[0]
+        """Draw the reading if its step is at least twice that of the last one drawn.
+
+        Raises:
+            ImportError: matplotlib is missing.
+        """
+        reading = Readings([], [reading]).of_stack()[0]
         self._last = reading
         due = not self._drawn or reading.step >= max(1, 2 * self._drawn[-1].step)
-        if due or reading.step >= _APART * self._curves[-1].step:
-            self._curves.append(_thinned(reading))
+        if due or reading.step >= _KEPT_RATIO * self._curves[-1].step:
+            self._curves.append(_select_overview(reading))
         if due and self._affords(self._cost):
             self._draw(reading)
 
     def close(self) -> None:
         """Draw the last reading if it was not drawn; may be called more than once."""
         last, self._last = self._last, None
-        waiting = last is not None and (not self._drawn or last.step > self._drawn[-1].step)
-        if last is not None and waiting and self._affords(self._cost):
+        undrawn = last is not None and (not self._drawn or last.step > self._drawn[-1].step)
+        if last is not None and undrawn and self._affords(self._cost):
             if last.step > self._curves[-1].step:
-                self._curves.append(_thinned(last))
+                self._curves.append(_select_overview(last))
             self._draw(last)
 
     def _draw(self, reading: Reading) -> None:
         began = time.perf_counter()
-        from geomon.show import figures  # matplotlib: not before there is something to draw
+        from geomon.show import figures, panels  # imports matplotlib: only when it is needed
 
         self._drawn.append(self._curves[-1])
-        if reading.step >= _CURVES_FROM:
+        if reading.step >= _FIRST_OVERVIEW:
             figure = figures.geometry_figure(Readings([], self._curves))
-            self._show("Overview/geometry", figure, reading.step)
+            self._post_figure("Overview/geometry", figure, reading.step)
         if any(tag.startswith(f"{_PROFILE}/layer") for tag in reading.values):
             profile = figures.profile_figure(Readings([], self._drawn), _PROFILE)
-            self._show(f"profile/{_PROFILE}", profile, reading.step)
+            self._post_figure(f"profile/{_PROFILE}", profile, reading.step)
         for metric in self._metrics:
-            if heads(reading, metric):
-                self._show(f"heads/{metric}", figures.heads_figure(reading, metric), reading.step)
+            layers, _ = panels.layers_and_heads(reading.values, metric)
+            if layers:
+                self._post_figure(
+                    f"heads/{metric}", figures.heads_figure(reading, metric), reading.step
+                )
         self._cost = time.perf_counter() - began
 
-    def _show(self, name: str, figure: Any, step: int) -> None:
+    def _post_figure(self, name: str, figure: Any, step: int) -> None:
         from geomon.show import figures
 
         self._post(name, figures.as_image(figure), step)
 
 
-def _thinned(reading: Reading) -> Reading:
-    """The reading with the values that are drawn: of a large model it holds tens of thousands."""
+def _select_overview(reading: Reading) -> Reading:
+    """Reduce a reading to the values of the overview: a large model's has tens of thousands."""
     parsed = {tag: tags.parse(tag) for tag in reading.values}
-    drawn = {tag for tag, parts in parsed.items() if parts and parts.metric in _OVERVIEW}
-    return replace(reading, values={tag: reading.values[tag] for tag in drawn})
+    selected = {tag for tag, parts in parsed.items() if parts and parts.metric in _OVERVIEW}
+    return replace(reading, values={tag: reading.values[tag] for tag in selected})

@@ -1,4 +1,4 @@
-"""A run in the terminal: the present reading, its history as spark lines, its phase in words."""
+"""A run in the terminal: the last reading, its history as spark lines, its phase in words."""
 
 import math
 import time
@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from geomon.analysis.curves import Curve, curve_of, of_one_source, size_over_heads
-from geomon.record import tags
-from geomon.record.reading import Reading, Readings, layers_of
+from geomon.analysis import Curve, curve_of, mean_abs_over_heads, single_source
+from geomon.record import Reading, Readings, tags
 
 try:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -17,48 +16,53 @@ except ImportError as error:
     raise ImportError("the terminal view needs rich: pip install 'geomon[terminal]'") from error
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
-# For terminals that cannot show them.
-_PLAIN = str.maketrans(_BLOCKS + "·±→−–", "_.-~=+*#|+>--")
-_LABEL, _VALUE, _LONGEST, _SHORTEST = 20, 13, 28, 6
-# Below this share of the largest value, a profile or a curve is drawn flat: noise is no shape.
+# For terminals without Unicode.
+_ASCII = str.maketrans(_BLOCKS + "·±→−–", "_.-~=+*#|+>--")
+# Widths in characters: of labels, of values, and of spark lines at most and at least.
+_LABEL, _VALUE, _MAX_SPARK, _MIN_SPARK = 20, 13, 28, 6
+# A curve whose range is below this share of its largest value is drawn flat: it is only noise.
 _FLAT = 0.02
 
 
 def view(readings: Readings | Sequence[Reading], *, width: int | None = None) -> "View":
-    """The present reading and its history, for rich to print; at most 14 lines.
+    """Build a view of the last reading and the history, for rich to print; at most 14 lines.
 
     Args:
-        readings: What a run recorded so far.
-        width: In characters; None for the terminal's own.
+        readings: Readings of a run so far.
+        width: Largest width in characters; None for the width of the terminal.
     """
     return View(list(readings), width)
 
 
-def line(reading: Reading, readings: Readings | Sequence[Reading]) -> str:
-    """A reading in one plain line, for output that is not a terminal.
+def format_line(reading: Reading, readings: Readings | Sequence[Reading]) -> str:
+    """Format a reading as one line of plain text, for output that is not a terminal.
 
     Args:
-        reading: The reading to tell of.
-        readings: The run so far; later readings are left aside.
+        reading: Reading to describe.
+        readings: Readings of the run; those of later steps are ignored.
 
     Returns:
-        For instance "step 128: ID 7.4 ± 0.1 (expanding), distinct 7.5, entropy 2.1, |qk| 0.35".
+        "step 128: ID 7.4 ± 0.1 (expanding), distinct 7.5, entropy 2.1, |qk| 0.35", for instance.
     """
     past = [other for other in readings if other.step <= reading.step] or [reading]
-    size = size_over_heads([reading], "qk_cosine")
-    told = [
-        _told_dimension(reading, curve_of(past, tags.mean_tag("twonn"))),
-        _told("distinct", _mean(reading, "twonn_distinct")),
-        _told("anisotropy", _mean(reading, "anisotropy")),
-        _told("entropy", _mean(reading, "attention_entropy")),
-        _told("|qk|", size.values[-1] if len(size) else math.nan),
+    size = mean_abs_over_heads([reading], "qk_cosine")
+    parts = [
+        _dimension_part(reading, curve_of(past, tags.mean_tag("twonn"))),
+        _part("distinct", _mean(reading, "twonn_distinct")),
+        _part("anisotropy", _mean(reading, "anisotropy")),
+        _part("entropy", _mean(reading, "attention_entropy")),
+        _part("|qk|", size.values[-1] if len(size) else math.nan),
     ]
-    known = [words for words in told if words]
-    return f"step {reading.step}: " + (", ".join(known) or f"{len(reading.values)} values")
+    measured = [part for part in parts if part]
+    return f"step {reading.step}: " + (", ".join(measured) or f"{len(reading.values)} values")
 
 
 def spark(values: Sequence[float], width: int) -> str:
-    """Values as a line of blocks; more values than characters are averaged in runs.
+    """Draw values as a line of block characters; neighbouring values are averaged to fit.
+
+    Args:
+        values: Values from left to right.
+        width: Largest number of characters.
 
     Example:
         >>> spark([1, 2, 4, 8, 8, 4], 6)
@@ -78,17 +82,22 @@ def spark(values: Sequence[float], width: int) -> str:
 
 @dataclass(frozen=True)
 class View:
-    """What `view` returns: drawn at the width of the console that prints it."""
+    """Text of a run, laid out for the width of the console that prints it.
+
+    Attributes:
+        readings: Readings of a run so far.
+        width: Largest width in characters; None for the width of the console.
+    """
 
     readings: list[Reading]
     width: int | None = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """The lines, each cut to the width."""
+        """Lay out the lines, each cut to the width."""
         width = min(self.width or options.max_width, options.max_width)
         for text in _lines(self.readings, width):
             if options.ascii_only:
-                plain = Text(text.plain.translate(_PLAIN), spans=text.spans)
+                plain = Text(text.plain.translate(_ASCII), spans=text.spans)
                 plain.truncate(width, overflow="crop")
                 yield plain
             else:
@@ -97,13 +106,13 @@ class View:
 
 
 def _lines(readings: list[Reading], width: int) -> Iterator[Text]:
-    seen = of_one_source(readings)
-    if not seen:
+    selected = single_source(readings)
+    if not selected:
         yield Text("no readings yet", style="dim")
         return
-    present = seen[-1]
-    yield from _heading(present, width)
-    twonn, distinct = (curve_of(seen, tags.mean_tag(n)) for n in ("twonn", "twonn_distinct"))
+    last = selected[-1]
+    yield from _heading(last, width)
+    twonn, distinct = (curve_of(selected, tags.mean_tag(n)) for n in ("twonn", "twonn_distinct"))
     yield _row("intrinsic dimension", _with_error(twonn), twonn, "", width)
     if len(twonn):
         phase = twonn.phase()
@@ -113,17 +122,17 @@ def _lines(readings: list[Reading], width: int) -> Iterator[Text]:
         after = f"{distinct.phase().name}, from {_number(distinct.values[0])}"
         after = after if len(distinct) > 1 else ""
         yield _row("· distinct tokens", _with_error(distinct), distinct, after, width)
-    yield _anisotropy(present, width)
-    entropy = curve_of(seen, tags.mean_tag("attention_entropy"))
-    share = f"{entropy.values[-1] / entropy.values[0]:.0%}" if _started(entropy) else ""
+    yield _anisotropy(last, width)
+    entropy = curve_of(selected, tags.mean_tag("attention_entropy"))
+    share = f"{entropy.values[-1] / entropy.values[0]:.0%}" if _has_start(entropy) else ""
     after = f"{share.replace('%', ' %')} of its start" if share else ""
     yield _row("attention entropy", _unit(entropy, " nats"), entropy, after, width)
-    size = size_over_heads(seen, "qk_cosine")
+    size = mean_abs_over_heads(selected, "qk_cosine")
     after = f"from {_number(size.values[0])}" if len(size) > 1 else ""
     yield _row("|cos| of mean q, k", _unit(size, ""), size, after, width)
-    if present.notes:
-        more = f" (and {len(present.notes) - 1} more)" if len(present.notes) > 1 else ""
-        yield Text(f"note{more}: {' '.join(present.notes[-1].split())}", style="dim")
+    if last.notes:
+        more = f" (and {len(last.notes) - 1} more)" if len(last.notes) > 1 else ""
+        yield Text(f"note{more}: {' '.join(last.notes[-1].split())}", style="dim")
 
 
 _COLOURS = {"expanding": "green", "peak": "yellow", "compressing": "cyan"}
@@ -146,43 +155,42 @@ def _heading(reading: Reading, width: int) -> Iterator[Text]:
 
 
 def _row(label: str, value: str, curve: Curve, after: str, width: int) -> Text:
-    """Label, value, spark line and what follows it."""
+    """Lay out a label, a value, a spark line and the text after it."""
     text = Text(f"{label:<{_LABEL}}")
     if not len(curve):
         return text.append("not measured", style="dim")
     text.append(f"{value:<{_VALUE}}", style="bold")
-    room = width - _LABEL - _VALUE - 1
-    after = f"  {after}" if after and room - len(after) - 2 >= _SHORTEST else ""
-    text.append(" " + spark(curve.values, min(room - len(after), _LONGEST)), style="blue")
+    columns = width - _LABEL - _VALUE - 1
+    after = f"  {after}" if after and columns - len(after) - 2 >= _MIN_SPARK else ""
+    text.append(" " + spark(curve.values, min(columns - len(after), _MAX_SPARK)), style="blue")
     return text.append(after, style="dim")
 
 
 def _anisotropy(reading: Reading, width: int) -> Text:
-    """The profile over depth, with the numbers at its ends and at its highest layer."""
+    """Lay out the profile over depth, with the values at its ends and at its highest layer."""
     text = Text(f"{'anisotropy by layer':<{_LABEL}}")
     profile = [
         (layer, value)
-        for layer in layers_of(reading.values, "anisotropy")
+        for layer in reading.layers("anisotropy")
         if math.isfinite(value := reading.values.get(tags.layer_tag("anisotropy", layer), math.nan))
     ]
     if not profile:
         return text.append("not measured", style="dim")
-    first, last = profile[0][1], profile[-1][1]
+    left, right = f"{_number(profile[0][1])} ", f" {_number(profile[-1][1])}"
     top = max(profile, key=lambda pair: pair[1])
-    left, right = f"{_number(first)} ", f" {_number(last)}"
-    room = width - _LABEL - len(left) - len(right)
+    columns = width - _LABEL - len(left) - len(right)
     after = f"  highest {_number(top[1])} at layer {top[0]} of {profile[-1][0]}"
-    if room - len(after) < _SHORTEST:
+    if columns - len(after) < _MIN_SPARK:
         after = f"  max {_number(top[1])} at {top[0]}"
-    if room - len(after) < _SHORTEST:
+    if columns - len(after) < _MIN_SPARK:
         after = ""
-    bars = spark([value for _, value in profile], room - len(after))
+    bars = spark([value for _, value in profile], columns - len(after))
     text.append(left, style="bold").append(bars, style="blue").append(right, style="bold")
     return text.append(after, style="dim")
 
 
 def _with_error(curve: Curve) -> str:
-    """The last value and its error, with as many decimals as the error calls for."""
+    """Format the last value and its error, with decimals according to the error."""
     if not len(curve):
         return ""
     value, error = curve.values[-1], curve.errors[-1]
@@ -194,20 +202,21 @@ def _unit(curve: Curve, unit: str) -> str:
     return f"{_number(curve.values[-1])}{unit}" if len(curve) else ""
 
 
-def _started(curve: Curve) -> bool:
+def _has_start(curve: Curve) -> bool:
+    """Return whether the curve has a first value to which the last can be compared."""
     return len(curve) > 1 and curve.values[0] > 0
 
 
-def _told_dimension(reading: Reading, past: Curve) -> str:
+def _dimension_part(reading: Reading, past: Curve) -> str:
     value = _mean(reading, "twonn")
     if not math.isfinite(value):
         return ""
     phase = past.phase().name
-    known = f" ({phase})" if phase != "unknown" else ""
-    return f"ID {_with_error(curve_of([reading], tags.mean_tag('twonn')))}{known}"
+    suffix = f" ({phase})" if phase != "unknown" else ""
+    return f"ID {_with_error(curve_of([reading], tags.mean_tag('twonn')))}{suffix}"
 
 
-def _told(name: str, value: float) -> str:
+def _part(name: str, value: float) -> str:
     return f"{name} {_number(value)}" if math.isfinite(value) else ""
 
 
@@ -216,7 +225,7 @@ def _mean(reading: Reading, metric: str) -> float:
 
 
 def _number(value: float) -> str:
-    """Two decimals below one, one below a hundred."""
+    """Format a value with two decimals below one, one below a hundred, and else none."""
     return (
         f"{value:.2f}" if abs(value) < 1 else f"{value:.1f}" if abs(value) < 100 else f"{value:.0f}"
     )

@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from geomon import Memory, Reading
-from geomon.show.terminal import line, view
+from geomon.show import format_line, view
 
 
 class LiveView(ProgressBar):
@@ -46,7 +46,7 @@ class LiveView(ProgressBar):
             self._live.update(self._picture())
         elif not self._console.is_terminal:
             self._console.print(
-                line(reading, list(self._memory.readings)), soft_wrap=True, highlight=False
+                format_line(reading, list(self._memory.readings)), soft_wrap=True, highlight=False
             )
 
     def close(self) -> None:

@@ -13,10 +13,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
 from geomon import Readings, log_spaced, read
-from geomon.analysis.summary import summarise
+from geomon.analysis import summarise
 from geomon.lightning import GeometryMonitor
-from geomon.record.reading import FILE_NAME
-from geomon.show.figures import geometry_figure, save
+from geomon.record import FILE_NAME
+from geomon.show import geometry_figure, save
 from recipes.enwik8.data import Corpus, load
 from recipes.enwik8.live import LiveView
 from recipes.enwik8.model import CharacterDecoder

@@ -5,22 +5,22 @@ import torch
 
 from geomon.capture.attention import (
     NotUnderstoodError,
-    again,
-    captured_attention,
-    softened,
-    thinned,
+    is_second_softmax,
+    read_call,
+    record_call,
+    record_softmax,
 )
-from geomon.capture.sampling import RowDraw
+from geomon.capture.sampling import RowSampler
 
 LOWER = torch.ones(6, 6, dtype=torch.bool).tril().expand(2, 4, 6, 6)
 
 
 def views(mask=None, valid=None, route="interface", module=None, keys=6, **options):
     query, key = torch.randn(2, 4, 6, 8), torch.randn(2, 2, keys, 8)
-    call = thinned(RowDraw(100, 0), route, module, query, key, mask, options)
+    call = record_call(RowSampler(100, 0), route, module, query, key, mask, options)
     assert torch.equal(call.query, query)  # all that there is, in order
     assert torch.equal(call.key, key)
-    return captured_attention(call, valid)
+    return read_call(call, valid)
 
 
 def visible(**kwargs) -> torch.Tensor:
@@ -112,7 +112,7 @@ def test_what_is_not_understood_is_refused_with_its_reason(given, reason):
 def test_nested_and_odd_queries_are_refused():
     for query in (torch.randn(2, 6, 8), None):
         with pytest.raises(NotUnderstoodError, match="no plain tensor of four dimensions"):
-            thinned(RowDraw(9, 0), "sdpa", None, query, query, None, {})
+            record_call(RowSampler(9, 0), "sdpa", None, query, query, None, {})
 
 
 # -- a softmax by hand -------------------------------------------------------------------------
@@ -138,13 +138,13 @@ def test_nested_and_odd_queries_are_refused():
 )
 def test_scores_of_attention_are_told_from_other_softmaxes(shape, heads, expected):
     scores = torch.randn(shape)
-    call = softened(RowDraw(100, 0), scores, -1, (2, 6), heads)
+    call = record_softmax(RowSampler(100, 0), scores, -1, (2, 6), heads)
     if expected is None:
         assert call is None
         return
     assert call.scores.shape[:2] == expected
     assert torch.equal(call.scores.flatten(), scores.flatten())
-    assert softened(RowDraw(100, 0), scores, 1, (2, 6), heads) is None
+    assert record_softmax(RowSampler(100, 0), scores, 1, (2, 6), heads) is None
 
 
 @pytest.mark.parametrize(
@@ -152,17 +152,17 @@ def test_scores_of_attention_are_told_from_other_softmaxes(shape, heads, expecte
 )
 def test_masked_scores_are_not_visible(lowest):
     scores = torch.randn(2, 4, 6, 6).masked_fill(~LOWER, lowest)
-    call = softened(RowDraw(100, 0), scores, 3, (2, 6), None)
+    call = record_softmax(RowSampler(100, 0), scores, 3, (2, 6), None)
     valid = torch.ones(2, 6, dtype=torch.bool)
     valid[0, 3:] = False
-    found = captured_attention(call, valid)
+    found = read_call(call, valid)
     assert torch.equal(found["visible"], LOWER & valid[:, None, :, None])
     assert torch.equal(found["scores"], scores)
 
 
-def test_an_attention_of_several_softmaxes_is_told():
-    call = softened(RowDraw(100, 0), torch.randn(2, 4, 6, 3), -1, (2, 6), 4)
-    assert again(call, torch.randn(2, 4, 3, 3), -1)
-    assert again(call, torch.randn(2, 4, 3, 6), 3)
-    assert not again(call, torch.randn(12, 8), -1)  # a router's
-    assert not again(call, torch.randn(2, 4, 3, 6), 1)
+def test_a_second_softmax_of_an_attention_is_recognised():
+    call = record_softmax(RowSampler(100, 0), torch.randn(2, 4, 6, 3), -1, (2, 6), 4)
+    assert is_second_softmax(call, torch.randn(2, 4, 3, 3), -1)
+    assert is_second_softmax(call, torch.randn(2, 4, 3, 6), 3)
+    assert not is_second_softmax(call, torch.randn(12, 8), -1)  # a router's
+    assert not is_second_softmax(call, torch.randn(2, 4, 3, 6), 1)

@@ -216,10 +216,10 @@ def test_recomputed_blocks_are_counted_once(name, reentrant):
     handle.remove()
     watched = checkpointed(name, reentrant)
     assert same(train(watched, watching(watched)[0]), bare)
-    # Gradients of recomputed blocks round differently, so the weights are held still.
-    still = checkpointed(name, reentrant)
-    monitor, memory = watching(still)
-    train(still, monitor, rate=0.0)
+    # Gradients of recomputed blocks round differently, so the weights are frozen.
+    frozen = checkpointed(name, reentrant)
+    monitor, memory = watching(frozen)
+    train(frozen, monitor, rate=0.0)
     assert values_of(memory) == plain_readings(name, dropout=0.2, rate=0.0)
 
 

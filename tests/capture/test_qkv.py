@@ -2,16 +2,14 @@ import pytest
 import torch
 from torch import nn
 
-from geomon.capture.anatomy.projections import (
+from geomon.capture.anatomy.projections import Sizes, find_projections
+from geomon.capture.qkv import (
     Evidence,
-    Sizes,
     UndecidedError,
-    find_projections,
-    find_sizes,
-    fused,
-    multihead,
-    multihead_weights,
-    separate,
+    copy_multihead_weights,
+    project_multihead,
+    split_fused,
+    split_separate,
 )
 
 ROWS, HEADS, WIDTH = 40, 4, 8
@@ -60,7 +58,7 @@ def test_the_layout_is_told_by_what_was_attended(layout, key_heads, repeated):
         torch.arange(ROWS)[:, None].expand(-1, 2),
     )
     output = layout(q, k, v)
-    query, keys = fused(output[:7], output, seen, Sizes(HEADS, None, WIDTH))
+    query, keys = split_fused(output[:7], output, seen, Sizes(HEADS, None, WIDTH))
     assert torch.equal(query, q[:7])
     assert torch.equal(keys, k[:7])
 
@@ -75,7 +73,7 @@ def test_the_layout_is_told_by_scores_where_attention_is_by_hand(layout, key_hea
     scores[3:6] = torch.nan  # masked
     output = layout(q, k, v)
     places = places[:, None].expand(-1, 2)
-    query, keys = fused(
+    query, keys = split_fused(
         output, output, Evidence(None, None, scores, places), Sizes(HEADS, None, WIDTH)
     )
     assert torch.equal(query, q)
@@ -94,36 +92,36 @@ def test_what_cannot_be_told_is_refused_with_its_reason():
         (output[:4], Evidence(true.query[:4], true.key[:4], None, places[:4]), "nothing was seen"),
     ):
         with pytest.raises(UndecidedError, match=why):
-            fused(output, sample, evidence, sizes)
+            split_fused(output, sample, evidence, sizes)
     alike = torch.ones(ROWS, 96)
     flat = Evidence(*(torch.full((ROWS, HEADS), WIDTH**0.5) for _ in range(2)), None, places)
-    query, _ = fused(alike, alike, flat, sizes)  # whichever it is, the rows are the same
+    query, _ = split_fused(alike, alike, flat, sizes)  # whichever it is, the rows are the same
     assert bool((query == 1).all())
     with pytest.raises(UndecidedError, match="cannot be shared out among 5 heads"):
-        fused(output, output, true, Sizes(5, None, WIDTH))
+        split_fused(output, output, true, Sizes(5, None, WIDTH))
     with pytest.raises(UndecidedError, match="among unknown heads"):
-        fused(output, output, true, Sizes(None, None, None))
+        split_fused(output, output, true, Sizes(None, None, None))
 
 
 def test_one_key_head_needs_no_evidence():
     q, k, v = made(1)
-    query, key = fused(contiguous(q, k, v), None, None, Sizes(HEADS, None, WIDTH))
+    query, key = split_fused(contiguous(q, k, v), None, None, Sizes(HEADS, None, WIDTH))
     assert torch.equal(query, q)
     assert torch.equal(key, k)
 
 
 def test_separate_rows_by_head():
     rows, keys = torch.randn(5, 24), torch.randn(5, 16)
-    query, key = separate(rows, keys, Sizes(3, None, 8))
+    query, key = split_separate(rows, keys, Sizes(3, None, 8))
     assert torch.equal(query, rows.unflatten(1, (3, 8)))
     assert torch.equal(key, keys.unflatten(1, (2, 8)))
-    query, key = separate(rows, keys, Sizes(3, None, None), halves=True)
+    query, key = split_separate(rows, keys, Sizes(3, None, None), halves=True)
     assert torch.equal(query, rows.unflatten(1, (3, 8)))
     assert torch.equal(key, keys[:, None, :8])
     with pytest.raises(UndecidedError, match="24 and 16 wide do not make 2 heads of width 8"):
-        separate(rows, keys, Sizes(2, None, 8))
+        split_separate(rows, keys, Sizes(2, None, 8))
     with pytest.raises(UndecidedError, match="number of heads is not known"):
-        separate(rows, keys, Sizes(None, None, 8))
+        split_separate(rows, keys, Sizes(None, None, 8))
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"kdim": 12, "vdim": 12}, {"bias": False}])
@@ -133,48 +131,10 @@ def test_multihead_attention_is_projected_from_its_inputs(kwargs):
     assert find_projections(module).kind == "multihead"
     query, memory = torch.randn(1, 3, 16), torch.randn(1, 5, kwargs.get("kdim", 16))
     _, expected = module(query, memory, memory, average_attn_weights=False)
-    weights = multihead_weights(module)
+    weights = copy_multihead_weights(module)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.zero_()
-    q, k = multihead(weights, query[0], memory[0])
+    q, k = project_multihead(weights, query[0], memory[0])
     scores = torch.einsum("qhd,khd->hqk", q, k) / 2
     assert torch.allclose(scores.softmax(dim=-1), expected[0], atol=1e-6)
-
-
-def holder(heads=None, **children):
-    module = nn.Module()
-    for name, child in children.items():
-        setattr(module, name, child)
-    if heads:
-        module.num_heads = heads
-    return module
-
-
-def test_projections_are_found_by_the_names_of_the_field():
-    linear = nn.Linear(8, 8)
-    for names in (("q_proj", "k_proj"), ("query", "key"), ("q", "k"), ("wq", "wk")):
-        found = find_projections(holder(**dict.fromkeys(names, linear)))
-        assert (found.kind, found.names) == ("separate", names)
-    assert find_projections(holder(q=linear, kv=nn.Linear(8, 16))).kind == "halves"
-    assert find_projections(holder(qkv=nn.Linear(8, 24))).kind == "fused"
-    assert find_projections(holder(qkv=nn.Conv2d(8, 24, 1))) is None
-    assert find_projections(holder(q_proj=linear, v_proj=linear)) is None
-
-
-@pytest.mark.parametrize(
-    ("children", "sizes"),
-    [
-        ({"q_proj": nn.Linear(32, 32), "k_proj": nn.Linear(32, 16)}, (4, 2, 8)),
-        ({"q": nn.Linear(32, 64), "k": nn.Linear(32, 64)}, (4, 4, 16)),
-        ({"to_q": nn.Linear(32, 32), "to_kv": nn.Linear(32, 64)}, (4, 4, 8)),
-        ({"qkv": nn.Linear(32, 96)}, (4, 4, 8)),
-        ({"qkv_proj": nn.Linear(32, 64)}, (4, 2, 8)),
-        ({"query_key_value": nn.Linear(32, 48)}, (4, 1, 8)),
-    ],
-)
-def test_sizes_follow_from_heads_and_widths(children, sizes):
-    module = holder(4, **children)
-    assert find_sizes(find_projections(module), [module]) == sizes
-    module.num_heads = None
-    assert find_sizes(find_projections(module), [module]).heads is None

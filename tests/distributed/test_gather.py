@@ -6,19 +6,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from geomon.capture.snapshot import Layer
-from geomon.distributed.gather import (
-    RankFailedError,
-    _agree,
-    _notes,
-    _Report,
-    in_order,
-    share_of_rows,
-)
-from geomon.distributed.group import Ranks, _pack, _unpack, find_ranks, join_ranks, refusal
-from geomon.distributed.merge import attention_shape, thinned, union
+from geomon.capture.snapshot import Layer, Note, PassInfo
+from geomon.distributed import RankFailedError, RankGroup, find_ranks, join_ranks, merge_layers
+from geomon.distributed.gather import GatheredLayers, _check_reports, _notes, _Report
+from geomon.distributed.group import why_not_gathered
+from geomon.distributed.merge import attention_shape, take_share
+from geomon.distributed.packing import pack, unpack
 from geomon.kernels.attention import attention_rows
-from geomon.metrics.cautions import Note
 
 WIDTH, HEADS, HEAD_WIDTH = 6, 4, 3
 
@@ -57,7 +51,7 @@ def attention_layer(seed, sequences, queries, keys, *, grid=None, bias=None, **m
 
 @given(rows=st.integers(0, 10_000), size=st.integers(1, 64))
 def test_the_shares_of_the_rows_are_all_the_rows_and_alike(rows, size):
-    shares = [share_of_rows(rows, Ranks(rank, size)) for rank in range(size)]
+    shares = [RankGroup(rank, size, object()).rows_of(rows) for rank in range(size)]
     assert sum(shares) == rows
     assert max(shares) - min(shares) <= 1
 
@@ -65,7 +59,7 @@ def test_the_shares_of_the_rows_are_all_the_rows_and_alike(rows, size):
 @given(count=st.integers(1, 50), size=st.integers(1, 16))
 def test_layers_come_back_in_order(count, size):
     shares = [[place for place in range(count) if place % size == rank] for rank in range(size)]
-    assert in_order(shares, count) == list(range(count))
+    assert GatheredLayers([], count, PassInfo(0, "", "")).interleave(shares) == list(range(count))
 
 
 # -- the union -------------------------------------------------------------------------------------
@@ -76,7 +70,7 @@ def test_rows_of_any_ragged_split_are_the_rows(cuts):
     hidden = drawn(0, 40, WIDTH)
     edges = [0, *sorted(cuts), 40]
     parts = [rows_layer(hidden[a:b]) for a, b in pairwise(edges)]
-    whole = union(parts)
+    whole = merge_layers(parts)
     assert torch.equal(whole.captured["hidden"], hidden)
     assert len(whole.captured["token_ids"]) == 40
     assert whole.captured["precision"] == 1e-7
@@ -88,10 +82,10 @@ def test_a_rank_that_saw_nothing_gives_nothing():
     nothing = layer_of({}, dict.fromkeys(("hidden", "token_ids", "precision"), "not run"))
     hidden = drawn(0, 5, WIDTH)
     for parts in ([nothing, rows_layer(hidden)], [rows_layer(hidden), nothing]):
-        whole = union(parts)
+        whole = merge_layers(parts)
         assert torch.equal(whole.captured["hidden"], hidden)
         assert whole.missing == {"positions": "why not"}
-    assert union([nothing, nothing]).missing == nothing.missing
+    assert merge_layers([nothing, nothing]).missing == nothing.missing
 
 
 @pytest.mark.parametrize(
@@ -105,7 +99,7 @@ def test_a_rank_that_saw_nothing_gives_nothing():
     ids=["width", "dtype", "no token ids", "precision"],
 )
 def test_what_ranks_hold_in_different_forms_is_missing_and_said(other):
-    whole = union([rows_layer(drawn(0, 5, WIDTH)), other])
+    whole = merge_layers([rows_layer(drawn(0, 5, WIDTH)), other])
     assert not whole.captured
     assert whole.missing["hidden"] == "ranks captured it in different forms"
 
@@ -124,7 +118,7 @@ def test_ragged_attention_is_what_each_rank_would_reduce():
         attention_layer(6, 2, 5, 5, bias=drawn(9, 1, HEADS, 5, 5)),
         attention_layer(8, 0, 5, 9),
     ]
-    whole = union(parts)
+    whole = merge_layers(parts)
     assert whole.captured["query"].shape == (8, HEADS, 5, HEAD_WIDTH)
     assert whole.captured["key"].shape == (8, 2, 7, HEAD_WIDTH)
     found, seen = reduced(whole), []
@@ -145,7 +139,7 @@ def test_ragged_attention_is_what_each_rank_would_reduce():
 
 def test_attention_of_one_shape_is_not_filled_up():
     parts = [attention_layer(seed, 2, 5, 5) for seed in (0, 2)]
-    whole = union(parts)
+    whole = merge_layers(parts)
     assert whole.captured["bias"] is None
     for name in ("query", "key", "visible"):
         assert torch.equal(whole.captured[name], torch.cat([p.captured[name] for p in parts]))
@@ -164,7 +158,7 @@ def test_scores_of_attention_written_by_hand_are_joined():
         )
         for n in (1, 2)
     ]
-    whole = union(parts)
+    whole = merge_layers(parts)
     assert whole.captured["scores"].shape == (3, HEADS, 4, 5)
     assert whole.captured["visible"][:, 0, 0].sum(1).tolist() == [4, 5, 5]
     assert whole.missing == reasons
@@ -174,11 +168,11 @@ def test_scores_of_attention_written_by_hand_are_joined():
 def test_what_belongs_to_the_layer_has_to_be_the_same():
     sink = drawn(0, HEADS)
     parts = [attention_layer(seed, 2, 5, 5, sink=sink, softcap=30.0) for seed in (0, 2)]
-    whole = union(parts)
+    whole = merge_layers(parts)
     assert torch.equal(whole.captured["sink"], sink)
     assert whole.captured["softcap"] == 30.0
     other = attention_layer(4, 2, 5, 5, sink=sink + 1, softcap=30.0)
-    assert "query" in union([*parts, other]).missing
+    assert "query" in merge_layers([*parts, other]).missing
 
 
 # -- thinning --------------------------------------------------------------------------------------
@@ -186,7 +180,7 @@ def test_what_belongs_to_the_layer_has_to_be_the_same():
 
 @settings(deadline=None)
 @given(
-    counts=st.lists(st.integers(0, 6), min_size=1, max_size=6),
+    counts=st.lists(st.integers(0, 6), min_size=2, max_size=6),
     rows=st.integers(1, 400),
     queries=st.integers(1, 200),
 )
@@ -196,7 +190,7 @@ def test_all_ranks_together_keep_of_attention_what_one_would(counts, rows, queri
         attention_layer(10 * rank, count, length, length) for rank, count in enumerate(counts)
     ]
     shapes = [attention_shape(layer) for layer in layers]
-    thin = [thinned(layer, shapes, rank, rows, queries) for rank, layer in enumerate(layers)]
+    thin = [take_share(layer, shapes, rank, rows, queries) for rank, layer in enumerate(layers)]
     kept = [attention_shape(layer) for layer in thin]
     sequences = sum(shape[0] for shape in kept)
     assert sequences == min(sum(counts), max(1, rows // length))
@@ -225,7 +219,7 @@ def test_thinned_queries_cover_all_positions_alike():
     shapes = [attention_shape(layer) for layer in layers]
     places = []
     for rank, layer in enumerate(layers):
-        visible = thinned(layer, shapes, rank, 10_000, 64).captured["visible"]
+        visible = take_share(layer, shapes, rank, 10_000, 64).captured["visible"]
         places += (
             visible.sum(3).flatten().tolist()
         )  # a causal row sees as many keys as it has place
@@ -236,9 +230,9 @@ def test_thinned_queries_cover_all_positions_alike():
 
 def test_one_rank_keeps_all_and_a_layer_without_attention_is_left_alone():
     layer = attention_layer(0, 4, 16, 16)
-    assert thinned(layer, [attention_shape(layer)], 0, 64, 64) is layer
+    assert take_share(layer, [attention_shape(layer)], 0, 64, 64) is layer
     rows = rows_layer(drawn(0, 4, WIDTH))
-    assert thinned(rows, [None, None], 1, 64, 64) is rows
+    assert take_share(rows, [None, None], 1, 64, 64) is rows
 
 
 # -- what ranks say to one another -----------------------------------------------------------------
@@ -248,8 +242,8 @@ def report(step=0, failure=None, names=("a", "b"), notes=(), lacking=None, **mor
     layers = tuple(("", index, name) for index, name in enumerate(names))
     lacking = tuple(lacking or ({},) * len(names))
     return _Report(
-        (step, "inline"), failure, layers, (None,) * len(names), lacking, 5, "train", "float32",
-        tuple(notes), **more,
+        (step, "inline"), failure, layers, (None,) * len(names), lacking,
+        PassInfo(5, "train", "float32", [*notes]), **more,
     )  # fmt: skip
 
 
@@ -263,8 +257,8 @@ def report(step=0, failure=None, names=("a", "b"), notes=(), lacking=None, **mor
 )
 def test_ranks_that_disagree_all_raise_the_same(other, message):
     with pytest.raises(RankFailedError, match=message):
-        _agree([report(), other])
-    _agree([report(), report()])
+        _check_reports([report(), other])
+    _check_reports([report(), report()])
 
 
 def test_notes_are_said_once_however_many_the_ranks():
@@ -295,7 +289,7 @@ def test_a_parcel_comes_back_as_it_was():
             "words": ("a", None, 0.5),
         },
     ]
-    layer, plain = _unpack(_pack(parcel))
+    layer, plain = unpack(pack(parcel))
     assert torch.equal(layer.captured["hidden"], parcel[0].captured["hidden"])
     assert layer.missing == parcel[0].missing
     for name, value in parcel[1].items():
@@ -305,7 +299,8 @@ def test_a_parcel_comes_back_as_it_was():
     assert plain["words"] == ("a", None, 0.5)
 
 
-def test_one_process_has_no_line_and_refuses_nothing():
+def test_one_process_is_connected_to_nothing_and_refuses_nothing():
     assert (find_ranks().rank, find_ranks().size) == (0, 1)
-    assert not join_ranks().linked
-    assert refusal(torch.nn.Linear(3, 3)) is None
+    model = torch.nn.Linear(3, 3)
+    assert not join_ranks(model).connected
+    assert why_not_gathered(model) is None

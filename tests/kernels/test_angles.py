@@ -7,9 +7,34 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.spatial.distance import pdist
 
-from geomon.kernels.angles import cosine, qk_cosine, qk_dot
+from geomon.kernels.angles import (
+    cosine,
+    head_anisotropy,
+    head_cosine,
+    mean_rows,
+    qk_cosine,
+    qk_dot,
+)
+from geomon.kernels.moments import drift_norm
+from geomon.kernels.spectrum import anisotropy, spectrum
+
+
+def mean_norm(rows):
+    return mean_rows(rows).norm(dim=1)
+
+
+HEAD_KERNELS = [mean_norm, head_cosine, head_anisotropy]
+REFERENCES = {
+    mean_norm: drift_norm,
+    head_cosine: cosine,
+    head_anisotropy: lambda rows: anisotropy(spectrum(rows)),
+}
+HEAD_SHAPES = [(2, 1, 2), (500, 3, 16), (40, 12, 64), (7, 5, 1), (600, 2, 96)]
 
 small_shapes = st.tuples(st.integers(2, 24), st.integers(1, 12), st.integers(0, 10**6))
+head_shapes = st.tuples(
+    st.integers(3, 20), st.integers(1, 4), st.integers(2, 8), st.integers(0, 10**6)
+)
 few_examples = settings(deadline=None, derandomize=True, max_examples=30)
 
 
@@ -175,20 +200,19 @@ def test_qk_agrees_with_one_head_at_a_time(heads, key_heads, queries, keys):
     pairs = list(head_by_head(query, key))
     dots = torch.tensor([float(q @ k) for q, k in pairs], dtype=torch.float64)
     norms = torch.tensor([np.linalg.norm(q) * np.linalg.norm(k) for q, k in pairs])
-    torch.testing.assert_close(qk_dot(query, key), dots, rtol=1e-11, atol=1e-13)
-    torch.testing.assert_close(qk_cosine(query, key), dots / norms, rtol=1e-11, atol=1e-13)
+    means = mean_rows(query), mean_rows(key)
+    torch.testing.assert_close(qk_dot(*means), dots, rtol=1e-11, atol=1e-13)
+    torch.testing.assert_close(qk_cosine(*means), dots / norms, rtol=1e-11, atol=1e-13)
 
 
-def test_qk_means_survive_many_tokens_in_half_precision():
-    # A running float16 sum of 100,000 ones stops at 2,048; the mean must still be 1.
-    query = torch.ones(100_000, 1, 4, dtype=torch.float16)
-    assert qk_dot(query, query).item() == 4
-    assert qk_cosine(query, query).item() == 1
+def test_means_of_many_tokens_in_half_precision():
+    # A running float16 sum of 100,000 ones stops at 2,048; the mean is 1.
+    assert mean_rows(torch.ones(100_000, 1, 4, dtype=torch.float16)).tolist() == [[1.0] * 4]
 
 
 def test_qk_of_known_angles():
-    query = torch.tensor([[[1.0, 0.0], [0.0, 3.0], [2.0, 2.0]]]).repeat(9, 1, 1)
-    key = torch.tensor([[[5.0, 0.0]]]).repeat(4, 1, 1)
+    query = torch.tensor([[1.0, 0.0], [0.0, 3.0], [2.0, 2.0]])
+    key = torch.tensor([[5.0, 0.0]])
     assert qk_dot(query, key).tolist() == [5.0, 0.0, 10.0]
     torch.testing.assert_close(
         qk_cosine(query, key), torch.tensor([1.0, 0.0, math.sqrt(0.5)], dtype=torch.float64)
@@ -196,8 +220,7 @@ def test_qk_of_known_angles():
 
 
 def test_qk_cosine_is_nan_where_a_mean_is_zero_and_only_there():
-    query = torch.tensor([[[1.0, 2.0], [1.0, 1.0]], [[-1.0, -2.0], [1.0, 1.0]]])
-    key = torch.ones(3, 2, 2)
+    query, key = torch.tensor([[0.0, 0.0], [1.0, 1.0]]), torch.ones(2, 2)
     got = qk_cosine(query, key)
     assert got[0].isnan()
     assert got[1].item() == pytest.approx(1)
@@ -207,26 +230,27 @@ def test_qk_cosine_is_nan_where_a_mean_is_zero_and_only_there():
 @given(small_shapes, st.sampled_from([1e-3, 1.0, 40.0]))
 @few_examples
 def test_qk_under_rotation_order_and_scale(shape, scale):
-    tokens, width, seed = shape
-    query, key = normal(tokens, 4, width, seed=seed) + 1, normal(tokens, 2, width, seed=seed + 1)
+    groups, width, seed = shape
+    query, key = normal(2 * groups, width, seed=seed) + 1, normal(groups, width, seed=seed + 1)
     turn = rotation(width, seed)
-    order = torch.randperm(tokens, generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(groups, generator=torch.Generator().manual_seed(seed))
+    heads = (2 * order[:, None] + torch.arange(2)).flatten()
     dot, angle = qk_dot(query, key), qk_cosine(query, key)
     close = {"rtol": 1e-9, "atol": 1e-11}
     torch.testing.assert_close(qk_dot(query @ turn, key @ turn), dot, **close)
     torch.testing.assert_close(qk_cosine(query @ turn, key @ turn), angle, **close)
-    torch.testing.assert_close(qk_cosine(query[order], key), angle, **close)
-    torch.testing.assert_close(qk_dot(query, key[order]), dot, **close)
+    torch.testing.assert_close(qk_cosine(query[heads], key[order]), angle[heads], **close)
+    torch.testing.assert_close(qk_dot(query[heads], key[order]), dot[heads], **close)
     torch.testing.assert_close(qk_cosine(query, scale * key), angle, **close)
     torch.testing.assert_close(qk_dot(scale * query, key), scale * dot, **close)
-    torch.testing.assert_close(qk_dot(query, key.repeat(2, 1, 1)), dot, **close)
+    torch.testing.assert_close(qk_dot(query, key.repeat_interleave(2, dim=0)), dot, **close)
     assert (angle.abs() <= 1 + 1e-12).all()
 
 
 @pytest.mark.parametrize("kernel", [qk_cosine, qk_dot])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_qk_takes_any_floating_dtype_and_leaves_it_alone(kernel, dtype):
-    query, key = normal(450, 4, 8).to(dtype), (normal(450, 2, 8, seed=1) + 1).to(dtype)
+    query, key = normal(4, 8).to(dtype), (normal(2, 8, seed=1) + 1).to(dtype)
     before = query.clone(), key.clone()
     got = kernel(query, key)
     assert got.dtype == torch.float64
@@ -240,18 +264,157 @@ def test_qk_takes_any_floating_dtype_and_leaves_it_alone(kernel, dtype):
 @pytest.mark.parametrize(
     ("query", "key"),
     [
-        ((5, 4, 8), (5, 4, 7)),
-        ((5, 4, 8), (5, 3, 8)),
-        ((5, 2, 8), (5, 4, 8)),
-        ((5, 4, 8), (5, 0, 8)),
-        ((0, 4, 8), (5, 4, 8)),
-        ((5, 4, 8), (0, 4, 8)),
-        ((5, 8), (5, 8)),
-        ((1, 5, 4, 8), (1, 5, 4, 8)),
+        ((4, 8), (4, 7)),
+        ((4, 8), (3, 8)),
+        ((2, 8), (4, 8)),
+        ((4, 8), (0, 8)),
+        ((8,), (8,)),
+        ((5, 4, 8), (5, 4, 8)),
     ],
 )
 def test_qk_names_the_shapes_it_cannot_use(kernel, query, key):
-    with pytest.raises(ValueError, match="expected queries") as caught:
+    with pytest.raises(ValueError, match="expected mean queries") as caught:
         kernel(torch.ones(query), torch.ones(key))
     assert str(list(query)) in str(caught.value)
     assert str(list(key)) in str(caught.value)
+
+
+@pytest.mark.parametrize("kernel", HEAD_KERNELS)
+@pytest.mark.parametrize("shape", HEAD_SHAPES)
+@pytest.mark.parametrize("offset", [0.0, 2.0])
+def test_each_head_by_itself_as_hidden_states_are(kernel, shape, offset):
+    rows = normal(*shape) * torch.linspace(0.2, 2, shape[2]) + offset
+    want = torch.stack([REFERENCES[kernel](rows[:, head]) for head in range(shape[1])])
+    torch.testing.assert_close(kernel(rows), want, rtol=1e-9, atol=1e-12)
+
+
+def test_head_cosine_agrees_with_all_pairs_one_by_one():
+    rows = normal(80, 3, 5) + 1
+    got = head_cosine(rows)
+    for head in range(3):
+        x = rows[:, head].numpy()
+        x = x / np.linalg.norm(x, axis=1, keepdims=True)
+        pairs = (x @ x.T)[np.triu_indices(80, k=1)]
+        assert got[head].item() == pytest.approx(pairs.mean(), abs=1e-12)
+
+
+def test_head_anisotropy_agrees_with_singular_values():
+    rows = normal(300, 4, 24) * torch.linspace(0.1, 3, 24) + 7
+    got = head_anisotropy(rows)
+    for head in range(4):
+        x = rows[:, head].numpy()
+        s = np.linalg.svd(x - x.mean(axis=0), compute_uv=False)
+        assert got[head].item() == pytest.approx(s[0] ** 2 / (s**2).sum(), rel=1e-10)
+
+
+def test_heads_that_differ_are_told_apart():
+    line = torch.linspace(-1, 1, 50, dtype=torch.float64)[:, None] * normal(1, 8)
+    rows = torch.stack([line + 3, normal(50, 8), normal(1, 8).expand(50, -1)], dim=1)
+    one, isotropic, equal = head_anisotropy(rows).tolist()
+    assert one == pytest.approx(1)
+    assert isotropic < 0.5
+    assert math.isnan(equal)
+    assert head_cosine(rows)[2].item() == pytest.approx(1)
+
+
+def test_head_anisotropy_far_from_the_origin_where_float32_moments_lose_it():
+    near = (normal(400, 2, 16) * 1024).round() / 1024
+    far = (near + 1e6).double()
+    mean = far.float().mean(dim=0)
+    second = torch.einsum("thi,thj->hij", far.float(), far.float()) / 400
+    naive = torch.linalg.eigvalsh(second - mean[:, :, None] * mean[:, None])
+    assert (naive < 0).any()
+    torch.testing.assert_close(head_anisotropy(far), head_anisotropy(near), rtol=1e-9, atol=0)
+
+
+def test_rows_without_a_direction_are_left_out_of_the_head_they_are_in():
+    rows = normal(30, 2, 6)
+    rows[4:9, 0] = 0
+    keep = torch.cat([rows[:4, 0], rows[9:, 0]])
+    got = head_cosine(rows)
+    torch.testing.assert_close(got[0], cosine(keep))
+    torch.testing.assert_close(got[1], cosine(rows[:, 1]))
+    rows[1:, 0] = 0
+    got = head_cosine(rows)
+    assert got[0].isnan()
+    assert not got[1].isnan()
+
+
+@pytest.mark.parametrize("scale", [1e-200, 1e200])
+def test_head_cosine_of_lengths_whose_squares_do_not_fit(scale):
+    rows = normal(20, 2, 6)
+    torch.testing.assert_close(head_cosine(scale * rows), head_cosine(rows), rtol=1e-10, atol=1e-12)
+
+
+@given(head_shapes, st.sampled_from([2.0**-20, -3.0, 2.0**20]))
+@few_examples
+def test_heads_follow_scale_rotation_and_order_as_they_should(shape, scale):
+    tokens, heads, width, seed = shape
+    rows = normal(tokens, heads, width, seed=seed)
+    turn = torch.linalg.qr(normal(heads, width, width, seed=seed + 1)).Q
+    turned = torch.einsum("thi,hij->thj", rows, turn)
+    order = torch.randperm(tokens, generator=torch.Generator().manual_seed(seed))
+    head = torch.randperm(heads, generator=torch.Generator().manual_seed(seed))
+    close = {"rtol": 1e-8, "atol": 1e-10}
+    for kernel in HEAD_KERNELS:
+        want = kernel(rows)
+        power = abs(scale) if kernel is mean_norm else 1
+        torch.testing.assert_close(kernel(scale * rows) / power, want, **close)
+        torch.testing.assert_close(kernel(turned), want, **close)
+        torch.testing.assert_close(kernel(rows[order]), want, **close)
+        torch.testing.assert_close(kernel(rows[:, head]), want[head], **close)
+
+
+@given(head_shapes)
+@few_examples
+def test_heads_lie_in_their_ranges(shape):
+    tokens, heads, width, seed = shape
+    rows = normal(tokens, heads, width, seed=seed)
+    assert (mean_norm(rows) >= 0).all()
+    angles = head_cosine(rows)
+    assert ((angles >= -1 / (tokens - 1) - 1e-12) & (angles <= 1 + 1e-12)).all()
+    shares = head_anisotropy(rows)
+    assert ((shares >= 1 / min(tokens, width) - 1e-12) & (shares <= 1 + 1e-12)).all()
+
+
+def test_one_token_has_a_mean_and_nothing_else():
+    rows = normal(1, 3, 4)
+    torch.testing.assert_close(mean_norm(rows), rows[0].norm(dim=1))
+    assert head_cosine(rows).isnan().all()
+    assert head_anisotropy(rows).isnan().all()
+
+
+@pytest.mark.parametrize("tokens", [2, 3, 7, 1000])
+def test_equal_rows_have_no_anisotropy(tokens):
+    assert head_anisotropy(normal(1, 3, 4).expand(tokens, -1, -1)).isnan().all()
+
+
+@pytest.mark.parametrize("kernel", HEAD_KERNELS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_heads_take_any_floating_dtype_and_leave_it_alone(kernel, dtype):
+    rows = (1000 * normal(60, 3, 8)).to(dtype)  # squares overflow float16
+    before = rows.clone()
+    got = kernel(rows)
+    assert got.dtype == torch.float64
+    assert got.shape == (3,)
+    assert torch.equal(rows, before)
+    torch.testing.assert_close(got, kernel(rows.double()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kernel", HEAD_KERNELS)
+@pytest.mark.parametrize(
+    "rows",
+    [
+        torch.ones(4),
+        torch.ones(4, 2),
+        torch.ones(0, 2, 3),
+        torch.ones(4, 0, 3),
+        torch.ones(4, 2, 0),
+        torch.ones(1, 4, 2, 3),
+        torch.ones(4, 2, 3, dtype=torch.int64),
+    ],
+)
+def test_heads_name_what_they_cannot_use(kernel, rows):
+    with pytest.raises(ValueError, match=r"\[tokens, heads, head width\]") as caught:
+        kernel(rows)
+    assert f"{rows.dtype} {list(rows.shape)}" in str(caught.value)

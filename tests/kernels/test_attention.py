@@ -9,7 +9,7 @@ from scipy.special import entr, log_softmax
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from geomon.kernels import attention
+from geomon.kernels import _blocks
 from geomon.kernels.attention import (
     AttentionRows,
     attention_entropy,
@@ -295,7 +295,7 @@ def test_the_size_of_the_block_does_not_change_the_rows(monkeypatch, block):
     visible = torch.rand(3, 1, 20, 600, generator=torch.Generator().manual_seed(2)) < 0.4
     bias = whole(4, 20, 600, seed=3)
     want = attention_rows(query, key, visible, 0.125, bias)
-    monkeypatch.setattr(attention, "_BLOCK", block)
+    monkeypatch.setattr(_blocks, "BLOCK", block)
     assert_rows_close(attention_rows(query, key, visible, 0.125, bias), want, atol=1e-9)
 
 
@@ -325,7 +325,7 @@ def test_the_size_of_the_block_bounds_the_temporaries(monkeypatch, key_heads):
     with LargestNewTensor(*inputs) as at_once:
         attention_rows(query, key, visible, 0.3, bias)
     assert at_once.bytes == 2 * 4 * 4 * 64 * 1024  # both sequences
-    monkeypatch.setattr(attention, "_BLOCK", 4 * 16 * 1024)
+    monkeypatch.setattr(_blocks, "BLOCK", 4 * 16 * 1024)
     with LargestNewTensor(*inputs) as in_blocks:
         attention_rows(query, key, visible, 0.3, bias)
     assert in_blocks.bytes == 4 * 4 * 16 * 1024
@@ -479,7 +479,7 @@ def test_median_is_that_of_the_visible_weights(kind):
 @pytest.mark.parametrize("block", [3000, 10**9])
 @pytest.mark.parametrize("kind", MASKS)
 def test_softcap_bounds_the_scores_before_the_bias(monkeypatch, kind, block):
-    monkeypatch.setattr(attention, "_BLOCK", block)
+    monkeypatch.setattr(_blocks, "BLOCK", block)
     query, key = normal(2, 4, 64, 16), normal(2, 2, 64, 16, seed=1)
     bias, visible = normal(1, 4, 1, 64, seed=2), mask(kind, 2, 64)
     capped = 3 * torch.tanh(query @ key.repeat_interleave(2, dim=1).mT / 3)
@@ -497,7 +497,7 @@ def test_softcap_bounds_the_scores_before_the_bias(monkeypatch, kind, block):
 @pytest.mark.parametrize("block", [3000, 10**9])
 @pytest.mark.parametrize("kind", MASKS)
 def test_a_learned_sink_is_an_outcome_but_no_key(monkeypatch, kind, block):
-    monkeypatch.setattr(attention, "_BLOCK", block)
+    monkeypatch.setattr(_blocks, "BLOCK", block)
     query, key, logits = normal(2, 4, 64, 16), normal(2, 2, 64, 16, seed=1), normal(4, seed=3)
     visible = mask(kind, 2, 64)
     got = attention_rows(query, key, visible, 0.25, sink=5 * logits)

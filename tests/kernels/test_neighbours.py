@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from scipy.spatial import cKDTree
 
 import geomon.kernels.neighbours
+from geomon.kernels import _blocks
 from geomon.kernels.neighbours import Neighbours, first_of_each, nearest, nearest_among, unique_rows
 
 few_examples = settings(deadline=None, derandomize=True, max_examples=30)
@@ -161,7 +162,7 @@ def test_faiss_and_torch_give_the_same_answer(monkeypatch, tokens, width, offset
 def test_the_size_of_the_block_does_not_change_the_answer(monkeypatch, block):
     rows = normal(450, 20)
     want = brute_force(rows, 5)
-    monkeypatch.setattr(geomon.kernels.neighbours, "_BLOCK", block)
+    monkeypatch.setattr(_blocks, "BLOCK", block)
     got = nearest(rows, k=5)
     torch.testing.assert_close(got.distances, want.distances, rtol=1e-12, atol=0)
     assert torch.equal(got.indices, want.indices)

@@ -5,14 +5,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from geomon.kernels.moments import drift_norm, mean_square_norm, variance
-from geomon.kernels.token_types import (
-    between_variance,
-    norm_variance_slope,
-    variance_shares,
-    within_variance,
-)
+from geomon.kernels.token_types import token_types, variance_shares
 
-KERNELS = [within_variance, between_variance, variance_shares, norm_variance_slope]
+
+def within_variance(hidden, token_ids):
+    return token_types(hidden, token_ids).within_variance
+
+
+def between_variance(hidden, token_ids):
+    return variance(hidden) - within_variance(hidden, token_ids)
+
+
+def norm_variance_slope(hidden, token_ids, smallest=10, largest=100_000):
+    return token_types(hidden, token_ids).norm_variance_slope(smallest, largest)
+
+
+KERNELS = [within_variance, variance_shares, norm_variance_slope]
 
 few_examples = settings(deadline=None, derandomize=True, max_examples=30)
 cases = st.tuples(st.integers(4, 60), st.integers(1, 9), st.integers(1, 8), st.integers(0, 10**6))
@@ -26,7 +34,7 @@ def normal(*shape, seed=0):
     return torch.randn(*shape, dtype=torch.float64, generator=generator(seed))
 
 
-def token_types(tokens, types, seed=0):
+def random_ids(tokens, types, seed=0):
     return torch.randint(types, (tokens,), generator=generator(seed)) * 7 - 3
 
 
@@ -50,7 +58,7 @@ def by_loop(hidden, token_ids):
 @pytest.mark.parametrize(("tokens", "width", "types"), [(500, 8, 3), (700, 30, 300), (9, 2, 8)])
 @pytest.mark.parametrize("offset", [0.0, 20.0])
 def test_variances_agree_with_a_loop_over_types(tokens, width, types, offset):
-    hidden, ids = normal(tokens, width) + offset, token_types(tokens, types)
+    hidden, ids = normal(tokens, width) + offset, random_ids(tokens, types)
     hidden = hidden + 3 * normal(1000, width, seed=2)[ids % 1000]
     count, _, spread = by_loop(hidden, ids)
     plain = (count * spread).sum() / tokens
@@ -101,7 +109,7 @@ def test_between_variance_is_never_lower_than_it_says():
 @few_examples
 def test_the_parts_add_up(case, offset):
     tokens, width, types, seed = case
-    hidden, ids = normal(tokens, width, seed=seed) + offset, token_types(tokens, types, seed)
+    hidden, ids = normal(tokens, width, seed=seed) + offset, random_ids(tokens, types, seed)
     if len(ids.unique()) == tokens:
         return
     within, between = within_variance(hidden, ids), between_variance(hidden, ids)
@@ -121,7 +129,7 @@ def test_the_parts_add_up(case, offset):
 @few_examples
 def test_variances_follow_the_scale_and_not_the_shift_rotation_order_or_names(case, scale):
     tokens, width, types, seed = case
-    hidden, ids = normal(tokens, width, seed=seed), token_types(tokens, types, seed)
+    hidden, ids = normal(tokens, width, seed=seed), random_ids(tokens, types, seed)
     hidden = (hidden * 1024).round() / 1024
     if len(ids.unique()) == tokens:
         return
@@ -149,7 +157,7 @@ def test_one_type_is_all_within_and_two_constant_types_all_between():
 
 
 def test_within_variance_at_offset_1e10_where_moments_of_types_cancel():
-    near, ids = (normal(450, 24) * 1024).round() / 1024, token_types(450, 30)
+    near, ids = (normal(450, 24) * 1024).round() / 1024, random_ids(450, 30)
     far = near + 1e10
     naive = sum(
         part.square().sum() - len(part) * part.mean(dim=0).square().sum()
@@ -190,7 +198,7 @@ def test_slope_agrees_with_numpys_fit(smallest):
 
 def test_rows_on_a_sphere_have_a_slope_of_minus_one():
     # Q_t = 1 for all types, as behind a normalisation: what the mean gains the variance loses.
-    ids = token_types(4000, 40)
+    ids = random_ids(4000, 40)
     hidden = normal(4000, 16) + normal(1000, 16, seed=5)[ids]
     got = norm_variance_slope(hidden / hidden.norm(dim=1, keepdim=True), ids)
     assert got.slope.item() == pytest.approx(-1, abs=1e-9)
@@ -228,7 +236,7 @@ def test_coverage_counts_the_tokens_of_the_types_in_the_fit(smallest, largest):
 @given(st.integers(0, 10**6), st.sampled_from([0.1, -3.0, 2.0**20]))
 @few_examples
 def test_slope_does_not_change_with_scale_rotation_order_or_names(seed, scale):
-    ids = token_types(200, 8, seed)
+    ids = random_ids(200, 8, seed)
     hidden = normal(200, 5, seed=seed) + normal(100, 5, seed=seed + 1)[ids]
     order = torch.randperm(200, generator=generator(seed))
     turn = torch.linalg.qr(normal(5, 5, seed=seed + 2)).Q

@@ -1,6 +1,7 @@
 import pytest
 
-from geomon.metrics.cautions import Note, cautions, grouped
+from geomon.capture.snapshot import Note, group_by_layer
+from geomon.metrics.cautions import cautions
 
 
 def kinds(values):
@@ -64,4 +65,4 @@ def test_kind_stays_while_numbers_change():
 
 
 def test_reasons_are_grouped_by_layer():
-    assert grouped({("m", "why"): [1, 2]}) == [Note("m: why", "m, layer 1, 2: why")]
+    assert group_by_layer({("m", "why"): [1, 2]}) == [Note("m: why", "m, layer 1, 2: why")]

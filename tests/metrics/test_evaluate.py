@@ -2,10 +2,10 @@ import math
 
 import pytest
 import torch
+from measuring import evaluate
 
-from geomon.capture.snapshot import SOURCES, Layer, Snapshot
-from geomon.metrics.evaluate import evaluate
-from geomon.metrics.table import METRICS, select
+from geomon import METRICS, select
+from geomon.capture.snapshot import SOURCES, Layer, PassInfo, Snapshot
 
 OF_HEADS = ("qk", "attention", "query", "key", "max_logit")
 
@@ -18,7 +18,7 @@ def snapshot(*hidden: torch.Tensor, **captured) -> Snapshot:
         )
         for i, h in enumerate(hidden)
     ]  # fmt: skip
-    return Snapshot(layers, len(hidden[0]), "eval", "float32")
+    return Snapshot(layers, PassInfo(len(hidden[0]), "eval", "float32"))
 
 
 def values(metrics, seen, rows=4, batches=2, **kwargs):
@@ -97,15 +97,15 @@ def test_metrics_do_not_run_under_autocast_nor_autograd():
 
 def test_expensive_views_are_computed_once(monkeypatch):
     calls = []
-    from geomon.capture import snapshot as layer
+    from geomon.metrics import views
 
-    real = layer.DERIVED["nearest"]
+    real = views.DERIVED["nearest"]
 
     def counted(hidden, unique_rows):
         calls.append(1)
         return real(hidden, unique_rows)
 
-    monkeypatch.setitem(layer.DERIVED, "nearest", counted)
+    monkeypatch.setitem(views.DERIVED, "nearest", counted)
     hidden = torch.randn(200, 5)
     captured = {"token_ids": torch.arange(200) % 3, "positions": torch.arange(200) % 90}
     metrics = select("twonn", "twonn_distinct", "gride")
@@ -155,7 +155,7 @@ def test_stacks_are_named_apart_and_have_their_own_means():
     ]
     cross = Layer(1, "cross 1", {"query": torch.ones(2)}, stack="cross",
                   sources=frozenset({"attention"}))  # fmt: skip
-    seen = Snapshot([*layers, cross], 4, "eval", "float32")
+    seen = Snapshot([*layers, cross], PassInfo(4, "eval", "float32"))
     metrics = {"m": lambda hidden: hidden.mean(), "q": lambda query: query.mean()}
     result = evaluate(seen, metrics, rows=4, batches=1)
     assert result.values["m/encoder_layer_02"] == 3

@@ -9,8 +9,10 @@ import torch
 from models import PlainDecoder, batch
 
 from geomon import METRICS, MORE_METRICS, measure
-from geomon.capture.snapshot import CAPTURED, DERIVED, Layer, captured_views, parameters
-from geomon.metrics.table import check_metrics, views_of
+from geomon.capture.snapshot import CAPTURED, Layer
+from geomon.metrics import Evaluator
+from geomon.metrics.table import check_metrics
+from geomon.metrics.views import DERIVED, LayerViews, captured_views, parameters
 
 ALL = METRICS | MORE_METRICS
 
@@ -86,7 +88,7 @@ def test_derived_views_come_down_to_captured_ones():
     for name in DERIVED:
         assert captured_views([name]) <= CAPTURED.keys()
         assert captured_views([name])
-    assert views_of({"m": METRICS["attention_entropy"]}) == {
+    assert Evaluator({"m": METRICS["attention_entropy"]}, 1).views == {
         "query", "key", "visible", "scale", "bias", "softcap", "sink", "scores",
     }  # fmt: skip
 
@@ -116,10 +118,10 @@ def test_metrics_of_shared_views_agree_with_numpy_on_the_raw_rows(offset):
     query = 2 * torch.randn(600, 4, 6, generator=generator) + 1
     key = torch.randn(600, 2, 6, generator=generator) - torch.arange(6.0)
     captured = {"hidden": rows, "token_ids": ids, "projected_query": query, "projected_key": key}
-    layer = Layer(1, "block", captured)
+    views = LayerViews(Layer(1, "block", captured))
 
     def got(name):
-        return METRICS[name](*map(layer.view, parameters(METRICS[name])))
+        return views.apply(METRICS[name])
 
     x, q, k = (part.double().numpy() for part in (rows, query, key))
     types = [x[ids.numpy() == t] for t in np.unique(ids.numpy())]

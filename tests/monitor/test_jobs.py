@@ -1,10 +1,11 @@
 import pytest
 import torch
+from measuring import evaluate
 
-from geomon.capture.snapshot import Layer, Snapshot
-from geomon.metrics.cautions import Note
-from geomon.monitor.jobs import UnderWay
-from geomon.monitor.together import measure_alone
+from geomon.capture.snapshot import Layer, Note, PassInfo, Snapshot
+from geomon.distributed import RankGroup
+from geomon.metrics import Evaluator
+from geomon.monitor.jobs import ReadingJob
 
 METRICS = {
     "mean": lambda hidden: hidden.mean(),
@@ -19,57 +20,108 @@ def snapshot(rows=1200):
         Layer(i, f"layer {i}", {"hidden": torch.randn(rows, 4, generator=generator)})
         for i in range(4)
     ]
-    return Snapshot(layers, rows, "eval", "float32", [Note("kind", "seen")])
+    return Snapshot(layers, PassInfo(rows, "eval", "float32", [Note("kind", "seen")]))
 
 
-def under_way(rows=500, batches=2):
-    return UnderWay(
-        7, "probe", snapshot(), METRICS, rows=rows, batches=batches, strict=True, seconds=0.5
-    )
+def make_job(metrics=METRICS, rows=500, batches=2, of=None):
+    return ReadingJob(
+        7, "probe", of or snapshot(), RankGroup(), Evaluator(metrics, batches, strict=True),
+        tokens=500, rows=rows, seconds=0.5,
+    )  # fmt: skip
+
+
+def measured(job):
+    while not job.complete:
+        job.measure_next()
+    job.finish()
+    return job.result()
+
+
+def values_of(reading):
+    return {tag: value for tag, value in reading.values.items() if tag != "geomon/seconds"}
 
 
 def test_layer_by_layer_gives_what_all_at_once_gives():
-    reading = under_way()
-    while not reading.complete:
-        assert reading.measure_next() > 0
-    whole = measure_alone(snapshot(), METRICS, rows=500, batches=2, strict=True)
-    assert reading.found().values == whole.values
-    assert reading.found().notes == whole.notes
-    assert (reading.step, reading.source, reading.layers) == (7, "probe", 4)
-    assert reading.seconds > 0.5
+    job = make_job()
+    assert not job.begun
+    assert job.measure_next() > 0
+    assert job.begun
+    reading = measured(job)
+    whole = evaluate(snapshot(), METRICS, rows=500, batches=2, strict=True)
+    assert values_of(reading) == whole.values
+    assert job.notes == [Note("kind", "seen"), *whole.notes]
+    assert reading.notes == [note.text for note in job.notes]
+    assert (reading.step, reading.source, reading.mode) == (7, "probe", "eval")
+    assert (reading.tokens, reading.dtype, reading.world_size) == (1000, "float32", 1)
+    assert reading.seconds == reading.values["geomon/seconds"] == job.seconds > 0.5
 
 
-def test_thinned_rows_are_fewer_in_every_layer_and_said():
-    reading = under_way()
-    reading.thin(300)
-    while not reading.complete:
-        reading.measure_next()
-    found = reading.found()
-    assert {v for tag, v in found.values.items() if tag.startswith("rows/layer")} <= {300, 0}
-    assert found.tokens == 600
-    assert found.notes[-1].text == "300 rows in a batch instead of 500, to stay within the budget"
+def test_rows_are_limited_in_every_layer_and_noted():
+    job = make_job()
+    job.limit_rows(300)
+    reading = measured(job)
+    assert {v for tag, v in reading.values.items() if tag.startswith("rows/layer")} <= {300, 0}
+    assert reading.tokens == 600
+    assert reading.notes[-1] == "300 rows in a batch instead of 500, to stay within the budget"
 
 
-def test_more_rows_than_were_asked_for_are_not_taken():
-    reading = under_way()
-    reading.thin(4096)
-    assert reading.rows == 500
+def test_more_rows_than_were_captured_are_not_taken():
+    job = make_job(rows=400)
+    job.limit_rows(4096)
+    assert job.rows == 400
+
+
+def test_few_rows_are_noted():
+    reading = measured(make_job(of=snapshot(200)))
+    assert reading.tokens == 200
+    assert "estimates stand on 200 rows, fewer than tokens=500" in reading.notes[-1]
 
 
 def test_rows_do_not_change_once_a_layer_stands_on_them():
-    reading = under_way()
-    reading.measure_next()
+    job = make_job()
+    job.measure_next()
     with pytest.raises(ValueError, match="1 layers stand on 500 rows already"):
-        reading.thin(300)
+        job.limit_rows(300)
 
 
 def test_a_trial_costs_time_and_changes_nothing():
-    reading, other = under_way(), under_way()
-    rows, seconds = reading.try_out()
+    job, other = make_job(), make_job()
+    rows, seconds = job.try_layer()
     assert rows == 256
     assert seconds > 0
-    assert reading.seconds > 0.5 + seconds
-    while not reading.complete:
-        reading.measure_next()
-        other.measure_next()
-    assert reading.found() == other.found()
+    assert job.seconds > 0.5 + seconds
+    assert values_of(measured(job)) == values_of(measured(other))
+
+
+def test_a_layer_that_was_interrupted_is_measured_again():
+    interrupted = []
+
+    def once(hidden):
+        if not interrupted:
+            interrupted.append(True)
+            raise KeyboardInterrupt
+        return hidden.mean()
+
+    job = make_job({"once": once})
+    with pytest.raises(KeyboardInterrupt):
+        job.measure_next()
+    assert sum("once/layer" in tag for tag in measured(job).values) >= 4
+
+
+def test_what_a_metric_raises_is_the_result():
+    def broken(hidden):
+        raise ZeroDivisionError("by design")
+
+    job = make_job({"broken": broken})
+    with pytest.raises(ZeroDivisionError):
+        job.measure_next()
+    job.fail(ZeroDivisionError("by design"))
+    assert job.complete
+    job.finish()
+    with pytest.raises(ZeroDivisionError, match="by design"):
+        job.result()
+
+
+def test_without_a_snapshot_there_is_no_job_but_its_error():
+    with pytest.raises(OSError, match="no window"):
+        make_job(of=OSError("no window"))

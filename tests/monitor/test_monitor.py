@@ -13,7 +13,7 @@ from torch import nn
 
 import geomon
 from geomon import METRICS, Memory, Monitor, every, measure, read, select
-from geomon.distributed.group import Ranks
+from geomon.distributed import RankGroup
 
 
 def monitor(model, tmp_path=None, **kwargs):
@@ -220,7 +220,7 @@ def test_a_resume_on_a_full_disk_knows_what_is_recorded(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(resumed._outlet.record, "_append", full)
+        patch.setattr(resumed._writer._record, "_append", full)
         train(model, resumed, steps=3, start=1)
     train(model, resumed, steps=1, start=4)
     assert [r.step for r in read(tmp_path)] == [0, 1, 2, 3, 4]
@@ -288,13 +288,13 @@ def test_a_resumed_run_goes_on_and_reads_nothing_twice(tmp_path):
 def test_without_gathering_every_rank_runs_the_passes_whatever_the_record_holds(
     tmp_path, monkeypatch, rank
 ):
-    from geomon.monitor import monitor as module
+    import geomon.monitor.monitor as module
 
     model = PlainDecoder()
     before = monitor(model, tmp_path)
     for step in (0, 3):
         before.probe(step, batch())
-    monkeypatch.setattr(module, "find_ranks", lambda: Ranks(rank, 2))
+    monkeypatch.setattr(module, "find_ranks", lambda: RankGroup(rank, 2))
     passes = []
     resumed = monitor(model, tmp_path, probe=lambda m: passes.append(m(batch())), gather=False)
     for step in (3, 3, 4, 4):  # as with accumulated batches

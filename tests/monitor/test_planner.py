@@ -1,9 +1,9 @@
 import pytest
 
 from geomon import every
-from geomon.distributed.group import Ranks
-from geomon.monitor.budget import Budget
-from geomon.monitor.planner import Agenda
+from geomon.distributed import RankGroup
+from geomon.monitor.budget import Budget, Decision
+from geomon.monitor.planner import ReadingPlanner
 
 
 class Clock:
@@ -13,118 +13,164 @@ class Clock:
         return self.now
 
 
-def agenda(share=None, ranks=None, agree=lambda value: value):
+def make_planner(share=None, group=None, source="inline", schedule=None):
     clock = Clock()
     budget = Budget(share, 1024, clock=clock)
     budget.begin()
-    made = Agenda(every(10), budget, ranks or Ranks(), agree, tokens=1024, layers=lambda: 4)
-    return made, budget, clock
+    planner = ReadingPlanner(
+        schedule or every(10), budget, group or RankGroup(), source=source, layers=4
+    )
+    return planner, budget, clock
 
 
-def made_at(plan, steps, source="inline", busy=False):
+def made_at(planner, steps, source="inline", busy=False):
     """Steps at which a reading is made, each asked about twice as the Trainer's callback does."""
     made = []
     for step in steps:
-        plan.go_to(step)
-        answers = [
-            plan.wants(step, force=False) and plan.admits(step, source, force=False, busy=busy)
-            for _ in range(2)
-        ]
+        if planner.advance(step):
+            planner.settle(busy=busy)
+        answers = [planner.is_due(step, source, force=False) for _ in range(2)]
         assert answers[0] == answers[1]
         if answers[0]:
-            plan.take(step, source)
+            planner.mark_read(step, source)
             made.append(step)
-        assert not plan.wants(step, force=False) or not plan.admits(
-            step, source, force=False, busy=busy
-        )
+        assert not planner.is_due(step, source, force=False)
     return made
 
 
 def test_what_is_due_is_made_once():
-    plan, _, _ = agenda()
-    assert made_at(plan, [0, 0, 1, 9, 10, 10, 11, 20]) == [0, 10, 20]
+    planner, _, _ = make_planner()
+    assert made_at(planner, [0, 0, 1, 9, 10, 10, 11, 20]) == [0, 10, 20]
 
 
 def test_a_step_that_is_jumped_over_is_made_at_the_next():
-    plan, _, _ = agenda()
-    assert made_at(plan, range(0, 50, 4)) == [0, 12, 20, 32, 40]
-    assert made_at(plan, [95]) == [95]  # four were passed over: one reading
+    planner, _, _ = make_planner()
+    assert made_at(planner, range(0, 50, 4)) == [0, 12, 20, 32, 40]
+    assert made_at(planner, [95]) == [95]  # four were passed over: one reading
+
+
+def test_what_is_due_between_the_last_watched_step_and_the_first_is_owed():
+    planner, _, _ = make_planner()
+    planner.resume(8)
+    assert made_at(planner, [12, 13]) == [12]
+    planner, _, _ = make_planner()
+    planner.resume(11)
+    assert made_at(planner, [12, 13, 20]) == [20]
 
 
 def test_going_to_the_same_step_is_no_step():
-    plan, budget, clock = agenda(share=0.5)
-    assert plan.go_to(3)
-    assert not plan.go_to(3)
+    planner, budget, clock = make_planner(share=0.5)
+    assert planner.advance(3)
+    assert not planner.advance(3)
     budget.learn(1024, 0.1)
     clock.now = 1.0
-    assert budget.rows(4) is None  # one step is known, not ten
+    assert not budget.choose_rows(4)  # one step is known, not ten
+
+
+def test_a_question_changes_nothing():
+    planner, budget, clock = make_planner(share=0.1)
+    budget.learn(1024, 0.01)
+    clock.now = 100.0
+    planner.advance(10)
+    planner.settle(busy=False)
+    before = {**vars(planner)}, {**vars(budget)}
+    for force in (False, True):
+        for source in ("inline", "probe"):
+            planner.is_due(10, source, force=force)
+            planner.is_read(10, source)
+    assert planner.affords_reading()
+    assert ({**vars(planner)}, {**vars(budget)}) == before
 
 
 def test_sources_are_kept_apart_and_what_is_recorded_is_not_made_again():
-    plan, _, _ = agenda()
-    plan.recorded = {(10, "inline")}
-    assert made_at(plan, [0, 10], "inline") == [0]
-    assert made_at(plan, [10], "probe") == [10]
+    planner, _, _ = make_planner()
+    planner.skip_recorded({(10, "inline")})
+    assert made_at(planner, [0, 10], "inline") == [0]
+    planner, _, _ = make_planner(source="probe")
+    planner.skip_recorded({(10, "inline")})
+    assert made_at(planner, [10], "probe") == [10]
 
 
-def test_without_a_line_every_rank_makes_what_the_first_one_has_recorded():
+def test_ranks_that_are_not_connected_make_what_the_first_one_has_recorded():
     # Only the first rank has a record: were it alone to pass a probe over, the others would wait.
-    plan, _, _ = agenda(ranks=Ranks(0, 2))
-    plan.recorded = {(10, "probe")}
-    assert made_at(plan, [10], "probe") == [10]
+    planner, _, _ = make_planner(group=RankGroup(0, 2), source="probe")
+    planner.skip_recorded({(10, "probe")})
+    assert planner.is_recorded(10, "probe")
+    assert made_at(planner, [10], "probe") == [10]
 
 
 def test_what_cannot_be_paid_is_owed_until_it_can():
-    plan, budget, clock = agenda(share=0.1)
-    assert made_at(plan, [0]) == [0]  # what the first costs is not known
+    planner, budget, clock = make_planner(share=0.1)
+    assert made_at(planner, [0]) == [0]  # what the first costs is not known
     budget.spend(1.0)
     budget.learn(1024, 0.25)
     made = []
     for step in range(1, 100):
         clock.now += 1.0
-        made += made_at(plan, [step])
+        made += made_at(planner, [step])
     # Due at 10; then 1 s is spent, and two readings of 1 s want 3 s of a tenth of the time, less a
     # fifth in reserve.
     assert made[0] == 38
-    assert plan.wants(50, force=True)
+    assert planner.is_due(200, "inline", force=True)
 
 
 def test_a_reading_that_is_not_finished_puts_the_next_off():
-    plan, _, clock = agenda(share=0.1)
+    planner, _, clock = make_planner(share=0.1)
     clock.now = 100.0
-    assert made_at(plan, [0, 10], busy=True) == []
-    assert made_at(plan, [11]) == [11]
+    assert made_at(planner, [0, 10], busy=True) == []
+    assert made_at(planner, [11]) == [11]
 
 
 def test_forced_readings_need_no_budget_and_are_made_once():
-    plan, budget, _ = agenda(share=0.01)
+    planner, budget, _ = make_planner(share=0.01)
     budget.learn(1024, 100.0)
-    assert plan.admits(7, "inline", force=True, busy=True)
-    plan.take(7, "inline")
-    assert not plan.admits(7, "inline", force=True, busy=True)
-    assert not plan.affords_reading()
+    planner.advance(7)
+    planner.settle(busy=True)
+    assert planner.is_due(7, "inline", force=True)
+    planner.mark_read(7, "inline")
+    assert not planner.is_due(7, "inline", force=True)
+    assert not planner.affords_reading()
 
 
-class Linked(Ranks):
-    linked = True
+def test_a_schedule_that_raises_leaves_nothing_due():
+    def broken(step):
+        raise ZeroDivisionError("by design")
+
+    planner, _, _ = make_planner(schedule=broken)
+    with pytest.raises(ZeroDivisionError):
+        planner.advance(3)
+    assert not planner.is_due(3, "inline", force=False)
 
 
-@pytest.mark.parametrize("first", [(True, 512, 0), (False, 512, 5)])
-def test_linked_ranks_do_what_the_first_one_decides(first):
-    asked = []
+class FirstRank(RankGroup):
+    """The second of two ranks; the first one decides as the test says."""
 
-    def agree(value):
-        asked.append(value)
-        return first
+    def __init__(self, decision):
+        super().__init__(1, 2, process_group=object())
+        self.decision, self.asked = decision, 0
 
-    plan, budget, clock = agenda(share=0.5, ranks=Linked(1, 2), agree=agree)
+    def broadcast(self, value):
+        self.asked += 1
+        return self.decision
+
+
+@pytest.mark.parametrize("decision", [Decision(True, 512, 0), Decision(False, 512, 5)])
+def test_connected_ranks_do_what_the_first_one_decides(decision):
+    group = FirstRank(decision)
+    planner, budget, clock = make_planner(share=0.5, group=group)
     clock.now = 1000.0
     budget.learn(1024, 0.01)
-    assert made_at(plan, [10]) == ([10] if first[0] else [])
-    assert plan.rows == 512
-    if not first[0]:
-        count = len(asked)
-        assert made_at(plan, [11, 12, 13, 14]) == []
-        assert len(asked) == count  # nothing is said before the step that the first one named
-        assert made_at(plan, [15]) == []
-        assert len(asked) > count
+    assert made_at(planner, [10]) == ([10] if decision.paid else [])
+    assert budget.rows == 512
+    if not decision.paid:
+        asked = group.asked
+        assert made_at(planner, [11, 12, 13, 14]) == []
+        assert group.asked == asked  # nothing is exchanged before the step that the first one named
+        assert made_at(planner, [15]) == []
+        assert group.asked > asked
+
+
+def test_layers_are_shared_out():
+    assert make_planner()[0].own_layers == 4
+    assert make_planner(group=RankGroup(0, 3, object()))[0].own_layers == 2
+    assert make_planner(group=RankGroup(0, 3))[0].own_layers == 4

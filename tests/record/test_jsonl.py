@@ -2,7 +2,6 @@ import contextlib
 import errno
 import io
 import json
-import math
 import os
 import re
 import signal
@@ -12,32 +11,14 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from geomon.record.reading import FILE_NAME, Reading, Record, heads, layers_of, read
+from geomon.record import FILE_NAME, Follower, Reading, Record, read
 
-HERE = Path(__file__).parent
-PATHS = (HERE, HERE.parent)
-NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
+TESTS = Path(__file__).parent.parent
 
 
 def reading(step: int, source: str = "inline", **values: float) -> Reading:
     return Reading(step, 1.0, 0.5, source, "train", 64, 1, "float32", values or {"a/mean": 1.0})
-
-
-@given(values=st.dictionaries(st.text(min_size=1), NUMBERS), step=st.integers(0))
-def test_a_line_gives_the_reading_back_to_the_last_bit(values, step):
-    before = Reading(step, 1.5, 0.1, "probe", "eval", 3, 2, "bfloat16", values, ["a note"])
-    line = before.line()
-    assert "\n" not in line
-    assert Reading.from_json(json.loads(line)) == before
-
-
-def test_values_that_are_no_numbers_become_null():
-    line = reading(0, x=math.nan, y=math.inf, z=1.0).line()
-    assert json.loads(line)["values"] == {"x": None, "y": None, "z": 1.0}
-    assert math.isnan(Reading.from_json(json.loads(line)).values["x"])
 
 
 def test_record_goes_on_after_a_resume(tmp_path):
@@ -56,8 +37,8 @@ def test_record_goes_on_after_a_resume(tmp_path):
 def test_a_killed_run_loses_no_reading_and_reads_none_twice(tmp_path):
     """Twenty kills at random moments of a reading; the program says what it found."""
     done = subprocess.run(
-        [sys.executable, str(HERE / "kill_runs.py"), str(tmp_path)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, PATHS))},
+        [sys.executable, str(TESTS / "kill_runs.py"), str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (TESTS, TESTS.parent)))},
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
@@ -85,18 +66,18 @@ def lines(record: Record) -> list[str]:
 
 
 class FullDisk:
-    """Room for some more bytes, as a disk has it: a write is cut short, the next one refused."""
+    """A disk with a few free bytes: the write that exceeds them is cut short, the next refused."""
 
-    def __init__(self, monkeypatch, room: int) -> None:
-        self.room = room
+    def __init__(self, monkeypatch, free: int) -> None:
+        self.free = free
         disk = self
 
         class File(io.FileIO):
             def write(self, content):
-                if disk.room <= 0:
+                if disk.free <= 0:
                     raise OSError(errno.ENOSPC, "No space left on device")
-                written = super().write(content[: disk.room])
-                disk.room -= written
+                written = super().write(content[: disk.free])
+                disk.free -= written
                 return written
 
         def opened(path, mode="r", **kwargs):
@@ -105,12 +86,12 @@ class FullDisk:
         monkeypatch.setattr(Path, "open", opened)
 
 
-@pytest.mark.parametrize("room", [0, 1, 100, 700])
-def test_lines_wait_for_room_on_a_full_disk(tmp_path, monkeypatch, room):
+@pytest.mark.parametrize("free", [0, 1, 100, 700])
+def test_lines_wait_until_a_full_disk_has_space(tmp_path, monkeypatch, free):
     record = Record(tmp_path)
     record.begin(0, {"model": "m"})
     record.write(reading(0))
-    disk = FullDisk(monkeypatch, room)
+    disk = FullDisk(monkeypatch, free)
     for step in range(1, 9):
         with contextlib.suppress(OSError):
             record.write(reading(step))
@@ -118,7 +99,7 @@ def test_lines_wait_for_room_on_a_full_disk(tmp_path, monkeypatch, room):
     before = [r.step for r in read(tmp_path)]
     assert before == list(range(len(before)))
     assert len(before) < 9
-    disk.room = 10**6
+    disk.free = 10**6
     record.write(reading(9))
     assert [r.step for r in read(tmp_path)] == list(range(10))
 
@@ -130,7 +111,7 @@ def test_of_many_lines_that_wait_the_oldest_are_given_up(tmp_path, monkeypatch):
     for step in range(300):
         with pytest.raises(OSError, match="No space left"):
             record.write(reading(step))
-    disk.room = 10**6
+    disk.free = 10**6
     record.write(reading(300))
     found = read(tmp_path)
     assert [run["model"] for run in found.runs] == ["m"]
@@ -172,23 +153,6 @@ def test_a_torn_last_line_is_passed_over_and_mended(tmp_path, torn):
     assert [r.step for r in read(tmp_path)] == [0, 2]
 
 
-def test_series_are_in_order_and_without_gaps(tmp_path):
-    record = Record(tmp_path)
-    record.begin(0, {})
-    for step, value in ((0, 1.0), (4, math.nan), (2, 3.0)):
-        record.write(reading(step, **{"t/mean": value}))
-    assert read(tmp_path).series("t/mean") == ([0, 2], [1.0, 3.0])
-    assert read(tmp_path).series("no such tag") == ([], [])
-
-
-def test_heads_and_layers():
-    values = {f"q/layer_{layer:02d}/head_{head}": 10.0 * layer + head
-              for layer in (1, 2) for head in range(3)}  # fmt: skip
-    assert heads(reading(0, **values), "q") == [[10, 11, 12], [20, 21, 22]]
-    assert heads(reading(0, **values), "other") == []
-    assert layers_of(values, "q") == [1, 2]
-
-
 def test_bad_places_get_one_clear_line(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no record at .*readings\.jsonl"):
         read(tmp_path)
@@ -198,6 +162,15 @@ def test_bad_places_get_one_clear_line(tmp_path):
     (tmp_path / FILE_NAME).write_text("no json\n")
     with pytest.raises(ValueError, match="line 1 of"):
         read(tmp_path)
+
+
+@pytest.mark.parametrize("line", ["5", "[]", '"run"', '{"step": 1}', '{"values": []}'])
+def test_json_of_another_shape_is_no_record(tmp_path, line):
+    (tmp_path / FILE_NAME).write_text(line + "\n")
+    with pytest.raises(ValueError, match="line 1 of"):
+        read(tmp_path)
+    with pytest.raises(ValueError, match="not a record's"):
+        Follower(tmp_path).look()
 
 
 _WRITER = """

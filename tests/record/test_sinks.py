@@ -7,13 +7,13 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import geomon.record.sinks
-from geomon.record.reading import Reading
-from geomon.record.sinks import Memory, Sink, TensorBoard, WandB
+from geomon.record import Reading, Sink
+from geomon.record.sinks import ChartLayout, Memory, TensorBoard, WandB, post_picture_to_writer
 
 CLASSES = [
     found
     for _, found in inspect.getmembers(geomon.record.sinks, inspect.isclass)
-    if found.__module__ == "geomon.record.sinks" and found is not Sink
+    if found.__module__ == "geomon.record.sinks" and found not in (Sink, ChartLayout)
 ]
 
 
@@ -77,3 +77,35 @@ def test_memory_is_bounded():
     for step in range(10):
         sink.write(reading(step))
     assert [r.step for r in sink.readings] == [7, 8, 9]
+
+
+class Writer:
+    def __init__(self):
+        self.layouts, self.images = [], []
+
+    def add_custom_scalars(self, charts):
+        self.layouts.append(charts)
+
+    def add_image(self, *arguments, **options):
+        self.images.append((arguments, options))
+
+
+def test_the_layout_of_charts_is_written_once_to_every_writer():
+    first, second = Writer(), Writer()
+    layout = ChartLayout()
+    for step in range(2):
+        layout.write_once(reading(step), [first, second])
+    title, chart = "intrinsic dimension, mean over layers", ["twonn/mean$", "gride/mean/k32$"]
+    assert len(first.layouts) == len(second.layouts) == 1
+    assert first.layouts[0]["geomon"][title] == ["Multiline", chart]
+    prefixed = Writer()
+    ChartLayout("train/").write_once(reading(0), [prefixed])
+    assert prefixed.layouts[0]["geomon"][f"train/{title}"] == [
+        "Multiline", [f"train/{pattern}" for pattern in chart],
+    ]  # fmt: skip
+
+
+def test_a_picture_is_posted_with_its_channels_last():
+    writer = Writer()
+    post_picture_to_writer(writer, "profile/a", "pixels", 3)
+    assert writer.images == [(("profile/a", "pixels", 3), {"dataformats": "HWC"})]

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from geomon.record.reading import FILE_NAME
+from geomon.record import FILE_NAME
 from geomon.show import cli
 
 
@@ -72,46 +72,13 @@ def test_a_file_that_is_no_record_and_one_without_readings_are_bad_input(tmp_pat
     assert invoke("figure", run, "--out", tmp_path / "picture.xyz").exit_code == 2
 
 
-def test_the_follower_reads_on_where_it_stopped(make_readings, tmp_path):
-    readings = make_readings()
-    follower = cli.Follower(tmp_path)
-    assert follower.look() == []  # the record does not exist yet
-    path = tmp_path / FILE_NAME
-    with path.open("a") as file:
-        file.write('{"run": {}}\n' + readings[0].line() + "\n" + readings[1].line()[:50])
-    assert [reading.step for reading in follower.look()] == [0]  # the torn line is left for later
-    with path.open("a") as file:
-        file.write(readings[1].line()[50:] + "\n")
-    assert [reading.step for reading in follower.look()] == [16]
-    assert follower.look() == []
-    assert len(follower.readings) == 2
-
-
-def test_the_follower_begins_anew_with_a_new_record(make_readings, tmp_path):
-    readings = make_readings()
-    path = tmp_path / FILE_NAME
-    path.write_text("".join(reading.line() + "\n" for reading in readings))
-    follower = cli.Follower(tmp_path)
-    assert len(follower.look()) == len(readings)
-    path.rename(tmp_path / "readings.1.jsonl")
-    path.write_text(readings[0].line() + "\n")
-    assert [reading.step for reading in follower.look()] == [0]
-    assert len(follower.readings) == 1
-
-
-def test_the_follower_refuses_what_is_no_record(tmp_path):
-    (tmp_path / FILE_NAME).write_text("hello\n")
-    with pytest.raises(ValueError, match="not a record's"):
-        cli.Follower(tmp_path).look()
-
-
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_run_is_waited_for_and_followed(make_readings, tmp_path, monkeypatch, terminal):
-    monkeypatch.setattr(cli, "_LOOK", 0.001)
+    monkeypatch.setattr(cli, "_POLL", 0.001)
     readings = make_readings()
     looks = iter(range(len(readings) + 2))
 
-    def going():
+    def keep_going():
         look = next(looks, None)
         if look and look <= len(readings):
             with (tmp_path / FILE_NAME).open("a") as file:
@@ -120,13 +87,13 @@ def test_a_run_is_waited_for_and_followed(make_readings, tmp_path, monkeypatch, 
 
     output = io.StringIO()
     console = Console(file=output, width=80, force_terminal=terminal, color_system=None)
-    cli.follow(tmp_path, console=console, going=going)
+    cli.follow(tmp_path, console=console, keep_going=keep_going)
     text = output.getvalue()
     assert text.startswith(f"waiting for {tmp_path / FILE_NAME}")
     if terminal:
         assert "compressing since step 256: 28 % below the peak 7.4" in text
     else:
-        assert [told.split(":")[0] for told in text.splitlines()[1:]] == [
+        assert [shown.split(":")[0] for shown in text.splitlines()[1:]] == [
             f"step {reading.step}" for reading in readings
         ]
 
@@ -134,11 +101,11 @@ def test_a_run_is_waited_for_and_followed(make_readings, tmp_path, monkeypatch, 
 def test_ctrl_c_ends_the_watch_quietly(run):
     output = io.StringIO()
 
-    def going():
+    def keep_going():
         raise KeyboardInterrupt
 
     before = threading.active_count()
-    cli.follow(run, console=Console(file=output, force_terminal=False), going=going)
+    cli.follow(run, console=Console(file=output, force_terminal=False), keep_going=keep_going)
     assert output.getvalue() == ""
     assert threading.active_count() == before
 
@@ -146,7 +113,7 @@ def test_ctrl_c_ends_the_watch_quietly(run):
 def test_without_typer_it_says_what_to_install():
     code = (
         "import sys; sys.modules['typer'] = None; sys.argv = ['geomon'];"
-        "from geomon import cli; cli.main()"
+        "from geomon.show import cli; cli.main()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1

@@ -7,9 +7,9 @@ import matplotlib
 import numpy as np
 import pytest
 
-from geomon.record.reading import Readings
+from geomon.record import Reading, Readings
 from geomon.show.figures import as_image, geometry_figure, heads_figure, profile_figure, save
-from geomon.show.panels import spread_steps
+from geomon.show.panels import head_table, layers_and_heads, spread_steps
 
 
 def panels(figure):
@@ -116,6 +116,18 @@ def test_a_matrix_of_heads_is_centred_on_zero_for_cosines(make_readings):
     assert np.asarray(image.get_array()).shape == (4, 4)
     entropy = heads_figure(reading, "attention_entropy").axes[0].images[0]
     assert (entropy.norm.vmin, entropy.norm.vmax) == pytest.approx((2.0, 2.75))
+
+
+def test_values_of_heads_stand_by_layer_and_head():
+    values = {
+        f"q/layer_{layer:02d}/head_{head}": 10.0 * layer + head
+        for layer in (1, 2)
+        for head in range(3)
+    }
+    reading = Reading(0, 1.0, 0.5, "inline", "train", 64, 1, "float32", values)
+    assert layers_and_heads(values, "q") == ([1, 2], 3)
+    assert head_table(reading, "q", [1, 2], 3).tolist() == [[10, 11, 12], [20, 21, 22]]
+    assert layers_and_heads(values, "other") == ([], 0)
 
 
 def test_values_are_written_into_small_matrices_only(make_readings):

@@ -4,8 +4,8 @@ import sys
 import numpy as np
 import pytest
 
-from geomon.record.sinks import Sink
-from geomon.show.pictures import Pictures
+from geomon.record import Sink
+from geomon.show import Pictures
 
 
 @pytest.fixture
@@ -83,12 +83,13 @@ def test_it_is_a_sink(pictures):
 
 
 def test_without_matplotlib_it_says_what_to_install(make_readings, pictures, monkeypatch):
-    import geomon
+    import geomon.show
 
-    monkeypatch.delattr(geomon, "figures", raising=False)
+    for name in ("figures", "panels"):
+        monkeypatch.delattr(geomon.show, name, raising=False)
+        monkeypatch.delitem(sys.modules, f"geomon.show.{name}", raising=False)
     for name in [name for name in sys.modules if name.startswith("matplotlib")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "geomon.show.figures", raising=False)
     with pytest.raises(ImportError, match=r"pip install 'geomon\[figures\]'"):
         pictures.write(make_readings((0,))[0])

@@ -4,8 +4,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from geomon.record.reading import Readings
-from geomon.show.terminal import line, spark, view
+from geomon.record import Readings
+from geomon.show.terminal import format_line, spark, view
 
 ALL = ["twonn", "twonn_distinct", "gride", "anisotropy", "qk_cosine", "attention_entropy", "geomon"]
 
@@ -32,7 +32,7 @@ def test_it_fits_the_terminal_without_wrapping(make_readings, width):
 
 
 @pytest.mark.parametrize("width", [80, 60])
-def test_it_tells_the_dimension_its_phase_and_what_else_is_watched(make_readings, width):
+def test_it_shows_the_dimension_its_phase_and_what_else_is_watched(make_readings, width):
     lines = shown(make_readings(), width)
     text = "\n".join(lines)
     assert "5.3 ± 0.1" in row(lines, "intrinsic dimension")
@@ -45,7 +45,7 @@ def test_it_tells_the_dimension_its_phase_and_what_else_is_watched(make_readings
     assert "4.0 %" in text
 
 
-def test_the_profile_is_told_by_its_ends_and_its_highest_layer(make_readings):
+def test_the_profile_is_described_by_its_ends_and_its_highest_layer(make_readings):
     profile = row(shown(make_readings()), "anisotropy")
     assert "▁▃█▃▁" in profile
     assert "highest 0.60 at layer 2 of 4" in profile
@@ -84,15 +84,15 @@ def test_terminals_without_unicode_get_ascii(make_readings):
 
 def test_a_plain_line(make_readings):
     readings = make_readings()
-    assert line(readings[4], readings) == (
+    assert format_line(readings[4], readings) == (
         "step 128: ID 7.3 ± 0.1 (expanding), distinct 7.5, entropy 2.8, |qk| 0.40"
     )
-    assert "(compressing)" in line(readings[8], readings)
+    assert "(compressing)" in format_line(readings[8], readings)
 
 
 def test_a_plain_line_without_the_usual_metrics_counts_values(make_readings):
     reading = replace(make_readings((0,))[0], values={"peak_norm/mean": 2.0})
-    assert line(reading, [reading]) == "step 0: 1 values"
+    assert format_line(reading, [reading]) == "step 0: 1 values"
 
 
 def test_sparks():

@@ -1,4 +1,4 @@
-"""Anatomy: where the stacks of blocks, their attention and the token embeddings of a model are.
+"""Blocks: the stacks of blocks of a model, their attentions, and the embeddings of tokens.
 
 A *family* is all modules whose names differ by a number alone ("model.layers.#"); the outermost
 families that are made of blocks and hold most of the parameters are the *stacks*
@@ -19,9 +19,9 @@ from geomon.capture.anatomy.families import (
     Names,
     are_first_parts,
     attends,
-    by_pattern,
-    chosen,
+    choose_blocks,
     find_families,
+    group_by_pattern,
     pattern_of,
     shown_name,
 )
@@ -36,10 +36,10 @@ class Attention:
     """An attention of a block.
 
     Attributes:
-        name: Its path in the block.
+        name: Path of the attention in the block.
         module: The module that holds the projections.
-        projections: Where queries and keys are made.
-        cross: Whether its keys come from another stack.
+        projections: The modules that make queries and keys.
+        cross: Whether the keys come from another stack.
     """
 
     name: str
@@ -53,10 +53,10 @@ class Block:
     """One block.
 
     Attributes:
-        name: As shown to people.
+        name: Name of the block, as shown to people.
         module: The block itself.
-        attentions: Those whose projections are known, in the order of the modules.
-        attends: Whether there is attention in it to its own stack, going by projections and names.
+        attentions: Attentions whose projections are known, in the order of the modules.
+        attends: Whether the block attends to its own stack, going by projections and names.
     """
 
     name: str
@@ -64,8 +64,12 @@ class Block:
     attentions: tuple[Attention, ...]
     attends: bool
 
-    def place_of(self, *, cross: bool) -> int | None:
-        """Which of `attentions` is the one to its own stack, or the one to another."""
+    def attention_index(self, *, cross: bool) -> int | None:
+        """Return the index in `attentions` of the one to the block's own stack, or to another.
+
+        Args:
+            cross: Whether the attention to another stack is meant.
+        """
         return next((i for i, a in enumerate(self.attentions) if a.cross is cross), None)
 
 
@@ -74,12 +78,12 @@ class Stack:
     """Blocks that are run one after another.
 
     Attributes:
-        name: What tells it from the other stacks of the model; "" where there is one.
-        blocks: In order: what leaves block l (counted from 1) is layer l.
+        name: Name that tells the stack from others of the model; "" in a model with one stack.
+        blocks: Blocks in order: the output of block l (counted from 1) is layer l.
         owner: The module whose forward runs the blocks; None where only the model's caller does.
         above: Modules around the blocks, outermost first: their calls carry padding masks.
-        entering: Whether layer l is what enters block l + 1: each block is the first of several
-            sublayers whose sums are made outside any module.
+        entering: Whether layer l is the input of block l + 1 instead: each block is the first of
+            several sublayers whose sums are made outside any module.
     """
 
     name: str
@@ -91,12 +95,12 @@ class Stack:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """What is watched in a model.
+    """Anatomy of a model: the modules that are watched.
 
     Attributes:
-        stacks: In the order of the model's modules.
+        stacks: Stacks of blocks, in the order of the model's modules.
         embeddings: Embedding tables outside the blocks: the input of one is the token ids.
-        left_out: What looks like a stack and is not watched.
+        left_out: Families that look like a stack and are not watched.
     """
 
     stacks: tuple[Stack, ...]
@@ -105,12 +109,12 @@ class Anatomy:
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """The blocks of all stacks."""
+        """All blocks, stack by stack."""
         return tuple(block for stack in self.stacks for block in stack.blocks)
 
 
 def find_anatomy(model: nn.Module, blocks: str | Sequence[nn.Module] | None = None) -> Anatomy:
-    """Find the stacks of a model and what stands around them.
+    """Find the stacks of blocks of a model, their attentions and the embedding tables.
 
     Blocks are modules that are no leaves, can be called, and have names that differ by a number
     alone. Of all such families the outermost count (lists inside blocks, such as experts, do not);
@@ -124,7 +128,7 @@ def find_anatomy(model: nn.Module, blocks: str | Sequence[nn.Module] | None = No
             blocks, or the blocks themselves.
 
     Raises:
-        ValueError: No blocks, or none that the pattern matches.
+        ValueError: There are no blocks, or none that `blocks` names.
         TypeError: `model` is not a module.
     """
     if not isinstance(model, nn.Module):
@@ -134,7 +138,7 @@ def find_anatomy(model: nn.Module, blocks: str | Sequence[nn.Module] | None = No
     names = {module: name for name, module in model.named_modules()}
     left_out: list[LeftOut] = []
     if blocks is not None:
-        families = by_pattern(chosen(model, blocks, names), names)
+        families = group_by_pattern(choose_blocks(model, blocks, names), names)
     else:
         families, left_out = find_families(model, names)
     if not families:
@@ -155,25 +159,26 @@ def find_anatomy(model: nn.Module, blocks: str | Sequence[nn.Module] | None = No
     )
 
 
-# -- what stands in and around the blocks --------------------------------------------------------
+# -- modules in and around the blocks --------------------------------------------------------
 
 
 def _stacks(model: nn.Module, families: list[Family], names: Names) -> tuple[Stack, ...]:
-    labels = _tell_apart([_list_path(family, names) for family in families])
-    around = [_around(model, family, names) for family in families]
+    """Make a stack of each family."""
+    labels = _name_stacks([_common_path(family, names) for family in families])
+    above = [_modules_above(model, family, names) for family in families]
     stacks = []
-    for place, (family, label) in enumerate(zip(families, labels, strict=True)):
-        blocks = [_block(block, names, second=place > 0) for block in family]
+    for number, (family, label) in enumerate(zip(families, labels, strict=True)):
+        blocks = [_block(block, names, second=number > 0) for block in family]
         if any(block.attentions for block in blocks):
-            # In a hybrid what is merely called attention ("linear_attn") has no queries and keys.
+            # In a hybrid, a module may be called attention ("linear_attn") and have no queries.
             blocks = [replace(b, attends=b.attends and bool(b.attentions)) for b in blocks]
-        shared = {m for other in around[:place] for m in other}
+        shared = {m for other in above[:number] for m in other}
         stacks.append(
             Stack(
                 label,
                 tuple(blocks),
-                _owner(family, around[place], names),
-                tuple(module for module in around[place] if module not in shared),
+                _owner(family, above[number], names),
+                tuple(module for module in above[number] if module not in shared),
                 entering=are_first_parts(model, family, names),
             )
         )
@@ -181,7 +186,7 @@ def _stacks(model: nn.Module, families: list[Family], names: Names) -> tuple[Sta
 
 
 def _block(module: nn.Module, names: Names, *, second: bool) -> Block:
-    """A block with its attentions; `second` where another stack comes before its own."""
+    """Find the attentions of a block; `second` if its stack is not the model's first one."""
     found: list[Attention] = []
     covered: set[nn.Module] = set()
     for name, inner in module.named_modules():
@@ -191,7 +196,7 @@ def _block(module: nn.Module, names: Names, *, second: bool) -> Block:
             shown = shown_name(name)
             cross = bool(_CROSS_NAME.search(shown)) or (second and len(found) == 1)
             found.append(Attention(shown, inner, projections, cross))
-    # Alone in a plain block, an attention of any name is the block's own.
+    # The only attention of a block is to its own stack, unless "cross" is in its name.
     if len(found) == 1 and found[0].cross and not re.search("cross", found[0].name, re.IGNORECASE):
         found = [Attention(found[0].name, found[0].module, found[0].projections, cross=False)]
     return Block(
@@ -202,8 +207,8 @@ def _block(module: nn.Module, names: Names, *, second: bool) -> Block:
     )
 
 
-def _list_path(family: Family, names: Names) -> list[str]:
-    """What the shown names of all members begin with, as parts."""
+def _common_path(family: Family, names: Names) -> list[str]:
+    """Return the parts with which the shown names of all members begin."""
     parts = [shown_name(names[block]).split(".") for block in family]
     common = []
     for step in zip(*(p[:-1] for p in parts), strict=False):
@@ -213,8 +218,8 @@ def _list_path(family: Family, names: Names) -> list[str]:
     return common
 
 
-def _tell_apart(paths: list[list[str]]) -> list[str]:
-    """Names of stacks: the first parts of their paths that tell them apart; "" for one alone."""
+def _name_stacks(paths: list[list[str]]) -> list[str]:
+    """Name stacks by the first parts of their paths that tell them apart; "" for a single one."""
     if len(paths) == 1:
         return [""]
     ends = [list(path) for path in paths]
@@ -225,11 +230,11 @@ def _tell_apart(paths: list[list[str]]) -> list[str]:
         labels = [".".join(path[:length]) for path in ends]
         if len(set(labels)) == len(labels):
             return [label or "main" for label in labels]
-    return [f"stack_{place}" for place in range(1, len(paths) + 1)]
+    return [f"stack_{number}" for number in range(1, len(paths) + 1)]
 
 
-def _around(model: nn.Module, family: Family, names: Names) -> list[nn.Module]:
-    """Modules that hold the whole family and are no lists, outermost first."""
+def _modules_above(model: nn.Module, family: Family, names: Names) -> list[nn.Module]:
+    """List the modules that hold the whole family and can be called, outermost first."""
     names_of = [names[block] for block in family]
     parts = names_of[0].split(".")
     paths = [".".join(parts[:length]) for length in range(len(parts))]
@@ -241,16 +246,16 @@ def _around(model: nn.Module, family: Family, names: Names) -> list[nn.Module]:
     ]
 
 
-def _owner(family: Family, around: Sequence[nn.Module], names: Names) -> nn.Module | None:
-    """The innermost module of which one call runs all blocks.
+def _owner(family: Family, above: Sequence[nn.Module], names: Names) -> nn.Module | None:
+    """Return the innermost module of which one call runs all blocks.
 
-    What stands in a list itself may be called several times (the shared layers of ALBERT), and a
-    Sequential may be iterated and never called.
+    A module in a list may be called several times (the shared layers of ALBERT), and a Sequential
+    may be iterated and never called.
     """
     listed = pattern_of(names[family[0]]).partition("#")[0]
     own: Iterator[nn.Module] = (
         module
-        for module in reversed(around)
+        for module in reversed(above)
         if not isinstance(module, CONTAINERS) and listed.startswith(names[module])
     )
-    return next(own, around[0] if around else None)
+    return next(own, above[0] if above else None)

@@ -1,7 +1,7 @@
 """Families: modules whose names differ by a number alone, and which of them are stacks of blocks.
 
-Found by structure, never by a table of class names: those change from release to release and under
-sharding.
+Stacks are found by structure, never by a table of class names: those change from release to release
+and under sharding.
 """
 
 import re
@@ -16,18 +16,18 @@ from geomon.capture.anatomy.projections import find_projections
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 NOT_CALLABLE = (nn.ModuleList, nn.ModuleDict)
 
-# What wrappers put into module names; people know the names without.
+# Parts of module names that wrappers add; people know the names without them.
 _WRAPPERS = re.compile(
     r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)(?=\.|$)"
 )
-# What attention is called where its projections are not known by name.
+# Names of attention modules whose projections are not known by name.
 _ATTENTION_NAME = re.compile(r"att(n|ention)", re.IGNORECASE)
 
-# Families that hold less than this share of the largest one's parameters are auxiliary: feature
+# Families with less than this share of the largest one's parameters are auxiliary: feature
 # extractors, mergers, heads.
 _SMALLEST_SHARE = 1 / 20
-_SMALLEST_SHARE_WITHOUT = 1 / 4  # the same where there is no attention to go by
-_MOST_STAGES = 6  # of a convolutional network; no more blocks than that are taken for stages
+_SMALLEST_SHARE_WITHOUT = 1 / 4  # the same in a model without attention
+_MOST_STAGES = 6  # of a convolutional network; a longer family is not taken for stages
 
 Names = dict[nn.Module, str]
 Family = list[nn.Module]
@@ -35,7 +35,13 @@ Family = list[nn.Module]
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Blocks that are not watched: their names as a pattern, how many, and why."""
+    """A family that looks like a stack of blocks and is not watched.
+
+    Attributes:
+        pattern: Names of its modules, with "#" for numbers.
+        count: Number of its modules.
+        reason: Why it is not watched.
+    """
 
     pattern: str
     count: int
@@ -43,7 +49,10 @@ class LeftOut:
 
 
 def shown_name(name: str) -> str:
-    """A module's name without what wrappers put into it.
+    """Remove from a module's name the parts that wrappers add.
+
+    Args:
+        name: Name of the module.
 
     Example:
         >>> shown_name("_orig_mod.transformer.h.0._checkpoint_wrapped_module")
@@ -53,7 +62,10 @@ def shown_name(name: str) -> str:
 
 
 def pattern_of(name: str) -> str:
-    """A module's name with every number as "#".
+    """Replace every number in a module's name by "#".
+
+    Args:
+        name: Name of the module.
 
     Example:
         >>> pattern_of("encoder.layers.11")
@@ -62,16 +74,17 @@ def pattern_of(name: str) -> str:
     return re.sub(r"\d+", "#", name)
 
 
-def chosen(model: nn.Module, blocks: str | Sequence[nn.Module], names: Names) -> Family:
-    """The blocks that the user named.
+def choose_blocks(model: nn.Module, blocks: str | Sequence[nn.Module], names: Names) -> Family:
+    """List the blocks that the user named.
 
     Args:
-        model: That holds them.
-        blocks: A regular expression that matches their whole names, or the blocks themselves.
-        names: Of all modules of the model.
+        model: Model that holds the blocks.
+        blocks: A regular expression that matches the whole names of the blocks, or the blocks
+            themselves.
+        names: Names of all modules of the model.
 
     Raises:
-        ValueError: No name matches, or a module that is not part of the model.
+        ValueError: No name matches, or one of the blocks is not part of the model.
     """
     if isinstance(blocks, str):
         pattern = re.compile(blocks)
@@ -90,8 +103,13 @@ def chosen(model: nn.Module, blocks: str | Sequence[nn.Module], names: Names) ->
     return list(blocks)
 
 
-def by_pattern(modules: Iterable[nn.Module], names: Names) -> list[Family]:
-    """Modules whose names differ by a number alone, together."""
+def group_by_pattern(modules: Iterable[nn.Module], names: Names) -> list[Family]:
+    """Group modules whose names differ by a number alone.
+
+    Args:
+        modules: Modules of the model.
+        names: Names of all modules of the model.
+    """
     families: dict[str, Family] = defaultdict(list)
     for module in modules:
         families[pattern_of(names[module])].append(module)
@@ -99,7 +117,15 @@ def by_pattern(modules: Iterable[nn.Module], names: Names) -> list[Family]:
 
 
 def find_families(model: nn.Module, names: Names) -> tuple[list[Family], list[LeftOut]]:
-    """The families that are stacks, in the order of the modules, and those that are not."""
+    """Find the families that are stacks of blocks.
+
+    Args:
+        model: Any model.
+        names: Names of all modules of the model.
+
+    Returns:
+        The families that are watched, in the order of the modules, and the others.
+    """
     families = _all_families(model, names)
     outermost: list[str] = []
     for pattern in families:  # outer modules come before those inside
@@ -108,7 +134,7 @@ def find_families(model: nn.Module, names: Names) -> tuple[list[Family], list[Le
     candidates = [
         found
         for pattern in outermost
-        for found in _expanded(pattern, model, families, names)
+        for found in _expand(pattern, model, families, names)
         if found
     ]
     watched = _main(candidates)
@@ -121,10 +147,9 @@ def find_families(model: nn.Module, names: Names) -> tuple[list[Family], list[Le
 
 
 def _all_families(model: nn.Module, names: Names) -> dict[str, Family]:
-    """Modules that may be blocks or hold blocks, by pattern, outer ones first.
+    """List modules that may be blocks or hold blocks, by pattern, outer ones first.
 
-    One module alone is a family where it stands in a container, and not where a number is merely
-    part of its name.
+    A single module is a family if it is in a container, not if its name merely has a number.
     """
     families: dict[str, Family] = defaultdict(list)
     in_container: set[str] = set()
@@ -138,10 +163,10 @@ def _all_families(model: nn.Module, names: Names) -> dict[str, Family]:
     return {p: f for p, f in families.items() if len(f) > 1 or p in in_container}
 
 
-def _expanded(
+def _expand(
     pattern: str, model: nn.Module, families: dict[str, Family], names: Names
 ) -> list[Family]:
-    """The family itself, or the families of blocks that its members only hold."""
+    """Return the family itself, or the families of blocks that its members only hold."""
     family = families[pattern]
     parent = model.get_submodule(names[family[0]].rpartition(".")[0])
     inner = [p for p in families if p.startswith(f"{pattern}.")]
@@ -156,14 +181,14 @@ def _expanded(
                 return by_member
             return [families[candidate]]
     if any(isinstance(member, NOT_CALLABLE) for member in family):
-        # Sublayers in lists: the first of each, where that is the attention.
+        # Sublayers in lists: the first of each list stands for the block, if it is the attention.
         first = [next(member.children()) for member in family]
         return [first] if all(map(attends, first)) and are_first_parts(model, first, names) else []
     return [family if isinstance(parent, nn.ModuleList) else _without_ends(family)]
 
 
 def _are_stages(family: Family, inner: Family) -> bool:
-    """Whether the members of a family do little but hold the blocks of an inner one."""
+    """Whether the members of a family mainly hold the blocks of an inner family."""
     if any(isinstance(block, NOT_CALLABLE) for block in inner):
         return False
     if 2 * _size_of(inner) < _size_of(family):
@@ -185,7 +210,13 @@ def _are_stages(family: Family, inner: Family) -> bool:
 
 
 def are_first_parts(model: nn.Module, family: Family, names: Names) -> bool:
-    """Whether each member is the first of several modules in a list of its own."""
+    """Whether each member is the first of several modules in a list of its own.
+
+    Args:
+        model: Model that holds the family.
+        family: Modules of one family.
+        names: Names of all modules of the model.
+    """
     parents = [model.get_submodule(names[member].rpartition(".")[0]) for member in family]
     return len(set(parents)) == len(family) and all(
         isinstance(parent, nn.ModuleList)
@@ -208,10 +239,10 @@ def _are_towers(family: Family, by_member: list[Family]) -> bool:
 
 
 def _without_ends(family: Family) -> Family:
-    """The family without what stands before and after the blocks of a Sequential.
+    """Remove from a Sequential's family the modules before and after the blocks.
 
-    An embedding, a pooling, a head: of a class of its own and, where others attend, without
-    attention. In a list all are blocks: a first one of another class is a hybrid's.
+    An embedding, a pooling or a head has a class of its own and, where others attend, no attention.
+    In a ModuleList all modules are blocks: a first one of another class belongs to a hybrid.
     """
     classes = [type(member) for member in family]
     if len(set(classes)) == len(classes):
@@ -231,7 +262,7 @@ def _without_ends(family: Family) -> Family:
 
 
 def _main(candidates: list[Family]) -> list[Family]:
-    """The families that are watched."""
+    """Choose the families that are watched."""
     largest = max(map(_size_of, candidates), default=0)
     kept = [family for family in candidates if _size_of(family) >= _SMALLEST_SHARE * largest]
     attending = [family for family in kept if any(map(attends, family))]
@@ -251,6 +282,7 @@ def _is_copy(family: Family, other: Family) -> bool:
 
 
 def _why_not(family: Family, watched: list[Family]) -> str:
+    """Say why a family is not watched."""
     if any(_is_copy(family, other) for other in watched):
         return "a frozen copy of a stack that is watched"
     if not any(map(attends, family)) and any(attends(b) for other in watched for b in other):
@@ -271,7 +303,7 @@ def _size_of(family: Family) -> int:
 
 
 def _attention_modules(module: nn.Module) -> list[nn.Module]:
-    """Modules with known projections of queries and keys, else those that are called attention."""
+    """List modules with projections of queries and keys, or else those named attention."""
     known = [inner for inner in module.modules() if find_projections(inner) is not None]
     return known or [
         inner
@@ -281,5 +313,9 @@ def _attention_modules(module: nn.Module) -> list[nn.Module]:
 
 
 def attends(module: nn.Module) -> bool:
-    """Whether there is attention in a module, going by projections and names."""
+    """Whether there is attention in a module, going by projections and names.
+
+    Args:
+        module: A module that may be a block.
+    """
     return bool(_attention_modules(module))

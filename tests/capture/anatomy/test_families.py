@@ -6,9 +6,9 @@ from geomon.capture.anatomy.families import (
     LeftOut,
     are_first_parts,
     attends,
-    by_pattern,
-    chosen,
+    choose_blocks,
     find_families,
+    group_by_pattern,
     pattern_of,
     shown_name,
 )
@@ -36,7 +36,7 @@ def test_numbers_are_what_the_names_of_a_family_differ_by():
 def test_modules_go_together_by_their_pattern():
     model = nn.ModuleDict({"a": nn.ModuleList([layer(), layer()]), "b": nn.ModuleList([layer()])})
     modules = [*model["a"], *model["b"]]
-    assert by_pattern(modules, names_of(model)) == [[*model["a"]], [*model["b"]]]
+    assert group_by_pattern(modules, names_of(model)) == [[*model["a"]], [*model["b"]]]
 
 
 def test_the_outermost_family_that_attends_is_found():
@@ -64,12 +64,12 @@ def test_nothing_is_found_where_nothing_is_numbered():
 def test_blocks_are_chosen_by_name_or_given():
     model = PlainDecoder()
     names = names_of(model)
-    assert chosen(model, r"blocks\.[01]", names) == [*model.blocks][:2]
-    assert chosen(model, [model.blocks[2]], names) == [model.blocks[2]]
+    assert choose_blocks(model, r"blocks\.[01]", names) == [*model.blocks][:2]
+    assert choose_blocks(model, [model.blocks[2]], names) == [model.blocks[2]]
     with pytest.raises(ValueError, match="no module's name matches"):
-        chosen(model, "blocks", {m: n for m, n in names.items() if n != "blocks"})
+        choose_blocks(model, "blocks", {m: n for m, n in names.items() if n != "blocks"})
     with pytest.raises(ValueError, match="not part of PlainDecoder"):
-        chosen(model, [layer()], names)
+        choose_blocks(model, [layer()], names)
 
 
 def test_attention_is_known_by_its_projections_or_its_name():

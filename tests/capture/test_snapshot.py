@@ -6,20 +6,17 @@ from models import PlainDecoder, batch, transformer
 from torch import nn
 
 from geomon import Monitor, measure, select
-from geomon.capture.anatomy.blocks import find_anatomy
-from geomon.capture.probe import extra_pass
-from geomon.capture.selfcheck import NotSeenError, complaint
-from geomon.capture.snapshot import CAPTURED
-from geomon.capture.window import Window
+from geomon.capture import Window, extra_pass, find_anatomy
+from geomon.capture.snapshot import CAPTURED, NotSeenError, explain_missing
 
 HIDDEN = select("variance")
 BOTH = select("variance", "attention_entropy")
 
 
-def found(model, inputs, views=frozenset(CAPTURED)) -> str | None:
+def unseen(model, inputs, views=frozenset(CAPTURED)) -> str | None:
     window = Window(find_anatomy(model), set(views), rows=64, seed=0)
     extra_pass(model, inputs, window)
-    return complaint(window.snapshot(), views)
+    return explain_missing(window.snapshot(), views)
 
 
 class Direct(PlainDecoder):
@@ -45,23 +42,23 @@ class Unseen(nn.Module):
 
 
 def test_nothing_to_say_where_all_is_seen():
-    assert found(PlainDecoder(), batch()) is None
-    assert found(transformer("bert"), batch()) is None
+    assert unseen(PlainDecoder(), batch()) is None
+    assert unseen(transformer("bert"), batch()) is None
     assert (
-        found(nn.Transformer(16, 2, 1, 1, 32, batch_first=True), (torch.randn(2, 5, 16),) * 2)
+        unseen(nn.Transformer(16, 2, 1, 1, 32, batch_first=True), (torch.randn(2, 5, 16),) * 2)
         is None
     )
 
 
 def test_the_message_names_layer_cause_and_remedy_in_one_line():
-    message = found(Direct(), batch())
+    message = unseen(Direct(), batch())
     for part in (
         "hidden states at blocks.0 (3 of 3 layers)", "called by .forward() directly",
         "measure by a probe", "geomon.describe(model)", "blocks=",
     ):  # fmt: skip
         assert part in message
     assert "\n" not in message
-    message = found(nn.Sequential(Unseen(), Unseen()), torch.randn(2, 5, 8))
+    message = unseen(nn.Sequential(Unseen(), Unseen()), torch.randn(2, 5, 8))
     assert "attention at 0 (2 of 2 layers): no attention call was seen" in message
     assert "metrics=select(...)" in message
     assert "hidden states" not in message
@@ -69,17 +66,17 @@ def test_the_message_names_layer_cause_and_remedy_in_one_line():
 
 def test_only_what_was_asked_for_is_expected():
     model, x = nn.Sequential(Unseen(), Unseen()), torch.randn(2, 5, 8)
-    assert found(model, x, {"hidden", "positions"}) is None
-    assert found(model, x, {"projected_query", "projected_key"}) is None
-    assert "attention" in found(model, x, {"visible"})
+    assert unseen(model, x, {"hidden", "positions"}) is None
+    assert unseen(model, x, {"projected_query", "projected_key"}) is None
+    assert "attention" in unseen(model, x, {"visible"})
 
 
 def test_single_layers_without_a_source_are_no_fault():
     model = PlainDecoder(width=8, heads=2)
     model.blocks[1] = Unseen()
-    assert found(model, batch()) is None
+    assert unseen(model, batch()) is None
     model.forward = lambda ids: model.blocks[0](model.tokens(ids))
-    assert found(model, batch()) is None
+    assert unseen(model, batch()) is None
 
 
 def test_strict_monitors_raise_and_others_warn_once(tmp_path, caplog):

@@ -1,0 +1,245 @@
+"""QKV: queries and keys, head by head, in the outputs of projections.
+
+One output may hold queries, keys and values in several layouts of the same width. A layout is never
+taken from a name: every one that fits the width is compared with the queries and keys, or the
+scores, that the model attended with.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from geomon.capture.anatomy.projections import Sizes, fused_key_heads
+
+# A layout agrees when its norms, or its scores, follow the attended ones to within this share. The
+# rounding of bfloat16 stays below it; a wrong layout, whose norms vary by about
+# 1/sqrt(2 head width) on their own, stays above it.
+_AGREES = 0.05
+_TELLS_APART = 3.0  # ratio by which the best layout has to be better than every other
+_FEWEST_ROWS = 8
+
+
+class UndecidedError(ValueError):
+    """The layout of a projection cannot be decided; the message says why."""
+
+
+class Evidence(NamedTuple):
+    """Evidence by which layouts are told apart: some rows as the model attended with them.
+
+    Attributes:
+        query: Norms of the queries as attended (rotation keeps norms), [rows, heads], or None.
+        key: Norms of the keys as attended, [rows, key heads], or None.
+        diagonal: Score of each row with itself, which rotation does not change, [rows, heads]; NaN
+            where it is masked. Used where queries and keys are not seen.
+        places: Position of each row in its sequence, and number of keys that it sees: a bias on the
+            scores may be a linear function of either (padding counts in the position alone),
+            [rows, 2].
+    """
+
+    query: Tensor | None
+    key: Tensor | None
+    diagonal: Tensor | None
+    places: Tensor
+
+
+def split_separate(
+    query: Tensor, key: Tensor, sizes: Sizes, *, halves: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Split the outputs of two projections into heads.
+
+    Args:
+        query: Output of the projection to queries, [rows, heads x head width].
+        key: Output of the projection to keys, [rows, key heads x head width].
+        sizes: Heads of the attention; their number has to be known.
+        halves: Whether `key` is [keys | values].
+
+    Returns:
+        Queries, [rows, heads, head width], and keys, [rows, key heads, head width].
+
+    Raises:
+        UndecidedError: The number of heads is not known, or the widths do not fit it.
+    """
+    heads, _, width = sizes
+    if halves:
+        key = key.chunk(2, dim=-1)[0]
+    if heads is None:
+        raise UndecidedError("the number of heads is not known")
+    width = width or query.shape[-1] // heads
+    if query.shape[-1] != heads * width or key.shape[-1] % width:
+        raise UndecidedError(
+            f"projections {query.shape[-1]} and {key.shape[-1]} wide do not make {heads} heads of "
+            f"width {width} (a gate beside the queries?)"
+        )
+    return query.unflatten(-1, (heads, width)), key.unflatten(-1, (-1, width))
+
+
+class Multihead(NamedTuple):
+    """Weights and biases with which `nn.MultiheadAttention` projects to queries and keys."""
+
+    heads: int
+    query: tuple[Tensor, Tensor | None]
+    key: tuple[Tensor, Tensor | None]
+
+
+@torch.no_grad()
+def copy_multihead_weights(module: Any) -> Multihead | None:
+    """Copy the weights of an `nn.MultiheadAttention`, which an optimizer may change in between.
+
+    Args:
+        module: The attention, which projects inside a function and has no module for it.
+
+    Returns:
+        The weights, or None where they are sharded: gathering them would be a collective.
+    """
+    if any(hasattr(parameter, "to_local") for parameter in module.parameters(recurse=False)):
+        return None
+    if module.in_proj_weight is not None:
+        query, key, _ = module.in_proj_weight.chunk(3)
+    else:
+        query, key = module.q_proj_weight, module.k_proj_weight
+    biases = (None, None) if module.in_proj_bias is None else module.in_proj_bias.chunk(3)[:2]
+    pairs = [
+        (weight.detach().clone(), None if bias is None else bias.detach().clone())
+        for weight, bias in zip((query, key), biases, strict=True)
+    ]
+    return Multihead(module.num_heads, *pairs)
+
+
+def project_multihead(weights: Multihead, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Project rows as `nn.MultiheadAttention` does.
+
+    Args:
+        weights: Weights of the attention at the time of its call.
+        query: Rows of its argument `query`, [rows, width].
+        key: Rows of its argument `key`, [rows, width].
+
+    Returns:
+        Queries and keys, [rows, heads, head width] each.
+    """
+    made = (
+        F.linear(rows.to(weight.device), weight.float(), None if bias is None else bias.float())
+        for rows, (weight, bias) in ((query, weights.query), (key, weights.key))
+    )
+    projected_query, projected_key = (rows.unflatten(-1, (weights.heads, -1)) for rows in made)
+    return projected_query, projected_key
+
+
+def _contiguous(rows: Tensor, heads: int, key_heads: int) -> tuple[Tensor, Tensor]:
+    """Split [q | k | v]: GPT-2, Phi-3, MPT, ModernBERT, timm, nanoGPT."""
+    parts = rows.unflatten(-1, (heads + 2 * key_heads, -1))
+    return parts[:, :heads], parts[:, heads : heads + key_heads]
+
+
+def _grouped(rows: Tensor, heads: int, key_heads: int) -> tuple[Tensor, Tensor]:
+    """Split [its queries | k | v] of each key head: GPT-NeoX, BLOOM, Falcon, InternLM 2."""
+    parts = rows.unflatten(-1, (key_heads, heads // key_heads + 2, -1))
+    return parts[:, :, :-2].flatten(1, 2), parts[:, :, -2]
+
+
+def _quartered(rows: Tensor, heads: int, key_heads: int) -> tuple[Tensor, Tensor]:
+    """Split [q | v | k] of each quarter of the heads: CodeGen."""
+    parts = rows.unflatten(-1, (4, 3, heads // 4, -1))
+    return parts[:, :, 0].flatten(1, 2), parts[:, :, 2].flatten(1, 2)
+
+
+Layout = Callable[[Tensor, int, int], tuple[Tensor, Tensor]]
+
+
+def _layouts(heads: int, key_heads: int) -> dict[str, Layout]:
+    """List the layouts that differ from one another for these numbers of heads."""
+    found: dict[str, Layout] = {"q | k | v": _contiguous}
+    if key_heads > 1:
+        found["by key head"] = _grouped
+    if key_heads == heads and heads % 4 == 0:
+        found["in quarters"] = _quartered
+    return found
+
+
+def split_fused(
+    output: Tensor, sample: Tensor | None, evidence: Evidence | None, sizes: Sizes
+) -> tuple[Tensor, Tensor]:
+    """Split the output of one projection to queries, keys and values into heads.
+
+    Args:
+        output: Output of the projection, [rows, width].
+        sample: Output of the projection at the rows of `evidence`, [rows of evidence, width].
+        evidence: Rows as the model attended with them.
+        sizes: Heads of the attention; their number has to be known.
+
+    Returns:
+        Queries, [rows, heads, head width], and keys, [rows, key heads, head width].
+
+    Raises:
+        UndecidedError: The heads are not known or do not fit the width; no layout agrees with what
+            was attended, or more than one does.
+    """
+    width = output.shape[-1]
+    heads, _, head_width = sizes
+    key_heads = None if not heads or not head_width else fused_key_heads(width, heads, head_width)
+    if heads is None or key_heads is None:
+        raise UndecidedError(
+            f"{width} numbers for each token cannot be shared out among {heads or 'unknown'} heads "
+            f"of width {head_width or 'unknown'}"
+        )
+    layouts = _layouts(heads, key_heads)
+    if sample is None or evidence is None or len(sample) < _FEWEST_ROWS:
+        if len(layouts) > 1:
+            raise UndecidedError("nothing was seen as attended that could tell its layouts apart")
+        return _contiguous(output, heads, key_heads)
+    errors = {
+        name: _disagreement(*layout(sample, heads, key_heads), evidence)
+        for name, layout in layouts.items()
+    }
+    best, *others = sorted(errors, key=errors.__getitem__)
+    if not errors[best] < _AGREES:
+        raise UndecidedError(
+            "none of the known layouts agrees with what was attended (queries and keys may be "
+            "normalised after projecting)"
+        )
+    if any(errors[other] < _TELLS_APART * errors[best] for other in others):
+        raise UndecidedError("several layouts agree with what was attended")
+    return layouts[best](output, heads, key_heads)
+
+
+def _disagreement(query: Tensor, key: Tensor, evidence: Evidence) -> float:
+    """Measure how far a layout is from what was attended, up to a factor for each head."""
+    if evidence.query is not None and evidence.key is not None:
+        return max(_spread(query, evidence.query), _spread(key, evidence.key))
+    if evidence.diagonal is None:
+        return 1.0
+    group = query.shape[1] // key.shape[1]
+    products = (query.double() * key.double().repeat_interleave(group, dim=1)).sum(dim=-1)
+    return _residue(products, evidence.diagonal.double(), evidence.places.double())
+
+
+def _spread(rows: Tensor, norms: Tensor) -> float:
+    """Measure the largest relative deviation, over heads, of attended norms from those of rows."""
+    own = rows.double().norm(dim=-1)
+    if own.shape[1] != norms.shape[1]:  # keys may have been repeated for every query head
+        own = own.repeat_interleave(norms.shape[1] // own.shape[1], dim=1)
+    if own.shape != norms.shape or not bool((own > 0).all()):
+        return 1.0
+    ratio = norms.double() / own
+    return float((ratio.std(dim=0) / ratio.mean(dim=0)).max())
+
+
+def _residue(products: Tensor, scores: Tensor, places: Tensor) -> float:
+    """Measure the largest share, over heads, of scores that no linear function explains.
+
+    The functions are linear in the products of queries and keys and in the position.
+    """
+    worst = 0.0
+    seen = scores.isfinite().all(dim=1)
+    if int(seen.sum()) < _FEWEST_ROWS:
+        return 1.0
+    places = places[seen]
+    for product, score in zip(products[seen].T, scores[seen].T, strict=True):
+        known = torch.cat([product[:, None], places, torch.ones_like(places[:, :1])], dim=1)
+        known = known / known.norm(dim=0).clamp(min=1e-30)
+        left = (score - known @ (torch.linalg.pinv(known) @ score)).norm()
+        whole = (score - score.mean()).norm()
+        worst = max(worst, float(left / whole) if whole > 0 else 1.0)
+    return worst

@@ -1,0 +1,68 @@
+"""Packing of Python objects with tensors in them into bytes: tensors are not pickled."""
+
+import io
+import pickle
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Bytes to which the position of a tensor in a parcel is aligned: no data type needs more.
+_ALIGNMENT = 16
+
+
+class _Packer(pickle.Pickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.pieces: list[Tensor] = []
+        self._end = 0
+
+    def persistent_id(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return None
+        content = value.detach().cpu().contiguous().flatten()
+        start, size = self._end, content.numel() * content.element_size()
+        padding = torch.zeros(-size % _ALIGNMENT, dtype=torch.uint8, device="cpu")
+        self.pieces += [content.view(torch.uint8), padding]
+        self._end = start + size + len(padding)
+        return start, size, value.dtype, tuple(value.shape)
+
+
+class _Unpacker(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, content: Tensor) -> None:
+        super().__init__(file)
+        self._content = content
+
+    def persistent_load(self, position: Any) -> Tensor:
+        start, size, dtype, shape = position
+        return self._content[start : start + size].view(dtype).view(shape)
+
+
+def pack(parcel: Any) -> Tensor:
+    """Turn a parcel into bytes: a pickle without the tensors, and the tensors' bytes behind it.
+
+    Args:
+        parcel: Any object that can be pickled, with tensors anywhere in it.
+
+    Returns:
+        uint8, [bytes], a multiple of the alignment.
+    """
+    file = io.BytesIO()
+    packer = _Packer(file)
+    packer.dump(parcel)
+    head = file.getvalue()
+    front = len(head).to_bytes(_ALIGNMENT, "little") + head
+    front += bytes(-len(front) % _ALIGNMENT)
+    return torch.cat([torch.frombuffer(bytearray(front), dtype=torch.uint8), *packer.pieces])
+
+
+def unpack(content: Tensor) -> Any:
+    """Turn the bytes that `pack` made into the parcel again.
+
+    Args:
+        content: uint8, [bytes]. The tensors of the parcel are views of it.
+    """
+    size = int.from_bytes(content[:_ALIGNMENT].numpy().tobytes(), "little")
+    head = content[_ALIGNMENT : _ALIGNMENT + size].numpy().tobytes()
+    start = _ALIGNMENT + size
+    return _Unpacker(io.BytesIO(head), content[start + -start % _ALIGNMENT :]).load()

@@ -1,0 +1,256 @@
+"""Views: what metrics read of a layer, by name.
+
+*Captured views* are what the window kept (`geomon.capture.snapshot`). *Derived views* are functions
+whose parameter names are other views. A derived view is computed when it is first asked for and is
+then kept, so that metrics share what is expensive. Where a derived view has several alternatives,
+the first one whose captured views are there is taken.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from geomon.capture.snapshot import CAPTURED, ROW_VIEWS, Layer
+from geomon.kernels import spectrum as kernels
+from geomon.kernels.angles import mean_rows
+from geomon.kernels.attention import AttentionRows, attention_rows, score_rows
+from geomon.kernels.massive import ordinary_rows, sink_share
+from geomon.kernels.moments import mean_square_norm, variance
+from geomon.kernels.neighbours import (
+    Neighbours,
+    first_of_each,
+    nearest,
+    nearest_among,
+    unique_rows,
+)
+from geomon.kernels.token_types import TokenTypes, token_types
+
+# Neighbours of every row; of the few rows that stand for the large scales, as many as those need.
+NEAR = 8
+FAR = 64
+FAR_ROWS = 256
+
+
+def _duplicates(hidden: Tensor, unique_rows: Tensor) -> float:
+    return 1 - len(unique_rows) / len(hidden)
+
+
+def _ordinary_spectrum(hidden: Tensor, ordinary_rows: Tensor, spectrum: Tensor) -> Tensor:
+    return spectrum if bool(ordinary_rows.all()) else kernels.spectrum(hidden[ordinary_rows])
+
+
+def _sink_variance(hidden: Tensor, ordinary_rows: Tensor) -> float:
+    return 0.0 if bool(ordinary_rows.all()) else float(sink_share(hidden))
+
+
+def _within(token_types: TokenTypes) -> Tensor:
+    return token_types.within_variance
+
+
+def _mean_query(projected_query: Tensor) -> Tensor:
+    return mean_rows(projected_query)
+
+
+def _mean_key(projected_key: Tensor) -> Tensor:
+    return mean_rows(projected_key)
+
+
+def _nearest(hidden: Tensor, unique_rows: Tensor) -> Neighbours:
+    return nearest(hidden, k=NEAR, among=unique_rows)
+
+
+def _neighbours(nearest: Neighbours) -> Tensor:
+    return nearest.distances
+
+
+def _far_neighbours(hidden: Tensor, unique_rows: Tensor) -> Tensor:
+    count = min(len(unique_rows), FAR_ROWS)
+    spread = torch.linspace(0, len(unique_rows) - 1, count, device=hidden.device).long()
+    return nearest(hidden, k=FAR, of=unique_rows[spread], among=unique_rows).distances
+
+
+def _rounding(hidden: Tensor, neighbours: Tensor, precision: float) -> float:
+    # Each number is off by up to half its spacing, evenly: variance spacing^2 / 12, and a
+    # difference of two has twice that.
+    noise = precision * mean_square_norm(hidden).sqrt() / 6**0.5
+    return float(noise / neighbours[:, 0].median())
+
+
+def _distinct(unique_rows: Tensor, token_ids: Tensor, positions: Tensor) -> Tensor:
+    token, position = token_ids[unique_rows].long(), positions[unique_rows].long()
+    # One number for each pair: sorting pairs costs twenty times as much.
+    position = position - position.min()
+    return unique_rows[first_of_each(token * (position.max() + 1) + position)]
+
+
+def _distinct_neighbours(
+    nearest: Neighbours, hidden: Tensor, distinct: Tensor, unique_rows: Tensor
+) -> Tensor:
+    return nearest_among(nearest, hidden, distinct, k=2, among=unique_rows).distances
+
+
+def _repeated(hidden: Tensor, distinct: Tensor) -> float:
+    return 1 - len(distinct) / len(hidden)
+
+
+def _attention(
+    query: Tensor, key: Tensor, visible: Tensor, scale: float, bias: Tensor | None,
+    softcap: float | None, sink: Tensor | None,
+) -> AttentionRows:  # fmt: skip
+    return attention_rows(query, key, visible, scale, bias, softcap, sink)
+
+
+DERIVED: dict[str, Callable[..., Any] | tuple[Callable[..., Any], ...]] = {
+    "ordinary_rows": ordinary_rows,  # False for the few rows of massive norm
+    "ordinary_spectrum": _ordinary_spectrum,  # the same without the rows of massive norm
+    "sink_variance": _sink_variance,  # share of the variance that those rows carry
+    "spectrum": kernels.spectrum,  # eigenvalues of the centred covariance, descending, [rank]
+    "total_variance": variance,  # around the mean of all rows
+    "token_types": token_types,  # count, norm of the mean and scatter of the rows of each
+    "within": _within,  # variance around the mean of each row's token type
+    "mean_query": _mean_query,  # of each head, [heads, head width]
+    "mean_key": _mean_key,  # of each key head, [key heads, head width]
+    "unique_rows": unique_rows,  # index of one row for each distinct content
+    "duplicates": _duplicates,  # share of the rows that copy another
+    "nearest": _nearest,  # neighbours among unique rows: distances and who they are
+    "neighbours": _neighbours,  # distances among unique rows, ascending, [tokens, k]
+    "far_neighbours": _far_neighbours,  # the same to a higher rank, of evenly spread rows
+    "rounding": _rounding,  # distance that rounding alone makes, over the median nearest distance
+    "distinct": _distinct,  # index of one unique row for each (token id, position)
+    "distinct_neighbours": _distinct_neighbours,  # distances among distinct rows
+    "repeated": _repeated,  # share of the rows that repeat a (token id, position)
+    "attention": (_attention, score_rows),  # reduced softmax rows: AttentionRows
+}
+
+
+def alternatives(name: str) -> tuple[Callable[..., Any], ...]:
+    """List the functions that make a derived view, the preferred one first.
+
+    Args:
+        name: Name of a derived view.
+    """
+    made = DERIVED[name]
+    return made if isinstance(made, tuple) else (made,)
+
+
+def parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    """List the views that a function reads: its parameters without a default.
+
+    Args:
+        function: A metric, or a function that makes a derived view.
+    """
+    try:
+        return _parameters(function)
+    except TypeError:  # an object of the user's own that cannot be hashed
+        return _parameters.__wrapped__(function)
+
+
+@functools.lru_cache(maxsize=1024)  # asked for every metric, layer and view of every reading
+def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return tuple(
+        name
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.default is inspect.Parameter.empty and parameter.kind in kinds
+    )
+
+
+def captured_views(names: Iterable[str]) -> set[str]:
+    """List the captured views from which the named views are made, by any alternative.
+
+    Args:
+        names: Names of views, captured or derived.
+
+    Raises:
+        KeyError: A name is no view.
+    """
+    leaves: set[str] = set()
+    for name in names:
+        if name in CAPTURED:
+            leaves.add(name)
+        else:
+            leaves |= captured_views(
+                view for function in alternatives(name) for view in parameters(function)
+            )
+    return leaves
+
+
+class MissingViewError(LookupError):
+    """A view was not captured at this layer; the message says which one and why."""
+
+
+class LayerViews:
+    """The views of one layer, or of some of its rows: derived ones are computed once.
+
+    Args:
+        layer: The layer with its captured views.
+    """
+
+    def __init__(self, layer: Layer) -> None:
+        self._layer = layer
+        self._derived: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        """Return the view called `name`, computing it if it is a derived one.
+
+        Raises:
+            MissingViewError: The view is made of something that was not captured.
+            KeyError: There is no view of that name.
+        """
+        captured = self._layer.captured
+        if name in captured:
+            return captured[name]
+        if name in CAPTURED:
+            reason = self._layer.missing.get(name, "it was not seen")
+            raise MissingViewError(f"'{name}' is missing: {reason}")
+        if name not in self._derived:
+            self._derived[name] = self.apply(self._function_for(name))
+        return self._derived[name]
+
+    def apply(self, function: Callable[..., Any]) -> Any:
+        """Call a function with the views that its parameters name.
+
+        Args:
+            function: A metric, or a function that makes a derived view.
+
+        Raises:
+            MissingViewError: One of the views is made of something that was not captured.
+        """
+        return function(*(self[name] for name in parameters(function)))
+
+    def _function_for(self, name: str) -> Callable[..., Any]:
+        """The first alternative that can be made of what was captured; else the preferred one."""
+        captured = self._layer.captured.keys()
+        functions = alternatives(name)
+        able = (f for f in functions if captured_views(parameters(f)) <= captured)
+        return next(able, functions[0])
+
+
+def split_rows(layer: Layer, rows: int, count: int) -> list[LayerViews]:
+    """Cut the rows of a layer into splits of equal size; views that are not of rows are shared.
+
+    Args:
+        layer: The layer with its captured views.
+        rows: Number of rows in one split. Fewer rows than that make one split; a remainder is left
+            out.
+        count: Largest number of splits.
+    """
+    hidden = layer.captured.get("hidden")
+    if hidden is None:
+        return [LayerViews(layer)]
+    full = max(1, min(count, len(hidden) // rows))
+    cuts = [slice(start * rows, (start + 1) * rows) for start in range(full)]
+    return [
+        LayerViews(
+            replace(
+                layer,
+                captured={k: v[cut] if k in ROW_VIEWS else v for k, v in layer.captured.items()},
+            )
+        )
+        for cut in cuts
+    ]

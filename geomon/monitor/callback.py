@@ -1,0 +1,179 @@
+"""What the callbacks of training frameworks share: a session, which knows no framework.
+
+A callback translates its framework's events into the calls of a `CallbackSession` and does nothing
+else.
+"""
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+from torch import nn
+
+from geomon.monitor.monitor import Monitor
+from geomon.monitor.options import CallbackOptions, check_callback_options
+from geomon.record import Sink
+
+
+class CallbackSession:
+    """The trainings of one callback, one after another; before the first, every call does nothing.
+
+    A copy or a pickle of a session has its options alone: it starts with its own training.
+
+    Args:
+        options: The options that were given to the callback.
+        owner: Name of the callback's class, for messages.
+
+    Attributes:
+        options: All options of the callback, checked.
+        monitor: Monitor of the training that is going on; None before training.
+        last_seen: Last step whose forward pass was watched or whose inputs were probed; None before
+            training. A callback keeps it in checkpoints and sets it before `start`.
+
+    Raises:
+        TypeError: An option has a name that does not exist.
+        ValueError: A metric reads an unknown view, the schedule never fires, or a number is out of
+            range.
+    """
+
+    def __init__(self, options: CallbackOptions, owner: str) -> None:
+        self.options = check_callback_options(options, owner)
+        self.monitor: Monitor | None = None
+        self.last_seen: int | None = None
+        self._step = 0  # the step that the training is at
+        self._owner = owner
+        self._window: ExitStack | None = None
+
+    @property
+    def probes(self) -> bool:
+        """Whether fixed inputs are read in extra passes; else the training forward is watched."""
+        return self.options["probe"] is not None
+
+    @property
+    def overhead(self) -> float:
+        """Share of the training's wall time that geomon took; NaN before training."""
+        return math.nan if self.monitor is None else self.monitor.overhead
+
+    def affords(self, seconds: float) -> bool:
+        """Whether more of geomon's time would stay within the budget.
+
+        Args:
+            seconds: The additional time.
+        """
+        return self.monitor is None or self.monitor.affords(seconds)
+
+    def summary(self) -> dict[str, Any]:
+        """The options that tell one callback from another, in plain values."""
+        given = self.options
+        blocks, schedule, directory = given["blocks"], given["schedule"], given["directory"]
+        return {
+            "tokens": given["tokens"],
+            "batches": given["batches"],
+            "seed": given["seed"],
+            "blocks": blocks if isinstance(blocks, str) else None,
+            "metrics": list(given["metrics"]),
+            "schedule": getattr(schedule, "__qualname__", repr(schedule)),
+            "source": "probe" if self.probes else "inline",
+            "directory": None if directory is None else os.fspath(directory),
+        }
+
+    def start(
+        self, model: nn.Module, step: int, directory: str | os.PathLike[str], sinks: Sequence[Sink]
+    ) -> None:
+        """Start watching the model of a training.
+
+        Args:
+            model: The model that is trained.
+            step: Number of optimizer updates already in the weights.
+            directory: Folder of the record, if the options name none.
+            sinks: Where readings go besides the record and the sinks of the options.
+
+        Raises:
+            ValueError: The model has no blocks, or the directory cannot be written.
+        """
+        self.discard()
+        options = {name: value for name, value in self.options.items() if name != "pictures"}
+        options["directory"] = options["directory"] or directory
+        options["sinks"] = [*self.options["sinks"], *sinks]
+        self.monitor = Monitor(model, **options)  # type: ignore[arg-type]
+        if self.last_seen is None or self.last_seen >= step:  # of another training
+            self.last_seen = step - 1
+        self.monitor.resume(self.last_seen)
+
+    def open(self, step: int, *, force: bool = False) -> ExitStack | None:
+        """Open a window on the next forward pass if a reading is due.
+
+        Args:
+            step: Number of optimizer updates already in the weights.
+            force: Whether to read whatever the schedule and the budget say.
+
+        Returns:
+            What is undone when the window is closed, to which more can be added; None where no
+            window is open.
+        """
+        self.discard()
+        if self.monitor is None:
+            return None
+        self._step = step
+        self.monitor.advance(step)
+        if not self.monitor.is_due(step, force=force):
+            return None
+        with ExitStack() as stack:
+            stack.enter_context(self.monitor(step, force=force))
+            self._window = stack.pop_all()
+        return self._window
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Close the window, if one is open, and measure what it has seen.
+
+        Args:
+            error: What ended the forward pass; nothing is measured then.
+        """
+        window, self._window = self._window, None
+        if error is None and self.monitor is not None and not self.probes:
+            self.last_seen = self._step
+        if window is not None:
+            window.__exit__(type(error) if error else None, error, None)
+
+    def discard(self) -> None:
+        """Close a window on which no forward pass was run: there is nothing to measure."""
+        self.close(GeneratorExit())
+
+    def probe(
+        self,
+        step: int,
+        *,
+        last: bool = False,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        """Read the fixed inputs, if there are any and a reading is due.
+
+        Args:
+            step: Number of optimizer updates already in the weights.
+            last: Whether this is the last reading of the run, which is made unless the budget is
+                spent.
+            around: Makes a context manager for the extra pass (the framework's precision, say).
+        """
+        if self.monitor is None or not self.probes:
+            return
+        self.last_seen = step
+        if last and not self.monitor.affords_reading():
+            return
+        self.monitor.advance(step)
+        if self.monitor.is_due(step, source="probe", force=last):
+            with around():
+                self.monitor.probe(step)
+
+    def finish(self) -> None:
+        """End the training: nothing is left on the model; may be called more than once."""
+        self.discard()
+        if self.monitor is not None:
+            self.monitor.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CallbackSession, (self.options, self._owner)
+
+
+__all__ = ["CallbackSession"]

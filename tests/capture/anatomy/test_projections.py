@@ -1,0 +1,43 @@
+import pytest
+from torch import nn
+
+from geomon.capture.anatomy import find_sizes
+from geomon.capture.anatomy.projections import find_projections
+
+
+def holder(heads=None, **children):
+    module = nn.Module()
+    for name, child in children.items():
+        setattr(module, name, child)
+    if heads:
+        module.num_heads = heads
+    return module
+
+
+def test_projections_are_found_by_the_names_of_the_field():
+    linear = nn.Linear(8, 8)
+    for names in (("q_proj", "k_proj"), ("query", "key"), ("q", "k"), ("wq", "wk")):
+        found = find_projections(holder(**dict.fromkeys(names, linear)))
+        assert (found.kind, found.names) == ("separate", names)
+    assert find_projections(holder(q=linear, kv=nn.Linear(8, 16))).kind == "halves"
+    assert find_projections(holder(qkv=nn.Linear(8, 24))).kind == "fused"
+    assert find_projections(holder(qkv=nn.Conv2d(8, 24, 1))) is None
+    assert find_projections(holder(q_proj=linear, v_proj=linear)) is None
+
+
+@pytest.mark.parametrize(
+    ("children", "sizes"),
+    [
+        ({"q_proj": nn.Linear(32, 32), "k_proj": nn.Linear(32, 16)}, (4, 2, 8)),
+        ({"q": nn.Linear(32, 64), "k": nn.Linear(32, 64)}, (4, 4, 16)),
+        ({"to_q": nn.Linear(32, 32), "to_kv": nn.Linear(32, 64)}, (4, 4, 8)),
+        ({"qkv": nn.Linear(32, 96)}, (4, 4, 8)),
+        ({"qkv_proj": nn.Linear(32, 64)}, (4, 2, 8)),
+        ({"query_key_value": nn.Linear(32, 48)}, (4, 1, 8)),
+    ],
+)
+def test_sizes_follow_from_heads_and_widths(children, sizes):
+    module = holder(4, **children)
+    assert find_sizes(find_projections(module), [module]) == sizes
+    module.num_heads = None
+    assert find_sizes(find_projections(module), [module]).heads is None

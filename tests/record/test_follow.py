@@ -1,0 +1,36 @@
+import pytest
+
+from geomon.record import FILE_NAME, Follower
+
+
+def test_the_follower_reads_on_where_it_stopped(make_readings, tmp_path):
+    readings = make_readings()
+    follower = Follower(tmp_path)
+    assert follower.look() == []  # the record does not exist yet
+    path = tmp_path / FILE_NAME
+    with path.open("a") as file:
+        file.write('{"run": {}}\n' + readings[0].line() + "\n" + readings[1].line()[:50])
+    assert [reading.step for reading in follower.look()] == [0]  # the torn line is left for later
+    with path.open("a") as file:
+        file.write(readings[1].line()[50:] + "\n")
+    assert [reading.step for reading in follower.look()] == [16]
+    assert follower.look() == []
+    assert len(follower.readings) == 2
+
+
+def test_the_follower_begins_anew_with_a_new_record(make_readings, tmp_path):
+    readings = make_readings()
+    path = tmp_path / FILE_NAME
+    path.write_text("".join(reading.line() + "\n" for reading in readings))
+    follower = Follower(tmp_path)
+    assert len(follower.look()) == len(readings)
+    path.rename(tmp_path / "readings.1.jsonl")
+    path.write_text(readings[0].line() + "\n")
+    assert [reading.step for reading in follower.look()] == [0]
+    assert len(follower.readings) == 1
+
+
+def test_the_follower_refuses_what_is_no_record(tmp_path):
+    (tmp_path / FILE_NAME).write_text("hello\n")
+    with pytest.raises(ValueError, match="not a record's"):
+        Follower(tmp_path).look()
