@@ -73,7 +73,7 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
     def on_step_begin(self, args: Any, state: Any, control: Any, **event: Any) -> None:
         """Probe, or open the window on the step's first forward pass."""
         self._session.probe(state.global_step)
-        # Open before the call and not in it: a compiled model must be told to run eagerly from
+        # Open before the call and not in it: a compiled model must be set to run eagerly from
         # outside, and masks are read as they enter the outermost module.
         if self._session.probes or args.n_gpu > 1:
             return

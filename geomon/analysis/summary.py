@@ -55,7 +55,9 @@ def _dimension(readings: list[Reading]) -> list[str]:
             "scatter of the curve)."
         ]
     if phase.name in ("peak", "expanding"):
-        trend = "and still expanding" if phase.name == "expanding" else "no longer told to rise"
+        trend = (
+            "and still expanding" if phase.name == "expanding" else "with no rise above its errors"
+        )
         return [f"{start}, {end}, {trend})."]
     if phase.name == "falling":
         return [f"{start}, {end}); it fell from the first reading on and never expanded."]

@@ -27,7 +27,7 @@ class UndecidedError(ValueError):
 
 
 class Evidence(NamedTuple):
-    """Evidence by which layouts are told apart: some rows as the model attended with them.
+    """Evidence by which layouts are distinguished: some rows as the model attended with them.
 
     Attributes:
         query: Norms of the queries as attended (rotation keeps norms), [rows, heads], or None.
@@ -187,7 +187,7 @@ def split_fused(
     layouts = _layouts(heads, key_heads)
     if sample is None or evidence is None or len(sample) < _FEWEST_ROWS:
         if len(layouts) > 1:
-            raise UndecidedError("nothing was seen as attended that could tell its layouts apart")
+            raise UndecidedError("nothing was seen as attended that could distinguish its layouts")
         return _contiguous(output, heads, key_heads)
     errors = {
         name: _disagreement(*layout(sample, heads, key_heads), evidence)

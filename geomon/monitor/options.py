@@ -141,9 +141,9 @@ def _check(options: _Options, defaults: MonitorOptions, owner: str) -> _Options:
     for name in options:
         if name not in defaults:
             close = difflib.get_close_matches(name, defaults, n=1)
-            advice = f"; did you mean '{close[0]}'?" if close else ""
+            advice = f" (did you mean '{close[0]}'?)" if close else ""
             raise TypeError(
-                f"{owner}() has no argument '{name}'{advice} There are {', '.join(defaults)}"
+                f"{owner}() has no argument '{name}'{advice}; there are {', '.join(defaults)}"
             )
     check_count("tokens", options["tokens"])
     check_count("batches", options["batches"])

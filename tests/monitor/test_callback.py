@@ -1,0 +1,149 @@
+"""The session that callbacks share, driven by hand: no framework is loaded here."""
+
+import copy
+import math
+
+import pytest
+from models import PlainDecoder, batch
+
+from geomon import Memory, every, select
+from geomon.monitor import CallbackSession
+
+FEW = {"metrics": select("variance"), "tokens": 64, "schedule": every(2), "strict": True}
+
+
+def started(tmp_path, step=0, last_seen=None, **options):
+    memory, model = Memory(), PlainDecoder()
+    session = CallbackSession({**FEW, **options}, "GeometryMonitor")
+    session.last_seen = last_seen
+    session.start(model, step, tmp_path, [memory])
+    return session, model, memory
+
+
+def hooks(model):
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def test_a_window_is_open_for_what_is_due_and_closed_with_a_reading(tmp_path):
+    session, model, memory = started(tmp_path)
+    for step in range(5):
+        window = session.open(step)
+        assert (window is not None) == (step % 2 == 0)
+        assert (hooks(model) > 0) == (window is not None)
+        model(batch())
+        session.close()
+        assert hooks(model) == 0
+        assert session.last_seen == step
+    assert [reading.step for reading in memory.readings] == [0, 2, 4]
+    session.finish()
+    session.finish()
+
+
+def test_what_is_discarded_or_failed_is_not_measured(tmp_path):
+    session, model, memory = started(tmp_path)
+    session.open(0)
+    session.discard()
+    session.open(2)
+    model(batch())
+    session.close(ValueError("the forward pass failed"))
+    assert hooks(model) == 0
+    assert not memory.readings
+    assert session.last_seen == -1
+
+
+def test_opening_anew_discards_what_was_open(tmp_path):
+    session, model, memory = started(tmp_path)
+    session.open(0)
+    model(batch())
+    assert session.open(1) is None
+    assert hooks(model) == 0
+    assert not memory.readings
+
+
+def test_more_can_be_undone_with_the_window(tmp_path):
+    session, model, _ = started(tmp_path)
+    undone = []
+    session.open(0).callback(undone.append, "undone")
+    model(batch())
+    session.close()
+    session.close()
+    assert undone == ["undone"]
+
+
+def test_the_last_step_is_read_by_force(tmp_path):
+    session, model, memory = started(tmp_path)
+    assert session.open(3, force=True) is not None
+    model(batch())
+    session.close()
+    assert [reading.step for reading in memory.readings] == [3]
+
+
+def test_probes_are_read_when_due_and_at_the_end(tmp_path):
+    entered = []
+
+    class Around:
+        def __enter__(self):
+            entered.append(True)
+
+        def __exit__(self, *error):
+            return None
+
+    session, _, memory = started(tmp_path, probe=batch())
+    for step in range(4):
+        session.probe(step, around=Around)
+    session.probe(4, last=True, around=Around)
+    session.probe(4, last=True, around=Around)
+    assert [(r.step, r.source) for r in memory.readings] == [(s, "probe") for s in (0, 2, 4)]
+    assert len(entered) == 3
+    assert session.last_seen == 4
+
+
+def test_without_inputs_a_probe_does_nothing(tmp_path):
+    session, _, memory = started(tmp_path)
+    session.probe(0)
+    assert not memory.readings
+
+
+@pytest.mark.parametrize(("last_seen", "read"), [(6, [9]), (8, []), (20, []), (None, [])])
+def test_what_was_due_since_the_last_step_that_was_watched_is_read_first(tmp_path, last_seen, read):
+    session, model, memory = started(tmp_path, step=9, last_seen=last_seen)
+    session.open(9)
+    model(batch())
+    session.close()
+    assert [reading.step for reading in memory.readings] == read
+
+
+def test_before_training_every_call_does_nothing():
+    session = CallbackSession(FEW, "GeometryMonitor")
+    assert session.open(0) is None
+    session.close()
+    session.discard()
+    session.probe(0, last=True)
+    session.finish()
+    assert session.affords(1e9)
+    assert math.isnan(session.overhead)
+
+
+def test_a_copy_starts_with_its_own_training(tmp_path):
+    session, model, memory = started(tmp_path)
+    session.open(0)
+    copied = copy.deepcopy(session)
+    assert copied.monitor is None
+    assert copied.last_seen is None
+    assert copied.options["tokens"] == 64
+    copied.discard()
+    assert hooks(model) > 0
+    model(batch())
+    session.close()
+    assert len(memory.readings) == 1
+
+
+def test_folder_and_sinks_of_the_options_come_first(tmp_path):
+    own = Memory()
+    session, model, memory = started(tmp_path / "b", directory=tmp_path / "a", sinks=[own])
+    session.open(0)
+    model(batch())
+    session.close()
+    assert (tmp_path / "a" / "readings.jsonl").is_file()
+    assert not (tmp_path / "b").exists()
+    assert len(own.readings) == len(memory.readings) == 1

@@ -1,0 +1,118 @@
+"""Options are declared once: signatures, help and errors of all that take them agree."""
+
+import inspect
+import pickle
+from typing import get_type_hints
+
+import pytest
+from models import PlainDecoder
+
+from geomon import METRICS, Monitor, log_spaced
+from geomon.huggingface import GeometryMonitor as OfTrainer
+from geomon.lightning import GeometryMonitor as OfLightning
+from geomon.monitor.options import (
+    CALLBACK_DEFAULTS,
+    DEFAULTS,
+    CallbackOptions,
+    MonitorOptions,
+    check_callback_options,
+    check_options,
+)
+
+CALLBACKS = (OfLightning, OfTrainer)
+# What a user may type wrong, and the words of the answer.
+WRONG = [
+    ({"tokens": 0}, "tokens is a whole number of at least 1, got 0"),
+    ({"tokens": True}, "tokens is a whole number of at least 1, got True"),
+    ({"batches": 1.5}, "batches is a whole number of at least 1, got 1.5"),
+    ({"budget": 1}, "budget is a share of the training time between 0 and 1"),
+    ({"budget": float("nan")}, "budget is a share of the training time between 0 and 1"),
+    ({"max_capture_mb": 0}, "max_capture_mb is a number above 0, or None, got 0"),
+    ({"max_capture_mb": float("nan")}, "max_capture_mb is a number above 0, or None, got nan"),
+    ({"schedule": lambda step: False}, "fires at none of the steps"),
+    ({"metrics": {}}, "metrics is empty"),
+    ({"metrics": {"m": lambda hiden: 0}}, "asks for 'hiden', which is no view"),
+]
+
+
+def test_every_option_has_a_declaration_and_a_default():
+    assert get_type_hints(MonitorOptions).keys() == DEFAULTS.keys()
+    assert get_type_hints(CallbackOptions).keys() == CALLBACK_DEFAULTS.keys()
+    changed = {name for name in DEFAULTS if DEFAULTS[name] != CALLBACK_DEFAULTS[name]}
+    assert changed == {"directory"}  # a callback's is the folder of the training
+
+
+def options_of(cls) -> dict[str, inspect.Parameter]:
+    parameters = inspect.signature(cls).parameters.values()
+    return {p.name: p for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+
+
+@pytest.mark.parametrize(
+    ("cls", "defaults"),
+    [(Monitor, DEFAULTS), *((callback, CALLBACK_DEFAULTS) for callback in CALLBACKS)],
+    ids=["Monitor", "Lightning", "Trainer"],
+)
+def test_signature_and_help_show_every_option_with_its_default(cls, defaults):
+    shown = options_of(cls)
+    assert shown.keys() == defaults.keys()
+    for name, parameter in shown.items():
+        assert repr(parameter.default) == ("METRICS" if name == "metrics" else repr(defaults[name]))
+        assert parameter.annotation is not inspect.Parameter.empty
+    keywords = inspect.signature(cls.__init__).parameters
+    assert list(keywords)[-len(shown) :] == list(shown)
+    text = inspect.getdoc(cls)
+    assert "{options}" not in text
+    arguments = text.partition("Args:\n")[2].partition("Raises:")[0]
+    named = [line.split(":")[0].strip() for line in arguments.splitlines() if line[4:5].strip()]
+    assert named == list(inspect.signature(cls).parameters)
+
+
+def test_the_texts_of_one_option_are_the_same_everywhere():
+    texts = [
+        inspect.getdoc(cls).partition("    tokens: ")[2].partition("    batches:")[0]
+        for cls in (Monitor, *CALLBACKS)
+    ]
+    assert texts[0]
+    assert len(set(texts)) == 1
+
+
+@pytest.mark.parametrize(("wrong", "message"), WRONG, ids=lambda value: str(value)[:40])
+def test_all_refuse_the_same_in_the_same_words(wrong, message):
+    said = []
+    for build in (
+        lambda: Monitor(PlainDecoder(), directory=None, **wrong),
+        *(lambda callback=callback: callback(**wrong) for callback in CALLBACKS),
+    ):
+        with pytest.raises(ValueError, match=message) as error:
+            build()
+        said.append(str(error.value))
+    assert len(set(said)) == 1
+    assert "\n" not in said[0]
+
+
+@pytest.mark.parametrize("build", [lambda **o: Monitor(PlainDecoder(), **o), *CALLBACKS])
+def test_a_name_that_does_not_exist_is_answered_with_a_close_one(build):
+    with pytest.raises(
+        TypeError, match=r"has no argument 'token' \(did you mean 'tokens'\?\); there"
+    ):
+        build(token=3)
+    with pytest.raises(TypeError, match="has no argument 'zzz'; there are metrics, schedule"):
+        build(zzz=3)
+
+
+def test_what_is_not_given_is_the_default():
+    checked = check_options({"tokens": 7}, "Monitor")
+    assert checked["tokens"] == 7
+    assert checked["metrics"] == METRICS
+    assert checked["schedule"] == log_spaced()
+    assert check_callback_options({}, "GeometryMonitor")["pictures"] is True
+    assert DEFAULTS["schedule"] is None  # the declaration itself is not changed
+    assert DEFAULTS["tokens"] == 4096
+
+
+@pytest.mark.parametrize("callback", CALLBACKS)
+def test_a_callback_can_be_pickled_with_its_options(callback):
+    copied = pickle.loads(pickle.dumps(callback(tokens=77, budget=0.5)))
+    assert copied._session.options["tokens"] == 77
+    assert copied._session.options["budget"] == 0.5
+    assert copied.overhead != copied.overhead
