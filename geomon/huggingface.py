@@ -39,12 +39,7 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
     always read.
 
     Args:
-        {options}
-
-    Raises:
-        TypeError: An argument has a name that does not exist.
-        ValueError: A metric reads an unknown view, the schedule never fires, or a number is out of
-            range. When training starts: no blocks in the model, a directory that cannot be written.
+    {options}
     """
 
     def __init__(self, **options: Unpack[CallbackOptions]) -> None:

@@ -1,7 +1,6 @@
 """GeometryMonitor, the Lightning callback: Lightning's events, translated for a session."""
 
 import math
-from pathlib import Path
 from typing import Any, Unpack
 
 import lightning as L
@@ -18,24 +17,14 @@ class GeometryMonitor(L.Callback):
     """Watch the geometry of a model's representations while Lightning trains it.
 
     `L.Trainer(callbacks=[GeometryMonitor()])`: no argument is needed. Curves go to every logger of
-    the trainer, pictures to those that show pictures, and every reading to `readings.jsonl` in the
-    first logger's folder.
+    the trainer, pictures to those that show them, readings to `readings.jsonl` in the log folder.
 
-    Without `probe` the training forward itself is watched (dropout on, no extra pass), between
-    `on_train_batch_start` and `on_before_backward`. With `probe` an extra pass on fixed inputs runs
-    before the batch, and once more at the end of training: comparable from step to step.
-
-    Of the batches of one step (accumulated gradients) the first is read. Where a batch makes two
-    steps (two optimizers) and passes over one that is due, the batch that comes next is read. The
-    last step is always read.
+    Without `probe` the training forward itself is watched (dropout on, no extra pass): of a step
+    with accumulated gradients the first batch. With `probe` an extra pass on fixed inputs runs
+    before the batch, and once more at the end of training. The last step is always read.
 
     Args:
-        {options}
-
-    Raises:
-        TypeError: An argument has a name that does not exist.
-        ValueError: A metric reads an unknown view, the schedule never fires, or a number is out of
-            range. When training starts: no blocks in the model, a directory that cannot be written.
+    {options}
     """
 
     def __init__(self, **options: Unpack[CallbackOptions]) -> None:
@@ -68,13 +57,12 @@ class GeometryMonitor(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Find the blocks and open the record: on a resume the step is right only from here on."""
-        folder = trainer.log_dir  # a collective: every rank asks
+        folder = trainer.log_dir or trainer.default_root_dir  # a collective: every rank asks
         loggers = _Loggers(trainer)
         sinks: list[Sink] = [loggers] if trainer.loggers else []
         if self._session.options["pictures"] and loggers.show_pictures:
             sinks.append(Pictures(loggers.post, affords=self._session.affords))
-        directory = Path(folder or trainer.default_root_dir)
-        self._session.start(pl_module, trainer.global_step, directory, sinks)
+        self._session.start(pl_module, trainer.global_step, folder, sinks)
         self._last_step = trainer.estimated_stepping_batches - 1
 
     def on_train_batch_start(
@@ -83,10 +71,7 @@ class GeometryMonitor(L.Callback):
         """Probe, or open the window on this batch's forward pass."""
         self._session.discard()
         if trainer.training and not trainer.sanity_checking:
-            # In the precision that training has, outside of its autocast cache.
-            self._session.probe(
-                trainer.global_step, around=trainer.precision_plugin.forward_context
-            )
+            self._probe(trainer)
             if not self._session.probes:
                 self._session.open(trainer.global_step, force=self._is_last(trainer, pl_module))
 
@@ -105,12 +90,11 @@ class GeometryMonitor(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The last reading, and the end."""
         self._session.discard()
-        forward_context = trainer.precision_plugin.forward_context
-        self._session.probe(trainer.global_step, last=True, around=forward_context)
+        self._probe(trainer, last=True)
         self._session.finish()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave nothing on the model: no other event follows an exception or Ctrl-C."""
+        """No other event follows an exception or Ctrl-C: leave nothing on the model."""
         self._session.close(exception)
         self._session.finish()
 
@@ -118,13 +102,18 @@ class GeometryMonitor(L.Callback):
         """Leave nothing on the model, whatever the way out was."""
         self._session.finish()
 
+    def _probe(self, trainer: L.Trainer, *, last: bool = False) -> None:
+        """In the precision that training has, outside of its autocast cache."""
+        around = trainer.precision_plugin.forward_context
+        self._session.probe(trainer.global_step, last=last, around=around)
+
     def _is_last(self, trainer: L.Trainer, pl_module: L.LightningModule) -> bool:
         """Whether no step comes after this batch's, as far as that can be known beforehand."""
         step, last_seen = trainer.global_step, self._session.last_seen
         if pl_module.automatic_optimization or last_seen is None:
             return step == self._last_step
-        last_batch = trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs
-        return last_batch or 0 < trainer.max_steps <= 2 * step - last_seen  # as many steps again
+        is_last = trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs
+        return is_last or 0 < trainer.max_steps <= 2 * step - last_seen  # as many steps again
 
 
 class _Loggers:
@@ -133,16 +122,14 @@ class _Loggers:
     def __init__(self, trainer: L.Trainer) -> None:
         self._trainer = trainer
         self._layout = ChartLayout()
-        loggers = trainer.loggers
-        self._boards = [x.experiment for x in loggers if isinstance(x, TensorBoardLogger)]
-        self._wandb = [logger for logger in loggers if isinstance(logger, WandbLogger)]
+        self._boards = [x.experiment for x in trainer.loggers if isinstance(x, TensorBoardLogger)]
+        self._wandb = [logger for logger in trainer.loggers if isinstance(logger, WandbLogger)]
         self.show_pictures = bool(self._boards or self._wandb)
 
     def write(self, reading: Reading) -> None:
         self._layout.write_once(reading, self._boards)
-        step = self._axis_step(reading.step)
         for logger in self._trainer.loggers:
-            logger.log_metrics(reading.charted(), step=step)
+            logger.log_metrics(reading.charted(), step=self._axis_step(reading.step))
 
     def post(self, name: str, image: Any, step: int) -> None:
         for writer in self._boards:
@@ -160,6 +147,3 @@ class _Loggers:
         now = self._trainer.global_step
         # A reading may be of an earlier step, put off by the budget or measured in the background.
         return batches if step >= now else round(step * batches / now)
-
-
-__all__ = ["GeometryMonitor"]

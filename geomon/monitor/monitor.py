@@ -34,12 +34,7 @@ class Monitor:
 
     Args:
         model: Any module that contains a transformer.
-        {options}
-
-    Raises:
-        TypeError: An argument has a name that does not exist.
-        ValueError: The model has no blocks, a metric reads an unknown view, the schedule never
-            fires, a number is out of range, or the directory cannot be written.
+    {options}
     """
 
     def __init__(self, model: nn.Module, **options: Unpack[MonitorOptions]) -> None:

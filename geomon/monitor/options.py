@@ -55,6 +55,11 @@ class MonitorOptions(TypedDict, total=False):
             value.
         blocks: The blocks of the model, where the search does not find them: a regular expression
             that matches their whole names, or the modules.
+
+    Raises:
+        TypeError: An argument has a name that does not exist.
+        ValueError: The model has no blocks, a metric reads an unknown view, the schedule never
+            fires, a number is out of range, or the directory cannot be written.
     """
 
     metrics: Mapping[str, Metric]
@@ -79,6 +84,11 @@ class CallbackOptions(MonitorOptions, total=False):
     Args:
         pictures: Whether loggers that show pictures get the run in one figure, the profile over
             depth and the matrices of heads by layer, each time the step has doubled.
+
+    Raises:
+        TypeError: An argument has a name that does not exist.
+        ValueError: A metric reads an unknown view, the schedule never fires, or a number is out of
+            range. When training starts: no blocks in the model, a directory that cannot be written.
     """
 
     pictures: bool
@@ -214,16 +224,21 @@ def _show_options(defaults: MonitorOptions, *declarations: type) -> Callable[[_C
             parameters=[*plain[1:], *keywords], return_annotation=inspect.Signature.empty
         )
         if cls.__doc__ is not None:  # python -OO removes docstrings
-            lines = "".join(map(_argument_lines, declarations))
-            cls.__doc__ = cls.__doc__.replace("        {options}\n", lines)
+            cls.__doc__ = cls.__doc__.replace("    {options}\n", _sections(declarations))
         return cls
 
     return show
 
 
-def _argument_lines(declaration: type) -> str:
-    """The lines of the "Args" section of a TypedDict."""
-    return (declaration.__doc__ or "").partition("Args:\n")[2].rstrip() + "\n"
+def _sections(declarations: Sequence[type]) -> str:
+    """The "Args" of several TypedDicts, and the "Raises" of the last one."""
+    arguments, raised = "", ""
+    for declaration in declarations:
+        section, _, raised = (
+            (declaration.__doc__ or "").partition("    Args:\n")[2].partition("    Raises:\n")
+        )
+        arguments += section.rstrip() + "\n"
+    return f"{arguments}\n    Raises:\n{raised.rstrip()}\n"
 
 
 show_monitor_options = _show_options(DEFAULTS, MonitorOptions)

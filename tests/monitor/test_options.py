@@ -65,6 +65,7 @@ def test_signature_and_help_show_every_option_with_its_default(cls, defaults):
     arguments = text.partition("Args:\n")[2].partition("Raises:")[0]
     named = [line.split(":")[0].strip() for line in arguments.splitlines() if line[4:5].strip()]
     assert named == list(inspect.signature(cls).parameters)
+    assert "TypeError: An argument has a name that does not exist." in text.partition("Raises:")[2]
 
 
 def test_the_texts_of_one_option_are_the_same_everywhere():
