@@ -77,7 +77,7 @@ def test_the_texts_of_one_option_are_the_same_everywhere():
     assert len(set(texts)) == 1
 
 
-@pytest.mark.parametrize(("wrong", "message"), WRONG, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("wrong", "message"), WRONG, ids=[message for _, message in WRONG])
 def test_all_refuse_the_same_in_the_same_words(wrong, message):
     said = []
     for build in (
@@ -91,7 +91,11 @@ def test_all_refuse_the_same_in_the_same_words(wrong, message):
     assert "\n" not in said[0]
 
 
-@pytest.mark.parametrize("build", [lambda **o: Monitor(PlainDecoder(), **o), *CALLBACKS])
+@pytest.mark.parametrize(
+    "build",
+    [lambda **o: Monitor(PlainDecoder(), **o), *CALLBACKS],
+    ids=["Monitor", "Lightning", "Trainer"],
+)
 def test_a_name_that_does_not_exist_is_answered_with_a_close_one(build):
     with pytest.raises(
         TypeError, match=r"has no argument 'token' \(did you mean 'tokens'\?\); there"
@@ -111,7 +115,7 @@ def test_what_is_not_given_is_the_default():
     assert DEFAULTS["tokens"] == 4096
 
 
-@pytest.mark.parametrize("callback", CALLBACKS)
+@pytest.mark.parametrize("callback", CALLBACKS, ids=["Lightning", "Trainer"])
 def test_a_callback_can_be_pickled_with_its_options(callback):
     copied = pickle.loads(pickle.dumps(callback(tokens=77, budget=0.5)))
     assert copied._session.options["tokens"] == 77
