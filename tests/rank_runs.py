@@ -4,11 +4,13 @@ A small decoder with a padding mask, ragged batches, and the readings of one pro
 all ranks, put together here by hand. Only torch is imported: each process pays for its imports.
 """
 
+import _thread
 import contextlib
 import copy
 import logging
 import os
 import sys
+import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -20,7 +22,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import geomon
 from geomon import METRICS, Memory, Monitor, every, measure, select
 from geomon.capture import Window, derive_seed, find_anatomy
 from geomon.capture.snapshot import Layer, PassInfo, Snapshot
@@ -453,10 +454,9 @@ def tensor_parallel(ranks: RankGroup, folder: Path) -> dict:
 def lost(ranks: RankGroup, folder: Path) -> dict:
     """The second rank sleeps through a reading, later it dies; the first goes on with its own."""
     heard, found = Heard(), {}
-    geomon.distributed.group.TIMEOUT = timedelta(seconds=2)
     model, (ids, mask) = Decoder(), ragged(ranks.rank)
     for name in ("asleep", "dead"):
-        monitor, memory = monitor_of(model, folder / name, strict=False, tokens=30)
+        monitor, memory = monitor_of(model, folder / name, strict=False, tokens=30, rank_timeout=2)
         began = time.perf_counter()
         for step in range(4):
             if step == 2 and ranks.rank == 1:
@@ -475,6 +475,66 @@ def lost(ranks: RankGroup, folder: Path) -> dict:
         }
         heard.messages.clear()
     return found
+
+
+# -- ranks that do not keep step -------------------------------------------------------------------
+
+
+def irregular(ranks: RankGroup, folder: Path) -> dict:
+    """The second rank misses a window, is slow, has another schedule or other options."""
+    found = {}
+    heard = Heard()
+    for name, limit in (("misses", 20), ("slow", 20), ("schedule", 20), ("options", 20)):
+        model, (ids, mask) = Decoder(), ragged(ranks.rank)
+        odd = ranks.rank == 1
+        options = {"schedule": every(3 if name == "schedule" and odd else 2)}
+        if name == "options":
+            options |= {"tokens": 40 if odd else 30}
+        monitor, memory = monitor_of(
+            model, folder / name, **({"tokens": 30, "strict": False} | options), rank_timeout=limit
+        )
+        waited = []
+        for step in range(7):
+            if name == "slow" and odd and step == 2:
+                time.sleep(1.5)
+            if name == "misses" and odd and step == 2:
+                model(ids, attention_mask=mask)
+                continue
+            began = time.perf_counter()
+            with monitor(step):
+                model(ids, attention_mask=mask)
+            waited.append(time.perf_counter() - began)
+        monitor.close()
+        found[name] = {
+            "steps": [r.step for r in memory.readings],
+            "tokens": [r.tokens for r in memory.readings],
+            "notes": [r.notes for r in memory.readings],
+            "waited": max(waited),
+            "messages": list(heard.messages),
+        }
+        heard.messages.clear()
+        dist.barrier()
+    return found
+
+
+def interrupted(ranks: RankGroup, folder: Path) -> dict:
+    """Ctrl-C while the other rank does not answer: it is not waited for."""
+    model, (ids, mask) = Decoder(), ragged(ranks.rank)
+    monitor, _ = monitor_of(model, strict=False, rank_timeout=25)
+    if ranks.rank == 1:
+        time.sleep(4)
+        return {}
+    threading.Timer(0.5, _thread.interrupt_main).start()
+    began = time.perf_counter()
+    try:
+        with monitor(0):
+            model(ids, attention_mask=mask)
+    except KeyboardInterrupt:
+        taken = time.perf_counter() - began
+        with monitor(1):  # goes on alone
+            model(ids, attention_mask=mask)
+        return {"seconds": taken, "hooks": sum(len(m._forward_hooks) for m in model.modules())}
+    return {}
 
 
 # -- through Lightning -----------------------------------------------------------------------------

@@ -101,7 +101,7 @@ def gather(
     """
     if group.members == 1 and isinstance(snapshot, Exception):
         raise snapshot
-    reports = group.all_gather(_report(snapshot, about))
+    reports = _meet(_report(snapshot, about), group)
     _check_reports(reports)
     assert isinstance(snapshot, Snapshot)
     givers = 1 if copies else group.members
@@ -117,6 +117,30 @@ def gather(
         count=len(snapshot.layers),
         info=PassInfo(tokens, first.mode, first.dtype, _notes(reports, givers)),
     )
+
+
+def _meet(report: _Report, group: RankGroup) -> list[_Report]:
+    """Exchange reports until all ranks read the same step.
+
+    A rank that is at a later step than others (they missed a window, say) waits for them there; a
+    rank that is at an earlier one leaves its reading out.
+
+    Raises:
+        RankFailedError: Another rank is at a later step.
+        RanksLostError: A rank does not answer.
+    """
+    while True:
+        reports = group.all_gather(report)
+        steps = [other.about[0] for other in reports]
+        if max(steps) > report.about[0]:
+            rank = steps.index(max(steps))
+            raise RankFailedError(
+                f"rank {rank} reads step {max(steps)} where rank {group.rank} reads step "
+                f"{report.about[0]}: every rank calls the monitor with the same steps, and its "
+                "schedule depends on the step alone"
+            )
+        if min(steps) == report.about[0]:
+            return reports
 
 
 def _parcels(
@@ -172,9 +196,8 @@ def _check_reports(reports: Sequence[_Report]) -> None:
     for rank, report in enumerate(reports):
         if report.about != first.about:
             raise RankFailedError(
-                f"rank {rank} reads step {report.about[0]} ({report.about[1]}) where rank 0 reads "
-                f"step {first.about[0]} ({first.about[1]}): every rank calls the monitor with the "
-                "same steps, and its schedule depends on the step alone"
+                f"rank {rank} reads step {report.about[0]} {report.about[1]} where rank 0 reads it "
+                f"{first.about[1]}: every rank builds the monitor with the same options"
             )
     failures = [f"rank {r}: {report.failure}" for r, report in enumerate(reports) if report.failure]
     if failures:

@@ -6,8 +6,10 @@ values is a collective: all ranks call it, in the same order, whatever they saw.
 group of one rank, in which every collective gives back what was put in.
 """
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -19,8 +21,8 @@ from geomon.distributed.packing import pack, unpack
 
 log = logging.getLogger("geomon")
 
-# How long a rank waits for the others before it goes on alone: what a training waits by default.
-TIMEOUT = timedelta(minutes=10)
+# Seconds between two looks whether a collective has ended: a signal is handled in between.
+_POLL = 0.05
 
 _Value = TypeVar("_Value")
 
@@ -85,8 +87,14 @@ class RankGroup:
         return rows // self.members + (self.place < rows % self.members)
 
     def disconnect(self) -> None:
-        """Exchange nothing with the other ranks from here on."""
-        self._process_group = None
+        """Exchange nothing with the other ranks from here on.
+
+        Ranks that wait for this one learn of it at once.
+        """
+        process_group, self._process_group = self._process_group, None
+        if process_group is not None:
+            with contextlib.suppress(Exception):  # it may be gone already
+                dist.destroy_process_group(process_group)
 
     def all_gather(self, value: _Value) -> list[_Value]:
         """Give every rank the values of all ranks, in rank order.
@@ -164,11 +172,33 @@ class RankGroup:
         ]
 
     def _call(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Call a collective; every way in which the others fail to answer is one error."""
+        """Call a collective; every way in which the others fail to answer is one error.
+
+        It is called in a thread of its own, while this one waits for it: a collective cannot be
+        interrupted, and Ctrl-C or the signal of a preemption would wait for its timeout.
+        """
+        failures: list[BaseException] = []
+        group = self._process_group
+
+        def call() -> None:
+            try:
+                collective(*args, group=group, **kwargs)
+            except BaseException as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=call, name="geomon ranks", daemon=True)
+        thread.start()
         try:
-            collective(*args, group=self._process_group, **kwargs)
-        except RuntimeError as error:
-            raise RanksLostError(str(error).splitlines()[0].split(". ")[0]) from error
+            while thread.is_alive():
+                thread.join(_POLL)
+        except BaseException:  # the others would wait for what is not finished
+            self._process_group = None
+            raise
+        for failure in failures:
+            if not isinstance(failure, RuntimeError):
+                raise failure
+            reason = str(failure).splitlines()[0].split(". ")[0]
+            raise RanksLostError(reason) from failure
 
 
 def find_ranks() -> RankGroup:
@@ -178,7 +208,9 @@ def find_ranks() -> RankGroup:
     return RankGroup()
 
 
-def join_ranks(model: nn.Module) -> RankGroup:
+def join_ranks(
+    model: nn.Module, options: Mapping[str, Any] | None = None, *, timeout: float = 60.0
+) -> RankGroup:
     """Connect the ranks that torch.distributed knows of, where there are several.
 
     A collective: every rank calls it. The connection goes away with the process groups of the
@@ -187,23 +219,52 @@ def join_ranks(model: nn.Module) -> RankGroup:
 
     Args:
         model: The model that is watched, on this rank.
+        options: Plain values that have to be the same on every rank, by name.
+        timeout: Largest time in seconds that a rank waits for the others. At most half of what the
+            training's own process group waits is used, so that geomon gives up first.
     """
     group = find_ranks()
     if group.size == 1:
         return group
     reason = why_not_gathered(model)
-    if reason is not None:
-        return RankGroup(group.rank, group.size, why_not_connected=reason)
     try:
-        process_group = dist.new_group(backend="gloo", timeout=TIMEOUT, group_desc="geomon")
-    except (RuntimeError, ValueError) as error:
+        process_group = dist.new_group(backend="gloo", timeout=_limit(timeout), group_desc="geomon")
+        joined = RankGroup(group.rank, group.size, process_group)
+        reports = joined.all_gather((reason, dict(options or {})))
+    except (RuntimeError, ValueError, RanksLostError) as error:
         log.warning(
             "the rows of the ranks are not gathered, the first rank measures its own: no gloo "
             "group could be made, which every rank has to ask for by building its monitor (%s)",
             error,
         )
         return group
-    return RankGroup(group.rank, group.size, process_group)
+    reasons = [why for why, _ in reports if why is not None]
+    reason = reasons[0] if reasons else _difference([given for _, given in reports])
+    if reason is None:
+        return joined
+    joined.disconnect()
+    return RankGroup(group.rank, group.size, why_not_connected=reason)
+
+
+def _limit(seconds: float) -> timedelta:
+    """The time that a rank waits: at most half of what the training's own process group waits."""
+    try:
+        backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+        own = backend.options._timeout.total_seconds()
+    except (RuntimeError, AttributeError):  # a backend of accelerators alone, or an older release
+        own = dist.constants.default_pg_timeout.total_seconds()
+    return timedelta(seconds=min(seconds, own / 2))
+
+
+def _difference(options: Sequence[Mapping[str, Any]]) -> str | None:
+    """Say in which option a rank differs from the first one; None where all are the same."""
+    for rank, given in enumerate(options):
+        for name, value in options[0].items():
+            if given.get(name) != value:
+                values = f" ({given.get(name)!r}, there {value!r})"
+                shown = values if len(values) < 200 else ""
+                return f"rank {rank} was built with other {name} than rank 0{shown}"
+    return None
 
 
 def why_not_gathered(model: nn.Module) -> str | None:

@@ -17,7 +17,7 @@ from torch import nn
 
 from geomon.capture import Window, derive_seed, extra_pass, find_anatomy
 from geomon.capture.snapshot import Note, NotSeenError, Snapshot, explain_missing
-from geomon.distributed import find_ranks, join_ranks
+from geomon.distributed import RankGroup, find_ranks, join_ranks
 from geomon.metrics import Evaluator
 from geomon.monitor.budget import Budget
 from geomon.monitor.executor import ReadingExecutor
@@ -25,6 +25,7 @@ from geomon.monitor.jobs import ReadingJob
 from geomon.monitor.options import MonitorOptions, check_options, show_monitor_options
 from geomon.monitor.output import ReadingWriter, Warnings
 from geomon.monitor.planner import ReadingPlanner
+from geomon.monitor.schedule import first_steps
 from geomon.record import Record, tags
 
 
@@ -44,7 +45,7 @@ class Monitor:
         self._evaluator = Evaluator(options["metrics"], options["batches"], options["strict"])
         self._views = self._evaluator.views
         self._source = "inline" if options["probe"] is None else "probe"
-        self._group = join_ranks(model) if options["gather"] else find_ranks()
+        self._group = self._join_ranks() if options["gather"] else find_ranks()
         if options["budget"] is not None and self._group.members < self._group.size:
             raise ValueError(
                 "a budget is one decision for all ranks, which they share where their rows are "
@@ -52,7 +53,9 @@ class Monitor:
             )
         self._warnings = Warnings(self._group, strict=options["strict"])
         record = self._make_record(options["directory"])
-        self._writer = ReadingWriter(record, options["sinks"], self._warnings)
+        self._writer = ReadingWriter(
+            record, options["sinks"], self._warnings, sink_timeout=options["sink_timeout"]
+        )
         self._budget = Budget(options["budget"], options["tokens"])
         self._planner = ReadingPlanner(
             options["schedule"], self._budget, self._group, source=self._source,  # type: ignore[arg-type]
@@ -292,6 +295,18 @@ class Monitor:
             return []
         text = f"rows of the ranks are not gathered, those of rank 0 are measured: {reason}"
         return [Note("not gathered", text)]
+
+    def _join_ranks(self) -> RankGroup:
+        """The ranks, connected if all were built with the same options; a collective."""
+        options = self._options
+        compared = {
+            "schedule": first_steps(options["schedule"]),
+            "metrics": list(options["metrics"]),
+            "probe": options["probe"] is not None,
+            "layers": [block.name for block in self._anatomy.blocks],
+            **{name: options[name] for name in ("tokens", "batches", "budget", "seed")},
+        }
+        return join_ranks(self._model, compared, timeout=options["rank_timeout"])
 
     def _make_record(self, directory: str | os.PathLike[str] | None) -> Record | None:
         """The record, on the first rank; where it cannot be made all ranks raise the same."""

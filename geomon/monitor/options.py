@@ -41,9 +41,11 @@ class MonitorOptions(TypedDict, total=False):
         gather: With several ranks, whether a reading is that of the rows of all ranks: each keeps
             its share of them, the layers are shared out to be measured, and the first rank records.
             Every rank builds the monitor, once `torch.distributed` is initialised, and calls it
-            with the same steps. A rank that does not answer within ten minutes ends the gathering,
-            never the run. If False, the first rank measures its own rows and the ranks exchange
-            nothing.
+            with the same steps and options. If False, the first rank measures its own rows and the
+            ranks exchange nothing.
+        rank_timeout: Largest time in seconds that a rank waits for the others, of which at most
+            half of what the training's own process group waits is used. A rank that does not answer
+            in time ends the gathering, never the run: the first rank goes on with its own rows.
         background: Whether rows are measured in a thread while the training goes on; None does so
             where the model is on an accelerator, which leaves the processor idle. Gathered rows are
             measured at once.
@@ -51,6 +53,8 @@ class MonitorOptions(TypedDict, total=False):
             fewer rows, queries and keys are kept if need be, attention that does not fit is left
             out, and the reading says so. None for no limit.
         seed: Seed, together with the step and the rank, of the private generator that samples rows.
+        sink_timeout: Largest duration in seconds of one call of a sink. One that takes longer is
+            left out from then on, with a warning.
         strict: Whether to raise what goes wrong in a reading, instead of a warning and a missing
             value.
         blocks: The blocks of the model, where the search does not find them: a regular expression
@@ -71,9 +75,11 @@ class MonitorOptions(TypedDict, total=False):
     sinks: Sequence[Sink]
     budget: float | None
     gather: bool
+    rank_timeout: float
     background: bool | None
     max_capture_mb: float | None
     seed: int
+    sink_timeout: float
     strict: bool
     blocks: str | Sequence[nn.Module] | None
 
@@ -104,9 +110,11 @@ DEFAULTS: MonitorOptions = {
     "sinks": (),
     "budget": None,
     "gather": True,
+    "rank_timeout": 60.0,
     "background": None,
     "max_capture_mb": None,
     "seed": 0,
+    "sink_timeout": 30.0,
     "strict": False,
     "blocks": None,
 }
@@ -168,6 +176,12 @@ def _check(options: _Options, defaults: MonitorOptions, owner: str) -> _Options:
         )
     if most is not None and not 0 < most <= math.inf:
         raise ValueError(f"max_capture_mb is a number above 0, or None, got {most!r}")
+    for name, seconds in (
+        ("rank_timeout", options["rank_timeout"]),
+        ("sink_timeout", options["sink_timeout"]),
+    ):
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+            raise ValueError(f"{name} is a number of seconds above 0, got {seconds!r}")
     return options
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from geomon.distributed import RankFailedError, RankGroup, RanksLostError
+from geomon.monitor.time_limit import time_limit
 from geomon.record import Reading, Record, Sink
 
 log = logging.getLogger("geomon")
@@ -88,12 +89,21 @@ class ReadingWriter:
         record: The record, which is written before anything is shown; None for no record.
         sinks: Where readings go besides the record.
         warnings: Turns what goes wrong into warnings.
+        sink_timeout: Largest duration of one call of a sink, in seconds.
     """
 
-    def __init__(self, record: Record | None, sinks: Sequence[Sink], warnings: Warnings) -> None:
+    def __init__(
+        self,
+        record: Record | None,
+        sinks: Sequence[Sink],
+        warnings: Warnings,
+        *,
+        sink_timeout: float,
+    ) -> None:
         self._record = record
         self._sinks = list(sinks)
         self._warnings = warnings
+        self._sink_timeout = sink_timeout
 
     def begin(self, step: int, description: dict[str, Any]) -> set[tuple[int, str]]:
         """Open the record.
@@ -127,14 +137,23 @@ class ReadingWriter:
             )
         for sink in list(self._sinks):
             message = f"{type(sink).__name__} failed and is left out from here on"
-            if not self._warnings.attempt(lambda sink=sink: sink.write(reading), message):  # type: ignore[misc]
+            if not self._call(lambda sink=sink: sink.write(reading), message):  # type: ignore[misc]
                 self._sinks.remove(sink)
 
     def close(self) -> None:
         """Flush and close the sinks; may be called more than once."""
         for sink in self._sinks:
-            self._warnings.attempt(sink.close, f"closing {type(sink).__name__} failed")
+            self._call(sink.close, f"closing {type(sink).__name__} failed")
         self._sinks = []
+
+    def _call(self, action: Callable[[], Any], message: str) -> bool:
+        """Call a sink within its time limit; returns whether it went well."""
+
+        def limited() -> None:
+            with time_limit(self._sink_timeout):
+                action()
+
+        return self._warnings.attempt(limited, message)
 
 
 __all__ = ["ReadingWriter", "Warnings"]

@@ -84,6 +84,16 @@ def check_schedule(schedule: Schedule) -> Schedule:
     return schedule
 
 
+def first_steps(schedule: Schedule | None, most: int = 1000) -> list[int]:
+    """List the first steps at which a schedule is due: what two schedules can be compared by.
+
+    Args:
+        schedule: Function from a step to whether a reading is due.
+        most: Number of steps that are tried, from 0.
+    """
+    return [step for step in range(most) if schedule is not None and schedule(step)]
+
+
 def _require_count(name: str, value: int) -> None:
     if not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} is a number of steps, 1 or more, got {value!r}")

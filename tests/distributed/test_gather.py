@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from geomon.capture.snapshot import Layer, Note, PassInfo
 from geomon.distributed import RankFailedError, RankGroup, find_ranks, join_ranks, merge_layers
-from geomon.distributed.gather import GatheredLayers, _check_reports, _notes, _Report
+from geomon.distributed.gather import GatheredLayers, _check_reports, _meet, _notes, _Report
 from geomon.distributed.group import why_not_gathered
 from geomon.distributed.merge import attention_shape, take_share
 from geomon.distributed.packing import pack, unpack
@@ -238,19 +238,40 @@ def test_one_rank_keeps_all_and_a_layer_without_attention_is_left_alone():
 # -- what ranks say to one another -----------------------------------------------------------------
 
 
-def report(step=0, failure=None, names=("a", "b"), notes=(), lacking=None, **more) -> _Report:
+def report(
+    step=0, failure=None, names=("a", "b"), notes=(), lacking=None, source="inline", **more
+) -> _Report:
     layers = tuple(("", index, name) for index, name in enumerate(names))
     lacking = tuple(lacking or ({},) * len(names))
     return _Report(
-        (step, "inline"), failure, layers, (None,) * len(names), lacking,
+        (step, source), failure, layers, (None,) * len(names), lacking,
         PassInfo(5, "train", "float32", [*notes]), **more,
     )  # fmt: skip
+
+
+class Answers(RankGroup):
+    """A rank whose collectives answer what the test says, one after another."""
+
+    def __init__(self, *answers):
+        super().__init__(0, 2, object())
+        self.answers = list(answers)
+
+    def all_gather(self, value):
+        return [value, self.answers.pop(0)]
+
+
+def test_a_rank_that_is_ahead_waits_and_one_that_is_behind_leaves_its_reading_out():
+    ahead = Answers(report(step=4), report(step=8), report(step=9))
+    assert [r.about[0] for r in _meet(report(step=9), ahead)] == [9, 9]
+    assert not ahead.answers
+    with pytest.raises(RankFailedError, match="rank 1 reads step 9 where rank 0 reads step 4"):
+        _meet(report(step=4), Answers(report(step=9)))
 
 
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (report(step=3), r"rank 1 reads step 3 \(inline\) where rank 0 reads step 0 \(inline\)"),
+        (report(source="probe"), "rank 1 reads step 0 probe where rank 0 reads it inline"),
         (report(failure="OSError: no"), r"^rank 1: OSError: no$"),
         (report(names=("a",)), r"rank 1 has 1 layers, from 'a' to 'a', where rank 0 has 2"),
     ],

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import pickle
+import time
 from pathlib import Path
 
 import pytest
@@ -282,6 +283,37 @@ def test_a_resumed_run_goes_on_and_reads_nothing_twice(tmp_path):
     train(model, monitor(model, tmp_path, schedule=every(2)), steps=6, start=5)
     assert [r.step for r in read(tmp_path)] == [0, 2, 4, 6, 8, 10]
     assert len(read(tmp_path).runs) == 2
+
+
+class Hangs(Memory):
+    def write(self, reading):
+        super().write(reading)
+        if reading.step == 1:
+            time.sleep(60)
+
+    def close(self):
+        time.sleep(60)
+
+
+def test_a_sink_that_hangs_is_left_out_and_the_training_goes_on(tmp_path, caplog):
+    memory, hanging, last = Memory(), Hangs(), Hangs()
+    model = PlainDecoder()
+    seen = monitor(
+        model, tmp_path, strict=False, sinks=[hanging, memory], schedule=every(1), sink_timeout=0.3
+    )
+    began = time.monotonic()
+    with caplog.at_level(logging.WARNING, "geomon"):
+        train(model, seen, steps=4)
+        seen.close()
+        other = monitor(model, None, strict=False, sinks=[last], sink_timeout=0.3)
+        other.close()
+    assert time.monotonic() - began < 40
+    assert [r.step for r in hanging.readings] == [0, 1]
+    assert [r.step for r in memory.readings] == [r.step for r in read(tmp_path)] == [0, 1, 2, 3]
+    messages = [m for m in caplog.messages if "TimeLimitError" in m]
+    assert len(messages) == 2
+    assert "Hangs failed and is left out" in messages[0]
+    assert "closing Hangs failed" in messages[1]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

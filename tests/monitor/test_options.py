@@ -29,6 +29,8 @@ WRONG = [
     ({"budget": float("nan")}, "budget is a share of the training time between 0 and 1"),
     ({"max_capture_mb": 0}, "max_capture_mb is a number above 0, or None, got 0"),
     ({"max_capture_mb": float("nan")}, "max_capture_mb is a number above 0, or None, got nan"),
+    ({"sink_timeout": 0}, "sink_timeout is a number of seconds above 0, got 0"),
+    ({"rank_timeout": "1"}, "rank_timeout is a number of seconds above 0, got '1'"),
     ({"schedule": lambda step: False}, "fires at none of the steps"),
     ({"metrics": {}}, "metrics is empty"),
     ({"metrics": {"m": lambda hiden: 0}}, "asks for 'hiden', which is no view"),
