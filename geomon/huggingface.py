@@ -19,7 +19,7 @@ from transformers.trainer_callback import CallbackHandler
 
 from geomon.monitor import CallbackOptions, CallbackSession, show_callback_options
 from geomon.record import Reading, Sink
-from geomon.record.sinks import ChartLayout, post_picture_to_writer
+from geomon.record.sinks import ChartLayout, WandB, post_picture_to_writer
 from geomon.show import Pictures
 
 log = logging.getLogger("geomon")
@@ -162,6 +162,7 @@ class _Reports:
         self._training = (args, state, control)
         self._event = event
         self._layout = ChartLayout("train/")
+        self._wandb: WandB | None = None
         self._has_wandb = any(isinstance(callback, WandbCallback) for callback in callbacks)
         self._boards = [c for c in callbacks if isinstance(c, TensorBoardCallback)]
         self.show_pictures = bool(self._boards) or self._has_wandb
@@ -177,19 +178,27 @@ class _Reports:
             logs["epoch"] = state.epoch
         state.log_history.append({**logs, "step": reading.step})
         for callback in self._callbacks:
-            if not isinstance(callback, PrinterCallback | ProgressCallback):
+            if not isinstance(callback, PrinterCallback | ProgressCallback | WandbCallback):
                 callback.on_log(args, then, control, logs=dict(logs), **self._event)
+        if (sink := self._wandb_sink()) is not None:
+            sink.write(reading)
 
     def post(self, name: str, image: Any, step: int) -> None:
         for writer in self._writers():
             post_picture_to_writer(writer, name, image, step)
-        if self._has_wandb:
+        if (sink := self._wandb_sink()) is not None:
+            sink.post(name, image, step)
+
+    def close(self) -> None: ...
+
+    def _wandb_sink(self) -> WandB | None:
+        """The sink of W&B's run, which the Trainer starts as training begins."""
+        if self._wandb is None and self._has_wandb:
             import wandb
 
             if wandb.run is not None:
-                wandb.log({name: wandb.Image(image), "train/global_step": step})
-
-    def close(self) -> None: ...
+                self._wandb = WandB(wandb.run, step_metric="train/global_step", prefix="train/")
+        return self._wandb
 
     def _writers(self) -> list[Any]:
         """TensorBoard's writers, which the Trainer makes as training begins."""

@@ -1,6 +1,7 @@
 """GeometryMonitor, the Lightning callback: Lightning's events, translated for a session."""
 
 import math
+from dataclasses import replace
 from typing import Any, Unpack
 
 import lightning as L
@@ -8,7 +9,7 @@ from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 
 from geomon.monitor import CallbackOptions, CallbackSession, show_callback_options
 from geomon.record import Reading, Sink
-from geomon.record.sinks import ChartLayout, post_picture_to_writer
+from geomon.record.sinks import ChartLayout, WandB, post_picture_to_writer
 from geomon.show import Pictures
 
 
@@ -122,20 +123,25 @@ class _Loggers:
     def __init__(self, trainer: L.Trainer) -> None:
         self._trainer = trainer
         self._layout = ChartLayout()
-        self._boards = [x.experiment for x in trainer.loggers if isinstance(x, TensorBoardLogger)]
-        self._wandb = [logger for logger in trainer.loggers if isinstance(logger, WandbLogger)]
+        self._plain = [x for x in trainer.loggers if not isinstance(x, WandbLogger)]
+        self._boards = [x.experiment for x in self._plain if isinstance(x, TensorBoardLogger)]
+        runs = [x.experiment for x in trainer.loggers if isinstance(x, WandbLogger)]
+        self._wandb = [WandB(run, step_metric="trainer/global_step") for run in runs]
         self.show_pictures = bool(self._boards or self._wandb)
 
     def write(self, reading: Reading) -> None:
+        step = self._axis_step(reading.step)
         self._layout.write_once(reading, self._boards)
-        for logger in self._trainer.loggers:
-            logger.log_metrics(reading.charted(), step=self._axis_step(reading.step))
+        for logger in self._plain:
+            logger.log_metrics(reading.charted(), step=step)
+        for sink in self._wandb:
+            sink.write(replace(reading, step=step))
 
     def post(self, name: str, image: Any, step: int) -> None:
         for writer in self._boards:
             post_picture_to_writer(writer, name, image, step)
-        for logger in self._wandb:
-            logger.log_image(name, [image])
+        for sink in self._wandb:
+            sink.post(name, image, self._axis_step(step))
 
     def close(self) -> None:
         for logger in self._trainer.loggers:

@@ -4,9 +4,10 @@ A sink takes a whole reading and decides itself what it shows. One that fails is
 gets no further readings; the training goes on.
 """
 
+import logging
 import os
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -14,6 +15,11 @@ from numpy.typing import NDArray
 
 from geomon.record.reading import Reading
 from geomon.record.tags import layout
+
+log = logging.getLogger("geomon")
+
+# Readings that wait for rows of a W&B run to which nothing has been logged, before it is said.
+_MANY_WAITING = 3
 
 
 @runtime_checkable
@@ -75,25 +81,102 @@ class TensorBoard:
 
 
 class WandB:
-    """Sink that logs charted values to a W&B run, with the step as `geomon/step`.
+    """Sink that logs charted values to a W&B run, beside what others log there.
 
-    W&B drops values that are logged with a lower step than the last: the reading's step is a value
-    of its own, which charts can take as their axis.
+    W&B counts rows, and drops what is logged with `step=` below its counter. A reading therefore
+    never makes a row of its own while the run goes on: it joins the row that the training logs next
+    (`commit=False`), one reading to a row and the newest first. Readings for which there was no row
+    get theirs when the run is finished. Charts take the reading's step as their axis.
 
     Args:
         run: Run of W&B, as `wandb.init()` returns it.
+        alone: Whether nothing else is logged to the run: every reading is then a row at once.
+        step_metric: Key of the value that charts take as their axis.
+        prefix: Text before each tag, for instance "train/".
     """
 
-    def __init__(self, run: Any) -> None:
+    def __init__(
+        self, run: Any, *, alone: bool = False, step_metric: str = "geomon/step", prefix: str = ""
+    ) -> None:
         self._run = run
-        run.define_metric("geomon/step")
+        self._alone = alone
+        self._step_metric = step_metric
+        self._prefix = prefix
+        self._waiting: deque[dict[str, Any]] = deque()  # rows that have not been logged yet
+        self._joined: int | None = None  # the run's row that a reading of ours has joined
+        self._defined: set[str] = set()
+        self._flushed_by_run = _call_at_finish(run, self._flush)
+        run.define_metric(step_metric)
 
     def write(self, reading: Reading) -> None:
-        """Log the charted values as one row."""
-        self._run.log({**reading.charted(), "geomon/step": reading.step})
+        """Log the charted values with the row that the training logs next."""
+        values = {f"{self._prefix}{tag}": value for tag, value in reading.charted().items()}
+        for group in {name.rpartition("/")[0] for name in values} - self._defined - {"geomon"}:
+            self._defined.add(group)
+            self._run.define_metric(f"{group}/*", step_metric=self._step_metric)
+        self._log(values, reading.step)
+
+    def post(self, name: str, image: Any, step: int) -> None:
+        """Show a picture.
+
+        Args:
+            name: Name of the picture.
+            image: Pixels, uint8 [height, width, 3].
+            step: Step of the reading that is shown.
+        """
+        import wandb
+
+        self._log({name: wandb.Image(image)}, step)
 
     def close(self) -> None:
-        """Do nothing: who started the run finishes it."""
+        """Log what is waiting, unless that is done when the run is finished.
+
+        The run is finished by whoever started it.
+        """
+        if not self._flushed_by_run:
+            self._flush()
+
+    def _log(self, values: dict[str, Any], step: int) -> None:
+        if getattr(self._run, "disabled", False):
+            return
+        row = {**values, self._step_metric: step}
+        if self._alone:
+            self._run.log(row)
+            return
+        if self._waiting and self._waiting[-1][self._step_metric] == step:
+            self._waiting[-1] |= row  # several pictures of one step
+        else:
+            self._waiting.append(row)
+        present = self._run.step
+        if present != self._joined:  # its row has no reading yet
+            self._joined = present
+            self._run.log(self._waiting.pop(), commit=False)
+        elif len(self._waiting) == _MANY_WAITING and present == 0:
+            log.warning(
+                "W&B: readings wait for the rows of the training, and nothing has been logged to "
+                "the run so far; if nothing else is logged there, use WandB(run, alone=True)"
+            )
+
+    def _flush(self) -> None:
+        """Give each waiting reading a row of its own."""
+        if self._waiting and self._joined == self._run.step:
+            self._run.log({}, commit=True)  # ends the row that a reading has joined
+        while self._waiting:
+            self._run.log(self._waiting.popleft(), commit=True)
+
+
+def _call_at_finish(run: Any, function: Callable[[], None]) -> bool:
+    """Have a function called when a W&B run is finished; returns whether that can be done.
+
+    There is no public way: W&B's own integrations register a hook like this one.
+    """
+    try:
+        from wandb.sdk.wandb_run import TeardownHook, TeardownStage
+
+        run._teardown_hooks.append(TeardownHook(function, TeardownStage.EARLY))
+    except (ImportError, AttributeError):
+        return False
+    return True
 
 
 class ChartLayout:

@@ -3,8 +3,10 @@
 import inspect
 import math
 
+import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from wandb_file import wandb_rows
 
 import geomon.record.sinks
 from geomon.record import Reading, Sink
@@ -18,14 +20,30 @@ CLASSES = [
 
 
 class Run:
+    """The counting of W&B: what is logged below the counter is dropped."""
+
     def __init__(self):
-        self.rows, self.metrics = [], []
+        self.rows, self.metrics, self.dropped, self.step, self._row = [], [], [], 0, {}
 
-    def define_metric(self, name):
-        self.metrics.append(name)
+    def define_metric(self, name, step_metric=None):
+        self.metrics.append((name, step_metric))
 
-    def log(self, row):
-        self.rows.append(row)
+    def log(self, row, step=None, commit=None):
+        if step is not None and step < self.step:
+            self.dropped.append(row)
+            return
+        if step is not None and step > self.step:
+            self.end_row()
+            self.step = step
+        self._row |= row
+        if commit or (commit is None and step is None):
+            self.end_row()
+            self.step += 1
+
+    def end_row(self):
+        if self._row:
+            self.rows.append(self._row)
+        self._row = {}
 
 
 def reading(step: int) -> Reading:
@@ -64,12 +82,107 @@ def test_tensorboard_holds_charted_values_to_the_last_bit(tmp_path):
     assert [event.tensor_proto.double_val[0] for event in found] == [0.1, 5.1]
 
 
-def test_wandb_gets_one_row_for_each_reading_with_its_step():
+# How a training logs to W&B itself: the step (or the counter) of its row after a training step.
+HABITS = {
+    "every step, by number": lambda step: {"step": step},
+    "every step, counted": lambda step: {},
+    "every fifth step": lambda step: {"step": step} if step % 5 == 4 else None,
+    "every epoch of ten": lambda step: {"step": step // 10} if step % 10 == 9 else None,
+    "never": lambda step: None,
+    "rows in two calls": lambda step: {"commit": step % 2 == 1},
+}
+
+
+def log_as_a_training(run, sink, habit, steps=20):
+    for step in range(steps):
+        sink.write(reading(step))
+        given = HABITS[habit](step)
+        if given is not None:
+            run.log({f"loss_{step}": float(step)}, **given)
+    sink.close()
+
+
+@pytest.mark.parametrize("habit", HABITS)
+def test_nothing_is_lost_that_a_training_logs_to_wandb_itself(habit):
+    run = Run()
+    log_as_a_training(run, WandB(run), habit)
+    run.end_row()
+    assert not run.dropped
+    kept = {name for row in run.rows for name in row if name.startswith("loss")}
+    assert kept == {f"loss_{s}" for s in range(20) if HABITS[habit](s) is not None}
+    rows = {row["geomon/step"]: row["twonn/mean"] for row in run.rows if "geomon/step" in row}
+    assert rows == {step: 0.1 + step for step in range(20)}
+
+
+def test_the_newest_reading_is_shown_first():
     run = Run()
     sink = WandB(run)
+    for step in range(5):
+        sink.write(reading(step))
+    run.log({"loss": 1.0})
+    sink.write(reading(5))
+    run.log({"loss": 1.0})
+    assert [row["geomon/step"] for row in run.rows] == [0, 5]
+
+
+def test_alone_every_reading_is_a_row_at_once():
+    run = Run()
+    sink = WandB(run, alone=True)
     sink.write(reading(3))
-    assert run.metrics == ["geomon/step"]
     assert run.rows == [{"twonn/mean": 3.1, "geomon/step": 3}]
+    assert run.metrics == [("geomon/step", None), ("twonn/*", "geomon/step")]
+
+
+def test_a_run_to_which_nobody_else_logs_is_said_once(caplog):
+    sink = WandB(Run())
+    with caplog.at_level("WARNING", "geomon"):
+        for step in range(20):
+            sink.write(reading(step))
+    assert [m for m in caplog.messages if "WandB(run, alone=True)" in m] == caplog.messages
+    assert len(caplog.messages) == 1
+
+
+def test_pictures_of_one_step_share_a_row():
+    run = Run()
+    sink = WandB(run, alone=False)
+    sink.write(reading(3))
+    for name in ("heads/a", "heads/b"):
+        sink.post(name, np.zeros((2, 2, 3), dtype=np.uint8), 3)
+    sink.close()
+    run.end_row()
+    assert [set(row) for row in run.rows] == [
+        {"twonn/mean", "geomon/step"},
+        {"heads/a", "heads/b", "geomon/step"},
+    ]
+
+
+@pytest.mark.parametrize("habit", ["every step, by number", "every epoch of ten"])
+def test_wandb_offline_has_every_row_of_both(habit, tmp_path, monkeypatch):
+    import wandb
+
+    for name, value in (("MODE", "offline"), ("SILENT", "true"), ("DIR", str(tmp_path))):
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    run = wandb.init(project="test", dir=str(tmp_path))
+    log_as_a_training(run, WandB(run), habit)
+    run.log({"last": 1.0}, step=int(run.step))  # what is waiting has not moved the counter
+    run.finish()
+    rows = wandb_rows(tmp_path)
+    names = {name for row in rows for name in row}
+    assert {n for n in names if n.startswith("loss_")} == {
+        f"loss_{s}" for s in range(20) if HABITS[habit](s) is not None
+    }
+    assert "last" in names
+    assert sorted(int(r["geomon/step"]) for r in rows if "twonn/mean" in r) == list(range(20))
+
+
+def test_a_disabled_run_holds_nothing():
+    import wandb
+
+    run = wandb.init(project="test", mode="disabled")
+    sink = WandB(run)
+    log_as_a_training(run, sink, "every step, by number")
+    assert not sink._waiting
+    run.finish()
 
 
 def test_memory_is_bounded():
