@@ -8,7 +8,7 @@ from fingerprint import fingerprint
 from models import batch, transformer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import Trainer, TrainerCallback, TrainingArguments
-from wandb_file import wandb_rows
+from wandb_file import wandb_rows, work_offline
 
 from geomon import Memory, every, read, select
 from geomon.huggingface import GeometryMonitor
@@ -84,8 +84,7 @@ def test_tensorboard_shows_what_the_record_holds(tmp_path, probe):
 
 
 def test_wandb_offline_holds_what_the_record_holds(tmp_path, monkeypatch):
-    for name, value in (("MODE", "offline"), ("SILENT", "true"), ("DIR", str(tmp_path))):
-        monkeypatch.setenv(f"WANDB_{name}", value)
+    work_offline(monkeypatch, tmp_path)
     fit(tmp_path, [GeometryMonitor(schedule=every(2), **FEW)], report_to="wandb")
     import wandb
 

@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from models import VOCABULARY, PlainDecoder, batch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader
-from wandb_file import wandb_rows
+from wandb_file import wandb_rows, work_offline
 
 from geomon import Memory, every, read, select
 from geomon.lightning import GeometryMonitor
@@ -196,8 +196,7 @@ def test_tensorboard_shows_what_the_record_holds(tmp_path):
 
 
 def test_wandb_offline_holds_what_the_record_holds(tmp_path, monkeypatch):
-    for name, value in (("WANDB_MODE", "offline"), ("WANDB_SILENT", "true")):
-        monkeypatch.setenv(name, value)
+    work_offline(monkeypatch, tmp_path)
     logger = WandbLogger(save_dir=tmp_path, project="test")
     monitor = GeometryMonitor(directory=tmp_path, schedule=every(4), **FEW)
     fit(tmp_path, [monitor], logger=logger)

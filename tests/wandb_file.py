@@ -1,8 +1,17 @@
-"""The history of an offline run of W&B, read from the file that it left on disk."""
+"""Offline runs of W&B: how they are started in a test, and their history as left on disk."""
 
 import struct
 import time
 from pathlib import Path
+
+
+def work_offline(monkeypatch, folder):
+    """Have W&B write to a folder, whatever runs this process has had before."""
+    import wandb
+
+    wandb.teardown()  # its settings are read once in a process
+    for name, value in (("MODE", "offline"), ("SILENT", "true"), ("DIR", str(folder))):
+        monkeypatch.setenv(f"WANDB_{name}", value)
 
 
 def wandb_rows(folder):

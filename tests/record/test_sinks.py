@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from wandb_file import wandb_rows
+from wandb_file import wandb_rows, work_offline
 
 import geomon.record.sinks
 from geomon.record import Reading, Sink
@@ -160,8 +160,7 @@ def test_pictures_of_one_step_share_a_row():
 def test_wandb_offline_has_every_row_of_both(habit, tmp_path, monkeypatch):
     import wandb
 
-    for name, value in (("MODE", "offline"), ("SILENT", "true"), ("DIR", str(tmp_path))):
-        monkeypatch.setenv(f"WANDB_{name}", value)
+    work_offline(monkeypatch, tmp_path)
     run = wandb.init(project="test", dir=str(tmp_path))
     log_as_a_training(run, WandB(run), habit)
     run.log({"last": 1.0}, step=int(run.step))  # what is waiting has not moved the counter
