@@ -197,7 +197,7 @@ class _Reports:
             import wandb
 
             if wandb.run is not None:
-                self._wandb = WandB(wandb.run, step_metric="train/global_step", prefix="train/")
+                self._wandb = WandB(wandb.run, prefix="train/")
         return self._wandb
 
     def _writers(self) -> list[Any]:

@@ -1,7 +1,6 @@
 """GeometryMonitor, the Lightning callback: Lightning's events, translated for a session."""
 
 import math
-from dataclasses import replace
 from typing import Any, Unpack
 
 import lightning as L
@@ -126,7 +125,7 @@ class _Loggers:
         self._plain = [x for x in trainer.loggers if not isinstance(x, WandbLogger)]
         self._boards = [x.experiment for x in self._plain if isinstance(x, TensorBoardLogger)]
         runs = [x.experiment for x in trainer.loggers if isinstance(x, WandbLogger)]
-        self._wandb = [WandB(run, step_metric="trainer/global_step") for run in runs]
+        self._wandb = [WandB(run) for run in runs]
         self.show_pictures = bool(self._boards or self._wandb)
 
     def write(self, reading: Reading) -> None:
@@ -135,13 +134,13 @@ class _Loggers:
         for logger in self._plain:
             logger.log_metrics(reading.charted(), step=step)
         for sink in self._wandb:
-            sink.write(replace(reading, step=step))
+            sink.write(reading)
 
     def post(self, name: str, image: Any, step: int) -> None:
         for writer in self._boards:
             post_picture_to_writer(writer, name, image, step)
         for sink in self._wandb:
-            sink.post(name, image, self._axis_step(step))
+            sink.post(name, image, step)
 
     def close(self) -> None:
         for logger in self._trainer.loggers:

@@ -90,7 +90,7 @@ def test_wandb_offline_holds_what_the_record_holds(tmp_path, monkeypatch):
 
     wandb.finish()
     rows = wandb_rows(tmp_path)
-    shown = {int(r["train/global_step"]): r for r in rows if "train/variance/mean" in r}
+    shown = {int(r["geomon/step"]): r for r in rows if "train/variance/mean" in r}
     assert sorted(shown) == [r.step for r in read(tmp_path)] == [0, 2, 4, 5]
     for reading in read(tmp_path):
         for tag, value in reading.charted().items():

@@ -202,7 +202,7 @@ def test_wandb_offline_holds_what_the_record_holds(tmp_path, monkeypatch):
     fit(tmp_path, [monitor], logger=logger)
     logger.experiment.finish()
     rows = wandb_rows(tmp_path)
-    shown = {int(row["trainer/global_step"]): row for row in rows if "variance/mean" in row}
+    shown = {int(row["geomon/step"]): row for row in rows if "variance/mean" in row}
     readings = read(tmp_path)
     assert sorted(shown) == [r.step for r in readings] == [0, 4, 8, 11]
     for reading in readings:

@@ -18,6 +18,8 @@ from geomon.record.tags import layout
 
 log = logging.getLogger("geomon")
 
+# Key of the reading's step in rows of W&B.
+_WANDB_STEP = "geomon/step"
 # Readings that wait for rows of a W&B run to which nothing has been logged, before it is said.
 _MANY_WAITING = 3
 
@@ -86,34 +88,31 @@ class WandB:
     W&B counts rows, and drops what is logged with `step=` below its counter. A reading therefore
     never makes a row of its own while the run goes on: it joins the row that the training logs next
     (`commit=False`), one reading to a row and the newest first. Readings for which there was no row
-    get theirs when the run is finished. Charts take the reading's step as their axis.
+    get theirs when the run is finished. Charts take the reading's step, `geomon/step`, as their
+    axis: the row may be of another step.
 
     Args:
         run: Run of W&B, as `wandb.init()` returns it.
         alone: Whether nothing else is logged to the run: every reading is then a row at once.
-        step_metric: Key of the value that charts take as their axis.
         prefix: Text before each tag, for instance "train/".
     """
 
-    def __init__(
-        self, run: Any, *, alone: bool = False, step_metric: str = "geomon/step", prefix: str = ""
-    ) -> None:
+    def __init__(self, run: Any, *, alone: bool = False, prefix: str = "") -> None:
         self._run = run
         self._alone = alone
-        self._step_metric = step_metric
         self._prefix = prefix
         self._waiting: deque[dict[str, Any]] = deque()  # rows that have not been logged yet
         self._joined: int | None = None  # the run's row that a reading of ours has joined
         self._defined: set[str] = set()
         self._flushed_by_run = _call_at_finish(run, self._flush)
-        run.define_metric(step_metric)
+        run.define_metric(_WANDB_STEP)
 
     def write(self, reading: Reading) -> None:
         """Log the charted values with the row that the training logs next."""
         values = {f"{self._prefix}{tag}": value for tag, value in reading.charted().items()}
-        for group in {name.rpartition("/")[0] for name in values} - self._defined - {"geomon"}:
-            self._defined.add(group)
-            self._run.define_metric(f"{group}/*", step_metric=self._step_metric)
+        for name in values.keys() - self._defined:  # a pattern may give way to the training's own
+            self._defined.add(name)
+            self._run.define_metric(name, step_metric=_WANDB_STEP)
         self._log(values, reading.step)
 
     def post(self, name: str, image: Any, step: int) -> None:
@@ -139,11 +138,11 @@ class WandB:
     def _log(self, values: dict[str, Any], step: int) -> None:
         if getattr(self._run, "disabled", False):
             return
-        row = {**values, self._step_metric: step}
+        row = {**values, _WANDB_STEP: step}
         if self._alone:
             self._run.log(row)
             return
-        if self._waiting and self._waiting[-1][self._step_metric] == step:
+        if self._waiting and self._waiting[-1][_WANDB_STEP] == step:
             self._waiting[-1] |= row  # several pictures of one step
         else:
             self._waiting.append(row)

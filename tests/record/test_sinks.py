@@ -130,7 +130,7 @@ def test_alone_every_reading_is_a_row_at_once():
     sink = WandB(run, alone=True)
     sink.write(reading(3))
     assert run.rows == [{"twonn/mean": 3.1, "geomon/step": 3}]
-    assert run.metrics == [("geomon/step", None), ("twonn/*", "geomon/step")]
+    assert run.metrics == [("geomon/step", None), ("twonn/mean", "geomon/step")]
 
 
 def test_a_run_to_which_nobody_else_logs_is_said_once(caplog):
