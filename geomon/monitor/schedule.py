@@ -37,27 +37,34 @@ class log_spaced:  # noqa: N801
     """Readings at `per_octave` steps between each power of two and the next.
 
     Dense at first: the intrinsic dimension expands in the first hundred or two of steps. Never more
-    than `at_most` steps apart, so that long runs do not go dark.
+    than `at_most` steps apart, so that long runs do not go dark. With `first` the readings between
+    step 0 and that step are left out: half of a short run's readings lie there, and show little.
 
     Raises:
-        ValueError: `per_octave` or `at_most` is below 1.
+        ValueError: `per_octave`, `at_most` or `first` is below 1.
 
     Example:
         >>> [step for step in range(40) if log_spaced(per_octave=2)(step)]
         [0, 1, 2, 3, 4, 6, 8, 11, 16, 23, 32]
+        >>> [step for step in range(40) if log_spaced(per_octave=2, first=8)(step)]
+        [0, 8, 11, 16, 23, 32]
     """
 
     per_octave: int = 4
     at_most: int = 1000
+    first: int = 1
 
     def __post_init__(self) -> None:
         _require_count("log_spaced: per_octave", self.per_octave)
         _require_count("log_spaced: at_most", self.at_most)
+        _require_count("log_spaced: first", self.first)
 
     def __call__(self, step: int) -> bool:
         """Whether a reading is due at `step`."""
-        if step <= 1:
-            return step >= 0
+        if step < self.first:
+            return step == 0
+        if step == 1:
+            return True
         octave = round(self.per_octave * math.log2(step))
         near = any(
             round(2 ** (index / self.per_octave)) == step for index in range(octave - 1, octave + 2)

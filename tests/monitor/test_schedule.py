@@ -52,3 +52,9 @@ def test_a_schedule_that_never_fires_is_refused():
         check_schedule(100)
     late = lambda step: step == 90_000  # noqa: E731
     assert check_schedule(late) is late
+
+
+@pytest.mark.parametrize("first", [1, 2, 3, 16, 100])
+def test_readings_before_the_first_step_are_left_out_and_the_others_are_the_same(first):
+    dense, later = fired(log_spaced(), 3000), fired(log_spaced(first=first), 3000)
+    assert later == [step for step in dense if step == 0 or step >= first]
