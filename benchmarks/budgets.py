@@ -102,7 +102,8 @@ class _Noting(Budget):
     def spend(self, seconds: float) -> None:
         """As a budget's."""
         super().spend(seconds)
-        _Noting.spent_now = True
+        # What every step costs, microseconds, is spent at every step.
+        _Noting.spent_now = _Noting.spent_now or seconds > 1e-3
 
 
 class _Clocks(L.Callback):

@@ -188,7 +188,7 @@ def _timed(
             if times[name] and times[name][0] > PATIENCE:
                 continue
             began = time.perf_counter()
-            answers[name] = _quiet(contender, rows)
+            answers[name] = quiet(contender, rows)
             times[name].append(time.perf_counter() - began)
     # Of what was run again, the first run only warms up.
     medians = {name: statistics.median(taken[1:] or taken) for name, taken in times.items()}
@@ -209,7 +209,13 @@ def _timed(
     return table
 
 
-def _quiet(contender: Contender, rows: Rows) -> float:
+def quiet(contender: Contender, rows: Rows) -> float:
+    """Run a contender without what it prints and warns of.
+
+    Args:
+        contender: What is measured.
+        rows: Its rows, [tokens, width].
+    """
     with warnings.catch_warnings(), redirect_stdout(StringIO()):
         warnings.simplefilter("ignore")
         return contender(rows)
@@ -230,7 +236,7 @@ def _report_memory(question: str, name: str, spectrum: str, size: tuple[int, int
     torch.set_num_threads(THREADS)
     contender = CONTENDERS[question][name]()
     rows = cloud(spectrum, size)
-    print(peak_beyond(lambda: _quiet(contender, rows)))
+    print(peak_beyond(lambda: quiet(contender, rows)))
 
 
 if __name__ == "__main__":

@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from geomon.capture import Anatomy, Window, extra_pass, find_anatomy, padding_arguments
-from geomon.capture.anatomy import Attention, Block, Stack, find_sizes, shown_name
+from geomon.capture import Window, extra_pass, find_anatomy, padding_arguments
+from geomon.capture.anatomy import Anatomy, Attention, Block, Stack, find_sizes, shown_name
 from geomon.capture.snapshot import CAPTURED, Layer, explain_missing
+from geomon.record.printable import printable
 
 # In words, by the routes of `geomon.capture.patches.AttentionObserver`.
 ROUTES = {
@@ -42,9 +43,10 @@ class Description:
 
     def __str__(self) -> str:
         """Align the texts in a column and fold long ones."""
-        column = max(len(label) for label, _ in self.rows) + 2
-        lines = [self.title]
-        for label, text in self.rows:
+        rows = [(printable(label), printable(text)) for label, text in self.rows]
+        column = max(len(label) for label, _ in rows) + 2
+        lines = [printable(self.title)]
+        for label, text in rows:
             folded = textwrap.wrap(text, _WIDTH - column) or [""]
             lines.append(f"{label:{column}}{folded[0]}".rstrip())
             lines += [" " * column + rest for rest in folded[1:]]

@@ -8,18 +8,16 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Unpack
 
-from torch import nn
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 from transformers.integrations import TensorBoardCallback, WandbCallback
 from transformers.trainer_callback import CallbackHandler
 
 from geomon.monitor import CallbackOptions, CallbackSession, show_callback_options
 from geomon.record import Reading, Sink
-from geomon.record.sinks import ChartLayout, WandB, post_picture_to_writer
+from geomon.record.sinks import LoggerSink, WandB, post_to_each
 from geomon.show import Pictures
 
 log = logging.getLogger("geomon")
@@ -54,10 +52,15 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
         self, args: Any, state: Any, control: Any, model: Any = None, **event: Any
     ) -> None:
         """Find the blocks and what reports; the model and its step are as training starts."""
-        reports = _Reports(_handler().callbacks, args, state, control, {"model": model, **event})
-        sinks: list[Sink] = [reports]
-        if self._session.options["pictures"] and reports.show_pictures:
-            sinks.append(Pictures(reports.post, affords=self._session.affords))
+        # But for those that print: hundreds of values would bury the loss in the terminal.
+        reporting = [
+            callback
+            for callback in _handler().callbacks
+            if not isinstance(callback, PrinterCallback | ProgressCallback)
+        ]
+        sinks = _sinks_of(reporting, args, state, control, {"model": model, **event})
+        if self._session.options["pictures"] and (post := post_to_each(sinks)):
+            sinks.append(Pictures(post, affords=self._session.affords))
         self._session.start(model, state.global_step, args.output_dir, sinks)
         if args.n_gpu > 1 and not self._session.probes:
             log.warning(
@@ -66,18 +69,19 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
             )
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **event: Any) -> None:
-        """Probe, or open the window on the step's first forward pass."""
+        """Probe, or wait for the step's first forward pass, which is watched."""
         self._session.probe(state.global_step)
-        # Open before the call and not in it: a compiled model must be set to run eagerly from
-        # outside, and masks are read as they enter the outermost module.
         if self._session.probes or args.n_gpu > 1:
             return
-        window = self._session.open(
-            state.global_step, force=state.global_step == state.max_steps - 1
-        )
-        if window is not None and self._session.monitor is not None:
-            around = self._session.monitor.modules_around_blocks()
-            window.callback(_ForwardEnd(around, self._session.close).remove)
+        last = state.global_step == state.max_steps - 1
+        wait = functools.partial(self._session.open_at_call, state.global_step, force=last)
+        trainer = _caller(Trainer)
+        if trainer is None:
+            wait()
+        elif self._session.prepare(state.global_step, force=last):
+            # No event tells of an exception between here and the forward pass (in another
+            # callback, in what a loss does first): till then nothing waits but in the Trainer.
+            self._session.undo(_AtTrainingStep(trainer, wait, self._session.discard).remove)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **event: Any) -> None:
         """Close the window if the loss was computed without calling the model."""
@@ -105,119 +109,112 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
         """The last probe, and the last pictures: at `on_train_end` TensorBoard is closed."""
         if step is not None:
             self._session.probe(step, last=True)
-        if self._session.monitor is not None:
-            self._session.monitor.close()
+        self._session.finish()
 
 
-class _ForwardEnd:
-    """Says when the outermost call of some modules ends, whatever ends it.
+class _AtTrainingStep:
+    """Does something as the Trainer's next training step begins, and when an exception ends it.
 
-    For that time it stands in for their `forward`. A forward hook would be skipped by Ctrl-C, even
-    one registered with `always_call`, and what it should close would stay for ever.
+    Until then it stands in for the Trainer's `training_step`.
+
+    Args:
+        trainer: The Trainer.
+        before: Called as the step begins.
+        after: Called if an exception ends the step.
     """
 
     def __init__(
-        self, modules: Iterable[nn.Module], then: Callable[[BaseException | None], None]
+        self, trainer: Any, before: Callable[[], object], after: Callable[[], object]
     ) -> None:
-        self._then = then
-        self._placed = ExitStack()
-        for module in modules:
-            self._stand_in(module)
+        self._trainer = trainer
+        step = trainer.training_step
+
+        @functools.wraps(step)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if not self._placed:  # called by another stand-in, which was placed after it
+                return step(*args, **kwargs)
+            self.remove()
+            try:
+                before()
+                return step(*args, **kwargs)
+            except BaseException:
+                after()
+                raise
+
+        self._inherited = "training_step" not in vars(trainer)
+        self._step, self._watched = step, watched
+        self._placed = True
+        trainer.training_step = watched
 
     def remove(self) -> None:
-        """Give each module its own `forward` back; may be called more than once."""
-        self._placed.close()
-
-    def _stand_in(self, module: nn.Module) -> None:
-        forward = module.forward
-
-        @functools.wraps(forward)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            self.remove()  # the first that is called is the outermost
-            try:
-                output = forward(*args, **kwargs)
-            except BaseException as error:
-                self._then(error)
-                raise
-            self._then(None)
-            return output
-
-        if "forward" in vars(module):  # mixed precision puts one there
-            self._placed.callback(setattr, module, "forward", forward)
+        """Give the Trainer its own `training_step` back; may be called more than once."""
+        self._placed = False
+        if vars(self._trainer).get("training_step") is not self._watched:
+            return
+        if self._inherited:
+            del self._trainer.training_step
         else:
-            self._placed.callback(delattr, module, "forward")
-        module.forward = watched
+            self._trainer.training_step = self._step
 
 
-class _Reports:
-    """A sink that does what `Trainer.log` does: into the history, then to each callback.
+def _sinks_of(
+    callbacks: Iterable[Any], args: Any, state: Any, control: Any, event: dict[str, Any]
+) -> list[Sink]:
+    """Sinks that do what `Trainer.log` does: into the history, then to each callback."""
 
-    But for those that print: hundreds of values would bury the loss in the terminal.
-    """
-
-    def __init__(
-        self, callbacks: list[Any], args: Any, state: Any, control: Any, event: dict[str, Any]
-    ) -> None:
-        self._callbacks = callbacks
-        self._training = (args, state, control)
-        self._event = event
-        self._layout = ChartLayout("train/")
-        self._wandb: WandB | None = None
-        self._has_wandb = any(isinstance(callback, WandbCallback) for callback in callbacks)
-        self._boards = [c for c in callbacks if isinstance(c, TensorBoardCallback)]
-        self.show_pictures = bool(self._boards) or self._has_wandb
-
-    def write(self, reading: Reading) -> None:
-        args, state, control = self._training
-        # A reading may be of an earlier step, put off by the budget or measured in the background.
-        then = replace(state, global_step=reading.step)
+    def logs_of(reading: Reading) -> dict[str, float]:
         # The history is saved as JSON with each checkpoint: a number of another kind ends the run.
         logs = {tag: float(value) for tag, value in reading.charted().items()}
-        self._layout.write_once(reading, self._writers())
-        if state.epoch is not None:
-            logs["epoch"] = state.epoch
-        state.log_history.append({**logs, "step": reading.step})
-        for callback in self._callbacks:
-            if not isinstance(callback, PrinterCallback | ProgressCallback | WandbCallback):
-                callback.on_log(args, then, control, logs=dict(logs), **self._event)
-        if (sink := self._wandb_sink()) is not None:
-            sink.write(reading)
+        return logs if state.epoch is None else {**logs, "epoch": state.epoch}
 
-    def post(self, name: str, image: Any, step: int) -> None:
-        for writer in self._writers():
-            post_picture_to_writer(writer, name, image, step)
-        if (sink := self._wandb_sink()) is not None:
-            sink.post(name, image, step)
+    def remember(reading: Reading) -> None:
+        state.log_history.append({**logs_of(reading), "step": reading.step})
 
-    def close(self) -> None: ...
+    def report(callback: Any, reading: Reading) -> None:
+        # A reading may be of an earlier step, put off by the budget or measured in the background.
+        then = replace(state, global_step=reading.step)
+        callback.on_log(args, then, control, logs=logs_of(reading), **event)
 
-    def _wandb_sink(self) -> WandB | None:
-        """The sink of W&B's run, which the Trainer starts as training begins."""
-        if self._wandb is None and self._has_wandb:
-            import wandb
+    def writers(callback: Any) -> list[Any]:
+        """TensorBoard's writer, which the Trainer makes as training begins."""
+        return [] if callback.tb_writer is None else [callback.tb_writer]
 
-            if wandb.run is not None:
-                self._wandb = WandB(wandb.run, prefix="train/")
-        return self._wandb
-
-    def _writers(self) -> list[Any]:
-        """TensorBoard's writers, which the Trainer makes as training begins."""
-        return [board.tb_writer for board in self._boards if board.tb_writer is not None]
+    sinks: list[Sink] = [LoggerSink("the Trainer's history", remember)]
+    for callback in callbacks:
+        if isinstance(callback, WandbCallback):
+            sinks.append(WandB(prefix="train/"))
+            continue
+        is_board = isinstance(callback, TensorBoardCallback)
+        sinks.append(
+            LoggerSink(
+                type(callback).__name__,
+                functools.partial(report, callback),
+                writers=functools.partial(writers, callback) if is_board else None,
+                prefix="train/",
+            )
+        )
+    return sinks
 
 
 def _handler() -> Any:
-    """The handler that is calling a callback's event.
+    """The handler that is calling a callback's event: it knows the callbacks that report."""
+    handler = _caller(CallbackHandler)
+    if handler is None:
+        raise RuntimeError(
+            "GeometryMonitor's events are the Trainer's to call: Trainer(callbacks=...)"
+        )
+    return handler
 
-    It knows the callbacks that report, and transformers passes it to none: it is found among those
-    who call.
-    """
+
+def _caller(kind: type) -> Any:
+    """The object of a class that has called an event, or None; transformers passes on neither."""
     frame = inspect.currentframe()
     while frame is not None:
         caller = frame.f_locals.get("self")
-        if isinstance(caller, CallbackHandler):
+        if isinstance(caller, kind):
             return caller
         frame = frame.f_back
-    raise RuntimeError("GeometryMonitor's events are the Trainer's to call: Trainer(callbacks=...)")
+    return None
 
 
 __all__ = ["GeometryMonitor"]

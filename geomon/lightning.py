@@ -4,11 +4,11 @@ import math
 from typing import Any, Unpack
 
 import lightning as L
-from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
 from geomon.monitor import CallbackOptions, CallbackSession, show_callback_options
 from geomon.record import Reading, Sink
-from geomon.record.sinks import ChartLayout, WandB, post_picture_to_writer
+from geomon.record.sinks import LoggerSink, WandB, post_to_each
 from geomon.show import Pictures
 
 
@@ -58,10 +58,9 @@ class GeometryMonitor(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Find the blocks and open the record: on a resume the step is right only from here on."""
         folder = trainer.log_dir or trainer.default_root_dir  # a collective: every rank asks
-        loggers = _Loggers(trainer)
-        sinks: list[Sink] = [loggers] if trainer.loggers else []
-        if self._session.options["pictures"] and loggers.show_pictures:
-            sinks.append(Pictures(loggers.post, affords=self._session.affords))
+        sinks: list[Sink] = [_sink_of(trainer, logger) for logger in trainer.loggers]
+        if self._session.options["pictures"] and (post := post_to_each(sinks)):
+            sinks.append(Pictures(post, affords=self._session.affords))
         self._session.start(pl_module, trainer.global_step, folder, sinks)
         self._last_step = trainer.estimated_stepping_batches - 1
 
@@ -116,39 +115,21 @@ class GeometryMonitor(L.Callback):
         return is_last or 0 < trainer.max_steps <= 2 * step - last_seen  # as many steps again
 
 
-class _Loggers:
-    """A sink that writes to each of the trainer's loggers, on the axis that Lightning's use."""
+def _sink_of(trainer: L.Trainer, logger: Logger) -> Sink:
+    """The sink that writes to one of the trainer's loggers."""
+    if isinstance(logger, WandbLogger):
+        return WandB(logger.experiment)
 
-    def __init__(self, trainer: L.Trainer) -> None:
-        self._trainer = trainer
-        self._layout = ChartLayout()
-        self._plain = [x for x in trainer.loggers if not isinstance(x, WandbLogger)]
-        self._boards = [x.experiment for x in self._plain if isinstance(x, TensorBoardLogger)]
-        runs = [x.experiment for x in trainer.loggers if isinstance(x, WandbLogger)]
-        self._wandb = [WandB(run) for run in runs]
-        self.show_pictures = bool(self._boards or self._wandb)
+    def log(reading: Reading) -> None:
+        logger.log_metrics(reading.charted(), step=_axis_step(trainer, reading.step))
 
-    def write(self, reading: Reading) -> None:
-        step = self._axis_step(reading.step)
-        self._layout.write_once(reading, self._boards)
-        for logger in self._plain:
-            logger.log_metrics(reading.charted(), step=step)
-        for sink in self._wandb:
-            sink.write(reading)
+    board = logger if isinstance(logger, TensorBoardLogger) else None
+    writers = None if board is None else lambda: [board.experiment]
+    return LoggerSink(type(logger).__name__, log, save=logger.save, writers=writers)
 
-    def post(self, name: str, image: Any, step: int) -> None:
-        for writer in self._boards:
-            post_picture_to_writer(writer, name, image, step)
-        for sink in self._wandb:
-            sink.post(name, image, step)
 
-    def close(self) -> None:
-        for logger in self._trainer.loggers:
-            logger.save()
-
-    def _axis_step(self, step: int) -> int:
-        """Where a step is on that axis: several optimizers make several steps of one batch."""
-        batches: int = self._trainer.fit_loop.epoch_loop._batches_that_stepped
-        now = self._trainer.global_step
-        # A reading may be of an earlier step, put off by the budget or measured in the background.
-        return batches if step >= now else round(step * batches / now)
+def _axis_step(trainer: L.Trainer, step: int) -> int:
+    """Where a step is on the axis of Lightning's loggers: two optimizers step twice in a batch."""
+    batches: int = trainer.fit_loop.epoch_loop._batches_that_stepped
+    # A reading may be of an earlier step, put off by the budget or measured in the background.
+    return batches if step >= trainer.global_step else round(step * batches / trainer.global_step)

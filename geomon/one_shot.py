@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -101,9 +102,11 @@ def geometry(
         if given is not None:
             captured[name] = _as_labels(name, given, len(rows))
     if token_ids is not None and positions is None:
-        captured["positions"] = torch.zeros(len(rows), dtype=torch.int64)
+        captured["positions"] = torch.zeros(len(rows), dtype=torch.int64, device="cpu")
     finite = rows.isfinite().all(dim=1).nonzero().squeeze(1)
-    order = finite[torch.randperm(len(finite), generator=torch.Generator().manual_seed(seed))]
+    generator = torch.Generator("cpu").manual_seed(seed)
+    shuffled = torch.randperm(len(finite), generator=generator, dtype=torch.int64, device="cpu")
+    order = finite[shuffled]
     if len(order) < 3:
         raise ValueError(
             f"expected at least 3 finite rows, got {len(order)} of {len(rows)}: give more tokens"
@@ -126,8 +129,15 @@ def geometry(
     }
 
 
+def _as_tensor(values: Any) -> Tensor:
+    """Convert to a tensor on the host, whatever the default dtype and device are."""
+    if isinstance(values, Tensor):
+        return values.detach().cpu()
+    return torch.as_tensor(np.asarray(values), device="cpu")
+
+
 def _as_rows(hidden: Any) -> Tensor:
-    rows: Tensor = torch.as_tensor(hidden).detach().cpu()
+    rows = _as_tensor(hidden)
     if rows.ndim != 2 or rows.shape[1] < 1:
         raise ValueError(
             f"expected hidden states [tokens, width], got {list(rows.shape)}: flatten the leading "
@@ -137,7 +147,7 @@ def _as_rows(hidden: Any) -> Tensor:
 
 
 def _as_labels(name: str, given: Any, count: int) -> Tensor:
-    labels: Tensor = torch.as_tensor(given).detach().cpu().flatten()
+    labels = _as_tensor(given).flatten()
     if len(labels) != count:
         raise ValueError(
             f"expected {count} {name}, one for each row of hidden states, got {len(labels)}"

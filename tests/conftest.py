@@ -1,12 +1,21 @@
 """Synthetic runs shared by the tests of analysis and show."""
 
 import math
+import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from geomon.record import Reading, Readings, tags
+
+# How long an example takes says how busy the machine is, and nothing about the code.
+settings.register_profile("geomon", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("geomon")
+# The same of W&B's own process: seconds in which it has to start.
+os.environ |= {"WANDB__SERVICE_WAIT": "300", "WANDB_INIT_TIMEOUT": "300"}
 
 STEPS = (0, 16, 32, 64, 128, 256, 512, 1024, 1500)
 # The curves of notes/definitions.md: expansion and compression of the paper's estimate, while the
@@ -19,6 +28,14 @@ CURVES = {
     "attention_entropy/mean": (3.2, 3.2, 3.1, 3.0, 2.8, 2.4, 2.0, 1.8, 1.6),
     "geomon/overhead": (0.9, 0.8, 0.7, 0.5, 0.3, 0.2, 0.1, 0.06, 0.04),
 }
+
+
+@pytest.fixture(autouse=True)
+def _wandb_begins_anew():
+    """W&B reads its environment once: the next test would write to the folder of this one."""
+    yield
+    if "wandb" in sys.modules:
+        sys.modules["wandb"].teardown()
 
 
 def _at(steps: Sequence[int], index: int, layers: int, heads: int) -> dict[str, float]:

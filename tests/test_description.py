@@ -99,3 +99,31 @@ def test_hidden_states_alone_and_blocks_that_are_left_out():
     assert named["hidden states"].endswith("what leaves it is a layer for each call")
     with pytest.raises(ValueError, match="no module's name matches"):
         describe(model, blocks="nothing")
+
+
+def test_of_many_names_three_are_listed_and_the_others_counted():
+    class Masked(PlainDecoder):
+        def forward(
+            self, ids, attention_mask=None, key_padding_mask=None, src_key_padding_mask=None,
+            tgt_key_padding_mask=None,
+        ):  # fmt: skip
+            return super().forward(ids)
+
+    class Three(PlainDecoder):
+        def forward(
+            self, ids, attention_mask=None, key_padding_mask=None, src_key_padding_mask=None
+        ):
+            return super().forward(ids)
+
+    def listed(model):
+        return rows(model)["padding"].removeprefix("left out, going by ")
+
+    names = [
+        "attention_mask", "key_padding_mask", "src_key_padding_mask", "tgt_key_padding_mask",
+    ]  # fmt: skip
+    many = listed(Masked())
+    assert many.endswith(" and 1 more")
+    assert len(set(many.removesuffix(" and 1 more").split(", ")) & set(names)) == 3
+    three = listed(Three())
+    assert sorted(three.replace(" and ", ", ").split(", ")) == sorted(names[:3])
+    assert three.count(", ") == 1

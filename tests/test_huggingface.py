@@ -1,5 +1,9 @@
+import copy
+import io
 import json
 import logging
+import pickle
+import threading
 from pathlib import Path
 
 import pytest
@@ -49,6 +53,26 @@ def trained(folder):
 def logged(trainer):
     """What geomon's readings put into the Trainer's history."""
     return [entry for entry in trainer.state.log_history if "variance/mean" in entry]
+
+
+def test_a_callback_that_fails_silences_no_other(tmp_path, caplog):
+    class Reporting(TrainerCallback):
+        def __init__(self, name, fails):
+            self.name, self.fails, self.seen = name, fails, []
+
+        def on_log(self, args, state, control, logs=None, **event):
+            if "variance/mean" in logs:
+                if self.fails:
+                    raise OSError("gone")
+                self.seen.append(state.global_step)
+
+    broken, well = Reporting("broken", True), Reporting("well", False)
+    monitor = GeometryMonitor(
+        metrics=select("variance"), tokens=64, schedule=every(1), strict=False
+    )
+    trainer = fit(tmp_path, [broken, well, monitor], steps=4)
+    assert well.seen == [entry["step"] for entry in logged(trainer)] == [0, 1, 2, 3]
+    assert [m for m in caplog.messages if "gone" in m and "Reporting failed" in m]
 
 
 def test_no_argument_is_needed(tmp_path):
@@ -240,10 +264,42 @@ def test_the_window_is_open_for_one_forward_and_no_longer(tmp_path, error, part)
             trainer.train()
     for found in inside:
         assert found["attention"] is not before["attention"]
-        assert found["hooks"] != before["hooks"]
-        assert found["attributes"] == before["attributes"]  # the stand-in is gone already
+        assert found["call"] is not before["call"]
+        assert found["hooks"] == before["hooks"]  # nothing is placed on the model
+        assert found["attributes"] == before["attributes"]
     assert fingerprint(model) == before
     assert [r.step for r in read(tmp_path)] == ([0, 1] if error is None else [])
+
+
+class Copies(TrainerCallback):
+    """An average of the weights, and a checkpoint of the whole model, in the events of a step."""
+
+    def __init__(self):
+        self.copies, self.files = [], []
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        self.copies.append(copy.deepcopy(model))
+        self.files.append(pickle.dumps(model))
+        file = io.BytesIO()
+        torch.save(model, file)
+        self.files.append(file.getvalue())
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+def test_copies_made_in_another_callback_are_copies(tmp_path, first):
+    copies = Copies()
+    order = [GeometryMonitor(schedule=every(1), **FEW), copies]
+    model, _ = trained(tmp_path)
+    expected = [copy.deepcopy(model).eval()]
+    trainer = fit(tmp_path, order if first else order[::-1], model=model, steps=2)
+    assert len(read(tmp_path)) == 2
+    inputs = batch(seed=5)
+    made = [copies.copies[0], pickle.loads(copies.files[0])]
+    made.append(torch.load(io.BytesIO(copies.files[1]), weights_only=False))
+    for one in made:
+        assert fingerprint(one.train()) == fingerprint(trainer.model.train())
+        assert torch.equal(one.eval()(inputs).logits, expected[0](inputs).logits)
+    assert not torch.equal(trainer.model.eval()(inputs).logits, expected[0](inputs).logits)
 
 
 def test_a_loss_without_the_model_leaves_nothing_behind(tmp_path):
@@ -257,17 +313,32 @@ def test_a_loss_without_the_model_leaves_nothing_behind(tmp_path):
     assert fingerprint(model) == before
 
 
-def test_nothing_is_lost_on_a_training_that_broke_before_its_forward(tmp_path):
-    """Nobody is told of that; the next training starts from a clean model."""
+@pytest.mark.parametrize("place", ["callback", "inputs", "loss"])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_training_that_breaks_before_its_forward_leaves_nothing(tmp_path, place, error):
+    """Nobody is told of that."""
 
     class Breaks(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
-            raise RuntimeError("before the forward pass")
+            if place == "callback":
+                raise error("before the forward pass")
+
+    class Breaking(Trainer):
+        def _prepare_inputs(self, inputs):
+            if place == "inputs":
+                raise error("before the forward pass")
+            return super()._prepare_inputs(inputs)
+
+        def compute_loss(self, *args, **kwargs):
+            raise error("before the forward pass")
 
     (model, before), monitor = trained(tmp_path), GeometryMonitor(**FEW)
-    with pytest.raises(RuntimeError, match="before the forward pass"):
-        fit(tmp_path / "a", [monitor, Breaks()], model=model, steps=2)
+    trainer = trainer_of(tmp_path / "a", [monitor, Breaks()], model=model, kind=Breaking, steps=2)
+    with pytest.raises(error, match="before the forward pass"):
+        trainer.train()
+    assert fingerprint(model) == before
     fit(tmp_path / "b", [monitor], model=model, steps=2)
+    assert "training_step" not in vars(trainer)
     assert fingerprint(model) == before
     assert [r.step for r in read(tmp_path / "b")] == [0, 1]
 
@@ -366,3 +437,91 @@ def test_the_record_can_be_elsewhere(tmp_path):
     fit(tmp_path / "a", [GeometryMonitor(directory=tmp_path / "b", **FEW)], steps=2)
     assert len(read(tmp_path / "b")) == 2
     assert not (Path(tmp_path) / "a" / "readings.jsonl").exists()
+
+
+def test_a_reading_that_comes_late_is_logged_at_its_own_step(tmp_path):
+    go = threading.Event()
+    go.set()
+
+    def slow(hidden):
+        assert go.wait(120)
+        return hidden.norm()
+
+    class Holds(TrainerCallback):
+        """Keeps the metric waiting from step 2 to step 4."""
+
+        def __init__(self):
+            self.seen = []
+
+        def on_step_begin(self, args, state, control, **event):
+            if state.global_step == 2:
+                go.clear()
+            if state.global_step == 4:
+                go.set()
+
+        def on_log(self, args, state, control, logs=None, **event):
+            if "slow/mean" in logs:
+                self.seen.append((state.global_step, logs["slow/mean"]))
+
+    holds = Holds()
+    monitor = GeometryMonitor(
+        schedule=lambda step: step == 2, background=True,
+        **{**FEW, "metrics": FEW["metrics"] | {"slow": slow}},
+    )  # fmt: skip
+    trainer = fit(tmp_path, [holds, monitor])
+    expected = [(reading.step, reading.values["slow/mean"]) for reading in read(tmp_path)]
+    assert [step for step, _ in expected] == [0, 2, 5]
+    assert holds.seen == expected
+    assert [(entry["step"], entry["slow/mean"]) for entry in logged(trainer)] == expected
+    assert trainer.state.global_step == 6
+
+
+def test_nothing_is_placed_on_the_model_at_steps_that_are_not_due(tmp_path):
+    model, before = trained(tmp_path)
+    touched = {}
+
+    class Watching(Trainer):
+        def compute_loss(self, *args, **kwargs):
+            touched[self.state.global_step] = fingerprint(model) != before
+            return super().compute_loss(*args, **kwargs)
+
+    monitor = GeometryMonitor(schedule=every(3), **FEW)
+    fit(tmp_path, [monitor], model=model, kind=Watching, steps=6)
+    assert touched == {0: True, 1: False, 2: False, 3: True, 4: False, 5: True}
+    assert [r.step for r in read(tmp_path)] == [0, 3, 5]
+
+
+def test_a_window_ends_with_the_first_batch_of_a_step_though_the_model_was_not_called(tmp_path):
+    model, before = trained(tmp_path)
+    touched = []
+
+    class Apart(Trainer):
+        """The loss of the first of three batches does not call the model."""
+
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            found = fingerprint(model)
+            touched.append(found != before)
+            if len(touched) % 3 == 1:
+                return next(model.parameters()).square().sum()
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    monitor = GeometryMonitor(**{**FEW, "strict": False})
+    fit(tmp_path, [monitor], model=model, kind=Apart, steps=2, gradient_accumulation_steps=3)
+    assert touched == [True, False, False] * 2
+    assert fingerprint(model) == before
+
+
+def test_of_accumulated_batches_the_first_is_read_by_what_it_holds(tmp_path):
+    seen = []
+
+    class Watching(Trainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            seen.append(inputs["input_ids"].double().mean().item())
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    metrics = {"ids": lambda token_ids: token_ids.double().mean()}
+    monitor = GeometryMonitor(schedule=every(1), metrics=metrics, tokens=256, batches=1)
+    fit(tmp_path, [monitor], steps=2, gradient_accumulation_steps=3, kind=Watching)
+    assert len(set(seen)) == 6
+    found = [reading.values["ids/layer_01"] for reading in read(tmp_path)]
+    assert found == pytest.approx([seen[0], seen[3]], rel=1e-12)

@@ -1,5 +1,7 @@
+import csv
 import math
 import signal
+import threading
 
 import lightning as L
 import pytest
@@ -225,6 +227,23 @@ def test_every_logger_gets_every_reading(tmp_path):
     assert [event.step for event in events.Scalars("variance/mean")] == [0, 4, 8, 11]
 
 
+def test_a_logger_that_fails_silences_no_other(tmp_path, caplog):
+    class Broken(TensorBoardLogger):
+        def log_metrics(self, metrics, step=None):
+            if any("variance" in name for name in metrics):
+                raise OSError("gone")
+            super().log_metrics(metrics, step)
+
+    loggers = [Broken(tmp_path, "", "tb"), CSVLogger(tmp_path, "", "csv")]
+    monitor = GeometryMonitor(**{**FEW, "strict": False}, schedule=every(1), directory=tmp_path)
+    fit(tmp_path, [monitor], logger=loggers, steps=5)
+    rows = list(csv.DictReader((tmp_path / "csv/metrics.csv").read_text().splitlines()))
+    assert [int(row["step"]) for row in rows if row["variance/mean"]] == [0, 1, 2, 3, 4]
+    assert [r.step for r in read(tmp_path)] == [0, 1, 2, 3, 4]
+    said = [message for message in caplog.messages if "gone" in message]
+    assert [("Broken" in m, "tried again" in m) for m in said] == [(True, True)] * 2
+
+
 @pytest.mark.parametrize("logger", [True, False])
 def test_a_fast_run_for_development_is_read_too(tmp_path, logger, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -304,3 +323,96 @@ def test_bad_arguments_are_refused_at_once_or_when_training_starts(tmp_path):
 
     with pytest.raises(ValueError, match="no transformer blocks in Blockless"):
         fit(tmp_path, [GeometryMonitor()], model=Blockless())
+
+
+class Slow:
+    """A metric that waits, between two batches: its readings come late."""
+
+    def __init__(self, first, last):
+        self.first, self.last, self.go = first, last, threading.Event()
+        self.go.set()
+
+    def __call__(self, hidden):
+        assert self.go.wait(120)
+        return hidden.norm()
+
+    def at(self, batch_index):
+        if batch_index == self.first:
+            self.go.clear()
+        if batch_index == self.last:
+            self.go.set()
+
+
+class LoggedByTwo(TwoOptimizers):
+    """Two steps in each batch, and a loss that Lightning logs itself."""
+
+    def __init__(self, at=lambda index: None):
+        super().__init__()
+        self.at = at
+
+    def training_step(self, ids, index):
+        self.at(index)
+        super().training_step(ids, index)
+        self.log("loss", self.losses[-1])
+
+
+def csv_rows(path, name):
+    """Lightning's step of each row that has a value of that name, and the value."""
+    with path.open() as file:
+        return [(int(row["step"]), float(row[name])) for row in csv.DictReader(file) if row[name]]
+
+
+def test_with_two_optimizers_curves_stand_beside_those_that_lightning_logs(tmp_path):
+    logger = CSVLogger(tmp_path, name="", version="csv")
+    monitor = GeometryMonitor(directory=tmp_path, schedule=every(4), **FEW)
+    model = LoggedByTwo()
+    fit(tmp_path, [monitor], logger=logger, steps=14, model=model, log_every_n_steps=1)
+    record = {reading.step: reading.values["variance/mean"] for reading in read(tmp_path)}
+    assert list(record) == [0, 4, 8, 12]
+    path = tmp_path / "csv" / "metrics.csv"
+    # Batches 0, 2, 4 and 6 began at these steps; Lightning counts batches.
+    assert csv_rows(path, "variance/mean") == [(step // 2, value) for step, value in record.items()]
+    assert [step for step, _ in csv_rows(path, "loss")] == list(range(7))
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_a_reading_that_comes_late_is_logged_where_it_was_made(tmp_path, optimizers):
+    slow = Slow(2, 5)
+    logger = CSVLogger(tmp_path, name="", version="csv")
+    monitor = GeometryMonitor(
+        directory=tmp_path, schedule=lambda step: step == 2 * optimizers, background=True,
+        **{**FEW, "metrics": FEW["metrics"] | {"slow": slow}},
+    )  # fmt: skip
+
+    class One(Decoder):
+        def training_step(self, ids, index):
+            slow.at(index)
+            return super().training_step(ids, index)
+
+    model = One() if optimizers == 1 else LoggedByTwo(slow.at)
+    fit(tmp_path, [monitor], logger=logger, steps=7 * optimizers, model=model)
+    assert [r.step for r in read(tmp_path)] == [step * optimizers for step in (0, 2, 6)]
+    shown = csv_rows(tmp_path / "csv" / "metrics.csv", "slow/mean")
+    assert shown == [
+        (reading.step // optimizers, reading.values["slow/mean"]) for reading in read(tmp_path)
+    ]
+
+
+@pytest.mark.parametrize("probe", [None, batch(8, 32, seed=77)], ids=["inline", "probe"])
+def test_of_accumulated_batches_the_first_is_read(tmp_path, probe):
+    """By what it holds: the mean of its token ids, which no two batches share."""
+    means = [batch(8, 32, seed=seed).double().mean().item() for seed in range(40)]
+    assert len(set(means)) == 40
+    metrics = {"ids": lambda token_ids: token_ids.double().mean()}
+    monitor = GeometryMonitor(
+        schedule=every(1), directory=tmp_path, probe=probe, metrics=metrics, tokens=256, batches=1
+    )
+    fit(tmp_path, [monitor], steps=4, accumulate_grad_batches=4)
+    readings = read(tmp_path)
+    found = [reading.values["ids/layer_01"] for reading in readings]
+    if probe is None:
+        assert [reading.step for reading in readings] == [0, 1, 2, 3]
+        assert found == pytest.approx([means[4 * step] for step in range(4)], rel=1e-12)
+    else:
+        assert [reading.step for reading in readings] == [0, 1, 2, 3, 4]
+        assert found == pytest.approx([probe.double().mean().item()] * 5, rel=1e-12)

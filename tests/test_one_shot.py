@@ -85,3 +85,15 @@ def test_constant_rows_give_nan_not_an_error():
     assert values["variance"] == 0
     assert math.isnan(values["anisotropy"])
     assert math.isnan(values["twonn"])
+
+
+def test_positions_tell_equal_tokens_apart():
+    ids, positions = torch.arange(600) % 50, torch.arange(600) % 7
+    both = geometry(cloud(), ids, positions)
+    assert both["twonn_distinct/n"] == 350  # every pair of 50 ids and 7 positions occurs
+    assert both["twonn_distinct/repeated"] == pytest.approx(1 - 350 / 600)
+    assert geometry(cloud(), ids)["twonn_distinct/n"] == 50
+    with pytest.raises(ValueError, match="expected 600 positions, one for each row"):
+        geometry(cloud(), ids, positions[:-1])
+    with pytest.raises(ValueError, match="expected 600 token_ids, one for each row"):
+        geometry(cloud(), ids[:-1])

@@ -20,7 +20,8 @@ def wandb_rows(folder):
     W&B's own process writes the file, and may be a moment behind the run's `finish`.
     """
     path = next(Path(folder).rglob("run-*.wandb"))
-    for _ in range(200):
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
         try:
             records = list(_records(path.read_bytes()))
         except ValueError:  # cut in the middle of one

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable
 
 from geomon.analysis.curves import Curve, curve_of, mean_abs_over_heads, single_source
-from geomon.record import Reading, tags
+from geomon.record import Reading, Readings, tags
 
 # Smallest change of a scale of gride, as a share, that counts: scales have no errors of their own.
 _MIN_CHANGE = 0.05
@@ -26,6 +26,7 @@ def summarise(readings: Iterable[Reading]) -> list[str]:
     Returns:
         Sentences, at least one.
     """
+    remarks = readings.remarks() if isinstance(readings, Readings) else []
     selected = single_source(readings)
     if not selected:
         return ["No readings yet."]
@@ -33,9 +34,10 @@ def summarise(readings: Iterable[Reading]) -> list[str]:
         _dimension, _near_duplicates, _scales, _entropy, _alignment, _profile, _cost,
     )  # fmt: skip
     sentences = [sentence for describe in describers for sentence in describe(selected)]
-    return sentences or [
+    sentences = sentences or [
         f"{len(selected)} readings, none of the metrics that this summary speaks of."
     ]
+    return [*remarks, *sentences]
 
 
 def _dimension(readings: list[Reading]) -> list[str]:

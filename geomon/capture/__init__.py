@@ -1,13 +1,14 @@
 """Capture: hooks for one forward pass, and a snapshot of sampled rows of each layer."""
 
-from geomon.capture.anatomy import Anatomy, find_anatomy
+from geomon.capture.anatomy import find_anatomy
+from geomon.capture.calls import FirstCall
 from geomon.capture.first_pass import padding_arguments
 from geomon.capture.probe import extra_pass
 from geomon.capture.sampling import QUERIES, derive_seed
 from geomon.capture.window import Window
 
 __all__ = [
-    "Anatomy",
+    "FirstCall",
     "QUERIES",
     "Window",
     "derive_seed",

@@ -270,7 +270,7 @@ def read_call(call: AttentionCall | SoftmaxCall, valid: Tensor | None) -> dict[s
 def _visibility(call: AttentionCall, keys: int) -> tuple[Tensor, Tensor | None]:
     """Tell which keys each query sees, and what is added to the scores."""
     places = call.places[:, None, :, None]
-    visible = torch.ones(1, 1, 1, keys, dtype=torch.bool)
+    visible = torch.ones(1, 1, 1, keys, dtype=torch.bool, device="cpu")
     bias: Tensor | None = None
     for given in (call.mask, call.bias):
         seen, added = _split_mask(given)
@@ -278,11 +278,12 @@ def _visibility(call: AttentionCall, keys: int) -> tuple[Tensor, Tensor | None]:
             visible = visible & seen
         if added is not None:
             bias = added if bias is None else bias + added
+    order = torch.arange(keys, dtype=torch.int64, device="cpu")
     if call.causal:
         # Query 0 is aligned with key 0, as scaled_dot_product_attention does.
-        visible = visible & (torch.arange(keys) <= places)
+        visible = visible & (order <= places)
     if call.sliding_window is not None:
-        visible = visible & (places - torch.arange(keys) < call.sliding_window)
+        visible = visible & (places - order < call.sliding_window)
     return visible, bias
 
 

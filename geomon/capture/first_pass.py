@@ -312,7 +312,9 @@ def spread_indices(count: int) -> Tensor:
     Args:
         count: Number of sampled queries.
     """
-    return torch.linspace(0, count - 1, min(count, SAMPLES)).long()
+    kept = min(count, SAMPLES)
+    order = torch.arange(kept, dtype=torch.int64, device="cpu")
+    return order * (count - 1) // max(kept - 1, 1)
 
 
 # -- padding masks -------------------------------------------------------------------------------

@@ -1,21 +1,28 @@
 """Patches: what a window changes outside the model, for the whole process, and puts back.
 
-Several windows may be open at once and close in any order, so each patch counts its holders: the
-first one applies it, the last one restores what was there before.
+Several windows may be open at once and close in any order, so each patch knows its holders: the
+first one applies it, the last one restores what was there before. Ctrl-C may come between any two
+of these lines: what undoes a change is noted before the change is made, and everything can be
+undone twice.
 """
 
 import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 
+Undo = Callable[[Callable[[], Any]], None]  # takes note of what undoes a change
+
 
 class AttentionObserver(Protocol):
-    """An object that is notified of every attention call and of every softmax of the process."""
+    """An object that is notified of every attention call and of every softmax of the process.
+
+    Nothing that it raises reaches the model, but for Ctrl-C.
+    """
 
     def on_attention(
         self, route: str, module: Any, query: Any, key: Any, mask: Any, options: dict[str, Any]
@@ -39,161 +46,257 @@ class AttentionObserver(Protocol):
             dim: The dimension that the softmax runs over.
         """
 
+    def on_failure(self, error: Exception) -> None:
+        """Take an error of geomon's own, met while a call was looked at.
 
-class _SharedPatch:
-    """A context manager that is entered by its first holder and left by its last."""
+        Args:
+            error: The error.
+        """
 
-    def __init__(self, patch: Callable[[], AbstractContextManager[Any]]) -> None:
-        self._patch = patch
-        self._holders = 0
-        self._stack = ExitStack()
-        self._lock = threading.Lock()
+
+class Patch:
+    """A change of the process that is made for its first holder and undone for its last.
+
+    Args:
+        apply: Makes the change; it is given a function that takes note of what undoes it.
+    """
+
+    def __init__(self, apply: Callable[[Undo], None]) -> None:
+        self._apply = apply
+        self._holders: list[object] = []
+        self._suspensions: list[object] = []
+        self._undo: list[Callable[[], Any]] = []
+        self._applied = False
+        self._lock = threading.RLock()
+
+    @property
+    def holders(self) -> tuple[Any, ...]:
+        """All objects that hold the patch, in the order in which they came."""
+        return tuple(self._holders)
+
+    def hold(self, holder: object) -> None:
+        """Make the change, if it is not made yet, and keep it until the holder releases it.
+
+        Args:
+            holder: Any object.
+        """
+        with self._lock:
+            self._holders.append(holder)
+            self._settle()
+
+    def release(self, holder: object) -> None:
+        """Undo the change if nobody else holds it; an object that does not hold it changes nothing.
+
+        Args:
+            holder: The object.
+        """
+        with self._lock:
+            self._holders[:] = [other for other in self._holders if other is not holder]
+            if not self._holders:
+                self._suspensions.clear()
+            self._settle()
 
     @contextmanager
-    def __call__(self) -> Iterator[None]:
-        with self._lock:
-            if self._holders == 0:
-                self._stack.enter_context(self._patch())
-            self._holders += 1
+    def suspended(self) -> Iterator[None]:
+        """Undo the change for a while, whoever holds it."""
+        token = object()
         try:
+            with self._lock:
+                self._suspensions.append(token)
+                self._settle()
             yield
         finally:
             with self._lock:
-                self._holders -= 1
-                if self._holders == 0:
-                    self._stack.close()
+                self._suspensions[:] = [other for other in self._suspensions if other is not token]
+                self._settle()
+
+    def _settle(self) -> None:
+        wanted = bool(self._holders) and not self._suspensions
+        if wanted and not self._applied:
+            self._applied = True
+            self._apply(self._undo.append)
+        elif not wanted:
+            while self._undo:
+                self._undo[-1]()
+                self._undo.pop()
+            self._applied = False
 
 
-_observers: list[AttentionObserver] = []
-
-
-@contextmanager
-def observing(observer: AttentionObserver) -> Iterator[None]:
-    """Notify an observer of every attention call of the process, and leave nothing behind.
+def replace(undo: Undo, holder: Any, name: str, value: Any) -> None:
+    """Set an attribute until that is undone; one that was inherited is inherited again.
 
     Args:
-        observer: The object that is notified.
+        undo: Takes note of what undoes the change.
+        holder: The object that has the attribute.
+        name: Name of the attribute.
+        value: Its value.
     """
-    with _attention_observed():
-        _observers.append(observer)
-        try:
-            yield
-        finally:
-            _observers.remove(observer)
+    if name in vars(holder):
+        undo(functools.partial(setattr, holder, name, vars(holder)[name]))
+    else:
+        undo(functools.partial(_inherit, holder, name))
+    setattr(holder, name, value)
 
 
-def _notify_attention(
-    route: str, module: Any, query: Any, key: Any, mask: Any, **options: Any
-) -> None:
-    for observer in tuple(_observers):
-        observer.on_attention(route, module, query, key, mask, options)
+def _inherit(holder: Any, name: str) -> None:
+    if name in vars(holder):
+        delattr(holder, name)
 
 
-def _notify_softmax(scores: Any, dim: Any) -> None:
-    for observer in tuple(_observers):
-        observer.on_softmax(scores, dim)
+# -- attention -----------------------------------------------------------------------------------
 
 
-@contextmanager
-def _attention_patched() -> Iterator[None]:
+def _patch_attention(undo: Undo) -> None:
     """Wrap the functions that attention goes through; each wrapper notifies, then delegates.
 
     Registering an attention implementation by name would drop its mask; a TorchFunctionMode misses
     `nn.MultiheadAttention` and breaks compiled models.
     """
-    with ExitStack() as stack:
-        _wrap_sdpa(stack)
-        _wrap_interface(stack)
-        _wrap_softmax(stack)
-        yield
+    _wrap_sdpa(undo)
+    _wrap_interface(undo)
+    # `torch.softmax`, and the method of tensors that `torch.nn.functional.softmax` calls.
+    for holder in (torch, torch.Tensor):
+        softmax = getattr(holder, "softmax")  # noqa: B009  # mypy knows it by another type
+        replace(undo, holder, "softmax", _observed(softmax, _notify_softmax))
 
 
-def _replace(stack: ExitStack, holder: Any, name: str, value: Any) -> None:
-    """Set an attribute until the stack is closed; one that was inherited is inherited again."""
-    if name in vars(holder):
-        stack.callback(setattr, holder, name, vars(holder)[name])
-    else:
-        stack.callback(delattr, holder, name)
-    setattr(holder, name, value)
+watch_attention = Patch(_patch_attention)  # its holders are AttentionObservers
 
 
-def _wrap_sdpa(stack: ExitStack) -> None:
+def _wrap_sdpa(undo: Undo) -> None:
     attend = torch.nn.functional.scaled_dot_product_attention
-
-    @functools.wraps(attend)
-    def observed_attend(
-        query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        options = dict(zip(("dropout_p", "is_causal"), args, strict=False)) | kwargs
-        _notify_attention("sdpa", None, query, key, attn_mask, **options)
-        return attend(query, key, value, attn_mask, *args, **kwargs)
-
-    _replace(stack, torch.nn.functional, "scaled_dot_product_attention", observed_attend)
+    notify = functools.partial(_notify_attention, "sdpa", _SDPA)
+    replace(undo, torch.nn.functional, "scaled_dot_product_attention", _observed(attend, notify))
 
 
-def _wrap_interface(stack: ExitStack) -> None:
+def _wrap_interface(undo: Undo) -> None:
     """Wrap the interface of transformers, where it is loaded; absent before release 5.1."""
     modeling = sys.modules.get("transformers.modeling_utils")
     interface = getattr(modeling, "AttentionInterface", None)
     find = getattr(interface, "get_interface", None)
     if interface is None or find is None:
         return
+    notify = functools.partial(_notify_attention, "interface", _INTERFACE)
 
     @functools.wraps(find)
-    def find_observed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        attention = find(self, *args, **kwargs)
+    def find_observed(*args: Any, **kwargs: Any) -> Any:
+        return _observed(find(*args, **kwargs), notify)
 
-        @functools.wraps(attention)
-        def observed(
-            module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None,
-            *args: Any, **kwargs: Any,
-        ) -> Any:  # fmt: skip
-            _notify_attention("interface", module, query, key, attention_mask, **kwargs)
-            return attention(module, query, key, value, attention_mask, *args, **kwargs)
-
-        return observed
-
-    _replace(stack, interface, "get_interface", find_observed)
+    replace(undo, interface, "get_interface", find_observed)
 
 
-def _wrap_softmax(stack: ExitStack) -> None:
-    """Wrap `torch.softmax` and the method of tensors that `torch.nn.functional.softmax` calls."""
-    for holder in (torch, torch.Tensor):
-        softmax = getattr(holder, "softmax")  # noqa: B009  # mypy knows it by another type
-        _replace(stack, holder, "softmax", _observed_softmax(softmax))
+# Arguments of the attention functions, in the order in which they may be given without a name.
+_SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+_INTERFACE = ("module", "query", "key", "value", "attention_mask")
+
+_Notify = Callable[[AttentionObserver, tuple[Any, ...], dict[str, Any]], None]
 
 
-def _observed_softmax(softmax: Any) -> Any:
-    @functools.wraps(softmax)
+def _observed(function: Any, notify: _Notify) -> Any:
+    """Wrap a function: observers are notified of a call, which then goes on as it was made.
+
+    Names of arguments are the model's: any may be among them, so they are never mixed with
+    parameters of this project's functions.
+    """
+
+    @functools.wraps(function)
     def observed(*args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(("input", "dim"), args, strict=False)) | kwargs
-        _notify_softmax(given.get("input"), given.get("dim"))
-        return softmax(*args, **kwargs)
+        for observer in watch_attention.holders:
+            try:
+                notify(observer, args, kwargs)
+            except Exception as error:
+                observer.on_failure(error)
+        return function(*args, **kwargs)
 
     return observed
 
 
-@contextmanager
-def _eager() -> Iterator[None]:
-    """Run compiled code eagerly: hooks placed after the first compiled call never fire."""
-    if "torch._dynamo" not in sys.modules:  # nothing can have been compiled
-        yield
+def _notify_attention(
+    route: str,
+    names: tuple[str, ...],
+    observer: AttentionObserver,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    given = dict(zip(names, args, strict=False)) | kwargs
+    mask = given.pop("attn_mask" if route == "sdpa" else "attention_mask", None)
+    module = given.pop("module", None) if route == "interface" else None
+    query, key = given.pop("query", None), given.pop("key", None)
+    observer.on_attention(route, module, query, key, mask, given)
+
+
+def _notify_softmax(
+    observer: AttentionObserver, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    given = dict(zip(("input", "dim"), args, strict=False)) | kwargs
+    observer.on_softmax(given.get("input"), given.get("dim"))
+
+
+# -- switches of torch ---------------------------------------------------------------------------
+
+
+def _force_eager(undo: Undo) -> None:
+    """Run compiled functions eagerly: what is compiled calls no module and no attention function.
+
+    Holders are told of each compiled function that the training calls: with dropout it draws other
+    random numbers when it is run eagerly.
+    """
+    compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if compiler is None:  # nothing can have been compiled
         return
-    with torch.compiler.set_stance("force_eager"):
-        yield
+    choose = getattr(compiler, "_callback_from_stance", None)
+    if choose is not None:
+
+        @functools.wraps(choose)
+        def observed(callback: Any) -> Any:
+            if callback not in (None, False) and not in_extra_pass():
+                for holder in run_eagerly.holders:
+                    holder.on_forced_eager()
+            return choose(callback)
+
+        replace(undo, compiler, "_callback_from_stance", observed)
+    before = compiler._stance
+    undo(lambda: compiler._set_stance(before))
+    torch.compiler.set_stance("force_eager")
+
+
+class _Marker(threading.local):
+    """Which passes of the monitor's own a thread is in."""
+
+    def __init__(self) -> None:
+        self.passes: list[object] = []
+
+
+_marker = _Marker()
 
 
 @contextmanager
-def _no_fast_path() -> Iterator[None]:
-    """Keep `nn.TransformerEncoder` from its fused inference path, which calls no module inside."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
+def extra_pass_begun() -> Iterator[None]:
+    """Mark what this thread runs as a pass of the monitor's own, which is no part of training."""
+    own, passes = object(), _marker.passes
     try:
+        passes.append(own)
         yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(before)
+        passes[:] = [other for other in passes if other is not own]
 
 
-_attention_observed = _SharedPatch(_attention_patched)
-run_eagerly = _SharedPatch(_eager)
-without_fast_path = _SharedPatch(_no_fast_path)
+def end_extra_passes() -> None:
+    """Take away marks that Ctrl-C has left in this thread."""
+    _marker.passes.clear()
+
+
+def in_extra_pass() -> bool:
+    """Whether this thread is running a pass of the monitor's own."""
+    return bool(_marker.passes)
+
+
+def _forbid_fast_path(undo: Undo) -> None:
+    """Keep `nn.TransformerEncoder` from its fused inference path, which calls no module inside."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    undo(lambda: torch.backends.mha.set_fastpath_enabled(before))
+    torch.backends.mha.set_fastpath_enabled(False)
+
+
+run_eagerly = Patch(_force_eager)
+without_fast_path = Patch(_forbid_fast_path)

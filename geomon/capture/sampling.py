@@ -41,7 +41,7 @@ class RowSampler:
     def __init__(self, max_rows: int, seed: int) -> None:
         self._max_rows = max_rows
         self._max_queries = QUERIES
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator("cpu").manual_seed(seed)
         self._queries: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     @property
@@ -68,7 +68,7 @@ class RowSampler:
         Returns:
             Flat indices into `shape`.
         """
-        rows = torch.randperm(math.prod(shape), generator=self._generator)
+        rows = self._permute(math.prod(shape))
         if valid is not None:
             rows = rows[valid.flatten().cpu()[rows]]
         return rows[: self._max_rows]
@@ -89,12 +89,17 @@ class RowSampler:
         """
         if (sequences, length) not in self._queries:
             some = max(1, min(sequences, self._max_rows // length))
-            chosen = torch.randperm(sequences, generator=self._generator)[:some].sort().values
+            chosen = self._permute(sequences)[:some].sort().values
             each = min(length, math.ceil(self._max_queries / some))
-            shift = torch.randperm(some, generator=self._generator)[:, None] + 0.5
-            places = (torch.arange(each)[None, :] + shift / some) * (length / each)
-            self._queries[sequences, length] = chosen, places.long()
+            shift = self._permute(some)[:, None]
+            order = torch.arange(each, dtype=torch.int64, device="cpu")[None, :]
+            # (order + (shift + 1/2) / some) * length / each, in integers: nothing is rounded
+            places = (2 * (some * order + shift) + 1) * length // (2 * some * each)
+            self._queries[sequences, length] = chosen, places
         return self._queries[sequences, length]
+
+    def _permute(self, count: int) -> Tensor:
+        return torch.randperm(count, generator=self._generator, dtype=torch.int64, device="cpu")
 
 
 def derive_seed(*parts: object) -> int:

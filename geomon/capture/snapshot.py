@@ -32,6 +32,9 @@ CAPTURED: dict[str, str] = {
 # All that a layer of a transformer has; what enters the first block has hidden states only.
 SOURCES = frozenset(CAPTURED.values())
 
+# Captured views that a batch has before any block has run.
+_OF_THE_BATCH = {"token_ids", "positions"}
+
 # Captured views with one entry for each row of hidden states.
 ROW_VIEWS = ("hidden", "token_ids", "positions")
 
@@ -127,6 +130,11 @@ class Snapshot:
 
     layers: list[Layer]
     info: PassInfo
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no block was seen: no forward pass was run, or another model's."""
+        return not any(layer.captured.keys() - _OF_THE_BATCH for layer in self.layers)
 
 
 # One view of each source stands for it: the others are missing with it, or for reasons that are

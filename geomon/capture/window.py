@@ -1,13 +1,15 @@
-"""Window: places hooks, keeps sampled rows during one forward pass, and removes the hooks.
+"""Window: keeps sampled rows during one forward pass.
 
-Nothing stays on the model between windows: hooks that stay cost every step, break pickling and make
-compiled models recompile. A hook selects rows and copies them, and does no arithmetic.
+Nothing is placed on the model: what stays there costs every step, breaks pickling, goes along with
+copies and makes compiled models compile again. What sees a call selects rows and copies them, and
+does no arithmetic.
 """
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -27,6 +29,7 @@ from geomon.capture.attention import (
     record_softmax,
     tensors_of,
 )
+from geomon.capture.calls import unwatch_calls, unwrap, watch_calls
 from geomon.capture.first_pass import (
     BlockCall,
     SampledRows,
@@ -35,10 +38,16 @@ from geomon.capture.first_pass import (
     find_padding_masks,
     spread_indices,
 )
-from geomon.capture.patches import observing, run_eagerly, without_fast_path
+from geomon.capture.patches import run_eagerly, watch_attention, without_fast_path
 from geomon.capture.qkv import copy_multihead_weights
 from geomon.capture.sampling import MemoryLimit, RowSampler, copy_rows, move_width_last
 from geomon.capture.snapshot import CAPTURED, Note, Snapshot
+
+_FORCED = (
+    "compiled code of the training ran eagerly while it was watched: dropout draws other random "
+    "numbers there, and the memory may be more. A compiled function hides its modules: compile the "
+    "model instead (model.compile() or torch.compile(model)), or measure by a probe"
+)
 
 
 class Window:
@@ -46,19 +55,19 @@ class Window:
 
     After the `with`, `snapshot()` gives what was seen. The first pass of each stack counts
     (`geomon.capture.first_pass.StackPass` has the rule); calls from other threads and recomputation
-    under activation checkpointing are ignored. An error of geomon's own never ends the pass: one in
-    a hook becomes a note, and one in placing the hooks is raised by `snapshot()`.
+    under activation checkpointing are ignored. An error of geomon's own never ends the pass: one
+    while a call is looked at becomes a note, and one in opening is raised by `snapshot()`.
 
     Args:
         anatomy: Anatomy of the model.
-        views: Captured views that are wanted; only the hooks that these need are placed.
+        views: Captured views that are wanted; only the calls that these need are looked at.
         rows: Number of rows of hidden states to keep; the same at every layer.
         seed: Seed of the private generator that samples rows. No global random state is touched.
         max_mb: Largest memory of what is kept, in millions of bytes: the number of rows is lowered
             for it, and attention that does not fit is left out. None for no limit.
 
     Attributes:
-        seconds: Time spent in hooks, and in placing and removing them.
+        seconds: Time taken from the training.
     """
 
     def __init__(
@@ -82,25 +91,29 @@ class Window:
         self._passes = [StackPass(stack, self._sampler) for stack in anatomy.stacks]
         self._thread = threading.get_ident()
         self._other_thread = False  # a block ran in another thread
-        self._exit = ExitStack()
+        # What is done as the call of a module begins, and when it has returned, by its address.
+        self._before: dict[int, list[Callable[..., None]]] = {}
+        self._after: dict[int, list[Callable[..., None]]] = {}
         # Calls of blocks that are running, outermost first; None for one that does not count.
         self._running: list[tuple[StackPass, BlockCall | None]] = []
-        self._failure: Exception | None = None  # in placing the hooks
-        self._failures: list[str] = []  # in hooks
+        self._failure: Exception | None = None  # in opening the window
+        self._failures: list[str] = []  # in what sees the calls
+        self._forced_eager = False  # whether compiled code of the training was run eagerly
+        self._settled = True  # whether nothing is half open or half closed
         self.seconds = 0.0
 
     def __enter__(self) -> Self:
         began = time.perf_counter()
+        self._settled = False
         try:
-            with ExitStack() as stack:  # undone whatever happens while it is built
-                self._place_hooks(stack)
-                if self._sources & {"attention", "projection"}:
-                    stack.enter_context(observing(self))
-                stack.enter_context(without_fast_path())
-                stack.enter_context(run_eagerly())
-                self._exit = stack.pop_all()
+            self._open()
         except Exception as error:
+            self.close()
             self._failure = error
+        except BaseException:
+            self.close()
+            raise
+        self._settled = True
         self.seconds += time.perf_counter() - began
         return self
 
@@ -111,14 +124,39 @@ class Window:
         trace: TracebackType | None,
     ) -> None:
         began = time.perf_counter()
-        self._exit.close()
+        self._settled = False
+        try:
+            self.close()
+        except BaseException:  # Ctrl-C in between
+            self.close()
+            raise
         self.seconds += time.perf_counter() - began
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing has interrupted the opening or the closing of the window."""
+        return self._settled
+
+    def _open(self) -> None:
+        self._choose_calls()
+        if self._sources & {"attention", "projection"}:
+            watch_attention.hold(self)
+        without_fast_path.hold(self)
+        run_eagerly.hold(self)
+        watch_calls(self)
+
+    def close(self) -> None:
+        """Leave nothing behind; may be called more than once, and after an interruption."""
+        unwatch_calls(self)
+        for patch in (run_eagerly, without_fast_path, watch_attention):
+            patch.release(self)
+        self._settled = True
 
     def snapshot(self) -> Snapshot:
         """Build the snapshot: rows on the host, in float32, without those that are not finite.
 
         Raises:
-            Exception: The hooks could not be placed; the error is the one that was met there.
+            Exception: The window could not be opened; the error is the one that was met there.
         """
         if self._failure is not None:
             raise self._failure
@@ -126,6 +164,7 @@ class Window:
             f"a hook failed, and what it looks at is missing: {failure}"
             for failure in dict.fromkeys(self._failures)
         ]
+        texts += [_FORCED] * self._forced_eager
         return build_snapshot(
             self._passes,
             self._sources,
@@ -150,59 +189,110 @@ class Window:
             and index in block_call.routes
         }
 
-    # -- placing hooks ---------------------------------------------------------------------------
+    # -- which calls are seen --------------------------------------------------------------------
 
-    def _place_hooks(self, stack: ExitStack) -> None:
-        def hold(handle: Any) -> None:
-            stack.callback(handle.remove)
-
+    def _choose_calls(self) -> None:
+        self._before.clear()
+        self._after.clear()
         if self._wants_tokens:
             for table in self._anatomy.embeddings:
-                hold(table.register_forward_pre_hook(self._hook(self._on_embedding)))
+                self._see(self._before, table, self._on_embedding)
         for number, stack_pass in enumerate(self._passes):
             for module in stack_pass.stack.above:
-                hook = self._hook(self._on_call_above, stack_pass, number)
-                hold(module.register_forward_pre_hook(hook, with_kwargs=True))
+                self._see(self._before, module, self._on_call_above, stack_pass, number)
             owner = stack_pass.stack.owner
             if owner is not None:
-                hold(owner.register_forward_pre_hook(self._hook(self._on_owner, stack_pass)))
-                hold(owner.register_forward_hook(self._hook(self._on_owner_left, stack_pass)))
+                self._see(self._before, owner, self._on_owner, stack_pass)
+                self._see(self._after, owner, self._on_owner_left, stack_pass)
             for index, block in enumerate(stack_pass.stack.blocks):
-                hook = self._hook(self._on_block, stack_pass, index)
-                hold(block.module.register_forward_pre_hook(hook, with_kwargs=True))
-                hook = self._hook(self._on_block_left, stack_pass, index)
-                hold(block.module.register_forward_hook(hook))
+                self._see(self._before, block.module, self._on_block, stack_pass, index)
+                self._see(self._after, block.module, self._on_block_left, stack_pass, index)
                 if self._sources & {"attention", "projection"}:
-                    self._place_attention_hooks(hold, block)
+                    self._choose_calls_of_attention(block)
 
-    def _place_attention_hooks(self, hold: Callable[[Any], None], block: Block) -> None:
+    def _choose_calls_of_attention(self, block: Block) -> None:
         for index, attention in enumerate(block.attentions):
             module = attention.module
             if len(block.attentions) > 1:  # else every call in the block belongs to the only one
-                hold(module.register_forward_pre_hook(self._hook(self._on_attending, index)))
-                hold(module.register_forward_hook(self._hook(self._on_attending, None)))
+                self._see(self._before, module, self._on_attending, index)
+                self._see(self._after, module, self._on_attending, None)
             if "projection" not in self._sources:
                 continue
             projections = attention.projections
             if projections.kind == "multihead":
-                hook = self._hook(self._on_multihead, index, attention)
-                hold(module.register_forward_pre_hook(hook, with_kwargs=True))
+                self._see(self._before, module, self._on_multihead, index, attention)
                 continue
-            hook = self._hook(self._on_projected, index, attention, "query")
-            hold(projections.query.register_forward_hook(hook))
+            on_query = (self._on_projected, index, attention, "query")
+            self._see(self._after, projections.query, *on_query)
             if projections.kind != "fused":
-                hook = self._hook(self._on_projected, index, attention, "key")
-                hold(projections.key.register_forward_hook(hook))
+                on_key = (self._on_projected, index, attention, "key")
+                self._see(self._after, projections.key, *on_key)
 
-    def _hook(self, action: Callable[..., None], *before: Any) -> "_Hook":
-        """Make a hook that ignores calls which do not belong to the pass that is watched."""
+    def _see(
+        self,
+        when: dict[int, list[Callable[..., None]]],
+        module: nn.Module,
+        action: Callable[..., None],
+        *first: Any,
+    ) -> None:
+        when.setdefault(id(unwrap(module)), []).append(functools.partial(action, *first))
 
-        def guarded(*call: Any) -> None:
-            if not self._ignored():
-                with self._guarded():
-                    action(*before, *call)
+    def watches(self, module: nn.Module) -> bool:
+        """Whether a module's calls are seen (see `geomon.capture.calls.CallObserver`).
 
-        return _Hook(guarded)
+        Args:
+            module: Any module.
+        """
+        return id(module) in self._before or id(module) in self._after
+
+    def before_call(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Take a call that begins.
+
+        Args:
+            module: The module.
+            args: Positional arguments.
+            kwargs: Arguments by name.
+        """
+        for action in () if self._ignored() else self._before.get(id(module), ()):
+            with self._guarded():
+                action(module, args, kwargs)
+
+    def after_call(self, module: nn.Module, output: Any) -> None:
+        """Take a call that has returned.
+
+        Args:
+            module: The module.
+            output: What it returned.
+        """
+        for action in () if self._ignored() else self._after.get(id(module), ()):
+            with self._guarded():
+                action(module, output)
+
+    def needs_twin(self, module: nn.Module) -> bool:
+        """Whether the compiled code of a module hides what this window is to see.
+
+        Args:
+            module: The module, without wrappers.
+        """
+        if all(stack_pass.over for stack_pass in self._passes):
+            return False
+        attends = bool(self._sources & {"attention", "projection"})
+        inside = attends and bool(self._running) and self._running[-1][1] is not None
+        return (inside or any(map(self.watches, module.modules()))) and not self._ignored()
+
+    def on_failure(self, error: Exception) -> None:
+        """Keep an error for the notes.
+
+        Args:
+            error: The error.
+        """
+        self._failures.append(f"{type(error).__name__}: {error}")
+
+    def on_forced_eager(self) -> None:
+        """Note that compiled code of the training is run eagerly."""
+        self._forced_eager = True
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -211,7 +301,7 @@ class Window:
         try:
             yield
         except Exception as error:
-            self._failures.append(f"{type(error).__name__}: {error}")
+            self.on_failure(error)
         finally:
             self.seconds += time.perf_counter() - began
 
@@ -241,7 +331,9 @@ class Window:
             masks = {n: m for n, m in masks.items() if not n.startswith(("tgt", "decoder"))}
         stack_pass.masks += masks.items()
 
-    def _on_embedding(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _on_embedding(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
         ids = args[0] if args else None
         if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_nested:
             return
@@ -251,13 +343,11 @@ class Window:
             if not stack_pass.over and not (stack_pass.block_calls and stack_pass not in running):
                 stack_pass.token_ids.append(kept)
 
-    def _on_owner(self, stack_pass: StackPass, module: nn.Module, args: Any) -> None:
+    def _on_owner(self, stack_pass: StackPass, module: nn.Module, args: Any, kwargs: Any) -> None:
         if stack_pass.begin():
             self._running.clear()
 
-    def _on_owner_left(
-        self, stack_pass: StackPass, module: nn.Module, args: Any, output: Any
-    ) -> None:
+    def _on_owner_left(self, stack_pass: StackPass, module: nn.Module, output: Any) -> None:
         stack_pass.end()
 
     # -- blocks ----------------------------------------------------------------------------------
@@ -290,7 +380,7 @@ class Window:
                 stack_pass.entered = self._sample_hidden(stack_pass, entered, module)
 
     def _on_block_left(
-        self, stack_pass: StackPass, index: int, module: nn.Module, args: Any, output: Any
+        self, stack_pass: StackPass, index: int, module: nn.Module, output: Any
     ) -> None:
         block_call = self._end_call(stack_pass, index)
         values = output.values() if isinstance(output, Mapping) else output
@@ -410,7 +500,6 @@ class Window:
         attention: Attention,
         which: str,
         module: nn.Module,
-        args: Any,
         output: Any,
     ) -> None:
         current = self._current_call()
@@ -460,23 +549,6 @@ class Window:
         indices = stack_pass.row_indices(shape, role)
         rows = SampledRows(copy_rows(values, indices), indices, shape)
         block_call.projected[index, which] = rows
-
-
-class _Hook:
-    """A hook on a module; in a copy or a pickle of the model it does nothing."""
-
-    def __init__(self, action: Callable[..., None]) -> None:
-        self._action = action
-
-    def __call__(self, *call: Any) -> None:
-        self._action(*call)
-
-    def __reduce__(self) -> tuple[Callable[[Callable[..., None]], "_Hook"], tuple[Any, ...]]:
-        return _Hook, (_nothing,)
-
-
-def _nothing(*call: Any) -> None:
-    return
 
 
 def _running_index(block: Block, block_call: BlockCall, module: Any) -> int:

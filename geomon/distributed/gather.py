@@ -30,6 +30,7 @@ class _Report:
         lacking: For each layer, the sources of which nothing was seen, with the reasons.
         info: Facts about the rank's forward pass; None without a snapshot.
         fingerprint: Checksum of the first rows, to see whether two ranks had the same inputs.
+        empty: Whether no block was seen.
     """
 
     about: tuple[int, str]
@@ -39,6 +40,7 @@ class _Report:
     lacking: tuple[Mapping[str, str], ...] = ()
     info: PassInfo = _NO_PASS
     fingerprint: int = 0
+    empty: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,11 +52,13 @@ class GatheredLayers:
             `merge_layers` makes one layer of them.
         count: Number of layers on all ranks.
         info: Facts about the forward passes of all ranks.
+        empty: Whether no block was seen on any rank.
     """
 
     parts: list[tuple[Layer, ...]]
     count: int
     info: PassInfo
+    empty: bool = False
 
     def interleave(self, shares: Sequence[Sequence[_Value]]) -> list[_Value]:
         """Put what the ranks have of their layers into the order of all layers.
@@ -116,6 +120,7 @@ def gather(
         parts=list(zip(*received, strict=True)),
         count=len(snapshot.layers),
         info=PassInfo(tokens, first.mode, first.dtype, _notes(reports, givers)),
+        empty=all(report.empty for report in reports),
     )
 
 
@@ -174,6 +179,7 @@ def _report(snapshot: Snapshot | Exception, about: tuple[int, str]) -> _Report:
         lacking=tuple(_lacking(layer) for layer in snapshot.layers),
         info=snapshot.info,
         fingerprint=_fingerprint(snapshot.layers[0]),
+        empty=snapshot.is_empty,
     )
 
 

@@ -69,11 +69,14 @@ def take_share(
     each = min(shape[1], math.ceil(queries / max(wanted, 1)))
     if len(mine) == shape[0] and each == shape[1]:
         return layer
-    sequences = torch.tensor([local for _, local in mine], dtype=torch.int64)
-    shift = torch.tensor([(n + 0.5) / wanted for n, _ in mine], dtype=torch.float64)[:, None]
-    places = torch.arange(shape[1]).expand(len(mine), -1)
+    sequences = torch.tensor([local for _, local in mine], dtype=torch.int64, device="cpu")
+    shift = torch.tensor([(n + 0.5) / wanted for n, _ in mine], dtype=torch.float64, device="cpu")[
+        :, None
+    ]
+    order = torch.arange(shape[1], dtype=torch.int64, device="cpu")
+    places = order.expand(len(mine), -1)
     if each < shape[1]:
-        places = ((torch.arange(each) + shift) * (shape[1] / each)).long()
+        places = ((order[:each] + shift) * (shape[1] / each)).long()
     changed: dict[str, Any] = {}
     if "query" in layer.captured:
         changed["query"] = at_places(layer.captured["query"][sequences], places)
@@ -166,7 +169,7 @@ def _grids(
     name: str, sized: Sequence[tuple[Mapping[str, Any], Shape]], queries: int, keys: int
 ) -> Tensor:
     """A grid of all parts, [sequences, heads (or 1), queries (or 1), keys]."""
-    none = torch.zeros(1, 1, 1, 1)
+    none = torch.zeros(1, 1, 1, 1, dtype=torch.float32, device="cpu")
     grids = [none if part.get(name) is None else part[name] for part, _ in sized]
     heads = max(grid.shape[1] for grid in grids)
     alike = all(grid.shape[2] == 1 for grid in grids) and all(

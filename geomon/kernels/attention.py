@@ -142,7 +142,9 @@ def attention_median(
         ValueError: The shapes do not fit one another.
     """
     shape = _score_shape(query, key)
-    medians, counts = (torch.empty(shape[:3], device=query.device) for _ in range(2))
+    medians, counts = (
+        torch.empty(shape[:3], dtype=torch.float32, device=query.device) for _ in range(2)
+    )
     for at, scores, seen in _score_blocks(query, key, visible, scale, bias, softcap):
         total = scores.masked_fill_(~seen, -math.inf).logsumexp(dim=-1, keepdim=True)
         if sink is not None:
@@ -357,7 +359,7 @@ def _reduce(blocks: Iterable[_Block], shape: _Shape, sink: Tensor | None) -> Att
     cancel; a row that sees no key is 0 instead of NaN and is marked by its count.
     """
     kept: dict[str, Tensor] = {}
-    buffer = torch.empty(0)
+    buffer = torch.empty(0, dtype=torch.float32, device="cpu")
     for at, scores, visible in blocks:
         kept = kept or {name: scores.new_zeros(shape[:3]) for name in AttentionRows._fields}
         hidden = ~visible

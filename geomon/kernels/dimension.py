@@ -153,7 +153,7 @@ def _gride_at(neighbours: Tensor, scales: Sequence[int]) -> Tensor:
     first. They start at the estimate by moments, E x = (H_(2k-1) - H_(k-1)) / d with H the harmonic
     numbers, and never go below a quarter of N / sum x, where by Jensen the function is positive.
     """
-    rank = torch.tensor(scales, device=neighbours.device)
+    rank = torch.tensor(scales, dtype=torch.int64, device=neighbours.device)
     near, far = neighbours[:, rank - 1].double(), neighbours[:, 2 * rank - 1].double()
     valid = (near > 0) & torch.isfinite(far)
     x = torch.where(valid, far / near, 1).log().T.contiguous()  # [scales, points]; 0 adds nothing

@@ -67,4 +67,4 @@ def mean_square_norm(hidden: Tensor) -> Tensor:
         >>> mean_square_norm(torch.tensor([[3.0, 4.0], [0.0, 0.0]])).item()
         12.5
     """
-    return sum_of(block.square().sum() for block in in_blocks(require_rows(hidden))) / len(hidden)
+    return sum_of(block.square_().sum() for block in in_blocks(require_rows(hidden))) / len(hidden)

@@ -150,7 +150,7 @@ def token_types(hidden: Tensor, token_ids: Tensor) -> TokenTypes:
         )
     _, group, count = torch.unique(token_ids, return_inverse=True, return_counts=True)
     size = count.double()
-    order = torch.arange(len(rows), device=rows.device)
+    order = torch.arange(len(rows), dtype=torch.int64, device=rows.device)
     first = torch.zeros_like(count).scatter_reduce(0, group, order, "amin", include_self=False)
     m, scatter = torch.zeros_like(size), torch.zeros_like(size)
     # By columns: with as many types as rows, a mean of each would be larger than the rows.

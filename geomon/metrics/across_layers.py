@@ -4,7 +4,7 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -189,7 +189,7 @@ def profile_shape(values: Tensor) -> ProfileShape:
         raise ValueError(f"expected values [layers], got {list(values.shape)}")
     values = values.double()
     last = len(values) - 1
-    layer = torch.arange(last + 1, device=values.device)
+    layer = torch.arange(last + 1, dtype=torch.int64, device=values.device)
     nan = torch.full_like(values[0], torch.nan)
     known = layer[~values.isnan()]
     if last == 0 or len(known) == 0:
@@ -234,10 +234,14 @@ def _orders(n: int) -> tuple[Tensor, Tensor]:
     others = [[value for value in range(n) if value not in choice] for choice in choices]
     orders = (list(itertools.permutations(range(size))) for size in (half, n - half))
     first, second = (
-        torch.tensor(values)[:, torch.tensor(order)]
+        _integers(values)[:, _integers(order)]
         for values, order in zip((choices, others), orders, strict=True)
     )
     return first, second
+
+
+def _integers(values: object) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device="cpu")
 
 
 def _profile(values: Mapping[str, float], metric: str) -> Tensor:
@@ -252,20 +256,22 @@ def _profile(values: Mapping[str, float], metric: str) -> Tensor:
         and tag.head is None
         and math.isfinite(value)
     }
-    return torch.tensor([by_layer[layer] for layer in sorted(by_layer)], dtype=torch.float64)
+    profile = [by_layer[layer] for layer in sorted(by_layer)]
+    return torch.tensor(profile, dtype=torch.float64, device="cpu")
 
 
 @functools.lru_cache(maxsize=64)
 def _gaussian_dimension(rows: int, width: int) -> float:
     """Measure TwoNN of Gaussian noise: far below the width, since distances concentrate."""
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(min(rows, _NULL_ROWS), width, generator=generator)
+    generator = torch.Generator("cpu").manual_seed(0)
+    kind: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
+    noise = torch.randn(min(rows, _NULL_ROWS), width, **kind)
     near = nearest(noise, k=2).distances
     own = noise.double()
     # The other rows are made and dropped block by block: a null is not worth holding millions.
     for start in range(_NULL_ROWS, rows, _NULL_ROWS // 16):
         count = min(rows - start, _NULL_ROWS // 16)
-        others = torch.randn(count, width, generator=generator).double()
+        others = torch.randn(count, width, **kind).double()
         apart = torch.cdist(own, others, compute_mode="use_mm_for_euclid_dist")
         near = torch.cat([near, apart], dim=1).topk(2, dim=1, largest=False).values
     return float(twonn(near))

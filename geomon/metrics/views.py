@@ -19,7 +19,7 @@ from geomon.capture.snapshot import CAPTURED, ROW_VIEWS, Layer
 from geomon.kernels import spectrum as kernels
 from geomon.kernels.angles import mean_rows
 from geomon.kernels.attention import AttentionRows, attention_rows, score_rows
-from geomon.kernels.massive import ordinary_rows, sink_share
+from geomon.kernels.massive import ordinary_rows, share_beyond
 from geomon.kernels.moments import mean_square_norm, variance
 from geomon.kernels.neighbours import (
     Neighbours,
@@ -45,7 +45,7 @@ def _ordinary_spectrum(hidden: Tensor, ordinary_rows: Tensor, spectrum: Tensor) 
 
 
 def _sink_variance(hidden: Tensor, ordinary_rows: Tensor) -> float:
-    return 0.0 if bool(ordinary_rows.all()) else float(sink_share(hidden))
+    return 0.0 if bool(ordinary_rows.all()) else float(share_beyond(hidden, ordinary_rows))
 
 
 def _within(token_types: TokenTypes) -> Tensor:
@@ -70,7 +70,8 @@ def _neighbours(nearest: Neighbours) -> Tensor:
 
 def _far_neighbours(hidden: Tensor, unique_rows: Tensor) -> Tensor:
     count = min(len(unique_rows), FAR_ROWS)
-    spread = torch.linspace(0, len(unique_rows) - 1, count, device=hidden.device).long()
+    order = torch.arange(count, dtype=torch.int64, device=hidden.device)
+    spread = order * (len(unique_rows) - 1) // max(count - 1, 1)  # in integers: nothing is rounded
     return nearest(hidden, k=FAR, of=unique_rows[spread], among=unique_rows).distances
 
 

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 # A split of rows is halved until a reading is paid for by this many steps, and never below so few
@@ -30,6 +31,25 @@ class Decision(NamedTuple):
     paid: bool
     rows: int
     wait: int
+
+
+class _Charge:
+    """Time of the code inside a `with`: written out, because it is paid at every step."""
+
+    __slots__ = ("_began", "_budget", "_spent")
+
+    def __init__(self, budget: "Budget") -> None:
+        self._budget = budget
+
+    def __enter__(self) -> None:
+        self._spent = self._budget.spent
+        self._began = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        taken = time.perf_counter() - self._began
+        counted = self._budget.spent - self._spent
+        if taken > counted:
+            self._budget.spend(taken - counted)
 
 
 class Budget:
@@ -94,6 +114,13 @@ class Budget:
             seconds: Time taken from the training.
         """
         self._spent += seconds
+
+    def charge(self) -> AbstractContextManager[None]:
+        """Return a context manager that adds the time inside it to the time that geomon has taken.
+
+        What is spent inside on its own account counts once.
+        """
+        return _Charge(self)
 
     def spend_capture(self, seconds: float) -> None:
         """Add the time that capturing one snapshot has taken.

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from geomon.capture import FirstCall
 from geomon.monitor.monitor import Monitor
 from geomon.monitor.options import CallbackOptions, check_callback_options
 from geomon.record import Sink
@@ -45,6 +46,8 @@ class CallbackSession:
         self._step = 0  # the step that the training is at
         self._owner = owner
         self._window: ExitStack | None = None
+        self._first_call: FirstCall | None = None  # what waits for the forward pass
+        self._undo: list[Callable[[], object]] = []
 
     @property
     def probes(self) -> bool:
@@ -102,28 +105,58 @@ class CallbackSession:
             self.last_seen = step - 1
         self.monitor.resume(self.last_seen)
 
-    def open(self, step: int, *, force: bool = False) -> ExitStack | None:
+    def prepare(self, step: int, *, force: bool = False) -> bool:
+        """Move to a step; returns whether its forward pass is to be watched.
+
+        Args:
+            step: Number of optimizer updates already in the weights.
+            force: Whether to read whatever the schedule and the budget say.
+        """
+        if self.monitor is None:
+            return False
+        with self.monitor.charge():
+            self.discard()
+            self._step = step
+            self.monitor.advance(step)
+            return self.monitor.is_due(step, force=force)
+
+    def undo(self, action: Callable[[], object]) -> None:
+        """Take note of what undoes a change of the adapter's; it is done at the next event.
+
+        Args:
+            action: Undoes the change; it may be called more than once.
+        """
+        self._undo.append(action)
+
+    def open(self, step: int, *, force: bool = False) -> None:
         """Open a window on the next forward pass if a reading is due.
 
         Args:
             step: Number of optimizer updates already in the weights.
             force: Whether to read whatever the schedule and the budget say.
-
-        Returns:
-            What is undone when the window is closed, to which more can be added; None where no
-            window is open.
         """
-        self.discard()
-        if self.monitor is None:
-            return None
-        self._step = step
-        self.monitor.advance(step)
-        if not self.monitor.is_due(step, force=force):
-            return None
-        with ExitStack() as stack:
-            stack.enter_context(self.monitor(step, force=force))
-            self._window = stack.pop_all()
-        return self._window
+        if self.prepare(step, force=force) and self.monitor is not None:
+            with self.monitor.charge(), ExitStack() as stack:
+                stack.enter_context(self.monitor(step, force=force))
+                self._window = stack.pop_all()
+
+    def open_at_call(self, step: int, *, force: bool = False) -> None:
+        """Open a window on the next call of the model, and close it when the call ends.
+
+        Whatever ends the call closes the window. Nothing is open before.
+
+        Args:
+            step: Number of optimizer updates already in the weights.
+            force: Whether to read whatever the schedule and the budget say.
+        """
+        if not self.prepare(step, force=force) or self.monitor is None:
+            return
+        self._first_call = FirstCall(
+            self.monitor.modules_around_blocks(),
+            before=lambda: self.open(step, force=force),
+            after=self.close,
+        )
+        self._first_call.begin()
 
     def close(self, error: BaseException | None = None) -> None:
         """Close the window, if one is open, and measure what it has seen.
@@ -131,11 +164,24 @@ class CallbackSession:
         Args:
             error: What ended the forward pass; nothing is measured then.
         """
-        window, self._window = self._window, None
-        if error is None and self.monitor is not None and not self.probes:
-            self.last_seen = self._step
-        if window is not None:
-            window.__exit__(type(error) if error else None, error, None)
+        while self._undo:
+            self._undo[-1]()
+            self._undo.pop()
+        if self.monitor is None:
+            return
+        missed = False
+        if self._first_call is not None:
+            missed = self._first_call.waits
+            self._first_call.end()
+            self._first_call = None
+        if missed and error is None:  # the model was not called: a window says what was not seen
+            self.open(self._step, force=True)
+        with self.monitor.charge():
+            window, self._window = self._window, None
+            if error is None and not self.probes:
+                self.last_seen = self._step
+            if window is not None:
+                window.__exit__(type(error) if error else None, error, None)
 
     def discard(self) -> None:
         """Close a window on which no forward pass was run: there is nothing to measure."""
@@ -158,13 +204,14 @@ class CallbackSession:
         """
         if self.monitor is None or not self.probes:
             return
-        self.last_seen = step
-        if last and not self.monitor.affords_reading():
-            return
-        self.monitor.advance(step)
-        if self.monitor.is_due(step, source="probe", force=last):
-            with around():
-                self.monitor.probe(step)
+        with self.monitor.charge():
+            self.last_seen = step
+            if last and not self.monitor.affords_reading():
+                return
+            self.monitor.advance(step)
+            if self.monitor.is_due(step, source="probe", force=last):
+                with around():
+                    self.monitor.probe(step)
 
     def finish(self) -> None:
         """End the training: nothing is left on the model; may be called more than once."""

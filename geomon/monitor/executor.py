@@ -79,12 +79,10 @@ class ReadingExecutor:
                 job.limit_rows(self._budget.rows)
         self._measure_layers(job, within_budget=False)
 
-    def take_finished(self) -> list[ReadingJob]:
-        """Return the jobs that have been finished since the last call, in order."""
+    def take_finished(self) -> ReadingJob | None:
+        """Return the first finished job that was not taken yet; None where there is none."""
         self._collect()
-        finished = list(self._finished)
-        self._finished.clear()
-        return finished
+        return self._finished.popleft() if self._finished else None
 
     def close(self) -> None:
         """Finish everything, and end the thread; may be called more than once."""
@@ -145,9 +143,9 @@ def _measure(job: ReadingJob) -> None:
     try:
         while not job.complete:
             job.measure_next()
+        job.finish()
     except BaseException as error:
         job.fail(error)
-    job.finish()
 
 
 __all__ = ["ReadingExecutor"]

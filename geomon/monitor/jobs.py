@@ -4,7 +4,7 @@ import time
 from collections import deque
 
 from geomon.capture import QUERIES
-from geomon.capture.snapshot import Note, Snapshot
+from geomon.capture.snapshot import Note, NotSeenError, Snapshot, explain_missing
 from geomon.distributed import RankFailedError, RankGroup, gather, merge_layers
 from geomon.metrics import Evaluator, LayerValues
 from geomon.record import Reading, tags
@@ -38,6 +38,7 @@ class ReadingJob:
         RankFailedError: A rank has no snapshot, or other layers. A single rank raises its own
             exception.
         RanksLostError: A rank does not answer.
+        NotSeenError: No block was seen, on any rank: there is nothing to measure.
     """
 
     def __init__(
@@ -64,6 +65,9 @@ class ReadingJob:
             snapshot, (step, source), group, rows=rows * evaluator.batches, queries=QUERIES,
             copies=source == "probe",
         )  # fmt: skip
+        if self._gathered.empty:
+            assert isinstance(snapshot, Snapshot)
+            raise NotSeenError(explain_missing(snapshot, evaluator.views) or "no block was run")
         self._left = deque(self._gathered.parts)
         self._gathered.parts.clear()  # a layer's rows are freed once they are measured
         self._measured: list[LayerValues] = []

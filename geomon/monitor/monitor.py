@@ -3,14 +3,19 @@
 It connects planner, window, executor, record and sinks, and lets none of them end a run.
 """
 
+import atexit
+import contextlib
+import multiprocessing
+import multiprocessing.util
 import os
 import platform
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Any, Unpack
+from typing import Any, SupportsIndex, Unpack
 
 import torch
 from torch import nn
@@ -22,11 +27,18 @@ from geomon.metrics import Evaluator
 from geomon.monitor.budget import Budget
 from geomon.monitor.executor import ReadingExecutor
 from geomon.monitor.jobs import ReadingJob
-from geomon.monitor.options import MonitorOptions, check_options, show_monitor_options
+from geomon.monitor.options import (
+    MonitorOptions,
+    check_options,
+    check_step,
+    show_monitor_options,
+)
 from geomon.monitor.output import ReadingWriter, Warnings
 from geomon.monitor.planner import ReadingPlanner
-from geomon.monitor.schedule import first_steps
+from geomon.monitor.schedule import Schedule, first_steps
 from geomon.record import Record, tags
+
+_NOTHING = nullcontext()  # what a step that is not due gets
 
 
 @show_monitor_options
@@ -58,14 +70,18 @@ class Monitor:
         )
         self._budget = Budget(options["budget"], options["tokens"])
         self._planner = ReadingPlanner(
-            options["schedule"], self._budget, self._group, source=self._source,  # type: ignore[arg-type]
+            _guard_schedule(options["schedule"], self._warnings, strict=options["strict"]),
+            self._budget, self._group, source=self._source,
             layers=len(self._anatomy.blocks) + 1,
         )  # fmt: skip
         self._executor = ReadingExecutor(self._budget, background=self._in_background())
+        self._process = os.getpid()
+        _close_at_exit(self)
+        self._opened: tuple[Window, int] | None = None  # the window that is open, and its step
         self._checked = False  # whether the first window has been checked for what is missing
         self._published = False  # whether a reading has been
 
-    def __call__(self, step: int, *, force: bool = False) -> AbstractContextManager[None]:
+    def __call__(self, step: SupportsIndex, *, force: bool = False) -> AbstractContextManager[None]:
         """Return a context manager around the forward pass of a step; it does nothing if not due.
 
         With `probe` inputs, the extra pass runs when the context is entered and the forward pass
@@ -75,26 +91,39 @@ class Monitor:
             step: Number of optimizer updates already in the weights.
             force: Whether to read whatever the schedule and the budget say (the last step of a
                 run, say).
-        """
-        self.advance(step)
-        if not self.is_due(step, source=self._source, force=force):
-            return nullcontext()
-        return self._watching(step) if self._source == "inline" else self._probing(step)
 
-    def advance(self, step: int) -> None:
+        Raises:
+            TypeError: The step is no whole number.
+            ValueError: The step is below 0.
+        """
+        with self._budget.charge():
+            number = check_step(step)
+            self.advance(number)
+            if not self.is_due(number, source=self._source, force=force):
+                return _NOTHING
+            inline = self._source == "inline"
+            return self._watching(number) if inline else self._probing(number)
+
+    def advance(self, step: SupportsIndex) -> None:
         """Move to a step: measure what earlier steps left, and decide what is due.
 
         Args:
             step: Number of optimizer updates already in the weights.
         """
-        with self._warnings.guard():
+        number = check_step(step)
+        self._sweep(number)
+        with self._budget.charge(), self._warnings.guard():
             if not self._budget.begun:
-                self._begin(step)
-            if self._planner.advance(step):
+                self._begin(number)
+            if self._planner.advance(number):
                 if self._executor.busy:
                     self._executor.advance()
                     self._publish_finished()
                 self._planner.settle(busy=self._executor.busy)
+
+    def charge(self) -> AbstractContextManager[None]:
+        """Return a context manager whose time counts as geomon's (see `overhead`)."""
+        return self._budget.charge()
 
     def resume(self, step: int) -> None:
         """Take up a training in which a monitor has watched before.
@@ -116,7 +145,7 @@ class Monitor:
             return False
         return self._planner.is_due(step, source, force=force)
 
-    def probe(self, step: int, inputs: Any = None) -> None:
+    def probe(self, step: SupportsIndex, inputs: Any = None) -> None:
         """Read the geometry on fixed inputs in an extra pass, whatever the schedule and budget say.
 
         The pass runs without autograd, in eval mode, with the random state forked; every module's
@@ -130,31 +159,48 @@ class Monitor:
                 the model; None takes the monitor's `probe`.
 
         Raises:
-            ValueError: There are no inputs, here or in the monitor.
+            TypeError: The step is no whole number.
+            ValueError: There are no inputs, here or in the monitor, or the step is below 0.
         """
+        number = check_step(step)
         inputs = self._options["probe"] if inputs is None else inputs
         if inputs is None:
             raise ValueError(
                 "no inputs to probe: give them here, probe(step, inputs), or to the monitor, "
                 "Monitor(model, probe=inputs)"
             )
-        self.advance(step)
-        if not self.is_due(step, source="probe", force=True):
+        self.advance(number)
+        if not self.is_due(number, source="probe", force=True):
             return
         # The same inputs, the same rows: readings then differ by the weights alone.
         window = self._window(self._options["seed"], rows=self._rows())
 
         def capture() -> Snapshot:
+            self._opened = window, number
             extra_pass(self._model, inputs, window)
             return window.snapshot()
 
-        self._read(step, "probe", capture, began=time.perf_counter())
+        self._read(number, "probe", capture, began=time.perf_counter())
 
     def close(self) -> None:
-        """Finish what is being measured, and close the sinks; may be called more than once."""
+        """Finish what is being measured, and close record and sinks; may be called more than once.
+
+        Where a program ends without it, it is called then.
+        """
+        self._flush()
+        self._writer.close()
+
+    def _flush(self) -> None:
+        """Finish what is being measured, and record it."""
+        self._sweep(None)
         self._executor.close()
         self._publish_finished()
-        self._writer.close()
+
+    def __del__(self) -> None:
+        # Sinks may be somebody else's too by now; what has been begun is recorded.
+        if hasattr(self, "_executor") and self._process == os.getpid():
+            with contextlib.suppress(Exception):  # a strict one raises, and nobody would catch it
+                self._flush()
 
     @property
     def overhead(self) -> float:
@@ -197,6 +243,7 @@ class Monitor:
         place = (self._group.place,) if self._group.place else ()
         rows = self._group.rows_of(self._rows())
         window = self._window(self._options["seed"], step, *place, rows=rows)
+        self._opened = window, step
         with window:
             yield
         self._read(step, "inline", window.snapshot, began=time.perf_counter() - window.seconds)
@@ -205,6 +252,15 @@ class Monitor:
     def _probing(self, step: int) -> Iterator[None]:
         self.probe(step)
         yield
+
+    def _sweep(self, step: int | None) -> None:
+        """Close a window that Ctrl-C has left open, half open or half closed."""
+        if self._opened is None:
+            return
+        window, opened_at = self._opened
+        if opened_at != step or not window.settled:
+            window.close()
+            self._opened = None
 
     def _window(self, *seed_of: object, rows: int) -> Window:
         return Window(
@@ -257,6 +313,8 @@ class Monitor:
 
     def _check(self, snapshot: Snapshot) -> Snapshot:
         """The snapshot; if it is the first, warn of what was expected in it and is missing."""
+        if snapshot.is_empty:  # there is nothing to check, and nothing to record if all ranks' are
+            return snapshot
         missing = None if self._checked else explain_missing(snapshot, self._views)
         if missing is not None and self._options["strict"]:
             raise NotSeenError(missing)
@@ -267,7 +325,7 @@ class Monitor:
 
     def _publish_finished(self) -> None:
         """Record and show the readings that are finished."""
-        for job in self._executor.take_finished():
+        while (job := self._executor.take_finished()) is not None:
             with self._warnings.guard():
                 self._publish(job)
 
@@ -338,7 +396,11 @@ class Monitor:
             "python": platform.python_version(),
             "torch": torch.__version__,
             "model": type(self._model).__name__,
-            "parameters": sum(parameter.numel() for parameter in self._model.parameters()),
+            "parameters": sum(
+                parameter.numel()
+                for parameter in self._model.parameters()
+                if not nn.parameter.is_lazy(parameter)
+            ),
             "layers": [block.name for block in self._anatomy.blocks],
             "metrics": list(options["metrics"]),
             "schedule": repr(options["schedule"]),
@@ -355,6 +417,47 @@ class Monitor:
         device = next((p.device.type for p in self._model.parameters()), "cpu")
         chosen = device not in ("cpu", "meta") if wanted is None else wanted
         return chosen and not self._group.connected
+
+
+_UNCLOSED: "weakref.WeakSet[Monitor]" = weakref.WeakSet()
+
+
+def _close_at_exit(monitor: Monitor) -> None:
+    """Have a monitor closed when the program ends, if it still exists then.
+
+    A process of multiprocessing ends without the handlers of atexit, and calls finalizers.
+    """
+    if not any(other._process == monitor._process for other in _UNCLOSED):
+        atexit.unregister(_close_all)
+        atexit.register(_close_all)
+        if multiprocessing.parent_process() is not None:
+            multiprocessing.util.Finalize(None, _close_all, exitpriority=0)
+    _UNCLOSED.add(monitor)
+
+
+def _close_all() -> None:
+    for monitor in list(_UNCLOSED):
+        if monitor._process == os.getpid():  # a fork has copies of what its parent records
+            monitor.close()
+
+
+def _guard_schedule(schedule: Schedule | None, warnings: Warnings, *, strict: bool) -> Schedule:
+    """A schedule that has no reading at the steps where the given one raises."""
+
+    def guarded(step: int) -> bool:
+        try:
+            return schedule is not None and bool(schedule(step))
+        except Exception as error:
+            if strict:
+                raise
+            warnings.warn(
+                f"the schedule failed at step {step}, and nothing is read where it does: "
+                f"{type(error).__name__}: {error}",
+                kind="schedule",
+            )
+            return False
+
+    return guarded
 
 
 __all__ = ["Monitor"]

@@ -3,9 +3,11 @@
 import difflib
 import inspect
 import math
+import operator
 import os
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypedDict, TypeVar, cast, get_type_hints
+from typing import Any, SupportsIndex, TypedDict, TypeVar, cast, get_type_hints
 
 from torch import nn
 
@@ -196,6 +198,31 @@ def check_count(name: str, value: int) -> None:
         raise ValueError(f"{name} is a whole number of at least 1, got {value!r}")
 
 
+def check_step(step: SupportsIndex) -> int:
+    """Return a step as a plain int: whole numbers of numpy and tensors of one are taken too.
+
+    Args:
+        step: Number of optimizer updates already in the weights.
+
+    Raises:
+        TypeError: The step is no whole number.
+        ValueError: The step is below 0, or no 64 bits hold it.
+    """
+    if type(step) is int and 0 <= step < 2**63:  # every step of a training passes here
+        return step
+    expected = "a step is the number of optimizer updates already in the weights, a whole number"
+    is_flag = isinstance(step, bool) or str(getattr(step, "dtype", "")).endswith("bool")
+    try:
+        number = None if is_flag else operator.index(step)
+    except (TypeError, RuntimeError):  # a float; a tensor of several
+        number = None
+    if number is None:
+        raise TypeError(f"{expected}, got {reprlib.repr(step)}")
+    if not 0 <= number < 2**63:
+        raise ValueError(f"{expected} from 0, got {reprlib.repr(number)}")
+    return number
+
+
 class _Shown:
     """A default whose own form would fill a page: signatures show it by its name.
 
@@ -265,6 +292,7 @@ __all__ = [
     "check_callback_options",
     "check_count",
     "check_options",
+    "check_step",
     "show_callback_options",
     "show_monitor_options",
 ]

@@ -3,14 +3,17 @@
 Nothing here ends a run: a full disk, a sink that fails or a metric that fails is a warning.
 """
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from geomon.distributed import RankFailedError, RankGroup, RanksLostError
-from geomon.monitor.time_limit import time_limit
+from geomon.monitor.retries import FAILURES, Retries
+from geomon.monitor.time_limit import TimeLimitError, time_limit
 from geomon.record import Reading, Record, Sink
+from geomon.record.printable import printable
 
 log = logging.getLogger("geomon")
 
@@ -44,7 +47,7 @@ class Warnings:
                 "rank %d lost the other ranks (%s): their rows are no longer gathered, rank 0 "
                 "goes on with its own",
                 self._group.rank,
-                error,
+                printable(str(error)),
             )
         except Exception as error:
             if self._strict:
@@ -79,7 +82,7 @@ class Warnings:
         speaks = self._group.rank == 0 or not self._group.connected
         if speaks and kind not in self._kinds:
             self._kinds.add(kind)
-            log.warning(message)
+            log.warning("%s", printable(message))
 
 
 class ReadingWriter:
@@ -101,7 +104,7 @@ class ReadingWriter:
         sink_timeout: float,
     ) -> None:
         self._record = record
-        self._sinks = list(sinks)
+        self._sinks = [(sink, Retries()) for sink in sinks]
         self._warnings = warnings
         self._sink_timeout = sink_timeout
 
@@ -135,25 +138,45 @@ class ReadingWriter:
             self._warnings.attempt(
                 lambda: record.write(reading), f"{record.path} could not be written"
             )
-        for sink in list(self._sinks):
-            message = f"{type(sink).__name__} failed and is left out from here on"
-            if not self._call(lambda sink=sink: sink.write(reading), message):  # type: ignore[misc]
-                self._sinks.remove(sink)
+        for sink, retries in list(self._sinks):
+            if retries.is_due:
+                pauses = retries.failures + 1 >= FAILURES
+                when = "at times, after pauses" if pauses else "with the next reading"
+                message = f"{_name_of(sink)} failed and is tried again {when}; the record goes on"
+                succeeded = self._call(sink, functools.partial(sink.write, reading), message)
+                retries.note(succeeded=succeeded)
 
     def close(self) -> None:
-        """Flush and close the sinks; may be called more than once."""
-        for sink in self._sinks:
-            self._call(sink.close, f"closing {type(sink).__name__} failed")
+        """Write what could not be recorded before, and close the sinks; may be called again."""
+        if self._record is not None:
+            path = self._record.path
+            self._warnings.attempt(self._record.close, f"{path} is not complete")
+        for sink, _ in list(self._sinks):
+            self._call(sink, sink.close, f"closing {_name_of(sink)} failed")
         self._sinks = []
 
-    def _call(self, action: Callable[[], Any], message: str) -> bool:
-        """Call a sink within its time limit; returns whether it went well."""
+    def _call(self, sink: Sink, action: Callable[[], Any], message: str) -> bool:
+        """Call a sink within its time limit; returns whether it went well.
+
+        A sink that takes longer is left out from then on: it would hold up every reading.
+        """
+        left_out = f"{_name_of(sink)} takes too long and is left out from here on"
 
         def limited() -> None:
-            with time_limit(self._sink_timeout):
-                action()
+            try:
+                with time_limit(self._sink_timeout):
+                    action()
+            except TimeLimitError as error:
+                self._sinks = [entry for entry in self._sinks if entry[0] is not sink]
+                self._warnings.warn(f"{left_out}: {error}", kind=left_out)
 
         return self._warnings.attempt(limited, message)
+
+
+def _name_of(sink: Sink) -> str:
+    """What messages call a sink: as it calls itself, or else its class."""
+    calls_itself = type(sink).__str__ is not object.__str__
+    return str(sink) if calls_itself else type(sink).__name__
 
 
 __all__ = ["ReadingWriter", "Warnings"]

@@ -1,6 +1,7 @@
 """The record of a run: readings, the file that holds them, and the sinks that get them besides.
 
-Tags are built and parsed in `geomon.record.tags`; the sinks stand in `geomon.record.sinks`.
+Tags are built and parsed in `geomon.record.tags`; the sinks stand in `geomon.record.sinks`; text of
+unknown origin is made fit for a terminal in `geomon.record.printable`.
 """
 
 from geomon.record.follow import Follower

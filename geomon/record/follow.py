@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from geomon.record.jsonl import FILE_NAME, parse_line
-from geomon.record.reading import Reading, Readings
+from geomon.record.jsonl import FILE_NAME, MAX_LINE, parse_lines
+from geomon.record.reading import Reading, Readings, SequenceCheck
 
 
 class Follower:
@@ -22,7 +22,13 @@ class Follower:
         self._stack = stack
         self.path = directory if directory.suffix == ".jsonl" else directory / FILE_NAME
         self.readings: list[Reading] = []
-        self._inode, self._offset = -1, 0
+        self._inode, self._offset, self._lines = -1, 0, 0
+        self._check = SequenceCheck()
+
+    @property
+    def mixed_at(self) -> int | None:
+        """Line from which the file holds the readings of two runs at once; None for one run."""
+        return self._check.mixed_at
 
     def look(self) -> list[Reading]:
         """Read what was written since the last call; a replaced file is read from its start.
@@ -39,24 +45,21 @@ class Follower:
             return []
         if status.st_ino != self._inode or status.st_size < self._offset:
             self._inode, self._offset, self.readings = status.st_ino, 0, []
+            self._lines, self._check = 0, SequenceCheck()
         if status.st_size == self._offset:
             return []
         with self.path.open("rb") as file:
             file.seek(self._offset)
             content = file.read()
-        whole = content[: content.rfind(b"\n") + 1]
-        new = self._parse(whole.splitlines())
-        self._offset += len(whole)
+        end = content.rfind(b"\n") + 1
+        if len(content) - end > MAX_LINE:
+            end = len(content)  # refused as too long
+        lines = content[:end].split(b"\n")
+        lines = lines if lines[-1] else lines[:-1]
+        parsed = list(parse_lines(lines, self.path, self._check, first=self._lines + 1))
+        new = [item for item in parsed if isinstance(item, Reading)]
+        self._offset += end
+        self._lines += len(lines)
         new = Readings([], new).of_stack(self._stack).readings if new else new
         self.readings += new
         return new
-
-    def _parse(self, lines: list[bytes]) -> list[Reading]:
-        try:
-            parsed = [parse_line(line) for line in lines]
-        except ValueError as error:
-            raise ValueError(
-                f"{self.path} holds a line that is not a record's ({error}): expected what geomon "
-                "writes"
-            ) from error
-        return [item for item in parsed if isinstance(item, Reading)]

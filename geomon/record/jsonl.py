@@ -2,46 +2,58 @@
 
 A line either describes the run (`"run"`: versions, model, layers, metrics) or is a reading. Each
 line is written whole and immediately: a killed run keeps every reading, and a resumed run appends
-to the same file.
+to the same file. One process at a time writes into a folder (see `geomon.record.lock`).
 """
 
+import contextlib
 import errno
 import json
 import os
+import reprlib
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from geomon.record.reading import Reading, Readings
+from geomon.record.lock import FolderLock, lock_folder
+from geomon.record.reading import Reading, Readings, SequenceCheck
 
 FILE_NAME = "readings.jsonl"
+_LOCK_NAME = ".readings.lock"
 
 # Lines kept in memory while the disk is full: a large model's have 100 kB each.
 _MAX_PENDING = 100
+# Longest line in bytes: a model of 1,000 layers and heads, ten times over, stays below it.
+MAX_LINE = 2**26
+# What every line of a record begins with.
+_BEGINNINGS = (b'{"run"', b'{"step"')
+_CHUNK = 2**16  # bytes
 
 
 class Record:
     """Writer of `readings.jsonl` in a directory.
 
-    A line that cannot be written (a full disk, a deleted folder) stays in memory and is written
-    before the next one. At most 100 lines are kept; then the oldest reading is dropped.
+    A line that cannot be written (a full disk, say) stays in memory and is written before the next
+    one, or by `close`. At most 100 lines are kept; then the oldest reading is dropped. A folder
+    that was removed is made again.
 
     Args:
         directory: Folder of the run; made if it does not exist.
 
     Raises:
-        ValueError: The directory cannot be made or written.
+        ValueError: The directory cannot be made or written, or another process writes there.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.path = Path(directory) / FILE_NAME
         self._is_foreign = False  # whether the file on disk belongs to another run
+        self._opening: str | None = None  # the line that describes this run
         self._pending: deque[str] = deque()
+        self._lock: FolderLock | None = None
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._take_lock()
             with self.path.open("a"):
                 pass
         except OSError as error:
@@ -69,9 +81,12 @@ class Record:
             OSError: The file cannot be read.
         """
         opening = {"run": {**description, "time": time.time(), "from_step": step}}
-        self._pending.append(json.dumps(opening))
+        self._opening = json.dumps(opening, default=str)
+        self._pending.append(self._opening)
         try:
-            earlier = _parse(self.path).readings
+            earlier = _parse(self.path, to_continue=True).readings
+        except FileNotFoundError:  # removed since: it is made again
+            return set()
         except ValueError:
             self._is_foreign = True
             raise
@@ -86,33 +101,62 @@ class Record:
 
         Raises:
             OSError: The file cannot be written now; the reading is kept and written with the next.
+            FolderLockedError: Another process writes there since `close`; the reading is kept.
         """
         self._pending.append(reading.line())
         if len(self._pending) > _MAX_PENDING:
             del self._pending[1]  # the first may be the line that opens the run
+        self._write_pending()
+
+    def close(self) -> None:
+        """Write what could not be written before, and let other processes write in the folder.
+
+        It may be called more than once; a reading that is written later takes the folder again.
+
+        Raises:
+            OSError: The file still cannot be written: the readings that are waiting are lost if the
+                process ends now.
+        """
+        try:
+            if any(line != self._opening for line in self._pending):
+                self._write_pending()
+        finally:
+            self._lock = None
+
+    def _take_lock(self) -> None:
+        """Make the folder if it is not there, and see that this process holds it."""
+        if self._lock is None or not self._lock.is_held:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock = lock_folder(self.path.parent / _LOCK_NAME)
+        self._lock.refresh()
+
+    def _write_pending(self) -> None:
+        self._take_lock()
         if self._is_foreign:
-            self.path.rename(_free_name(self.path))
+            with contextlib.suppress(FileNotFoundError):
+                self.path.rename(_free_name(self.path))
             self._is_foreign = False
         while self._pending:
             self._append(self._pending[0])
-            self._pending.popleft()
-
-    def close(self) -> None:
-        """Do nothing: the file is open only while a line is written."""
 
     def _append(self, line: str) -> None:
-        """Append a whole line, or leave the file as it was.
+        """Append the first line that waits, whole, or leave the file as it was.
 
         The file is unbuffered, so that a line is one write; a line torn by a kill is removed first.
+        Whatever comes between, even Ctrl-C, the line is in the file or waits, and never both.
         """
-        content = (line + "\n").encode()
         with self.path.open("a+b", buffering=0) as file:
             end = _truncate_torn_line(file)
+            # A file that was removed in the middle of a run begins with what describes the run.
+            first = [] if end or self._opening in (None, line) else [self._opening]
+            content = "".join(f"{text}\n" for text in (*first, line)).encode()
             try:
                 if file.write(content) < len(content):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            except OSError:
-                file.truncate(end)
+                self._pending.popleft()
+            except BaseException:
+                if self._pending and self._pending[0] is line:
+                    file.truncate(end)
                 raise
 
 
@@ -135,11 +179,11 @@ def read(directory: str | os.PathLike[str]) -> Readings:
     return _parse(path)
 
 
-def parse_line(line: str | bytes) -> Reading | dict[str, Any]:
+def parse_line(line: bytes) -> Reading | dict[str, Any]:
     """Parse one line of a record.
 
     Args:
-        line: Text of a whole line.
+        line: Whole line, in UTF-8.
 
     Returns:
         A reading, or the description of a run.
@@ -148,44 +192,96 @@ def parse_line(line: str | bytes) -> Reading | dict[str, Any]:
         ValueError: The line is neither of the two.
     """
     try:
-        content: dict[str, Any] = json.loads(line)
-        return content["run"] if "run" in content else Reading.from_json(content)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(str(error)) from error
+        content = json.loads(line.decode(), parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(content, dict) or "run" not in content:
+        return Reading.from_json(content)
+    run = content["run"]
+    if not isinstance(run, dict):
+        raise ValueError(f"'run' is {reprlib.repr(run)}, expected an object")
+    return run
 
 
-def _parse(path: Path) -> Readings:
-    """Parse all whole lines of a record; a last line without its end is torn or being written."""
-    runs: list[dict[str, Any]] = []
-    readings: list[Reading] = []
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith("\n"):
-                break
-            try:
-                content = parse_line(line)
-            except ValueError as error:
-                raise ValueError(
-                    f"line {number} of {path} is not a line of a record ({error}): expected what "
-                    "geomon writes; move the file away"
-                ) from error
-            if isinstance(content, Reading):
-                readings.append(content)
-            else:
-                runs.append(content)
-    return Readings(runs, readings)
+def parse_lines(
+    lines: Iterable[bytes], path: Path, check: SequenceCheck, *, first: int
+) -> Iterator[Reading | dict[str, Any]]:
+    """Parse successive whole lines of a record.
+
+    Args:
+        lines: The lines.
+        path: Path of the file, for messages.
+        check: Check that is given every line.
+        first: Number of the first of the lines.
+
+    Yields:
+        Readings and descriptions of runs.
+
+    Raises:
+        ValueError: A line is not a record's; the message has its number and the path.
+    """
+    for number, line in enumerate(lines, first):
+        try:
+            if len(line) > MAX_LINE:
+                raise ValueError(f"it is longer than {MAX_LINE:,} bytes")
+            content = parse_line(line)
+        except ValueError as error:
+            raise ValueError(
+                f"line {number} of {path} is not a line of a record ({error}): expected what "
+                "geomon writes; move the file away"
+            ) from error
+        if isinstance(content, Reading):
+            check.add(number, content)
+        else:
+            check.begin_run()
+        yield content
+
+
+def _parse(path: Path, *, to_continue: bool = False) -> Readings:
+    """Parse all whole lines of a record; a last line without its end is torn or being written.
+
+    To continue the file, the last line too has to be of a record: it is going to be removed.
+    """
+    check = SequenceCheck()
+    with path.open("rb") as file:
+        lines = _whole_lines(file, path, to_continue=to_continue)
+        contents = list(parse_lines(lines, path, check, first=1))
+    readings = [content for content in contents if isinstance(content, Reading)]
+    runs = [content for content in contents if not isinstance(content, Reading)]
+    return Readings(runs, readings, check.mixed_at)
+
+
+def _whole_lines(file: BinaryIO, path: Path, *, to_continue: bool) -> Iterator[bytes]:
+    number = 0
+    while line := file.readline(MAX_LINE + 1):
+        number += 1
+        if line.endswith(b"\n") or len(line) > MAX_LINE:
+            yield line
+            continue
+        torn = any(line.startswith(x) or x.startswith(line) for x in _BEGINNINGS)
+        if to_continue and not torn:
+            raise ValueError(
+                f"line {number} of {path} is not a line of a record ({reprlib.repr(line)}): "
+                "expected what geomon writes; move the file away"
+            )
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _truncate_torn_line(file: FileIO) -> int:
     """Remove a last line without its end from a file, and return the file's length in bytes."""
-    end = file.seek(0, os.SEEK_END)
-    if end == 0:
-        return 0
-    file.seek(end - 1)
-    if file.read(1) == b"\n":
-        return end
-    file.seek(0)
-    return file.truncate(file.readall().rfind(b"\n") + 1)
+    length = end = file.seek(0, os.SEEK_END)
+    while end > 0:
+        start = max(0, end - _CHUNK)
+        file.seek(start)
+        content = file.read(end - start)
+        if b"\n" in content:
+            end = start + content.rindex(b"\n") + 1
+            break
+        end = start
+    return end if end == length else file.truncate(end)
 
 
 def _free_name(path: Path) -> Path:

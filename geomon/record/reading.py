@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -64,14 +65,70 @@ class Reading:
 
         Args:
             content: Keys and values that `line` wrote; other keys are ignored.
+
+        Raises:
+            ValueError: A field is missing, or is not of the type that `line` writes.
         """
-        names = cls.__dataclass_fields__
-        fields = {name: content[name] for name in names if name in content}
+        _check_fields(content)
+        fields = {name: content[name] for name in cls.__dataclass_fields__ if name in content}
+        fields["time"], fields["seconds"] = float(content["time"]), float(content["seconds"])
         fields["values"] = {
             tag: math.nan if value is None else float(value)
             for tag, value in content["values"].items()
         }
         return cls(**fields)
+
+
+# One more than the largest whole number of a record: steps are numbers of 64 bits.
+MOST = 2**63
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)  # 1e999 is parsed as infinity
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < MOST
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _are_values(value: object) -> bool:
+    return isinstance(value, dict) and all(x is None or _is_number(x) for x in value.values())
+
+
+def _are_notes(value: object) -> bool:
+    return isinstance(value, list) and all(map(_is_text, value))
+
+
+# For each field of a reading, whether a value is one that `Reading.line` writes, and its words.
+_EXPECTED: dict[str, tuple[Callable[[object], bool], str]] = {
+    "step": (_is_count, "a whole number from 0"),
+    "time": (_is_number, "a number"),
+    "seconds": (_is_number, "a number"),
+    "source": (_is_text, "text"),
+    "mode": (_is_text, "text"),
+    "tokens": (_is_count, "a whole number from 0"),
+    "world_size": (_is_count, "a whole number from 0"),
+    "dtype": (_is_text, "text"),
+    "values": (_are_values, "an object of numbers and nulls"),
+    "notes": (_are_notes, "a list of texts"),
+}
+
+
+def _check_fields(content: object) -> None:
+    """Raise a ValueError unless each field of a reading is of its type."""
+    if not isinstance(content, dict):
+        raise ValueError(f"expected an object, got {reprlib.repr(content)}")
+    for name, (is_right, expected) in _EXPECTED.items():
+        if name not in content and name != "notes":  # the one field with a default
+            raise ValueError(f"it has no '{name}'")
+        if name in content and not is_right(content[name]):
+            raise ValueError(f"'{name}' is {reprlib.repr(content[name])}, expected {expected}")
 
 
 @dataclass(frozen=True)
@@ -81,10 +138,13 @@ class Readings:
     Attributes:
         runs: Descriptions of the run, one for each start or resume.
         readings: Readings in the order in which they were written.
+        mixed_at: Number of the line from which the file holds the readings of two runs at once;
+            None for one run (see `SequenceCheck`).
     """
 
     runs: list[dict[str, Any]]
     readings: list[Reading]
+    mixed_at: int | None = None
 
     def __len__(self) -> int:
         return len(self.readings)
@@ -94,6 +154,15 @@ class Readings:
 
     def __getitem__(self, index: int) -> Reading:
         return self.readings[index]
+
+    def remarks(self) -> list[str]:
+        """List what a page says before it shows the run, in sentences; mostly nothing."""
+        if self.mixed_at is None:
+            return []
+        return [
+            f"From line {self.mixed_at} on, two runs wrote into this record at once: its curves "
+            "mix both. Give each run a folder of its own."
+        ]
 
     def tags(self) -> list[str]:
         """List all tags, in order of first appearance."""
@@ -141,7 +210,38 @@ class Readings:
             raise ValueError(f"no stack is called {chosen!r}: {hint}")
         if names == [""]:
             return self
-        return Readings(self.runs, [_select_stack(reading, chosen, names) for reading in self])
+        selected = [_select_stack(reading, chosen, names) for reading in self]
+        return replace(self, readings=selected)
+
+
+class SequenceCheck:
+    """Finds where the lines of two runs are mixed, in a file that both have written at once.
+
+    One run writes the readings of a source with ascending steps. Where a step comes again or goes
+    back, and no line says that a run has begun there, another one is writing too.
+
+    Attributes:
+        mixed_at: Number of the first line at which that is so; None for one run.
+    """
+
+    def __init__(self) -> None:
+        self.mixed_at: int | None = None
+        self._last: dict[str, int] = {}  # by source, the last step of the present run
+
+    def begin_run(self) -> None:
+        """Take a line that describes a run."""
+        self._last.clear()
+
+    def add(self, number: int, reading: Reading) -> None:
+        """Take the next reading of the file.
+
+        Args:
+            number: Number of its line.
+            reading: The reading.
+        """
+        if reading.step <= self._last.get(reading.source, -1) and self.mixed_at is None:
+            self.mixed_at = number
+        self._last[reading.source] = reading.step
 
 
 def layers_of(names: Iterable[str], metric: str) -> list[int]:

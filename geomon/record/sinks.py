@@ -1,7 +1,8 @@
 """Sinks: objects that receive every reading after it was recorded.
 
 A sink takes a whole reading and decides itself what it shows. One that fails is reported once and
-gets no further readings; the training goes on.
+tried again with later readings; the training and the other sinks go on. Messages call it by its
+`__str__`, if it has one of its own, or else by the name of its class.
 """
 
 import logging
@@ -92,23 +93,26 @@ class WandB:
     axis: the row may be of another step.
 
     Args:
-        run: Run of W&B, as `wandb.init()` returns it.
+        run: Run of W&B, as `wandb.init()` returns it; None for the one that is active.
         alone: Whether nothing else is logged to the run: every reading is then a row at once.
         prefix: Text before each tag, for instance "train/".
     """
 
-    def __init__(self, run: Any, *, alone: bool = False, prefix: str = "") -> None:
-        self._run = run
+    def __init__(self, run: Any = None, *, alone: bool = False, prefix: str = "") -> None:
+        self._run: Any = None
         self._alone = alone
         self._prefix = prefix
         self._waiting: deque[dict[str, Any]] = deque()  # rows that have not been logged yet
         self._joined: int | None = None  # the run's row that a reading of ours has joined
         self._defined: set[str] = set()
-        self._flushed_by_run = _call_at_finish(run, self._flush)
-        run.define_metric(_WANDB_STEP)
+        self._flushed_by_run = False
+        if run is not None:
+            self._follow(run)
 
     def write(self, reading: Reading) -> None:
         """Log the charted values with the row that the training logs next."""
+        if not self._has_run():
+            return
         values = {f"{self._prefix}{tag}": value for tag, value in reading.charted().items()}
         for name in values.keys() - self._defined:  # a pattern may give way to the training's own
             self._defined.add(name)
@@ -123,17 +127,32 @@ class WandB:
             image: Pixels, uint8 [height, width, 3].
             step: Step of the reading that is shown.
         """
-        import wandb
+        if self._has_run():
+            import wandb
 
-        self._log({name: wandb.Image(image)}, step)
+            self._log({name: wandb.Image(image)}, step)
 
     def close(self) -> None:
         """Log what is waiting, unless that is done when the run is finished.
 
         The run is finished by whoever started it.
         """
-        if not self._flushed_by_run:
+        if self._run is not None and not self._flushed_by_run:
             self._flush()
+
+    def _has_run(self) -> bool:
+        """Whether there is a run; the active one is taken where none was given."""
+        if self._run is None:
+            import wandb
+
+            if wandb.run is not None:
+                self._follow(wandb.run)
+        return self._run is not None
+
+    def _follow(self, run: Any) -> None:
+        self._run = run
+        self._flushed_by_run = _call_at_finish(run, self._flush)
+        run.define_metric(_WANDB_STEP)
 
     def _log(self, values: dict[str, Any], step: int) -> None:
         if getattr(self._run, "disabled", False):
@@ -198,7 +217,6 @@ class ChartLayout:
         """
         if self._is_written:
             return
-        self._is_written = True
         charts = {
             category: {
                 f"{self._prefix}{title}": [kind, [f"{self._prefix}{tag}" for tag in patterns]]
@@ -208,15 +226,96 @@ class ChartLayout:
         }
         for writer in writers:
             writer.add_custom_scalars(charts)
+        self._is_written = True  # only now: one that failed is written with the next reading
 
 
-def post_picture_to_writer(writer: Any, name: str, image: NDArray[np.uint8], step: int) -> None:
-    """Post a picture to TensorBoard.
+class LoggerSink:
+    """Sink that writes to one logger of a training framework.
 
     Args:
-        writer: `SummaryWriter` of TensorBoard.
-        name: Tag of the picture.
-        image: Pixels, uint8 [height, width, 3].
-        step: Training step at which the picture is shown.
+        name: Name of the logger, for messages.
+        log: Function that hands a reading to the logger.
+        save: Function that flushes the logger.
+        writers: Function that returns the logger's `SummaryWriter`s; None where it is not
+            TensorBoard. They get the layout of the charts, and pictures.
+        prefix: Text that the logger puts before each tag, for instance "train/".
     """
-    writer.add_image(name, image, step, dataformats="HWC")
+
+    def __init__(
+        self,
+        name: str,
+        log: Callable[[Reading], object],
+        *,
+        save: Callable[[], object] = lambda: None,
+        writers: Callable[[], Iterable[Any]] | None = None,
+        prefix: str = "",
+    ) -> None:
+        self._name = name
+        self._log = log
+        self._save = save
+        self._writers = writers
+        self._layout = ChartLayout(prefix)
+
+    def __str__(self) -> str:
+        return self._name
+
+    def write(self, reading: Reading) -> None:
+        """Hand the reading to the logger; before the first, write the layout of its charts."""
+        if self._writers is not None:
+            self._layout.write_once(reading, self._writers())
+        self._log(reading)
+
+    @property
+    def shows_pictures(self) -> bool:
+        """Whether the logger shows pictures."""
+        return self._writers is not None
+
+    def post(self, name: str, image: NDArray[np.uint8], step: int) -> None:
+        """Show a picture.
+
+        Args:
+            name: Name of the picture.
+            image: Pixels, uint8 [height, width, 3].
+            step: Step of the reading that is shown.
+        """
+        for writer in self._writers() if self._writers is not None else ():
+            writer.add_image(name, image, step, dataformats="HWC")
+
+    def close(self) -> None:
+        """Flush the logger, which is closed by whoever made it."""
+        self._save()
+
+
+# Takes the name of a picture, its pixels (uint8 [height, width, 3]) and the step.
+Post = Callable[[str, NDArray[np.uint8], int], object]
+
+
+def post_to_each(sinks: Iterable[Sink]) -> Post | None:
+    """Make a function that shows a picture in every sink that shows pictures.
+
+    Args:
+        sinks: Sinks of loggers.
+
+    Returns:
+        Function that posts to them all, and then raises what the first that failed has raised; None
+        where none of the sinks shows pictures.
+    """
+    posts: list[Post] = [
+        sink.post
+        for sink in sinks
+        if isinstance(sink, WandB) or (isinstance(sink, LoggerSink) and sink.shows_pictures)
+    ]
+    if not posts:
+        return None
+
+    def post(name: str, image: NDArray[np.uint8], step: int) -> None:
+        failures = []
+        for each in posts:
+            try:
+                each(name, image, step)
+            except Exception as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+
+    return post

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from geomon.analysis import summarise
 from geomon.record import FILE_NAME, Follower, Readings, read
+from geomon.record.printable import printable
 
 if TYPE_CHECKING:
     import typer
@@ -70,7 +71,7 @@ def make_app() -> "typer.Typer":
     ) -> None:
         """Draw the picture of a run: geometry.png."""
         with _exit_on_bad_input():
-            typer.echo(f"wrote {write_figure(directory, out, stack)}")
+            typer.echo(printable(f"wrote {write_figure(directory, out, stack)}"))
 
     @app.command()
     def summary(
@@ -78,7 +79,7 @@ def make_app() -> "typer.Typer":
     ) -> None:
         """Say in words what happened in a run."""
         with _exit_on_bad_input():
-            typer.echo("\n".join(summarise(_load(directory, stack))))
+            typer.echo("\n".join(map(printable, summarise(_load(directory, stack)))))
 
     return app
 
@@ -103,8 +104,9 @@ def write_figure(directory: Path, out: Path | None = None, stack: str | None = N
     readings = _load(directory, stack)
     from geomon.show.figures import geometry_figure, save
 
+    figure = geometry_figure(readings)
     folder = directory if directory.is_dir() else directory.parent
-    return save(geometry_figure(readings), out or folder / "geometry.png")
+    return save(figure, out or folder / "geometry.png")
 
 
 def print_view(directory: Path, stack: str | None = None) -> None:
@@ -149,7 +151,7 @@ def follow(
     follower = Follower(directory, stack)
     if not follower.path.is_file():
         console.print(
-            f"waiting for {follower.path} (Ctrl-C ends)",
+            printable(f"waiting for {follower.path} (Ctrl-C ends)"),
             soft_wrap=True,
             markup=False,
             highlight=False,
@@ -172,17 +174,27 @@ def _update_view(follower: Follower, console: "Console", keep_going: Callable[[]
             if follower.look() or time.monotonic() - drawn > _REFRESH:
                 drawn = time.monotonic()
                 if follower.path.is_file():
-                    live.update(view(follower.readings), refresh=True)
+                    live.update(view(_followed(follower)), refresh=True)
             time.sleep(_POLL)
 
 
 def _print_lines(follower: Follower, console: "Console", keep_going: Callable[[], bool]) -> None:
     from geomon.show.terminal import format_line
 
+    said = False
     while keep_going():
-        for text in [format_line(new, follower.readings) for new in follower.look()]:
-            console.print(text, soft_wrap=True, markup=False, highlight=False)
+        texts = [format_line(new, follower.readings) for new in follower.look()]
+        remarks = _followed(follower).remarks()
+        if not said:
+            texts += remarks
+            said = bool(remarks)
+        for text in texts:
+            console.print(printable(text), soft_wrap=True, markup=False, highlight=False)
         time.sleep(_POLL)
+
+
+def _followed(follower: Follower) -> Readings:
+    return Readings([], follower.readings, follower.mixed_at)
 
 
 def _load(directory: Path, stack: str | None) -> Readings:
@@ -201,7 +213,7 @@ def _exit_on_bad_input() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, ImportError) as error:
-        typer.echo(f"geomon: {' '.join(str(error).split())}", err=True)
+        typer.echo(f"geomon: {printable(' '.join(str(error).split()))}", err=True)
         raise typer.Exit(2) from error
 
 

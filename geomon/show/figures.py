@@ -53,6 +53,8 @@ def geometry_figure(readings: Readings, *, title: str | None = None) -> Figure:
     )
     for letter, caption, panel in zip("abcd", captions, axes.flat, strict=True):
         panel.set_title(f"$\\bf{{{letter}}}$   {caption}", loc="left", fontsize=11.5, pad=8)
+    if title is None and readings.mixed_at is not None:
+        title = "Two runs wrote into this record at once: its curves mix both"
     if title:
         figure.suptitle(title, fontsize=13, x=0.012, ha="left")
     return figure

@@ -5,13 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from geomon.record import Reading, Readings, tags
-
-# Takes the name of a picture, its pixels (uint8 [height, width, 3]) and the step.
-Post = Callable[[str, NDArray[np.uint8], int], object]
+from geomon.record.sinks import Post
 
 _PROFILE = "anisotropy"
 _OVERVIEW = ("twonn", "twonn_distinct", "gride", _PROFILE, "qk_cosine", "attention_entropy")
@@ -56,12 +51,14 @@ class Pictures:
         self._curves: list[Reading] = []
         self._drawn: list[Reading] = []
         self._last: Reading | None = None
+        self._failure: Exception | None = None
 
     def write(self, reading: Reading) -> None:
         """Draw the reading if its step is at least twice that of the last one drawn.
 
         Raises:
             ImportError: matplotlib is missing.
+            Exception: What `post` has raised, once it was given every picture.
         """
         reading = Readings([], [reading]).of_stack()[0]
         self._last = reading
@@ -85,6 +82,7 @@ class Pictures:
         from geomon.show import figures, panels  # imports matplotlib: only when it is needed
 
         self._drawn.append(self._curves[-1])
+        self._failure = None
         if reading.step >= _FIRST_OVERVIEW:
             figure = figures.geometry_figure(Readings([], self._curves))
             self._post_figure("Overview/geometry", figure, reading.step)
@@ -98,11 +96,17 @@ class Pictures:
                     f"heads/{metric}", figures.heads_figure(reading, metric), reading.step
                 )
         self._cost = time.perf_counter() - began
+        if self._failure is not None:
+            raise self._failure
 
     def _post_figure(self, name: str, figure: Any, step: int) -> None:
         from geomon.show import figures
 
-        self._post(name, figures.as_image(figure), step)
+        image = figures.as_image(figure)
+        try:
+            self._post(name, image, step)
+        except Exception as error:  # the next pictures may be taken
+            self._failure = self._failure or error
 
 
 def _select_overview(reading: Reading) -> Reading:

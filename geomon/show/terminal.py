@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from geomon.analysis import Curve, curve_of, mean_abs_over_heads, single_source
 from geomon.record import Reading, Readings, tags
+from geomon.record.printable import printable
 
 try:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -25,13 +26,14 @@ _FLAT = 0.02
 
 
 def view(readings: Readings | Sequence[Reading], *, width: int | None = None) -> "View":
-    """Build a view of the last reading and the history, for rich to print; at most 14 lines.
+    """Build a view of the last reading and the history, for rich to print; at most 15 lines.
 
     Args:
         readings: Readings of a run so far.
         width: Largest width in characters; None for the width of the terminal.
     """
-    return View(list(readings), width)
+    remarks = readings.remarks() if isinstance(readings, Readings) else []
+    return View(list(readings), width, tuple(remarks))
 
 
 def format_line(reading: Reading, readings: Readings | Sequence[Reading]) -> str:
@@ -87,15 +89,19 @@ class View:
     Attributes:
         readings: Readings of a run so far.
         width: Largest width in characters; None for the width of the console.
+        remarks: Sentences on the record as a whole.
     """
 
     readings: list[Reading]
     width: int | None = None
+    remarks: tuple[str, ...] = ()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Lay out the lines, each cut to the width."""
         width = min(self.width or options.max_width, options.max_width)
-        for text in _lines(self.readings, width):
+        remarks = [Text(remark, style="red") for remark in self.remarks]
+        for text in (*_lines(self.readings, width), *remarks):
+            text.plain = printable(text.plain)  # nothing of a record acts on the terminal
             if options.ascii_only:
                 plain = Text(text.plain.translate(_ASCII), spans=text.spans)
                 plain.truncate(width, overflow="crop")

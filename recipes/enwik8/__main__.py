@@ -1,9 +1,17 @@
 """`python -m recipes.enwik8`: pretrain a character decoder on enwik8 and watch its geometry."""
 
+import math
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
+
+from recipes.enwik8.extras import explain_missing
+
+if missing := explain_missing():
+    print(missing, file=sys.stderr)
+    sys.exit(2)
 
 import typer
 from typer import Option
@@ -42,7 +50,7 @@ def main(
     context: Annotated[int | None, Option(min=2, help=_SIZE)] = None,
     batch: Annotated[int | None, Option(min=1, help=_SIZE)] = None,
     steps: Annotated[int | None, Option(min=1, help=_SIZE)] = None,
-    learning_rate: Annotated[float | None, Option(min=0, help=_SIZE)] = None,
+    learning_rate: Annotated[float | None, Option(help=_SIZE)] = None,
     dropout: Annotated[float | None, Option(min=0, max=0.99, help=_SIZE)] = None,
     precision: Annotated[
         str | None, Option(help="As Lightning names it: 32-true, bf16-mixed, ...")
@@ -51,7 +59,9 @@ def main(
     accelerator: Annotated[str, Option(help="As Lightning names it.")] = "auto",
     devices: Annotated[str, Option(help="As Lightning takes it.")] = "auto",
     strategy: Annotated[str, Option(help="As Lightning names it.")] = "auto",
-    seed: Annotated[int, Option(min=0, help="Of weights, windows and sampled rows.")] = 0,
+    seed: Annotated[
+        int, Option(min=0, max=2**32 - 1, help="Of weights, windows and sampled rows.")
+    ] = 0,
     out: Annotated[
         Path | None, Option(help="Folder of the run. Default: runs/enwik8, runs/enwik8-2, ...")
     ] = None,
@@ -68,6 +78,7 @@ def main(
 ) -> None:
     """Pretrain a character decoder on enwik8 and watch its geometry live."""
     try:
+        _check_numbers(budget=budget, learning_rate=learning_rate)
         sizes = _override(
             PRESETS[preset or preset_for_hardware()],
             layers=layers, width=width, heads=heads, context=context, batch=batch, steps=steps,
@@ -81,10 +92,22 @@ def main(
             resume=resume,
         )
     except (DataError, RecipeError) as error:
-        typer.echo(f"error: {error}", err=True)
+        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(2) from error
     if os.environ.get("LOCAL_RANK", "0") == "0":
         show(result)
+
+
+def _check_numbers(*, budget: float | None, learning_rate: float | None) -> None:
+    """Raise a `RecipeError` for what no run can have, before anything is loaded."""
+    if budget is not None and not 0 < budget < 1:
+        raise RecipeError(
+            f"--budget {budget} is no share of the time: give one between 0 and 1, 0.05 for 5 %"
+        )
+    if learning_rate is not None and not 0 <= learning_rate < math.inf:
+        raise RecipeError(
+            f"--learning-rate {learning_rate} is no number from 0: give one like 0.001"
+        )
 
 
 def _override(preset: Preset, **sizes: Any) -> Preset:

@@ -84,6 +84,13 @@ class Corpus:
         """The number of distinct symbols; 205 for the bytes of the whole of enwik8."""
         return len(self.symbols)
 
+    def sha256(self) -> str:
+        """Return the checksum of the whole text, as the model reads it."""
+        digest = hashlib.sha256(self.symbols)
+        for part in (self.train, self.validation, self.test):
+            digest.update(part.data)
+        return digest.hexdigest()
+
     def decode(self, ids: ArrayLike) -> str:
         """Return the text that ``ids`` stand for; bytes that are no UTF-8 show as U+FFFD."""
         table = np.frombuffer(self.symbols, np.uint8)

@@ -1,23 +1,28 @@
 """One run of the recipe: text, model, training with the monitor, and what it showed."""
 
+import contextlib
 import json
 import logging
 import os
 import warnings
+import zipfile
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
-from geomon import Readings, log_spaced, read
+from geomon import Reading, Readings, log_spaced, read
 from geomon.analysis import summarise
 from geomon.lightning import GeometryMonitor
 from geomon.record import FILE_NAME
 from geomon.show import geometry_figure, save
 from recipes.enwik8.data import Corpus, load
+from recipes.enwik8.extras import explain_missing
 from recipes.enwik8.live import LiveView
 from recipes.enwik8.model import CharacterDecoder
 from recipes.enwik8.presets import Preset
@@ -31,6 +36,7 @@ BATCHES = 2
 
 _CHECKPOINTS = "checkpoints"
 _SETTINGS = "settings.json"
+_TEXT = "text_sha256"
 
 
 class RecipeError(ValueError):
@@ -79,16 +85,25 @@ def train(
         DataError: The text cannot be used.
     """
     _quieten()
+    check_machine(machine)
     check_folder(folder, settings, resume=resume)
     preset = settings.preset
+    check_context(preset.context, machine.budget)
     corpus = load(data, text=settings.text, minimum=20 * (PROBE_TOKENS + preset.context))
     print(f"text: {corpus.source}; {corpus.vocabulary_size} distinct characters", flush=True)
+    text_sha256 = corpus.sha256()
+    last = folder / _CHECKPOINTS / "last.ckpt"
+    if resume:
+        check_text(folder, text_sha256)
+        if not last.is_file():
+            print("no checkpoint yet: the run starts over at step 0", flush=True)
     L.seed_everything(settings.seed, verbose=False)
-    model = CharacterDecoder(
-        settings.arch, corpus.vocabulary_size, preset, compiled=machine.compiled
-    )
+    with _plain_errors(folder):
+        model = CharacterDecoder(
+            settings.arch, corpus.vocabulary_size, preset, compiled=machine.compiled
+        )
     print(_introduction(settings, machine, model, folder), flush=True)
-    history = list(read(folder)) if (folder / FILE_NAME).is_file() else []
+    history = _history(folder)
     live = LiveView(history)
     monitor = GeometryMonitor(
         probe=probe_windows(corpus, preset.context, machine.budget),
@@ -99,15 +114,18 @@ def train(
         budget=machine.budget,
         seed=settings.seed,
     )
-    trainer = _trainer(settings, machine, folder, callbacks=[monitor, live])
-    keep_settings(folder, settings)
-    last = folder / _CHECKPOINTS / "last.ckpt"
+    keep_settings(folder, settings, text_sha256)
     try:
-        trainer.fit(
-            model,
-            CharacterData(corpus, preset, seed=settings.seed),
-            ckpt_path=last if resume else None,
-        )
+        trainer = _trainer(settings, machine, folder, callbacks=[monitor, live])
+    except Exception as error:  # each accelerator, strategy and logger has its own kinds
+        raise RecipeError(
+            f"{_first_sentence(error)}: check --accelerator, --devices, --strategy, --precision "
+            "and --logger"
+        ) from error
+    data_module = CharacterData(corpus, preset, seed=settings.seed)
+    try:
+        with _plain_errors(folder):
+            trainer.fit(model, data_module, ckpt_path=last if resume and last.is_file() else None)
     except SystemExit:  # Lightning's way out after Ctrl-C
         print(_interrupted(folder, last), flush=True)
         raise
@@ -143,12 +161,17 @@ def check_folder(folder: Path, settings: Settings, *, resume: bool) -> None:
                 "folder"
             )
         return
-    if not (folder / _CHECKPOINTS / "last.ckpt").is_file():
+    last = folder / _CHECKPOINTS / "last.ckpt"
+    if last.is_file() and not zipfile.is_zipfile(last):  # the directory stands at the end
         raise RecipeError(
-            f"--resume found no checkpoint in {folder / _CHECKPOINTS}: give the folder of an "
+            f"{last} is no whole checkpoint and cannot be read: delete it, and --resume starts over"
+        )
+    if not (folder / _SETTINGS).is_file():
+        raise RecipeError(
+            f"--resume found no checkpoint and no settings in {folder}: give the folder of an "
             "earlier run by --out, or leave --resume out"
         )
-    earlier = json.loads((folder / _SETTINGS).read_text())
+    earlier = _earlier(folder)
     now = asdict(settings)
     differing = [
         f"{name} was {earlier.get(name)}" for name in now if earlier.get(name) != now[name]
@@ -159,11 +182,96 @@ def check_folder(folder: Path, settings: Settings, *, resume: bool) -> None:
         )
 
 
-def keep_settings(folder: Path, settings: Settings) -> None:
+def check_text(folder: Path, sha256: str) -> None:
+    """Raise a `RecipeError` where the text is not the one that the run has begun with."""
+    earlier = _earlier(folder).get(_TEXT)
+    if earlier not in (None, sha256):
+        raise RecipeError(
+            f"--resume in {folder} needs the text of the earlier run, whose sha256 is "
+            f"{str(earlier)[:12]}..., and this text has {sha256[:12]}...: give that one by --data"
+        )
+
+
+def check_context(context: int, budget: float | None) -> None:
+    """Raise a `RecipeError` where no window of the context fits into a probe."""
+    tokens = PROBE_TOKENS if budget is None else FRUGAL_PROBE_TOKENS
+    if context > tokens:
+        raise RecipeError(
+            f"--context {context} is longer than the {tokens:,} characters that a reading looks "
+            f"at: choose at most {tokens}"
+        )
+
+
+def check_machine(machine: Machine) -> None:
+    """Raise a `RecipeError` where the logger is not installed."""
+    modules = {"tensorboard": ["tensorboard"], "wandb": ["wandb"]}
+    missing = explain_missing(*modules[machine.logger]) if machine.logger in modules else None
+    if missing is not None:
+        raise RecipeError(f"{missing.removeprefix('error: ')}, or choose --logger csv")
+
+
+def _earlier(folder: Path) -> dict[str, Any]:
+    """The settings that a run was begun with.
+
+    Raises:
+        RecipeError: They cannot be read.
+    """
+    path = folder / _SETTINGS
+    try:
+        earlier = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise RecipeError(f"{path} cannot be read ({error}): choose another folder") from error
+    if not isinstance(earlier, dict):
+        raise RecipeError(f"{path} holds no settings of a run: choose another folder")
+    return earlier
+
+
+def _history(folder: Path) -> list[Reading]:
+    """The readings so far; none where there is no record, or one that is about to be put aside."""
+    try:
+        return list(read(folder))
+    except (OSError, ValueError):
+        return []
+
+
+def _first_sentence(error: BaseException) -> str:
+    """The beginning of a message, in one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text.partition(". ")[0].rstrip(".")[:300]
+
+
+@contextlib.contextmanager
+def _plain_errors(folder: Path) -> Iterator[None]:
+    """Turn what the machine lacks in the middle of a run into a `RecipeError`.
+
+    Raises:
+        RecipeError: The memory or the disk is full.
+    """
+    go_on = f"then go on with --resume --out {folder}"
+    try:
+        yield
+    except OSError as error:
+        raise RecipeError(
+            f"{folder} could not be written or read ({_first_sentence(error)}): make room, {go_on}"
+        ) from error
+    except (RuntimeError, MemoryError) as error:
+        text = str(error)
+        if "PytorchStreamWriter" in text or "file write failed" in text:
+            raise RecipeError(f"{folder} could not be written: make room, {go_on}") from error
+        out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if out_of_memory or "allocate memory" in text:
+            raise RecipeError(
+                "the memory does not suffice: choose a smaller --batch, --context or --width"
+            ) from error
+        raise
+
+
+def keep_settings(folder: Path, settings: Settings, text_sha256: str) -> None:
     """Write what `--resume` compares with."""
+    content = {**asdict(settings), _TEXT: text_sha256}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / _SETTINGS).write_text(json.dumps(asdict(settings), indent=2) + "\n")
+        (folder / _SETTINGS).write_text(json.dumps(content, indent=2) + "\n")
     except OSError as error:
         raise RecipeError(
             f"--out {folder} cannot be written ({error.strerror}): choose another folder"
@@ -220,8 +328,8 @@ def _introduction(
 
 
 def _interrupted(folder: Path, last: Path) -> str:
-    kept = f"interrupted: {folder} keeps every reading"
-    return f"{kept}; go on with --resume --out {folder}" if last.is_file() else kept
+    again = "go on with" if last.is_file() else "no checkpoint yet, start over with"
+    return f"interrupted: {folder} keeps every reading; {again} --resume --out {folder}"
 
 
 def _quieten() -> None:

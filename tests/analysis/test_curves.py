@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from geomon.analysis import curve_of, mean_abs_over_heads, single_source
+from geomon.analysis import Curve, curve_of, mean_abs_over_heads, single_source
 from geomon.record import Readings
 
 
@@ -28,3 +28,47 @@ def test_cosines_of_both_signs_do_not_cancel(make_readings):
     readings = make_readings()
     assert mean_abs_over_heads(readings, "qk_cosine").values[0] == pytest.approx(0.1)
     assert len(mean_abs_over_heads(Readings([], []), "qk_cosine")) == 0
+
+
+def test_of_two_equally_common_sources_the_last_reading_decides(make_readings):
+    probe = make_readings((0, 8, 32), source="probe")
+    inline = make_readings((4, 16, 64), source="inline")
+    for one, other in ((probe, inline), (inline, probe)):
+        kept = single_source([*one, *other])
+        assert [reading.step for reading in kept] == [reading.step for reading in other]
+
+
+def test_of_several_readings_of_a_step_the_last_counts_and_steps_ascend(make_readings):
+    first = make_readings((0, 8), curves={"twonn/mean": [1.0, 2.0]})
+    again = make_readings((8, 4), curves={"twonn/mean": [3.0, 4.0]})
+    curve = curve_of([*first, *again], "twonn/mean")
+    assert (curve.steps, curve.values) == ([0, 4, 8], [1.0, 4.0, 3.0])
+
+
+def test_values_differ_where_they_differ_by_more_than_their_errors():
+    curve = Curve([0, 1, 2], [10.0, 10.5, 12.0], [0.3, 0.3, 0.3])
+    assert not curve.differs(0, 1)  # 0.5 against 1.96 * 0.42
+    assert curve.differs(0, 2)
+    assert curve.differs(2, 0)
+    assert curve.robust_errors()[2] > 0.3  # 12 times the typical share
+    assert (len(curve), curve.phase().peak_step) == (3, 2)
+
+
+def test_errors_that_are_not_numbers_are_unknown(make_readings):
+    readings = make_readings((0, 8), error=math.nan)
+    assert curve_of(readings, "twonn/mean").errors == [0.0, 0.0]
+
+
+def test_the_mean_size_is_over_heads_alone_and_at_every_step(make_readings):
+    """Lopsided: one head far from the others, a layer's own value and another metric beside."""
+    values = {
+        "qk_cosine/layer_01/head_0": 0.9, "qk_cosine/layer_01/head_1": -0.1,
+        "qk_cosine/layer_02/head_0": -0.2, "qk_cosine/layer_02/head_1": math.nan,
+        "qk_cosine/layer_01": 100.0, "qk_cosine/mean": 100.0, "qk_cosine/layer_01/std": 100.0,
+        "qk_cosine_other/layer_01/head_0": 100.0,
+    }  # fmt: skip
+    start, later = make_readings((0, 8))
+    readings = [replace(start, values={}), replace(later, values=values)]
+    curve = mean_abs_over_heads(readings, "qk_cosine")
+    assert (curve.steps, curve.errors) == ([8], [0.0])
+    assert curve.values == [pytest.approx(1.2 / 3)]

@@ -1,8 +1,11 @@
 import math
+import statistics
+from random import Random
 
 import pytest
 
-from geomon.analysis import find_phase
+from geomon.analysis import Phase, find_phase
+from geomon.analysis.phase import exceeds_errors, robust_errors
 
 # notes/definitions.md: the mean of twonn over layers, as training goes on.
 STEPS = [0, 32, 64, 128, 256, 512, 1024, 1500, 8192, 16000]
@@ -61,3 +64,55 @@ def test_values_that_are_not_finite_are_passed_over():
     assert find_phase([0], [math.nan]).name == "unknown"
     with pytest.raises(ValueError, match="as many values and errors as steps"):
         find_phase([0, 1], [1.0])
+
+
+@pytest.mark.parametrize(("before", "name"), [(141, "expanding"), (142, "peak")])
+def test_half_an_octave_of_steps_is_a_factor_of_the_root_of_two(before, name):
+    """141 * 1.4142 is below 200, and 142 * 1.4142 above: it is the step before that counts."""
+    steps, values = [1, 100, before, 200], [1.0, 12.0, 10.0, 12.0]
+    assert find_phase(steps, values, [0.1] * 4).name == name
+
+
+def test_errors_are_those_of_both_values_and_a_difference_has_a_sign():
+    assert exceeds_errors(1.97, 0.6, 0.8)
+    assert not exceeds_errors(1.95, 0.6, 0.8)
+    assert not exceeds_errors(-5.0, 0.6, 0.8)
+
+
+def test_a_phase_says_its_change_in_words():
+    assert Phase("peak", 40, 12.34, 0.0).words() == "at its peak so far, 12.3 at step 40"
+    assert Phase("peak", 40, 123.4, -0.25).words() == (
+        "25 % below its peak, 123 at step 40, within its scatter"
+    )
+    assert Phase("steady", 0, 1.0, 0.0).words() == "steady within its errors"
+    assert Phase("unknown", -1, math.nan, math.nan).words() == "too few readings to tell"
+    assert Phase("expanding", 3, 2.0, 0.0).words() == "expanding"
+
+
+def test_errors_rise_to_the_share_that_is_typical_of_the_curve():
+    # Below eight values: the root mean square share, sqrt((0.01 + 0 + 0.0025) / 3).
+    share = math.sqrt(0.0125 / 3)
+    assert robust_errors([10.0, 20.0, 40.0], [1.0, 0.0, 2.0]) == pytest.approx(
+        [1.0, 20 * share, 40 * share]
+    )
+    # From eight on the median share, as long as the curve scatters less.
+    values = [10.0] * 8
+    assert robust_errors(values, [0.1] * 3 + [0.3] * 5) == pytest.approx([0.3] * 8)
+    # Third differences of alternating values are 8 times the amplitude.
+    zigzag = [10.0, 10.1] * 5
+    found = robust_errors(zigzag, [0.0] * 10)
+    scatter = statistics.median(
+        abs(zigzag[i + 3] - 3 * zigzag[i + 2] + 3 * zigzag[i + 1] - zigzag[i]) / zigzag[i + 2]
+        for i in range(7)
+    )
+    expected = scatter / math.sqrt(20) / 0.6745
+    assert found == pytest.approx([expected * value for value in zigzag])
+    assert robust_errors([1.0, -1.0], [0.5, 0.1]) == [0.5, 0.1]
+    assert robust_errors([], []) == []
+
+
+def test_noise_has_the_error_that_was_put_into_it():
+    random = Random(0)
+    values = [(5 + 0.01 * n) * (1 + random.gauss(0, 0.02)) for n in range(2000)]
+    errors = robust_errors(values, [0.0] * 2000)
+    assert errors[1000] / values[1000] == pytest.approx(0.02, rel=0.1)

@@ -114,3 +114,202 @@ def test_a_run_read_by_two_sources_is_described_from_one(make_readings):
     inline = make_readings((1500,), curves={"twonn/mean": [99.0]}, source="inline")
     mixed = Readings([], [*probe, *inline])
     assert summarise(mixed) == summarise(probe)
+
+
+def heads(readings, cosines):
+    """The run with these cosines of the heads of one layer at its last step."""
+    last = readings[len(readings) - 1]
+    rest = {tag: v for tag, v in last.values.items() if not tag.startswith("qk_cosine")}
+    ours = {f"qk_cosine/layer_01/head_{head}": value for head, value in enumerate(cosines)}
+    return Readings([], [*readings.readings[:-1], replace(last, values=rest | ours)])
+
+
+def test_heads_that_point_the_same_way_and_opposite_ways_are_not_exchanged(make_readings):
+    cosines = [0.9, 0.8, 0.7, 0.51, 0.5, 0.4, -0.4, -0.5, -0.6, math.nan]
+    text = text_of(heads(make_readings(), cosines))
+    assert "the same way (above 0.5) in 4 of 10 heads, and opposite ways (below -0.5) in 1." in text
+
+
+@pytest.mark.parametrize(
+    ("profile", "words"),
+    [
+        ([0.9, 0.4, 0.3, 0.2, 0.1], "highest, 0.90, at layer 0, the first (0.90 at layer 0, 0.10"),
+        ([0.1, 0.2, 0.3, 0.4, 0.9], "highest, 0.90, at layer 4, the last (0.10 at layer 0, 0.90"),
+        ([0.1, 0.9, 0.6, 0.5, 0.4, 0.3], "at layer 1, in the first quarter (0.10 at layer 0, 0.30"),
+        ([0.1, 0.9, 0.6, 0.5, 0.4], "at layer 1, in the middle (0.10 at layer 0, 0.40 at layer 4"),
+        ([0.1, 0.4, 0.6, 0.9, 0.3], "at layer 3, in the middle (0.10 at layer 0, 0.30"),
+        ([0.1, 0.4, 0.5, 0.6, 0.9, 0.3], "at layer 4, in the last quarter (0.10 at layer 0, 0.30"),
+    ],
+)
+def test_a_profile_is_named_from_its_first_layer_to_its_last(make_readings, profile, words):
+    assert words in text_of(anisotropy(make_readings(), profile))
+
+
+@pytest.mark.parametrize(
+    ("profile", "words"),
+    [
+        # The range is 0.4: changes against the trend of up to 0.02 are ignored.
+        ([0.2, 0.4, 0.381, 0.6, 0.3], "bell-shaped."),
+        ([0.2, 0.4, 0.379, 0.6, 0.3], "but not one bell"),
+        ([0.2, 0.3, 0.5, 0.6, 0.581], "it rises with depth and levels off"),
+        ([0.2, 0.3, 0.5, 0.6, 0.579], "bell-shaped."),
+        ([0.5, 0.2, 0.3, 0.6], "not bell-shaped."),
+        ([0.55, 0.6, 0.5, 0.3], "bell-shaped."),
+    ],
+)
+def test_small_changes_against_the_trend_are_ignored(make_readings, profile, words):
+    text = text_of(anisotropy(make_readings(), profile))
+    assert words in text
+    assert ("not bell-shaped" in text) == words.startswith(("not", "it rises"))
+
+
+@pytest.mark.parametrize(
+    ("profile", "error", "flat"),
+    [
+        ([1.0, 0.95, 0.91], 0, True),  # a range of 9 % of the highest
+        ([1.0, 0.95, 0.89], 0, False),
+        ([1.0, 0.9, 0.7], 0.16, True),  # a range within two errors
+        ([1.0, 0.9, 0.7], 0.14, False),
+    ],
+)
+def test_a_profile_is_flat_within_a_tenth_or_two_errors(make_readings, profile, error, flat):
+    text = text_of(anisotropy(make_readings(), profile, error))
+    assert ("; no layer stands out." in text) == flat
+
+
+def test_a_profile_needs_three_layers_and_leaves_out_what_is_no_number(make_readings):
+    assert "over depth" not in text_of(anisotropy(make_readings(), [0.1, 0.9]))
+    text = text_of(anisotropy(make_readings(), [0.1, math.nan, 0.9, 0.2]))
+    assert "highest, 0.90, at layer 2, in the middle (0.10 at layer 0, 0.20 at layer 3)" in text
+    assert "over depth" not in text_of(anisotropy(make_readings(), [0.1, math.nan, 0.9]))
+
+
+def scales(make_readings, steps, small, large):
+    """The sentence on scales of a run whose readings are of these steps."""
+    count = len(steps)
+    curves = {"gride/mean/k1": small, "gride/mean/k32": large}
+    steady = {name: [3.0] * count for name in ("twonn/mean", "twonn_distinct/mean")}
+    more = {name: [1.0] * count for name in ("attention_entropy/mean", "geomon/overhead")}
+    found = summarise(make_readings(steps, curves={**steady, **more, **curves}))
+    return [sentence for sentence in found if "scales" in sentence]
+
+
+@pytest.mark.parametrize(("step", "since"), [(100, 100), (101, 50), (99, 99)])
+def test_the_end_begins_two_octaves_before_the_last_step(make_readings, step, since):
+    """100 is two octaves before 400, to the step: 101 is too late, and 50 is taken instead."""
+    (sentence,) = scales(make_readings, (0, 50, step, 400), [9, 8, 7, 5], [9, 2, 3, 4])
+    assert f"(since step {since})" in sentence
+    start = {100: 7, 99: 7, 101: 8}[step]
+    assert f"compresses ({5 / start - 1:+.0%}".replace("%", " %") in sentence
+    assert "at scale 32 it grows" in sentence
+    assert sentence.endswith("to 4.0).")
+
+
+@pytest.mark.parametrize(
+    ("small", "large", "disagree"),
+    [
+        ([9, 5.0], [4, 4.21], True),  # 5 % and more
+        ([9, 5.0], [4, 4.19], False),
+        ([4, 4.19], [9, 5.0], False),
+        ([4, 4.4], [9, 5.0], True),
+        ([9, 5.0], [9, 5.0], False),
+        ([4, 5.0], [4, 5.0], False),
+        ([0, 5.0], [9, 5.0], False),  # a share of nothing
+    ],
+)
+def test_scales_disagree_where_both_move_by_a_twentieth_in_opposite_ways(
+    make_readings, small, large, disagree
+):
+    found = scales(make_readings, (100, 400), small, large)
+    assert bool(found) == disagree
+    if found and small == [4, 4.4]:
+        words = "at the smallest scale the dimension grows (+10 %), at scale 32 it compresses"
+        assert words in found[0]
+
+
+def test_scales_are_compared_over_two_octaves_or_not_at_all(make_readings):
+    assert not scales(make_readings, (150, 400), [9, 5], [4, 8])
+    assert not scales(make_readings, (0,), [9], [4])
+    one = make_readings()
+    kept = [
+        replace(r, values={t: v for t, v in r.values.items() if not t.endswith("k32")}) for r in one
+    ]
+    assert "scales" not in text_of(kept)
+    # Parts of another kind are no scales, and the largest by number is the largest.
+    more = {"gride/mean/n": 5.0, "gride/mean/kx": 5.0, "gride/mean/2": 5.0}
+    small = {"gride/mean/k4": 7.0}
+    mixed = [replace(r, values={**r.values, **more, **small}) for r in one]
+    assert "at scale 32 it grows (+58 %, to 6.0)" in text_of(mixed)
+
+
+def test_a_rise_of_distinct_tokens_over_the_run_is_no_fall(make_readings):
+    curves = {"twonn_distinct/mean": [4, 4, 4, 4, 5, 6, 7, 8, 9]}
+    assert "twonn_distinct/mean rose from 4.0 to 9.0" in text_of(make_readings(curves=curves))
+    curves = {"twonn_distinct/mean": [9, 9, 9, 9, 9, 9, 9, 9, 9.1]}
+    text = text_of(make_readings(curves=curves))
+    assert "twonn_distinct/mean went from 9.0 to 9.1, not more than its errors." in text
+
+
+def test_the_first_rise_is_compared_at_its_own_two_steps(make_readings):
+    """What distinct tokens do after the peak of twonn does not explain its rise."""
+    rises = [2.5, 3.0, 3.5, 4.5, 5.5, 5.0, 4.0, 3.0, 2.0]
+    text = text_of(make_readings(curves={"twonn_distinct/mean": rises}))
+    assert "not only near-duplicates" in text
+    missing = [
+        replace(r, values={t: v for t, v in r.values.items() if r.step or "distinct" not in t})
+        for r in make_readings()
+    ]
+    assert "near-duplicates" not in text_of(missing)
+
+
+def test_the_course_of_the_dimension_in_whole_sentences(make_readings):
+    def first(curve, error=0.1):
+        return summarise(make_readings(curves={"twonn/mean": curve}, error=error))[0]
+
+    assert first([2, 3, 4, 5, 6, 7, 8, 9, 11]) == (
+        "twonn/mean: 2.0 at step 0, 11.0 at the end (step 1500, and still expanding)."
+    )
+    assert first([9, 8, 7, 6, 5, 4, 3, 2.5, 2]) == (
+        "twonn/mean: 9.0 at step 0, 2.0 at the end (step 1500); it fell from the first reading on "
+        "and never expanded."
+    )
+    assert first([5, 5.1, 5, 4.9, 5, 5.1, 5, 4.95, 5]) == (
+        "twonn/mean: 5.0 at step 0, 5.0 at the end (step 1500); between 4.9 and 5.1, no change "
+        "above its errors."
+    )
+    assert first([2, 3, 4, 6, 7, 7.9, 8, 8, 7.84]) == (
+        "twonn/mean: 2.0 at step 0, peak 8.0 at step 512, 7.8 at the end (step 1500, 2 % below "
+        "the peak, which is within the scatter of the curve)."
+    )
+    assert first([2, 3, 4, 6, 7, 7.9, 8, 8, 8.01]) == (
+        "twonn/mean: 2.0 at step 0, 8.0 at the end (step 1500, with no rise above its errors)."
+    )
+
+
+def test_the_cost_is_the_last_share_and_the_sum_of_the_seconds(make_readings):
+    def last(readings):
+        return summarise(readings)[-1]
+
+    dear = make_readings((0, 8), curves={"geomon/overhead": [0.9, 0.25]})
+    assert last(dear) == "geomon took 25 % of the run's time: 2 readings, 4 s in all."
+    long = [replace(r, seconds=seconds) for r, seconds in zip(dear, (200.0, 40.0), strict=True)]
+    assert last(long) == "geomon took 25 % of the run's time: 2 readings, 4 min in all."
+    broken = [replace(r, seconds=s) for r, s in zip(dear, (119.0, math.nan), strict=True)]
+    assert last(broken) == "geomon took 25 % of the run's time: 2 readings, 119 s in all."
+    one = make_readings((0,), curves={"geomon/overhead": [0.0999]})
+    assert last(one) == "geomon took 10.0 % of the run's time: 1 reading, 2 s in all."
+
+
+def test_large_numbers_have_no_decimals(make_readings):
+    curves = {"twonn/mean": [99.94, 99.96, 100.4, 101.4, 120, 150, 180, 200, 250.6]}
+    text = text_of(make_readings(curves=curves))
+    assert text.startswith("twonn/mean: 99.9 at step 0, 251 at the end")
+
+
+def test_entropy_is_a_share_of_its_start_where_there_is_one(make_readings):
+    def entropy(*curve):
+        readings = make_readings((0, 8)[: len(curve)], curves={"attention_entropy/mean": curve})
+        return [sentence for sentence in summarise(readings) if "entropy" in sentence]
+
+    assert entropy(0.0, 2.0) == ["attention_entropy/mean: 0.0 nats at step 0, 2.0 at the end."]
+    assert entropy(2.0) == ["attention_entropy/mean: 2.0 nats."]

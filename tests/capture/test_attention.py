@@ -166,3 +166,10 @@ def test_a_second_softmax_of_an_attention_is_recognised():
     assert is_second_softmax(call, torch.randn(2, 4, 3, 6), 3)
     assert not is_second_softmax(call, torch.randn(12, 8), -1)  # a router's
     assert not is_second_softmax(call, torch.randn(2, 4, 3, 6), 1)
+
+
+@pytest.mark.parametrize("name", ["cu_seq_lens_q", "cu_seqlens"])
+def test_packed_sequences_are_refused_under_either_name(name):
+    with pytest.raises(NotUnderstoodError, match="sequences are packed without padding"):
+        views(**{name: torch.tensor([0, 6])})
+    assert views(**{name: None})["query"] is not None

@@ -179,6 +179,130 @@ def test_compiled_models_give_the_same_readings_by_probe(way):
     assert values_of(memory) == values_of(expected)
 
 
+def compiled_function(model, backend):
+    """A function that is compiled hides which modules it calls."""
+    model.forward = torch.compile(model.forward, backend=backend)
+    return model
+
+
+def one_projection(model, backend):
+    for block in model.transformer.h:
+        block.attn.compile(backend=backend)
+    return model
+
+
+class Drawing(Counting):
+    """As inductor does, compiled code draws other random numbers than eager code."""
+
+    def __call__(self, graph, inputs):
+        self.graphs += 1
+
+        def run(*args):
+            torch.rand(1)
+            return graph.forward(*args)
+
+        return run
+
+
+def six_steps(way, backend, monitored, *, dropout=0.3):
+    """Weights, losses and random state after six steps, compiled from the first one on."""
+    torch.compiler.reset()
+    model = way(made(dropout=dropout), Drawing() if backend == "drawing" else backend)
+    monitor, memory = watching(model, every(2)) if monitored else (None, None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(3)
+    losses = []
+    for step in range(6):
+        with monitor(step) if monitor else torch.enable_grad():
+            logits = logits_of(model)
+        loss = cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict(), losses, torch.get_rng_state(), memory
+
+
+@compiles
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(
+    ("way", "backend"),
+    [
+        (whole, "drawing"),
+        (in_place, "drawing"),
+        (per_block, "drawing"),
+        (compiled_function, "drawing"),
+        (one_projection, "drawing"),
+        (per_block, "aot_eager"),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_a_compiled_training_with_dropout_is_bit_identical(way, backend):
+    weights, losses, state, _ = six_steps(way, backend, monitored=False)
+    found = six_steps(way, backend, monitored=True)
+    assert found[1] == losses
+    assert torch.equal(found[2], state)
+    assert all(torch.equal(found[0][name], value) for name, value in weights.items())
+    readings = values_of(found[3])
+    assert [step for step, _ in readings] == [0, 2, 4]
+    # The twin of the first step sees what an eager step would have seen.
+    if way is not one_projection:
+        ((_, plain), *_), first = plain_readings(dropout=0.3), readings[0][1]
+        if way is not per_block:  # whose blocks see what those before them really drew
+            assert first == plain
+        assert first.keys() == plain.keys()
+
+
+@compiles
+@pytest.mark.usefixtures("fresh_compiler")
+def test_what_a_compiled_call_writes_into_is_written_once():
+    """A cache of keys that is passed along, and a count in the model."""
+
+    class Cached(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = made()
+            self.transformer = self.inner.transformer
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, ids, cache, settings):
+            self.count += 1
+            hidden = self.inner(ids)
+            cache.append(hidden)
+            settings["calls"] += 1
+            return hidden
+
+    model = Cached()
+    model.compile(backend="eager")
+    monitor, memory = watching(model)
+    cache, settings = [], {"calls": 0}
+    with monitor(0):
+        model(IDS, cache, settings)
+    assert (len(cache), settings["calls"], model.count.item()) == (1, 1, 1)
+    assert len(memory.readings) == 1
+
+
+@compiles
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("why", ["function", "argument"])
+def test_a_step_that_has_to_run_eagerly_is_said_once(caplog, why):
+    model = made()
+    if why == "function":
+        step = torch.compile(lambda ids: logits_of(model, ids), backend="eager")
+    else:  # that cannot be copied: the call cannot be made twice
+        model.compile(backend="eager")
+        forward = model.forward
+        model.forward = lambda ids, keep: forward(ids)
+        step = functools.partial(model, keep=(i for i in range(3)))
+    monitor, memory = watching(model, every(1))
+    for number in range(3):
+        with monitor(number):
+            step(IDS)
+    assert [reading.step for reading in memory.readings] == [0, 1, 2]
+    said = [r for r in caplog.records if "ran eagerly while it was watched" in r.getMessage()]
+    assert len(said) == 1
+
+
 # -- activation checkpointing ------------------------------------------------------------------
 
 

@@ -89,7 +89,7 @@ def test_strict_monitors_raise_and_others_warn_once(tmp_path, caplog):
         for step in range(3):
             with lenient(step):
                 model(batch())
-    assert len([m for m in caplog.messages if m.startswith("not seen in the first pass")]) == 1
+    assert len([m for m in caplog.messages if "not seen in the first pass" in m]) == 1
 
 
 def test_a_measurement_of_what_is_not_seen_is_an_error():

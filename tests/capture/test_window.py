@@ -5,12 +5,15 @@ import threading
 
 import pytest
 import torch
+from fingerprint import fingerprint
 from models import PlainBlock, PlainDecoder, batch, transformer
+from plain_models import CausalSelfAttention, language_model
 from referee import sampled
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from geomon.capture import Window, find_anatomy
+from geomon.capture.patches import Patch
 from geomon.capture.snapshot import CAPTURED, Layer
 from geomon.metrics.views import LayerViews, MissingViewError
 
@@ -171,7 +174,7 @@ def test_nothing_is_left_behind(way_out):
         hooks(model), torch.nn.functional.scaled_dot_product_attention,
         modeling.AttentionInterface.get_interface, torch.backends.mha.get_fastpath_enabled(),
         threading.active_count(), torch.get_num_threads(),
-        [set(vars(module)) for module in model.modules()],
+        [set(vars(module)) for module in model.modules()], nn.Module.__call__,
     )  # fmt: skip
     error = {"exception": RuntimeError, "interrupt": KeyboardInterrupt}.get(way_out)
     opened = window(model)
@@ -181,51 +184,35 @@ def test_nothing_is_left_behind(way_out):
     else:
         with pytest.raises(error), opened:  # noqa: PT012
             model(batch())
-            assert hooks(model) > 0
+            assert nn.Module.__call__ is not before[-1]
             raise error
     after = (
         hooks(model), torch.nn.functional.scaled_dot_product_attention,
         modeling.AttentionInterface.get_interface, torch.backends.mha.get_fastpath_enabled(),
         threading.active_count(), torch.get_num_threads(),
-        [set(vars(module)) for module in model.modules()],
+        [set(vars(module)) for module in model.modules()], nn.Module.__call__,
     )  # fmt: skip
     assert after == before
 
 
-def test_hooks_that_cannot_be_placed_leave_nothing_and_end_no_pass(monkeypatch):
-    model = PlainDecoder()
-
-    def refuse(*args, **kwargs):
-        raise RuntimeError("no hooks here")
-
-    monkeypatch.setattr(model.blocks[2], "register_forward_hook", refuse)
-    attend = torch.nn.functional.scaled_dot_product_attention
-    opened = window(model)
-    with opened:
-        assert hooks(model) == 0
-        model(batch())
-    assert torch.nn.functional.scaled_dot_product_attention is attend
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="no hooks here"):
-            opened.snapshot()
-
-
-def test_a_failure_after_the_hooks_were_placed_removes_them(monkeypatch):
+@pytest.mark.parametrize("patch", ["watch_attention", "without_fast_path", "run_eagerly"])
+def test_a_window_that_cannot_be_opened_leaves_nothing_and_ends_no_pass(monkeypatch, patch):
     from geomon.capture import window as module
 
-    def broken():
+    def broken(undo):
         raise RuntimeError("no patch here")
 
-    monkeypatch.setattr(module, "run_eagerly", broken)
-    model, attend = PlainDecoder(), torch.nn.functional.scaled_dot_product_attention
-    fast = torch.backends.mha.get_fastpath_enabled()
+    model = PlainDecoder()
+    before, expected = fingerprint(model), model(batch())
+    monkeypatch.setattr(module, patch, Patch(broken))
     opened = window(model)
     with opened:
-        assert hooks(model) == 0
-        assert torch.nn.functional.scaled_dot_product_attention is attend
-        assert torch.backends.mha.get_fastpath_enabled() == fast
-    with pytest.raises(RuntimeError, match="no patch here"):
-        opened.snapshot()
+        assert fingerprint(model) == before
+        assert torch.equal(model(batch()), expected)
+    assert fingerprint(model) == before
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no patch here"):
+            opened.snapshot()
 
 
 def test_windows_that_close_in_any_order_restore_attention():
@@ -864,3 +851,153 @@ def test_however_little_memory_is_allowed_some_rows_are_kept():
     with torch.no_grad(), window(model, rows=200, max_mb=1e-9) as seen:
         model(batch())
     assert seen.snapshot().info.tokens == 16
+
+
+# -- fewer rows than the batch has -----------------------------------------------------------------
+
+
+def uneven(sequences: int, length: int) -> torch.Tensor:
+    """A padding mask in which no two neighbouring sequences are of one length."""
+    lengths = length - (5 * torch.arange(sequences)) % (length - 3)
+    return (torch.arange(length) < lengths[:, None]).long()
+
+
+# Of 60 sequences of 32 tokens: 1 sequence, 2 of them whole, and 50 of which 21 queries each.
+@pytest.mark.parametrize(("rows", "some", "each"), [(20, 1, 32), (64, 2, 32), (1600, 50, 21)])
+@pytest.mark.parametrize(
+    ("name", "attention"), [*((name, "sdpa") for name in NAMES), ("mistral", "eager")]
+)
+def test_sampled_sequences_and_queries_are_those_of_the_model(name, attention, rows, some, each):
+    model = transformer(name, attention).eval()
+    inputs = {"input_ids": batch(60, 32), "attention_mask": uneven(60, 32)}
+    with torch.no_grad():
+        expected = transformer(name, "eager").eval()(**inputs, output_attentions=True)
+        with window(model, rows=rows, seed=3) as seen:
+            model(**inputs)
+    for layer in seen.snapshot().layers[1:]:
+        chosen = sampled(seen, "", layer.index)
+        assert chosen.places.shape == (some, each)
+        assert len(set(chosen.sequences.tolist())) == some
+        assert chosen.sequences.tolist() != list(range(some))
+        places = chosen.places[:, None, :, None].expand(-1, 4, -1, 32)
+        truth = expected.attentions[layer.index - 1][chosen.sequences].gather(2, places)
+        valid = inputs["attention_mask"][chosen.sequences].gather(1, chosen.places).bool()
+        real = layer.captured["visible"].any(-1).expand(truth.shape[:-1])
+        assert torch.equal(real, valid[:, None].expand_as(real))
+        assert (rebuilt(layer) - truth)[real].abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(("rows", "some", "each"), [(64, 2, 32), (1600, 50, 21)])
+def test_sampled_scores_of_attention_by_hand_are_those_of_the_model(rows, some, each):
+    torch.manual_seed(0)
+    model = language_model(CausalSelfAttention, "eager").eval()
+    with torch.no_grad(), window(model, rows=rows, seed=3) as seen:
+        model(batch(60, 32))
+    for layer in seen.snapshot().layers[1:]:
+        chosen = sampled(seen, "", layer.index)
+        assert chosen.places.shape == (some, each)
+        places = chosen.places[:, None, :, None].expand(-1, 4, -1, 32)
+        attention = model.transformer.h[layer.index - 1].attn
+        truth = attention.probabilities[chosen.sequences].gather(2, places)
+        found = layer.captured["scores"].softmax(dim=-1)
+        torch.testing.assert_close(found, truth, atol=1e-6, rtol=0)
+
+
+def test_sampled_queries_and_keys_are_of_the_same_sequences():
+    """Each by itself, where nothing rotates: two errors that agree would still attend."""
+    model = PlainDecoder().eval()
+    outputs = {}
+    handle = model.blocks[1].c_attn.register_forward_hook(lambda m, a, out: outputs.update(x=out))
+    with torch.no_grad(), window(model, rows=64, seed=3) as seen:
+        model(batch(60, 32))
+    handle.remove()
+    layer, chosen = seen.snapshot().layers[2], sampled(seen, "", 2)
+    query, key, _ = (part.unflatten(-1, (4, 8)) for part in outputs["x"].chunk(3, dim=-1))
+    assert torch.equal(layer.captured["query"].transpose(1, 2), query[chosen.sequences])
+    assert torch.equal(layer.captured["key"].transpose(1, 2), key[chosen.sequences])
+    flat = query.flatten(0, 1)[chosen.query_rows]
+    assert torch.equal(layer.captured["projected_query"], flat)
+    assert len(chosen.query_rows) == 64
+
+
+def test_token_ids_and_positions_belong_to_the_rows_that_are_finite():
+    """Compared by their values: a shift leaves the lengths as they are."""
+    model = PlainDecoder().eval()
+    ids = batch()
+    with torch.no_grad():
+        model.tokens.weight[7] = torch.nan
+        clean = model.tokens(ids) + model.places(torch.arange(ids.shape[1]))
+        with window(model) as seen:
+            model(ids)
+    first = seen.snapshot().layers[0]
+    rows = sampled(seen, "", 0).rows
+    kept = rows[ids.flatten()[rows] != 7]
+    assert 0 < len(kept) < len(rows)
+    assert torch.equal(first.captured["token_ids"], ids.flatten()[kept])
+    assert torch.equal(first.captured["positions"], kept % ids.shape[1])
+    assert torch.equal(first.captured["hidden"], clean.flatten(0, 1)[kept])
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("way_out", ["end", "exception"])
+def test_the_fast_path_is_as_it_was_whichever_way_that_is(fast, way_out):
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(fast)
+    try:
+        model = PlainDecoder()
+        if way_out == "end":
+            with window(model):
+                assert not torch.backends.mha.get_fastpath_enabled()
+                model(batch())
+        else:
+            with pytest.raises(RuntimeError, match="in the pass"), window(model):
+                raise RuntimeError("in the pass")
+        assert torch.backends.mha.get_fastpath_enabled() == fast
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+@pytest.mark.parametrize("owner", ["called", "run by hand"])
+def test_recomputation_changes_neither_the_layers_nor_what_they_hold(owner):
+    """The recomputation gives other states than the pass did, so that it cannot pass for it."""
+    model = PlainDecoder()
+    calls = []
+
+    class Turned(nn.Module):
+        """A block that gives something else each time it is called."""
+
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            calls.append(1)
+            return self.inner(x) + len(calls)
+
+    inner = list(model.blocks)
+    model.blocks = nn.ModuleList(Turned(block) for block in inner)
+
+    def forward(ids):
+        x = model.tokens(ids) + model.places(torch.arange(ids.shape[1]))
+        for block in model.blocks:
+            x = checkpoint(block, x, use_reentrant=False, determinism_check="none")
+        return model.head(x)
+
+    if owner == "called":
+        model.forward = forward
+        forward = model
+    with window(model) as seen:
+        loss = forward(batch()).sum()
+        before = seen.snapshot().layers
+        assert len(calls) == 3
+        loss.backward()
+    assert len(calls) == 6  # forward and recomputation both ran under the open window
+    after = seen.snapshot().layers
+    assert [layer.name for layer in after] == [layer.name for layer in before]
+    assert len(after) == 4
+    for layer, other in zip(before, after, strict=True):
+        assert layer.captured.keys() == other.captured.keys()
+        assert torch.equal(layer.captured["hidden"], other.captured["hidden"])
+        for view in ("query", "key", "projected_query"):
+            if view in layer.captured:
+                assert torch.equal(layer.captured[view], other.captured[view])

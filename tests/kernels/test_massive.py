@@ -1,3 +1,4 @@
+import inspect
 import math
 
 import numpy as np
@@ -177,3 +178,26 @@ def test_massive_rows_name_the_shape_they_cannot_use(kernel, hidden):
 def test_massive_rows_refuse_a_factor_that_is_none(kernel, factor):
     with pytest.raises(ValueError, match="factor"):
         kernel(torch.ones(3, 2), factor)
+
+
+def test_the_limit_is_ten_times_the_median_distance():
+    """Numbers written out: a test that takes the limit from the code agrees with any."""
+    random = np.random.default_rng(11)
+    rows = random.standard_normal((1001, 16))
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)  # all at distance 1 of the centre
+    for distance, massive in ((9.8, False), (10.2, True)):
+        hidden = torch.from_numpy(rows).clone()
+        hidden[500] *= distance
+        assert bool(ordinary_rows(hidden)[500]) == (not massive), distance
+        assert ordinary_rows(hidden).sum() == 1001 - massive
+    assert inspect.signature(ordinary_rows).parameters["factor"].default == 10.0
+
+
+def test_as_many_as_one_row_in_twenty_can_be_massive():
+    random = np.random.default_rng(12)
+    rows = random.standard_normal((1000, 16))
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    for count, found in ((49, 49), (50, 50), (52, 0)):
+        hidden = torch.from_numpy(rows).clone()
+        hidden[:count] *= 100
+        assert (~ordinary_rows(hidden)).sum() == found

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from geomon.kernels.spectrum import anisotropy, spectrum
 
-SHAPES = [(2, 2), (7, 32), (32, 7), (300, 16), (500, 64), (64, 500), (1200, 48)]
+SHAPES = [(2, 2), (7, 32), (32, 7), (300, 16), (500, 64), (64, 500), (1200, 48), (600, 259)]
 
 small_shapes = st.tuples(st.integers(2, 24), st.integers(1, 12), st.integers(0, 10**6))
 few_examples = settings(deadline=None, derandomize=True, max_examples=30)

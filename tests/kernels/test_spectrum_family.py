@@ -265,3 +265,14 @@ def test_rankme_as_reptrix_codes_it_comes_from_the_same_spectrum():
     added = shares + 1e-7
     assert (-(added * added.log()).sum()).exp().item() == pytest.approx(613.4726, abs=1e-4)
     assert effective_rank(shares).item() == pytest.approx(613.0542, abs=1e-4)
+
+
+def test_leading_share_of_a_sphere_that_one_vector_exhausts(monkeypatch):
+    """All eigenvalues are equal: whatever Lanczos starts from is an eigenvector."""
+    monkeypatch.setattr(module, "_SMALL_SIDE", 12)
+    width = 36
+    turned = torch.linalg.qr(
+        torch.randn(width, width, generator=torch.Generator().manual_seed(0)).double()
+    ).Q
+    rows = torch.cat([turned, -turned])
+    assert leading_share(rows).item() == pytest.approx(1 / width, rel=1e-9)

@@ -6,6 +6,7 @@ from measuring import evaluate
 
 from geomon import METRICS, select
 from geomon.capture.snapshot import SOURCES, Layer, PassInfo, Snapshot
+from geomon.metrics.across_layers import across_layers, null_values
 
 OF_HEADS = ("qk", "attention", "query", "key", "max_logit")
 
@@ -164,3 +165,29 @@ def test_stacks_are_named_apart_and_have_their_own_means():
     assert result.values["q/cross_layer_01"] == 1
     assert not any(tag.startswith("m/cross") or tag == "m/mean" for tag in result.values)
     assert all(note.text.startswith(("encoder: q", "decoder: q")) for note in result.notes)
+
+
+def test_values_across_layers_are_among_those_of_a_reading():
+    """Shapes of profiles and correlations over depth, from the values of the same reading."""
+    generator = torch.Generator().manual_seed(0)
+    depths = [torch.randn(40, 6, generator=generator) for _ in range(6)]
+    for index, hidden in enumerate(depths):
+        hidden[:, 0] *= 1 + min(index, 5 - index)
+    found = values(select("anisotropy", "cosine", "variance"), snapshot(*depths), rows=40)
+    expected = across_layers(
+        {tag: value for tag, value in found.items() if "/layer_" in tag or "/mean" in tag}
+    )
+    assert expected
+    assert {tag: found[tag] for tag in expected} == pytest.approx(expected, nan_ok=True)
+    assert found["anisotropy_profile/peak_depth"] in (0.4, 0.6)
+
+
+def test_nulls_are_of_the_rows_that_were_measured():
+    rows = torch.randn(500, 6, generator=torch.Generator().manual_seed(0))
+    metrics = select("anisotropy", "twonn")
+    seen = snapshot(rows, rows)
+    for asked, measured in ((100, 100), (500, 500), (4000, 500)):
+        found = values(metrics, seen, rows=asked, batches=1)
+        expected = null_values(metrics, measured, 6)
+        assert expected
+        assert {tag: found[tag] for tag in expected} == expected

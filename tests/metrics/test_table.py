@@ -10,6 +10,7 @@ from models import PlainDecoder, batch
 
 from geomon import METRICS, MORE_METRICS, measure
 from geomon.capture.snapshot import CAPTURED, Layer
+from geomon.kernels.baselines import gaussian_like
 from geomon.metrics import Evaluator
 from geomon.metrics.table import check_metrics
 from geomon.metrics.views import DERIVED, LayerViews, captured_views, parameters
@@ -148,3 +149,140 @@ def test_metrics_of_shared_views_agree_with_numpy_on_the_raw_rows(offset):
     np.testing.assert_allclose(got("key_mean_norm"), norms[1], rtol=1e-12)
     np.testing.assert_allclose(got("qk_dot"), dot, rtol=1e-12)
     np.testing.assert_allclose(got("qk_cosine"), dot / norms[0] / norms[1].repeat(2), rtol=1e-12)
+
+
+def made(rows, precision=2.0**-23, **more):
+    return LayerViews(Layer(1, "block", {"hidden": rows, "precision": precision, **more}))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+def test_rounding_is_the_distance_that_rounding_alone_makes(dtype, scale):
+    """Against a measurement: rows rounded to a type, beside the rows that were rounded."""
+    rows = scale * torch.randn(3000, 24, generator=torch.Generator().manual_seed(0)).double()
+    rounded = rows.to(dtype).double()
+    neighbours = torch.cdist(rounded, rounded).topk(2, largest=False).values[:, 1]
+    error = (rounded - rows).square().sum(dim=1).mean()
+    # Two rows are rounded, each by itself.
+    measured = (2 * error).sqrt() / neighbours.median()
+    found = made(rounded, torch.finfo(dtype).eps)["rounding"]
+    # The spacing of a type is the same over an octave: up to twice what it is relative to a number.
+    assert measured.item() < found < 2.5 * measured.item()
+
+
+def test_rounding_is_a_share_of_the_nearest_distance_and_of_the_spacing():
+    rows = torch.tensor([[3.0, 0.0], [0.0, 4.0], [3.0, 1.0], [0.0, 6.0]])
+    # Mean square norm (9 + 16 + 10 + 36) / 4; nearest distances 1, 2, 1, 2: the median is 1.
+    expected = 0.01 * math.sqrt(71 / 4) / math.sqrt(6) / 1
+    assert made(rows, 0.01)["rounding"] == pytest.approx(expected, rel=1e-6)
+    assert made(rows, 0.02)["rounding"] == pytest.approx(2 * expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("width", [2, 5])
+def test_the_gaussian_null_is_the_dimension_of_a_gaussian_with_those_rows(width):
+    """A curve in `width` directions: the null has the directions and not the curve."""
+    generator = torch.Generator().manual_seed(1)
+    line = torch.rand(2000, 1, generator=generator).double()
+    curve = torch.cat([torch.sin(3 * n * line) for n in range(1, width + 1)], dim=1)
+    rows = torch.cat([curve, torch.zeros(2000, 4)], dim=1)
+    views = made(rows)
+    assert views.apply(METRICS["twonn"])[""].item() < 1.5  # a curve
+    null = views.apply(MORE_METRICS["twonn_gaussian"]).item()
+    sample = np.random.default_rng(0).multivariate_normal(
+        np.zeros(width), np.cov(curve.numpy(), rowvar=False), size=2000
+    )
+    distances = np.sort(np.linalg.norm(sample[:, None] - sample[None], axis=2), axis=1)[:, 1:3]
+    mu = distances[:, 1] / distances[:, 0]
+    expected = len(mu) / np.log(mu).sum()
+    assert null == pytest.approx(expected, rel=0.15)
+    assert null > 1.5
+
+
+def test_the_gaussian_null_has_as_many_rows_as_are_distinct(monkeypatch):
+    """A null of other rows has another bias: copies do not count."""
+    asked = []
+
+    def spy(spectrum, count, generator):
+        asked.append(count)
+        return gaussian_like(spectrum, count, generator)
+
+    monkeypatch.setattr("geomon.metrics.table.gaussian_like", spy)
+    rows = torch.randn(150, 6, generator=torch.Generator().manual_seed(2)).double()
+    alone = made(rows).apply(MORE_METRICS["twonn_gaussian"]).item()
+    # The covariance of the rows stays as it is where each is there equally often.
+    copied = made(rows.repeat(8, 1)).apply(MORE_METRICS["twonn_gaussian"]).item()
+    assert asked == [150, 150]
+    assert copied == pytest.approx(alone, rel=0.02)
+
+
+# Metrics whose docstring or README states a range, and those that have none.
+UNBOUNDED = {
+    "between_variance", "norm_variance_slope", "gride", "qk_dot", "key_mean_norm", "max_logit",
+}  # fmt: skip
+RANGES = test_values_are_in_the_range_that_the_docstring_states.pytestmark[0].args[1]
+
+
+def test_every_metric_has_a_range_or_none():
+    assert {name for name, _, _ in RANGES} | UNBOUNDED == ALL.keys()
+
+
+@pytest.mark.parametrize(("name", "low", "high"), RANGES)
+def test_a_range_is_asked_of_every_layer_and_of_the_mean(name, low, high, values):
+    """A metric that is missing is in no range."""
+    found = {tag: value for tag, value in values.items() if tag.split("/")[0] == name}
+    plain = {tag for tag in found if tag.count("/") == 1}
+    layers = {f"{name}/layer_{layer:02d}" for layer in (1, 2, 3)}
+    assert plain >= layers | {f"{name}/mean"}
+    heads = {tag for tag in found if "/head_" in tag}
+    for tag in plain | heads:
+        assert low <= found[tag] <= high + 1e-9, tag
+    of_heads = name.startswith(("qk", "query", "key", "attention"))
+    assert bool(heads) == of_heads
+    assert (f"{name}/layer_00" in plain) != of_heads
+
+
+def test_metrics_that_are_named_for_a_part_read_that_part():
+    """Each beside its neighbour in the table, on values of which no two are equal."""
+    generator = torch.Generator().manual_seed(5)
+    query = torch.randn(300, 4, 6, generator=generator) + 2
+    key = 3 * torch.randn(300, 2, 6, generator=generator) - 1
+    views = made(torch.randn(300, 8, generator=generator), projected_query=query, projected_key=key)
+    for name, rows in (("query", query), ("key", key)):
+        unit = torch.nn.functional.normalize(rows.double(), dim=-1).transpose(0, 1)
+        pairs = (unit @ unit.transpose(1, 2)).sum(dim=(1, 2)) - 300
+        cosine = views.apply(METRICS[f"{name}_cosine"])
+        torch.testing.assert_close(cosine, pairs / (300 * 299), rtol=1e-6, atol=1e-9)
+        centred = (rows - rows.mean(dim=0)).double().transpose(0, 1)
+        squares = torch.linalg.svdvals(centred).square()
+        share = squares[:, 0] / squares.sum(dim=1)
+        torch.testing.assert_close(
+            views.apply(METRICS[f"{name}_anisotropy"]), share, rtol=1e-5, atol=0
+        )
+
+
+def test_parts_of_the_dimension_say_what_it_stands_on():
+    generator = torch.Generator().manual_seed(6)
+    rows = torch.randn(400, 5, generator=generator).double()
+    rows[300:] = rows[:100]  # a quarter are copies
+    ids, positions = torch.arange(400) % 20, torch.arange(400) % 8
+    views = made(rows, token_ids=ids, positions=positions)
+    parts = views.apply(METRICS["twonn"])
+    assert (parts["n"], parts["duplicates"]) == (300, pytest.approx(0.25))
+    assert parts["rounding"] == views["rounding"]
+    assert parts["error"] < parts["censored"]
+    distinct = views.apply(METRICS["twonn_distinct"])
+    pairs = len(set(zip(ids[:300].tolist(), positions[:300].tolist(), strict=True)))
+    assert (distinct["n"], distinct["repeated"]) == (pairs, pytest.approx(1 - pairs / 400))
+    assert list(views.apply(METRICS["gride"])) == [f"k{2**n}" for n in range(6)]
+
+
+def test_large_scales_stand_on_256_evenly_spread_rows():
+    rows = torch.randn(1000, 4, generator=torch.Generator().manual_seed(8)).double()
+    views = made(rows)
+    assert views["far_neighbours"].shape == (256, 64)
+    distances = torch.cdist(rows, rows).sort(dim=1).values[:, 1:65]
+    spread = torch.linspace(0, 999, 256).long()
+    torch.testing.assert_close(views["far_neighbours"], distances[spread], rtol=1e-9, atol=1e-12)
+    assert views["neighbours"].shape == (1000, 8)
+    few = made(rows[:100])
+    assert few["far_neighbours"].shape == (100, 64)

@@ -1,7 +1,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from geomon.monitor.budget import Budget
@@ -108,3 +108,80 @@ def test_rows_wait_until_the_time_of_a_step_is_known_and_seldom_move():
         budget.learn(1024, 0.002)
     assert budget.choose_rows(10)
     assert budget.rows == 1024
+
+
+def test_time_that_is_spent_adds_up():
+    budget, clock = started(0.01)
+    clock.now = 1000.0
+    for seconds in (3.0, 1.0, 0.5):
+        budget.spend(seconds)
+    budget.spend_capture(0.25)
+    assert budget.spent == 4.75
+    assert budget.overhead == pytest.approx(4.75e-3)
+
+
+@settings(deadline=None)
+@given(
+    share=st.floats(0.001, 0.2),
+    costs=st.lists(st.floats(1e-4, 3.0), min_size=2, max_size=30),
+    step=st.floats(1e-3, 2.0),
+)
+def test_the_sum_of_what_was_afforded_stays_within_the_share(share, costs, step):
+    """By a sum of the test's own: an account that forgets would say of itself that it holds."""
+    budget, clock = started(share)
+    spent = 0.0
+    for cost in costs:
+        for _ in range(1000):
+            clock.now += step
+            if budget.affords(cost):
+                budget.spend(cost)
+                clock.now += cost
+                spent += cost
+                break
+        assert spent <= share * clock.now * (1 + 1e-9)
+        assert budget.spent == pytest.approx(spent)
+
+
+def test_a_reading_is_put_off_until_its_cost_and_a_second_one_fit():
+    budget, clock = started(0.1)
+    budget.learn(4096, 0.5)
+    budget.spend_capture(1.0)
+    for _ in range(11):
+        budget.count_step()
+    clock.now = 110.0  # eleven steps of ten seconds, of which a tenth is 10 a step
+    # 0.08 * 110 = 8.8 is planned with; 1 is spent, and 2 * (1 + 4 * 0.5) = 6 are needed.
+    assert budget.decide(4) == (True, 4096, 0)
+    budget.spend(4.0)
+    # 5 + 6 - 8.8 = 2.2 is missing: 27.5 seconds at 8 %, which are three steps.
+    assert budget.decide(4) == (False, 4096, 3)
+    assert budget.reading_cost(4) == 3.0
+
+
+def test_rows_are_chosen_by_the_time_of_training_alone():
+    """What geomon takes is no training: a step is half a second here, and not one."""
+    budget, clock = started(0.01)
+    budget.learn(4096, 0.045)  # ten layers: 0.45, of the 0.5 that a hundred steps allow
+    for _ in range(11):
+        budget.count_step()
+    clock.now = 11.0
+    budget.spend(5.5)
+    assert budget.choose_rows(10)
+    assert budget.rows == 4096
+    other, clock = started(0.01)
+    other.learn(4096, 0.055)
+    for _ in range(11):
+        other.count_step()
+    clock.now = 11.0
+    other.spend(5.5)
+    assert other.choose_rows(10)
+    assert other.rows == 2048
+
+
+def test_a_reading_that_costs_just_what_is_allowed_keeps_its_rows():
+    budget, clock = started(0.5)
+    budget.learn(4096, 5.0)
+    for _ in range(11):
+        budget.count_step()
+    clock.now = 11.0  # a hundred steps of a second allow fifty, and ten layers cost fifty
+    assert budget.choose_rows(10)
+    assert budget.rows == 4096

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from geomon import Memory, Monitor, select
+from geomon.metrics import Evaluator
 
 METRICS = select("cosine", "variance", "twonn", "attention_entropy")
 
@@ -98,7 +99,9 @@ def run_on_budget(share, steps=400, **settings):
 
 
 @pytest.mark.parametrize("source", ["inline", "probe"])
-def test_a_budget_is_held_and_what_is_due_is_put_off(source):
+def test_a_budget_is_held_and_what_is_due_is_put_off(source, monkeypatch):
+    # Costs are of this process alone: on a busy machine a layer may take any time.
+    monkeypatch.setattr(time, "perf_counter", time.process_time)
     probe = {"probe": models.batch()} if source == "probe" else {}
     shares = []
     for step, monitor, seen in run_on_budget(0.002, tokens=128, **probe):
@@ -196,3 +199,21 @@ def test_who_asks_twice_about_a_step_that_is_owed_gets_the_same_answer():
             with monitor(step):
                 model(models.batch())
     assert [reading.step for reading in memory.readings] == [0, 6]
+
+
+@pytest.mark.parametrize("place", ["metric", "across layers"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_what_is_raised_in_the_background_ends_nothing(caplog, monkeypatch, place, error):
+    def interrupted(*args, **kwargs):
+        raise error
+
+    metrics = METRICS
+    if place == "metric":
+        metrics = METRICS | {"interrupted": lambda hidden: interrupted()}
+    else:
+        monkeypatch.setattr(Evaluator, "combine", interrupted)
+    *_, (steps, _, readings) = run(6, background=True, metrics=metrics, strict=False)
+    assert steps == 6  # more than wait in the background
+    assert not readings
+    said = [r for r in caplog.records if error.__name__ in r.getMessage()]
+    assert len(said) == 1

@@ -1,12 +1,18 @@
 import copy
 import errno
+import gc
 import json
 import logging
 import math
 import pickle
+import subprocess
+import sys
 import time
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from models import PlainDecoder, batch, transformer
@@ -14,7 +20,12 @@ from torch import nn
 
 import geomon
 from geomon import METRICS, Memory, Monitor, every, measure, read, select
+from geomon.capture.snapshot import NotSeenError
 from geomon.distributed import RankGroup
+from geomon.monitor import budget as budget_module
+from geomon.monitor import output
+from geomon.monitor.budget import Budget
+from geomon.monitor.retries import Retries
 
 
 def monitor(model, tmp_path=None, **kwargs):
@@ -46,6 +57,25 @@ def test_readings_come_at_scheduled_steps_and_once(tmp_path):
     assert [r.step for r in memory.readings] == [0, 4, 8, 9]
     assert [r.step for r in read(tmp_path)] == [0, 4, 8, 9]
     assert dict(read(tmp_path)[1].values) == dict(memory.readings[1].values)
+
+
+def test_a_schedule_that_raises_is_a_warning_once_and_the_rest_is_read(caplog):
+    def fails_at_times(step):
+        if step in (2, 3, 5):
+            raise LookupError(f"nothing is known of step {step}")
+        return step % 2 == 0
+
+    memory, model = Memory(), PlainDecoder()
+    options = {"schedule": fails_at_times, "sinks": [memory], "strict": False}
+    seen = monitor(model, **options)
+    train(model, seen)
+    seen.close()
+    assert [r.step for r in memory.readings] == [0, 4, 6, 8]
+    (said,) = [r.getMessage() for r in caplog.records if "schedule" in r.getMessage()]
+    assert "LookupError: nothing is known of step 2" in said
+    strict = monitor(model, **(options | {"strict": True}))
+    with pytest.raises(LookupError):
+        train(model, strict)
 
 
 def test_step_zero_is_read_whatever_the_schedule_says(tmp_path):
@@ -172,17 +202,20 @@ def test_a_failing_metric_never_ends_a_run(tmp_path, caplog):
 
 
 class Dying:
-    """A sink that takes two readings and no more."""
+    """A sink that takes readings but for those in between."""
 
-    def __init__(self):
-        self.taken = 0
+    def __init__(self, *failing):
+        self.failing = failing
+        self.tried, self.taken, self.closed = [], [], 0
 
     def write(self, reading):
-        self.taken += 1
-        if self.taken > 2:
+        self.tried.append(reading.step)
+        if reading.step in self.failing:
             raise OSError("gone")
+        self.taken.append(reading.step)
 
     def close(self):
+        self.closed += 1
         raise OSError("gone too")
 
 
@@ -228,17 +261,219 @@ def test_a_resume_on_a_full_disk_knows_what_is_recorded(tmp_path, monkeypatch):
     assert [run["from_step"] for run in read(tmp_path).runs] == [0, 1]
 
 
-def test_a_dying_sink_is_left_out_and_said_once(tmp_path, caplog):
-    memory, dying = Memory(), Dying()
+def test_a_sink_that_fails_silences_neither_itself_nor_another(tmp_path, caplog):
+    memory, dying = Memory(), Dying(1, 3, 4)
     model = PlainDecoder()
     seen = monitor(model, tmp_path, strict=False, sinks=[dying, memory], schedule=every(1))
     with caplog.at_level(logging.WARNING, "geomon"):
-        train(model, seen, steps=5)
+        train(model, seen, steps=7)
         seen.close()
         seen.close()
-    assert dying.taken == 3
-    assert [r.step for r in memory.readings] == [r.step for r in read(tmp_path)] == [*range(5)]
-    assert len([m for m in caplog.messages if "Dying" in m]) == 1
+    assert dying.tried == [*range(7)]
+    assert dying.taken == [0, 2, 5, 6]
+    assert dying.closed == 1
+    assert [r.step for r in memory.readings] == [r.step for r in read(tmp_path)] == [*range(7)]
+    said = [m for m in caplog.messages if "Dying" in m]
+    assert [("tried again" in m, "closing" in m) for m in said] == [(True, False), (False, True)]
+
+
+def test_a_sink_that_keeps_failing_is_tried_again_after_pauses(tmp_path, caplog, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(output, "Retries", lambda: Retries(lambda: clock[0]))
+    dying, model = Dying(*range(5)), PlainDecoder()
+    seen = monitor(model, tmp_path, strict=False, sinks=[dying], schedule=every(1))
+    with caplog.at_level(logging.WARNING, "geomon"):
+        train(model, seen, steps=10)
+    assert dying.tried == [0, 1, 2]
+    clock[0] = 61.0
+    train(model, seen, steps=2, start=10)
+    assert dying.tried == [0, 1, 2, 10, 11]
+    assert len([m for m in caplog.messages if "Dying" in m]) == 2
+
+
+STEPS_OF_ALL_KINDS = [
+    np.int64, np.int32, np.uint8, np.array, torch.tensor, lambda step: torch.tensor([step]), int,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", STEPS_OF_ALL_KINDS)
+def test_steps_are_whole_numbers_of_any_kind(tmp_path, kind):
+    model, memory = PlainDecoder(), Memory()
+    seen = monitor(model, tmp_path, schedule=every(2), sinks=[memory])
+    for step in range(5):
+        with seen(kind(step)):
+            model(batch())
+    seen.probe(kind(7), batch())
+    assert [r.step for r in read(tmp_path)] == [0, 2, 4, 7]
+    assert all(type(reading.step) is int for reading in memory.readings)
+    resumed = monitor(model, tmp_path, schedule=every(2))
+    for step in range(3, 7):
+        with resumed(kind(step)):
+            model(batch())
+    assert [r.step for r in read(tmp_path)] == [0, 2, 4, 7, 6]
+
+
+@pytest.mark.parametrize(
+    ("step", "error"),
+    [(1.0, TypeError), (np.float64(2), TypeError), (torch.tensor(3.0), TypeError),
+     (True, TypeError), (np.bool_(True), TypeError), (torch.tensor(True), TypeError),
+     ("3", TypeError), (None, TypeError), (torch.arange(2), TypeError), (math.nan, TypeError),
+     (-1, ValueError), (np.int64(-5), ValueError), (torch.tensor(-1), ValueError),
+     (10**400, ValueError)],
+    ids=repr,
+)  # fmt: skip
+def test_a_step_that_is_none_is_refused_in_one_line(tmp_path, step, error):
+    model = PlainDecoder()
+    seen = monitor(model, tmp_path, strict=False)
+    for enter in (seen, seen.advance, lambda step: seen.probe(step, batch())):
+        with pytest.raises(error, match="a step is the number of optimizer updates") as raised:
+            enter(step)
+        assert "\n" not in str(raised.value)
+        assert len(str(raised.value)) < 200
+    with seen(0):
+        model(batch())
+    assert [r.step for r in read(tmp_path)] == [0]
+
+
+@pytest.mark.parametrize("how", ["nothing", "exception aside", "probe"])
+def test_a_window_in_which_nothing_ran_records_nothing_and_says_so_once(tmp_path, caplog, how):
+    model = PlainDecoder()
+    seen = monitor(model, tmp_path, strict=False, schedule=every(1))
+    with caplog.at_level(logging.WARNING, "geomon"):
+        for step in range(4):
+            if how == "probe":
+                seen.probe(step, lambda model: None)
+                continue
+            with seen(step):
+                if how == "exception aside":
+                    model.tokens(batch())  # the embedding alone
+    assert (tmp_path / "readings.jsonl").read_text() == ""
+    assert len(caplog.messages) == 1
+    assert "not run under the window" in caplog.messages[0]
+    with seen(4):
+        model(batch())
+    assert [r.step for r in read(tmp_path)] == [4]
+    with pytest.raises(NotSeenError), monitor(model, tmp_path / "strict")(0):
+        pass
+
+
+def test_the_time_of_steps_that_are_not_due_counts(tmp_path):
+    model = PlainDecoder()
+    seen = monitor(model, None, schedule=lambda step: step == 0)
+    with seen(0):
+        model(batch())
+    spent = seen._budget.spent
+    began = time.perf_counter()
+    for step in range(1, 20_001):
+        with seen(step):
+            pass
+    taken = time.perf_counter() - began
+    counted = seen._budget.spent - spent
+    assert 0.5 * taken < counted <= taken
+
+
+def test_time_inside_a_charge_counts_once(monkeypatch):
+    clock = iter([0.0, 1.0, 3.0, 10.0, 20.0, 21.0, 25.0, 26.0])
+    monkeypatch.setattr(budget_module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    budget = Budget(None, 64, clock=time.perf_counter)
+    with budget.charge():  # from 0 to 10
+        with budget.charge():  # from 1 to 3
+            pass
+        budget.spend(4.0)
+    assert budget.spent == 10.0
+    with budget.charge(), budget.charge():  # from 20 to 26, from 21 to 25
+        budget.spend(50.0)  # of what began before
+    assert budget.spent == 60.0
+
+
+UNCLOSED = """
+import sys, time, logging
+sys.path.insert(0, {tests!r})
+import multiprocessing
+from models import PlainDecoder, batch
+from geomon import Monitor, every, select
+
+def main(folder):
+    def slow(hidden):
+        time.sleep(0.02)
+        return hidden.mean()
+
+    model = PlainDecoder()
+    monitor = Monitor(
+        model, metrics={{"slow": slow}}, tokens=64, schedule=every(1), background=True,
+        directory=folder,
+    )
+    for step in range(3):
+        with monitor(step):
+            model(batch())
+    return monitor
+
+way, folder = sys.argv[1:]
+if way == "dropped":
+    main(folder)
+    logging.shutdown()
+    import os
+    os._exit(0)
+elif way == "child":
+    process = multiprocessing.get_context("fork").Process(target=lambda: globals().update(
+        kept=main(folder)))
+    process.start()
+    process.join()
+else:
+    kept = main(folder)
+    if way == "exception":
+        raise RuntimeError("in the loop")
+    if way == "exit":
+        sys.exit(3)
+    if way == "cycle":
+        kept.itself = kept
+"""
+
+
+@pytest.mark.parametrize("way", ["end", "exception", "exit", "dropped", "cycle", "child"])
+def test_background_readings_are_recorded_without_close(tmp_path, way):
+    code = UNCLOSED.format(tests=str(Path(__file__).parent.parent))
+    done = subprocess.run(
+        [sys.executable, "-c", code, way, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert [r.step for r in read(tmp_path)] == [0, 1, 2], done.stderr
+    assert done.returncode == {"exception": 1, "exit": 3}.get(way, 0), done.stderr
+
+
+def test_a_monitor_that_is_dropped_is_collected():
+    model = PlainDecoder()
+    seen = monitor(model, None)
+    with seen(0):
+        model(batch())
+    gone = weakref.ref(seen)
+    del seen
+    gc.collect()
+    assert gone() is None
+
+
+def test_nothing_of_a_name_or_a_message_acts_on_the_terminal(caplog):
+    acting = "\x1b[2J\u202e\r\nnext"
+
+    def broken(hidden):
+        raise ZeroDivisionError(acting)
+
+    model = nn.Module()
+    model.register_module("blocks" + acting, PlainDecoder().blocks)
+    model.forward = lambda ids: None
+    text = str(geomon.describe(model))
+    assert all(line.isprintable() for line in text.split("\n"))
+    odd = PlainDecoder()
+    seen = monitor(odd, None, strict=False, metrics={"broken": broken})
+    with caplog.at_level(logging.WARNING, "geomon"):
+        with seen(0):
+            odd(batch())
+        with monitor(model, None, strict=False)(0):
+            pass
+    assert len(caplog.messages) >= 2
+    assert all(message.isprintable() for message in caplog.messages)
 
 
 def test_a_resume_with_other_metrics_keeps_what_was_read(tmp_path):
@@ -254,15 +489,6 @@ def test_a_resume_with_other_metrics_keeps_what_was_read(tmp_path):
     assert all("cosine/layer_01" in r.values for r in list(found)[3:])
     assert all("variance/layer_01" not in r.values for r in list(found)[3:])
     assert [run["metrics"] for run in found.runs] == [["variance"], ["cosine", "twonn"]]
-
-
-def test_a_forward_that_never_ran_is_said_not_silent(tmp_path, caplog):
-    model = PlainDecoder()
-    seen = monitor(model, tmp_path, strict=False)
-    with caplog.at_level(logging.WARNING, "geomon"), seen(0):
-        pass
-    assert any("not run under the window" in message for message in caplog.messages)
-    assert math.isnan(read(tmp_path)[0].values["variance/layer_01"])
 
 
 def test_an_exception_in_the_model_is_handed_on_and_nothing_is_read(tmp_path):
@@ -310,10 +536,9 @@ def test_a_sink_that_hangs_is_left_out_and_the_training_goes_on(tmp_path, caplog
     assert time.monotonic() - began < 40
     assert [r.step for r in hanging.readings] == [0, 1]
     assert [r.step for r in memory.readings] == [r.step for r in read(tmp_path)] == [0, 1, 2, 3]
-    messages = [m for m in caplog.messages if "TimeLimitError" in m]
+    messages = [m for m in caplog.messages if "takes too long and is left out" in m]
     assert len(messages) == 2
-    assert "Hangs failed and is left out" in messages[0]
-    assert "closing Hangs failed" in messages[1]
+    assert all(m.startswith("Hangs takes too long") for m in messages)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -401,3 +626,48 @@ def test_version_is_one():
     from importlib.metadata import version
 
     assert geomon.__version__ == version("geomon")
+
+
+def test_what_is_shown_is_in_the_record_already(tmp_path):
+    """A sink that reads the record while it is given a reading."""
+    found = []
+
+    class Reader:
+        def write(self, reading):
+            found.append((reading.step, [kept.step for kept in read(tmp_path)]))
+
+        def close(self):
+            found.append([kept.step for kept in read(tmp_path)])
+
+    model = PlainDecoder()
+    seen = monitor(model, tmp_path, schedule=every(1), sinks=[Reader()])
+    train(model, seen, steps=3)
+    seen.close()
+    assert found == [(0, [0]), (1, [0, 1]), (2, [0, 1, 2]), [0, 1, 2]]
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_only_the_first_rank_makes_a_record(tmp_path, monkeypatch, rank):
+    import geomon.monitor.monitor as module
+
+    monkeypatch.setattr(module, "find_ranks", lambda: RankGroup(rank, 3))
+    seen = monitor(PlainDecoder(), tmp_path / "run", gather=False)
+    assert (tmp_path / "run").exists() == (rank == 0)
+    with seen(0):
+        pass_of = seen._model(batch())
+    assert pass_of is not None
+    assert (tmp_path / "run" / "readings.jsonl").exists() == (rank == 0)
+
+
+def test_every_rank_learns_from_the_first_what_is_recorded(monkeypatch):
+    """A rank without a record: only what the first one sends says what was read before."""
+    model, memory = PlainDecoder(), Memory()
+    seen = monitor(model, schedule=every(1), sinks=[memory])
+    sent = []
+    monkeypatch.setattr(
+        type(seen._group), "broadcast", lambda group, value: sent.append(value) or {(1, "inline")}
+    )
+    train(model, seen, steps=3)
+    seen.close()
+    assert sent == [set()]
+    assert [reading.step for reading in memory.readings] == [0, 2]

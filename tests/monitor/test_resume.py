@@ -4,11 +4,12 @@ import copy
 import pickle
 
 import pytest
+import test_lightning
 import torch
 from fingerprint import HOOKS
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
-from models import batch
+from models import PlainDecoder, batch
 from test_huggingface import fit as fit_huggingface
 from test_lightning import TwoOptimizers
 from test_lightning import fit as fit_lightning
@@ -128,3 +129,40 @@ def test_copies_made_while_the_trainer_trains(tmp_path):
     for _, copied in copier.made:
         fit_huggingface(tmp_path, [copied], steps=3)
         assert [r.step for r in read(tmp_path / "run")] == [0, 2]
+
+
+@pytest.mark.parametrize("probe", [None, batch(8, 32, seed=77)], ids=["inline", "probe"])
+def test_after_a_cut_the_values_are_those_of_a_run_without_one(tmp_path, monkeypatch, probe):
+    """Without dropout, on one batch again and again: nothing of the cut is left in the weights."""
+    monkeypatch.setattr(test_lightning, "batch", lambda *shape, seed: batch(8, 32, seed=0))
+
+    def net():
+        model = test_lightning.Decoder()
+        torch.manual_seed(0)
+        model.net = PlainDecoder()
+        return model
+
+    def run(folder, steps, resume=None):
+        monitor = OfLightning(probe=probe, schedule=every(3), directory=folder, **FEW)
+        keep = ModelCheckpoint(folder, "{step}", every_n_train_steps=7, save_top_k=-1)
+        model, _ = fit_lightning(
+            folder, [monitor, keep], steps=steps, resume=resume, model=net(),
+            enable_checkpointing=True, weights_only=True,
+        )  # fmt: skip
+        return model
+
+    whole = run(tmp_path / "whole", 13)
+    run(tmp_path / "cut", 8)
+    resumed = run(tmp_path / "cut", 13, resume=tmp_path / "cut" / "step=7.ckpt")
+    assert all(map(torch.equal, whole.parameters(), resumed.parameters()))
+    expected, found = read(tmp_path / "whole"), read(tmp_path / "cut")
+    assert len(found.runs) == 2
+    found = {reading.step: reading for reading in found}
+    after = [reading.step for reading in expected if reading.step > 8]
+    assert after == ([9, 12, 13] if probe is not None else [9, 12])
+    for reading in expected:
+        for tag, value in reading.values.items():
+            if not tag.startswith("geomon/"):
+                assert found[reading.step].values[tag] == value, (reading.step, tag)
+    moved = [reading.values["variance/mean"] for reading in expected]
+    assert len(set(moved)) == len(moved)  # a curve that stands still would prove nothing

@@ -1,20 +1,25 @@
 """The recipe's command, on a model small enough for a test."""
 
+import errno
 import json
 import math
 import os
+import resource
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from geomon import read
 from recipes.enwik8.__main__ import app
 from recipes.enwik8.model import CharacterDecoder, configuration
 from recipes.enwik8.presets import PRESETS, Preset
+from recipes.enwik8.train import RecipeError, _plain_errors
 
 ROOT = Path(__file__).parent.parent.parent
 TINY = ["--layers", "2", "--width", "32", "--heads", "2", "--batch", "8", "--preset", "cpu"]
@@ -27,14 +32,20 @@ def command(*arguments: object, **environment: str) -> subprocess.Popen[str]:
         [sys.executable, "-m", "recipes.enwik8", *map(str, arguments)], cwd=ROOT, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         env={**os.environ, "ENWIK8": "", **proxies, **environment},
-        # A shell that starts the suite in the background has it, and its children, ignore Ctrl-C.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
+        preexec_fn=lambda: _prepare(environment),  # noqa: PLW1509
     )  # fmt: skip
+
+
+def _prepare(environment: dict[str, str]) -> None:
+    # A shell that starts the suite in the background has it, and its children, ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if limit := environment.get("GEOMON_TEST_LIMIT"):  # of a file, in bytes: no disk need be full
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
 
 
 def run(*arguments: object, **environment: str) -> tuple[int, str, str]:
     process = command(*arguments, **environment)
-    out, err = process.communicate(timeout=200)
+    out, err = process.communicate(timeout=400)
     return process.returncode, out, err
 
 
@@ -128,7 +139,7 @@ def test_ctrl_c_keeps_every_reading_and_ends_as_lightning_ends(tmp_path):
         if len(shown) == 4:
             process.send_signal(signal.SIGINT)
             break
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=400)
     assert f"interrupted: {tmp_path / 'run'} keeps every reading" in out
     assert process.returncode == 1  # Lightning's own code for an interrupt
     assert "Traceback" not in err
@@ -140,11 +151,24 @@ def test_ctrl_c_keeps_every_reading_and_ends_as_lightning_ends(tmp_path):
     [
         (["--data", "no/such/file"], "no/such/file"),
         (["--data", "pyproject.toml"], "pyproject.toml"),
-        (["--resume"], "no checkpoint"),
+        (["--resume"], "no checkpoint and no settings"),
         (["--out", "pyproject.toml/run"], "cannot be written"),
         (["--heads", "3"], "cannot be shared among --heads 3"),
+        (["--context", "100000"], "choose at most 8192"),
+        (["--context", "5000", "--budget", "0.01"], "choose at most 2048"),
+        (["--precision", "foo"], "check --accelerator, --devices, --strategy, --precision"),
+        pytest.param(
+            ["--accelerator", "gpu"], "check --accelerator",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+        ),
+        (["--accelerator", "foo"], "check --accelerator"),
+        (["--devices", "foo"], "check --accelerator, --devices"),
+        (["--strategy", "foo"], "check --accelerator"),
+        (["--budget", "5"], "give one between 0 and 1"),
+        (["--budget", "nan"], "give one between 0 and 1"),
+        (["--learning-rate", "nan"], "is no number"),
     ],
-)
+)  # fmt: skip
 def test_bad_input_gets_one_clear_line(arguments, message, tmp_path):
     rest = [] if "--out" in arguments else ["--out", tmp_path / "x"]
     code, err = run_here("--preset", "cpu", *rest, *arguments)
@@ -154,10 +178,116 @@ def test_bad_input_gets_one_clear_line(arguments, message, tmp_path):
     assert err.count("\n") == 1
 
 
+def test_resume_needs_the_text_of_the_run(finished, tmp_path):
+    folder, _ = finished
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    settings = json.loads((copy / "settings.json").read_text())
+    assert len(settings["text_sha256"]) == 64
+    (copy / "settings.json").write_text(json.dumps({**settings, "text_sha256": "0" * 64}))
+    code, err = run_here("--out", copy, *TINY, "--steps", 6, "--resume")
+    assert code == 2
+    assert "--resume in" in err
+    assert "needs the text of the earlier run, whose sha256 is 000000000000..." in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"torn", "half"])
+def test_a_checkpoint_that_cannot_be_read_gets_one_clear_line(finished, tmp_path, content):
+    folder, _ = finished
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    last = copy / "checkpoints" / "last.ckpt"
+    whole = last.read_bytes()
+    last.write_bytes(whole[: len(whole) // 2] if content == "half" else content)
+    code, err = run_here("--out", copy, *TINY, "--steps", 6, "--resume")
+    assert code == 2, err
+    assert "cannot be read" in err
+    assert "--resume starts over" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (MemoryError(), "choose a smaller --batch"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried"), "choose a smaller --batch"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you"), "choose a smaller"),
+        (OSError(errno.ENOSPC, "No space left on device"), "make room, then go on with --resume"),
+        (RuntimeError("[enforce fail] PytorchStreamWriter failed writing file"), "make room"),
+    ],
+    ids=repr,
+)
+def test_what_the_machine_lacks_gets_one_clear_line(tmp_path, error, words):
+    with pytest.raises(RecipeError, match=words) as raised, _plain_errors(tmp_path):
+        raise error
+    assert "\n" not in str(raised.value)
+    with pytest.raises(RuntimeError, match="of another kind"), _plain_errors(tmp_path):
+        raise RuntimeError("of another kind")
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"a": ' * 5000])
+def test_settings_that_cannot_be_read_get_one_clear_line(tmp_path, content):
+    (tmp_path / "settings.json").write_text(content)
+    code, err = run_here("--out", tmp_path, *TINY, "--resume")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "choose another folder" in err
+
+
+def test_a_run_without_a_checkpoint_starts_over_by_resume(finished, tmp_path):
+    """As Ctrl-C leaves it before the first checkpoint: settings, and a reading or two."""
+    folder, _ = finished
+    (tmp_path / "run").mkdir()
+    shutil.copy(folder / "settings.json", tmp_path / "run")
+    lines = (folder / "readings.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "run" / "readings.jsonl").write_text("".join(lines[:2]))
+    cache = str(folder.parent / "cache")
+    code, out, err = run(
+        "--out", tmp_path / "run", *TINY, "--steps", 6, "--resume", GEOMON_CACHE=cache
+    )
+    assert code == 0, err
+    assert "no checkpoint yet: the run starts over at step 0" in out
+    assert [r.step for r in read(tmp_path / "run")] == list(range(7))
+    assert len(read(tmp_path / "run" / "readings.1.jsonl")) == 1
+
+
+def test_a_full_disk_in_the_middle_of_training_gets_one_clear_line(tmp_path):
+    process = command(
+        "--out", tmp_path / "run", *TINY, "--steps", 6, "--logger", "csv",
+        GEOMON_TEST_LIMIT="100000",
+    )  # fmt: skip
+    _, err = process.communicate(timeout=200)
+    assert process.returncode == 2, err
+    last = err.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert "make room, then go on with --resume --out" in last
+    assert "Traceback" not in err
+
+
+_WITHOUT = """
+import runpy, sys
+sys.modules[sys.argv.pop(1)] = None
+runpy.run_module("recipes.enwik8", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    "name", ["typer", "lightning", "transformers", "matplotlib", "requests", "tensorboard", "wandb"]
+)
+def test_each_missing_extra_gets_one_clear_line(tmp_path, name):
+    arguments = ["--out", str(tmp_path / "x")]
+    if name == "wandb":
+        arguments += ["--logger", "wandb"]
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT, name, *arguments], cwd=ROOT, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {name} not installed: pip install 'geomon[all]'")
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "x").exists()
+
+
 @pytest.mark.parametrize("arch", ["gpt2", "llama"])
 def test_both_architectures_learn_a_pattern(arch):
-    import torch
-
     preset = Preset(2, 32, 2, 16, 8, 60, 5, 1e-2, 0.0, "32-true")
     torch.manual_seed(0)
     model = CharacterDecoder(arch, 8, preset)

@@ -30,7 +30,22 @@ def test_the_follower_begins_anew_with_a_new_record(make_readings, tmp_path):
     assert len(follower.readings) == 1
 
 
+def test_the_follower_counts_lines_and_tells_runs_that_write_at_once(make_readings, tmp_path):
+    readings = make_readings()
+    path = tmp_path / FILE_NAME
+    follower = Follower(tmp_path)
+    for index in (0, 1, 0):
+        with path.open("a") as file:
+            file.write(readings[index].line() + "\n")
+        follower.look()
+    assert follower.mixed_at == 3
+    with path.open("a") as file:
+        file.write("hello\n")
+    with pytest.raises(ValueError, match="line 4 of"):
+        follower.look()
+
+
 def test_the_follower_refuses_what_is_no_record(tmp_path):
     (tmp_path / FILE_NAME).write_text("hello\n")
-    with pytest.raises(ValueError, match="not a record's"):
+    with pytest.raises(ValueError, match=r"line 1 of .* is not a line of a record"):
         Follower(tmp_path).look()

@@ -21,7 +21,7 @@ def reading(step: int, **values: float) -> Reading:
     return Reading(step, 1.0, 0.5, "inline", "train", 64, 1, "float32", values or {"a/mean": 1.0})
 
 
-@given(values=st.dictionaries(st.text(min_size=1), NUMBERS), step=st.integers(0))
+@given(values=st.dictionaries(st.text(min_size=1), NUMBERS), step=st.integers(0, 2**63 - 1))
 def test_a_line_gives_the_reading_back_to_the_last_bit(values, step):
     before = Reading(step, 1.5, 0.1, "probe", "eval", 3, 2, "bfloat16", values, ["a note"])
     line = before.line()

@@ -10,7 +10,14 @@ from wandb_file import wandb_rows, work_offline
 
 import geomon.record.sinks
 from geomon.record import Reading, Sink
-from geomon.record.sinks import ChartLayout, Memory, TensorBoard, WandB, post_picture_to_writer
+from geomon.record.sinks import (
+    ChartLayout,
+    LoggerSink,
+    Memory,
+    TensorBoard,
+    WandB,
+    post_to_each,
+)
 
 CLASSES = [
     found
@@ -55,7 +62,9 @@ def reading(step: int) -> Reading:
 
 
 def build(kind, tmp_path):
-    return kind(*{TensorBoard: [tmp_path], WandB: [Run()], Memory: []}[kind])
+    return kind(
+        *{TensorBoard: [tmp_path], WandB: [Run()], Memory: [], LoggerSink: ["Logger", id]}[kind]
+    )
 
 
 @pytest.mark.parametrize("kind", CLASSES)
@@ -217,7 +226,51 @@ def test_the_layout_of_charts_is_written_once_to_every_writer():
     ]  # fmt: skip
 
 
-def test_a_picture_is_posted_with_its_channels_last():
-    writer = Writer()
-    post_picture_to_writer(writer, "profile/a", "pixels", 3)
+def test_a_logger_gets_readings_pictures_and_the_layout_once():
+    logged, saved, writer = [], [], Writer()
+    sink = LoggerSink(
+        "Board", logged.append, save=lambda: saved.append(1), writers=lambda: [writer]
+    )
+    for step in range(2):
+        sink.write(reading(step))
+    sink.post("profile/a", "pixels", 3)
+    sink.close()
+    assert [r.step for r in logged] == [0, 1]
+    assert len(writer.layouts) == len(saved) == 1
     assert writer.images == [(("profile/a", "pixels", 3), {"dataformats": "HWC"})]
+    assert str(sink) == "Board"
+    plain = LoggerSink("CSV", logged.append)
+    plain.write(reading(2))
+    plain.post("profile/a", "pixels", 3)
+    plain.close()
+    assert not plain.shows_pictures
+    assert len(logged) == 3
+
+
+def test_a_picture_is_posted_to_every_logger_whatever_one_of_them_does():
+    def refuse():
+        raise OSError("gone")
+
+    writer = Writer()
+    broken = LoggerSink("Broken", print, writers=refuse)
+    board = LoggerSink("Board", print, writers=lambda: [writer])
+    post = post_to_each([Memory(), broken, board])
+    with pytest.raises(OSError, match="gone"):
+        post("a", "pixels", 0)
+    assert len(writer.images) == 1
+    assert post_to_each([Memory(), LoggerSink("CSV", print)]) is None
+
+
+def test_a_layout_that_could_not_be_written_is_written_with_the_next_reading():
+    class Failing(Writer):
+        def add_custom_scalars(self, charts):
+            super().add_custom_scalars(charts)
+            if len(self.layouts) == 1:
+                raise OSError("gone")
+
+    writer, layout = Failing(), ChartLayout()
+    with pytest.raises(OSError, match="gone"):
+        layout.write_once(reading(0), [writer])
+    for step in (1, 2):
+        layout.write_once(reading(step), [writer])
+    assert len(writer.layouts) == 2

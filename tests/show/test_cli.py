@@ -3,13 +3,14 @@ import json
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from geomon.record import FILE_NAME
-from geomon.show import cli
+from geomon.record import FILE_NAME, read
+from geomon.show import cli, geometry_figure
 
 
 @pytest.fixture
@@ -72,6 +73,69 @@ def test_a_file_that_is_no_record_and_one_without_readings_are_bad_input(tmp_pat
     assert invoke("figure", run, "--out", tmp_path / "picture.xyz").exit_code == 2
 
 
+ACTING = "\x1b[2J\x1b]0;title\x07\u202eabc\x9b31m\x00\r\nline\u2028end"
+
+
+def corrupt_text(path, content):
+    """A record whose every text, and every tag, holds what acts on a terminal."""
+    run = {"run": {"model": ACTING, ACTING: ACTING}}
+    lines = [json.dumps(run)]
+    for reading in content:
+        values = {**reading.values, f"twonn/{ACTING}_layer_01": 1.0, ACTING: 2.0}
+        values |= {f"twonn/{ACTING}_mean": 3.0}
+        odd = replace(
+            reading, source=ACTING, mode=ACTING, dtype=ACTING, values=values, notes=[ACTING]
+        )
+        lines.append(odd.line())
+    path.write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize(
+    "command", [["watch", "--once"], ["summary"], ["summary", "--stack", ACTING], ["figure"]]
+)
+def test_nothing_of_a_record_acts_on_the_terminal(make_readings, tmp_path, command):
+    folder = tmp_path / "a\x1b[2Jb\u202ec"
+    folder.mkdir()
+    corrupt_text(folder / FILE_NAME, make_readings())
+    for _ in range(2):
+        result = invoke(*command, folder)
+        output = result.stdout + result.stderr
+        assert output
+        assert all(line.isprintable() for line in output.split("\n")), output
+        (folder / FILE_NAME).write_text(f"{ACTING}\n{{}}\n")  # and then no record at all
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_nothing_of_a_record_acts_on_the_terminal_while_it_is_followed(
+    make_readings, tmp_path, monkeypatch, terminal
+):
+    monkeypatch.setattr(cli, "_POLL", 0.001)
+    corrupt_text(tmp_path / FILE_NAME, make_readings())
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=100, color_system=None)
+    looks = iter(range(3))
+    cli.follow(tmp_path, console=console, keep_going=lambda: next(looks, None) is not None)
+    assert "\x1b]0" not in console.file.getvalue()
+    assert "\x1b[2J" not in console.file.getvalue()
+    assert not set(ACTING) & set(console.file.getvalue()) - set("\x1b\r\n[];titleabc31mlnd02J")
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_pages_say_that_two_runs_write_at_once(make_readings, tmp_path, monkeypatch, terminal):
+    monkeypatch.setattr(cli, "_POLL", 0.001)
+    lines = [reading.line() for reading in make_readings() for _ in range(2)]
+    (tmp_path / FILE_NAME).write_text("\n".join(lines) + "\n")
+    for command in (["summary"], ["watch", "--once"]):
+        output = invoke(*command, tmp_path).stdout
+        assert "From line 2 on, two runs wrote into this record at once" in " ".join(output.split())
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=150)
+    looks = iter(range(3))
+    cli.follow(tmp_path, console=console, keep_going=lambda: next(looks, None) is not None)
+    assert "two runs wrote into this record" in console.file.getvalue()
+    title = geometry_figure(read(tmp_path)).get_suptitle()
+    assert title.startswith("Two runs wrote into this record at once")
+    assert geometry_figure(make_readings()).get_suptitle() == ""
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_run_is_waited_for_and_followed(make_readings, tmp_path, monkeypatch, terminal):
     monkeypatch.setattr(cli, "_POLL", 0.001)
@@ -119,3 +183,45 @@ def test_without_typer_it_says_what_to_install():
     assert done.returncode == 1
     assert "pip install 'geomon[terminal]'" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_the_view_is_drawn_anew_at_its_pace_and_for_each_reading(make_readings, run, monkeypatch):
+    """In a time of its own: a second for each look, ten seconds between two drawings."""
+    now, looks, drawn = [100.0], iter(range(41)), []
+
+    class Time:
+        @staticmethod
+        def monotonic():
+            return now[0]
+
+        @staticmethod
+        def sleep(seconds):
+            now[0] += 1
+
+    def keep_going():
+        if next(looks, None) is None:
+            return False
+        if now[0] == 115:
+            with (run / FILE_NAME).open("a") as file:
+                file.write(make_readings((2000,))[0].line() + "\n")
+        return now[0] < 140
+
+    def view(readings):
+        drawn.append((now[0] - 100, len(readings)))
+        return ""
+
+    monkeypatch.setattr(cli, "time", Time)
+    monkeypatch.setattr(cli, "_REFRESH", 10)
+    monkeypatch.setattr("geomon.show.terminal.view", view)
+    console = Console(file=io.StringIO(), force_terminal=True)
+    cli.follow(run, console=console, keep_going=keep_going)
+    assert drawn == [(0, 9), (11, 9), (15, 10), (26, 10), (37, 10)]
+
+
+def test_a_record_is_looked_at_at_the_pace_of_the_poll(run, monkeypatch):
+    slept, looks = [], iter(range(4))
+    monkeypatch.setattr(cli.time, "sleep", slept.append)
+    console = Console(file=io.StringIO(), force_terminal=False, width=80)
+    cli.follow(run, console=console, keep_going=lambda: next(looks, None) is not None)
+    assert slept == [cli._POLL] * 4
+    assert 0.1 <= cli._POLL <= 5

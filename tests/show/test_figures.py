@@ -9,7 +9,7 @@ import pytest
 
 from geomon.record import Reading, Readings
 from geomon.show.figures import as_image, geometry_figure, heads_figure, profile_figure, save
-from geomon.show.panels import head_table, layers_and_heads, spread_steps
+from geomon.show.panels import colour_range, head_table, layers_and_heads, spread_steps
 
 
 def panels(figure):
@@ -160,3 +160,299 @@ def test_nothing_of_matplotlib_is_changed(make_readings):
 def test_pyplot_is_never_loaded():
     code = "import sys, geomon.show.figures; assert 'matplotlib.pyplot' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# -- what is drawn, by its data ------------------------------------------------------------------
+
+
+def lopsided(steps=(0, 4, 32), layers=3, heads=5):
+    """A run of which no two values are equal: step, layer, head and metric are in each."""
+    readings = []
+    for place, step in enumerate(steps):
+        values = {}
+        for layer in range(layers + 1):
+            base = 0.01 * place + 0.1 * layer
+            values[f"anisotropy/layer_{layer:02d}"] = 0.05 + base
+            if layer:
+                values[f"attention_entropy/layer_{layer:02d}"] = 2 + base
+            for head in range(heads if layer else 0):
+                sign = -1 if head == 0 else 1
+                values[f"qk_cosine/layer_{layer:02d}/head_{head}"] = sign * (
+                    base + 0.001 * (head + 1)
+                )
+        for number, name in enumerate(("twonn/mean", "twonn_distinct/mean", "gride/mean/k32")):
+            values[name] = 5.0 + place + 0.1 * number
+            values[f"{name}/std"] = 0.5 + 0.01 * number
+        values["gride/mean/k1"] = 50.0
+        readings.append(
+            Reading(step, 1.0, 0.5, "probe", "eval", 64, 1, "float32", values, ["note"])
+        )
+    return Readings([{"model": "Synthetic"}], readings)
+
+
+def test_each_caption_stands_over_its_own_data():
+    expected = {
+        "Intrinsic dimension, mean over layers": ("intrinsic dimension", [5.0, 6.0, 7.0]),
+        "Anisotropy over depth": ("anisotropy", [0.05, 0.15, 0.25, 0.35]),
+        "Mean query against mean key, one line per head": ("cosine of mean query", None),
+        "Attention entropy, one line per layer": ("attention entropy", [2.1, 2.11, 2.12]),
+    }
+    found = panels(geometry_figure(lopsided(), title="a run"))
+    titles = [axes.get_title(loc="left") for axes in found]
+    assert [title.split("   ")[0] for title in titles] == [f"$\\bf{{{x}}}$" for x in "abcd"]
+    assert [title.split("   ")[1] for title in titles] == list(expected)
+    for axes, (label, values) in zip(found, expected.values(), strict=True):
+        assert axes.get_ylabel().startswith(label)
+        if values is not None:
+            assert any(list(line.get_ydata()) == pytest.approx(values) for line in axes.lines)
+    for axes in (found[0], found[2], found[3]):
+        assert axes.get_xlabel() == "training step (logarithmic)"
+    assert found[1].get_xlabel() == "layer (0 = what enters the first block)"
+    assert geometry_figure(lopsided(), title="a run").get_suptitle() == "a run"
+    assert not geometry_figure(lopsided()).get_suptitle()
+
+
+def test_every_head_of_every_layer_is_a_line_of_its_own_in_the_colour_of_its_layer():
+    readings = lopsided()
+    heads = panels(geometry_figure(readings))[2]
+    thin = lines(heads, 3)[: 3 * 5]
+    colours = {}
+    for number, line in enumerate(thin):
+        layer, head = number // 5 + 1, number % 5
+        tag = f"qk_cosine/layer_{layer:02d}/head_{head}"
+        assert list(line.get_ydata()) == [reading.values[tag] for reading in readings], tag
+        assert list(line.get_xdata()) == [0, 4, 32]
+        colours.setdefault(layer, set()).add(line.get_color())
+    assert all(len(of_layer) == 1 for of_layer in colours.values())
+    assert len(set.union(*colours.values())) == 3
+    # The same colours as those of the layers beside them, and as those on the bar.
+    entropy = lines(panels(geometry_figure(readings))[3], 3)
+    assert [line.get_color() for line in entropy] == [min(colours[layer]) for layer in (1, 2, 3)]
+    for layer, line in enumerate(entropy, start=1):
+        tag = f"attention_entropy/layer_{layer:02d}"
+        assert list(line.get_ydata()) == [reading.values[tag] for reading in readings]
+    mean = labelled(heads, "mean |cosine|").get_ydata()
+    size = [np.mean([abs(v) for t, v in r.values.items() if "qk_" in t]) for r in readings]
+    assert list(mean) == pytest.approx(size)
+
+
+def bar_of(figure, label):
+    """Names on a colour bar from below, and its colours."""
+    (axes,) = [a for a in figure.axes if a.get_ylabel() == label]
+    order = np.argsort(axes.get_yticks())
+    names = [axes.get_yticklabels()[index].get_text() for index in order]
+    (mesh,) = [c for c in axes.collections if c.get_array() is not None and c.get_array().size > 1]
+    return names, [tuple(colour) for colour in mesh.to_rgba(mesh.get_array().ravel())]
+
+
+def test_colour_bars_name_steps_and_layers_in_the_colours_of_their_lines():
+    readings = lopsided(steps=(0, 4, 32, 100))
+    figure = geometry_figure(readings)
+    as_image(figure)
+    names, colours = bar_of(figure, "step")
+    profile = panels(figure)[1]
+    assert names == ["0", "4", "32", "100"]
+    assert len(profile.lines) == 4
+    for line, reading, colour in zip(profile.lines, readings, colours, strict=True):
+        assert list(line.get_ydata()) == [
+            reading.values[f"anisotropy/layer_{n:02d}"] for n in range(4)
+        ]
+        assert tuple(line.get_color()) == pytest.approx(colour)
+    names, colours = bar_of(figure, "layer (c and d)")
+    assert names == ["1", "2", "3"]
+    for line, colour in zip(lines(panels(figure)[3], 4), colours, strict=True):
+        assert tuple(line.get_color()) == pytest.approx(colour)
+
+
+def test_a_colour_bar_of_many_names_every_other_one():
+    readings = lopsided(steps=(0, 4), layers=30, heads=1)
+    names, colours = bar_of(geometry_figure(readings), "layer (c and d)")
+    assert names == [str(layer) for layer in range(1, 31, 3)]
+    assert len(colours) == 30
+
+
+def test_a_band_is_one_error_wide_on_either_side():
+    readings = lopsided()
+    dimension = panels(geometry_figure(readings))[0]
+    tags = ("twonn/mean", "twonn_distinct/mean", "gride/mean/k32")
+    assert len(dimension.collections) == 3
+    for band, tag in zip(dimension.collections, tags, strict=True):
+        corners = band.get_paths()[0].vertices
+        for reading in readings:
+            at_step = corners[corners[:, 0] == reading.step, 1]
+            value, error = reading.values[tag], reading.values[f"{tag}/std"]
+            assert (at_step.min(), at_step.max()) == pytest.approx((value - error, value + error))
+    colours = [tuple(band.get_facecolor()[0][:3]) for band in dimension.collections]
+    for colour, start in zip(
+        colours, ("twonn,", "twonn_distinct", "gride at scale 32"), strict=True
+    ):
+        assert colour == pytest.approx(
+            matplotlib.colors.to_rgb(labelled(dimension, start).get_color())
+        )
+
+
+def test_a_band_does_not_reach_zero_on_a_logarithmic_axis(make_readings):
+    readings = make_readings(error=40.0, without=["gride"])
+    dimension = panels(geometry_figure(readings))[0]
+    assert dimension.get_yscale() == "log"
+    lowest = min(band.get_paths()[0].vertices[:, 1].min() for band in dimension.collections)
+    assert lowest == pytest.approx(0.1)
+
+
+def test_a_matrix_has_layers_downwards_and_heads_to_the_right():
+    reading = lopsided()[2]
+    axes = heads_figure(reading, "qk_cosine").axes[0]
+    table = np.asarray(axes.images[0].get_array())
+    assert table.shape == (3, 5)
+    for row in range(3):
+        for head in range(5):
+            assert table[row, head] == reading.values[f"qk_cosine/layer_{row + 1:02d}/head_{head}"]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("head", "layer")
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "1", "2", "3", "4"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["1", "2", "3"]
+    assert axes.get_title(loc="left") == "step 32"
+    for text in axes.texts:
+        column, row = text.get_position()
+        assert text.get_text() == f"{table[row, column]:.2f}".replace("-", "−")
+    assert len(axes.texts) == 15
+    top, bottom = axes.get_ylim()[::-1]
+    assert top < bottom  # layer 1 is above layer 2
+
+
+def test_a_large_matrix_names_at_most_sixteen_layers_and_heads(make_readings):
+    reading = make_readings((0,), layers=40, heads=20)[0]
+    axes = heads_figure(reading, "qk_cosine").axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        str(layer) for layer in range(1, 41, 3)
+    ]
+    assert [label.get_text() for label in axes.get_xticklabels()] == [
+        str(head) for head in range(0, 20, 2)
+    ]
+
+
+def test_the_colours_of_a_matrix_are_around_zero_where_signs_differ():
+    assert colour_range(np.array([[-0.3, 0.2]]), "qk_cosine")[1:] == (-1.0, 1.0)
+    assert colour_range(np.array([[0.3, 0.2]]), "key_cosine")[0] == "RdBu_r"
+    assert colour_range(np.array([[-3.0, 2.0]]), "qk_dot") == ("RdBu_r", -3.0, 3.0)
+    assert colour_range(np.array([[-3.0, 5.0]]), "qk_dot") == ("RdBu_r", -5.0, 5.0)
+    assert colour_range(np.array([[3.0, np.nan, 5.0]]), "entropy") == ("cividis", 3.0, 5.0)
+    assert colour_range(np.array([[0.0, 5.0]]), "entropy") == ("cividis", 0.0, 5.0)
+
+
+def test_words_on_a_matrix_are_dark_on_light_and_light_on_dark():
+    values = {"q_cosine/layer_01/head_0": -1.0, "q_cosine/layer_01/head_1": 0.0}
+    reading = Reading(0, 1.0, 0.5, "inline", "train", 64, 1, "float32", values)
+    texts = heads_figure(reading, "q_cosine").axes[0].texts
+    assert [text.get_color() for text in texts] == ["white", "black"]
+    holed = replace(reading, values={**values, "q_cosine/layer_01/head_1": math.nan})
+    assert len(heads_figure(holed, "q_cosine").axes[0].texts) == 1
+
+
+def test_the_peak_is_marked_where_it_is(make_readings):
+    dimension = panels(geometry_figure(make_readings()))[0]
+    (dot,) = lines(dimension, 1)
+    assert (list(dot.get_xdata()), list(dot.get_ydata())) == ([256], [7.4])
+    assert dot.get_color() == labelled(dimension, "twonn,").get_color()
+    rising = {"twonn/mean": [2, 3, 4, 5, 6, 7, 8, 9, 11]}
+    assert not lines(panels(geometry_figure(make_readings(curves=rising)))[0], 1)
+
+
+def test_the_largest_scale_is_the_largest_by_number():
+    readings = lopsided()
+    more = {"gride/mean/k4": 9.0, "gride/mean/n": 9.0}
+    readings = Readings([], [replace(r, values={**r.values, **more}) for r in readings])
+    dimension = panels(geometry_figure(readings))[0]
+    assert list(labelled(dimension, "gride at scale 32").get_ydata()) == [5.2, 6.2, 7.2]
+
+
+@pytest.mark.parametrize(("null", "seen"), [(6.0, True), (500.0, False), (-1.0, False)])
+def test_noise_is_a_line_where_it_lies_within_the_panel(null, seen):
+    values = {"twonn/null": null, "anisotropy/null": null / 50}
+    readings = Readings([], [replace(r, values=r.values | values) for r in lopsided()])
+    dimension, profile, *_ = panels(geometry_figure(readings))
+    level = [line for line in dimension.lines if list(line.get_ydata()) == [null, null]]
+    assert bool(level) == seen
+    if seen:
+        assert level[0].get_label() == "twonn of noise of this n and width: 6"
+        assert any(list(line.get_ydata()) == [0.12, 0.12] for line in profile.lines)
+        assert [text.get_text() for text in profile.texts] == ["noise: 0.12"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "ticks", "scale"),
+    [
+        ((0, 4, 32), ["0", "1", "10"], "symlog"),
+        ((0, 16, 1500), ["0", "1", "10", "100", "1,000"], "symlog"),
+        ((500, 700, 900), ["900"], "log"),
+        ((50, 700, 2000), ["100", "1,000"], "log"),
+    ],
+)
+def test_the_axis_of_steps_has_powers_of_ten_and_all_steps_inside(steps, ticks, scale):
+    axes = panels(geometry_figure(lopsided(steps=steps)))[0]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ticks
+    assert axes.get_xscale() == scale
+    left, right = axes.get_xlim()
+    assert left < steps[0] < steps[-1] < right
+    assert right <= 1.2 * steps[-1]
+    assert left >= -0.3 if steps[0] == 0 else left >= steps[0] / 1.2
+
+
+def test_axes_hold_all_values_and_leave_the_top_to_the_legend():
+    dimension, profile, heads, entropy = panels(geometry_figure(lopsided()))
+    assert dimension.get_ylim() == pytest.approx((0, 7.2 * 1.36))
+    assert profile.get_ylim()[0] == 0
+    assert heads.get_ylim() == (-1.05, 1.3)
+    assert entropy.get_ylim() == pytest.approx((0, 1.08 * 2.32))
+    far = Readings([], [
+        replace(r, values=r.values | {"twonn_distinct/mean": 40.0}) for r in lopsided()
+    ])  # fmt: skip
+    low, high = panels(geometry_figure(far))[0].get_ylim()
+    assert (low, high) == pytest.approx((5 / 1.25, 40 * 8**0.46))
+
+
+def test_a_profile_with_negative_values_is_drawn_whole():
+    values = {f"m/layer_{n:02d}": value for n, value in enumerate((-0.5, 0.2, 0.4))}
+    reading = Reading(7, 1.0, 0.5, "inline", "train", 64, 1, "float32", values)
+    axes = profile_figure(Readings([], [reading]), "m").axes[0]
+    assert axes.get_ylim()[0] < -0.5
+    assert list(axes.lines[0].get_xdata()) == [0, 1, 2]
+    assert list(axes.lines[0].get_ydata()) == [-0.5, 0.2, 0.4]
+    assert axes.get_ylabel() == "m"
+
+
+def test_a_logarithmic_axis_of_dimensions_names_one_two_three_and_five():
+    values = {"twonn_distinct/mean": 60.0}
+    far = Readings([], [replace(r, values=r.values | values) for r in lopsided()])
+    figure = geometry_figure(far)
+    as_image(figure)
+    axes = panels(figure)[0]
+    low, high = axes.get_ylim()
+    named = {tick.get_text() for tick in axes.get_yticklabels()}
+    assert {"5", "10", "20", "30", "50"} <= named
+    assert not {"4", "6", "7", "40", "60"} & named
+    assert low < 5 < 60 < high
+
+
+@pytest.mark.parametrize(("layers", "width"), [(8, 1.8), (9, 1.1)])
+def test_lines_of_many_layers_are_thin(layers, width):
+    entropy = panels(geometry_figure(lopsided(layers=layers, heads=1)))[3]
+    assert {line.get_linewidth() for line in lines(entropy, 3)} == {width}
+
+
+@pytest.mark.parametrize(("heads", "width"), [(16, 1.0), (17, 0.6)])
+def test_lines_of_many_heads_are_thin_and_their_mean_is_not(heads, width):
+    panel = panels(geometry_figure(lopsided(layers=4, heads=heads)))[2]
+    *thin, edge, mean = lines(panel, 3)
+    assert {line.get_linewidth() for line in thin} == {width}
+    assert len(thin) == 4 * heads
+    # The mean lies on a white line that sets it off from the others.
+    assert edge.get_linewidth() > mean.get_linewidth() > 2
+    assert (edge.get_color(), mean.get_color()) == ("white", "black")
+
+
+def test_a_run_of_one_reading_is_drawn_as_dots():
+    for axes in panels(geometry_figure(lopsided(steps=(7,)))):
+        for line in axes.lines:
+            if len(line.get_xdata()) == 1:
+                assert line.get_marker() == "o"
+    assert sum(len(line.get_xdata()) == 1 for line in axes.lines) == 3

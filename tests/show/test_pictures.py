@@ -93,3 +93,17 @@ def test_without_matplotlib_it_says_what_to_install(make_readings, pictures, mon
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"pip install 'geomon\[figures\]'"):
         pictures.write(make_readings((0,))[0])
+
+
+def test_a_picture_that_is_not_taken_keeps_no_other_from_being_posted(make_readings):
+    posted = []
+
+    def post(name, image, step):
+        posted.append(name)
+        if len(posted) == 1:
+            raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"):
+        Pictures(post).write(make_readings((16,))[0])
+    assert len(posted) == 4
+    assert len(set(posted)) == 4

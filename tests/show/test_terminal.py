@@ -1,4 +1,5 @@
 import math
+import time
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,13 @@ from geomon.record import Readings
 from geomon.show.terminal import format_line, spark, view
 
 ALL = ["twonn", "twonn_distinct", "gride", "anisotropy", "qk_cosine", "attention_entropy", "geomon"]
+
+
+@pytest.fixture(autouse=True)
+def _time_stands_still(monkeypatch):
+    """The age of a reading does not hang on how long a test takes."""
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
 
 
 def shown(readings, width=80, encoding="utf-8", narrowed=None):
@@ -100,3 +108,112 @@ def test_sparks():
     assert spark([1.0, 1.001], 10) == "▄▄"  # noise is no shape
     assert spark(list(range(80)), 8) == "▁▂▃▄▅▆▇█"
     assert len(spark(list(range(7)), 3)) == 3
+
+
+def lopsided(readings, profile):
+    """The run with this profile of the anisotropy at its last step."""
+    last = readings[len(readings) - 1]
+    rest = {tag: v for tag, v in last.values.items() if not tag.startswith("anisotropy")}
+    ours = {f"anisotropy/layer_{n:02d}": value for n, value in enumerate(profile)}
+    return Readings([], [*readings.readings[:-1], replace(last, values=rest | ours)])
+
+
+def test_a_profile_stands_between_its_first_and_its_last_value(make_readings):
+    run = lopsided(make_readings(), [0.11, 0.32, 0.63, 0.84, 0.45])
+    assert row(shown(run), "anisotropy") == (
+        "anisotropy by layer 0.11 ▁▃▆█▄ 0.45  highest 0.84 at layer 3 of 4"
+    )
+    holed = lopsided(make_readings(), [0.11, math.nan, 0.63, 0.84, math.nan])
+    assert row(shown(holed), "anisotropy") == (
+        "anisotropy by layer 0.11 ▁▆█ 0.84  highest 0.84 at layer 3 of 3"
+    )
+
+
+def test_a_narrow_terminal_gets_shorter_words_before_it_gets_none(make_readings):
+    run = lopsided(make_readings(layers=24), [0.1] * 12 + [0.8] + [0.3] * 12)
+    found = [row(shown(run, width), "anisotropy") for width in (80, 68, 67, 40)]
+    assert [text.rstrip().split("0.30")[-1].strip() for text in found] == [
+        "highest 0.80 at layer 12 of 24", "highest 0.80 at layer 12 of 24", "max 0.80 at 12", "",
+    ]  # fmt: skip
+    assert all(text.count("█") == 1 for text in found[:3])
+
+
+def test_every_row_starts_with_the_last_value_and_ends_with_the_first(make_readings):
+    """Of each curve, not of one: a pair of ends that are exchanged shows in some row."""
+    curves = {
+        "twonn/mean": [2, 3, 4, 6, 8, 7, 6, 5, 4.5],
+        "twonn_distinct/mean": [31, 20, 18, 11, 7.5, 6.2, 5.9, 5.3, 4.2],
+        "attention_entropy/mean": [4.0, 3.2, 3.1, 3.0, 2.8, 2.4, 2.0, 1.8, 1.0],
+    }
+    lines = shown(make_readings(curves=curves))
+    assert row(lines, "intrinsic dimension").startswith("intrinsic dimension 4.5 ± 0.1     ")
+    distinct = row(lines, "· distinct tokens")
+    assert distinct.startswith("· distinct tokens   4.2 ± 0.1    ")
+    assert distinct.endswith("  falling, from 31.0")
+    entropy = row(lines, "attention entropy")
+    assert entropy.startswith("attention entropy   1.0 nats     ")
+    assert entropy.endswith("  25 % of its start")
+    cosine = row(lines, "|cos| of mean q, k")
+    assert cosine.startswith("|cos| of mean q, k  0.70         ")
+    assert cosine.endswith("  from 0.10")
+
+
+def test_errors_decide_the_decimals(make_readings):
+    def value(last, error):
+        curves = {"twonn/mean": [last] * 9}
+        return row(shown(make_readings(curves=curves, error=error)), "intrinsic").split()[2:5]
+
+    assert value(7.256, 0.094) == ["7.26", "±", "0.09"]
+    assert value(7.256, 0.096) == ["7.3", "±", "0.1"]
+    assert value(123.456, 0.06) == ["123.5", "±", "0.1"]
+    assert value(7.256, 0.0)[0] == "7.3"
+    assert value(99.6, 0.0)[0] == "99.6"
+    assert value(100.4, 0.0)[0] == "100"
+    assert value(0.996, 0.0)[0] == "1.00"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0, "0 s"), (119, "119 s"), (130, "2 min"), (7100, "118 min"), (7300, "2 h"),
+     (172_000, "48 h"), (180_000, "2 d"), (-5, "0 s")],
+)  # fmt: skip
+def test_the_age_of_a_reading_has_a_unit_that_fits(make_readings, monkeypatch, seconds, words):
+    reading = make_readings((0,))[0]
+    monkeypatch.setattr("geomon.show.terminal.time.time", lambda: reading.time + seconds)
+    assert shown([reading])[0].startswith(f"step 0 · {words} ago · probe, eval mode")
+
+
+def test_the_share_of_the_time_stands_in_the_heading(make_readings):
+    def heading(share, width=100):
+        return shown(make_readings(curves={"geomon/overhead": [share] * 9}), width)
+
+    assert heading(0.0999)[0].endswith("geomon's share of the time 10.0 %")
+    assert heading(0.1)[0].endswith("geomon's share of the time 10 %")
+    assert "share" not in heading(math.nan)[0]
+    # Where the heading is too long, the share has a line of its own.
+    assert heading(0.25, width=60)[:2] == [
+        "step 1,500 · 60 s ago · probe, eval mode", "geomon's share of the time 25 %",
+    ]  # fmt: skip
+
+
+def test_a_plain_line_is_of_its_reading_and_of_what_was_before(make_readings):
+    curves = {"twonn/mean": [2, 3, 5, 7, 8, 6, 5, 4, 3]}
+    readings = make_readings(curves=curves)
+    with_profile = replace(readings[4], values=readings[4].values | {"anisotropy/mean": 0.256})
+    assert format_line(with_profile, readings) == (
+        "step 128: ID 8.0 ± 0.1 (expanding), distinct 7.5, anisotropy 0.26, entropy 2.8, |qk| 0.40"
+    )
+    assert format_line(readings[0], readings).startswith("step 0: ID 2.0 ± 0.1, distinct 32.1")
+    assert format_line(readings[5], []).startswith("step 256: ID 6.0 ± 0.1, distinct")
+
+
+def test_sparks_average_neighbours_and_go_from_the_least_to_the_most():
+    assert spark([0, 0, 8, 8], 2) == "▁█"
+    assert spark([0, 8, 8, 16], 2) == "▁█"
+    assert spark([8, 0], 2) == "█▁"
+    assert spark([0.0, 0.0], 2) == "▄▄"
+    assert spark([100, 101.9], 2) == "▄▄"  # 1.9 %
+    assert spark([100, 102.1], 2) == "▁█"
+    assert spark([-1.0, 1.0], 2) == "▁█"
+    assert spark([1.0], 0) == ""
+    assert spark([3.0, 1.0, 2.0], 5) == "█▁▅"

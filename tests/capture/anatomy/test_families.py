@@ -93,3 +93,35 @@ def test_the_first_of_each_list_of_sublayers_stands_for_its_block():
     assert are_first_parts(model, first, names)
     assert not are_first_parts(model, [pair[1] for pair in model], names)
     assert find_families(model, names)[0] == [first]
+
+
+def weights(count, each, attention):
+    """Modules of `each` parameters, with a module called attention in them or without."""
+
+    def member():
+        inner = nn.Linear(each, 1, bias=False)
+        return nn.ModuleDict({"attention" if attention else "mixing": nn.Sequential(inner)})
+
+    return nn.ModuleList(nn.Sequential(member()) for _ in range(count))
+
+
+@pytest.mark.parametrize(
+    ("attention", "large", "small", "watched"),
+    [
+        (True, 2000, 100, True),  # a twentieth
+        (True, 2000, 99, False),
+        (True, 2000, 500, True),
+        (False, 2000, 500, True),  # a quarter
+        (False, 2000, 499, False),
+        (False, 2000, 900, True),
+    ],
+)
+def test_a_family_is_watched_from_a_twentieth_or_a_quarter_of_the_largest(
+    attention, large, small, watched
+):
+    model = nn.ModuleDict(
+        {"main": weights(3, large, attention), "other": weights(3, small, attention)}
+    )
+    found, left_out = find_families(model, names_of(model))
+    assert [len(family) for family in found] == ([3, 3] if watched else [3])
+    assert [other.pattern for other in left_out] == ([] if watched else ["other.#"])

@@ -1,4 +1,5 @@
 import pytest
+import torch
 from torch import nn
 
 from geomon.capture.anatomy import find_sizes
@@ -41,3 +42,34 @@ def test_sizes_follow_from_heads_and_widths(children, sizes):
     assert find_sizes(find_projections(module), [module]) == sizes
     module.num_heads = None
     assert find_sizes(find_projections(module), [module]).heads is None
+
+
+class Packed(nn.Module):
+    """A quantised projection: its weight is a list of bytes that says nothing of its widths."""
+
+    def __init__(self, taken, made):
+        super().__init__()
+        self.in_features, self.out_features = taken, made
+        self.weight = nn.Parameter(torch.zeros(taken * made // 2, 1), requires_grad=False)
+
+
+def test_widths_are_what_a_quantised_projection_says_of_itself():
+    module = holder(4, q_proj=Packed(32, 64), k_proj=Packed(32, 16))
+    assert find_sizes(find_projections(module), [module]) == (4, 1, 16)
+
+
+def test_widths_without_names_are_those_of_the_weight():
+    """Of transformers' Conv1D the weight is transposed."""
+
+    class Plain(nn.Module):
+        def __init__(self, *shape):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(shape))
+
+    class Transposed(Plain):
+        nf = 96
+
+    module = holder(4, q=Plain(64, 32), k=Plain(32, 32))
+    assert find_sizes(find_projections(module), [module]) == (4, 2, 16)
+    module = holder(4, c_attn=Transposed(32, 96))
+    assert find_sizes(find_projections(module), [module]) == (4, 4, 8)

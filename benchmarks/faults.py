@@ -1,0 +1,444 @@
+"""Faults planted on purpose: does the suite notice them?
+
+    python -m benchmarks.faults [--seed S] [--count N] [--only geomon/show] [--jobs 2]
+
+Single faults are drawn from all of geomon/ and from the recipe: a comparison, an operator, a
+constant, a condition, the order of two arguments, a call or a statement that is left out, a result
+that is None, a tag or a name. Each is written into a copy of the project in a temporary folder, and
+the tests of its own module run there until the first one fails. What survives is listed.
+
+The same seed draws the same faults as long as their functions stay as they are: the draw goes by a
+hash of the fault and not by its place in the file.
+"""
+
+import argparse
+import ast
+import contextlib
+import hashlib
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+ROOT = Path(__file__).resolve().parent.parent
+# Imported once, before the first fault: half of a short test run is the import of torch.
+PRELOADED = ["pytest", "torch", "scipy.stats", "faiss", "lightning", "transformers"]
+# A fault that makes its tests this many times slower than they are hangs.
+SLOWER = 5
+LEAST_SECONDS = 90.0
+
+# Folders over which the faults are spread evenly, and the tests of each, quick ones first. The test
+# file that is named like the module always comes before these.
+FOLDERS: dict[str, list[str]] = {
+    "geomon": ["test_one_shot.py", "test_description.py"],
+    "geomon/analysis": ["analysis", "show/test_terminal.py"],
+    "geomon/capture": [
+        "capture/test_attention.py", "capture/test_snapshot.py", "capture/test_first_pass.py",
+        "capture/test_qkv.py", "capture/anatomy", "test_one_shot.py", "capture/test_window.py",
+        "monitor/test_monitor.py", "capture/test_sampling.py", "capture/test_compiled.py",
+        "test_architectures.py",
+    ],
+    "geomon/capture/anatomy": [
+        "capture/anatomy", "test_description.py", "test_one_shot.py", "capture/test_window.py",
+        "test_architectures.py",
+    ],
+    "geomon/distributed": ["distributed/test_gather.py", "distributed/test_group.py"],
+    "geomon/kernels": ["metrics"],
+    "geomon/metrics": ["metrics", "test_one_shot.py"],
+    "geomon/monitor": [
+        "monitor/test_schedule.py", "monitor/test_planner.py", "monitor/test_budget.py",
+        "monitor/test_jobs.py", "monitor/test_monitor.py", "monitor/test_executor.py",
+        "test_loops.py", "monitor/test_resume.py",
+    ],
+    "geomon/record": ["record", "monitor/test_monitor.py", "monitor/test_resume.py"],
+    "geomon/show": [
+        "show/test_terminal.py", "show/test_figures.py", "show/test_pictures.py",
+        "show/test_cli.py", "show/test_face.py",
+    ],
+    "recipes/enwik8": [],
+}  # fmt: skip
+# Modules whose tests have another name than the module, or stand elsewhere.
+OWN: dict[str, list[str]] = {
+    "geomon/lightning.py": ["test_lightning.py", "test_loops.py"],
+    "geomon/huggingface.py": ["test_huggingface.py", "test_loops.py"],
+    "geomon/kernels/spectrum.py": ["kernels/test_spectrum_family.py"],
+    "geomon/kernels/dimension.py": ["kernels/test_twonn_censored.py"],
+    "geomon/monitor/callback.py": ["test_lightning.py", "test_huggingface.py"],
+    "geomon/monitor/jobs.py": ["monitor/test_jobs.py", "distributed/test_group.py"],
+    "geomon/monitor/options.py": ["monitor/test_monitor.py"],
+    "recipes/enwik8/builtin_text.py": ["recipes/test_builtin_text.py"],
+    "recipes/enwik8/model.py": ["recipes/test_enwik8_run.py"],
+    "recipes/enwik8/windows.py": ["recipes/test_enwik8_run.py"],
+    "recipes/enwik8/presets.py": ["recipes/test_enwik8_model.py", "recipes/test_enwik8_run.py"],
+    "recipes/enwik8/train.py": ["recipes/test_enwik8_windows.py", "recipes/test_enwik8_run.py"],
+    "recipes/enwik8/live.py": ["recipes/test_enwik8_run.py"],
+    "recipes/enwik8/__main__.py": ["recipes/test_enwik8_run.py"],
+}
+
+COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+}  # fmt: skip
+OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult, ast.BitOr: ast.BitAnd,
+    ast.BitAnd: ast.BitOr, ast.BitXor: ast.BitAnd, ast.LShift: ast.RShift, ast.RShift: ast.LShift,
+}  # fmt: skip
+# Calls whose arguments are sentences for a person: their words are not behaviour.
+SPEAKING = {"warn", "warning", "info", "debug", "error", "print", "echo", "Option", "Note"}
+# Keywords that only set the looks of a drawing: no number is the right one.
+LOOKS = {
+    "alpha", "aspect", "borderaxespad", "color", "dpi", "figsize", "fontsize", "framealpha", "ha",
+    "handlelength", "labelsize", "length", "ls", "lw", "ms", "pad", "s", "va", "xytext", "zorder",
+}  # fmt: skip
+# Functions of which an exchange of two arguments changes nothing, or is a TypeError at once.
+SYMMETRIC = {"max", "min", "hypot", "isinstance", "issubclass", "maximum", "minimum"}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One change of one expression or statement.
+
+    Attributes:
+        path: File, relative to the project.
+        line: Line of the change.
+        kind: What was done.
+        span: First and last place of the change in the file's bytes.
+        before: Code that was there.
+        after: Code that stands there instead.
+        owner: Name of the function or class around it.
+    """
+
+    path: str
+    line: int
+    kind: str
+    span: tuple[int, int]
+    before: str
+    after: str
+    owner: str
+
+    @property
+    def key(self) -> str:
+        """Everything that tells the fault from others but its place in the file."""
+        return "\0".join((self.path, self.owner, self.kind, self.before, self.after))
+
+    def __str__(self) -> str:
+        before, after = (" ".join(text.split()) for text in (self.before, self.after))
+        return f"{self.path}:{self.line} ({self.owner}) {self.kind}: {before}  ->  {after}"
+
+
+def swap(node: ast.AST) -> Iterator[tuple[str, str]]:
+    """Yield the kind and the new code of each fault that can be planted at a node."""
+    match node:
+        case ast.Compare(ops=[op]) if type(op) in COMPARISONS:
+            new = ast.Compare(node.left, [COMPARISONS[type(op)]()], node.comparators)
+            yield "comparison", f"({ast.unparse(new)})"
+        case ast.BinOp(op=op) if type(op) in OPERATORS:
+            words = (ast.JoinedStr, ast.Constant)  # a path or a sentence: a TypeError at once
+            if not any(isinstance(end, words) and _is_text(end) for end in (node.left, node.right)):
+                new = ast.BinOp(node.left, OPERATORS[type(op)](), node.right)
+                yield "operator", f"({ast.unparse(new)})"
+        case ast.BoolOp(op=op, values=values):
+            other = ast.Or() if isinstance(op, ast.And) else ast.And()
+            yield "condition", f"({ast.unparse(ast.BoolOp(other, values))})"
+        case ast.UnaryOp(op=ast.Not() | ast.USub(), operand=operand):
+            yield "sign", f"({ast.unparse(operand)})"
+        case ast.Constant(value=bool() as value):
+            yield "constant", str(not value)
+        case ast.Constant(value=int() as value):
+            yield "constant", str(value + 1)
+        case ast.Constant(value=float() as value):
+            yield "constant", repr(value * 2 or 1.0)
+        case ast.Constant(value=str() as value) if value.replace("_", "").isalnum():
+            yield "name", repr(value + "_x")
+        case ast.Call(func=function, args=[first, second, *rest], keywords=named):
+            starred = any(isinstance(arg, ast.Starred) for arg in (first, second))
+            if not starred and _name_of(function) not in SYMMETRIC:
+                new = ast.Call(function, [second, first, *rest], named)
+                yield "arguments", ast.unparse(new)
+        case ast.Call(args=[only], keywords=[]) if not isinstance(only, ast.Starred):
+            if not isinstance(only, ast.GeneratorExp):
+                yield "call left out", f"({ast.unparse(only)})"
+        case ast.Expr(value=ast.Call()) | ast.AugAssign():
+            yield "statement left out", "pass"
+        case ast.Return(value=ast.expr() as value):
+            if not (isinstance(value, ast.Constant) and value.value in (None, False)):
+                yield "result", "return None"
+
+
+def _is_text(node: ast.expr) -> bool:
+    return not isinstance(node, ast.Constant) or isinstance(node.value, str | bytes)
+
+
+def _name_of(function: ast.expr) -> str:
+    return str(getattr(function, "id", getattr(function, "attr", "")))
+
+
+def conditions(node: ast.AST) -> list[ast.expr]:
+    """List the conditions of a node that can be negated."""
+    match node:
+        case ast.If() | ast.While() | ast.IfExp():
+            return [node.test]
+        case ast.comprehension():
+            return node.ifs
+    return []
+
+
+def silent(node: ast.AST) -> list[ast.AST]:
+    """The parts of a node in which no fault changes behaviour: hints, docstrings, sentences."""
+    match node:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Module():
+            parts: list[ast.AST | None] = [getattr(node, "returns", None)]
+            first = node.body[0] if node.body else None
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                parts.append(first)
+            return [part for part in parts if part]
+        case ast.arg() | ast.AnnAssign():
+            return [node.annotation] if node.annotation else []
+        case ast.Raise():
+            return [node]
+        case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+            return [node]
+        case ast.Assign(targets=[ast.Name(id="__all__")]):
+            return [node]
+        case ast.keyword(arg=str() as name) if name in LOOKS:
+            return [node]
+        case ast.Dict():
+            looks = [isinstance(key, ast.Constant) and key.value in LOOKS for key in node.keys]
+            pairs = zip(node.keys, node.values, looks, strict=True)
+            return [part for key, value, look in pairs if look for part in (key, value) if part]
+        case ast.Import() | ast.ImportFrom() | ast.JoinedStr():
+            return [node]
+        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
+            if name in SPEAKING:
+                return [*node.args, *node.keywords]
+            if name in ("cast", "TypeVar", "isinstance"):
+                return node.args[:1] if name == "cast" else list(node.args)
+    return []
+
+
+def faults_of(path: str, text: str) -> list[Fault]:
+    """Every fault that can be planted in a file, in the order of the file."""
+    data = text.encode()
+    starts = [0]
+    for line in data.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    found: list[Fault] = []
+
+    def add(node: ast.expr | ast.stmt, kind: str, after: str, owner: str) -> None:
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
+        begin = starts[node.lineno - 1] + node.col_offset
+        end = starts[node.end_lineno - 1] + node.end_col_offset
+        before = data[begin:end].decode()
+        found.append(Fault(path, node.lineno, kind, (begin, end), before, after, owner))
+
+    def walk(node: ast.AST, owner: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if any(child is part for part in silent(node)) or child in silent(child):
+                continue
+            if isinstance(child, ast.expr | ast.stmt):
+                for kind, after in swap(child):
+                    add(child, kind, after, owner)
+            for test in conditions(child):
+                add(test, "condition", f"(not ({ast.unparse(test)}))", owner)
+            scope = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+            walk(child, child.name if isinstance(child, scope) else owner)
+
+    walk(ast.parse(text), "module")
+    return found
+
+
+def folder_of(path: str) -> str:
+    """Return the folder of a file."""
+    return str(Path(path).parent)
+
+
+def draw(seed: int, count: int, only: str | None) -> list[Fault]:
+    """Draw faults: as many in each folder as there are for it, kinds and files in turn."""
+    folders = [name for name in FOLDERS if only is None or name == only.rstrip("/")]
+    if not folders:
+        raise SystemExit(f"--only: expected one of {', '.join(FOLDERS)}, got {only}")
+    drawn: list[Fault] = []
+    for number, folder in enumerate(folders):
+        share = count // len(folders) + (number < count % len(folders))
+        everything = [
+            fault
+            for file in sorted((ROOT / folder).glob("*.py"))
+            for fault in faults_of(f"{folder}/{file.name}", file.read_text())
+        ]
+        repeats: Counter[str] = Counter()
+        ranked: dict[Fault, str] = {}
+        for fault in everything:
+            repeats[fault.key] += 1
+            word = f"{seed}\0{repeats[fault.key]}\0{fault.key}"
+            ranked[fault] = hashlib.sha256(word.encode()).hexdigest()
+        kinds: Counter[str] = Counter()
+        turns = {}
+        for fault in sorted(ranked, key=lambda fault: ranked[fault]):
+            kinds[fault.kind] += 1
+            turns[fault] = kinds[fault.kind]
+        drawn += sorted(ranked, key=lambda fault: (turns[fault], ranked[fault]))[:share]
+    return drawn
+
+
+def tests_of(path: str) -> list[str]:
+    """The test files of a module, its own first."""
+    folder, name = folder_of(path), Path(path).stem
+    inside = folder.removeprefix("geomon").removeprefix("/")
+    prefix = "recipes/test_enwik8_" if folder.startswith("recipes") else f"{inside}/test_"
+    own = [f"{prefix}{name}.py".lstrip("/"), *OWN.get(path, [])]
+    adapters = path in ("geomon/lightning.py", "geomon/huggingface.py")
+    files = [path]  # whose doctests are the quickest
+    for entry in [*own, *([] if adapters else FOLDERS[folder])]:
+        place = ROOT / "tests" / entry
+        inner = sorted(place.glob("test_*.py")) if place.is_dir() else [place]
+        files += [str(file.relative_to(ROOT)) for file in inner if file.exists()]
+    slow = ("tests/distributed/test_group.py", "tests/recipes/test_enwik8_run.py")
+    return sorted(dict.fromkeys(files), key=lambda file: file in slow)
+
+
+def run_tests(tree: str, files: list[str], log: str) -> None:
+    """Run test files in a copy of the project and exit with pytest's code; a child process."""
+    os.setsid()
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.chdir(tree)
+    sys.dont_write_bytecode = True
+    os.environ |= {"PYTHONPATH": tree, "PYTHONDONTWRITEBYTECODE": "1"}
+    sys.path[:] = [tree, *(entry for entry in sys.path if entry not in ("", str(ROOT), tree))]
+    for name in [name for name in sys.modules if name.split(".")[0] in ("geomon", "recipes")]:
+        del sys.modules[name]
+    import pytest
+
+    plain = ["-q", "-x", "-p", "no:cacheprovider", "--no-header"]
+    # Its plugins are loaded already where a library that was imported before needs them.
+    plain += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    os._exit(int(pytest.main([*plain, *files])))
+
+
+class Tree:
+    """A copy of the project in which one fault at a time is planted."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._log = str(folder.with_suffix(".log"))
+        listed = subprocess.run(
+            ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+            cwd=ROOT, capture_output=True, text=True, check=True,
+        ).stdout.split("\n")  # fmt: skip
+        for name in filter(None, listed):
+            if (ROOT / name).exists():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, folder / name)
+
+    def noticed(self, fault: Fault | None, files: list[str], limit: float) -> str:
+        """Plant a fault, or none, run tests and take it out again: how they ended."""
+        if fault is None:
+            return self._run(files, limit)
+        file = self.folder / fault.path
+        data = file.read_bytes()
+        begin, end = fault.span
+        file.write_bytes(data[:begin] + fault.after.encode() + data[end:])
+        try:
+            return self._run(files, limit)
+        finally:
+            file.write_bytes(data)
+
+    def why(self) -> str:
+        """Return the line of the last run that names the test that failed."""
+        lines = [*filter(None, Path(self._log).read_text(errors="replace").splitlines()), ""]
+        return next((line for line in lines if line.startswith(("FAILED", "ERROR"))), lines[-2:][0])
+
+    def _run(self, files: list[str], limit: float) -> str:
+        context = multiprocessing.get_context("forkserver")
+        child = context.Process(target=run_tests, args=(str(self.folder), files, self._log))
+        child.start()
+        child.join(limit)
+        late = child.is_alive()
+        assert child.pid is not None
+        with contextlib.suppress(ProcessLookupError):  # what the tests started goes with them
+            os.killpg(child.pid, signal.SIGKILL)
+        child.join()
+        if late:
+            return "timed out"
+        passed = child.exitcode in (0, 5)  # 5: a module without a doctest
+        return "survived" if passed else "noticed"
+
+
+def campaign(faults: list[Fault], jobs: int, say: Callable[[str], None]) -> dict[Fault, str]:
+    """Run the tests of each fault: "noticed", "survived" or "timed out"."""
+    ends: dict[Fault, str] = {}
+    with tempfile.TemporaryDirectory(prefix="faults_") as folder, ThreadPoolExecutor(jobs) as pool:
+        trees: SimpleQueue[Tree] = SimpleQueue()
+        for job in range(jobs):
+            trees.put(Tree(Path(folder).resolve() / f"tree_{job}"))
+
+        def duration(files: tuple[str, ...]) -> float:
+            tree, began = trees.get(), time.monotonic()
+            end = tree.noticed(None, list(files), 3600)
+            why = tree.why()
+            trees.put(tree)
+            if end != "survived":
+                raise SystemExit(f"without a fault, {' '.join(files)} end as '{end}': {why}")
+            return time.monotonic() - began
+
+        lists = sorted({file for fault in faults for file in tests_of(fault.path)})
+        took = dict(zip(lists, pool.map(duration, [(file,) for file in lists]), strict=True))
+        say(f"{len(lists)} test files pass without a fault, in {sum(took.values()):.0f} s")
+
+        def plant(fault: Fault) -> None:
+            files = tests_of(fault.path)
+            limit = max(LEAST_SECONDS, SLOWER * sum(took[file] for file in files))
+            tree, began = trees.get(), time.monotonic()
+            ends[fault] = tree.noticed(fault, files, limit)
+            why = tree.why() if ends[fault] == "noticed" else ""
+            trees.put(tree)
+            seconds = time.monotonic() - began
+            say(f"{len(ends):4d} {ends[fault]:9s} {seconds:4.0f} s  {fault}  {why}")
+
+        list(pool.map(plant, faults))
+    return ends
+
+
+def main() -> None:
+    """Draw faults, plant each, and print what survived."""
+    options = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--count", type=int, default=220, help="faults, spread over the folders")
+    options.add_argument("--only", help="one folder, for instance geomon/show")
+    options.add_argument("--jobs", type=int, default=2, help="processes at a time")
+    options.add_argument("--list", action="store_true", help="print the faults, plant none")
+    given = options.parse_args()
+    faults = draw(given.seed, given.count, given.only)
+    if given.list:
+        print(*faults, sep="\n")
+        return
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    ends = campaign(faults, given.jobs, lambda text: print(text, flush=True))
+    print(f"\nseed {given.seed}: {len(ends)} faults")
+    for folder in FOLDERS:
+        those = Counter(end for fault, end in ends.items() if folder_of(fault.path) == folder)
+        if those:
+            words = ", ".join(f"{count} {end}" for end, count in sorted(those.items()))
+            print(f"  {folder:25s} {words}")
+    survivors = [fault for fault in faults if ends[fault] == "survived"]
+    share = 1 - len(survivors) / max(len(ends), 1)
+    print(f"{share:.1%} noticed (a test that hangs notices too)")
+    print(*(["survivors:"] if survivors else []), *survivors, sep="\n  ")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,385 @@
+"""Calls: which modules are called, seen without placing anything on a module.
+
+For a window's time the class `torch.nn.Module` has another `__call__`, which notifies observers. A
+copy or a pickle of the model that is made meanwhile has nothing of it.
+
+A call of compiled code shows nothing of what it calls inside. It gets a twin: an extra eager pass
+on the same inputs comes first, without gradient and with nothing changed afterwards, and is
+observed; then the compiled call is made, with every patch taken away.
+"""
+
+import functools
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from io import BytesIO
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from geomon.capture.patches import (
+    Patch,
+    Undo,
+    end_extra_passes,
+    extra_pass_begun,
+    in_extra_pass,
+    replace,
+    run_eagerly,
+    watch_attention,
+    without_fast_path,
+)
+from geomon.capture.unchanged import left_unchanged
+
+
+class CallObserver(Protocol):
+    """An object that is notified of the calls of some modules.
+
+    Nothing that it raises may reach the model: it catches its own errors.
+    """
+
+    seconds: float  # time taken from training; a twin adds to it
+
+    def watches(self, module: nn.Module) -> bool:
+        """Whether to be notified of the calls of a module.
+
+        Args:
+            module: Any module of the process.
+        """
+
+    def before_call(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Take a call that begins.
+
+        Args:
+            module: The module.
+            args: Positional arguments, as the module's own hooks have left them.
+            kwargs: Arguments by name.
+        """
+
+    def after_call(self, module: nn.Module, output: Any) -> None:
+        """Take a call that has returned.
+
+        Args:
+            module: The module.
+            output: What it returned.
+        """
+
+    def needs_twin(self, module: nn.Module) -> bool:
+        """Whether something to be seen would be hidden by the compiled code of a module.
+
+        Args:
+            module: The module, without wrappers.
+        """
+
+    def on_failure(self, error: Exception) -> None:
+        """Take an error of geomon's own.
+
+        Args:
+            error: The error.
+        """
+
+    def on_forced_eager(self) -> None:
+        """Note that compiled code of the training is run eagerly."""
+
+
+# -- the patch -----------------------------------------------------------------------------------
+
+
+def _patch_call(undo: Undo) -> None:
+    call = nn.Module.__call__
+
+    @functools.wraps(call)
+    def observed(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # what is traced must not depend on this
+            return call(module, *args, **kwargs)
+        for first in _first_calls:
+            if first.takes(module):
+                return first.run(module, args, kwargs)
+        if is_compiled(module):
+            return _call_compiled(call, module, args, kwargs)
+        return _call_observed(call, module, args, kwargs)
+
+    replace(undo, nn.Module, "__call__", observed)
+
+
+_calls = Patch(_patch_call)
+_observers: list[CallObserver] = []
+_first_calls: list["FirstCall"] = []
+_placed: list[tuple[nn.Module, "_Hook"]] = []  # hooks for the moment at which a call begins
+
+
+def watch_calls(observer: CallObserver) -> None:
+    """Notify an observer of the calls of modules, until `unwatch_calls`.
+
+    Args:
+        observer: The observer.
+    """
+    _observers.append(observer)
+    _calls.hold(observer)
+
+
+def unwatch_calls(observer: CallObserver) -> None:
+    """Notify an observer no longer; may be called more than once.
+
+    Args:
+        observer: The observer.
+    """
+    _observers[:] = [other for other in _observers if other is not observer]
+    if not _observers:
+        while _placed:  # Ctrl-C has left them
+            _take_away(*_placed[-1])
+            _placed.pop()
+        end_extra_passes()
+    _calls.release(observer)
+
+
+def _call_observed(
+    call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    observers = [observer for observer in tuple(_observers) if observer.watches(module)]
+    if not observers:
+        return call(module, *args, **kwargs)
+    thread = threading.get_ident()
+
+    def begins(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if threading.get_ident() == thread:
+            _take_away(module, hook)
+            for observer in observers:
+                observer.before_call(module, args, kwargs)
+
+    # The last of the module's hooks, for the arguments as its own hooks leave them; it goes away as
+    # the call begins, before the module's forward.
+    hook = _Hook(begins)
+    try:
+        _placed.append((module, hook))
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+        output = call(module, *args, **kwargs)
+    finally:
+        _take_away(module, hook)
+        _placed[:] = [other for other in _placed if other[1] is not hook]
+    for observer in observers:
+        observer.after_call(module, output)
+    return output
+
+
+def _take_away(module: nn.Module, hook: "_Hook") -> None:
+    """Remove a hook, as its handle would; may be called more than once."""
+    for key in [key for key, other in module._forward_pre_hooks.items() if other is hook]:
+        module._forward_pre_hooks_with_kwargs.pop(key, None)
+        module._forward_pre_hooks.pop(key, None)
+
+
+class _Hook:
+    """A hook on a module; in a copy or a pickle of the model it does nothing."""
+
+    def __init__(self, action: Callable[..., None]) -> None:
+        self._action = action
+
+    def __call__(self, *call: Any) -> None:
+        self._action(*call)
+
+    def __reduce__(self) -> tuple[Callable[[Callable[..., None]], "_Hook"], tuple[Any, ...]]:
+        return _Hook, (_nothing,)
+
+
+def _nothing(*call: Any) -> None:
+    return
+
+
+class FirstCall:
+    """Does something around the first call of one of some modules, in the thread that made this.
+
+    Args:
+        modules: The modules.
+        before: Called before the call, which is then made anew.
+        after: Called when it has ended, with what has ended it or None.
+    """
+
+    def __init__(
+        self,
+        modules: tuple[nn.Module, ...],
+        before: Callable[[], object],
+        after: Callable[[BaseException | None], object],
+    ) -> None:
+        self._modules = set(map(id, modules))
+        self._kept = modules  # as long as their addresses are
+        self._before = before
+        self._after = after
+        self._thread = threading.get_ident()
+
+    def begin(self) -> None:
+        """Wait for the call."""
+        _first_calls.append(self)
+        _calls.hold(self)
+
+    def end(self) -> None:
+        """Wait no longer; may be called more than once."""
+        _first_calls[:] = [other for other in _first_calls if other is not self]
+        _calls.release(self)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the call has not come yet."""
+        return any(other is self for other in _first_calls)
+
+    def takes(self, module: nn.Module) -> bool:
+        """Whether a call is the one that is waited for.
+
+        Args:
+            module: The module that is called.
+        """
+        return (
+            threading.get_ident() == self._thread
+            and torch._C._current_graph_task_id() == -1
+            and (id(module) in self._modules or id(unwrap(module)) in self._modules)
+        )
+
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make the call.
+
+        Args:
+            module: The module that is called.
+            args: Positional arguments.
+            kwargs: Arguments by name.
+        """
+        self.end()
+        self._before()
+        try:
+            output = nn.Module.__call__(module, *args, **kwargs)
+        except BaseException as error:
+            self._after(error)
+            raise
+        self._after(None)
+        return output
+
+
+# -- compiled code -------------------------------------------------------------------------------
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a call of a module runs compiled code.
+
+    Args:
+        module: The module: wrapped by `torch.compile`, compiled in place, or with a forward that is
+            compiled.
+    """
+    attributes = vars(module)
+    if attributes.get("_compiled_call_impl") is not None:
+        return True
+    if "_orig_mod" in attributes.get("_modules", ()):
+        return True
+    forward = attributes.get("forward") or getattr(type(module), "forward", None)
+    return getattr(forward, "_torchdynamo_orig_callable", None) is not None
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Take away the wrappers of `torch.compile` and `DistributedDataParallel`.
+
+    Args:
+        module: Any module.
+    """
+    while True:
+        inner = module._modules.get("_orig_mod")
+        if inner is None and isinstance(module, nn.parallel.DistributedDataParallel):
+            inner = module.module
+        if inner is None:
+            return module
+        module = inner
+
+
+def _call_compiled(
+    call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    if in_extra_pass():
+        return _call_eagerly(call, module, args, kwargs)
+    target = unwrap(module)
+    observers = [observer for observer in tuple(_observers) if observer.needs_twin(target)]
+    if observers:
+        try:
+            copies = _copies(target, args, kwargs)
+        except Exception:  # no twin can be made: what is watched is the step itself
+            for observer in observers:
+                observer.on_forced_eager()
+            with extra_pass_begun():
+                return _call_eagerly(call, module, args, kwargs)
+        _run_twin(observers, target, *copies)
+    with _unpatched():
+        return call(module, *args, **kwargs)
+
+
+def _call_eagerly(
+    call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    inner = module._modules.get("_orig_mod")
+    if inner is None or module._forward_hooks or module._forward_pre_hooks:
+        return _call_observed(call, module, args, kwargs)
+    return nn.Module.__call__(inner, *args, **kwargs)  # the wrapper would pass observers by
+
+
+def _run_twin(
+    observers: list[CallObserver], target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Run the eager twin of a compiled call, which is what observers see of it."""
+    began, before = time.perf_counter(), observers[0].seconds
+    try:
+        with extra_pass_begun(), left_unchanged(target):
+            nn.Module.__call__(target, *args, **kwargs)
+    except Exception as error:
+        for observer in observers:
+            observer.on_failure(error)
+    observers[0].seconds = before + time.perf_counter() - began
+
+
+@contextmanager
+def _unpatched() -> Iterator[None]:
+    """Leave compiled code alone with the process as it is without any window.
+
+    Compiled code is guarded by what it refers to: it would be compiled again.
+    """
+    with ExitStack() as stack:
+        for patch in (_calls, watch_attention, run_eagerly, without_fast_path):
+            stack.enter_context(patch.suspended())
+        yield
+
+
+def _copies(
+    target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Copy the arguments of a call: what a forward pass writes into (a cache of keys) stays as is.
+
+    Raises:
+        ValueError: The call cannot be made twice: ranks exchange something in it, which all of them
+            would have to do, or parameters have no values yet.
+        Exception: An argument cannot be copied.
+    """
+    if any(map(_is_collective, target.modules())):
+        raise ValueError(f"ranks exchange something in the forward pass of {type(target).__name__}")
+    if any(nn.parameter.is_lazy(parameter) for parameter in target.parameters()):
+        raise ValueError(f"parameters of {type(target).__name__} have no values yet")
+    file, kept = BytesIO(), []
+
+    def keep(value: Any) -> int | None:
+        if not isinstance(value, Tensor | nn.Module):
+            return None
+        kept.append(value.detach().clone() if isinstance(value, Tensor) else value)
+        return len(kept) - 1
+
+    pickler, unpickler = pickle.Pickler(file), pickle.Unpickler
+    pickler.persistent_id = keep  # type: ignore[method-assign]
+    pickler.dump((args, kwargs))
+    file.seek(0)
+    reader = unpickler(file)
+    reader.persistent_load = kept.__getitem__  # type: ignore[method-assign]
+    copied: tuple[tuple[Any, ...], dict[str, Any]] = reader.load()
+    return copied
+
+
+def _is_collective(module: nn.Module) -> bool:
+    """Whether a module's own forward pass waits for other ranks."""
+    sharded = any(hasattr(p, "to_local") for p in module.parameters(recurse=False))
+    fsdp = getattr(module, "_is_fsdp_managed_module", False)
+    return sharded or fsdp or isinstance(module, nn.SyncBatchNorm)

@@ -1,0 +1,147 @@
+"""What the recipe's model is trained by and what it logs, without a run."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from recipes.enwik8 import presets
+from recipes.enwik8.model import CharacterDecoder
+from recipes.enwik8.presets import PRESETS, Preset, preset_for_hardware
+
+TINY = Preset(2, 16, 2, 12, 4, 40, 10, 1e-2, 0.0, "32-true")
+SYMBOLS = 7
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return CharacterDecoder("gpt2", SYMBOLS, TINY).eval()
+
+
+@pytest.fixture
+def windows():
+    return torch.randint(SYMBOLS, (4, TINY.context + 1), generator=torch.Generator().manual_seed(1))
+
+
+def nats(model, windows):
+    """Mean cross-entropy of each next character, by numpy."""
+    with torch.no_grad():
+        logits = model(windows[:, :-1]).double().numpy()
+    chosen = np.take_along_axis(logits, windows[:, 1:, None].numpy(), axis=2)[..., 0]
+    return float((np.log(np.exp(logits).sum(axis=2)) - chosen).mean())
+
+
+@pytest.mark.parametrize("step", ["training_step", "validation_step"])
+def test_bits_per_character_are_the_nats_over_ln_2(model, windows, step):
+    logged = {}
+    model.log = lambda name, value, **options: logged.update({name: value.item()})
+    loss = getattr(model, step)(windows, 0)
+    expected = nats(model, windows)
+    name = f"{step.removesuffix('_step').replace('training', 'train')}/bits_per_character"
+    assert logged == {name: pytest.approx(expected / math.log(2), rel=1e-5)}
+    # A model that knows nothing needs log2 of the number of symbols.
+    assert logged[name] == pytest.approx(math.log2(SYMBOLS), abs=0.1)
+    if loss is not None:
+        assert loss.item() == pytest.approx(expected, rel=1e-5)
+    assert (loss is None) == (step == "validation_step")
+
+
+def test_a_model_of_half_the_symbols_needs_one_bit_less(windows):
+    """The unit does not hang on one model: log2, and no other logarithm, falls by one."""
+    found = []
+    for symbols in (64, 32):
+        torch.manual_seed(0)
+        model, logged = CharacterDecoder("gpt2", symbols, TINY).eval(), {}
+        torch.nn.init.zeros_(model.network.lm_head.weight)  # tied: the same for every symbol
+        model.log = lambda name, value, logged=logged, **options: logged.update({name: value})
+        model.validation_step(windows, 0)
+        found.append(logged["validation/bits_per_character"].item())
+    assert found == pytest.approx([6.0, 5.0])
+
+
+def test_only_matrices_decay_and_every_parameter_is_trained(model):
+    (optimizer,) = [model.configure_optimizers()["optimizer"]]
+    decay = {
+        id(parameter): group["weight_decay"]
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    assert len(decay) == sum(len(group["params"]) for group in optimizer.param_groups)
+    named = dict(model.named_parameters())
+    assert decay.keys() == {id(parameter) for parameter in named.values()}
+    for name, parameter in named.items():
+        vector = name.endswith("bias") or ".ln_" in name
+        assert decay[id(parameter)] == (0.0 if vector else 0.1), name
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert [group["betas"] for group in optimizer.param_groups] == [(0.9, 0.95)] * 2
+
+
+def test_the_learning_rate_changes_with_every_step_and_not_with_every_epoch(model):
+    given = model.configure_optimizers()
+    optimizer, plan = given["optimizer"], given["lr_scheduler"]
+    assert plan["interval"] == "step"
+    rates = []
+    for _ in range(TINY.steps):
+        rates.append([group["lr"] for group in optimizer.param_groups])
+        optimizer.step()
+        plan["scheduler"].step()
+    assert all(one == other for one, other in rates)
+    found = np.array(rates)[:, 0] / TINY.learning_rate
+    np.testing.assert_allclose(found[:10], np.arange(1, 11) / 10)  # the warm-up, in a line
+    steps = np.arange(TINY.steps - 10) / (TINY.steps - 10)
+    np.testing.assert_allclose(found[10:], 0.1 + 0.9 * (1 + np.cos(np.pi * steps)) / 2)
+
+
+def test_a_run_that_is_all_warm_up_has_a_rate_at_every_step():
+    model = CharacterDecoder("gpt2", SYMBOLS, replace(TINY, steps=10))
+    assert [model._rate(step) for step in (0, 9, 10, 11)] == pytest.approx([0.1, 1.0, 1.0, 0.1])
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "llama"])
+def test_dropout_context_and_sizes_arrive_in_the_network(arch):
+    preset = Preset(3, 24, 4, 20, 8, 10, 1, 1e-3, 0.25, "32-true")
+    model = CharacterDecoder(arch, 11, preset)
+    config = model.network.config
+    assert (config.num_hidden_layers, config.num_attention_heads) == (3, 4)
+    assert (config.hidden_size, config.vocab_size, config.max_position_embeddings) == (24, 11, 20)
+    if arch == "llama":
+        assert (config.attention_dropout, config.intermediate_size) == (0.25, 64)
+    else:
+        assert (config.attn_pdrop, config.resid_pdrop, config.embd_pdrop) == (0.25,) * 3
+    assert (config.bos_token_id, config.eos_token_id) == (None, None)
+    assert model(torch.zeros(2, 20, dtype=torch.long)).shape == (2, 20, 11)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_only_the_network_is_compiled_and_only_where_asked(monkeypatch, compiled):
+    called = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: called.append(type(module)))
+    model = CharacterDecoder("gpt2", SYMBOLS, TINY, compiled=compiled)
+    assert called == ([type(model.network)] if compiled else [])
+
+
+@pytest.mark.parametrize(
+    ("available", "gigabytes", "name"),
+    [(False, 0, "cpu"), (True, 8, "small"), (True, 20, "small"), (True, 24, "base")],
+)
+def test_the_preset_is_chosen_by_the_hardware(monkeypatch, available, gigabytes, name):
+    class Device:
+        total_memory = gigabytes * 10**9
+
+    monkeypatch.setattr(presets.torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(presets.torch.cuda, "get_device_properties", lambda index: Device)
+    assert preset_for_hardware() == name
+
+
+def test_presets_can_be_trained_and_are_of_growing_size():
+    for preset in PRESETS.values():
+        assert preset.width % preset.heads == 0
+        assert 0 < preset.warmup < preset.steps / 5
+        assert 0 <= preset.dropout < 0.5
+    sizes = [(p.layers * p.width**2, p.context, p.steps) for p in PRESETS.values()]
+    assert all(sorted(column) == list(column) for column in zip(*sizes, strict=True))
+    # The README's numbers were made with these.
+    assert PRESETS["cpu"] == Preset(4, 128, 4, 64, 32, 1_500, 100, 2e-3, 0.0, "32-true")

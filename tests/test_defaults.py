@@ -1,0 +1,118 @@
+"""The default dtype and device are the user's: readings do not depend on them."""
+
+import ast
+import functools
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from models import PlainDecoder, batch, transformer
+
+from geomon import Memory, Monitor, every, geometry, measure
+
+SOURCES = sorted((Path(__file__).parent.parent / "geomon").rglob("*.py"))
+
+# Factories, and whether the dtype of what they make is the default one where none is named.
+FACTORIES = dict.fromkeys(
+    ("arange", "empty", "eye", "full", "linspace", "logspace", "ones", "rand", "randint", "randn",
+     "randperm", "range", "scalar_tensor", "tensor", "zeros"),
+    True,
+) | {"as_tensor": False, "asarray": False, "Generator": False}  # fmt: skip
+# What takes neither: the dtype and the device are always the default ones.
+LEGACY = {"Tensor", "FloatTensor", "LongTensor", "normal"}
+
+
+def unnamed(source: str) -> list[str]:
+    """Calls of factories that leave the dtype or the device to the process's defaults."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            continue
+        if getattr(node.func.value, "id", None) != "torch":
+            continue
+        name, named = node.func.attr, {keyword.arg for keyword in node.keywords}
+        if name in LEGACY:
+            found.append(f"line {node.lineno}: {name}")
+        if name not in FACTORIES or None in named:  # None: **options, of which nothing is known
+            continue
+        positional = name == "Generator" and node.args
+        asked = {"device": not positional, "dtype": FACTORIES[name]}
+        missing = {option for option, needed in asked.items() if needed}
+        if missing - named:
+            found.append(f"line {node.lineno}: {name} without {', '.join(sorted(missing - named))}")
+    return found
+
+
+def test_the_check_itself():
+    assert unnamed("torch.zeros(3)") == ["line 1: zeros without device, dtype"]
+    assert unnamed("torch.arange(3, dtype=torch.int64)") == ["line 1: arange without device"]
+    assert unnamed("torch.Generator()") == ["line 1: Generator without device"]
+    assert not unnamed("torch.Generator('cpu'); torch.ones(1, dtype=torch.bool, device='cpu')")
+    assert unnamed("torch.Tensor(3)")
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
+def test_every_factory_call_names_dtype_and_device(path):
+    assert not unnamed(path.read_text())
+
+
+@contextmanager
+def defaults(dtype=torch.float32, device=None):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+        torch.set_default_device(None)
+
+
+OTHERS = [
+    {"dtype": torch.bfloat16},
+    {"dtype": torch.float16},
+    {"dtype": torch.float64},
+    {"device": "meta"},
+]
+identified = pytest.mark.parametrize("others", OTHERS, ids=lambda others: str([*others.values()]))
+
+
+@functools.cache
+def reading(name, dtype=torch.float32, device=None):
+    """All metrics of a model in float32 on the CPU, run and measured under other defaults.
+
+    There are more sequences, rows and queries than are kept of any of them.
+    """
+    torch.manual_seed(0)
+    model, ids = PlainDecoder() if name == "plain" else transformer(name), batch(24, 48)
+    given = {"ids": ids} if name == "plain" else {"input_ids": ids, "attention_mask": ids > 3}
+    memory = Memory()
+    with defaults(dtype, device):
+        monitor = Monitor(
+            model, schedule=every(1), tokens=300, directory=None, sinks=[memory], strict=True
+        )
+        with monitor(0):
+            model(**given)
+        monitor.close()
+    (found,) = memory.readings
+    return {tag: value.hex() for tag, value in found.values.items() if "geomon/" not in tag}
+
+
+@identified
+@pytest.mark.parametrize("name", ["plain", "llama"])
+def test_readings_do_not_depend_on_the_defaults(name, others):
+    found = reading(name, **others)
+    assert found == reading(name)
+    assert len(found) > 100
+
+
+@identified
+def test_one_look_does_not_depend_on_the_defaults(others):
+    model, ids = PlainDecoder().eval(), batch(8, 32)
+    rows = torch.randn(400, 8, generator=torch.Generator().manual_seed(0)).numpy()
+    expected = measure(model, ids), geometry(rows), geometry(rows.tolist(), [1, 2] * 200)
+    with defaults(**others):
+        found = measure(model, ids), geometry(rows), geometry(rows.tolist(), [1, 2] * 200)
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, rel=0, abs=0, nan_ok=True)
