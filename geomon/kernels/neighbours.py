@@ -1,30 +1,36 @@
-"""Distances to the nearest neighbours: searched fast, certified, decided in float64.
+"""Distances to the nearest neighbours: searched in float32, decided in float64.
 
-A search by |x|^2 + |y|^2 - 2xy in float32 is fast and loses the small distances of rows far from
-the origin and of near-duplicates; a search in a few coordinates is faster and orders the rows by a
-lower bound of the distance. So searches only give candidates: a row's own entry is dropped by its
-index, the distances of the candidates are computed in float64 from differences of the rows as
-given, and those are sorted. A row is certified where its k-th distance lies below what every other
-row can have, with rounding counted in. Rows that are not certified get the next search: float32,
-float64, differences, after which no row is uncertain.
+FAISS expands |x|^2 + |y|^2 - 2xy in float32, which loses the small distances of rows far from the
+origin and of near-duplicates. So: centre and scale in float64 before the search, ask for more
+candidates than are wanted, drop a row's own entry by its index, compute the candidates' distances
+again in float64 from differences of the rows as given, and sort those. Where a true neighbour may
+be missing from the candidates because of rounding, the row is searched again in float64.
 The memory beyond the rows themselves is one float32 copy of them, the result, and blocks of a few
 MB.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from geomon.kernels._blocks import rows_in_block
-from geomon.kernels._search import Candidates, Cloud, Points, Wanted, cloud_of
-from geomon.kernels._sketch import choose_sketch
+from geomon.kernels._blocks import row_blocks, rows_in_block
 
-# Numbers in one block of candidates' coordinates: 2 MB in float64, the fastest of 2^16 to 2^20.
-_BLOCK = 262_144
-# Wanted rows whose candidates are held at a time.
-_ROWS = 16_384
+faiss: Any
+try:
+    import faiss
+except ImportError:  # the exact search in torch is used instead
+    faiss = None
+
+# Candidates beyond k, of the search in float32, which can put near-duplicates in the wrong order,
+# and of the search in float64 for the few rows of which float32 is not certain. The first is a
+# matter of speed alone: with more candidates fewer rows are uncertain, but every search costs more.
+_SLACK = 2
+_MORE_SLACK = 24
+# Wanted rows that are copied for the search at a time, where not all are wanted.
+_QUERIES = 4096
 
 _AS_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -73,22 +79,22 @@ def nearest(
             "expected at least 2 floating-point rows [tokens, width] and k of at least 1, got "
             f"{rows.dtype} {list(rows.shape)}, {searched} of them to search, and k={k}"
         )
-    points = Points(rows, None if searched == len(rows) else among)
-    own, k = points.places(of), min(k, searched - 1)
-    cloud = cloud_of(points)
-    sketch = choose_sketch(cloud, own, k)
-    searches: list[Callable[[Wanted], Candidates]] = [] if sketch is None else [sketch]
-    searches += [cloud.single, cloud.double, cloud.differences]
-    found = Neighbours(
-        rows.new_full((len(own), k), torch.inf, dtype=torch.float64),
-        torch.empty(len(own), k, dtype=torch.int64, device=rows.device),
-    )
-    left = torch.arange(len(own), dtype=torch.int64, device=rows.device)
-    for search in searches:
-        left = torch.cat([_step(cloud, search, own, part, found) for part in left.split(_ROWS)])
-        if len(left) == 0:
-            break
-    return found
+    points = _Points(rows, None if searched == len(rows) else among)
+    k = min(k, searched - 1)
+    own = points.places(of)
+    count = min(k + 1 + _SLACK, searched)
+    frame = _frame(rows)
+    scaled = rows.new_empty((searched, rows.shape[1]), dtype=torch.float32)
+    for target, block in zip(row_blocks(scaled), points.blocks(), strict=True):
+        target.copy_(frame(block))
+    found = _ranked(points, own, _candidates(scaled, own, count), k)
+    if count < searched:
+        unsure = _unsure(found, scaled, own, frame.scale, k)
+        count = min(k + 1 + _MORE_SLACK, searched)
+        again = _ranked(points, own[unsure], _expanded(points, frame, own[unsure], count), k)
+        for before, after in zip(found, again, strict=True):
+            before[unsure] = after
+    return Neighbours(found.distances[:, :k], found.indices[:, :k])
 
 
 def nearest_among(
@@ -217,72 +223,130 @@ def _firsts(label: Tensor) -> Tensor:
     return first.scatter_reduce(0, label, order, reduce="amin")
 
 
-def _step(
-    cloud: Cloud,
-    search: Callable[[Wanted], Candidates],
-    own: Tensor,
-    some: Tensor,
-    found: Neighbours,
+@dataclass(frozen=True)
+class _Points:
+    """The rows that are searched: all, or some of them by their indices, without a copy."""
+
+    rows: Tensor
+    among: Tensor | None
+
+    def blocks(self) -> Iterable[Tensor]:
+        """Cut the points into blocks."""
+        if self.among is None:
+            return row_blocks(self.rows)
+        step = rows_in_block(self.rows.shape[1])
+        return (self.rows[index] for index in self.among.split(step))
+
+    def __len__(self) -> int:
+        return len(self.rows) if self.among is None else len(self.among)
+
+    def index(self, places: Tensor) -> Tensor:
+        """Convert places among the points to indices into the rows."""
+        return places if self.among is None else self.among[places]
+
+    def places(self, index: Tensor | None) -> Tensor:
+        """Convert indices into the rows to places among the points; None gives all places."""
+        if index is None:
+            return torch.arange(len(self), dtype=torch.int64, device=self.rows.device)
+        return index if self.among is None else torch.searchsorted(self.among, index.contiguous())
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """Centre and scale of the rows, which are subtracted and divided by before a search."""
+
+    centre: Tensor
+    scale: Tensor
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return (rows.double() - self.centre).div_(self.scale)
+
+
+def _frame(rows: Tensor) -> _Frame:
+    """Choose the centre and the scale of a search."""
+    # Any centre near most of the rows will do; a mean would be moved by a few massive rows.
+    centre = rows[:: max(1, len(rows) // 255)].double().median(dim=0).values
+    largest = torch.zeros_like(centre)
+    for block in row_blocks(rows):
+        torch.maximum(largest, (block.double() - centre).abs_().amax(dim=0), out=largest)
+    reach = largest.max()
+    return _Frame(centre, torch.where(reach > 0, reach, 1.0))
+
+
+def _candidates(scaled: Tensor, own: Tensor, count: int) -> Tensor:
+    """Find the `count` points nearest to each wanted one, itself among them, in float32."""
+    if faiss is None or scaled.device.type != "cpu":
+        return _expanded(_Points(scaled, None), lambda points: points, own, count)
+    found = [torch.empty(0, count, dtype=torch.int64, device="cpu")]
+    points = scaled.numpy()
+    whole = len(own) == len(scaled)
+    for part in (own,) if whole else own.split(_QUERIES):
+        queries = points if whole else scaled[part].numpy()
+        found.append(torch.from_numpy(faiss.knn(queries, points, count)[1]))
+    return torch.cat(found)
+
+
+def _expanded(
+    points: _Points, frame: Callable[[Tensor], Tensor], own: Tensor, count: int
 ) -> Tensor:
-    """Search the neighbours of some of the wanted rows, and keep what is found.
-
-    Args:
-        cloud: The points.
-        search: Search for candidates.
-        own: Places of all wanted rows.
-        some: Which of them are searched.
-        found: Neighbours of all wanted rows, in which those of `some` are replaced.
-
-    Returns:
-        Those of `some` that are not certified.
-    """
-    k = found.distances.shape[1]
-    wanted = Wanted(own[some], found.distances[some, k - 1] / cloud.frame.scale, k)
-    candidates = search(wanted)
-    ranked = _ranked(cloud, wanted, candidates)
-    for whole, part in zip(found, ranked, strict=True):
-        whole[some] = part
-    kth = ranked.distances[:, k - 1] / cloud.frame.scale
-    return some[~cloud.certified(wanted.own, candidates, kth)]
+    """Find candidates by |y|^2 - 2xy, in the precision that `frame` returns, block by block."""
+    found = [torch.empty(0, count, dtype=torch.int64, device=own.device)]
+    for part in own.split(rows_in_block(len(points))):
+        queries = frame(points.rows[points.index(part)])
+        # One buffer for all blocks: the allocator would leave gaps between buffers of their own.
+        squared = queries.new_empty(len(part), len(points))
+        targets = squared.split(rows_in_block(points.rows.shape[1]), dim=1)
+        for target, block in zip(targets, map(frame, points.blocks()), strict=True):
+            norms = block.square().sum(dim=1)
+            target.copy_(torch.addmm(norms[None, :], queries, block.T, alpha=-2))
+        found.append(squared.topk(count, dim=1, largest=False).indices)
+    return torch.cat(found)
 
 
-def _ranked(cloud: Cloud, wanted: Wanted, candidates: Candidates) -> Neighbours:
-    """Sort candidates by their distance in float64: those that can be among the k nearest.
+def _ranked(points: _Points, own: Tensor, candidates: Tensor, k: int) -> Neighbours:
+    """Sort candidates by their distance in float64.
 
     Returns:
-        Neighbours, of shape [wanted, k].
+        Neighbours, of shape [wanted, k + 1]; the last column is the farthest candidate.
     """
-    points, scale, k = cloud.points, cloud.frame.scale, wanted.k
-    row, index = points.index(wanted.own), points.index(candidates.places)
-    distances = torch.full(index.shape, torch.inf, dtype=torch.float64, device=index.device)
-    distances[:, :k] = _distances_to_each(points.rows, row, index[:, :k])
-    kth = distances[:, :k].amax(dim=1) / scale
-    limit = kth.square() + cloud.error(wanted.own, kth, candidates.rounding)
-    some, column = (candidates.squared[:, k:] <= limit[:, None]).nonzero(as_tuple=True)
-    column = column + k
-    distances[some, column] = _distances(points.rows, row[some], index[some, column])
-    order = distances.sort(dim=1)
-    return Neighbours(order.values[:, :k].contiguous(), index.gather(1, order.indices[:, :k]))
-
-
-def _distances_to_each(rows: Tensor, wanted: Tensor, others: Tensor) -> Tensor:
-    """Compute distances in float64, from wanted rows to the others of each, [wanted, others]."""
-    count, width = others.shape[1], rows.shape[1]
-    distances = torch.empty(others.shape, dtype=torch.float64, device=rows.device)
-    step = max(1, _BLOCK // (count * width))
+    rows, wanted, candidates = points.rows, points.index(own), points.index(candidates)
+    count, width = candidates.shape[1], rows.shape[1]
+    distances = torch.empty(candidates.shape, dtype=torch.float64, device=rows.device)
+    step = rows_in_block(count * width)
     # Allocated once: the allocator does not find again what is freed between blocks.
     taken = rows.new_empty(min(step, len(wanted)) * count, width)
     exact = torch.empty_like(taken, dtype=torch.float64)
     for start in range(0, len(wanted), step):
-        block = others[start : start + step]
+        block = candidates[start : start + step]
         part = slice(0, block.numel())
         torch.index_select(rows, 0, block.flatten(), out=taken[part])
         difference = exact[part].copy_(taken[part]).view(len(block), count, width)
         difference.sub_(rows[wanted[start : start + step], None])
         torch.linalg.vector_norm(difference, dim=-1, out=distances[start : start + step])
-    return distances
+    distances.masked_fill_(candidates == wanted[:, None], torch.inf)  # sorts last
+    order = distances.sort(dim=1)
+    last = count - 1 - order.values[:, -1:].isinf().long()
+    kept = torch.cat(
+        [torch.arange(k, dtype=torch.int64, device=last.device).expand(len(last), -1), last], dim=1
+    )
+    return Neighbours(
+        order.values.gather(1, kept), candidates.gather(1, order.indices.gather(1, kept))
+    )
 
 
-def _distances(rows: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """Compute distances in float64 between rows of two lists of indices, [pairs]."""
-    return _distances_to_each(rows, first, second[:, None]).squeeze(1)
+def _unsure(found: Neighbours, scaled: Tensor, own: Tensor, scale: Tensor, k: int) -> Tensor:
+    """Find the wanted rows for which float32 may have found the wrong candidates.
+
+    A row that is no candidate seemed no nearer than the farthest candidate. In truth it can be
+    nearer than the k-th where the two are closer than the rounding of the expansion, which grows
+    with the norms: among near-duplicates, and for rows far from most others.
+
+    Returns:
+        Indices into the wanted rows, int64.
+    """
+    width = scaled.shape[1]
+    kth, farthest = (found.distances[:, column] / scale for column in (k - 1, k))
+    norm = torch.linalg.vector_norm(scaled, dim=1)[own].double()
+    rounding = (4 + width**0.5) * torch.finfo(torch.float32).eps
+    error = rounding * (norm.square() + (norm + farthest).square())
+    return (farthest.square() - kth.square() <= 2 * error).nonzero().squeeze(1)

@@ -7,11 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.spatial import cKDTree
 
-import geomon.kernels._search
 import geomon.kernels.neighbours
-from geomon.kernels import _blocks, _sketch
-from geomon.kernels._search import Cloud, Points, cloud_of
-from geomon.kernels._sketch import Sketch, choose_sketch
+from geomon.kernels import _blocks
 from geomon.kernels.neighbours import Neighbours, first_of_each, nearest, nearest_among, unique_rows
 
 few_examples = settings(deadline=None, derandomize=True, max_examples=30)
@@ -36,7 +33,7 @@ def clusters(count, size, width, spread, seed=0):
 def path(request, monkeypatch):
     """Runs a test once with FAISS and once with the search in torch."""
     if request.param == "torch":
-        monkeypatch.setattr(geomon.kernels._search, "faiss", None)
+        monkeypatch.setattr(geomon.kernels.neighbours, "faiss", None)
     else:
         pytest.importorskip("faiss")
     return request.param
@@ -148,147 +145,13 @@ def test_a_few_rows_of_massive_norm_do_not_hide_the_distances_of_the_others(fact
     assert_nearest(nearest(rows, k=4), rows, 4, rtol=1e-9)
 
 
-@pytest.mark.usefixtures("path")
-@pytest.mark.parametrize("size", [3, 28, 40, 200])
-@pytest.mark.parametrize("spread", [1e-4, 1e-8, 1e-12])
-@pytest.mark.parametrize("offset", [0.0, 1e8])
-def test_nearest_in_groups_that_float64_cannot_tell_apart(size, spread, offset):
-    # Squares lose what lies below 1e-8 of the norm, in float64 too: of a group that is larger than
-    # the number of candidates, any would do. At the offset the rows themselves are rounded to 1e-8.
-    rows = clusters(400 // size + 1, size, 16, spread) + offset
-    rows = rows[unique_rows(rows)]
-    assert_nearest(nearest(rows, k=min(8, len(rows) - 1)), rows, min(8, len(rows) - 1))
-
-
-@pytest.mark.usefixtures("path")
-@pytest.mark.parametrize("factor", [1e6, 1e9, 1e12])
-def test_nearest_among_many_massive_rows_alike(factor):
-    rows = normal(600, 24)
-    rows[:100] += factor * normal(24, seed=1)
-    assert_nearest(nearest(rows, k=8), rows, 8)
-
-
-@pytest.mark.usefixtures("path")
-@pytest.mark.parametrize("block", [100, 3000, 10**9])
-def test_differences_in_blocks_of_any_size(monkeypatch, block):
-    rows = clusters(4, 60, 12, 1e-10) + 3
-    monkeypatch.setattr(_blocks, "BLOCK", block)
-    assert_nearest(nearest(rows, k=4), rows, 4)
-
-
-def test_rows_that_float64_tells_apart_are_not_compared_by_differences(monkeypatch):
-    # One group beyond the reach of float64 among rows that float32 is certain of.
-    rows = torch.cat([normal(900, 32), 3 + 1e-11 * normal(50, 32, seed=1)])
-    compared = []
-    differences = Cloud.differences
-
-    def spy(cloud, wanted):
-        compared.append(wanted.own)
-        return differences(cloud, wanted)
-
-    monkeypatch.setattr(Cloud, "differences", spy)
-    got = nearest(rows, k=2)
-    assert torch.equal(torch.cat(compared), torch.arange(900, 950))
-    assert_nearest(got, rows, 2)
-
-
-@pytest.fixture
-def sketched(monkeypatch):
-    """Lets every search be by a sketch first where there is room for one; counts those that are."""
-    monkeypatch.setattr(_sketch, "_LEAST_POINTS", 64)
-    monkeypatch.setattr(_sketch, "_LEAST_WIDTH", 64)
-    monkeypatch.setattr(_sketch, "_LEAST_GAIN", -1e9)
-    searches = []
-    search = Sketch.__call__
-
-    def counted(sketch, wanted):
-        searches.append(len(wanted.own))
-        return search(sketch, wanted)
-
-    monkeypatch.setattr(Sketch, "__call__", counted)
-    return searches
-
-
-def decaying(tokens, width, power, seed=0):
-    return normal(tokens, width, seed=seed) * torch.arange(1, width + 1) ** -power
-
-
-HARD_ROWS = {
-    "decaying": lambda seed: decaying(700, 128, 1.0, seed),
-    "flat": lambda seed: decaying(700, 96, 0.0, seed),
-    "low rank": lambda seed: normal(500, 5, seed=seed) @ normal(5, 80, seed=seed + 1),
-    "offset": lambda seed: decaying(500, 80, 0.7, seed) + 1e6,
-    "near-duplicates": lambda seed: clusters(6, 80, 72, 1e-7, seed),
-    "duplicates below float64": lambda seed: clusters(8, 50, 72, 1e-11, seed) + 2,
-    "massive": lambda seed: torch.cat([1e5 + normal(9, 80, seed=seed), decaying(500, 80, 1.0)]),
-    "copies": lambda seed: decaying(300, 80, 1.0, seed).repeat(2, 1),
-    "lattice": lambda seed: (2 * decaying(500, 80, 0.5, seed)).round(),
-    "float32": lambda seed: (decaying(500, 100, 1.0, seed) + 3).float(),
-    "bfloat16": lambda seed: decaying(500, 100, 0.5, seed).bfloat16(),
-}
-
-
-@pytest.mark.usefixtures("path")
-@pytest.mark.parametrize("kind", HARD_ROWS)
-@pytest.mark.parametrize("k", [2, 8])
-def test_a_search_by_a_lower_bound_misses_nothing(sketched, kind, k):
-    rows = HARD_ROWS[kind](k)
-    got = nearest(rows, k=k)
-    assert sketched == [len(rows)]
-    want = brute_force(rows, k).distances
-    torch.testing.assert_close(got.distances, want, rtol=1e-12, atol=0)
-    own = rows.double()
-    apart = (own[:, None] - own[got.indices]).norm(dim=-1)
-    torch.testing.assert_close(apart, want, rtol=1e-12, atol=0)
-    assert (got.indices != torch.arange(len(rows))[:, None]).all()
-
-
-def test_a_lower_bound_gives_the_same_bits_as_the_search_in_all_coordinates(monkeypatch):
-    rows = decaying(1500, 256, 1.0).float()
-    chosen = []
-    monkeypatch.setattr(
-        geomon.kernels.neighbours,
-        "choose_sketch",
-        lambda *args: chosen.append(choose_sketch(*args)) or chosen[-1],
-    )
-    got = nearest(rows, k=2)
-    assert chosen[-1] is not None
-    monkeypatch.setattr(geomon.kernels.neighbours, "choose_sketch", lambda *args: None)
-    want = nearest(rows, k=2)
-    assert torch.equal(got.distances, want.distances)
-    assert torch.equal(got.indices, want.indices)
-
-
-def test_no_sketch_of_noise():
-    cloud = cloud_of(Points(normal(1500, 256), None))
-    assert choose_sketch(cloud, torch.arange(1500), 2) is None
-
-
-@given(
-    st.integers(64, 200),
-    st.integers(64, 90),
-    st.floats(0, 2),
-    st.sampled_from([0, 10.0, 1e8]),
-    st.integers(0, 10**6),
-)
-@few_examples
-def test_coordinates_of_a_sketch_bound_distances_from_below(tokens, width, power, offset, seed):
-    cloud = cloud_of(Points(decaying(tokens, width, power, seed) + offset, None))
-    axes = torch.linalg.qr(normal(width, 9, seed=seed)).Q
-    bound = _sketch._coordinates(cloud.scaled, axes).double()
-    exact = cloud.scaled.double()
-    norm = exact.norm(dim=1)
-    slack = _sketch._ROUNDING * 2**-23 * (norm[:, None] + norm).square()
-    assert (torch.cdist(bound, bound).square() <= torch.cdist(exact, exact).square() + slack).all()
-
-
 @pytest.mark.parametrize("offset", [0.0, 1e4])
 @pytest.mark.parametrize(("tokens", "width"), [(300, 30), (600, 300), (4096, 16)])
 def test_faiss_and_torch_give_the_same_answer(monkeypatch, tokens, width, offset):
     pytest.importorskip("faiss")
     rows = (normal(tokens, width, seed=2) + offset).float()
     with_faiss = nearest(rows, k=6)
-    monkeypatch.setattr(geomon.kernels._search, "faiss", None)
+    monkeypatch.setattr(geomon.kernels.neighbours, "faiss", None)
     without = nearest(rows, k=6)
     torch.testing.assert_close(with_faiss.distances, without.distances, rtol=1e-12, atol=0)
     assert (with_faiss.indices == without.indices).double().mean() > 0.999  # rows at equal distance
