@@ -1001,3 +1001,19 @@ def test_recomputation_changes_neither_the_layers_nor_what_they_hold(owner):
         for view in ("query", "key", "projected_query"):
             if view in layer.captured:
                 assert torch.equal(layer.captured[view], other.captured[view])
+
+
+def test_a_recomputation_alone_is_no_pass():
+    """The forward pass was before the window: what the backward pass runs again does not count."""
+    model = PlainDecoder()
+    calls = []
+    model.blocks[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    x = model.tokens(batch()) + model.places(torch.arange(32))
+    for block in model.blocks:
+        x = checkpoint(block, x, use_reentrant=False)
+    with window(model) as seen:
+        model.head(x).sum().backward()
+    assert len(calls) == 2
+    for layer in seen.snapshot().layers:
+        assert layer.captured == {}
+        assert "not run under the window" in next(iter(layer.missing.values()))

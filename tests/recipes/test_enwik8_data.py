@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import requests
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -447,3 +448,23 @@ def test_prefix_of_enwik8_is_recognised_and_a_change_noticed(size: int, tmp_path
 def test_published_values_are_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         module.ENWIK8.size = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (requests.exceptions.ReadTimeout, "the server fell silent for 30 s"),
+        (requests.exceptions.ConnectTimeout, "no connection within 5 s"),
+        (requests.exceptions.ConnectionError, "no connection"),
+    ],
+)
+def test_the_reason_for_the_fallback_says_what_was_waited_for(
+    error: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Raised where the answer would come: nothing is waited for here."""
+
+    def silent(*arguments: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(requests, "get", silent)
+    assert load_small(url="http://127.0.0.1:9/enwik8.zip").source.endswith(words)

@@ -456,3 +456,15 @@ def test_a_run_of_one_reading_is_drawn_as_dots():
             if len(line.get_xdata()) == 1:
                 assert line.get_marker() == "o"
     assert sum(len(line.get_xdata()) == 1 for line in axes.lines) == 3
+
+
+def test_the_axis_of_cosines_names_both_ends_and_the_middle():
+    heads = panels(geometry_figure(lopsided()))[2]
+    assert list(heads.get_yticks()) == [-1, -0.5, 0, 0.5, 1]
+
+
+def test_the_last_profile_is_the_thickest():
+    profile = panels(geometry_figure(lopsided(steps=(0, 4, 32, 100))))[1]
+    *earlier, last = [line.get_linewidth() for line in profile.lines]
+    assert len(set(earlier)) == 1
+    assert last > earlier[0]
