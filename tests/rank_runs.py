@@ -9,6 +9,7 @@ import contextlib
 import copy
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -527,9 +528,15 @@ def interrupted(ranks: RankGroup, folder: Path) -> dict:
     """Ctrl-C while the other rank does not answer: it is not waited for."""
     model, (ids, mask) = Decoder(), ragged(ranks.rank)
     monitor, _ = monitor_of(model, strict=False, rank_timeout=25)
+    done = folder / "interrupted"
     if ranks.rank == 1:
-        time.sleep(4)
+        for _ in range(250):  # as long as the first rank would wait
+            if done.exists():
+                break
+            time.sleep(0.1)
         return {}
+    # A process that was started in the background of a shell ignores Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Timer(0.5, _thread.interrupt_main).start()
     began = time.perf_counter()
     try:
@@ -539,6 +546,7 @@ def interrupted(ranks: RankGroup, folder: Path) -> dict:
         taken = time.perf_counter() - began
         with monitor(1):  # goes on alone
             model(ids, attention_mask=mask)
+        done.touch()
         return {"seconds": taken, "hooks": sum(len(m._forward_hooks) for m in model.modules())}
     return {}
 
