@@ -4,11 +4,14 @@ FAISS expands |x|^2 + |y|^2 - 2xy in float32, which loses the small distances of
 origin and of near-duplicates. So: centre and scale in float64 before the search, ask for more
 candidates than are wanted, drop a row's own entry by its index, compute the candidates' distances
 again in float64 from differences of the rows as given, and sort those. Where a true neighbour may
-be missing from the candidates because of rounding, the row is searched again in float64.
+be missing from the candidates because of rounding, the row is searched again: by the expansion in
+float64, every row that its rounding cannot exclude is compared by differences. So no row stays
+uncertain, however close near-duplicates are.
 The memory beyond the rows themselves is one float32 copy of them, the result, and blocks of a few
 MB.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,11 +27,12 @@ try:
 except ImportError:  # the exact search in torch is used instead
     faiss = None
 
-# Candidates beyond k, of the search in float32, which can put near-duplicates in the wrong order,
-# and of the search in float64 for the few rows of which float32 is not certain. The first is a
+# Candidates beyond k of the search in float32, which can put near-duplicates in the wrong order. A
 # matter of speed alone: with more candidates fewer rows are uncertain, but every search costs more.
 _SLACK = 2
-_MORE_SLACK = 24
+# Powers of two up to which numbers, as they are, have squares that float64 can add; and up to which
+# their inverses are numbers too.
+_ORDINARY, _LARGEST = 400, 1000
 # Wanted rows that are copied for the search at a time, where not all are wanted.
 _QUERIES = 4096
 
@@ -87,13 +91,12 @@ def nearest(
     scaled = rows.new_empty((searched, rows.shape[1]), dtype=torch.float32)
     for target, block in zip(row_blocks(scaled), points.blocks(), strict=True):
         target.copy_(frame(block))
-    found = _ranked(points, own, _candidates(scaled, own, count), k)
+    found = _ranked(points, own, _candidates(scaled, own, count), k, frame.unit)
     if count < searched:
         unsure = _unsure(found, scaled, own, frame.scale, k)
-        count = min(k + 1 + _MORE_SLACK, searched)
-        again = _ranked(points, own[unsure], _expanded(points, frame, own[unsure], count), k)
+        again = _certain(points, frame, own[unsure], found.distances[unsure, k - 1], k)
         for before, after in zip(found, again, strict=True):
-            before[unsure] = after
+            before[unsure, :k] = after
     return Neighbours(found.distances[:, :k], found.indices[:, :k])
 
 
@@ -257,6 +260,7 @@ class _Frame:
 
     centre: Tensor
     scale: Tensor
+    unit: float  # power of two of the order of the scale where that is extreme, else 1
 
     def __call__(self, rows: Tensor) -> Tensor:
         return (rows.double() - self.centre).div_(self.scale)
@@ -270,7 +274,9 @@ def _frame(rows: Tensor) -> _Frame:
     for block in row_blocks(rows):
         torch.maximum(largest, (block.double() - centre).abs_().amax(dim=0), out=largest)
     reach = largest.max()
-    return _Frame(centre, torch.where(reach > 0, reach, 1.0))
+    _, exponent = math.frexp(float(reach))
+    unit = 1.0 if abs(exponent) <= _ORDINARY else 2.0 ** max(-_LARGEST, min(exponent, _LARGEST))
+    return _Frame(centre, torch.where(reach > 0, reach, 1.0), unit)
 
 
 def _candidates(scaled: Tensor, own: Tensor, count: int) -> Tensor:
@@ -292,18 +298,88 @@ def _expanded(
     """Find candidates by |y|^2 - 2xy, in the precision that `frame` returns, block by block."""
     found = [torch.empty(0, count, dtype=torch.int64, device=own.device)]
     for part in own.split(rows_in_block(len(points))):
-        queries = frame(points.rows[points.index(part)])
-        # One buffer for all blocks: the allocator would leave gaps between buffers of their own.
-        squared = queries.new_empty(len(part), len(points))
-        targets = squared.split(rows_in_block(points.rows.shape[1]), dim=1)
-        for target, block in zip(targets, map(frame, points.blocks()), strict=True):
-            norms = block.square().sum(dim=1)
-            target.copy_(torch.addmm(norms[None, :], queries, block.T, alpha=-2))
+        squared, _ = _squared(points, frame, part)
         found.append(squared.topk(count, dim=1, largest=False).indices)
     return torch.cat(found)
 
 
-def _ranked(points: _Points, own: Tensor, candidates: Tensor, k: int) -> Neighbours:
+def _squared(
+    points: _Points, frame: Callable[[Tensor], Tensor], part: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute |y|^2 - 2xy of some points x and all points y, and |y|^2."""
+    queries = frame(points.rows[points.index(part)])
+    norms = queries.new_empty(len(points))
+    # One buffer for all blocks: the allocator would leave gaps between buffers of their own.
+    squared = queries.new_empty(len(part), len(points))
+    step = rows_in_block(points.rows.shape[1])
+    targets = zip(squared.split(step, dim=1), norms.split(step), strict=True)
+    for (target, norm), block in zip(targets, map(frame, points.blocks()), strict=True):
+        torch.sum(block.square(), dim=1, out=norm)
+        target.copy_(torch.addmm(norm[None, :], queries, block.T, alpha=-2))
+    return squared, norms
+
+
+def _certain(points: _Points, frame: _Frame, own: Tensor, reach: Tensor, k: int) -> Neighbours:
+    """Find the k nearest of the wanted points, whatever the rounding.
+
+    The expansion in float64 excludes the points that are farther than `reach` by more than its
+    rounding. All others are compared by differences, in which nothing is lost.
+
+    Args:
+        points: The points that are searched.
+        frame: Centre and scale of the expansion.
+        own: Places of the wanted points.
+        reach: Distance within which each has k others, [wanted].
+        k: Number of neighbours.
+    """
+    found = Neighbours(
+        torch.empty(len(own), k, dtype=torch.float64, device=own.device),
+        torch.empty(len(own), k, dtype=torch.int64, device=own.device),
+    )
+    eps = (4 + points.rows.shape[1] ** 0.5) * torch.finfo(torch.float64).eps
+    step = rows_in_block(len(points))
+    for part, within, distances, indices in zip(
+        own.split(step), (reach / frame.scale).split(step),
+        found.distances.split(step), found.indices.split(step), strict=True,
+    ):  # fmt: skip
+        squared, norms = _squared(points, frame, part)
+        # The rounding of a difference of centred rows, of its expansion, and of `reach` itself.
+        error = eps * (norms[part, None] + norms)
+        near = squared + norms[part, None] <= within.square()[:, None] + 4 * error
+        near.scatter_(1, part[:, None], value=False)
+        row, column = near.nonzero(as_tuple=True)
+        apart = _differences(points, part[row], column, frame.unit)
+        # In order of distance, and stably in order of the row: each row's nearest come first.
+        order = apart.argsort(stable=True)
+        order = order[row[order].argsort(stable=True)]
+        counts = near.sum(dim=1)
+        first = counts.cumsum(0) - counts
+        chosen = order[first[:, None] + torch.arange(k, dtype=torch.int64, device=own.device)]
+        distances.copy_(apart[chosen])
+        indices.copy_(points.index(column[chosen]))
+    return found
+
+
+def _differences(points: _Points, one: Tensor, other: Tensor, unit: float) -> Tensor:
+    """Compute the distances of pairs of points by differences of the rows as given."""
+    apart = torch.empty(len(one), dtype=torch.float64, device=one.device)
+    step = rows_in_block(points.rows.shape[1])
+    for target, *pair in zip(apart.split(step), one.split(step), other.split(step), strict=True):
+        x, y = (points.rows[points.index(place)].double() for place in pair)
+        _norm(x.sub_(y), unit, out=target)
+    return apart
+
+
+def _norm(differences: Tensor, unit: float, out: Tensor) -> None:
+    """Compute the norms of differences, in a unit in which their squares neither vanish nor end."""
+    if unit != 1:
+        differences.mul_(1 / unit)
+    torch.linalg.vector_norm(differences, dim=-1, out=out)
+    if unit != 1:
+        out.mul_(unit)
+
+
+def _ranked(points: _Points, own: Tensor, candidates: Tensor, k: int, unit: float) -> Neighbours:
     """Sort candidates by their distance in float64.
 
     Returns:
@@ -322,7 +398,7 @@ def _ranked(points: _Points, own: Tensor, candidates: Tensor, k: int) -> Neighbo
         torch.index_select(rows, 0, block.flatten(), out=taken[part])
         difference = exact[part].copy_(taken[part]).view(len(block), count, width)
         difference.sub_(rows[wanted[start : start + step], None])
-        torch.linalg.vector_norm(difference, dim=-1, out=distances[start : start + step])
+        _norm(difference, unit, out=distances[start : start + step])
     distances.masked_fill_(candidates == wanted[:, None], torch.inf)  # sorts last
     order = distances.sort(dim=1)
     last = count - 1 - order.values[:, -1:].isinf().long()

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from scipy.spatial import cKDTree
 
@@ -128,10 +128,38 @@ def test_nearest_among_near_duplicates(size, width, spread):
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize(("size", "k"), [(40, 2), (100, 64)])
 @pytest.mark.parametrize("width", [16, 256])
-def test_nearest_among_more_near_duplicates_than_there_are_candidates(size, k, width):
+@pytest.mark.parametrize("spread", [1e-6, 1e-8, 1e-10, 1e-13])
+def test_nearest_among_more_near_duplicates_than_there_are_candidates(size, k, width, spread):
     # An untrained network places equal characters at equal positions almost on top of each other.
-    # All of a cluster look alike in float32, and only k + 7 of them become candidates.
-    rows = clusters(1200 // size, size, width, 1e-6)
+    # All of a cluster look alike in float32, and below 1e-8 in float64 too: no number of candidates
+    # is enough, and only differences tell them apart.
+    rows = clusters(1200 // size, size, width, spread)
+    assert_nearest(nearest(rows, k=k), rows, k, rtol=1e-9)
+
+
+@pytest.mark.usefixtures("path")
+@settings(
+    deadline=None,
+    derandomize=True,
+    max_examples=25,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    sizes=st.lists(st.integers(1, 60), min_size=5, max_size=12),
+    exponents=st.lists(st.integers(-15, 1), min_size=12, max_size=12),
+    far=st.sampled_from([0.0, 1e3, 1e8]),
+    k=st.sampled_from([1, 2, 8]),
+    seed=st.integers(0, 99),
+)
+def test_nearest_in_groups_of_any_size_and_spread(sizes, exponents, far, k, seed):
+    """One group may be far from all others, another a cloud: each row is right by differences."""
+    centres = normal(len(sizes), 6, seed=seed)
+    centres[0] += far
+    rows = torch.cat([
+        centre + 10.0**exponent * normal(size, 6, seed=seed + size)
+        for centre, size, exponent in zip(centres, sizes, exponents, strict=False)
+    ])  # fmt: skip
+    assume(len(rows) > k)
     assert_nearest(nearest(rows, k=k), rows, k, rtol=1e-9)
 
 
@@ -259,7 +287,7 @@ def test_distances_under_shift_rotation_scale_and_order(shape, scale):
 
 
 @pytest.mark.usefixtures("path")
-@pytest.mark.parametrize("scale", [1e-150, 1e-30, 1e30, 1e150])
+@pytest.mark.parametrize("scale", [1e-250, 1e-150, 1e-30, 1e30, 1e150, 1e250])
 def test_units_far_outside_the_range_of_float32(scale):
     rows = normal(450, 8)
     got, want = nearest(rows * scale, k=3), nearest(rows, k=3)
