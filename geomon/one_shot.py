@@ -11,6 +11,7 @@ from geomon.capture import Window, derive_seed, extra_pass, find_anatomy
 from geomon.capture.snapshot import Layer, NotSeenError, explain_missing
 from geomon.metrics import METRICS, Evaluator, Metric, check_metrics
 from geomon.monitor import check_count
+from geomon.record import tags
 
 _LAYER = 1
 
@@ -63,6 +64,7 @@ def geometry(
     token_ids: Any = None,
     positions: Any = None,
     *,
+    sequences: Any = None,
     metrics: Mapping[str, Metric] = METRICS,
     tokens: int | None = None,
     seed: int = 0,
@@ -78,6 +80,9 @@ def geometry(
             metrics out.
         positions: Position of each row in its sequence, [tokens]. None counts equal tokens as
             repeated wherever they stand.
+        sequences: Number or id of the sequence that each row is of, [tokens], for the intervals
+            (`twonn/margin`). None leaves them out: rows of one sequence are alike, and without it
+            nobody knows how alike.
         metrics: Metrics to measure: a dict from a name to a function of views.
         tokens: Number of rows in one split of the estimate.
         seed: Seed of the private generator that shuffles the rows.
@@ -101,6 +106,9 @@ def geometry(
     for name, given in (("token_ids", token_ids), ("positions", positions)):
         if given is not None:
             captured[name] = _as_labels(name, given, len(rows))
+    if sequences is not None:
+        labels = _as_labels("sequences", sequences, len(rows))
+        captured["sequences"] = torch.unique(labels, return_inverse=True)[1]
     if token_ids is not None and positions is None:
         captured["positions"] = torch.zeros(len(rows), dtype=torch.int64, device="cpu")
     finite = rows.isfinite().all(dim=1).nonzero().squeeze(1)
@@ -125,7 +133,7 @@ def geometry(
     return {
         tag.replace(marker, "", 1): value
         for tag, value in result.values.items()
-        if marker in tag or tag.endswith("/null")
+        if marker in tag or tags.parse(tag) is None
     }
 
 

@@ -75,7 +75,7 @@ def _make(
         for name, curve in curves.items():
             values[name] = curve[index]
             if name.startswith("twonn"):
-                values[f"{name}/std"] = error
+                values[f"{name}/margin"] = error
         kept = {tag: value for tag, value in values.items() if tag.split("/")[0] not in without}
         readings.append(
             Reading(step, time.time() - 60, 2.0, source, "eval", 8192, 1, "float32", kept, [*notes])

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from geomon.analysis.phase import Phase, exceeds_errors, find_phase, robust_errors
+from geomon.analysis.phase import Phase, Z, exceeds_errors, find_phase, robust_errors
 from geomon.record import Reading, tags
 
 
@@ -26,6 +26,11 @@ class Curve:
 
     def __len__(self) -> int:
         return len(self.steps)
+
+    @property
+    def margins(self) -> list[float]:
+        """Half widths of the 95 % intervals of the values; 0 where unknown."""
+        return [Z * error for error in self.errors]
 
     def phase(self) -> Phase:
         """Find the phase at the end of the curve."""
@@ -67,19 +72,36 @@ def single_source(readings: Iterable[Reading]) -> list[Reading]:
 
 
 def curve_of(readings: Iterable[Reading], tag: str) -> Curve:
-    """Collect the curve of a tag, with the errors of its `std` part where there is one.
+    """Collect the curve of a tag, with its errors where there are any.
+
+    A half width of a 95 % interval (`margin`) is 1.96 errors; where there is none, the deviation
+    over splits of the rows (`std`) stands for the error.
 
     Args:
         readings: Readings of a run.
         tag: Name of a value, for instance "twonn/mean".
     """
     points = [
-        (reading.step, reading.values[tag], reading.values.get(f"{tag}/std", 0.0))
+        (reading.step, reading.values[tag], standard_error(reading, tag))
         for reading in single_source(readings)
         if math.isfinite(reading.values.get(tag, math.nan))
     ]
-    errors = [error if math.isfinite(error) else 0.0 for _, _, error in points]
-    return Curve([step for step, _, _ in points], [value for _, value, _ in points], errors)
+    steps, values, errors = map(list, zip(*points, strict=True)) if points else ([], [], [])
+    return Curve(steps, values, errors)
+
+
+def standard_error(reading: Reading, tag: str) -> float:
+    """Return the standard error of a value; 0 where it is unknown.
+
+    Args:
+        reading: A reading.
+        tag: Name of a value, for instance "twonn/mean".
+    """
+    width = reading.values.get(f"{tag}/{tags.margin_part()}", math.nan)
+    if math.isfinite(width):
+        return width / Z
+    deviation = reading.values.get(f"{tag}/std", 0.0)
+    return deviation if math.isfinite(deviation) else 0.0
 
 
 def mean_abs_over_heads(readings: Iterable[Reading], metric: str) -> Curve:

@@ -9,8 +9,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Standard errors by which two estimates must differ: a two-sided test at 95 %.
-_Z = 1.96
+# Standard errors by which two estimates must differ: a two-sided test at 95 %. An interval of 95 %
+# is as many errors wide to each side.
+Z = 1.96
 # Values from which on the scatter of a curve says something about its errors.
 _MIN_FOR_SCATTER = 8
 # An expansion that goes on is one over the last half octave of steps: between neighbouring readings
@@ -131,7 +132,7 @@ def exceeds_errors(difference: float, error: float, other_error: float) -> bool:
         error: Standard error of the one value.
         other_error: Standard error of the other value.
     """
-    return difference > _Z * math.hypot(error, other_error)
+    return difference > Z * math.hypot(error, other_error)
 
 
 def _name(points: list[tuple[int, float, float]], top: int) -> str:

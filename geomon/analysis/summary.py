@@ -3,10 +3,16 @@
 import math
 from collections.abc import Callable, Iterable
 
-from geomon.analysis.curves import Curve, curve_of, mean_abs_over_heads, single_source
+from geomon.analysis.curves import (
+    Curve,
+    curve_of,
+    mean_abs_over_heads,
+    single_source,
+    standard_error,
+)
 from geomon.record import Reading, Readings, tags
 
-# Smallest change of a scale of gride, as a share, that counts: scales have no errors of their own.
+# Smallest change of a scale of gride, as a share, that is worth a sentence.
 _MIN_CHANGE = 0.05
 # "At the end" means since the step that is this factor below the last: two octaves.
 _END_FACTOR = 4
@@ -18,7 +24,7 @@ def summarise(readings: Iterable[Reading]) -> list[str]:
     """Describe a run in plain sentences; a metric that was not measured is not mentioned.
 
     A change is mentioned where it exceeds 1.96 standard errors of the two values that it compares
-    (see `geomon.analysis.phase`); one between scales of gride, where it exceeds 5 %.
+    (see `geomon.analysis.phase`); one between scales of gride, where it exceeds 5 % too.
 
     Args:
         readings: Readings of a run, in any order.
@@ -140,11 +146,16 @@ def _scales(readings: list[Reading]) -> list[str]:
 
 
 def _late_change(curve: Curve) -> tuple[int, float, float] | None:
-    """Return the step two octaves ago, the last value, and the share by which it changed since."""
+    """Return the step two octaves ago, the last value, and the share by which it changed since.
+
+    None where there is no reading so long ago, or no change above the errors.
+    """
     before = [
         index for index, step in enumerate(curve.steps) if step * _END_FACTOR <= curve.steps[-1]
     ]
     if not before or curve.steps[before[-1]] == curve.steps[-1] or not curve.values[before[-1]]:
+        return None
+    if not curve.differs(before[-1], len(curve) - 1):
         return None
     start, end = curve.values[before[-1]], curve.values[-1]
     return curve.steps[before[-1]], end, end / start - 1
@@ -187,7 +198,7 @@ def _profile(readings: list[Reading]) -> list[str]:
     """Describe at which layer the anisotropy is highest at the end, and the profile's shape."""
     last = readings[-1].values
     points = [
-        (layer, last[tag], _finite_or_zero(last.get(f"{tag}/std", 0.0)))
+        (layer, last[tag], standard_error(readings[-1], tag))
         for layer in readings[-1].layers("anisotropy")
         if math.isfinite(last.get(tag := tags.layer_tag("anisotropy", layer), math.nan))
     ]

@@ -48,9 +48,10 @@ _CROSS = "cross"
 
 _HIDDEN_ONLY = frozenset({"hidden"})
 _HEADS_ONLY = SOURCES - _HIDDEN_ONLY
-_ROW_VIEWS = ("hidden", "token_ids", "positions", "precision")
+_ROW_VIEWS = ("hidden", "token_ids", "positions", "sequences", "precision")
 _QUERY_VIEWS = ("query", "key", "bias", "scale", "softcap", "sink")
 _PROJECTED_VIEWS = ("projected_query", "projected_key")
+_PROJECTED_SEQUENCES = ("query_sequences", "key_sequences")
 
 _NOT_RUN = (
     "the block was not run under the window (called by .forward() directly, skipped, or compiled "
@@ -79,6 +80,9 @@ _LAST = (
     "where it enters the next block, and the last one enters none"
 )
 _NO_TOKENS = "no embedding outside the blocks was given integers of the hidden states' shape"
+_PACKED = (
+    "the hidden states are [tokens, width]: where one sequence ends and the next begins is unknown"
+)
 _NESTED = "the hidden states are nested tensors, or there are none in what the block returns"
 
 
@@ -231,10 +235,15 @@ class StackBuilder:
             "precision": torch.finfo(self._pass.dtype).eps,
             "positions": self._positions(kept)[finite],
         }
+        missing: dict[str, str] = {}
+        if len(kept.shape) > 1:
+            captured["sequences"] = self._sequences(kept.indices, kept.shape)[finite]
+        else:
+            missing["sequences"] = _PACKED
         ids = self._token_ids(kept.shape)
         if ids is None:
-            return captured, {"token_ids": _NO_TOKENS}
-        return captured | {"token_ids": ids.flatten().cpu()[kept.indices][finite]}, {}
+            return captured, missing | {"token_ids": _NO_TOKENS}
+        return captured | {"token_ids": ids.flatten().cpu()[kept.indices][finite]}, missing
 
     def _positions(self, kept: SampledRows) -> Tensor:
         """Return the position of each row in its sequence or in its feature map."""
@@ -242,6 +251,11 @@ class StackBuilder:
         if len(kept.shape) == 1:
             return kept.indices
         return kept.indices // inner if self._length_first() else kept.indices % inner
+
+    def _sequences(self, indices: Tensor, shape: Sequence[int]) -> Tensor:
+        """Return the number of the sequence, or of the feature map, that each row is of."""
+        inner = math.prod(shape[1:])
+        return indices % inner if self._length_first() else indices // inner
 
     def _length_first(self) -> bool:
         """Whether hidden states are [length, batch, width], by the modules or by the calls."""
@@ -280,13 +294,31 @@ class StackBuilder:
             query, key = _split_projected(block_call, index, attention, self._pass)
         except UndecidedError as error:
             if "query" not in captured:
-                missing |= dict.fromkeys(_PROJECTED_VIEWS, str(error))
-                return captured, missing
-            query, key = _attended_rows(captured)
+                views = (*_PROJECTED_VIEWS, *_PROJECTED_SEQUENCES)
+                return captured, missing | dict.fromkeys(views, str(error))
+            query, key, numbers = _attended_rows(captured)
+            sequences: tuple[Tensor, Tensor] | None = numbers
             remark = f"{error}: Q and K as attended stand for them"
             self._remark("projected Q and K", depth, remark, stack)
+        else:
+            sequences = self._projected_sequences(block_call, index)
         captured |= {"projected_query": query.cpu(), "projected_key": key.cpu()}
-        return captured, missing
+        if sequences is None:
+            return captured, missing | dict.fromkeys(_PROJECTED_SEQUENCES, _PACKED)
+        return captured | dict(zip(_PROJECTED_SEQUENCES, sequences, strict=True)), missing
+
+    def _projected_sequences(
+        self, block_call: BlockCall, index: int
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return the numbers of the sequences that projected rows are of; None where unknown."""
+        query, key = (block_call.projected.get((index, which)) for which in ("query", "key"))
+        if query is None:
+            return None
+        found = [kept for kept in (query, key or query) if len(kept.shape) > 1]
+        if len(found) < 2:
+            return None
+        one, other = (self._sequences(kept.indices, kept.shape) for kept in found)
+        return one, other
 
     def _attention_views(
         self, block_call: BlockCall, index: int
@@ -383,9 +415,15 @@ def _evidence(call: AttentionCall | SoftmaxCall) -> Evidence:
     return Evidence(rows(call.query).norm(dim=-1), rows(key).norm(dim=-1), None, places)
 
 
-def _attended_rows(captured: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return queries as attended that are no padding, and keys that some query sees, as rows."""
+def _attended_rows(
+    captured: dict[str, Any],
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """Return queries as attended that are no padding, and keys that some query sees, as rows.
+
+    The third value numbers the sequence of each query and of each key.
+    """
     query, key, visible = captured["query"], captured["key"], captured["visible"]
     visible = visible.expand(*query.shape[:3], key.shape[2])
     real, seen = visible.any(dim=3).any(dim=1), visible.any(dim=2).any(dim=1)
-    return query.transpose(1, 2)[real], key.transpose(1, 2)[seen]
+    sequences = (real.nonzero()[:, 0].cpu(), seen.nonzero()[:, 0].cpu())
+    return query.transpose(1, 2)[real], key.transpose(1, 2)[seen], sequences

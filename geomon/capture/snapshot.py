@@ -16,6 +16,7 @@ CAPTURED: dict[str, str] = {
     "hidden": "hidden",  # [tokens, width]
     "token_ids": "hidden",  # [tokens]
     "positions": "hidden",  # [tokens]
+    "sequences": "hidden",  # number of the sequence of the batch that each row is of, [tokens]
     "precision": "hidden",  # spacing of the captured numbers at 1: eps of the dtype they had
     "query": "attention",  # as attended, [sequences, heads, queries, head width]
     "key": "attention",  # as attended, [sequences, key heads, keys, head width]
@@ -27,16 +28,18 @@ CAPTURED: dict[str, str] = {
     "scores": "attention",  # before the softmax, where it is written out by hand and q, k not seen
     "projected_query": "projection",  # [tokens, heads, head width]
     "projected_key": "projection",  # [tokens, key heads, head width]
+    "query_sequences": "projection",  # number of the sequence that each query is of, [tokens]
+    "key_sequences": "projection",  # the same of each key
 }
 
 # All that a layer of a transformer has; what enters the first block has hidden states only.
 SOURCES = frozenset(CAPTURED.values())
 
 # Captured views that a batch has before any block has run.
-_OF_THE_BATCH = {"token_ids", "positions"}
+_OF_THE_BATCH = {"token_ids", "positions", "sequences"}
 
 # Captured views with one entry for each row of hidden states.
-ROW_VIEWS = ("hidden", "token_ids", "positions")
+ROW_VIEWS = ("hidden", "token_ids", "positions", "sequences")
 
 
 class Note(NamedTuple):

@@ -21,6 +21,9 @@ Shape = tuple[int, int, int]
 # Views [sequences, heads, queries, keys], of which all but the keys may be 1 for all alike.
 _GRIDS = ("visible", "bias", "scores")
 
+# Views that number the sequences of a rank's batch.
+_SEQUENCES = ("sequences", "query_sequences", "key_sequences")
+
 
 def attention_shape(layer: Layer) -> Shape | None:
     """Shape of what was kept of the layer's attention; None for nothing.
@@ -136,10 +139,17 @@ def _kind(views: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rows(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    return {
+    joined = {
         name: torch.cat([part[name] for part in parts]) if isinstance(value, Tensor) else value
         for name, value in parts[0].items()
     }
+    for name in _SEQUENCES:
+        if name in joined:  # each rank counts its own from 0
+            numbers = [part[name] for part in parts]
+            counts = [int(own.max()) + 1 if len(own) else 0 for own in numbers]
+            starts = accumulate(counts, initial=0)
+            joined[name] = torch.cat([own + n for own, n in zip(numbers, starts, strict=False)])
+    return joined
 
 
 def _attention(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

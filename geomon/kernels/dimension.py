@@ -3,8 +3,11 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from geomon.kernels.half_samples import HalfSamples
 
 # Doublings of the rank of the neighbour: 32 needs the 64 nearest.
 SCALES = (1, 2, 4, 8, 16, 32)
@@ -144,6 +147,147 @@ def gride(neighbours: Tensor, scales: Sequence[int] = SCALES) -> Tensor:
     if able:
         estimates[able] = _gride_at(neighbours, [scales[place] for place in able])
     return estimates
+
+
+class HalfRatios(NamedTuple):
+    """Logarithms of r_2k / r_k among the rows of the half that each row is in.
+
+    Attributes:
+        log_mu: [ways, points], float64. Where r_2k lies beyond the neighbours that are known, the
+            farthest of these stands for it; NaN where r_k does.
+        known: False where r_2k lies beyond the neighbours that are known, [ways, points].
+        first: True where the point is in the first half, [ways, points].
+    """
+
+    log_mu: Tensor
+    known: Tensor
+    first: Tensor
+
+
+def ratios_in_halves(
+    distances: Tensor,
+    indices: Tensor,
+    own: Tensor,
+    halves: HalfSamples,
+    scales: Sequence[int] = (1,),
+) -> list[HalfRatios]:
+    """Take the ratios of distances within each half from the neighbours among all rows.
+
+    Nothing is searched again: neighbours in the other half are passed over. Of 16 neighbours about
+    8 are in a row's own half.
+
+    Args:
+        distances: Distances to the nearest neighbours, ascending, [points, k]; inf for a neighbour
+            that does not count.
+        indices: Which rows those are, [points, k].
+        own: Which row each point is, [points].
+        halves: The ways of cutting all rows into halves.
+        scales: Ranks k of the nearer neighbour.
+
+    Returns:
+        The ratios at each scale.
+    """
+    # The ways are the last dimension, so that each row's are copied as one piece.
+    member = halves.first[:, halves.group].T.contiguous()
+    own_half = member[own]
+    same = (member[indices] == own_half[:, None]) & distances.isfinite()[:, :, None]
+    kind = torch.uint8 if distances.shape[1] < 256 else torch.int64  # small numbers are faster
+    farthest = torch.where(distances.isfinite(), distances, 0).amax(dim=1, keepdim=True)
+    logs = torch.cat([distances, farthest], dim=1).log()
+    ranks = sorted({rank for k in scales for rank in (k, 2 * k)})
+    count = torch.zeros(own_half.shape, dtype=kind, device=own_half.device)
+    places = {rank: torch.zeros_like(count) for rank in ranks}
+    for column in same.unbind(dim=1):
+        count += column
+        for rank in ranks:  # ends as the number of neighbours before the one of this rank
+            places[rank] += count < rank
+    found = {rank: logs.gather(1, place.long()) for rank, place in places.items()}
+    known = {rank: place < distances.shape[1] for rank, place in places.items()}
+    first = own_half.T.contiguous()
+    return [
+        HalfRatios(
+            torch.where(known[k], found[2 * k] - found[k], torch.nan).T.contiguous(),
+            known[2 * k].T.contiguous(),
+            first,
+        )
+        for k in scales
+    ]
+
+
+def twonn_differences(ratios: HalfRatios, discard: float = 0.1) -> tuple[Tensor, Tensor]:
+    """Compare TwoNN on the two halves of the rows, for each way.
+
+    Args:
+        ratios: Ratios of the two nearest distances in each half.
+        discard: Share of the largest ratios that is dropped, in [0, 1).
+
+    Returns:
+        Differences of `twonn`, and of `twonn_censored`, [ways] each; NaN where a half has fewer
+        than 3 points, or more than `discard` whose second neighbour is unknown.
+    """
+    fits, censored = zip(*(_twonn_of(ratios, half, discard) for half in (True, False)), strict=True)
+    return fits[0] - fits[1], censored[0] - censored[1]
+
+
+def _twonn_of(ratios: HalfRatios, half: bool, discard: float) -> tuple[Tensor, Tensor]:
+    """Compute `twonn` and `twonn_censored` on one half, for each way."""
+    inside = (ratios.first == half) & ~ratios.log_mu.isnan()
+    n = inside.sum(dim=1, keepdim=True).double()
+    # What is unknown is among the largest, which are dropped.
+    x = _sorted(torch.where(inside & ratios.known, ratios.log_mu, torch.inf))
+    rank = torch.arange(1, x.shape[1] + 1, dtype=torch.float64, device=x.device)
+    kept = (n * (1 - discard)).floor()
+    largest = x.gather(1, (kept.long() - 1).clamp(min=0))
+    x = torch.where(rank <= kept, x, 0)
+    censored = (kept - 1) / (x.sum(dim=1, keepdim=True) + (n - kept) * largest)
+    y = -torch.log1p(-torch.where(rank <= torch.minimum(kept, n - 1), rank / n, 0))
+    slope = (x * y).sum(dim=1, keepdim=True) / torch.where(y > 0, x, 0).square().sum(
+        dim=1, keepdim=True
+    )
+    enough = (n >= 3) & (kept >= 2) & largest.isfinite() & (largest > 0)
+    one, other = (torch.where(enough, value, torch.nan).squeeze(1) for value in (slope, censored))
+    return one, other
+
+
+def gride_differences(ratios: HalfRatios, k: int) -> Tensor:
+    """Compare Gride at one scale on the two halves of the rows, for each way.
+
+    One step of Newton on each half, from the estimate by moments on all of them, which is as good
+    as the root for a difference of two halves.
+
+    Args:
+        ratios: Ratios r_2k / r_k in each half.
+        k: Rank of the nearer neighbour.
+
+    Returns:
+        [ways]; NaN where a half has fewer than 3 rows.
+    """
+    exists = ~ratios.log_mu.isnan()
+    x = torch.where(exists, ratios.log_mu, 0)
+    halves = [exists & (ratios.first == half) for half in (True, False)]
+    if k == 1:
+        one, other = ((half.sum(dim=1) - 1) / (x * half).sum(dim=1) for half in halves)
+        return one - other
+    spread = sum(1 / i for i in range(k, 2 * k))
+    d = spread * exists.sum() / x.sum()
+    rest = -torch.expm1(-d * x)
+    part = torch.where(x > 0, x / rest, 1 / d)
+    score = (k - 1) * part - (2 * k - 1) * x
+    curve = torch.where(x > 0, part.square() * (1 - rest), 1 / d.square())
+    steps = []
+    for half in halves:
+        n = half.sum(dim=1)
+        root = (n - 1) / d + (score * half).sum(dim=1)
+        slope = (n - 1) / d.square() + (k - 1) * (curve * half).sum(dim=1)
+        steps.append(torch.where(n >= 3, root / slope, torch.nan))
+    return steps[0] - steps[1]
+
+
+def _sorted(values: Tensor) -> Tensor:
+    """Sort each row; on the host by numpy, which is several times as fast."""
+    if values.device.type != "cpu":
+        return values.sort(dim=1).values
+    return torch.from_numpy(np.sort(values.numpy(), axis=1))
 
 
 def _gride_at(neighbours: Tensor, scales: Sequence[int]) -> Tensor:

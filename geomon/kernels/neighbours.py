@@ -172,11 +172,25 @@ def unique_rows(hidden: Tensor) -> Tensor:
     return torch.cat([alone, tied[first_of_each(_groups(hidden, tied))]]).sort().values
 
 
-def _groups(rows: Tensor, some: Tensor) -> Tensor:
-    """Label each of some rows, equal rows with the same label."""
-    # The label is a hash: the sum over columns of the numbers as integers times random factors,
-    # modulo 2^64. Rows that differ share it once in 2^64. Sorting whole rows would need several
-    # copies of them.
+def content_keys(rows: Tensor, some: Tensor) -> Tensor:
+    """Compute a number from the content of each row: equal for equal rows, and otherwise random.
+
+    A hash: the sum over columns of the numbers as integers times random factors, modulo 2^64. Rows
+    that differ share it once in 2^64.
+
+    Args:
+        rows: Rows, [tokens, width].
+        some: Indices of the rows whose number is wanted, [some].
+
+    Returns:
+        int64, [some].
+
+    Example:
+        >>> rows = torch.tensor([[1.0, 2.0], [3.0, 4.0], [1.0, 2.0]])
+        >>> one, other, copy = content_keys(rows, torch.arange(3)).tolist()
+        >>> one == copy, one == other
+        (True, False)
+    """
     factors = torch.randint(
         -(2**63),
         2**63 - 1,
@@ -187,11 +201,19 @@ def _groups(rows: Tensor, some: Tensor) -> Tensor:
     ).to(rows.device)
     whole = _AS_INTEGERS[rows.element_size()]
     step = rows_in_block(rows.shape[1])
-    blocks = some.split(step)
     # + 0 makes -0 and 0, which are equal, the same.
     keys = torch.empty(len(some), dtype=torch.int64, device=rows.device)
-    for target, part in zip(keys.split(step), blocks, strict=True):
+    for target, part in zip(keys.split(step), some.split(step), strict=True):
         target.copy_(((rows[part] + 0).view(whole).long() * factors).sum(dim=1))
+    return keys
+
+
+def _groups(rows: Tensor, some: Tensor) -> Tensor:
+    """Label each of some rows, equal rows with the same label."""
+    # By a hash: sorting whole rows would need several copies of them.
+    keys = content_keys(rows, some)
+    step = rows_in_block(rows.shape[1])
+    blocks = some.split(step)
     _, group = torch.unique(keys, return_inverse=True)
     alike = some[_firsts(group)[group]]
     pairs = zip(blocks, alike.split(step), strict=True)

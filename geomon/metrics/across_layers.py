@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+import statistics
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -24,6 +25,9 @@ _EXACT = 9
 
 # Rows of noise whose neighbours, among as many rows as were measured, are searched.
 _NULL_ROWS = 4096
+
+# Samples of noise over which the null is averaged: many of few rows, whose nulls scatter most.
+_FEWEST_SAMPLES, _MOST_SAMPLES = 4, 64
 
 
 class Correlation(NamedTuple):
@@ -87,12 +91,14 @@ def across_layers(values: Mapping[str, float]) -> dict[str, float]:
 def null_values(metrics: Mapping[str, object], rows: int, width: int) -> dict[str, float]:
     """Compute the values that unstructured rows of the same number and width would give.
 
-    `anisotropy/null` and `twonn/null`: those of an isotropic Gaussian; `cosine/null`: the 95th
-    percentile of the cosine of two isotropic rows.
+    `anisotropy/null`, `cosine/null` and `twonn/null`: those of an isotropic Gaussian, the last as a
+    mean over samples, with their deviation as `twonn/null_std`. `cosine/isotropic_pair`: the 95th
+    percentile of the cosine of one pair of isotropic rows (Godey et al., 2401.12143, appendix B),
+    which says what is large for a pair, and nothing about a mean over all pairs.
 
     Args:
         metrics: Metrics that are measured; only their nulls are returned.
-        rows: Number of rows in one split.
+        rows: Number of rows in one split, without copies.
         width: Width of the hidden states.
     """
     found: dict[str, float] = {}
@@ -101,9 +107,13 @@ def null_values(metrics: Mapping[str, object], rows: int, width: int) -> dict[st
     if "anisotropy" in metrics:
         found["anisotropy/null"] = isotropic_anisotropy(rows, width)
     if "cosine" in metrics:
-        found["cosine/null"] = isotropic_cosine_quantile(width)
+        found["cosine/null"] = 0.0  # in expectation: opposite directions are equally likely
+        found["cosine/isotropic_pair"] = isotropic_cosine_quantile(width)
     if "twonn" in metrics:
-        found["twonn/null"] = _gaussian_dimension(rows, width)
+        # The number of rows without copies changes a little from reading to reading: an eighth of
+        # an octave changes the null by less than 1 %, and it is measured once for each.
+        near = round(2 ** (round(8 * math.log2(rows)) / 8))
+        found["twonn/null"], found["twonn/null_std"] = _gaussian_dimension(near, width)
     return found
 
 
@@ -261,9 +271,22 @@ def _profile(values: Mapping[str, float], metric: str) -> Tensor:
 
 
 @functools.lru_cache(maxsize=64)
-def _gaussian_dimension(rows: int, width: int) -> float:
-    """Measure TwoNN of Gaussian noise: far below the width, since distances concentrate."""
+def _gaussian_dimension(rows: int, width: int) -> tuple[float, float]:
+    """Measure TwoNN of Gaussian noise: far below the width, since distances concentrate.
+
+    Returns:
+        Mean over samples, and their standard deviation. Of many rows few samples are drawn: they
+        scatter by little more than 1 / sqrt(rows).
+    """
     generator = torch.Generator("cpu").manual_seed(0)
+    samples = max(_FEWEST_SAMPLES, min(_MOST_SAMPLES, 4 * _NULL_ROWS // rows))
+    found = [_sample_dimension(rows, width, generator) for _ in range(samples)]
+    # Only some of many rows have their neighbours searched.
+    share = min(1.0, _NULL_ROWS / rows)
+    return statistics.fmean(found), statistics.stdev(found) * share**0.5
+
+
+def _sample_dimension(rows: int, width: int, generator: torch.Generator) -> float:
     kind: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
     noise = torch.randn(min(rows, _NULL_ROWS), width, **kind)
     near = nearest(noise, k=2).distances

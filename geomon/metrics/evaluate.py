@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from geomon.capture.snapshot import CAPTURED, Layer, Note, group_by_layer
+from geomon.kernels.half_samples import FEWEST_SEQUENCES, margin
 from geomon.metrics.across_layers import across_layers, null_values
 from geomon.metrics.cautions import cautions
+from geomon.metrics.intervals import by_part, differences_of
 from geomon.metrics.table import Metric
 from geomon.metrics.views import (
     LayerViews,
@@ -44,6 +46,9 @@ class LayerValues:
         index: Depth of the layer.
         shape: Rows and width of the layer's hidden states; None where it has none.
         parts: For each metric, its parts in each split of the rows.
+        differences: For each metric that has an interval, by part: the estimates on one half of the
+            sequences minus those on the other, for each way of cutting them; mean over splits.
+        sequences: Number of sequences that the rows are of; None where unknown.
         unseen: For each metric that could not be asked, which view was not seen and why.
         failed: For each metric that failed, what it raised.
     """
@@ -52,6 +57,8 @@ class LayerValues:
     index: int
     shape: tuple[int, int] | None
     parts: dict[str, list[Parts]] = field(default_factory=dict)
+    differences: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    sequences: int | None = None
     unseen: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
@@ -63,7 +70,8 @@ class Evaluator:
     A metric of hidden states is measured on each split of the rows; its value is the mean over
     splits and, with two splits or more, `std` their standard deviation. A metric of heads has the
     mean over heads as its value, with `min`, `max` and each head as parts. `mean` is over the
-    layers without layer 0. The arithmetic runs without autograd and without autocast.
+    layers without layer 0. `margin` is the half width of a 95 % interval over other sequences
+    (`geomon.metrics.intervals`). The arithmetic runs without autograd and without autocast.
 
     Args:
         metrics: Checked metrics by name.
@@ -92,6 +100,8 @@ class Evaluator:
         hidden = layer.captured.get("hidden")
         shape = None if hidden is None else (hidden.shape[0], hidden.shape[1])
         result = LayerValues(layer.stack, layer.index, shape)
+        if "sequences" in layer.captured:
+            result.sequences = len(layer.captured["sequences"].unique())
         device = "cpu" if hidden is None else hidden.device.type
         splits = split_rows(layer, rows, self.batches)
         with torch.no_grad(), torch.autocast(device, enabled=False):
@@ -100,6 +110,7 @@ class Evaluator:
                     continue
                 try:
                     result.parts[name] = _measure(metric, splits)
+                    result.differences[name] = _compare(metric, splits)
                 except MissingViewError as error:
                     result.unseen[name] = str(error)
                 except Exception as error:
@@ -157,12 +168,54 @@ def _combine_stack(
                 result.values[tags.layer_tag(name, index, part)] = value
         for part, value in _over_layers(by_layer).items():
             result.values[tags.mean_tag(name, part)] = value
+        result.values |= _margins(name, layers, by_layer)
     result.values |= across_layers(result.values)
     if layers[0].shape is not None:
         count, width = layers[0].shape
-        result.values |= null_values(metrics, min(rows, count), width)
+        used = result.values.get(tags.mean_tag("twonn", "n"), math.nan)  # without copies
+        unique = round(used) if used >= 1 else min(rows, count)
+        result.values |= null_values(metrics, unique, width)
     result.notes = group_by_layer(_join_metrics(reasons)) + cautions(result.values)
+    result.notes += _few_sequences(layers)
     return result
+
+
+def _few_sequences(layers: list[LayerValues]) -> list[Note]:
+    """Make a note where there are too few sequences for intervals."""
+    known = [layer.sequences for layer in layers if layer.sequences is not None]
+    if not known or max(known) >= FEWEST_SEQUENCES:
+        return []
+    text = (
+        f"no 95 % intervals: they need {FEWEST_SEQUENCES} sequences in a reading, and there are "
+        f"{max(known)}"
+    )
+    return [Note("no intervals", text)]
+
+
+def _margins(
+    name: str, layers: list[LayerValues], by_layer: Mapping[int, list[Parts]]
+) -> dict[str, float]:
+    """Make the half widths of the intervals of a metric, at each layer and of the mean over them.
+
+    The ways of cutting the sequences are the same at all layers: what the halves differ by in the
+    mean over layers is the mean of what they differ by in each.
+    """
+    found: dict[str, float] = {}
+    deep: dict[str, list[list[float]]] = defaultdict(list)
+    for layer in layers:
+        for part, differences in layer.differences.get(name, {}).items():
+            if layer.index > 0:
+                deep[part].append(differences)
+            width = margin(differences)
+            if math.isfinite(width):
+                found[tags.layer_tag(name, layer.index, tags.margin_part(part))] = width
+    averaged = sum(index > 0 for index in by_layer)
+    for part, each in deep.items():
+        if len(each) == averaged and len({len(differences) for differences in each}) == 1:
+            width = margin(_mean(way) for way in zip(*each, strict=True))
+            if math.isfinite(width):
+                found[tags.mean_tag(name, tags.margin_part(part))] = width
+    return found
 
 
 def _join_metrics(reasons: Mapping[tuple[str, str], list[int]]) -> dict[tuple[str, str], list[int]]:
@@ -177,6 +230,21 @@ def _measure(metric: Metric, splits: list[LayerViews]) -> list[Parts]:
     """The parts of one metric, for each split of the rows if it reads rows."""
     used = splits if "hidden" in sources_of(metric) else splits[:1]
     return [_as_parts(views.apply(metric)) for views in used]
+
+
+def _compare(metric: Metric, splits: list[LayerViews]) -> dict[str, list[float]]:
+    """Compare a metric on halves of the sequences, by part: mean over the splits of the rows."""
+    function = differences_of(metric)
+    if function is None:
+        return {}
+    used = splits if "hidden" in sources_of(metric) else splits[:1]
+    try:
+        each = [by_part(views.apply(function)) for views in used]
+    except MissingViewError:  # the sequences are not known
+        return {}
+    if len({len(one[part]) for one in each for part in one}) != 1:
+        return {}
+    return {part: [*map(_mean, zip(*(one[part] for one in each), strict=True))] for part in each[0]}
 
 
 def sources_of(metric: Metric) -> set[str]:

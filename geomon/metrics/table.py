@@ -101,14 +101,12 @@ def key_anisotropy(projected_key: Tensor) -> Tensor:
 def twonn(neighbours: Tensor, duplicates: float, rounding: float) -> dict[str, Tensor | float]:
     """TwoNN on all rows (the paper's), with what it stands on.
 
-    Parts: `censored`, the estimate by maximum likelihood, and its standard `error`; `n` rows, the
-    share of `duplicates` left out, `rounding` over the nearest distance.
+    Parts: `censored`, the estimate by maximum likelihood; `n` rows, the share of `duplicates` left
+    out, `rounding` over the nearest distance.
     """
-    censored = dimension.twonn_censored(neighbours)
     return {
         "": dimension.twonn(neighbours),
-        "censored": censored.value,
-        "error": censored.standard_error,
+        "censored": dimension.twonn_censored(neighbours).value,
         "n": len(neighbours),
         "duplicates": duplicates,
         "rounding": rounding,
@@ -127,11 +125,9 @@ def twonn_gaussian(spectrum: Tensor, unique_rows: Tensor) -> Tensor:
 
 def twonn_distinct(distinct_neighbours: Tensor, repeated: float) -> dict[str, Tensor | float]:
     """TwoNN on one row per (token id, position), with the rows left and the share left out."""
-    censored = dimension.twonn_censored(distinct_neighbours)
     return {
         "": dimension.twonn(distinct_neighbours),
-        "censored": censored.value,
-        "error": censored.standard_error,
+        "censored": dimension.twonn_censored(distinct_neighbours).value,
         "n": len(distinct_neighbours),
         "repeated": repeated,
     }

@@ -19,21 +19,31 @@ from geomon.capture.snapshot import CAPTURED, ROW_VIEWS, Layer
 from geomon.kernels import spectrum as kernels
 from geomon.kernels.angles import mean_rows
 from geomon.kernels.attention import AttentionRows, attention_rows, score_rows
+from geomon.kernels.dimension import HalfRatios, ratios_in_halves
+from geomon.kernels.half_samples import GroupSums, HalfSamples, group_sums, half_samples
 from geomon.kernels.massive import ordinary_rows, share_beyond
 from geomon.kernels.moments import mean_square_norm, variance
 from geomon.kernels.neighbours import (
     Neighbours,
+    content_keys,
     first_of_each,
-    nearest,
     nearest_among,
     unique_rows,
 )
+from geomon.kernels.neighbours import nearest as find_nearest
 from geomon.kernels.token_types import TokenTypes, token_types
 
 # Neighbours of every row; of the few rows that stand for the large scales, as many as those need.
-NEAR = 8
+NEAR = 16
 FAR = 64
 FAR_ROWS = 256
+
+# Scales of `gride` whose intervals come from the neighbours of every row, and from those of the few
+# rows. About half of a row's neighbours are in its own half, where 2k are needed: more neighbours
+# than the values need.
+HALF_SCALES = (1, 2, 4)
+FAR_SCALES = (8, 16, 32)
+_FAR_IN_HALVES = 160
 
 
 def _duplicates(hidden: Tensor, unique_rows: Tensor) -> float:
@@ -61,18 +71,26 @@ def _mean_key(projected_key: Tensor) -> Tensor:
 
 
 def _nearest(hidden: Tensor, unique_rows: Tensor) -> Neighbours:
-    return nearest(hidden, k=NEAR, among=unique_rows)
+    return find_nearest(hidden, k=NEAR, among=unique_rows)
 
 
 def _neighbours(nearest: Neighbours) -> Tensor:
     return nearest.distances
 
 
-def _far_neighbours(hidden: Tensor, unique_rows: Tensor) -> Tensor:
+def _far_rows(unique_rows: Tensor) -> Tensor:
     count = min(len(unique_rows), FAR_ROWS)
-    order = torch.arange(count, dtype=torch.int64, device=hidden.device)
-    spread = order * (len(unique_rows) - 1) // max(count - 1, 1)  # in integers: nothing is rounded
-    return nearest(hidden, k=FAR, of=unique_rows[spread], among=unique_rows).distances
+    order = torch.arange(count, dtype=torch.int64, device=unique_rows.device)
+    # In integers: nothing is rounded.
+    return unique_rows[order * (len(unique_rows) - 1) // max(count - 1, 1)]
+
+
+def _far_nearest(hidden: Tensor, far_rows: Tensor, unique_rows: Tensor) -> Neighbours:
+    return find_nearest(hidden, k=_FAR_IN_HALVES, of=far_rows, among=unique_rows)
+
+
+def _far_neighbours(far_nearest: Neighbours) -> Tensor:
+    return far_nearest.distances[:, :FAR]
 
 
 def _rounding(hidden: Tensor, neighbours: Tensor, precision: float) -> float:
@@ -82,17 +100,92 @@ def _rounding(hidden: Tensor, neighbours: Tensor, precision: float) -> float:
     return float(noise / neighbours[:, 0].median())
 
 
-def _distinct(unique_rows: Tensor, token_ids: Tensor, positions: Tensor) -> Tensor:
-    token, position = token_ids[unique_rows].long(), positions[unique_rows].long()
+def _distinct(hidden: Tensor, unique_rows: Tensor, token_ids: Tensor, positions: Tensor) -> Tensor:
+    # Which row stands for its pair must not depend on the order of the rows: the first by content.
+    rows = unique_rows[content_keys(hidden, unique_rows).argsort()]
+    token, position = token_ids[rows].long(), positions[rows].long()
     # One number for each pair: sorting pairs costs twenty times as much.
     position = position - position.min()
-    return unique_rows[first_of_each(token * (position.max() + 1) + position)]
+    return rows[first_of_each(token * (position.max() + 1) + position)].sort().values
 
 
-def _distinct_neighbours(
+def _distinct_nearest(
     nearest: Neighbours, hidden: Tensor, distinct: Tensor, unique_rows: Tensor
-) -> Tensor:
-    return nearest_among(nearest, hidden, distinct, k=2, among=unique_rows).distances
+) -> Neighbours:
+    return nearest_among(nearest, hidden, distinct, k=2, among=unique_rows)
+
+
+def _distinct_neighbours(distinct_nearest: Neighbours) -> Tensor:
+    return distinct_nearest.distances
+
+
+def _halves(sequences: Tensor) -> HalfSamples:
+    return half_samples(sequences)
+
+
+def _row_sums(hidden: Tensor, halves: HalfSamples) -> GroupSums:
+    return group_sums(hidden[:, None], halves)
+
+
+def _half_ratios(
+    nearest: Neighbours, unique_rows: Tensor, halves: HalfSamples
+) -> dict[int, HalfRatios]:
+    found = ratios_in_halves(*nearest, unique_rows, halves, HALF_SCALES)
+    return dict(zip(HALF_SCALES, found, strict=True))
+
+
+def _far_half_ratios(
+    far_nearest: Neighbours, far_rows: Tensor, halves: HalfSamples
+) -> dict[int, HalfRatios]:
+    found = ratios_in_halves(*far_nearest, far_rows, halves, FAR_SCALES)
+    return dict(zip(FAR_SCALES, found, strict=True))
+
+
+def _distinct_half_ratios(
+    nearest: Neighbours, hidden: Tensor, distinct: Tensor, unique_rows: Tensor, halves: HalfSamples
+) -> HalfRatios:
+    if 2 * len(distinct) < len(unique_rows):
+        # Few of a row's neighbours are distinct rows: these are searched among themselves, which
+        # costs a quarter of the search among all, or less.
+        distances, indices = find_nearest(hidden, NEAR, among=distinct)
+        return ratios_in_halves(distances, indices, distinct, halves)[0]
+    places = torch.searchsorted(unique_rows, distinct)
+    is_distinct = torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device)
+    is_distinct[distinct] = True
+    indices = nearest.indices[places]
+    distances = nearest.distances[places].masked_fill(~is_distinct[indices], torch.inf)
+    return ratios_in_halves(distances, indices, distinct, halves)[0]
+
+
+def _query_halves(query_sequences: Tensor) -> HalfSamples:
+    return half_samples(query_sequences)
+
+
+def _key_halves(key_sequences: Tensor) -> HalfSamples:
+    return half_samples(key_sequences)
+
+
+def _query_sums(projected_query: Tensor, query_halves: HalfSamples) -> GroupSums:
+    return group_sums(projected_query, query_halves)
+
+
+def _key_sums(projected_key: Tensor, key_halves: HalfSamples) -> GroupSums:
+    return group_sums(projected_key, key_halves)
+
+
+def _attention_halves(query: Tensor) -> HalfSamples:
+    return _halves_of_rows(query)
+
+
+def _score_halves(scores: Tensor) -> HalfSamples:
+    return _halves_of_rows(scores)
+
+
+def _halves_of_rows(values: Tensor) -> HalfSamples:
+    """Cut the rows of attention, [sequences, heads, queries, ...], into halves."""
+    sequences, _, queries = values.shape[:3]
+    order = torch.arange(sequences, dtype=torch.int64, device=values.device)
+    return half_samples(order.repeat_interleave(queries))
 
 
 def _repeated(hidden: Tensor, distinct: Tensor) -> float:
@@ -120,12 +213,25 @@ DERIVED: dict[str, Callable[..., Any] | tuple[Callable[..., Any], ...]] = {
     "duplicates": _duplicates,  # share of the rows that copy another
     "nearest": _nearest,  # neighbours among unique rows: distances and who they are
     "neighbours": _neighbours,  # distances among unique rows, ascending, [tokens, k]
-    "far_neighbours": _far_neighbours,  # the same to a higher rank, of evenly spread rows
+    "far_rows": _far_rows,  # index of a few unique rows, evenly spread
+    "far_nearest": _far_nearest,  # their neighbours to a higher rank
+    "far_neighbours": _far_neighbours,  # distances to those
     "rounding": _rounding,  # distance that rounding alone makes, over the median nearest distance
     "distinct": _distinct,  # index of one unique row for each (token id, position)
-    "distinct_neighbours": _distinct_neighbours,  # distances among distinct rows
+    "distinct_nearest": _distinct_nearest,  # neighbours among distinct rows
+    "distinct_neighbours": _distinct_neighbours,  # distances to those
     "repeated": _repeated,  # share of the rows that repeat a (token id, position)
     "attention": (_attention, score_rows),  # reduced softmax rows: AttentionRows
+    "halves": _halves,  # ways of cutting the rows into halves of whole sequences
+    "row_sums": _row_sums,  # sums of the rows and their directions over groups of sequences
+    "half_ratios": _half_ratios,  # ratios of distances within each row's half, by scale
+    "far_half_ratios": _far_half_ratios,  # the same at larger scales, of a few rows
+    "distinct_half_ratios": _distinct_half_ratios,  # the same of distinct rows
+    "query_halves": _query_halves,  # ways of cutting the projected queries
+    "key_halves": _key_halves,  # the same of the keys
+    "query_sums": _query_sums,  # sums of the projected queries over groups of sequences
+    "key_sums": _key_sums,  # the same of the keys
+    "attention_halves": (_attention_halves, _score_halves),  # ways of cutting the attention rows
 }
 
 

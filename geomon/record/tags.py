@@ -17,7 +17,7 @@ OVERHEAD = "geomon/overhead"
 
 # Parts that say how far a layer's value can be trusted. Charts of them for every layer would bury
 # the values, so charts show those of the mean only; the record holds all.
-_TRUST = frozenset({"std", "n", "duplicates", "repeated", "rounding", "error"})
+_TRUST = frozenset({"std", "margin", "n", "duplicates", "repeated", "rounding"})
 
 
 def layer_tag(metric: str, layer: int, part: str = "") -> str:
@@ -57,6 +57,19 @@ def head_part(head: int) -> str:
         'qk_cosine/layer_02/head_1'
     """
     return f"head_{head}"
+
+
+def margin_part(part: str = "") -> str:
+    """Build the part of a tag that holds the half width of the 95 % interval of a value.
+
+    Args:
+        part: Name of the part whose interval it is; "" for the value itself.
+
+    Example:
+        >>> mean_tag("twonn", margin_part()), mean_tag("gride", margin_part("k32"))
+        ('twonn/mean/margin', 'gride/mean/k32/margin')
+    """
+    return "/".join(filter(None, (part, "margin")))
 
 
 def in_stack(tag: str, stack: str) -> str:
@@ -160,7 +173,8 @@ def is_charted(tag: str) -> bool:
     parsed = parse(tag)
     if parsed is None:
         return True
-    return parsed.head is None and (parsed.layer is None or parsed.part not in _TRUST)
+    trust = parsed.part.rpartition("/")[2] in _TRUST
+    return parsed.head is None and (parsed.layer is None or not trust)
 
 
 def layout(names: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
@@ -195,7 +209,7 @@ def _charts_of_stack(parsed: list[Tag], stack: str) -> dict[str, list[Any]]:
         if any(tag.metric == metric and not tag.part for tag in parsed):
             patterns = [f"{metric}/{prefix}layer_[0-9]+$", f"{metric}/{prefix}mean$"]
             charts[f"{name}{metric}, by layer"] = ["Multiline", patterns]
-    scales = sorted({tag.part for tag in parsed if tag.metric == "gride"})
+    scales = [tag for tag in parsed if tag.metric == "gride"]
     if scales:
         charts[f"{name}gride, by scale"] = ["Multiline", [f"gride/{prefix}mean/k[0-9]+$"]]
     return charts

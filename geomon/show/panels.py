@@ -64,7 +64,7 @@ def spread_steps(steps: Sequence[int], most: int = _MAX_PROFILES) -> list[int]:
 
 
 def draw_dimension(panel: Axes, readings: Readings) -> None:
-    """Draw both variants of TwoNN with their errors, and the largest scale of Gride."""
+    """Draw both variants of TwoNN with their intervals, and the largest scale of Gride."""
     scales = [t.part for name in readings.tags() if (t := tags.parse(name)) and t.metric == "gride"]
     largest = max((part for part in scales if part[1:].isdigit()), key=_scale, default="")
     paper = curve_of(readings, tags.mean_tag("twonn"))
@@ -275,9 +275,9 @@ def _dimension_axis(panel: Axes, curves: Sequence[Curve]) -> None:
 
 
 def _band(curve: Curve) -> tuple[list[float], list[float]]:
-    """Return one error below and above a curve; not below 0.1, for a logarithmic axis."""
-    pairs = list(zip(curve.values, curve.errors, strict=True))
-    return [max(v - e, min(v, 0.1)) for v, e in pairs], [v + e for v, e in pairs]
+    """Return the ends of the 95 % intervals of a curve; not below 0.1, for a logarithmic axis."""
+    pairs = list(zip(curve.values, curve.margins, strict=True))
+    return [max(v - m, min(v, 0.1)) for v, m in pairs], [v + m for v, m in pairs]
 
 
 def colours_of(count: int, colours: Colormap) -> list[Any]:

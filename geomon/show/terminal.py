@@ -119,7 +119,7 @@ def _lines(readings: list[Reading], width: int) -> Iterator[Text]:
     last = selected[-1]
     yield from _heading(last, width)
     twonn, distinct = (curve_of(selected, tags.mean_tag(n)) for n in ("twonn", "twonn_distinct"))
-    yield _row("intrinsic dimension", _with_error(twonn), twonn, "", width)
+    yield _row("intrinsic dimension", _with_margin(twonn), twonn, "", width)
     if len(twonn):
         phase = twonn.phase()
         words = Text(phase.words(), style=_COLOURS.get(phase.name, ""))
@@ -127,7 +127,7 @@ def _lines(readings: list[Reading], width: int) -> Iterator[Text]:
     if len(distinct):
         after = f"{distinct.phase().name}, from {_number(distinct.values[0])}"
         after = after if len(distinct) > 1 else ""
-        yield _row("· distinct tokens", _with_error(distinct), distinct, after, width)
+        yield _row("· distinct tokens", _with_margin(distinct), distinct, after, width)
     yield _anisotropy(last, width)
     entropy = curve_of(selected, tags.mean_tag("attention_entropy"))
     share = f"{entropy.values[-1] / entropy.values[0]:.0%}" if _has_start(entropy) else ""
@@ -195,13 +195,13 @@ def _anisotropy(reading: Reading, width: int) -> Text:
     return text.append(after, style="dim")
 
 
-def _with_error(curve: Curve) -> str:
-    """Format the last value and its error, with decimals according to the error."""
+def _with_margin(curve: Curve) -> str:
+    """Format the last value and the half width of its interval, with decimals according to that."""
     if not len(curve):
         return ""
-    value, error = curve.values[-1], curve.errors[-1]
-    decimals = 2 if 0 < error < 0.095 and abs(value) < 100 else 1
-    return f"{value:.{decimals}f} ± {error:.{decimals}f}" if error else _number(value)
+    value, margin = curve.values[-1], curve.margins[-1]
+    decimals = 2 if 0 < margin < 0.095 and abs(value) < 100 else 1
+    return f"{value:.{decimals}f} ± {margin:.{decimals}f}" if margin else _number(value)
 
 
 def _unit(curve: Curve, unit: str) -> str:
@@ -219,7 +219,7 @@ def _dimension_part(reading: Reading, past: Curve) -> str:
         return ""
     phase = past.phase().name
     suffix = f" ({phase})" if phase != "unknown" else ""
-    return f"ID {_with_error(curve_of([reading], tags.mean_tag('twonn')))}{suffix}"
+    return f"ID {_with_margin(curve_of([reading], tags.mean_tag('twonn')))}{suffix}"
 
 
 def _part(name: str, value: float) -> str:

@@ -15,13 +15,25 @@ def test_curves_keep_to_the_commoner_source(make_readings):
     assert single_source([]) == []
 
 
-def test_a_curve_has_the_errors_of_its_std(make_readings):
+def test_a_curve_has_the_errors_of_its_intervals(make_readings):
     readings = make_readings(error=0.3)
     curve = curve_of(readings, "twonn/mean")
-    assert (curve.steps, curve.errors) == ([r.step for r in readings], [0.3] * 9)
+    assert curve.steps == [r.step for r in readings]
+    assert curve.margins == pytest.approx([0.3] * 9)
+    assert curve.errors == pytest.approx([0.3 / 1.96] * 9)
     assert curve_of(readings, "gride/mean/k32").errors == [0.0] * 9
     missing = [replace(r, values={"twonn/mean": math.nan}) for r in readings]
     assert len(curve_of(missing, "twonn/mean")) == 0
+
+
+def test_without_an_interval_the_deviation_over_splits_stands_for_the_error(make_readings):
+    readings = make_readings(error=0.3)
+    for reading in readings:
+        reading.values["twonn/mean/std"] = 0.7
+        del reading.values["twonn/mean/margin"]
+    assert curve_of(readings, "twonn/mean").errors == [0.7] * 9
+    readings[0].values["twonn/mean/std"] = math.nan
+    assert curve_of(readings, "twonn/mean").errors[0] == 0
 
 
 def test_cosines_of_both_signs_do_not_cancel(make_readings):

@@ -11,6 +11,7 @@ from models import PlainDecoder, batch
 from geomon import METRICS, MORE_METRICS, measure
 from geomon.capture.snapshot import CAPTURED, Layer
 from geomon.kernels.baselines import gaussian_like
+from geomon.kernels.dimension import twonn_censored
 from geomon.metrics import Evaluator
 from geomon.metrics.table import check_metrics
 from geomon.metrics.views import DERIVED, LayerViews, captured_views, parameters
@@ -269,7 +270,7 @@ def test_parts_of_the_dimension_say_what_it_stands_on():
     parts = views.apply(METRICS["twonn"])
     assert (parts["n"], parts["duplicates"]) == (300, pytest.approx(0.25))
     assert parts["rounding"] == views["rounding"]
-    assert parts["error"] < parts["censored"]
+    assert parts["censored"] == twonn_censored(views["neighbours"]).value
     distinct = views.apply(METRICS["twonn_distinct"])
     pairs = len(set(zip(ids[:300].tolist(), positions[:300].tolist(), strict=True)))
     assert (distinct["n"], distinct["repeated"]) == (pairs, pytest.approx(1 - pairs / 400))
@@ -283,6 +284,6 @@ def test_large_scales_stand_on_256_evenly_spread_rows():
     distances = torch.cdist(rows, rows).sort(dim=1).values[:, 1:65]
     spread = torch.linspace(0, 999, 256).long()
     torch.testing.assert_close(views["far_neighbours"], distances[spread], rtol=1e-9, atol=1e-12)
-    assert views["neighbours"].shape == (1000, 8)
+    assert views["neighbours"].shape == (1000, 16)
     few = made(rows[:100])
     assert few["far_neighbours"].shape == (100, 64)

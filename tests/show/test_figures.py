@@ -182,7 +182,7 @@ def lopsided(steps=(0, 4, 32), layers=3, heads=5):
                 )
         for number, name in enumerate(("twonn/mean", "twonn_distinct/mean", "gride/mean/k32")):
             values[name] = 5.0 + place + 0.1 * number
-            values[f"{name}/std"] = 0.5 + 0.01 * number
+            values[f"{name}/margin"] = 0.5 + 0.01 * number
         values["gride/mean/k1"] = 50.0
         readings.append(
             Reading(step, 1.0, 0.5, "probe", "eval", 64, 1, "float32", values, ["note"])
@@ -271,7 +271,7 @@ def test_a_colour_bar_of_many_names_every_other_one():
     assert len(colours) == 30
 
 
-def test_a_band_is_one_error_wide_on_either_side():
+def test_a_band_is_the_interval():
     readings = lopsided()
     dimension = panels(geometry_figure(readings))[0]
     tags = ("twonn/mean", "twonn_distinct/mean", "gride/mean/k32")
@@ -280,8 +280,9 @@ def test_a_band_is_one_error_wide_on_either_side():
         corners = band.get_paths()[0].vertices
         for reading in readings:
             at_step = corners[corners[:, 0] == reading.step, 1]
-            value, error = reading.values[tag], reading.values[f"{tag}/std"]
-            assert (at_step.min(), at_step.max()) == pytest.approx((value - error, value + error))
+            value, margin = reading.values[tag], reading.values[f"{tag}/margin"]
+            ends = (value - margin, value + margin)
+            assert (at_step.min(), at_step.max()) == pytest.approx(ends)
     colours = [tuple(band.get_facecolor()[0][:3]) for band in dimension.collections]
     for colour, start in zip(
         colours, ("twonn,", "twonn_distinct", "gride at scale 32"), strict=True

@@ -1,0 +1,172 @@
+"""Intervals: what a metric differs by between balanced halves of the sequences.
+
+A function here is to a metric what a metric is to its value: its parameters name views, and it
+returns the estimate on the first half minus that on the second, [ways] or [ways, heads] (of heads
+the mean counts), or a dict of such by part. The halves are the same at every layer, so that the
+interval of a mean over layers follows from the mean of their differences.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from geomon.kernels import angles, attention, dimension, half_samples, moments
+from geomon.kernels.attention import AttentionRows
+from geomon.kernels.dimension import HalfRatios
+from geomon.kernels.half_samples import GroupSums, HalfSamples
+from geomon.metrics import table
+from geomon.metrics.table import Metric
+from geomon.metrics.views import FAR_SCALES, HALF_SCALES
+
+Differences = Callable[..., Any]
+
+
+def _anisotropy(hidden: Tensor, row_sums: GroupSums, halves: HalfSamples) -> Tensor:
+    return half_samples.anisotropy_differences(hidden, row_sums, halves)
+
+
+def _anisotropy_no_sinks(
+    hidden: Tensor, ordinary_rows: Tensor, row_sums: GroupSums, halves: HalfSamples
+) -> Tensor:
+    if not bool(ordinary_rows.all()):
+        hidden = hidden[ordinary_rows]
+        halves = HalfSamples(halves.group[ordinary_rows], halves.first)
+        row_sums = half_samples.group_sums(hidden[:, None], halves)
+    return half_samples.anisotropy_differences(hidden, row_sums, halves)
+
+
+def _cosine(row_sums: GroupSums, halves: HalfSamples) -> Tensor:
+    return half_samples.cosine_differences(row_sums, halves)
+
+
+def _drift_norm(row_sums: GroupSums, halves: HalfSamples) -> Tensor:
+    return half_samples.drift_differences(row_sums, halves)
+
+
+def _variance(row_sums: GroupSums, halves: HalfSamples) -> Tensor:
+    return half_samples.variance_differences(row_sums, halves)
+
+
+def _mean_square_norm(row_sums: GroupSums, halves: HalfSamples) -> Tensor:
+    return half_samples.mean_differences(row_sums.squares, row_sums.counts[:, None], halves)
+
+
+def _twonn(half_ratios: dict[int, HalfRatios]) -> dict[str, Tensor]:
+    fit, censored = dimension.twonn_differences(half_ratios[1])
+    return {"": fit, "censored": censored}
+
+
+def _twonn_distinct(distinct_half_ratios: HalfRatios) -> dict[str, Tensor]:
+    fit, censored = dimension.twonn_differences(distinct_half_ratios)
+    return {"": fit, "censored": censored}
+
+
+def _gride(
+    half_ratios: dict[int, HalfRatios], far_half_ratios: dict[int, HalfRatios]
+) -> dict[str, Tensor]:
+    near = {k: half_ratios[k] for k in HALF_SCALES}
+    far = {k: far_half_ratios[k] for k in FAR_SCALES}
+    return {f"k{k}": dimension.gride_differences(r, k) for k, r in (near | far).items()}
+
+
+def _qk_cosine(query_sums: GroupSums, key_sums: GroupSums, query_halves: HalfSamples) -> Tensor:
+    function = angles.qk_cosine
+    return half_samples.paired_mean_differences(function, query_sums, key_sums, query_halves)
+
+
+def _qk_dot(query_sums: GroupSums, key_sums: GroupSums, query_halves: HalfSamples) -> Tensor:
+    function = angles.qk_dot
+    return half_samples.paired_mean_differences(function, query_sums, key_sums, query_halves)
+
+
+def _query_mean_norm(query_sums: GroupSums, query_halves: HalfSamples) -> Tensor:
+    return half_samples.drift_differences(query_sums, query_halves)
+
+
+def _key_mean_norm(key_sums: GroupSums, key_halves: HalfSamples) -> Tensor:
+    return half_samples.drift_differences(key_sums, key_halves)
+
+
+def _query_cosine(query_sums: GroupSums, query_halves: HalfSamples) -> Tensor:
+    return half_samples.cosine_differences(query_sums, query_halves)
+
+
+def _key_cosine(key_sums: GroupSums, key_halves: HalfSamples) -> Tensor:
+    return half_samples.cosine_differences(key_sums, key_halves)
+
+
+def _entropy(attention: AttentionRows, attention_halves: HalfSamples) -> Tensor:
+    rows = attention.visible > 0
+    return half_samples.row_mean_differences(attention.entropy, rows, attention_halves)
+
+
+def _entropy_normalised(attention: AttentionRows, attention_halves: HalfSamples) -> Tensor:
+    share = attention.entropy / attention.visible.log()
+    return half_samples.row_mean_differences(share, attention.visible > 1, attention_halves)
+
+
+def _maximum(attention: AttentionRows, attention_halves: HalfSamples) -> Tensor:
+    rows = attention.visible > 1
+    return half_samples.row_mean_differences(attention.maximum, rows, attention_halves)
+
+
+def _minimum(attention: AttentionRows, attention_halves: HalfSamples) -> Tensor:
+    rows = attention.visible > 1
+    return half_samples.row_mean_differences(attention.minimum, rows, attention_halves)
+
+
+def _sink(attention: AttentionRows, attention_halves: HalfSamples) -> Tensor:
+    rows = attention.visible > 1
+    return half_samples.row_mean_differences(attention.first, rows, attention_halves)
+
+
+DIFFERENCES: Mapping[Metric, Differences] = {
+    table.METRICS["anisotropy"]: _anisotropy,
+    table.anisotropy_no_sinks: _anisotropy_no_sinks,
+    angles.cosine: _cosine,
+    moments.drift_norm: _drift_norm,
+    table.variance: _variance,
+    moments.mean_square_norm: _mean_square_norm,
+    table.twonn: _twonn,
+    table.twonn_distinct: _twonn_distinct,
+    table.gride: _gride,
+    angles.qk_cosine: _qk_cosine,
+    angles.qk_dot: _qk_dot,
+    table.query_mean_norm: _query_mean_norm,
+    table.key_mean_norm: _key_mean_norm,
+    table.query_cosine: _query_cosine,
+    table.key_cosine: _key_cosine,
+    attention.attention_entropy: _entropy,
+    attention.attention_entropy_normalised: _entropy_normalised,
+    attention.attention_max: _maximum,
+    attention.attention_min: _minimum,
+    attention.attention_sink: _sink,
+}
+
+
+def differences_of(metric: Metric) -> Differences | None:
+    """Find the function that compares a metric on halves; None where it has no interval.
+
+    Args:
+        metric: A function of views.
+    """
+    try:
+        return DIFFERENCES.get(metric)
+    except TypeError:  # an object of the user's own that cannot be hashed
+        return None
+
+
+def by_part(result: Any) -> dict[str, list[float]]:
+    """List what such a function returned, by part; of heads the mean.
+
+    Args:
+        result: Differences [ways] or [ways, heads], or a dict of them by part.
+    """
+    parts = result if isinstance(result, Mapping) else {"": result}
+    return {part: _over_heads(values).tolist() for part, values in parts.items()}
+
+
+def _over_heads(values: Tensor) -> Tensor:
+    return values if values.ndim == 1 else torch.nanmean(values, dim=1)

@@ -1,0 +1,260 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from geomon.kernels import half_samples as kernel
+from geomon.kernels.angles import cosine, head_cosine, mean_rows, qk_cosine, qk_dot
+from geomon.kernels.dimension import (
+    HalfRatios,
+    gride,
+    gride_differences,
+    ratios_in_halves,
+    twonn,
+    twonn_censored,
+    twonn_differences,
+)
+from geomon.kernels.half_samples import HalfSamples, group_sums, half_samples, margin
+from geomon.kernels.moments import drift_norm, mean_square_norm, variance
+from geomon.kernels.neighbours import nearest
+from geomon.kernels.spectrum import anisotropy, spectrum
+
+few_examples = settings(deadline=None, derandomize=True, max_examples=25)
+
+
+def rows_of_sequences(sequences, length, width, *, offset=0.0, seed=0):
+    """Rows of which those of one sequence are alike, in a random order."""
+    generator = torch.Generator().manual_seed(seed)
+    scale = torch.arange(1, width + 1, dtype=torch.float64).rsqrt()
+    own = torch.randn(sequences, 1, width, generator=generator, dtype=torch.float64)
+    each = torch.randn(sequences, length, width, generator=generator, dtype=torch.float64)
+    order = torch.randperm(sequences * length, generator=generator)
+    numbers = torch.arange(sequences).repeat_interleave(length)
+    return (scale * (own + each) + offset).flatten(0, 1)[order], numbers[order]
+
+
+def on_halves(function, rows, halves):
+    """The reference: the estimate on the rows of one half minus that on the others."""
+    members = halves.first[:, halves.group]
+    return torch.stack([function(rows[one]) - function(rows[~one]) for one in members])
+
+
+@pytest.mark.parametrize(
+    ("sequences", "ways", "groups"), [(8, 7, 8), (15, 7, 8), (16, 15, 16), (900, 15, 16)]
+)
+def test_ways_are_balanced(sequences, ways, groups):
+    halves = half_samples(torch.arange(sequences).repeat_interleave(3))
+    assert halves.first.shape == (ways, groups)
+    assert (halves.first.sum(dim=1) == groups // 2).all()
+    # Two groups are in one half in one way fewer than in two: McCarthy's balance.
+    together = (halves.first[:, :, None] == halves.first[:, None]).sum(dim=0)
+    assert (together[~torch.eye(groups, dtype=torch.bool)] == groups // 2 - 1).all()
+    sizes = halves.group.bincount(minlength=groups)
+    assert sizes.max() <= 2 * sizes.min()
+
+
+def test_neighbouring_sequences_come_into_one_group():
+    group = half_samples(torch.arange(64)).group
+    assert torch.equal(group, torch.arange(64) // 4)
+
+
+@pytest.mark.parametrize("sequences", [0, 1, 7])
+def test_too_few_sequences_make_no_ways(sequences):
+    halves = half_samples(torch.arange(sequences).repeat_interleave(50))
+    assert halves.first.shape[0] == 0
+    assert math.isnan(margin([]))
+
+
+def test_many_numbers_of_which_few_come_are_few_sequences():
+    assert half_samples(torch.tensor([0, 50, 1000]).repeat_interleave(9)).first.shape[0] == 0
+
+
+def test_the_margin_of_a_mean_is_that_of_students_interval_over_groups():
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randn(16, 10, generator=generator, dtype=torch.float64)
+    halves = half_samples(torch.arange(16).repeat_interleave(10))
+    chosen = torch.ones(1, 160, dtype=torch.bool)
+    found = kernel.row_mean_differences(values.view(1, -1), chosen, halves)
+    means = values.mean(dim=1).numpy()
+    low, high = stats.t.interval(0.95, 15, means.mean(), stats.sem(means))
+    assert margin(found[:, 0].tolist()) == pytest.approx((high - low) / 2)
+
+
+def test_a_difference_that_is_not_finite_makes_no_margin():
+    assert math.isnan(margin([1.0, math.inf, 2.0]))
+    assert math.isnan(margin([1.0, math.nan]))
+    assert margin([0.0] * 15) == 0
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_differences_are_those_of_the_metrics_on_the_halves(offset, dtype):
+    rows, numbers = rows_of_sequences(24, 20, 12, offset=offset)
+    rows, halves = rows.to(dtype), half_samples(numbers)
+    sums = group_sums(rows[:, None], halves)
+    for found, function in (
+        (kernel.cosine_differences(sums, halves), cosine),
+        (kernel.drift_differences(sums, halves), drift_norm),
+        (kernel.variance_differences(sums, halves), variance),
+        (kernel.mean_differences(sums.squares, sums.counts[:, None], halves), mean_square_norm),
+    ):
+        want = on_halves(function, rows, halves)
+        torch.testing.assert_close(found[:, 0], want, rtol=1e-6, atol=1e-9 * (1 + offset**2))
+
+
+def test_differences_of_heads():
+    rows, numbers = rows_of_sequences(16, 30, 24, offset=0.3)
+    query, key = rows.view(-1, 4, 6), rows.flip(1).reshape(-1, 4, 6)[:, :2]
+    halves = half_samples(numbers)
+    sums = [group_sums(part, halves) for part in (query, key)]
+    close = {"rtol": 1e-9, "atol": 1e-12}
+    found = kernel.cosine_differences(sums[0], halves)
+    torch.testing.assert_close(found, on_halves(head_cosine, query, halves), **close)
+    both = torch.cat([query, key], dim=1)
+    for function in (qk_cosine, qk_dot):
+        found = kernel.paired_mean_differences(function, *sums, halves)
+
+        def of(part, function=function):
+            return function(mean_rows(part[:, :4]), mean_rows(part[:, 4:]))
+
+        torch.testing.assert_close(found, on_halves(of, both, halves), **close)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e3])
+def test_anisotropy_of_halves_is_near_that_of_their_spectra(offset):
+    rows, numbers = rows_of_sequences(32, 40, 24, offset=offset)
+    halves = half_samples(numbers)
+    sums = group_sums(rows[:, None], halves)
+    found = kernel.anisotropy_differences(rows, sums, halves)[:, 0]
+    want = on_halves(lambda part: anisotropy(spectrum(part)), rows, halves)
+    assert (found - want).norm() < 0.05 * want.norm()
+
+
+def test_rows_without_a_direction_count_in_no_cosine():
+    rows, numbers = rows_of_sequences(16, 8, 5)
+    rows[::3] = 0
+    halves = half_samples(numbers)
+    found = kernel.cosine_differences(group_sums(rows[:, None], halves), halves)[:, 0]
+    torch.testing.assert_close(found, on_halves(cosine, rows, halves), rtol=1e-9, atol=1e-12)
+
+
+def test_heads_of_which_a_half_has_no_row_are_nan():
+    halves = half_samples(torch.arange(8))
+    chosen = torch.tensor([[True] + [False] * 7, [True] * 8])
+    found = kernel.row_mean_differences(torch.ones(2, 8), chosen, halves)
+    assert found[:, 0].isnan().all()
+    assert (found[:, 1] == 0).all()
+
+
+@few_examples
+@given(seed=st.integers(0, 10**6), sequences=st.integers(8, 40), scale=st.sampled_from([1e-3, 1e5]))
+def test_differences_under_order_and_scale(seed, sequences, scale):
+    rows, numbers = rows_of_sequences(sequences, 6, 5, seed=seed)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
+
+    def found(rows, numbers):
+        halves = half_samples(numbers)
+        sums = group_sums(rows[:, None], halves)
+        return kernel.drift_differences(sums, halves), kernel.cosine_differences(sums, halves)
+
+    (drift, angle), (other_drift, other_angle) = (
+        found(rows, numbers),
+        found(scale * rows[order], numbers[order]),
+    )
+    torch.testing.assert_close(scale * drift, other_drift, rtol=1e-9, atol=1e-9 * scale)
+    torch.testing.assert_close(angle, other_angle, rtol=1e-9, atol=1e-9)
+
+
+def test_groups_of_no_ways_give_nothing():
+    halves = HalfSamples(torch.zeros(5, dtype=torch.int64), torch.empty(0, 8, dtype=torch.bool))
+    sums = group_sums(torch.randn(5, 1, 3, generator=torch.Generator().manual_seed(0)), halves)
+    assert kernel.cosine_differences(sums, halves).shape == (0, 1)
+
+
+# -- intrinsic dimension: from the neighbours among all rows --
+
+
+def ratios(rows, numbers, k, scales=(1,)):
+    near, halves = nearest(rows, k=k), half_samples(numbers)
+    return ratios_in_halves(*near, torch.arange(len(rows)), halves, scales), halves
+
+
+@pytest.mark.parametrize("discard", [0.0, 0.1, 0.8])
+@pytest.mark.parametrize("sequences", [9, 30])
+def test_with_all_neighbours_known_they_are_the_estimates_on_the_halves(discard, sequences):
+    rows, numbers = rows_of_sequences(sequences, 20, 4)
+    (found,), halves = ratios(rows, numbers, len(rows) - 1)
+    fit, censored = twonn_differences(found, discard)
+    close = {"rtol": 1e-9, "atol": 1e-12}
+
+    def fitted(part):
+        return twonn(nearest(part, k=2).distances, discard)
+
+    def likely(part):
+        return twonn_censored(nearest(part, k=2).distances, discard).value
+
+    torch.testing.assert_close(fit, on_halves(fitted, rows, halves), **close)
+    torch.testing.assert_close(censored, on_halves(likely, rows, halves), **close)
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 16])
+def test_one_step_of_newton_is_as_good_as_the_root(k):
+    rows, numbers = rows_of_sequences(24, 30, 5, seed=k)
+    (found,), halves = ratios(rows, numbers, len(rows) - 1, (k,))
+
+    def estimate(part):
+        return gride(nearest(part, k=2 * k).distances, [k])[0]
+
+    want = on_halves(estimate, rows, halves)
+    assert (gride_differences(found, k) - want).norm() < 0.06 * want.norm()
+
+
+def test_sixteen_neighbours_are_enough():
+    rows, numbers = rows_of_sequences(64, 32, 8)
+    (few,), _ = ratios(rows, numbers, 16)
+    (all_of_them,), _ = ratios(rows, numbers, 300)
+    assert few.known.double().mean() > 0.99
+    assert all_of_them.known.all()
+    torch.testing.assert_close(
+        few.log_mu[few.known], all_of_them.log_mu[few.known], rtol=1e-12, atol=0
+    )
+    # Where the second neighbour is too far, the farthest that is known stands for it.
+    rest = ~few.known & ~few.log_mu.isnan()
+    assert (few.log_mu[rest] <= all_of_them.log_mu[rest]).all()
+    one, other = (twonn_differences(found)[0] for found in (few, all_of_them))
+    assert (one - other).norm() < 0.1 * other.norm()
+
+
+def test_neighbours_that_do_not_count_are_passed_over():
+    rows, numbers = rows_of_sequences(16, 20, 3)
+    near, halves = nearest(rows, k=len(rows) - 1), half_samples(numbers)
+    counts = torch.arange(len(rows)) % 3 > 0
+    members = counts.nonzero().squeeze(1)
+    distances = near.distances[members].masked_fill(~counts[near.indices[members]], torch.inf)
+    (found,) = ratios_in_halves(distances, near.indices[members], members, halves)
+    own, _ = ratios(rows[members], numbers[members], len(members) - 1)
+    # The numbers of the sequences are the same, so the halves are.
+    torch.testing.assert_close(found.log_mu, own[0].log_mu, rtol=1e-9, atol=1e-12)
+
+
+def test_a_half_of_which_much_is_unknown_has_no_estimate():
+    log_mu = torch.rand(1, 100, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    first = torch.arange(100)[None] % 2 == 0
+    for unknown, has in ((4, True), (20, False)):  # a tenth is dropped in any case
+        known = torch.arange(100)[None] >= unknown
+        for value in twonn_differences(HalfRatios(log_mu, known, first)):
+            assert value.isfinite().all() == has
+
+
+@settings(deadline=None, derandomize=True, max_examples=20)
+@given(seed=st.integers(0, 10**6), scale=st.sampled_from([1e-3, 1e4]))
+def test_differences_do_not_change_with_scale_or_order(seed, scale):
+    rows, numbers = rows_of_sequences(16, 12, 3, seed=seed)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
+    (one,), _ = ratios(rows, numbers, 12)
+    (other,), _ = ratios(scale * rows[order], numbers[order], 12)
+    for left, right in zip(twonn_differences(one), twonn_differences(other), strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-9, equal_nan=True)

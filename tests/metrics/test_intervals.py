@@ -1,0 +1,148 @@
+"""Intervals: which metrics have them, and that they are those of the halves."""
+
+import math
+
+import pytest
+import torch
+from models import PlainDecoder, batch
+
+from geomon import METRICS, MORE_METRICS, geometry, measure
+from geomon.capture.snapshot import Layer
+from geomon.kernels.half_samples import half_samples, margin
+from geomon.kernels.moments import drift_norm
+from geomon.metrics import Evaluator, select
+from geomon.metrics.intervals import DIFFERENCES
+from geomon.metrics.views import captured_views, parameters
+
+# Metrics without an interval. Of the first four a cheap one would need the eigenvectors of every
+# layer; the others are about types of tokens, single rows or an extreme.
+WITHOUT = {
+    "effective_rank", "participation_ratio", "query_anisotropy", "key_anisotropy",
+    "within_variance", "between_variance", "norm_variance_slope", "sink_share", "max_logit",
+    "attention_median", "twonn_gaussian",
+}  # fmt: skip
+
+
+def cloud(sequences=20, length=30, width=6, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    own = torch.randn(sequences, 1, width, generator=generator)
+    rows = own + torch.randn(sequences, length, width, generator=generator) + 0.5
+    return rows.flatten(0, 1), torch.arange(sequences).repeat_interleave(length)
+
+
+def test_every_metric_has_an_interval_or_is_known_to_have_none():
+    every = METRICS | MORE_METRICS
+    assert {name for name, metric in every.items() if metric not in DIFFERENCES} == WITHOUT
+    assert set(DIFFERENCES) <= set(every.values())
+
+
+@pytest.mark.parametrize("name", sorted(METRICS.keys() - WITHOUT))
+def test_an_interval_reads_what_its_metric_reads_and_the_sequences(name):
+    sources = captured_views(parameters(METRICS[name]))
+    more = captured_views(parameters(DIFFERENCES[METRICS[name]])) - sources
+    assert more <= {"sequences", "query_sequences", "key_sequences", "query", "scores", "hidden"}
+
+
+def test_a_model_has_margins_at_every_layer_and_of_the_mean():
+    values = measure(PlainDecoder(), batch(sequences=24, length=40), tokens=900)
+    for name in METRICS.keys() - WITHOUT - {"gride"}:
+        layers = [tag for tag in values if tag.startswith(f"{name}/layer_") and tag.count("/") == 1]
+        assert layers, name
+        for tag in [*layers, f"{name}/mean"]:
+            assert values[f"{tag}/margin"] >= 0, tag
+    for k in (1, 2, 4, 8, 16, 32):
+        assert values[f"gride/mean/k{k}/margin"] > 0
+    assert values["twonn/mean/censored/margin"] > 0
+    for name in WITHOUT:
+        assert f"{name}/mean/margin" not in values
+
+
+def test_a_margin_is_that_of_the_differences_between_the_halves():
+    rows, sequences = cloud()
+    halves = half_samples(sequences)
+    members = halves.first[:, halves.group]
+    want = margin([float(drift_norm(rows[m]) - drift_norm(rows[~m])) for m in members])
+    values = geometry(rows, sequences=sequences, metrics=select("drift_norm"))
+    assert values["drift_norm/margin"] == pytest.approx(want)
+
+
+def test_the_mean_over_layers_knows_that_layers_move_together():
+    """Two layers that are equal have the margin of one, and not one that is smaller by a root."""
+    rows, sequences = cloud()
+    captured = {"hidden": rows, "sequences": sequences}
+    layers = [Layer(index, "block", captured) for index in (0, 1, 2)]
+    values = Evaluator(select("drift_norm"), 1).evaluate(layers, len(rows)).values
+    assert values["drift_norm/mean/margin"] == pytest.approx(values["drift_norm/layer_01/margin"])
+    opposite = {"hidden": rows.flip(0), "sequences": sequences}
+    layers[2] = Layer(2, "block", opposite)
+    values = Evaluator(select("drift_norm"), 1).evaluate(layers, len(rows)).values
+    assert values["drift_norm/mean/margin"] < values["drift_norm/layer_01/margin"]
+
+
+def test_no_margin_of_a_mean_of_which_a_layer_has_none():
+    rows, sequences = cloud()
+    layers = [
+        Layer(1, "block", {"hidden": rows, "sequences": sequences}),
+        Layer(2, "block", {"hidden": rows}, {"sequences": "packed"}),
+    ]
+    values = Evaluator(select("cosine"), 1).evaluate(layers, len(rows)).values
+    assert "cosine/layer_01/margin" in values
+    assert "cosine/layer_02/margin" not in values
+    assert "cosine/mean/margin" not in values
+
+
+def test_splits_of_the_rows_share_their_sequences():
+    """Two splits of one batch are no two samples: the margin does not fall by a root of two."""
+    generator = torch.Generator().manual_seed(2)
+    own = torch.randn(32, 1, 4, generator=generator)
+    rows = (own + 0.05 * torch.randn(32, 40, 4, generator=generator) + 1).flatten(0, 1)
+    sequences = torch.arange(32).repeat_interleave(40)
+    one = geometry(rows, sequences=sequences, metrics=select("drift_norm"))
+    two = geometry(rows, sequences=sequences, metrics=select("drift_norm"), tokens=640)
+    assert two["drift_norm/margin"] == pytest.approx(one["drift_norm/margin"], rel=0.05)
+    assert two["drift_norm/std"] < one["drift_norm/margin"] / 5
+
+
+@pytest.mark.parametrize("sequences", [4, 7, 8])
+def test_too_few_sequences_are_said(sequences):
+    rows, numbers = cloud(sequences, 60)
+    layer = Layer(1, "block", {"hidden": rows, "sequences": numbers})
+    found = Evaluator(select("twonn", "cosine"), 1).evaluate([layer], len(rows))
+    said = [note.text for note in found.notes if note.kind == "no intervals"]
+    assert bool(said) == (sequences < 8)
+    assert any(tag.endswith("/margin") for tag in found.values) == (sequences >= 8)
+    if said:
+        assert f"8 sequences in a reading, and there are {sequences}" in said[0]
+
+
+def test_without_sequences_geometry_has_no_margin_and_labels_may_be_any_integers():
+    rows, sequences = cloud()
+    assert not any("margin" in tag for tag in geometry(rows))
+    shuffled = geometry(rows, sequences=sequences * 10**12 - 5)
+    assert shuffled == pytest.approx(geometry(rows, sequences=sequences), nan_ok=True)
+
+
+def test_metrics_of_ones_own_have_no_margin_and_cost_none():
+    def widest(hidden):
+        return hidden.abs().max()
+
+    rows, sequences = cloud()
+    values = geometry(
+        rows, sequences=sequences, metrics={"widest": widest, "twonn": METRICS["twonn"]}
+    )
+    assert "widest/margin" not in values
+    assert math.isfinite(values["twonn/margin"])
+
+
+def test_which_of_equal_tokens_stands_for_them_does_not_depend_on_the_order_of_rows():
+    rows, sequences = cloud(16, 40, 5)
+    ids, positions = torch.arange(640) % 7, torch.arange(640) % 5
+    found = []
+    for seed in range(3):
+        order = torch.randperm(640, generator=torch.Generator().manual_seed(seed))
+        values = geometry(
+            rows[order], ids[order], positions[order], sequences=sequences[order], seed=seed
+        )
+        found.append([values["twonn_distinct"], values["twonn_distinct/n"]])
+    assert found[1] == pytest.approx(found[0])
+    assert found[2] == pytest.approx(found[0])
