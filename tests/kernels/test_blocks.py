@@ -41,3 +41,11 @@ def test_blocks_hold_as_many_whole_rows_as_fit(monkeypatch):
     rows = torch.arange(21.0).reshape(7, 3)
     assert [len(block) for block in row_blocks(rows)] == [3, 3, 1]
     assert torch.equal(torch.cat(row_blocks(rows)), rows)
+
+
+@pytest.mark.parametrize(
+    "rows", [torch.ones(3, 2, dtype=torch.int64), torch.ones(3), torch.ones(2, 3, 4)]
+)
+def test_rows_are_a_matrix_and_floating_point(rows):
+    with pytest.raises(ValueError, match="expected a floating-point tensor"):
+        require_rows(rows)

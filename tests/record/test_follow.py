@@ -1,6 +1,6 @@
 import pytest
 
-from geomon.record import FILE_NAME, Follower
+from geomon.record import FILE_NAME, Follower, follow, jsonl
 
 
 def test_the_follower_reads_on_where_it_stopped(make_readings, tmp_path):
@@ -49,3 +49,18 @@ def test_the_follower_refuses_what_is_no_record(tmp_path):
     (tmp_path / FILE_NAME).write_text("hello\n")
     with pytest.raises(ValueError, match=r"line 1 of .* is not a line of a record"):
         Follower(tmp_path).look()
+
+
+def test_a_line_that_is_being_written_is_not_too_long_because_of_those_before(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(follow, "MAX_LINE", 1000)
+    monkeypatch.setattr(jsonl, "MAX_LINE", 1000)
+    path = tmp_path / FILE_NAME
+    path.write_text('{"run": {"model": "a"}}\n' * 60 + '{"run": {"mod')
+    follower = Follower(tmp_path)
+    assert follower.look() == []
+    with path.open("a") as file:
+        file.write("x" * 1000)
+    with pytest.raises(ValueError, match="long"):
+        follower.look()

@@ -158,3 +158,16 @@ def test_without_locks_the_file_says_who_writes(tmp_path, monkeypatch, owner, ag
     assert time.time() - path.stat().st_mtime < 30  # a sign of life, for other hosts
     record.close()
     assert not path.exists()
+
+
+def test_a_lock_that_the_system_keeps_needs_no_sign_of_life(tmp_path):
+    """A file system may not have it: only there the age of the file says who is alive."""
+    path = tmp_path / "lock"
+    held_here = lock.FolderLock(path)
+    try:
+        os.utime(path, (1, 1))
+        held_here.refresh()
+        kept_by_system = lock.fcntl is not None
+        assert (path.stat().st_mtime == 1) == kept_by_system
+    finally:
+        held_here.release()

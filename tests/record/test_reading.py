@@ -88,3 +88,14 @@ def test_a_model_with_one_stack_is_left_as_it_is():
         plain.of_stack("encoder")
     with pytest.raises(ValueError, match="no stack is called 'x': 'encoder', 'decoder', 'cross'"):
         readings(VALUES).of_stack("x")
+
+
+@pytest.mark.parametrize(("step", "accepted"), [(2**63 - 1, True), (2**63, False)])
+def test_steps_are_numbers_of_64_bits(step, accepted):
+    content = json.loads(reading(5).line())
+    content["step"] = step
+    if accepted:
+        assert Reading.from_json(content).step == step
+        return
+    with pytest.raises(ValueError, match="step"):
+        Reading.from_json(content)

@@ -189,6 +189,7 @@ def test_a_disabled_run_holds_nothing():
     run = wandb.init(project="test", mode="disabled")
     sink = WandB(run)
     log_as_a_training(run, sink, "every step, by number")
+    sink.write(reading(30))  # nothing of the training's comes after it
     assert not sink._waiting
     run.finish()
 
