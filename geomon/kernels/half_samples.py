@@ -66,21 +66,22 @@ def half_samples(sequences: Tensor) -> HalfSamples:
     Neighbouring sequences come into one group: they may be parts of one text.
 
     Args:
-        sequences: Number of each row's sequence, counted from 0, int64, [tokens].
+        sequences: Number of each row's sequence, int64, [tokens].
 
     Example:
         >>> halves = half_samples(torch.arange(16).repeat_interleave(3))
         >>> list(halves.first.shape), halves.first.sum(dim=1).tolist() == [8] * 15
         ([15, 16], True)
     """
-    count = int(sequences.max()) + 1 if len(sequences) else 0
-    present = len(sequences.unique())
-    groups = _GROUPS if present >= _GROUPS else FEWEST_SEQUENCES
-    ways = range(1, groups) if present >= FEWEST_SEQUENCES else ()
+    # By those that are there: of several ranks each split of the rows may hold one rank's alone.
+    numbers, order = torch.unique(sequences, return_inverse=True)
+    count = len(numbers)
+    groups = _GROUPS if count >= _GROUPS else FEWEST_SEQUENCES
+    ways = range(1, groups) if count >= FEWEST_SEQUENCES else ()
     # Rows of a Hadamard matrix: the parity of the common bits of two numbers.
     first = [[(way & group).bit_count() % 2 == 0 for group in range(groups)] for way in ways]
     table = torch.tensor(first, dtype=torch.bool, device=sequences.device).view(-1, groups)
-    return HalfSamples(sequences * groups // max(count, 1), table)
+    return HalfSamples(order * groups // max(count, 1), table)
 
 
 def margin(differences: Iterable[float]) -> float:
@@ -251,7 +252,8 @@ def anisotropy_differences(hidden: Tensor, sums: GroupSums, halves: HalfSamples)
         n = _total(sums.counts, side)[:, None]
         mean = _total(drift, side) / n
         second = _total(scatter, side) / n[:, :, None] - mean[:, :, None] * mean[:, None, :]
-        return torch.linalg.eigvalsh(second)[:, -1:] / _variance(sums, side)
+        top = torch.linalg.eigvalsh(second.nan_to_num(0, 0, 0))[:, -1:]  # a half without rows
+        return torch.where(n > 0, top / _variance(sums, side), torch.nan)
 
     return _difference(anisotropy, halves)
 

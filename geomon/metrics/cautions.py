@@ -74,6 +74,7 @@ def _bending(values: Mapping[str, float]) -> Note | None:
         for name, value in values.items()
         if (tag := tags.parse(name)) is not None
         and (tag.metric, tag.layer) == ("gride", None)
+        and tag.part[1:].isdigit()
         and value > 0
     }
     if not scales or max(scales.values()) < BENDING * min(scales.values()):

@@ -51,6 +51,7 @@ class LayerValues:
         sequences: Number of sequences that the rows are of; None where unknown.
         unseen: For each metric that could not be asked, which view was not seen and why.
         failed: For each metric that failed, what it raised.
+        without_interval: For each metric whose interval failed, what it raised.
     """
 
     stack: str
@@ -61,6 +62,7 @@ class LayerValues:
     sequences: int | None = None
     unseen: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    without_interval: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -110,14 +112,43 @@ class Evaluator:
                     continue
                 try:
                     result.parts[name] = _measure(metric, splits)
-                    result.differences[name] = _compare(metric, splits)
                 except MissingViewError as error:
                     result.unseen[name] = str(error)
                 except Exception as error:
                     if self.strict:
                         raise
                     result.failed[name] = str(error) or type(error).__name__
+                else:
+                    result.differences[name] = self._compare(name, splits, result)
         return result
+
+    def _compare(
+        self, name: str, splits: list[LayerViews], result: LayerValues
+    ) -> dict[str, list[float]]:
+        """Compare a metric on halves of the sequences, by part: mean over the splits of the rows.
+
+        A failure costs the interval alone, and is noted with the layer.
+        """
+        metric = self.metrics[name]
+        function = differences_of(metric)
+        if function is None:
+            return {}
+        used = splits if "hidden" in sources_of(metric) else splits[:1]
+        try:
+            each = [by_part(views.apply(function)) for views in used]
+        except MissingViewError:  # the sequences are not known
+            return {}
+        except Exception as error:
+            if self.strict:
+                raise
+            result.without_interval[name] = str(error) or type(error).__name__
+            return {}
+        if len({len(one[part]) for one in each for part in one}) != 1:
+            return {}
+        return {
+            part: list(map(_mean, zip(*(one[part] for one in each), strict=True)))
+            for part in each[0]
+        }
 
     def combine(self, measured: Sequence[LayerValues], rows: int) -> Evaluation:
         """Make the values of a whole reading from those of its layers.
@@ -163,6 +194,9 @@ def _combine_stack(
                 by_layer[layer.index] = [{"": math.nan}]
             elif name in layer.parts:
                 by_layer[layer.index] = layer.parts[name]
+            if name in layer.without_interval:
+                why = f"no interval: {layer.without_interval[name]}"
+                reasons[name, why].append(layer.index)
         for index, parts in by_layer.items():
             for part, value in _over_splits(parts).items():
                 result.values[tags.layer_tag(name, index, part)] = value
@@ -230,21 +264,6 @@ def _measure(metric: Metric, splits: list[LayerViews]) -> list[Parts]:
     """The parts of one metric, for each split of the rows if it reads rows."""
     used = splits if "hidden" in sources_of(metric) else splits[:1]
     return [_as_parts(views.apply(metric)) for views in used]
-
-
-def _compare(metric: Metric, splits: list[LayerViews]) -> dict[str, list[float]]:
-    """Compare a metric on halves of the sequences, by part: mean over the splits of the rows."""
-    function = differences_of(metric)
-    if function is None:
-        return {}
-    used = splits if "hidden" in sources_of(metric) else splits[:1]
-    try:
-        each = [by_part(views.apply(function)) for views in used]
-    except MissingViewError:  # the sequences are not known
-        return {}
-    if len({len(one[part]) for one in each for part in one}) != 1:
-        return {}
-    return {part: [*map(_mean, zip(*(one[part] for one in each), strict=True))] for part in each[0]}
 
 
 def sources_of(metric: Metric) -> set[str]:

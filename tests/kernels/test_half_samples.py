@@ -68,6 +68,19 @@ def test_too_few_sequences_make_no_ways(sequences):
     assert math.isnan(margin([]))
 
 
+def test_groups_are_filled_by_the_sequences_that_are_there():
+    """Of several ranks the first split of the rows holds the sequences of the first rank alone."""
+    halves = half_samples(torch.arange(16).repeat_interleave(5) + 1000)
+    assert halves.group.bincount(minlength=16).tolist() == [5] * 16
+
+
+def test_a_half_without_rows_has_no_anisotropy():
+    halves = HalfSamples(torch.zeros(9, dtype=torch.int64), half_samples(torch.arange(16)).first)
+    rows = torch.randn(9, 3, generator=torch.Generator().manual_seed(0))
+    sums = group_sums(rows[:, None], halves)
+    assert kernel.anisotropy_differences(rows, sums, halves).isnan().all()
+
+
 def test_many_numbers_of_which_few_come_are_few_sequences():
     assert half_samples(torch.tensor([0, 50, 1000]).repeat_interleave(9)).first.shape[0] == 0
 

@@ -11,6 +11,7 @@ from geomon.capture.snapshot import Layer
 from geomon.kernels.half_samples import half_samples, margin
 from geomon.kernels.moments import drift_norm
 from geomon.metrics import Evaluator, select
+from geomon.metrics.cautions import cautions
 from geomon.metrics.intervals import DIFFERENCES
 from geomon.metrics.views import captured_views, parameters
 
@@ -146,3 +147,23 @@ def test_which_of_equal_tokens_stands_for_them_does_not_depend_on_the_order_of_r
         found.append([values["twonn_distinct"], values["twonn_distinct/n"]])
     assert found[1] == pytest.approx(found[0])
     assert found[2] == pytest.approx(found[0])
+
+
+def test_an_interval_that_fails_costs_no_value(monkeypatch):
+    def fails(hidden):
+        raise RuntimeError("no half today")
+
+    monkeypatch.setattr("geomon.metrics.intervals.DIFFERENCES", {METRICS["cosine"]: fails})
+    rows, sequences = cloud()
+    layers = [Layer(n, "block", {"hidden": rows, "sequences": sequences}) for n in (1, 2)]
+    found = Evaluator(select("cosine"), 1).evaluate(layers, len(rows))
+    assert math.isfinite(found.values["cosine/mean"])
+    assert not any("margin" in tag for tag in found.values)
+    assert [note.text for note in found.notes] == ["cosine, layer 1, 2: no interval: no half today"]
+    with pytest.raises(RuntimeError, match="no half today"):
+        Evaluator(select("cosine"), 1, strict=True).evaluate(layers, len(rows))
+
+
+def test_the_margins_of_scales_are_no_scales():
+    values = {"gride/mean/k1": 5.0, "gride/mean/k32": 6.0, "gride/mean/k32/margin": 0.01}
+    assert cautions(values) == []
