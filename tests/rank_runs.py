@@ -101,6 +101,14 @@ def joined(parts: list[Layer]) -> Layer:
         for name in ("hidden", "token_ids", "positions", "projected_query", "projected_key")
         if name in parts[0].captured
     }
+    for name in ("sequences", "query_sequences", "key_sequences"):
+        if name in parts[0].captured:
+            numbers, found = 0, []
+            for part in parts:
+                own = part.captured[name]
+                found.append(own + numbers)
+                numbers += int(own.max()) + 1 if len(own) else 0
+            views[name] = torch.cat(found)
     if "query" in parts[0].captured:
         queries = max(part.captured["query"].shape[2] for part in parts)
         keys = max(part.captured["key"].shape[2] for part in parts)

@@ -215,7 +215,8 @@ def paired_mean_differences(
 
     def each(side: Tensor) -> Tensor:
         pairs = zip(half_mean(query, side), half_mean(key, side), strict=True)
-        return torch.stack([function(*pair) for pair in pairs])
+        found = [function(*pair) for pair in pairs]
+        return torch.stack(found) if found else side.new_empty(0, query.rows.shape[1])
 
     return _difference(each, halves)
 

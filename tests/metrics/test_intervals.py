@@ -167,3 +167,15 @@ def test_an_interval_that_fails_costs_no_value(monkeypatch):
 def test_the_margins_of_scales_are_no_scales():
     values = {"gride/mean/k1": 5.0, "gride/mean/k32": 6.0, "gride/mean/k32/margin": 0.01}
     assert cautions(values) == []
+
+
+@pytest.mark.parametrize("sequences", [1, 4, 9])
+def test_every_metric_is_measured_on_any_number_of_sequences(sequences):
+    values = measure(PlainDecoder(), batch(sequences=sequences, length=32), tokens=4096)
+    assert any("margin" in tag for tag in values) == (sequences >= 8)
+    assert math.isfinite(values["qk_cosine/mean"])
+
+
+def test_one_head_is_measured_like_many():
+    values = measure(PlainDecoder(), batch(sequences=16), tokens=4096, metrics=select("qk_dot"))
+    assert values["qk_dot/mean/margin"] > 0
