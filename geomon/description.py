@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from geomon.capture import Window, extra_pass, find_anatomy, padding_arguments
-from geomon.capture.anatomy import Anatomy, Attention, Block, Stack, find_sizes, shown_name
+from geomon.capture.anatomy import CROSS, Anatomy, Attention, Block, Stack, find_sizes, shown_name
 from geomon.capture.snapshot import CAPTURED, Layer, explain_missing
 from geomon.record.printable import printable
 
@@ -24,6 +24,13 @@ _UNKNOWN = "by a route that the first pass shows"
 
 _WIDTH = 100
 _ROWS = 1024  # rows that are kept in the pass that shows what is seen
+_NOT_SEEN = "not seen in this pass"
+_NAME_ALONE = (
+    "a module is called so, and has no projections of queries and keys under a name that the field "
+    "gives them: the first pass shows whether it attends"
+)
+_NOT_ATTENTION = "none was seen in the modules that are called so: hidden states only"
+_ALL_COUNT = "none in this pass, going by its arguments and by attention: all rows count"
 _FROM_SOURCE = "read off the source; describe(model, inputs) settles them in one pass"
 
 _Row = tuple[str, str]
@@ -79,7 +86,7 @@ def describe(
     for stack in anatomy.stacks:
         rows += _stack_rows(stack, seen, several=len(anatomy.stacks) > 1)
     rows.append(("token ids", _token_ids(model, anatomy)))
-    rows.append(("padding", _padding(anatomy)))
+    rows.append(("padding", _padding(anatomy) if seen is None else seen.padding(anatomy)))
     for left_out in anatomy.left_out:
         what = f"{_count(left_out.count, 'block')} {left_out.pattern}"
         rows.append(("not watched", f"{what}: {left_out.reason}"))
@@ -108,19 +115,23 @@ def _stack_rows(stack: Stack, seen: "_SeenModel | None", *, several: bool) -> li
     rows.append((f"{indent}blocks", _blocks(stack)))
     rows.append((f"{indent}hidden states", _hidden(stack, depth)))
     attending = [block for block in stack.blocks if block.attends]
+    if not attending and seen is not None and seen.routes(stack, ""):
+        attending = list(stack.blocks)
     if attending:
-        rows += _attention_rows(stack, attending, seen, indent, cross=False)
+        rows += _attention_rows(stack, attending, seen, indent, "")
     else:
-        rows.append((f"{indent}attention", "none in these blocks: hidden states only"))
-    crossing = [block for block in stack.blocks if block.attention_index(cross=True) is not None]
-    if crossing:
-        rows += _attention_rows(stack, crossing, seen, indent, cross=True)
+        by_name = ", by name" if seen is None else ""
+        rows.append((f"{indent}attention", f"none in these blocks{by_name}: hidden states only"))
+    for label in stack.side_labels:
+        having = [block for block in stack.blocks if block.attention_index(label) is not None]
+        rows += _attention_rows(stack, having, seen, indent, label)
     return rows
 
 
 def _blocks(stack: Stack) -> str:
     first, last = stack.blocks[0].name, stack.blocks[-1].name
-    return first if len(stack.blocks) == 1 else f"{first} to {last}"
+    lists = ", each with the lists of sublayers behind it" if stack.blocks[0].parts else ""
+    return (first if len(stack.blocks) == 1 else f"{first} to {last}") + lists
 
 
 def _hidden(stack: Stack, depth: int | None) -> str:
@@ -134,17 +145,25 @@ def _hidden(stack: Stack, depth: int | None) -> str:
 
 
 def _attention_rows(
-    stack: Stack, blocks: list[Block], seen: "_SeenModel | None", indent: str, *, cross: bool
+    stack: Stack, blocks: list[Block], seen: "_SeenModel | None", indent: str, label: str
 ) -> list[_Row]:
-    indices = [(block, block.attention_index(cross=cross)) for block in blocks]
+    indices = [(block, block.attention_index(label)) for block in blocks]
     found = [block.attentions[index] for block, index in indices if index is not None]
     few = len(blocks) < len(stack.blocks)
     some = f"in {len(blocks)} of {len(stack.blocks)} blocks, " if few else ""
-    routes = seen.routes(stack, cross) if seen else {predict_route(a) for a in found}
+    if label in ("", CROSS):
+        named = "cross-attention" if label else "attention"
+    else:
+        named, some = "further attention", f"{label}: {some}"
+    routes = seen.routes(stack, label) if seen else {predict_route(a) for a in found}
+    if not routes:
+        reason = _NOT_SEEN if found else _NAME_ALONE if seen is None else _NOT_ATTENTION
+        return [(f"{indent}{named}", f"{some}{_heads(found)}{reason}")]
     words = " or ".join(ROUTES.get(str(route), _UNKNOWN) for route in sorted(routes, key=str))
-    label = f"{indent}cross-attention" if cross else f"{indent}attention"
+    if label not in ("", CROSS) and seen is not None and seen.attends_elsewhere(stack, label):
+        some += "to keys of another source, "
     return [
-        (label, f"{some}{_heads(found)}{words or _UNKNOWN}"),
+        (f"{indent}{named}", f"{some}{_heads(found)}{words or _UNKNOWN}"),
         (f"{indent}Q, K projected", _projections(found, settled=seen is not None)),
     ]
 
@@ -173,7 +192,7 @@ def _projections(attentions: list[Attention], *, settled: bool) -> str:
     if first.projections.kind == "fused":
         how = "verified" if settled else "to be verified on the first pass"
         return f"{path}{names[0]}, with V; layout {how}"
-    return f"{path}{names[0]} and {path}{names[1]}"
+    return _listed(path + name for name in names)
 
 
 # -- around the stacks ---------------------------------------------------------------------------
@@ -188,10 +207,14 @@ def _token_ids(model: nn.Module, anatomy: Anatomy) -> str:
 
 
 def _padding(anatomy: Anatomy) -> str:
-    names = padding_arguments(anatomy)
-    if not names:
-        return "no mask is taken by the modules around the blocks: all rows count"
-    return f"left out, going by {_listed(names)}"
+    known, possible = padding_arguments(anatomy)
+    if known:
+        return f"left out, going by {_listed(known)}"
+    if possible:
+        return f"told by the first pass, which shows what {_listed(possible)} means"
+    return (
+        "no mask is taken by the modules around the blocks: told by the keys that attention hides"
+    )
 
 
 def _listed(words: Iterable[str], most: int = 3) -> str:
@@ -232,8 +255,18 @@ def predict_route(attention: Attention) -> str | None:
 
 
 def _source(module: nn.Module) -> str:
-    """Join the sources of the module's class and its base classes, as far as there are sources."""
-    return "\n".join(
+    """Join the sources of the classes that attend, as far as there are sources.
+
+    These are the class of an object that the module hands attention to (a processor of diffusers),
+    or else the module's own and its base classes.
+    """
+    helpers = [
+        _class_source(value.__class__)
+        for value in vars(module).values()
+        if callable(value) and not isinstance(value, nn.Module | type | Tensor)
+    ]
+    attending = [source for source in helpers if "scaled_dot_product_attention(" in source]
+    return "\n".join(attending) or "\n".join(
         _class_source(kind) for kind in type(module).__mro__ if kind not in (nn.Module, object)
     )
 
@@ -270,9 +303,26 @@ class _SeenModel:
         layers = [x for x in self._snapshot.layers if x.stack == stack.name and x.index > 0]
         return len(layers) or len(stack.blocks)
 
-    def routes(self, stack: Stack, cross: bool) -> set[str]:
+    def routes(self, stack: Stack, label: str) -> set[str]:
         """List the routes by which attention was seen."""
-        return self._window.routes(stack.name, cross=cross)
+        return self._window.routes(stack.name, label)
+
+    def attends_elsewhere(self, stack: Stack, label: str) -> bool:
+        """Whether the keys of an attention are not those of the stack."""
+        return self._window.attends_elsewhere(stack.name, label)
+
+    def padding(self, anatomy: Anatomy) -> str:
+        """Say what the padding was known by in the pass."""
+        stacks = [stack.name for stack in anatomy.stacks]
+        sources = {stack: self._window.padding(stack) for stack in stacks}
+        if len(set(sources.values())) == 1:
+            source = sources[stacks[0]]
+            return f"left out, going by {source}" if source else _ALL_COUNT
+        told = [
+            f"of the {stack} left out, going by {source}" if source else f"none of the {stack} told"
+            for stack, source in sources.items()
+        ]
+        return "; ".join(told)
 
     def remarks(self) -> list[_Row]:
         """Make the rows on what was seen, and on what was not seen and why."""

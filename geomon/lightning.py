@@ -1,15 +1,26 @@
-"""GeometryMonitor, the Lightning callback: Lightning's events, translated for a session."""
+"""GeometryMonitor, the Lightning callback: Lightning's events, translated for a session.
 
+Lightning comes as two packages with the same events, `lightning` and `pytorch_lightning`. The
+trainers and loggers of both are served, and one of the two is enough.
+"""
+
+import importlib
 import math
-from typing import Any, Unpack
-
-import lightning as L
-from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Unpack
 
 from geomon.monitor import CallbackOptions, CallbackSession, show_callback_options
 from geomon.record import Reading, Sink
 from geomon.record.sinks import LoggerSink, WandB, post_to_each
 from geomon.show import Pictures
+
+_PACKAGES = ("lightning", "pytorch_lightning")
+
+if TYPE_CHECKING:
+    import lightning as L
+    from lightning.pytorch.loggers import Logger
+else:
+    L = importlib.import_module(next((name for name in _PACKAGES if find_spec(name)), _PACKAGES[0]))
 
 
 @show_callback_options
@@ -55,7 +66,7 @@ class GeometryMonitor(L.Callback):
             name: value for name, value in vars(self).items() if name not in ("log", "log_dict")
         }
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_start(self, trainer: "L.Trainer", pl_module: "L.LightningModule") -> None:
         """Find the blocks and open the record: on a resume the step is right only from here on."""
         folder = trainer.log_dir or trainer.default_root_dir  # a collective: every rank asks
         sinks: list[Sink] = [_sink_of(trainer, logger) for logger in trainer.loggers]
@@ -65,7 +76,7 @@ class GeometryMonitor(L.Callback):
         self._last_step = trainer.estimated_stepping_batches - 1
 
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+        self, trainer: "L.Trainer", pl_module: "L.LightningModule", batch: Any, batch_idx: int
     ) -> None:
         """Probe, or open the window on this batch's forward pass."""
         self._session.discard()
@@ -86,7 +97,7 @@ class GeometryMonitor(L.Callback):
         """A batch that the module skipped, with -1, ends the epoch and has no end of its own."""
         self._session.discard()
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_end(self, trainer: "L.Trainer", pl_module: "L.LightningModule") -> None:
         """The last reading, and the end."""
         self._session.discard()
         self._probe(trainer, last=True)
@@ -101,12 +112,12 @@ class GeometryMonitor(L.Callback):
         """Leave nothing on the model, whatever the way out was."""
         self._session.finish()
 
-    def _probe(self, trainer: L.Trainer, *, last: bool = False) -> None:
+    def _probe(self, trainer: "L.Trainer", *, last: bool = False) -> None:
         """In the precision that training has, outside of its autocast cache."""
         around = trainer.precision_plugin.forward_context
         self._session.probe(trainer.global_step, last=last, around=around)
 
-    def _is_last(self, trainer: L.Trainer, pl_module: L.LightningModule) -> bool:
+    def _is_last(self, trainer: "L.Trainer", pl_module: "L.LightningModule") -> bool:
         """Whether no step comes after this batch's, as far as that can be known beforehand."""
         step, last_seen = trainer.global_step, self._session.last_seen
         if pl_module.automatic_optimization or last_seen is None:
@@ -115,20 +126,29 @@ class GeometryMonitor(L.Callback):
         return is_last or 0 < trainer.max_steps <= 2 * step - last_seen  # as many steps again
 
 
-def _sink_of(trainer: L.Trainer, logger: Logger) -> Sink:
+def _sink_of(trainer: "L.Trainer", logger: "Logger") -> Sink:
     """The sink that writes to one of the trainer's loggers."""
-    if isinstance(logger, WandbLogger):
-        return WandB(logger.experiment)
+    shown: Any = logger
+    if _is_logger(logger, "WandbLogger"):
+        return WandB(shown.experiment)
 
     def log(reading: Reading) -> None:
         logger.log_metrics(reading.charted(), step=_axis_step(trainer, reading.step))
 
-    board = logger if isinstance(logger, TensorBoardLogger) else None
-    writers = None if board is None else lambda: [board.experiment]
+    is_board = _is_logger(logger, "TensorBoardLogger")
+    writers = (lambda: [shown.experiment]) if is_board else None
     return LoggerSink(type(logger).__name__, log, save=logger.save, writers=writers)
 
 
-def _axis_step(trainer: L.Trainer, step: int) -> int:
+def _is_logger(logger: object, name: str) -> bool:
+    """Whether a logger is of a class of Lightning, in either of its packages."""
+    return any(
+        kind.__name__ == name and kind.__module__.partition(".")[0] in _PACKAGES
+        for kind in type(logger).__mro__
+    )
+
+
+def _axis_step(trainer: "L.Trainer", step: int) -> int:
     """Where a step is on the axis of Lightning's loggers: two optimizers step twice in a batch."""
     batches: int = trainer.fit_loop.epoch_loop._batches_that_stepped
     # A reading may be of an earlier step, put off by the budget or measured in the background.

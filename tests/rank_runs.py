@@ -116,6 +116,9 @@ def joined(parts: list[Layer]) -> Layer:
         views["query"] = torch.cat([filled(p.captured["query"], queries, width) for p in parts])
         views["key"] = torch.cat([filled(p.captured["key"], keys, width) for p in parts])
         views["visible"] = torch.cat([filled(p.captured["visible"], queries, keys) for p in parts])
+    if "max_logits" in parts[0].captured:
+        tops = torch.stack([part.captured["max_logits"] for part in parts])
+        views["max_logits"] = tops[~tops.isnan().any(dim=1)].amax(dim=0)  # an empty rank has none
     return replace(parts[0], captured={**parts[0].captured, **views})
 
 

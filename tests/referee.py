@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from specimens import Specimen, Stack, alone, built, inputs_of
+from specimens import Specimen, Stack, built, inputs_of
 from torch import Tensor, nn
 
 from geomon.capture import Window, find_anatomy
-from geomon.capture.assemble import cross_stack_name
+from geomon.capture.assemble import side_stack_name
 from geomon.capture.first_pass import attention_key
 from geomon.capture.snapshot import CAPTURED, Layer
 
@@ -77,12 +77,34 @@ def _watch(
         query = block.get_submodule(stack.query)
         if isinstance(query, nn.MultiheadAttention):
             hold(query.register_forward_pre_hook(_multihead(stack, keeps), with_kwargs=True))
+        elif stack.shared is not None:
+            hold(query.register_forward_hook(_separate(stack, keeps, "query")))
+            for hook, path in zip(_latent(stack, keeps), (stack.shared, stack.key), strict=True):
+                hold(block.get_submodule(path).register_forward_hook(hook))
         elif stack.key is None:
             hold(query.register_forward_hook(_fused(stack, keeps)))
         else:
             hold(query.register_forward_hook(_separate(stack, keeps, "query")))
             key = block.get_submodule(stack.key)
             hold(key.register_forward_hook(_separate(stack, keeps, "key")))
+
+
+def _latent(
+    stack: Stack, keeps: Mapping[str, Callable[[Tensor], None]]
+) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Keys of latent attention: of each head its own part, and behind it the one of all heads."""
+    shared: list[Tensor] = []
+
+    def first(_: nn.Module, __: Any, output: Tensor) -> None:
+        shared.append(output)
+
+    def then(module: nn.Linear, _: Any, output: Tensor) -> None:
+        common = shared.pop()[..., module.in_features :]
+        own = output.view(*common.shape[:-1], stack.heads, -1)[..., : stack.own_width]
+        common = common.unsqueeze(-2).expand(*own.shape[:-1], -1)
+        keeps["key"](torch.cat([own, common], dim=-1))
+
+    return first, then
 
 
 def _entering(reference: Reference, name: str) -> Callable[..., None]:
@@ -124,7 +146,7 @@ def _separate(
 ) -> Callable[..., None]:
     def hook(_: nn.Module, __: Any, output: Tensor) -> None:
         if which == "query":
-            keeps["query"](alone(output, stack.heads))
+            keeps["query"](stack.query_of(output, stack.heads))
         else:
             keeps["key"](stack.key_of(output, stack.key_heads))
 
@@ -263,7 +285,7 @@ def watch(model: nn.Module, inputs: Mapping[str, Any], rows: int = 100_000) -> t
 
 def routes_of(window: Window, stacks: Iterable[str]) -> set[str]:
     """Where the window saw attention of any of the stacks."""
-    found = [window.routes(name, cross=cross) for name in stacks for cross in (False, True)]
+    found = [window.routes(name, label) for name in stacks for label in ("", "cross")]
     return set().union(*found) or {"none"}
 
 
@@ -276,13 +298,16 @@ def notes_of(window: Window) -> set[str]:
 def sampled(window: Window, stack: str, index: int) -> Sampled:
     """Which rows a layer of the snapshot holds, from what the window keeps to itself."""
     for stack_pass in window._passes:
-        cross = stack == cross_stack_name(stack_pass, window._passes)
-        if not cross and stack != stack_pass.stack.name:
+        names = {
+            side_stack_name(stack_pass, label, window._passes): label
+            for label in stack_pass.stack.side_labels
+        }
+        if stack != stack_pass.stack.name and stack not in names:
             continue
         if index == 0:
             return Sampled(stack_pass.entered and stack_pass.entered.indices)
         block, block_call, _ = stack_pass.layer_at(index)
-        attention = attention_key(block, cross=cross)
+        attention = attention_key(block, names.get(stack, ""))
         if block_call is None or attention is None:
             return Sampled()
         call = block_call.attention_calls.get(attention)

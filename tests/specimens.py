@@ -46,6 +46,11 @@ def alone(output: Tensor, heads: int) -> Tensor:
     return output.unflatten(-1, (heads, -1))
 
 
+def gated(output: Tensor, heads: int) -> Tensor:
+    """[q | gate] of each head: Qwen3-Next."""
+    return alone(output, heads).chunk(2, dim=-1)[0]
+
+
 def halves(output: Tensor, heads: int) -> Tensor:
     """[k | v]: cross-attention of GPT-2."""
     return alone(output.chunk(2, dim=-1)[0], heads)
@@ -67,14 +72,13 @@ SCORES_ONLY = (
     "attention is written out by hand: its scores were seen, and not the queries and keys that it "
     "attends with"
 )
-NO_ATTENTION = (
-    "no attention call was seen in the block: it goes neither through transformers' attention "
-    "interface nor through torch.nn.functional.scaled_dot_product_attention, and no softmax of "
-    "scores of its tokens was seen"
+CHUNKS = (
+    "attention is not rebuilt here: a softmax over 5 numbers was seen that are not seen to be "
+    "products of queries with all keys: features (linear attention), chunks of keys or experts"
 )
 SEVERAL = (
-    "attention is not rebuilt here: it takes several softmaxes (landmarks, chunks), and none of "
-    "them is its own"
+    "attention is not rebuilt here: it takes several softmaxes (landmarks, chunks, both "
+    "dimensions), and none of them is its own"
 )
 NO_PROJECTIONS = "no projections of queries and keys were found"
 AS_ATTENDED = ": Q and K as attended stand for them"
@@ -103,7 +107,10 @@ class Stack:
         query: Path in the block of the module that projects to queries (or to all); None where
             none does, and Q and K as attended stand for what is projected.
         key: Path in the block of the module that projects to keys; None where `query` makes all.
+        shared: Path of the module that makes the latent, and the part of keys that all heads share.
+        own_width: Width of the other part, which each head has of its own.
         split: How the output of a fused projection is laid out.
+        query_of: How queries stand in the output of a projection of their own.
         key_of: How keys stand in the output of a projection of their own.
         heads: Query heads.
         key_heads: Key heads.
@@ -117,7 +124,10 @@ class Stack:
     listed_at: tuple[int | None, ...] | None = None
     query: str | None = None
     key: str | None = None
+    shared: str | None = None
+    own_width: int | None = None
     split: Split = thirds
+    query_of: Callable[[Tensor, int], Tensor] = alone
     key_of: Callable[[Tensor, int], Tensor] = alone
     heads: int = 4
     key_heads: int = 4

@@ -1,9 +1,12 @@
+import re
+
 import pytest
 import torch
 from models import PlainDecoder, batch, transformer
 from torch import nn
 
 from geomon import describe
+from geomon.capture import find_anatomy
 
 
 def rows(model, inputs=None, **kwargs) -> dict[str, str]:
@@ -78,7 +81,8 @@ def test_what_cannot_be_seen_is_shown_with_its_reason():
     assert any("no attention call was seen in the block" in line for line in lines)
     assert any("no embedding outside the blocks" in line for line in lines)
     assert dict(shown.rows)["token ids"].startswith("none:")
-    assert dict(shown.rows)["padding"].startswith("no mask is taken")
+    assert rows(model)["padding"].startswith("no mask is taken")
+    assert dict(shown.rows)["padding"].startswith("none in this pass")
     assert max(map(len, str(shown).splitlines())) <= 100
 
 
@@ -90,7 +94,7 @@ def test_hidden_states_alone_and_blocks_that_are_left_out():
 
     model = nn.Module()
     model.layers = nn.ModuleList([Mixing(), Mixing()])
-    assert rows(model)["attention"] == "none in these blocks: hidden states only"
+    assert rows(model)["attention"] == "none in these blocks, by name: hidden states only"
     assert "routes" not in rows(model)
     model.decoder = PlainDecoder(width=8, heads=2)
     assert rows(model)["not watched"].startswith("2 blocks layers.#: ")
@@ -127,3 +131,101 @@ def test_of_many_names_three_are_listed_and_the_others_counted():
     three = listed(Three())
     assert sorted(three.replace(" and ", ", ").split(", ")) == sorted(names[:3])
     assert three.count(", ") == 1
+
+
+class Mixer(nn.Module):
+    """Called attention as RWKV's is, and none: neither queries and keys nor a softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.receptance = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.receptance(x).sigmoid() * self.key(x).cumsum(dim=1)
+
+
+class MixerBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Mixer()
+
+    def forward(self, x):
+        return x + self.attention(x)
+
+
+class ByOtherNames(nn.Module):
+    """Attention in a block without a module for it, and with projections of unknown names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + (self.one(x) @ self.other(x).mT).softmax(-1) @ x
+
+
+class Processor:
+    """Attends for a module, which could also do it by hand."""
+
+    def __call__(self, module, x):
+        q, k, v = (y(x).unflatten(-1, (2, 4)).transpose(1, 2) for y in module.projections())
+        return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+class Processed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.processor = 2, Processor()
+        self.to_q, self.to_k, self.to_v = (nn.Linear(8, 8) for _ in range(3))
+
+    def projections(self):
+        return self.to_q, self.to_k, self.to_v
+
+    def scores(self, q, k):
+        return (q @ k.mT).softmax(-1)
+
+    def forward(self, x):
+        return x + self.processor(self, x)
+
+
+def test_what_is_only_called_attention_is_said_before_and_after_a_pass():
+    model = nn.Sequential(MixerBlock(), MixerBlock())
+    assert rows(model)["attention"].startswith("a module is called so, and has no projections")
+    shown = rows(model, torch.randn(2, 5, 8))
+    assert shown["attention"].startswith("none was seen")
+    assert "Q, K projected" not in shown
+
+
+def test_attention_without_a_name_is_shown_by_a_pass():
+    model = nn.Sequential(ByOtherNames(), ByOtherNames())
+    assert rows(model)["attention"] == "none in these blocks, by name: hidden states only"
+    shown = rows(model, torch.randn(2, 5, 8))
+    assert shown["attention"] == "by hand: its scores are seen at the softmax"
+
+
+def test_the_object_that_attends_for_a_module_predicts_its_route():
+    model = nn.Sequential(Processed(), Processed())
+    before, after = rows(model), rows(model, torch.randn(2, 5, 8))
+    assert before["attention"] == after["attention"]
+    assert before["attention"].endswith("through torch's scaled_dot_product_attention")
+
+
+def test_module_names_are_shown_as_they_are():
+    model = nn.Module()
+    model.wav2vec2 = nn.Module()
+    model.wav2vec2.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8)) for _ in range(2))
+    model.decoder = PlainDecoder(width=8, heads=2)
+    assert rows(model)["not watched"].startswith("2 blocks wav2vec2.layers.#: ")
+
+
+@pytest.mark.parametrize("given", ["name", "module"])
+@pytest.mark.parametrize("kind", [nn.ModuleList, nn.ModuleDict])
+def test_a_list_of_blocks_is_refused_with_the_way_out(kind, given):
+    model = PlainDecoder()
+    if kind is nn.ModuleDict:
+        model.blocks = nn.ModuleDict({f"b{n}": block for n, block in enumerate(model.blocks)})
+    named = "blocks" if given == "name" else [model.blocks]
+    with pytest.raises(ValueError, match="which is never called") as error:
+        describe(model, blocks=named)
+    way_out = re.search(r'blocks=r"([^"]+)"', str(error.value))[1]
+    assert len(find_anatomy(model, way_out).blocks) == 3

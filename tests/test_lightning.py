@@ -1,7 +1,12 @@
 import csv
 import math
+import os
 import signal
+import subprocess
+import sys
 import threading
+from pathlib import Path
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -13,8 +18,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.data import DataLoader
 from wandb_file import wandb_rows, work_offline
 
+import geomon
 from geomon import Memory, every, read, select
-from geomon.lightning import GeometryMonitor
+from geomon.lightning import GeometryMonitor, _sink_of
 
 FEW = {
     "metrics": select("variance", "attention_entropy", "qk_cosine"),
@@ -416,3 +422,73 @@ def test_of_accumulated_batches_the_first_is_read(tmp_path, probe):
     else:
         assert [reading.step for reading in readings] == [0, 1, 2, 3, 4]
         assert found == pytest.approx([probe.double().mean().item()] * 5, rel=1e-12)
+
+
+# -- the other package of Lightning ------------------------------------------------------------
+
+OTHER = """
+import sys
+
+sys.modules["lightning"] = None
+import pytorch_lightning as pl
+import torch
+from models import VOCABULARY, PlainDecoder, batch
+
+from geomon import every, select
+from geomon.lightning import GeometryMonitor
+
+
+class Decoder(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = PlainDecoder()
+
+    def training_step(self, ids, index):
+        logits = self.net(ids)[:, :-1].reshape(-1, VOCABULARY)
+        return torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+
+assert issubclass(GeometryMonitor, pl.Callback)
+folder = sys.argv[1]
+pl.Trainer(
+    default_root_dir=folder, max_steps=3, accelerator="cpu", enable_progress_bar=False,
+    callbacks=[GeometryMonitor(metrics=select("anisotropy", "qk_cosine"), schedule=every(1))],
+    enable_model_summary=False,
+    logger=pl.loggers.TensorBoardLogger(folder, name="tb", version="x"),
+).fit(Decoder(), torch.utils.data.DataLoader(torch.cat([batch()] * 4), batch_size=8))
+"""
+
+
+@pytest.mark.slow
+def test_the_other_package_of_lightning_is_served_by_itself(tmp_path):
+    pytest.importorskip("pytorch_lightning")
+    command = [sys.executable, "-W", "ignore", "-c", OTHER, str(tmp_path)]
+    paths = [str(Path(__file__).parent), str(Path(geomon.__file__).parents[1])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    subprocess.run(command, check=True, env=environment, cwd=tmp_path, capture_output=True)
+    record = read(tmp_path / "tb" / "x")
+    assert [reading.step for reading in record] == [0, 1, 2]
+    events = EventAccumulator(str(tmp_path / "tb" / "x"))
+    events.Reload()
+    assert {"profile/anisotropy", "heads/qk_cosine"} <= set(events.Tags()["images"])
+    assert set(record[-1].charted()) <= set(events.Tags()["scalars"])
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_loggers_of_both_packages_show_pictures(tmp_path, package):
+    loggers = pytest.importorskip(f"{package}.loggers")
+    trainer = SimpleNamespace(global_step=0)
+    board = _sink_of(trainer, loggers.TensorBoardLogger(tmp_path))
+    table = _sink_of(trainer, loggers.CSVLogger(tmp_path))
+    assert (board.shows_pictures, table.shows_pictures) == (True, False)
+
+    class Own(loggers.WandbLogger):
+        def __init__(self) -> None: ...
+
+        experiment = "a run"
+
+    with pytest.raises(AttributeError, match="'str' object"):  # asked as a run of W&B is
+        _sink_of(trainer, Own())

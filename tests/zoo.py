@@ -4,19 +4,17 @@ What is written here is read off the models' own code by hand.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import plain_models as plain
 import torch
 import transformers
 from specimens import (
-    AS_ATTENDED,
     BY_HAND,
+    CHUNKS,
     EAGER_INTERFACE,
     INTERFACE,
     LENGTH,
-    NO_ATTENTION,
     NO_PROJECTIONS,
     NO_TOKENS,
     NONE,
@@ -30,6 +28,7 @@ from specimens import (
     Stack,
     both_tokens,
     frames,
+    gated,
     halves,
     ids,
     images,
@@ -205,28 +204,23 @@ DECODERS = [
     _llama_like("Starcoder2", "Starcoder2", sliding_window=6),
     _llama_like("Granite", "Granite", attention_multiplier=0.2),
     _llama_like("Cohere", "Cohere", use_qk_norm=True),
-    replace(
-        _decoder(
-            "DeepSeek-V3 (latent attention)", "DeepseekV3", Stack("model.layers"), **_SMALL,
-            num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=4,
-            qk_nope_head_dim=8, v_head_dim=8, n_routed_experts=4, num_experts_per_tok=2,
-            n_group=1, topk_group=1, moe_intermediate_size=24, first_k_dense_replace=1,
+    _decoder(
+        "DeepSeek-V3 (latent attention)", "DeepseekV3",
+        Stack(
+            "model.layers", query="self_attn.q_b_proj", key="self_attn.kv_b_proj",
+            shared="self_attn.kv_a_proj_with_mqa", own_width=8,
         ),
-        notes=(f"projected Q and K, layer 1, 2, 3: {NO_PROJECTIONS}{AS_ATTENDED}",),
+        **_SMALL, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=4,
+        qk_nope_head_dim=8, v_head_dim=8, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+        topk_group=1, moe_intermediate_size=24, first_k_dense_replace=1,
     ),
-    replace(
-        _decoder(
-            "Qwen3-Next (hybrid, gated)", "Qwen3Next", Stack("model.layers", attending=(2, 4)),
-            **_GROUPED | {"num_hidden_layers": 4}, linear_num_key_heads=2,
-            linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
-            num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
-            shared_expert_intermediate_size=24,
-            layer_types=["linear_attention", "full_attention"] * 2,
-        ),
-        notes=(
-            "projected Q and K, layer 2, 4: projections 64 and 16 wide do not make 4 heads of "
-            f"width 8 (a gate beside the queries?){AS_ATTENDED}",
-        ),
+    _decoder(
+        "Qwen3-Next (hybrid, gated)", "Qwen3Next",
+        Stack("model.layers", **_SEPARATE, query_of=gated, key_heads=2, attending=(2, 4)),
+        **_GROUPED | {"num_hidden_layers": 4}, linear_num_key_heads=2, linear_num_value_heads=4,
+        linear_key_head_dim=8, linear_value_head_dim=8, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=24, shared_expert_intermediate_size=24,
+        layer_types=["linear_attention", "full_attention"] * 2,
     ),
     _decoder(
         "LFM2 (hybrid)", "Lfm2", Stack("model.layers", **_SEPARATE, key_heads=2, attending=(2, 4)),
@@ -282,13 +276,13 @@ ENCODERS = [
         "Longformer (chunks)", _hf("LongformerModel", "LongformerConfig", **_ENCODER,
                                    attention_window=4),
         lambda: {"input_ids": ids(16), "attention_mask": mask(16, 5)}, _UNSEEN, NONE, one_mask,
-        uncovered=lacking(NO_ATTENTION, *OF_SCORES, "scores", "visible"),
+        uncovered=lacking(CHUNKS, *OF_SCORES, "scores", "visible", "max_logits"),
     ),
     Specimen(
         "Nystromformer (landmarks)", _hf("NystromformerModel", "NystromformerConfig", **_ENCODER,
                                          num_landmarks=4, segment_means_seq_len=16),
         lambda: {"input_ids": ids(16)}, _UNSEEN, NONE,
-        uncovered=lacking(SEVERAL, *OF_SCORES, "scores", "visible"),
+        uncovered=lacking(SEVERAL, *OF_SCORES, "scores", "visible", "max_logits"),
     ),
     Specimen(
         "ModernBERT (local attention)",

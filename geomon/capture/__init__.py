@@ -2,7 +2,7 @@
 
 from geomon.capture.anatomy import find_anatomy
 from geomon.capture.calls import FirstCall
-from geomon.capture.first_pass import padding_arguments
+from geomon.capture.padding import padding_arguments
 from geomon.capture.probe import extra_pass
 from geomon.capture.sampling import QUERIES, derive_seed
 from geomon.capture.window import Window

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from geomon.capture.anatomy import Attention, Block, find_sizes
+from geomon.capture.anatomy import CROSS, Attention, Block, find_sizes
 from geomon.capture.anatomy.projections import Sizes
 from geomon.capture.attention import (
-    MASKED_SCORE,
     AttentionCall,
     NotUnderstoodError,
     SoftmaxCall,
     read_call,
+    visible_in_scores,
 )
 from geomon.capture.first_pass import (
     BlockCall,
@@ -31,6 +31,7 @@ from geomon.capture.qkv import (
     UndecidedError,
     project_multihead,
     split_fused,
+    split_latent,
     split_separate,
 )
 from geomon.capture.snapshot import (
@@ -43,8 +44,6 @@ from geomon.capture.snapshot import (
     at_places,
     group_by_layer,
 )
-
-_CROSS = "cross"
 
 _HIDDEN_ONLY = frozenset({"hidden"})
 _HEADS_ONLY = SOURCES - _HIDDEN_ONLY
@@ -64,13 +63,19 @@ _OTHER_THREAD = (
 _DROPPED = "the block was not run in this pass, as others were (layers dropped at random, say)"
 _NO_ATTENTION = (
     "no attention call was seen in the block: it goes neither through transformers' attention "
-    "interface nor through torch.nn.functional.scaled_dot_product_attention, and no softmax of "
-    "scores of its tokens was seen"
+    "interface nor through torch.nn.functional.scaled_dot_product_attention (called by this name), "
+    "and no softmax of scores of its tokens was seen (linear attention has none)"
 )
 _BY_HAND = (
     "attention is written out by hand: its scores were seen, and not the queries and keys that it "
     "attends with"
 )
+_CALLED_AGAIN = (
+    "it is called more than once in the block, and only the first call is measured (a second "
+    "attention is measured by itself where it is a module that projects to queries and keys under "
+    "names such as to_q and to_k)"
+)
+_SIDE_NOT_CALLED = "it was not seen in this pass: it is left out"
 _BY_NAME_ALONE = (
     "a module is called attention, but neither queries and keys nor scores of it were seen: only "
     "hidden states are measured"
@@ -78,6 +83,23 @@ _BY_NAME_ALONE = (
 _LAST = (
     "the blocks are lists of sublayers, whose sums are made outside any module: a layer is seen "
     "where it enters the next block, and the last one enters none"
+)
+_RESTARTS = (
+    "blocks are called again on something else than the last block gave (another part of the "
+    "sequences, say): each call is a layer, and its rows may not be those of the layers before"
+)
+_UNTOLD = (
+    "padding could not be told: {share:.0%} of the tokens are one token id at the ends of "
+    "sequences of unequal length, and no mask and no attention says that they are padding: they "
+    "are counted. Pass the model a mask [batch, length] as attention_mask to leave them out"
+)
+_LENGTHS_DIFFER = (
+    "padding is known for sequences of another length, and nothing tells it for these: all rows "
+    "count"
+)
+_INVERTED = (
+    "attention hides exactly the tokens that {name} marks as tokens: its values mean the opposite "
+    "of what they mean under this name elsewhere. Turn it, or call the argument padding_mask"
 )
 _NO_TOKENS = "no embedding outside the blocks was given integers of the hidden states' shape"
 _PACKED = (
@@ -106,11 +128,14 @@ def build_snapshot(
     """
     layers: list[Layer] = []
     remarks: list[Note] = []
+    for stack_pass in passes:
+        stack_pass.settle_padding()
     run = [stack_pass for stack_pass in passes if stack_pass.block_calls]
     for stack_pass in run or passes:
         builder = StackBuilder(stack_pass, sources, _OTHER_THREAD if other_thread else _NOT_RUN)
         layers += builder.layers()
-        layers += builder.cross_layers(cross_stack_name(stack_pass, passes))
+        for label in stack_pass.stack.side_labels:
+            layers += builder.side_layers(label, side_stack_name(stack_pass, label, passes))
         remarks += builder.notes()
     for stack_pass in passes:
         if run and stack_pass not in run:
@@ -123,21 +148,17 @@ def build_snapshot(
     return Snapshot(layers, info)
 
 
-def cross_stack_name(stack_pass: StackPass, passes: Sequence[StackPass]) -> str:
-    """Name the stack that the layers of a stack's cross-attention make.
+def side_stack_name(stack_pass: StackPass, label: str, passes: Sequence[StackPass]) -> str:
+    """Name the stack that the layers of cross-attention, or of a further attention, make.
 
     Args:
         stack_pass: Pass through the stack.
+        label: Label of the attention in the blocks.
         passes: Passes through all stacks of the model.
     """
-    several = sum(_has_cross(other) for other in passes) > 1
-    if several:
-        return f"{stack_pass.stack.name}.{_CROSS}"
-    return _CROSS if _has_cross(stack_pass) else "-"
-
-
-def _has_cross(stack_pass: StackPass) -> bool:
-    return any(block.attention_index(cross=True) is not None for block in stack_pass.stack.blocks)
+    having = sum(label in other.stack.side_labels for other in passes)
+    taken = any(other.stack.name == label for other in passes)
+    return f"{stack_pass.stack.name}.{label}".strip(".") if having > 1 or taken else label
 
 
 class StackBuilder:
@@ -153,6 +174,8 @@ class StackBuilder:
         self._pass = stack_pass
         self._sources = sources
         self._not_run = _DROPPED if stack_pass.block_calls else not_run
+        name = stack_pass.contradicted
+        self._inverted = None if name is None else _INVERTED.format(name=name)
         self._remarks: dict[tuple[str, str], list[int]] = {}  # and the layers to which they apply
 
     def layers(self) -> list[Layer]:
@@ -162,33 +185,49 @@ class StackBuilder:
         first = Layer(0, "input of the blocks", captured, missing, name, _HIDDEN_ONLY)
         return [first, *(self._layer(depth) for depth in range(1, self._pass.depth + 1))]
 
-    def cross_layers(self, stack: str) -> list[Layer]:
-        """Build the cross-attention of each block that has one, if any of them was run.
+    def side_layers(self, label: str, stack: str) -> list[Layer]:
+        """Build the cross-attention, or a further attention, of each block that has one.
 
         Args:
+            label: Label of the attention in the blocks.
             stack: Name of the stack that these layers make.
+
+        Returns:
+            The layers; none where none of these attentions was called.
         """
         layers = []
         for depth in range(1, self._pass.depth + 1):
             block, block_call, name = self._pass.layer_at(depth)
-            index = block.attention_index(cross=True)
+            index = block.attention_index(label)
             if index is None or not self._sources & _HEADS_ONLY:
                 continue
             captured, missing = self._head_views(depth, block, block_call, index, stack)
             name = f"{name}.{block.attentions[index].name}"
             layers.append(Layer(depth, name, captured, missing, stack, _HEADS_ONLY))
-        return layers if any(layer.captured for layer in layers) else []
+        if any(layer.captured for layer in layers):
+            return layers
+        if layers and self._pass.block_calls and label != CROSS:
+            for layer in layers:
+                self._remark("attention", layer.index, _SIDE_NOT_CALLED, stack)
+        return []
 
     def notes(self) -> list[Note]:
         """Make notes of the remarks on the layers that were built."""
         stack_pass = self._pass
         notes = group_by_layer(self._remarks)
+        stack = f"{stack_pass.stack.name}: " if stack_pass.stack.name else ""
         valid = stack_pass.valid(stack_pass.shape) if stack_pass.shape else None
         if valid is not None and not bool(valid.all()):
             share = float((~valid).float().mean())
-            stack = f"{stack_pass.stack.name}: " if stack_pass.stack.name else ""
-            text = f"{stack}padding, {share:.0%} of the tokens, was left out"
+            source = f", going by {stack_pass.padding_source}" if stack_pass.is_told else ""
+            text = f"{stack}padding, {share:.0%} of the tokens, was left out{source}"
             notes.append(Note(f"{stack}padding", text))
+        if stack_pass.restarts:
+            notes.append(Note(f"{stack}{_RESTARTS}", f"{stack}{_RESTARTS}"))
+        if (untold := stack_pass.untold) is not None:
+            share = float((~untold).float().mean())
+            text = f"{stack}{_UNTOLD.format(share=share)}"
+            notes.append(Note(f"{stack}padding could not be told", text))
         return notes
 
     def _remark(self, subject: str, depth: int, remark: str, stack: str) -> None:
@@ -200,7 +239,7 @@ class StackBuilder:
         stack = self._pass.stack.name
         kept = None if block_call is None else block_call.hidden
         captured, missing = self._row_views(depth, kept, ran=block_call is not None)
-        index = attention_key(block, cross=False)
+        index = attention_key(block)
         called = block_call is not None and index in block_call.attention_calls
         if index is None or not (called or (block.attends and block.attentions)):
             if block.attends and block_call is not None and self._sources & _HEADS_ONLY:
@@ -217,11 +256,15 @@ class StackBuilder:
         self, depth: int, kept: SampledRows | None, *, ran: bool = True
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """Make the captured views of hidden states, and the reasons for missing ones."""
+        if self._inverted is not None and kept is not None:
+            return {}, dict.fromkeys(_ROW_VIEWS, self._inverted)
         if kept is None:
             ran = ran and bool(self._pass.block_calls)
             reason = _LAST if self._pass.stack.entering else _NESTED
             return {}, dict.fromkeys(_ROW_VIEWS, reason if ran else self._not_run)
         stack = self._pass.stack.name
+        if self._pass.loses_padding(kept.shape):
+            self._remark("hidden states", depth, _LENGTHS_DIFFER, stack)
         hidden = kept.values.cpu()
         finite = hidden.isfinite().all(dim=1)
         if not finite.all():
@@ -240,7 +283,7 @@ class StackBuilder:
             captured["sequences"] = self._sequences(kept.indices, kept.shape)[finite]
         else:
             missing["sequences"] = _PACKED
-        ids = self._token_ids(kept.shape)
+        ids = self._pass.ids_as(kept.shape)
         if ids is None:
             return captured, missing | {"token_ids": _NO_TOKENS}
         return captured | {"token_ids": ids.flatten().cpu()[kept.indices][finite]}, missing
@@ -267,16 +310,6 @@ class StackBuilder:
             and any(call.shape == shape[::-1] for call in calls)
         )
 
-    def _token_ids(self, shape: tuple[int, ...]) -> Tensor | None:
-        """Return the token ids among the inputs of embedding tables, in the given shape."""
-        tables = [ids for ids in self._pass.token_ids if ids.shape == shape]
-        tables = tables or [ids.T for ids in self._pass.token_ids if ids.shape == shape[::-1]]
-        # Several tables may be given integers of the tokens' shape (token types, positions): the
-        # token ids are those that vary most.
-        if len(tables) < 2:
-            return tables[0] if tables else None
-        return max(tables, key=lambda table: len(table.unique()))
-
     # -- heads -------------------------------------------------------------------------------------
 
     def _head_views(
@@ -286,7 +319,11 @@ class StackBuilder:
         wanted = {view for view, source in CAPTURED.items() if source in _HEADS_ONLY}
         if block_call is None:
             return {}, dict.fromkeys(wanted, self._not_run)
+        if self._inverted is not None:
+            return {}, dict.fromkeys(wanted, self._inverted)
         captured, missing = self._attention_views(block_call, index)
+        if index in block_call.further and index in block_call.attention_calls:
+            self._remark("attention", depth, _CALLED_AGAIN, stack)
         if "projection" not in self._sources:
             return captured, missing
         attention = block.attentions[index] if index < len(block.attentions) else None
@@ -294,8 +331,7 @@ class StackBuilder:
             query, key = _split_projected(block_call, index, attention, self._pass)
         except UndecidedError as error:
             if "query" not in captured:
-                views = (*_PROJECTED_VIEWS, *_PROJECTED_SEQUENCES)
-                return captured, missing | dict.fromkeys(views, str(error))
+                return captured, missing | dict.fromkeys(_PROJECTED_VIEWS, str(error))
             query, key, numbers = _attended_rows(captured)
             sequences: tuple[Tensor, Tensor] | None = numbers
             remark = f"{error}: Q and K as attended stand for them"
@@ -303,9 +339,9 @@ class StackBuilder:
         else:
             sequences = self._projected_sequences(block_call, index)
         captured |= {"projected_query": query.cpu(), "projected_key": key.cpu()}
-        if sequences is None:
-            return captured, missing | dict.fromkeys(_PROJECTED_SEQUENCES, _PACKED)
-        return captured | dict(zip(_PROJECTED_SEQUENCES, sequences, strict=True)), missing
+        if sequences is not None:
+            captured |= dict(zip(_PROJECTED_SEQUENCES, sequences, strict=True))
+        return captured, missing
 
     def _projected_sequences(
         self, block_call: BlockCall, index: int
@@ -326,18 +362,23 @@ class StackBuilder:
         """Make the views of queries and keys as attended, and the reasons for missing ones."""
         call = block_call.attention_calls.get(index)
         reason = _NO_ATTENTION
-        if index in block_call.refused:
-            reason = f"attention is not rebuilt here: {block_call.refused[index]}"
+        refusal = block_call.refused.get(index, block_call.passed_over.get(index))
+        if refusal is not None:
+            reason = f"attention is not rebuilt here: {refusal}"
         if call is not None:
             try:
                 captured = read_call(call, self._pass.valid_queries(call))
+                largest = block_call.max_logits.get(index)
+                if largest is not None:
+                    largest = largest.cpu()
+                    captured["max_logits"] = largest.masked_fill(largest == -torch.inf, torch.nan)
             except NotUnderstoodError as error:
                 reason = f"attention is not rebuilt here: {error}"
             else:
                 if isinstance(call, SoftmaxCall):
                     return captured, dict.fromkeys(_QUERY_VIEWS, _BY_HAND)
                 return captured, {}
-        return {}, dict.fromkeys((*_QUERY_VIEWS, "visible", "scores"), reason)
+        return {}, dict.fromkeys((*_QUERY_VIEWS, "visible", "scores", "max_logits"), reason)
 
 
 # -- queries and keys as projected ---------------------------------------------------------------
@@ -365,18 +406,29 @@ def _split_projected(
         return project_multihead(weights, query.values, key.values)
     call = block_call.attention_calls.get(index)
     sizes = _sizes(attention, call)
+    sample = block_call.samples.get((index, "query"))
+    sample = None if sample is None else sample.cpu()
+    same = call is not None and stack_pass.as_batch(query.shape, block_call) == call.shape
     if kind == "fused":
-        sample = block_call.samples.get(index)
-        evidence = (
-            _evidence(call)
-            if call is not None and stack_pass.as_batch(query.shape) == call.shape
-            else None
-        )
-        return split_fused(
-            query.values.cpu(), None if sample is None else sample.cpu(), evidence, sizes
-        )
+        evidence = _evidence(call) if call is not None and same else None
+        return split_fused(query.values.cpu(), sample, evidence, sizes)
     assert key is not None
-    return split_separate(query.values, key.values, sizes, halves=kind == "halves")
+    if kind == "latent":
+        shared = block_call.projected.get((index, "shared"))
+        samples = [block_call.samples.get((index, name)) for name in ("query", "key", "shared")]
+        if shared is None or call is None or not same or any(rows is None for rows in samples):
+            raise UndecidedError("nothing was seen as attended that could verify the latent keys")
+        return split_latent(
+            [rows.values.cpu() for rows in (query, key, shared)],
+            [rows.cpu() for rows in samples if rows is not None],
+            _evidence(call), sizes, attention.projections.latent_width,
+        )  # fmt: skip
+    gated = sizes.heads and query.values.shape[-1] == 2 * sizes.heads * (sizes.head_width or 0)
+    evidence = _evidence(call) if call is not None and same and gated else None
+    return split_separate(
+        query.values.cpu(), key.values.cpu(), sizes,
+        halves=kind == "halves", sample=sample, evidence=evidence,
+    )  # fmt: skip
 
 
 def _sizes(attention: Attention, call: AttentionCall | SoftmaxCall | None) -> Sizes:
@@ -405,14 +457,16 @@ def _evidence(call: AttentionCall | SoftmaxCall) -> Evidence:
 
     places = call.places.flatten()[chosen, None].expand(-1, 2)
     if isinstance(call, SoftmaxCall):
-        index = call.places.to(call.scores.device)[:, None, :, None]
-        own = call.scores.gather(3, index.expand(-1, call.heads, -1, 1)).squeeze(3)
-        own = own.masked_fill(own < MASKED_SCORE, torch.nan)
-        seen = rows((call.scores > MASKED_SCORE).sum(dim=3))[:, :1]
+        visible = visible_in_scores(call)
+        scores = call.scores.cpu().masked_fill(~visible, torch.nan)
+        index = call.places[:, None, :, None].expand(-1, call.heads, -1, 1)
+        own = scores.gather(3, index).squeeze(3)
+        seen = rows(visible.sum(dim=3))[:, :1]
         return Evidence(None, None, rows(own), torch.cat([places[:, :1], seen], dim=1))
     earlier = call.key.shape[2] - call.shape[1]  # keys kept from before (a cache of keys)
     key = at_places(call.key, call.places + earlier)
-    return Evidence(rows(call.query).norm(dim=-1), rows(key).norm(dim=-1), None, places)
+    query = rows(call.query)
+    return Evidence(query.norm(dim=-1), rows(key).norm(dim=-1), None, places, query)
 
 
 def _attended_rows(

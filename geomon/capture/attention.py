@@ -6,24 +6,53 @@ scale, softcap and sink, or scores and visible. A call that cannot be rebuilt is
 reason.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from geomon.capture.sampling import RowSampler
 from geomon.capture.snapshot import at_places
+from geomon.capture.visibility import are_made_of, hidden_in_scores, hidden_keys
 
-# Scores below this come from masks (-10,000 and lower), not from queries and keys.
-MASKED_SCORE = -5_000.0
-
-SEVERAL_SOFTMAXES = "it takes several softmaxes (landmarks, chunks), and none of them is its own"
+NO_SCORES = (
+    "a softmax over {keys} numbers was seen that are not seen to be products of queries with all "
+    "keys: features (linear attention), chunks of keys or experts"
+)
 
 
 class NotUnderstoodError(ValueError):
     """An attention call does something that cannot be rebuilt; the message says what."""
+
+
+class Arguments(NamedTuple):
+    """Arguments of a call of an attention function, as all implementations mean them.
+
+    Attributes:
+        query: Queries, [sequences, heads, queries, head width].
+        key: Keys, [sequences, key heads, keys, head width].
+        mask: Mask: boolean (True = attend), additive, or None; broadcastable to [sequences, heads,
+            queries, keys].
+        causal: Whether a query may see no later key, apart from what `mask` says.
+        scale: Factor on the products of queries and keys.
+        bias: What is added to the scores besides the mask (T5), or None.
+        sliding_window: Number of keys, counted back from its own, that a query sees where no mask
+            says so; None for all.
+        softcap: Bound on the scores (Gemma 2), or None.
+        sink: Logits of learned sinks, [heads] (GPT-OSS), or None.
+    """
+
+    query: Tensor
+    key: Tensor
+    mask: Tensor | None
+    causal: bool
+    scale: float
+    bias: Tensor | None
+    sliding_window: int | None
+    softcap: float | None
+    sink: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -38,7 +67,7 @@ class AttentionCall:
         places: Position of each sampled query in its sequence, [sequences, queries].
         shape: Number of sequences and length of the whole batch.
         causal: Whether a query may see no later key, apart from what `mask` says.
-        scale: Factor on the scores; None stands for 1/sqrt(head width).
+        scale: Factor on the products of queries and keys.
         bias: Rows of what is added to the scores besides the mask (T5), or None.
         sliding_window: Number of keys, counted back from its own, that a query sees where no mask
             says so; None for all.
@@ -52,12 +81,12 @@ class AttentionCall:
     sequences: Tensor
     places: Tensor
     shape: tuple[int, int]
-    causal: bool = False
-    scale: float | None = None
-    bias: Tensor | None = None
-    sliding_window: int | None = None
-    softcap: float | None = None
-    sink: Tensor | None = None
+    causal: bool
+    scale: float
+    bias: Tensor | None
+    sliding_window: int | None
+    softcap: float | None
+    sink: Tensor | None
 
     @property
     def heads(self) -> int:
@@ -74,12 +103,19 @@ class SoftmaxCall:
         sequences: Indices of the sampled sequences in the batch, [sequences].
         places: Position of each sampled query in its sequence, [sequences, queries].
         shape: Number of sequences and length of the whole batch.
+        products: Products of queries and keys that the scores were made of, of the same shape; None
+            where they were not seen.
+        doubtful: Whether they may be other products, as there are as many keys as features.
+        source: Address, shape and dimension of the whole input of the softmax.
     """
 
     scores: Tensor
     sequences: Tensor
     places: Tensor
     shape: tuple[int, int]
+    products: Tensor | None = None
+    doubtful: bool = False
+    source: tuple[Any, ...] = ()
 
     @property
     def heads(self) -> int:
@@ -99,14 +135,12 @@ def tensors_of(call: AttentionCall | SoftmaxCall) -> list[Tensor]:
 # -- recording: nothing but copies of sampled rows -----------------------------------------------
 
 
-def record_call(
-    sampler: RowSampler, route: str, module: Any, query: Any, key: Any, mask: Any,
-    options: Mapping[str, Any],
-) -> AttentionCall:  # fmt: skip
-    """Record an attention call: sampled queries, against all keys of the sampled sequences.
+def read_arguments(
+    route: str, module: Any, query: Any, key: Any, mask: Any, options: Mapping[str, Any]
+) -> Arguments:
+    """Read the arguments of an attention call; nothing is copied.
 
     Args:
-        sampler: Sampler of the queries.
         route: "interface" or "sdpa".
         module: The module that calls, or None.
         query: Queries of the call, [sequences, heads, queries, head width].
@@ -128,7 +162,6 @@ def record_call(
     if any(options.get(name) is not None for name in ("cu_seq_lens_q", "cu_seqlens")):
         raise NotUnderstoodError("sequences are packed without padding (cu_seq_lens_q)")
     query, key = local_shard(query), local_shard(key)
-    sequences, places = sampler.sample_queries(query.shape[0], query.shape[2])
     by_key = route == "interface" and mask is not None and mask.ndim == 2  # [sequences, keys]
     if mask is not None:
         mask = local_shard(mask)
@@ -137,83 +170,46 @@ def record_call(
     if causal is None:
         causal = getattr(module, "is_causal", False)
     scale = options.get("scaling", options.get("scale"))
-    # A mask with a row for each query has the sliding window in it.
-    window = options.get("sliding_window") if mask is None or mask.shape[2] == 1 else None
-    sink = options.get("s_aux")
-    return AttentionCall(
-        query=at_places(query[sequences], places),
-        key=key.detach()[sequences],
-        mask=_sampled_rows(mask, sequences, places),
-        sequences=sequences,
-        places=places,
-        shape=(query.shape[0], query.shape[2]),
+    bias, sink, softcap = (options.get(name) for name in ("position_bias", "s_aux", "softcap"))
+    return Arguments(
+        query=query.detach(),
+        key=key.detach(),
+        mask=None if mask is None else mask.detach(),
         causal=bool(causal) and query.shape[2] > 1 and (mask is None or by_key),
-        scale=None if scale is None else float(scale),
-        bias=_sampled_rows(options.get("position_bias"), sequences, places),
-        sliding_window=window,
-        softcap=options.get("softcap"),
-        sink=None if sink is None else local_shard(sink).detach().clone(),
+        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
+        bias=local_shard(bias).detach() if isinstance(bias, Tensor) else None,
+        # A mask with a row for each query has the sliding window in it.
+        sliding_window=(
+            options.get("sliding_window") if mask is None or mask.shape[2] == 1 else None
+        ),
+        softcap=None if softcap is None else float(softcap),
+        sink=None if sink is None else local_shard(sink).detach(),
     )
 
 
-def record_softmax(
-    sampler: RowSampler, scores: Tensor, dim: Any, shape: tuple[int, ...], heads: int | None
-) -> SoftmaxCall | None:
-    """Record the sampled rows of a softmax of attention scores.
-
-    Scores are [sequences, heads, length, keys], or the same with sequences and heads in one
-    dimension, over as many tokens as the block was given; the logits of a router are not.
+def record_call(sampler: RowSampler, given: Arguments) -> AttentionCall:
+    """Record an attention call: sampled queries, against all keys of the sampled sequences.
 
     Args:
         sampler: Sampler of the queries.
-        scores: Input of the softmax.
-        dim: The dimension that the softmax runs over.
-        shape: Shape of the hidden states that entered the block, without the width.
-        heads: Number of query heads, or None where it is not known.
-
-    Returns:
-        The recorded call, or None where the softmax is not one of attention scores.
+        given: Arguments of the call.
     """
-    if scores.is_nested or scores.ndim not in (3, 4) or dim not in (-1, scores.ndim - 1):
-        return None
-    tokens = torch.Size(shape).numel()
-    scores = local_shard(scores)
-    unfolded = scores if scores.ndim == 4 else _unfold(scores, shape, heads)
-    if unfolded is None:
-        return None
-    scores = unfolded
-    if scores.shape[0] * scores.shape[2] != tokens or 0 in scores.shape:
-        return None
-    if heads is not None and scores.shape[1] != heads:
-        return None
-    sequences, places = sampler.sample_queries(scores.shape[0], scores.shape[2])
-    return SoftmaxCall(
-        at_places(scores[sequences], places), sequences, places, (scores.shape[0], scores.shape[2])
+    count, _, length, _ = given.query.shape
+    sequences, places = sampler.sample_queries(count, length)
+    return AttentionCall(
+        query=at_places(given.query[sequences], places),
+        key=given.key[sequences],
+        mask=_sampled_rows(given.mask, sequences, places),
+        sequences=sequences,
+        places=places,
+        shape=(count, length),
+        causal=given.causal,
+        scale=given.scale,
+        bias=_sampled_rows(given.bias, sequences, places),
+        sliding_window=given.sliding_window,
+        softcap=given.softcap,
+        sink=None if given.sink is None else given.sink.clone(),
     )
-
-
-def is_second_softmax(recorded: SoftmaxCall, scores: Tensor, dim: Any) -> bool:
-    """Whether a softmax is a further one of the attention whose scores were recorded.
-
-    Args:
-        recorded: The first softmax of the attention.
-        scores: Input of the softmax.
-        dim: The dimension that the softmax runs over.
-    """
-    same = (recorded.shape[0], recorded.heads)
-    return scores.ndim == 4 and dim in (-1, 3) and scores.shape[:2] == same
-
-
-def _unfold(scores: Tensor, shape: tuple[int, ...], heads: int | None) -> Tensor | None:
-    """View [sequences x heads, length, keys] as four dimensions; None for what is no attention."""
-    folded, length, keys = scores.shape
-    tokens = torch.Size(shape).numel()
-    if length == 0 or tokens % length or folded % (tokens // length):
-        return None
-    sequences = tokens // length
-    if folded == sequences and heads != 1 and keys != length:
-        return None  # a single head counts where it is known, or with as many keys as queries
-    return scores.unflatten(0, (sequences, folded // sequences))
 
 
 def local_shard(values: Tensor) -> Tensor:
@@ -226,11 +222,26 @@ def local_shard(values: Tensor) -> Tensor:
     return values if to_local is None else to_local()
 
 
-def _sampled_rows(values: Any, sequences: Tensor, places: Tensor) -> Tensor | None:
+@torch.no_grad()
+def at_sampled_rows(scores: Tensor, sequences: Tensor, places: Tensor) -> Tensor:
+    """Copy the sampled rows of scores.
+
+    Args:
+        scores: [sequences, heads, queries, keys].
+        sequences: Indices of the sampled sequences.
+        places: Position of each sampled query in its sequence, [sampled sequences, queries].
+
+    Returns:
+        [sampled sequences, heads, sampled queries, keys].
+    """
+    sequences, places = sequences.to(scores.device), places.to(scores.device)
+    return scores.detach()[sequences[:, None], :, places].transpose(1, 2)
+
+
+def _sampled_rows(values: Tensor | None, sequences: Tensor, places: Tensor) -> Tensor | None:
     """Copy rows of a mask or a bias, [sequences (or 1), heads (or 1), length (or 1), keys]."""
-    if not isinstance(values, Tensor):
+    if values is None:
         return None
-    values = local_shard(values).detach()
     chosen = values[sequences] if values.shape[0] > 1 else values
     return at_places(chosen, places) if chosen.shape[2] > 1 else chosen.clone()
 
@@ -246,60 +257,97 @@ def read_call(call: AttentionCall | SoftmaxCall, valid: Tensor | None) -> dict[s
         valid: False where a sampled query is padding, [sequences, queries]; None without padding.
 
     Raises:
-        NotUnderstoodError: The call has a mask or an option that cannot be rebuilt.
+        NotUnderstoodError: The call has a mask or an option that cannot be rebuilt, or a softmax is
+            not one of attention.
     """
     real = None if valid is None else valid.cpu()[:, None, :, None]
     if isinstance(call, SoftmaxCall):
-        scores = call.scores.cpu().float()
-        visible = scores > MASKED_SCORE
-        return {"scores": scores, "visible": visible if real is None else visible & real}
+        scores, products = _on_host(call)
+        if call.doubtful and products is not None and not are_made_of(scores, products):
+            raise NotUnderstoodError(NO_SCORES.format(keys=scores.shape[3]))
+        visible = ~hidden_in_scores(scores, products)
+        return {
+            "scores": scores,
+            "visible": visible if real is None else visible & real,
+        }
     query, key = call.query.cpu().float(), call.key.cpu().float()
     visible, bias = _visibility(call, key.shape[2])
-    scale = call.scale if call.scale is not None else query.shape[-1] ** -0.5
     return {
         "query": query,
         "key": key,
         "visible": visible if real is None else visible & real,
         "bias": bias,
-        "scale": float(scale),
-        "softcap": None if call.softcap is None else float(call.softcap),
+        "scale": call.scale,
+        "softcap": call.softcap,
         "sink": _sink_logits(call),
     }
 
 
+def visible_in_scores(call: SoftmaxCall) -> Tensor:
+    """Find the keys that each query sees, from the scores of an attention by hand, on the host.
+
+    Args:
+        call: The recorded softmax.
+
+    Returns:
+        True where a key is visible, of the shape of the scores.
+    """
+    return ~hidden_in_scores(*_on_host(call))
+
+
+def _on_host(call: SoftmaxCall) -> tuple[Tensor, Tensor | None]:
+    """Return the scores and the products, on the host and in float32."""
+    products = None if call.products is None else call.products.cpu().float()
+    return call.scores.cpu().float(), products
+
+
 def _visibility(call: AttentionCall, keys: int) -> tuple[Tensor, Tensor | None]:
-    """Tell which keys each query sees, and what is added to the scores."""
+    """Find which keys each query sees, and what is added to the scores."""
     places = call.places[:, None, :, None]
+    given = [None if mask is None else mask.cpu() for mask in (call.mask, call.bias)]
+    hidden, bias = split_masks(given, keys)
     visible = torch.ones(1, 1, 1, keys, dtype=torch.bool, device="cpu")
-    bias: Tensor | None = None
-    for given in (call.mask, call.bias):
-        seen, added = _split_mask(given)
-        if seen is not None:
-            visible = visible & seen
-        if added is not None:
-            bias = added if bias is None else bias + added
+    visible = visible if hidden is None else visible & ~hidden
     order = torch.arange(keys, dtype=torch.int64, device="cpu")
     if call.causal:
         # Query 0 is aligned with key 0, as scaled_dot_product_attention does.
         visible = visible & (order <= places)
     if call.sliding_window is not None:
         visible = visible & (places - order < call.sliding_window)
-    return visible, bias
+    return visible, bias if bias is not None and bool(bias.any()) else None
 
 
-def _split_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Split a mask into the keys that it lets through and the finite bias that it adds."""
-    if mask is None:
-        return None, None
-    mask = mask.cpu()
-    if mask.dtype == torch.bool:
-        return mask, None
-    if not mask.is_floating_point():
-        raise NotUnderstoodError(f"the mask holds {mask.dtype}, neither boolean nor additive")
-    # Masks hold -inf, or the smallest number of whatever dtype they were built in.
-    visible = mask > torch.finfo(torch.float16).min / 2
-    bias = torch.where(visible, mask, 0).float()
-    return visible, bias if bool(bias.any()) else None
+def split_masks(masks: Iterable[Tensor | None], keys: int) -> tuple[Tensor | None, Tensor | None]:
+    """Split masks and biases into the keys that they hide and the bias that they add.
+
+    Args:
+        masks: Boolean masks (True = attend), additive masks and biases, each broadcastable to
+            [sequences, heads, queries, keys]; None for none.
+        keys: Number of keys.
+
+    Returns:
+        True where a key is hidden, or None where none is, and the bias or None; both broadcastable
+        to that shape.
+
+    Raises:
+        NotUnderstoodError: A mask is neither boolean nor additive.
+    """
+    hidden: Tensor | None = None
+    added: Tensor | None = None
+    for given in masks:
+        if given is None:
+            continue
+        mask = given.expand(*given.shape[:-1], keys)
+        if mask.dtype == torch.bool:
+            hidden = ~mask if hidden is None else hidden | ~mask
+        elif mask.is_floating_point():
+            added = mask.float() if added is None else added + mask.float()
+        else:
+            raise NotUnderstoodError(f"the mask holds {mask.dtype}, neither boolean nor additive")
+    if added is None:
+        return hidden, None
+    masked = hidden_keys(added)
+    return masked if hidden is None else hidden | masked, torch.where(masked, 0, added)
 
 
 def _sink_logits(call: AttentionCall) -> Tensor | None:

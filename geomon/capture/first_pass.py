@@ -1,20 +1,27 @@
 """First pass: which calls of the blocks of a stack count, and what is kept of them.
 
 A window may be open over several calls of a model; `StackPass` has the rule by which one pass makes
-the layers. Padding masks are found among the arguments of the modules around the blocks.
+the layers.
 """
 
-import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from geomon.capture.anatomy import Anatomy, Block, Stack
+from geomon.capture.anatomy import Block, Stack
 from geomon.capture.attention import AttentionCall, SoftmaxCall
+from geomon.capture.by_hand import Product
+from geomon.capture.padding import (
+    OF_MEMORY,
+    GivenMask,
+    Padding,
+    end_runs,
+    tell_padding,
+)
 from geomon.capture.qkv import Multihead
 from geomon.capture.sampling import RowSampler
 
@@ -22,19 +29,6 @@ Shape = tuple[int, ...]
 
 # Queries at which the output of a fused projection is compared with what was attended.
 SAMPLES = 64
-
-# Arguments that are True or 1 where there is a token.
-_TOKENS = ("attention_mask", "decoder_attention_mask", "encoder_attention_mask")
-# Arguments that are True or -inf where there is none.
-_PADDING = (
-    "key_padding_mask", "src_key_padding_mask", "tgt_key_padding_mask", "memory_key_padding_mask",
-    "encoder_padding_mask",
-)  # fmt: skip
-_MASKS = (*_TOKENS, *_PADDING)
-# Beginnings of the names of masks over what a decoder attends to, not over its own tokens.
-_OF_MEMORY = ("memory", "encoder")
-
-_ADDED = -1.0  # an additive mask is 0 where there is a token and far below where there is none
 
 
 class SampledRows(NamedTuple):
@@ -44,11 +38,13 @@ class SampledRows(NamedTuple):
         values: The rows, [rows, width], float32.
         indices: Flat indices of the rows in `shape`.
         shape: Shape of the tensor that they were copied from, without the width.
+        role: "key" for keys that come from another stack, whose padding is another.
     """
 
     values: Tensor
     indices: Tensor
     shape: Shape
+    role: str = ""
 
 
 @dataclass
@@ -59,26 +55,54 @@ class BlockCall:
 
     Attributes:
         block: Index of the block in its stack, from 0.
+        shape: Shape of the hidden states that entered the block, without the width; None where
+            they are no plain tensor.
         hidden: Rows of the hidden states that left the block.
         running_attention: Index of the attention that is running, if the block has several.
         attention_calls: Recorded call of each attention.
         routes: Where each attention was seen: "interface", "sdpa" or "softmax".
         refused: Why the call of an attention was not kept.
-        projected: Rows of the output of the projections of each attention, by its index and "query"
-            or "key" (of `nn.MultiheadAttention`: of the input).
+        max_logits: Largest score of each head of each attention, over all rows, [heads].
+        products: Products that were made in each attention that is written out by hand.
+        weight_storages: Addresses of the block's weights, once they are asked for.
+        passed_over: Why a softmax in an attention was not taken for its own.
+        inside: Attentions whose call came from their own module, and not from elsewhere in the
+            block: such a call goes before another.
+        further: Attentions that were called again, which is not watched.
+        inputs: Address and shape of the input of projections, by attention and "query" or "key", in
+            a block with several attentions.
+        projected: Rows of the output of the projections of each attention, by its index and
+            "query", "key" or "shared" (of `nn.MultiheadAttention`: of the input).
         weights: Weights of each `nn.MultiheadAttention`.
-        samples: Rows of the output of each fused projection at the first sampled queries.
+        samples: Rows of the output of each projection at the first sampled queries, by the same.
     """
 
     block: int
+    shape: Shape | None = None
     hidden: SampledRows | None = None
     running_attention: int | None = None
     attention_calls: dict[int, AttentionCall | SoftmaxCall] = field(default_factory=dict)
     routes: dict[int, str] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)
+    max_logits: dict[int, Tensor] = field(default_factory=dict)
+    products: dict[int, list[Product]] = field(default_factory=dict)
+    weight_storages: frozenset[int] | None = None
+    passed_over: dict[int, str] = field(default_factory=dict)
+    inside: set[int] = field(default_factory=set)
+    further: set[int] = field(default_factory=set)
+    inputs: dict[tuple[int, str], tuple[int, Shape]] = field(default_factory=dict)
     projected: dict[tuple[int, str], SampledRows] = field(default_factory=dict)
     weights: dict[int, Multihead] = field(default_factory=dict)
-    samples: dict[int, Tensor] = field(default_factory=dict)
+    samples: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+
+    def other_source(self, attention: int) -> bool:
+        """Whether the keys of an attention are made of another tensor than its queries.
+
+        Args:
+            attention: Index of the attention.
+        """
+        query, key = (self.inputs.get((attention, which)) for which in ("query", "key"))
+        return query is not None and key is not None and query != key
 
     def refuse(self, attention: int, reason: str) -> None:
         """Drop what was recorded of an attention.
@@ -89,6 +113,7 @@ class BlockCall:
         """
         self.refused[attention] = reason
         self.attention_calls.pop(attention, None)
+        self.max_logits.pop(attention, None)
         self.routes.pop(attention, None)
 
 
@@ -104,13 +129,23 @@ class StackPass:
     Args:
         stack: The stack.
         sampler: Sampler of the rows.
+        first: Whether the stack is the first one of the model.
 
     Attributes:
         stack: The stack.
+        first: Whether the stack is the first one of the model.
         block_calls: The calls that count, in order.
         entered: Rows of the hidden states that entered the first of these calls.
         shape: Shape of those hidden states, without the width.
         masks: Names and values of padding masks, False where there is padding, in the order seen.
+        given: Other arguments that may be such masks, in the order seen.
+        hidden_keys: True for keys that attention hides from every query, [batch, keys], by the role
+            of the keys ("" for those of the stack itself, "key" for those of another) and by their
+            shape.
+        parts: Last call of a block that is a list of modules (None where it does not count), index
+            of the block, and addresses of the modules that it called.
+        left: Address and shape of what left the last block that was called.
+        restarts: Whether a block was called again on another tensor than the last block gave.
         length_first: Whether the modules take hidden states as [length, batch, width].
         token_ids: Inputs of embedding tables, in the order seen.
         mode: "train" or "eval".
@@ -118,9 +153,11 @@ class StackPass:
         sharded: Whether hidden states were sharded, and this rank's part was taken.
     """
 
-    def __init__(self, stack: Stack, sampler: RowSampler) -> None:
+    def __init__(self, stack: Stack, sampler: RowSampler, *, first: bool = True) -> None:
         self.stack = stack
+        self.first = first
         self.masks: list[tuple[str, Tensor]] = []
+        self.given: list[GivenMask] = []
         self.token_ids: list[Tensor] = []
         self.length_first = any(
             getattr(attention.module, "batch_first", True) is False
@@ -138,7 +175,15 @@ class StackPass:
         self.dtype = torch.float32
         self.mode = "eval"
         self.sharded = False
+        self.hidden_keys: dict[tuple[str, Shape], Tensor] = {}
+        # The last call of a block that is a list of modules, and those of them that it called.
+        self.parts: tuple[BlockCall | None, int, set[int]] = (None, -1, set())
+        self.left: tuple[int, Shape] | None = None
+        self.restarts = False
         self._indices: dict[tuple[Shape, str], Tensor] = {}
+        self._max_rows = 0
+        self._likely: Tensor | None = None  # padding by its looks, before attention is seen
+        self._told: dict[str, list[Padding]] = {}  # what the whole pass tells, by role
 
     # -- which calls count -----------------------------------------------------------------------
 
@@ -199,6 +244,9 @@ class StackPass:
             dtype: Their data type in the model.
         """
         self.shape, self.dtype = shape, dtype
+        self._max_rows = self._sampler.max_rows
+        if self.valid(shape) is None and len(shape) == 2:
+            self._likely = self._find_likely()
 
     def shape_at(self, block_call: BlockCall) -> Shape:
         """Return the shape of the hidden states that entered a block, without the width.
@@ -206,35 +254,59 @@ class StackPass:
         Args:
             block_call: The call of the block.
         """
-        before = [c for c in self.block_calls if c.hidden is not None and c is not block_call]
-        return before[-1].hidden.shape if before and before[-1].hidden else self.shape
+        return self.shape if block_call.shape is None else block_call.shape
 
-    def as_batch(self, shape: Shape) -> tuple[int, int] | None:
+    def as_batch(self, shape: Shape, block_call: BlockCall) -> tuple[int, int] | None:
         """Return the number of sequences and their length.
 
         Args:
             shape: Shape of the output of a projection, without the width.
+            block_call: The call of the block that projects.
 
         Returns:
             Both numbers, or None where the shape has neither.
         """
-        if len(shape) != 2 and math.prod(shape) == math.prod(self.shape):
-            shape = self.shape
+        entered = self.shape_at(block_call)
+        if len(shape) != 2 and math.prod(shape) == math.prod(entered):
+            shape = entered
         return (shape[0], shape[1]) if len(shape) == 2 else None
 
-    def row_indices(self, shape: Shape, role: str = "") -> Tensor:
+    def row_indices(
+        self, shape: Shape, role: str = "", block_call: BlockCall | None = None
+    ) -> Tensor:
         """Return flat indices of the sampled rows; the same for every tensor of one shape.
 
         Args:
             shape: Shape of the tensor, without the width.
             role: "key" for keys that come from another stack, whose padding is another.
+            block_call: The call of the block in which the tensor was seen; None for hidden states.
         """
-        if not role and shape != self.shape[::-1] and math.prod(shape) == math.prod(self.shape):
-            shape = self.shape  # the same rows, folded or flattened
+        shape = self._unfolded(shape, role, block_call)
         if (shape, role) not in self._indices:
-            valid = self.valid(shape, role)
-            self._indices[shape, role] = self._sampler.sample_rows(torch.Size(shape), valid)
+            likely = None if role or self._likely is None else self._oriented(self._likely, shape)
+            self._indices[shape, role] = self._sampler.sample_rows(
+                torch.Size(shape), self.valid(shape, role), likely
+            )
         return self._indices[shape, role]
+
+    def ids_as(self, shape: Shape) -> Tensor | None:
+        """Return the token ids among the inputs of embedding tables.
+
+        Args:
+            shape: Shape of the hidden states, without the width.
+
+        Returns:
+            Token ids of that shape; None where no table was given integers of it.
+        """
+        tables = [ids for ids in self.token_ids if ids.shape == shape]
+        tables = tables or [ids.T for ids in self.token_ids if ids.shape == shape[::-1]]
+        # Several tables may be given integers of the tokens' shape (token types, positions): the
+        # token ids are those that vary most.
+        if len(tables) < 2:
+            return tables[0] if tables else None
+        return max(tables, key=lambda table: len(table.unique()))
+
+    # -- which of them are padding ---------------------------------------------------------------
 
     def valid(self, shape: Shape, role: str = "") -> Tensor | None:
         """Return which tokens are no padding.
@@ -247,14 +319,13 @@ class StackPass:
             False where there is padding, a tensor of the given shape; None where no mask fits it.
         """
         for name, mask in reversed(self.masks):  # the innermost module's first
-            if name.startswith(_OF_MEMORY) != (role == "key"):
+            if name.startswith(OF_MEMORY) != (role == "key"):
                 continue
-            if shape == mask.shape:
-                square = shape[0] == shape[1]
-                return mask.T if square and self.length_first else mask
-            if shape == mask.shape[::-1]:
-                return mask.T
-        return None
+            oriented = self._oriented(mask, shape)
+            if oriented is not None:
+                return oriented
+        told = (self._oriented(padding.valid, shape) for padding in self._told.get(role, ()))
+        return next((valid for valid in told if valid is not None), None)
 
     def valid_queries(self, call: AttentionCall | SoftmaxCall) -> Tensor | None:
         """Return which of the sampled queries are no padding.
@@ -265,10 +336,172 @@ class StackPass:
         Returns:
             False where a query is padding, [sequences, queries]; None where no mask fits the call.
         """
-        for name, mask in reversed(self.masks):
-            if not name.startswith(_OF_MEMORY) and call.shape == mask.shape:
-                return mask.cpu()[call.sequences].gather(1, call.places)
+        mask = self.valid_in(call.shape)
+        return None if mask is None else mask.cpu()[call.sequences].gather(1, call.places)
+
+    def valid_in(self, shape: tuple[int, int]) -> Tensor | None:
+        """Return which queries of an attention are no padding.
+
+        Args:
+            shape: Number of sequences and of queries in each.
+
+        Returns:
+            False where a query is padding, [sequences, queries]; None where no mask fits the shape.
+        """
+        masks = [mask for name, mask in self.masks if not name.startswith(OF_MEMORY)]
+        told = [padding.valid for padding in self._told.get("", ())]
+        for mask in [*reversed(masks), *told]:
+            if shape == mask.shape:
+                return mask
         return None
+
+    @property
+    def padding_source(self) -> str | None:
+        """What the padding is known by: the name of an argument, say; None where it is not."""
+        for name, mask in reversed(self.masks):
+            if not name.startswith(OF_MEMORY) and self._fits(mask):
+                return name
+        told = (x.source for x in self._told.get("", ()) if self._fits(x.valid))
+        return next(told, None)
+
+    def _fits(self, mask: Tensor) -> bool:
+        return self._oriented(mask, self.shape) is not None
+
+    @property
+    def is_told(self) -> bool:
+        """Whether the padding was told by evidence, and not by the name of a mask."""
+        return "" in self._told
+
+    @property
+    def untold(self) -> Tensor | None:
+        """Runs of one token id that look like padding and were counted, False there; or None."""
+        if not self.shape or self.padding_source is not None or len(self.shape) != 2:
+            return None
+        ids = self._ids_by_sequence()
+        return None if ids is None else end_runs(ids)
+
+    def loses_padding(self, shape: Shape) -> bool:
+        """Whether padding was told where the stack begins, and not for hidden states of a shape.
+
+        Args:
+            shape: Shape of the hidden states, without the width.
+        """
+        first = self.valid(self.shape)
+        known = shape in (self.shape, self.shape[::-1]) or self.valid(shape) is not None
+        return first is not None and not known and not bool(first.all())
+
+    def keep_hidden_keys(self, role: str, shape: Shape, find: Callable[[], Tensor]) -> None:
+        """Keep which keys an attention hides from every query.
+
+        Args:
+            role: "key" for keys that come from another stack.
+            shape: Number of sequences and of keys.
+            find: Finds them: True for a hidden key, [sequences (or 1), keys].
+        """
+        if (role, shape) not in self.hidden_keys:
+            self.hidden_keys[role, shape] = find().expand(*shape)
+
+    @property
+    def contradicted(self) -> str | None:
+        """Name of a mask that marks as tokens exactly what attention hides; None where none does.
+
+        Its values mean the opposite of what its name says elsewhere, and the rows that were sampled
+        by it are padding.
+        """
+        for name, mask in self.masks:
+            hidden = self.hidden_keys.get(("", tuple(mask.shape)))
+            if hidden is None or name.startswith(OF_MEMORY) or not self._fits(mask):
+                continue
+            mixed = bool(mask.any()) and not bool(mask.all())  # of nothing but padding any is true
+            if mixed and torch.equal(mask.to(hidden.device), hidden):
+                return name
+        return None
+
+    def settle_padding(self) -> None:
+        """Decide what is padding, now that the pass was seen, and remove the rows of it."""
+        if len(self.shape) == 2 and self.valid(self.shape) is None:
+            padding = self._tell(self._own_hidden_keys())
+            if padding is not None:
+                self._told.setdefault("", []).append(padding)
+        for (role, shape), hidden in self.hidden_keys.items():
+            if self.valid(shape, role) is None:
+                padding = tell_padding([], None, hidden)
+                if padding is not None:
+                    self._told.setdefault(role, []).append(padding)
+        if self.entered is not None:
+            self.entered = self._without_padding(self.entered)
+        for block_call in self.block_calls:
+            if block_call.hidden is not None:
+                block_call.hidden = self._without_padding(block_call.hidden)
+            for place, rows in block_call.projected.items():
+                block_call.projected[place] = self._without_padding(rows, block_call)
+
+    def _find_likely(self) -> Tensor | None:
+        padding = self._tell(None)
+        if padding is not None:
+            return padding.valid
+        ids = self._ids_by_sequence()
+        return None if ids is None else end_runs(ids)
+
+    def _tell(self, hidden: Tensor | None) -> Padding | None:
+        given = [
+            mask._replace(values=values)
+            for mask in reversed(self.given)
+            if (values := self._by_sequence(mask.values)) is not None
+        ]
+        return tell_padding(given, self._ids_by_sequence(), hidden, first=self.first)
+
+    def _ids_by_sequence(self) -> Tensor | None:
+        ids = self.ids_as(self.shape)
+        return ids.T if ids is not None and self._is_length_first() else ids
+
+    def _is_length_first(self) -> bool:
+        """Whether hidden states are [length, batch, width], by the modules or by attention."""
+        turned = self.shape[::-1]
+        return self.length_first or (turned != self.shape and ("", turned) in self.hidden_keys)
+
+    def _own_hidden_keys(self) -> Tensor | None:
+        shape = self.shape[::-1] if self._is_length_first() else self.shape
+        return self.hidden_keys.get(("", shape))
+
+    def _by_sequence(self, values: Tensor | None) -> Tensor | None:
+        """View values of all tokens as [batch, length]; None where they are not of all tokens."""
+        if values is None:
+            return None
+        shape = self.shape[::-1] if self._is_length_first() else self.shape
+        if values.shape == shape:
+            return values
+        return values.T if values.shape == shape[::-1] else None
+
+    def _oriented(self, mask: Tensor, shape: Shape) -> Tensor | None:
+        """View a mask [batch, length] in a shape; None where it does not fit."""
+        if shape == mask.shape:
+            square = shape[0] == shape[1]
+            return mask.T if square and self.length_first else mask
+        return mask.T if shape == mask.shape[::-1] else None
+
+    def _unfolded(self, shape: Shape, role: str, block_call: BlockCall | None) -> Shape:
+        """Return the shape in which the same rows entered the block, unfolded and not flattened."""
+        entered = self.shape if block_call is None else self.shape_at(block_call)
+        own = not role and shape != entered[::-1]
+        return entered if own and math.prod(shape) == math.prod(entered) else shape
+
+    def _without_padding(
+        self, rows: SampledRows, block_call: BlockCall | None = None
+    ) -> SampledRows:
+        """Remove rows of padding that was told when they had been sampled."""
+        if not self._told and self._likely is None:
+            return rows
+        valid = self.valid(self._unfolded(rows.shape, rows.role, block_call), rows.role)
+        kept = torch.arange(len(rows.indices), dtype=torch.int64, device="cpu")
+        if valid is not None:
+            kept = valid.cpu().flatten()[rows.indices].nonzero().squeeze(1)
+        kept = kept[: self._max_rows]
+        if len(kept) == len(rows.indices):
+            return rows
+        return rows._replace(
+            values=rows.values[kept.to(rows.values.device)], indices=rows.indices[kept]
+        )
 
     # -- which layers they make ------------------------------------------------------------------
 
@@ -292,18 +525,18 @@ class StackPass:
         return block, next(calls, None), block.name
 
 
-def attention_key(block: Block, *, cross: bool) -> int | None:
+def attention_key(block: Block, label: str = "") -> int | None:
     """Return the index under which an attention is kept in `BlockCall`.
 
     Args:
         block: The block.
-        cross: Whether its cross-attention is meant, and not the one to its own stack.
+        label: Label of the attention: "" for the one to the block's own stack.
 
     Returns:
         The index in `Block.attentions`; 0 for the own attention of a block without known ones; None
         where the block has no such attention.
     """
-    return 0 if not block.attentions and not cross else block.attention_index(cross=cross)
+    return 0 if not block.attentions and not label else block.attention_index(label)
 
 
 def spread_indices(count: int) -> Tensor:
@@ -315,72 +548,3 @@ def spread_indices(count: int) -> Tensor:
     kept = min(count, SAMPLES)
     order = torch.arange(kept, dtype=torch.int64, device="cpu")
     return order * (count - 1) // max(kept - 1, 1)
-
-
-# -- padding masks -------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def find_padding_masks(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> dict[str, Tensor]:
-    """Find the padding masks [batch, length] among the arguments of a call.
-
-    Args:
-        module: The module that is called; its signature names positional arguments.
-        args: Positional arguments.
-        kwargs: Arguments by name.
-
-    Returns:
-        Masks by the name of the argument, False where there is padding.
-    """
-    given = _by_name(module, args, kwargs)
-    found = {}
-    for name in _MASKS:
-        mask = given.get(name)
-        if isinstance(mask, Tensor) and mask.ndim == 2 and not mask.is_nested:
-            found[name] = _as_valid(mask.detach().clone(), inverted=name in _PADDING)
-    return found
-
-
-def padding_arguments(anatomy: Anatomy) -> list[str]:
-    """List the names of the arguments by which the modules around the blocks take padding masks.
-
-    Masks over what a decoder attends to count only in a model with cross-attention.
-
-    Args:
-        anatomy: Anatomy of the model.
-    """
-    found: dict[str, None] = {}
-    for stack in anatomy.stacks:
-        for module in stack.above:
-            parameters = inspect.signature(module.forward).parameters
-            found |= dict.fromkeys(name for name in _MASKS if name in parameters)
-    crossing = any(block.attention_index(cross=True) is not None for block in anatomy.blocks)
-    return [name for name in found if crossing or not name.startswith(_OF_MEMORY)]
-
-
-def _as_valid(mask: Tensor, *, inverted: bool) -> Tensor:
-    """Convert a mask to False where there is padding; `inverted` masks are True there."""
-    if mask.is_floating_point() and (inverted or not _is_ones_for_tokens(mask)):
-        return mask > _ADDED
-    return ~mask.bool() if inverted else mask.bool()
-
-
-def _is_ones_for_tokens(mask: Tensor) -> bool:
-    """Whether a floating-point mask has ones for tokens, and is not added to scores."""
-    return bool((mask > 0).any()) and not bool((mask < 0).any())
-
-
-def _by_name(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    """Name all arguments of a call; positional ones are lost where there is no signature."""
-    if not args:
-        return kwargs
-    try:
-        return inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments | dict(
-            kwargs
-        )
-    except (TypeError, ValueError):
-        return kwargs

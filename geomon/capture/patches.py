@@ -19,7 +19,7 @@ Undo = Callable[[Callable[[], Any]], None]  # takes note of what undoes a change
 
 
 class AttentionObserver(Protocol):
-    """An object that is notified of every attention call and of every softmax of the process.
+    """An object that is notified of the attention calls, softmaxes and products of the process.
 
     Nothing that it raises reaches the model, but for Ctrl-C.
     """
@@ -44,6 +44,15 @@ class AttentionObserver(Protocol):
         Args:
             scores: Input of the softmax.
             dim: The dimension that the softmax runs over.
+        """
+
+    def on_product(self, factors: tuple[Any, ...], product: Any, *, alone: bool) -> None:
+        """Take a matrix product that has been made, before anything changes it.
+
+        Args:
+            factors: Arguments of the call, tensors and others.
+            product: The result.
+            alone: Whether the result is the product alone; False where the call adds something.
         """
 
     def on_failure(self, error: Exception) -> None:
@@ -154,11 +163,34 @@ def _patch_attention(undo: Undo) -> None:
     """
     _wrap_sdpa(undo)
     _wrap_interface(undo)
-    # `torch.softmax`, and the method of tensors that `torch.nn.functional.softmax` calls.
-    for holder in (torch, torch.Tensor):
-        softmax = getattr(holder, "softmax")  # noqa: B009  # mypy knows it by another type
-        replace(undo, holder, "softmax", _observed(softmax, _notify_softmax))
+    for holder, name in _SOFTMAXES:
+        softmax = getattr(holder, name)
+        replace(undo, holder, name, _observed(softmax, _notify_softmax))
+    for holder, name in _PRODUCTS:
+        alone = name != "baddbmm"
+        replace(undo, holder, name, _observed_product(getattr(holder, name), alone=alone))
 
+
+# The functions of `torch.nn.functional` call the methods of tensors.
+_SOFTMAXES: tuple[tuple[Any, str], ...] = (
+    (torch, "softmax"),
+    (torch, "log_softmax"),
+    (torch, "_softmax"),
+    (torch, "_log_softmax"),
+    (torch.special, "softmax"),
+    (torch.special, "log_softmax"),
+    (torch.Tensor, "softmax"),
+    (torch.Tensor, "log_softmax"),
+)
+
+# `torch.einsum` and `torch.tensordot` call those of `torch._VF`, also where a model has imported
+# them by name.
+_PRODUCTS: tuple[tuple[Any, str], ...] = (
+    *((torch, name) for name in ("matmul", "bmm", "baddbmm", "mm")),
+    *((torch.Tensor, name) for name in ("matmul", "__matmul__", "bmm", "baddbmm", "mm")),
+    (torch.linalg, "matmul"),
+    *((torch.functional._VF, name) for name in ("einsum", "tensordot")),  # type: ignore[attr-defined]
+)
 
 watch_attention = Patch(_patch_attention)  # its holders are AttentionObservers
 
@@ -207,6 +239,22 @@ def _observed(function: Any, notify: _Notify) -> Any:
             except Exception as error:
                 observer.on_failure(error)
         return function(*args, **kwargs)
+
+    return observed
+
+
+def _observed_product(function: Any, *, alone: bool) -> Any:
+    """Wrap a matrix product: observers are notified of its result."""
+
+    @functools.wraps(function)
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        product = function(*args, **kwargs)
+        for observer in watch_attention.holders:
+            try:
+                observer.on_product((*args, *kwargs.values()), product, alone=alone)
+            except Exception as error:
+                observer.on_failure(error)
+        return product
 
     return observed
 

@@ -5,7 +5,7 @@ taken from a name: every one that fits the width is compared with the queries an
 scores, that the model attended with.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,11 @@ from geomon.capture.anatomy.projections import Sizes, fused_key_heads
 _AGREES = 0.05
 _TELLS_APART = 3.0  # ratio by which the best layout has to be better than every other
 _FEWEST_ROWS = 8
+
+# Correlations of the right layout of queries that were normalised (with weights) after projecting,
+# and of every other.
+_LIKE = 0.8
+_UNLIKE = 0.5
 
 
 class UndecidedError(ValueError):
@@ -37,30 +42,43 @@ class Evidence(NamedTuple):
         places: Position of each row in its sequence, and number of keys that it sees: a bias on the
             scores may be a linear function of either (padding counts in the position alone),
             [rows, 2].
+        rows: Queries as attended, [rows, heads, head width], or None.
     """
 
     query: Tensor | None
     key: Tensor | None
     diagonal: Tensor | None
     places: Tensor
+    rows: Tensor | None = None
 
 
 def split_separate(
-    query: Tensor, key: Tensor, sizes: Sizes, *, halves: bool = False
+    query: Tensor,
+    key: Tensor,
+    sizes: Sizes,
+    *,
+    halves: bool = False,
+    sample: Tensor | None = None,
+    evidence: Evidence | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Split the outputs of two projections into heads.
 
     Args:
-        query: Output of the projection to queries, [rows, heads x head width].
+        query: Output of the projection to queries, [rows, heads x head width]; twice as wide where
+            each query has a gate.
         key: Output of the projection to keys, [rows, key heads x head width].
         sizes: Heads of the attention; their number has to be known.
         halves: Whether `key` is [keys | values].
+        sample: Output of the projection to queries at the rows of `evidence`, [rows of evidence,
+            width].
+        evidence: Rows as the model attended with them; they decide where a gate stands.
 
     Returns:
         Queries, [rows, heads, head width], and keys, [rows, key heads, head width].
 
     Raises:
-        UndecidedError: The number of heads is not known, or the widths do not fit it.
+        UndecidedError: The number of heads is not known, the widths do not fit it, or it cannot be
+            decided where the gate stands.
     """
     heads, _, width = sizes
     if halves:
@@ -68,12 +86,134 @@ def split_separate(
     if heads is None:
         raise UndecidedError("the number of heads is not known")
     width = width or query.shape[-1] // heads
+    if query.shape[-1] == 2 * heads * width and key.shape[-1] % width == 0:
+        gated = _gated_layout(sample, evidence, heads, width)
+        return gated(query.unflatten(-1, (-1, width))), key.unflatten(-1, (-1, width))
     if query.shape[-1] != heads * width or key.shape[-1] % width:
         raise UndecidedError(
             f"projections {query.shape[-1]} and {key.shape[-1]} wide do not make {heads} heads of "
             f"width {width} (a gate beside the queries?)"
         )
     return query.unflatten(-1, (heads, width)), key.unflatten(-1, (-1, width))
+
+
+def split_latent(
+    outputs: Sequence[Tensor],
+    samples: Sequence[Tensor],
+    evidence: Evidence,
+    sizes: Sizes,
+    latent: int | None,
+) -> tuple[Tensor, Tensor]:
+    """Split the outputs of the projections of latent attention into heads.
+
+    A key is what its head makes of the latent, and behind it a part that all heads have in common.
+
+    Args:
+        outputs: Outputs of the projections to queries, to the keys and values of each head, and to
+            the latent and the common part, [rows, width] each.
+        samples: The same at the rows of `evidence`.
+        evidence: Rows as the model attended with them.
+        sizes: Heads of the attention; their number has to be known.
+        latent: Width of the latent.
+
+    Returns:
+        Queries and keys, [rows, heads, head width] each.
+
+    Raises:
+        UndecidedError: The widths do not fit one another, or no layout, or more than one, agrees
+            with what was attended.
+    """
+    heads, _, width = sizes
+    query, key, shared = outputs
+    if heads is None or latent is None or query.shape[-1] % heads or key.shape[-1] % heads:
+        raise UndecidedError("the number of heads or the width of the latent is not known")
+    width = width or query.shape[-1] // heads
+    common = shared.shape[-1] - latent
+    own = width - common
+    if query.shape[-1] != heads * width or not 0 < own <= key.shape[-1] // heads or common < 0:
+        raise UndecidedError(
+            f"projections {query.shape[-1]}, {key.shape[-1]} and {shared.shape[-1]} wide do not "
+            f"make {heads} heads of width {width} from a latent of width {latent}"
+        )
+    if len(samples[0]) < _FEWEST_ROWS or evidence.query is None or evidence.key is None:
+        raise UndecidedError("nothing was seen as attended that could verify the latent keys")
+
+    def keys_by(layout: tuple[bool, bool], key: Tensor, shared: Tensor) -> Tensor:
+        own_first, latent_first = layout
+        parts = key.unflatten(-1, (heads, -1))
+        parts = parts[..., :own] if own_first else parts[..., -own:]
+        rest = shared[:, latent:] if latent_first else shared[:, :common]
+        return torch.cat([parts, rest[:, None].expand(-1, heads, -1)], dim=-1)
+
+    asked = samples[0].unflatten(-1, (heads, width))
+    layouts = [(True, True), (True, False), (False, True), (False, False)]
+    attended = evidence.key
+    errors = {layout: _spread(keys_by(layout, *samples[1:]), attended) for layout in layouts}
+    best, second, *_ = sorted(layouts, key=errors.__getitem__)
+    clear = errors[second] > _TELLS_APART * errors[best]
+    if not clear or not errors[best] < _AGREES or not _spread(asked, evidence.query) < _AGREES:
+        raise UndecidedError("the latent keys do not agree with what was attended in one way")
+    return query.unflatten(-1, (heads, width)), keys_by(best, key, shared)
+
+
+# Where queries stand among [query | gate] of each head, or [all queries | all gates].
+_GATED: tuple[Callable[[Tensor], Tensor], ...] = (
+    lambda parts: parts[:, ::2],
+    lambda parts: parts[:, 1::2],
+    lambda parts: parts[:, : parts.shape[1] // 2],
+    lambda parts: parts[:, parts.shape[1] // 2 :],
+)
+
+
+def _gated_layout(
+    sample: Tensor | None, evidence: Evidence | None, heads: int, width: int
+) -> Callable[[Tensor], Tensor]:
+    """Decide which half of the output of a projection are queries.
+
+    Norms decide as they do for fused projections. Where queries are normalised after projecting,
+    the distribution of a row's squares over what a rotation mixes has to follow the attended one.
+    """
+    if sample is None or evidence is None or evidence.rows is None or len(sample) < _FEWEST_ROWS:
+        raise UndecidedError("nothing was seen as attended that could distinguish query and gate")
+    parts = sample.unflatten(-1, (-1, width))
+    norms = evidence.rows.norm(dim=-1)
+    errors = {layout: _spread(layout(parts), norms) for layout in _GATED}
+    best, second, *_ = sorted(errors, key=errors.__getitem__)
+    if errors[best] < _AGREES and errors[second] > _TELLS_APART * errors[best]:
+        return best
+    likeness = {layout: _likeness(layout(parts), evidence.rows) for layout in _GATED}
+    best, second, *_ = sorted(likeness, key=likeness.__getitem__, reverse=True)
+    if likeness[best] < _LIKE or likeness[second] > _UNLIKE:
+        raise UndecidedError("queries and gates are in one projection, and it is not clear where")
+    return best
+
+
+def _likeness(rows: Tensor, attended: Tensor) -> float:
+    """Correlate over rows how the squares of a row are distributed, before and after a rotation.
+
+    A rotation by position keeps the squares of each pair of dimensions that it mixes. Pairs are
+    neighbours, or dimensions of two halves, of the whole width or of its first part.
+    """
+    width = rows.shape[-1]
+    best = 0.0
+    for turned in (width, width // 2, width // 4):
+        half = turned // 2
+        if not half:
+            continue
+        first = torch.arange(half, dtype=torch.int64, device="cpu")
+        for pairs in ((first, first + half), (2 * first, 2 * first + 1)):
+            one, other = (_shares(x.double(), *pairs, turned) for x in (rows, attended))
+            likeness = (one * other).mean() / (one.square().mean() * other.square().mean()).sqrt()
+            best = max(best, float(likeness.nan_to_num()))
+    return best
+
+
+def _shares(rows: Tensor, some: Tensor, others: Tensor, turned: int) -> Tensor:
+    """Compute the share of each pair of dimensions in the squares of a row, less its mean."""
+    squares = rows.square()
+    pairs = torch.cat([squares[..., some] + squares[..., others], squares[..., turned:]], dim=-1)
+    shares = pairs / pairs.sum(dim=-1, keepdim=True)
+    return shares - shares.mean(dim=0)
 
 
 class Multihead(NamedTuple):

@@ -20,6 +20,9 @@ _CONVOLUTIONS = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
 )  # fmt: skip
 
+# Rows that are sampled where some may turn out to be padding, over those that are asked for.
+_MOST_SPARE = 4
+
 # Rows that are kept however little memory is allowed: with fewer nothing can be measured.
 _FEWEST_ROWS = 16
 
@@ -41,6 +44,7 @@ class RowSampler:
     def __init__(self, max_rows: int, seed: int) -> None:
         self._max_rows = max_rows
         self._max_queries = QUERIES
+        self._capacity = _MOST_SPARE * max_rows
         self._generator = torch.Generator("cpu").manual_seed(seed)
         self._queries: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
@@ -57,13 +61,18 @@ class RowSampler:
         """
         self._max_rows = min(self._max_rows, rows)
         self._max_queries = min(self._max_queries, rows)
+        self._capacity = min(self._capacity, rows)
 
-    def sample_rows(self, shape: torch.Size, valid: Tensor | None) -> Tensor:
+    def sample_rows(
+        self, shape: torch.Size, valid: Tensor | None, likely: Tensor | None = None
+    ) -> Tensor:
         """Sample rows that are no padding.
 
         Args:
             shape: Shape of the hidden states without the width.
             valid: False where there is padding, a tensor of that shape; None without padding.
+            likely: The same for padding that is not certain: so many more rows are sampled that
+                enough are left if it is padding, and the first ones are those sampled without it.
 
         Returns:
             Flat indices into `shape`.
@@ -71,7 +80,12 @@ class RowSampler:
         rows = self._permute(math.prod(shape))
         if valid is not None:
             rows = rows[valid.flatten().cpu()[rows]]
-        return rows[: self._max_rows]
+        count = self._max_rows
+        if likely is not None:
+            before = likely.flatten().cpu()[rows].cumsum(dim=0)
+            enough = int((before < self._max_rows).sum()) + 1
+            count = min(enough, self._capacity)
+        return rows[:count]
 
     def sample_queries(self, sequences: int, length: int) -> tuple[Tensor, Tensor]:
         """Sample queries of attention; the same ones for all layers with that many.
@@ -203,20 +217,24 @@ def copy_rows(values: Tensor, rows: Tensor) -> Tensor:
     return values.detach()[places].float()
 
 
-def move_width_last(values: Tensor, block: nn.Module) -> Tensor:
+def move_width_last(values: Tensor, block: nn.Module, *, entering: bool) -> Tensor:
     """View the hidden states of a block with the width as their last dimension.
 
-    Feature maps are [batch, width, height, ...] where a convolution of the block has as many
-    channels as their second dimension. [batch, length, width] has the width last where another
-    parameter of the block has that size.
+    Feature maps are [batch, width, height, ...] where a convolution of the block makes as many
+    channels as their second dimension, or takes as many of what enters. [batch, length, width] has
+    the width last where another parameter of the block has that size.
 
     Args:
         values: Hidden states that enter or leave the block.
         block: The block.
+        entering: Whether they enter the block.
     """
     if values.ndim < 3 or not any(isinstance(m, _CONVOLUTIONS) for m in block.modules()):
         return values
-    channels = {m.out_channels for m in block.modules() if isinstance(m, _CONVOLUTIONS)}
+    convolutions = [module for module in block.modules() if isinstance(module, _CONVOLUTIONS)]
+    channels = {module.out_channels for module in convolutions}
+    if entering:
+        channels |= {module.in_channels for module in convolutions}
     if values.shape[1] not in channels:
         return values
     if values.ndim == 3 and values.shape[2] in _sizes(block):

@@ -26,6 +26,7 @@ CAPTURED: dict[str, str] = {
     "softcap": "attention",  # bound on the scores before the bias, or None
     "sink": "attention",  # logits of learned sinks, [heads], or None
     "scores": "attention",  # before the softmax, where it is written out by hand and q, k not seen
+    "max_logits": "attention",  # largest score of all rows and visible keys, [heads]
     "projected_query": "projection",  # [tokens, heads, head width]
     "projected_key": "projection",  # [tokens, key heads, head width]
     "query_sequences": "projection",  # number of the sequence that each query is of, [tokens]

@@ -2,7 +2,7 @@
 
 Nothing is placed on the model: what stays there costs every step, breaks pickling, goes along with
 copies and makes compiled models compile again. What sees a call selects rows and copies them, and
-does no arithmetic.
+does no arithmetic but for the largest logit, which no sample has (`geomon.capture.max_logit`).
 """
 
 import functools
@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,15 +20,25 @@ from torch import Tensor, nn
 from geomon.capture.anatomy import Anatomy, Attention, Block, find_sizes
 from geomon.capture.assemble import build_snapshot
 from geomon.capture.attention import (
-    SEVERAL_SOFTMAXES,
+    Arguments,
     AttentionCall,
     NotUnderstoodError,
     SoftmaxCall,
-    is_second_softmax,
     local_shard,
+    read_arguments,
     record_call,
-    record_softmax,
     tensors_of,
+)
+from geomon.capture.by_hand import (
+    SEVERAL_SOFTMAXES,
+    Known,
+    arrange_call,
+    arrange_scores,
+    has_weights,
+    is_second_softmax,
+    record_product,
+    record_softmax,
+    weight_storages,
 )
 from geomon.capture.calls import unwatch_calls, unwrap, watch_calls
 from geomon.capture.first_pass import (
@@ -35,8 +46,14 @@ from geomon.capture.first_pass import (
     SampledRows,
     StackPass,
     attention_key,
-    find_padding_masks,
     spread_indices,
+)
+from geomon.capture.max_logit import max_logits_of_call, max_logits_of_scores
+from geomon.capture.padding import (
+    OF_DECODER,
+    find_padding_masks,
+    find_possible_masks,
+    hidden_keys,
 )
 from geomon.capture.patches import run_eagerly, watch_attention, without_fast_path
 from geomon.capture.qkv import copy_multihead_weights
@@ -47,6 +64,12 @@ _FORCED = (
     "compiled code of the training ran eagerly while it was watched: dropout draws other random "
     "numbers there, and the memory may be more. A compiled function hides its modules: compile the "
     "model instead (model.compile() or torch.compile(model)), or measure by a probe"
+)
+
+
+_OUTSIDE = (
+    "attention was seen outside the blocks that are watched, and none in them: these may be the "
+    "wrong blocks. print(geomon.describe(model)) shows them, blocks=... names others"
 )
 
 
@@ -81,14 +104,19 @@ class Window:
     ) -> None:
         self._anatomy = anatomy
         self._sources = {CAPTURED[view] for view in views}
+        self._wants_max_logits = "max_logits" in views
         self._wants_tokens = bool(views & {"token_ids", "positions"})
         self._sampler = RowSampler(rows, seed)
         blocks = sum(len(stack.blocks) for stack in anatomy.stacks)
+        attentions = sum(max(1, len(block.attentions)) for block in anatomy.blocks)
         attends = bool(self._sources & {"attention", "projection"})
         self._memory = MemoryLimit(
-            max_mb, self._sampler, layers=blocks + len(anatomy.stacks), blocks=blocks * attends
+            max_mb, self._sampler, layers=blocks + len(anatomy.stacks), blocks=attentions * attends
         )
-        self._passes = [StackPass(stack, self._sampler) for stack in anatomy.stacks]
+        self._passes = [
+            StackPass(stack, self._sampler, first=number == 0)
+            for number, stack in enumerate(anatomy.stacks)
+        ]
         self._thread = threading.get_ident()
         self._other_thread = False  # a block ran in another thread
         # What is done as the call of a module begins, and when it has returned, by its address.
@@ -98,6 +126,7 @@ class Window:
         self._running: list[tuple[StackPass, BlockCall | None]] = []
         self._failure: Exception | None = None  # in opening the window
         self._failures: list[str] = []  # in what sees the calls
+        self._attends_outside = False  # attention was called outside the blocks
         self._forced_eager = False  # whether compiled code of the training was run eagerly
         self._settled = True  # whether nothing is half open or half closed
         self.seconds = 0.0
@@ -165,6 +194,8 @@ class Window:
             for failure in dict.fromkeys(self._failures)
         ]
         texts += [_FORCED] * self._forced_eager
+        seen = any(call.routes for stack_pass in self._passes for call in stack_pass.block_calls)
+        texts += [_OUTSIDE] * (self._attends_outside and not seen)
         return build_snapshot(
             self._passes,
             self._sources,
@@ -172,22 +203,47 @@ class Window:
             notes=[*(Note(text, text) for text in texts), *self._memory.notes()],
         )
 
-    def routes(self, stack: str, *, cross: bool = False) -> set[str]:
+    def routes(self, stack: str, label: str = "") -> set[str]:
         """List the routes by which attention was seen: of "interface", "sdpa", "softmax".
 
         Args:
             stack: Name of the stack.
-            cross: Whether the cross-attention of its blocks is meant.
+            label: Label of the attention in the blocks: "" for the one to the stack itself.
         """
         return {
             block_call.routes[index]
             for stack_pass in self._passes
             if stack_pass.stack.name == stack
             for block_call in stack_pass.block_calls
-            if (index := attention_key(stack_pass.stack.blocks[block_call.block], cross=cross))
+            if (index := attention_key(stack_pass.stack.blocks[block_call.block], label))
             is not None
             and index in block_call.routes
         }
+
+    def attends_elsewhere(self, stack: str, label: str) -> bool:
+        """Whether the keys of an attention were made of another tensor than its queries.
+
+        Args:
+            stack: Name of the stack.
+            label: Label of the attention in the blocks.
+        """
+        return any(
+            block_call.other_source(index)
+            for stack_pass in self._passes
+            if stack_pass.stack.name == stack
+            for block_call in stack_pass.block_calls
+            if (index := attention_key(stack_pass.stack.blocks[block_call.block], label))
+            is not None
+        )
+
+    def padding(self, stack: str) -> str | None:
+        """Say what the padding of a stack is known by; None where nothing says that there is any.
+
+        Args:
+            stack: Name of the stack.
+        """
+        sources = (x.padding_source for x in self._passes if x.stack.name == stack)
+        return next(sources, None)
 
     # -- which calls are seen --------------------------------------------------------------------
 
@@ -205,6 +261,9 @@ class Window:
                 self._see(self._before, owner, self._on_owner, stack_pass)
                 self._see(self._after, owner, self._on_owner_left, stack_pass)
             for index, block in enumerate(stack_pass.stack.blocks):
+                for part in block.parts:
+                    self._see(self._before, part, self._on_part, stack_pass, index)
+                    self._see(self._after, part, self._on_block_left, stack_pass, index)
                 self._see(self._before, block.module, self._on_block, stack_pass, index)
                 self._see(self._after, block.module, self._on_block_left, stack_pass, index)
                 if self._sources & {"attention", "projection"}:
@@ -213,7 +272,7 @@ class Window:
     def _choose_calls_of_attention(self, block: Block) -> None:
         for index, attention in enumerate(block.attentions):
             module = attention.module
-            if len(block.attentions) > 1:  # else every call in the block belongs to the only one
+            if module is not block.module:
                 self._see(self._before, module, self._on_attending, index)
                 self._see(self._after, module, self._on_attending, None)
             if "projection" not in self._sources:
@@ -222,8 +281,14 @@ class Window:
             if projections.kind == "multihead":
                 self._see(self._before, module, self._on_multihead, index, attention)
                 continue
+            if len(block.attentions) > 1 and projections.kind != "fused":
+                self._see(self._before, projections.query, self._on_projecting, index, "query")
+                self._see(self._before, projections.key, self._on_projecting, index, "key")
             on_query = (self._on_projected, index, attention, "query")
             self._see(self._after, projections.query, *on_query)
+            if projections.shared is not None:
+                on_shared = (self._on_projected, index, attention, "shared")
+                self._see(self._after, projections.shared, *on_shared)
             if projections.kind != "fused":
                 on_key = (self._on_projected, index, attention, "key")
                 self._see(self._after, projections.key, *on_key)
@@ -327,9 +392,18 @@ class Window:
         if stack_pass.block_calls or stack_pass.over:
             return
         masks = find_padding_masks(module, args, kwargs)
-        if number == 0 and len(self._passes) > 1:  # the call of a module around all stacks
-            masks = {n: m for n, m in masks.items() if not n.startswith(("tgt", "decoder"))}
-        stack_pass.masks += masks.items()
+        shared = number == 0 and len(self._passes) > 1  # the call of a module around all stacks
+        given = find_possible_masks(module, args, kwargs, shared=shared)
+        if not shared:
+            stack_pass.masks += masks.items()
+            stack_pass.given += given
+            return
+        stack_pass.masks += ((n, m) for n, m in masks.items() if not n.startswith(OF_DECODER))
+        for other in self._passes:
+            if not other.block_calls:
+                other.given += (
+                    m for m in given if not (other.first and m.name.startswith(OF_DECODER))
+                )
 
     def _on_embedding(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -360,31 +434,71 @@ class Window:
         args: Any,
         kwargs: Mapping[str, Any],
     ) -> None:
+        block_call = self._begin_call(stack_pass, index, module, args, kwargs)
+        self._running.append((stack_pass, block_call))
+
+    def _on_part(
+        self,
+        stack_pass: StackPass,
+        index: int,
+        module: nn.Module,
+        args: Any,
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        block_call, block, called = stack_pass.parts
+        if block != index or id(module) in called:
+            block_call, called = self._begin_call(stack_pass, index, module, args, kwargs), set()
+        stack_pass.parts = block_call, index, called | {id(module)}
+        self._running.append((stack_pass, block_call))
+
+    def _begin_call(
+        self,
+        stack_pass: StackPass,
+        index: int,
+        module: nn.Module,
+        args: Any,
+        kwargs: Mapping[str, Any],
+    ) -> BlockCall | None:
+        """Note that a block is called, and keep what enters the first one that counts."""
         if not stack_pass.block_calls:
             stack_pass.masks += find_padding_masks(module, args, kwargs).items()
+            stack_pass.given += find_possible_masks(module, args, kwargs, shared=False)
         block_call = stack_pass.begin_call(index)
-        self._running.append((stack_pass, block_call))
         if block_call is None:
-            return
+            return None
+        entered = first_tensor([*args, *kwargs.values()])
+        if entered is not None and not entered.is_nested:
+            rows = move_width_last(local_shard(entered), module, entering=True)
+            block_call.shape = tuple(rows.shape[:-1])
+            again = any(call.block == index for call in stack_pass.block_calls[:-1])
+            if again and stack_pass.left not in (None, _place(entered)):
+                stack_pass.restarts = True
         if len(stack_pass.block_calls) > 1:
             if stack_pass.stack.entering:
-                entered = first_tensor([*args, *kwargs.values()])
                 before = stack_pass.block_calls[-2]
+                if index <= before.block:  # another round, whose input may be other rows
+                    return block_call
                 before.hidden = (
-                    None if entered is None else self._sample_hidden(stack_pass, entered, module)
+                    None
+                    if entered is None
+                    else self._sample_hidden(stack_pass, entered, module, entering=True)
                 )
         else:
             stack_pass.mode = "train" if module.training else "eval"
-            entered = first_tensor([*args, *kwargs.values()])
             if entered is not None:
-                stack_pass.entered = self._sample_hidden(stack_pass, entered, module)
+                stack_pass.entered = self._sample_hidden(stack_pass, entered, module, entering=True)
+        return block_call
 
     def _on_block_left(
         self, stack_pass: StackPass, index: int, module: nn.Module, output: Any
     ) -> None:
         block_call = self._end_call(stack_pass, index)
+        if block_call is not None:
+            block_call.products.clear()
         values = output.values() if isinstance(output, Mapping) else output
         hidden = first_tensor(values)
+        if block_call is not None and hidden is not None and not hidden.is_nested:
+            stack_pass.left = _place(hidden)
         if block_call is not None and hidden is not None and not stack_pass.stack.entering:
             block_call.hidden = self._sample_hidden(stack_pass, hidden, module)
 
@@ -397,12 +511,12 @@ class Window:
         return None
 
     def _sample_hidden(
-        self, stack_pass: StackPass, hidden: Tensor, block: nn.Module
+        self, stack_pass: StackPass, hidden: Tensor, block: nn.Module, *, entering: bool = False
     ) -> SampledRows | None:
         if hidden.is_nested:
             return None
         stack_pass.sharded = stack_pass.sharded or hasattr(hidden, "to_local")
-        rows = move_width_last(local_shard(hidden), block)
+        rows = move_width_last(local_shard(hidden), block, entering=entering)
         shape = tuple(rows.shape[:-1])
         if not stack_pass.shape:
             self._memory.fit_rows(rows.shape[-1])
@@ -439,17 +553,42 @@ class Window:
         """
         current = self._current_call()
         if current is None:
+            self._attends_outside = self._attends_outside or not (self._running or self._ignored())
             return
-        _, block_call, block = current
+        stack_pass, block_call, block = current
         index = _running_index(block, block_call, module)
-        if isinstance(block_call.attention_calls.get(index), AttentionCall):
-            return  # the first call counts; the call of a softmax is replaced
+        before = block_call.attention_calls.get(index)
+        inside = block_call.running_attention == index
+        further = isinstance(before, AttentionCall)
+        if further:
+            same_route = block_call.routes[index] == route  # the interface calls the function too
+            if same_route:
+                block_call.further.add(index)
+            # The first call counts, but one from the attention's own module goes before others.
+            further = not inside or index in block_call.inside
+            if further and not (same_route and self._wants_max_logits):
+                return
+        if inside:
+            block_call.inside.add(index)
         with self._guarded(), torch.no_grad():
             try:
-                call = record_call(self._sampler, route, module, query, key, mask, options)
-                self._keep_call(block_call, index, route, call)
+                if stack_pass.shape:
+                    known = _known(stack_pass, block_call, block, index)
+                    query, key, mask = arrange_call(query, key, mask, known)
+                given = read_arguments(route, module, query, key, mask, options)
+                if not further:
+                    block_call.max_logits.pop(index, None)
+                    self._keep_call(block_call, index, route, record_call(self._sampler, given))
+                self._keep_max_logits(stack_pass, block_call, index, given)
             except NotUnderstoodError as error:
-                block_call.refused.setdefault(index, str(error))
+                if not further:
+                    block_call.refused.setdefault(index, str(error))
+                return
+            if not further and mask is not None and mask.ndim in (2, 4):
+                by_key = route == "interface" and mask.ndim == 2
+                plain = mask[:, None, None, :] if by_key else mask[(None,) * (4 - mask.ndim)]
+                sequences = block_call.attention_calls[index].shape[0]
+                self._keep_hidden_keys(stack_pass, block_call, index, sequences, plain)
 
     def on_softmax(self, scores: Any, dim: Any) -> None:
         """Record the sampled rows of a softmax of scores (see `AttentionObserver`).
@@ -459,7 +598,11 @@ class Window:
             dim: The dimension that the softmax runs over.
         """
         current = self._current_call()
-        if current is None or not isinstance(scores, Tensor) or not scores.is_floating_point():
+        if not isinstance(scores, Tensor) or not scores.is_floating_point():
+            return
+        if current is None:
+            outside = scores.ndim >= 3 and not (self._running or self._ignored())
+            self._attends_outside = self._attends_outside or outside
             return
         stack_pass, block_call, block = current
         index = _running_index(block, block_call, None)
@@ -467,32 +610,117 @@ class Window:
         refused = index in block_call.refused
         if isinstance(recorded, AttentionCall) or refused or not stack_pass.shape:
             return
-        known = index < len(block.attentions)
         if recorded is not None:
-            if known and is_second_softmax(recorded, scores, dim):
-                block_call.refuse(index, SEVERAL_SOFTMAXES)
+            if is_second_softmax(recorded, scores, dim):
+                if index < len(block.attentions):
+                    block_call.refuse(index, SEVERAL_SOFTMAXES)
+                else:
+                    block_call.further.add(index)
             return
         with self._guarded(), torch.no_grad():
-            heads = None
-            if known:
-                attention = block.attentions[index]
-                heads = find_sizes(attention.projections, [attention.module]).heads
-            shape = stack_pass.shape_at(block_call)
-            call = record_softmax(self._sampler, scores, dim, shape, heads)
+            known = _known(stack_pass, block_call, block, index)
+            products = block_call.products.get(index, ())
+            try:
+                call = record_softmax(self._sampler, scores, dim, known, products)
+            except NotUnderstoodError as error:
+                block_call.passed_over.setdefault(index, str(error))
+                return
             if call is not None:
                 self._keep_call(block_call, index, "softmax", call)
+                block_call.products.clear()
+                arranged = arrange_scores(local_shard(scores), dim, known)
+                if arranged is not None:
+                    self._keep_max_logits(stack_pass, block_call, index, arranged)
+                    sequences = arranged.shape[0]
+                    self._keep_hidden_keys(stack_pass, block_call, index, sequences, arranged)
+
+    def on_product(self, factors: tuple[Any, ...], product: Any, *, alone: bool) -> None:
+        """Record a product that may become scores (see `AttentionObserver`).
+
+        Args:
+            factors: Arguments of the call, tensors and others.
+            product: The result.
+            alone: Whether the result is the product alone.
+        """
+        current = self._current_call()
+        if current is None or not isinstance(product, Tensor) or not product.is_floating_point():
+            return
+        stack_pass, block_call, block = current
+        index = _running_index(block, block_call, None)
+        seen = index in block_call.attention_calls or index in block_call.refused
+        if seen or not stack_pass.shape or product.is_nested:
+            return
+        with self._guarded(), torch.no_grad():
+            if block_call.weight_storages is None:
+                block_call.weight_storages = weight_storages(block.module)
+            if has_weights(factors, block_call.weight_storages):
+                return
+            known = _known(stack_pass, block_call, block, index)
+            made = record_product(self._sampler, product, known, alone=alone)
+            before = block_call.products.setdefault(index, [])
+            before[:] = [other._replace(rows=None) for other in before] + [made]
+
+    def _keep_max_logits(
+        self,
+        stack_pass: StackPass,
+        block_call: BlockCall,
+        index: int,
+        given: Arguments | Tensor,
+    ) -> None:
+        """Keep the largest scores of a call, given by its arguments or by arranged scores."""
+        call = block_call.attention_calls.get(index)
+        if not self._wants_max_logits or call is None:
+            return
+        if isinstance(given, Tensor):
+            valid = stack_pass.valid_in((given.shape[0], given.shape[2]))
+            found = max_logits_of_scores(given, valid)
+        else:
+            valid = stack_pass.valid_in((given.query.shape[0], given.query.shape[2]))
+            found = max_logits_of_call(given, valid)
+        before = block_call.max_logits.get(index)
+        if before is None or before.shape == found.shape:
+            block_call.max_logits[index] = found if before is None else before.maximum(found)
 
     def _keep_call(
         self, block_call: BlockCall, index: int, route: str, call: AttentionCall | SoftmaxCall
     ) -> None:
         reason = self._memory.why_not(tensors_of(call))
+        if reason is not None and isinstance(call, SoftmaxCall) and call.products is not None:
+            call = replace(call, products=None)
+            reason = self._memory.why_not(tensors_of(call))
         if reason is None:
             block_call.attention_calls[index] = call
             block_call.routes[index] = route
         else:
             block_call.refuse(index, reason)
 
+    def _keep_hidden_keys(
+        self, stack_pass: StackPass, block_call: BlockCall, index: int, sequences: int, mask: Tensor
+    ) -> None:
+        """Keep which keys an attention hides from every query: they may be padding.
+
+        Args:
+            stack_pass: Pass through the stack.
+            block_call: The call of the block.
+            index: Index of the attention.
+            sequences: Number of sequences.
+            mask: Mask, or masked scores, of all queries.
+        """
+        shape = (sequences, mask.shape[-1])
+        role = _role_of_keys(stack_pass.stack.blocks[block_call.block], block_call, index)
+        stack_pass.keep_hidden_keys(role, shape, lambda: hidden_keys(local_shard(mask)))
+
     # -- projections -----------------------------------------------------------------------------
+
+    def _on_projecting(
+        self, index: int, which: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any]
+    ) -> None:
+        current, given = self._current_call(), first_tensor([*args, *kwargs.values()])
+        if current is not None and given is not None and not given.is_nested:
+            self._keep_input(current[1], index, which, given)
+
+    def _keep_input(self, block_call: BlockCall, index: int, which: str, given: Tensor) -> None:
+        block_call.inputs.setdefault((index, which), _place(given))
 
     def _on_projected(
         self,
@@ -509,13 +737,14 @@ class Window:
         stack_pass, block_call, _ = current
         if (index, which) in block_call.projected:
             return
-        output = local_shard(output)
-        self._sample_projected(stack_pass, block_call, index, attention, which, output)
-        shape = stack_pass.as_batch(tuple(output.shape[:-1]))
-        if attention.projections.kind == "fused" and shape is not None:
+        # The width of a convolution's output is not its last dimension.
+        output = move_width_last(local_shard(output), module, entering=False)
+        self._sample_projected(stack_pass, block_call, index, which, output)
+        shape = stack_pass.as_batch(tuple(output.shape[:-1]), block_call)
+        if shape is not None and not (attention.cross and which == "key"):
             sequences, places = self._sampler.sample_queries(*shape)
             flat = (sequences[:, None] * shape[1] + places).flatten()
-            block_call.samples[index] = copy_rows(output, flat[spread_indices(len(flat))])
+            block_call.samples[index, which] = copy_rows(output, flat[spread_indices(len(flat))])
 
     def _on_multihead(
         self, index: int, attention: Attention, module: nn.Module, args: Any, kwargs: Any
@@ -527,10 +756,14 @@ class Window:
         given = dict(zip(("query", "key"), args, strict=False)) | kwargs
         for which in ("query", "key"):
             values = given.get(which)
+            if isinstance(values, Tensor) and not values.is_nested:
+                self._keep_input(block_call, index, which, values)
+        for which in ("query", "key"):
+            values = given.get(which)
             plain = isinstance(values, Tensor) and not values.is_nested
             if plain and (index, which) not in block_call.projected:
                 values = local_shard(values)
-                self._sample_projected(stack_pass, block_call, index, attention, which, values)
+                self._sample_projected(stack_pass, block_call, index, which, values)
         weights = copy_multihead_weights(module)
         if weights is not None:
             block_call.weights.setdefault(index, weights)
@@ -540,15 +773,20 @@ class Window:
         stack_pass: StackPass,
         block_call: BlockCall,
         index: int,
-        attention: Attention,
         which: str,
         values: Tensor,
     ) -> None:
         shape = tuple(values.shape[:-1])
-        role = "key" if attention.cross and which == "key" else ""
-        indices = stack_pass.row_indices(shape, role)
-        rows = SampledRows(copy_rows(values, indices), indices, shape)
+        block = stack_pass.stack.blocks[block_call.block]
+        role = _role_of_keys(block, block_call, index) if which == "key" else ""
+        indices = stack_pass.row_indices(shape, role, block_call)
+        rows = SampledRows(copy_rows(values, indices), indices, shape, role)
         block_call.projected[index, which] = rows
+
+
+def _place(values: Tensor) -> tuple[int, tuple[int, ...]]:
+    """Return the address and the shape of a tensor, which tell it from others while it lives."""
+    return local_shard(values).data_ptr(), tuple(values.shape)
 
 
 def _running_index(block: Block, block_call: BlockCall, module: Any) -> int:
@@ -557,6 +795,26 @@ def _running_index(block: Block, block_call: BlockCall, module: Any) -> int:
         if attention.module is module:
             return index
     return block_call.running_attention or 0
+
+
+def _known(stack_pass: StackPass, block_call: BlockCall, block: Block, index: int) -> Known:
+    """Collect what is known of an attention before its scores are seen."""
+    entered = stack_pass.entered
+    width = 0 if entered is None else entered.values.shape[-1]
+    shape = stack_pass.shape_at(block_call)
+    if index >= len(block.attentions):
+        return Known(shape, width)
+    attention = block.attentions[index]
+    sizes = find_sizes(attention.projections, [attention.module])
+    return Known(shape, width, sizes.heads, sizes.head_width)
+
+
+def _role_of_keys(block: Block, block_call: BlockCall, index: int) -> str:
+    """Return the role of an attention's keys: "key" where they come from another stack."""
+    known = index < len(block.attentions)
+    cross = known and block.attentions[index].cross
+    side = known and bool(block.attentions[index].label)
+    return "key" if cross or (side and block_call.other_source(index)) else ""
 
 
 def first_tensor(values: Any) -> Tensor | None:

@@ -3,6 +3,7 @@
 Rows stand in rank order. Nothing here communicates with other ranks.
 """
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -130,6 +131,8 @@ def _kind(views: Mapping[str, Any]) -> dict[str, Any]:
             kinds[name] = value.dtype, value.shape[1], value.shape[3]
         elif name in _GRIDS:
             kinds[name] = None  # may be given for all rows at once, or not at all
+        elif name == "max_logits":
+            kinds[name] = value.dtype, value.shape
         elif isinstance(value, Tensor):
             shared = CAPTURED[name] == "attention"  # of the layer, not of its rows
             kinds[name] = value.dtype, (value.tolist() if shared else value.shape[1:])
@@ -165,6 +168,9 @@ def _attention(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if "query" in joined:
         joined["query"] = torch.cat([_filled(part["query"], queries) for part, _ in sized])
         joined["key"] = torch.cat([_filled(part["key"], keys) for part, _ in sized])
+    if "max_logits" in joined:
+        # Of two numbers of which one is missing, `fmax` takes the other.
+        joined["max_logits"] = functools.reduce(torch.fmax, (part["max_logits"] for part in parts))
     for name in _GRIDS:
         if any(part.get(name) is not None for part, _ in sized):
             joined[name] = _grids(name, sized, queries, keys)

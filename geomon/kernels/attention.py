@@ -28,7 +28,6 @@ class AttentionRows(NamedTuple):
         visible: Number of outcomes: the keys that the row may see, and a learned sink; 0 marks a
             row that sees no key.
         minimum: Smallest weight of a visible key, min_j A_ij.
-        top_score: Largest score of a visible key before the softmax.
     """
 
     entropy: Tensor
@@ -36,7 +35,6 @@ class AttentionRows(NamedTuple):
     first: Tensor
     visible: Tensor
     minimum: Tensor
-    top_score: Tensor
 
 
 def attention_rows(
@@ -215,23 +213,6 @@ def attention_min(attention: AttentionRows) -> Tensor:
     return _mean_over(attention.minimum, attention.visible > 1)
 
 
-def max_logit(attention: AttentionRows) -> Tensor:
-    """Find the largest score before the softmax over all rows, per head.
-
-    Scores that grow without bound announce an instability. They are scaled and biased as in the
-    softmax; range (-inf, inf).
-
-    Args:
-        attention: Reduced softmax rows.
-
-    Returns:
-        [heads]; NaN where no row sees a key.
-    """
-    seen = attention.visible > 0
-    top = torch.where(seen, attention.top_score, -torch.inf).amax(dim=1)
-    return torch.where(seen.any(dim=1), top, torch.nan)
-
-
 def attention_sink(attention: AttentionRows) -> Tensor:
     """Compute the mean weight on the first visible key, the usual attention sink, per head.
 
@@ -381,7 +362,6 @@ def _reduce(blocks: Iterable[_Block], shape: _Shape, sink: Tensor | None) -> Att
         kept["first"][at] = weights.gather(-1, first).squeeze(-1)
         kept["maximum"][at] = weights.amax(dim=-1)
         kept["minimum"][at] = weights.masked_fill(hidden, 1).amin(dim=-1).where(seen, 0)
-        kept["top_score"][at] = top_score.squeeze(-1)
         # 0 log 0 = 0: a weight of 0 adds nothing to the mean score.
         scores.masked_fill_(weights == 0, 0)
         mean_score = scores.mul_(weights).sum(dim=-1)

@@ -21,7 +21,6 @@ from geomon.kernels.attention import (
     attention_median,
     attention_min,
     attention_sink,
-    max_logit,
 )
 from geomon.kernels.baselines import gaussian_like
 from geomon.kernels.moments import drift_norm, mean_square_norm
@@ -66,6 +65,15 @@ def norm_variance_slope(token_types: TokenTypes) -> dict[str, Tensor]:
     fit = token_types.norm_variance_slope()
     parts = {"": fit.slope, "r_squared": fit.r_squared, "types": fit.types}
     return {**parts, "coverage": fit.coverage}
+
+
+def max_logit(max_logits: Tensor) -> Tensor:
+    """Largest score before the softmax over all rows and visible keys, per head.
+
+    Scaled, capped and biased as in the softmax. Scores that grow without bound announce an
+    instability.
+    """
+    return max_logits
 
 
 def query_mean_norm(mean_query: Tensor) -> Tensor:

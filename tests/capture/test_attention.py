@@ -5,10 +5,9 @@ import torch
 
 from geomon.capture.attention import (
     NotUnderstoodError,
-    is_second_softmax,
+    read_arguments,
     read_call,
     record_call,
-    record_softmax,
 )
 from geomon.capture.sampling import RowSampler
 
@@ -17,7 +16,7 @@ LOWER = torch.ones(6, 6, dtype=torch.bool).tril().expand(2, 4, 6, 6)
 
 def views(mask=None, valid=None, route="interface", module=None, keys=6, **options):
     query, key = torch.randn(2, 4, 6, 8), torch.randn(2, 2, keys, 8)
-    call = record_call(RowSampler(100, 0), route, module, query, key, mask, options)
+    call = record_call(RowSampler(100, 0), read_arguments(route, module, query, key, mask, options))
     assert torch.equal(call.query, query)  # all that there is, in order
     assert torch.equal(call.key, key)
     return read_call(call, valid)
@@ -112,60 +111,7 @@ def test_what_is_not_understood_is_refused_with_its_reason(given, reason):
 def test_nested_and_odd_queries_are_refused():
     for query in (torch.randn(2, 6, 8), None):
         with pytest.raises(NotUnderstoodError, match="no plain tensor of four dimensions"):
-            record_call(RowSampler(9, 0), "sdpa", None, query, query, None, {})
-
-
-# -- a softmax by hand -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("shape", "heads", "expected"),
-    [
-        ((2, 4, 6, 6), None, (2, 4)),
-        ((2, 4, 6, 9), 4, (2, 4)),  # against the keys of another stack
-        ((8, 6, 6), None, (2, 4)),  # sequences and heads in one dimension
-        ((8, 6, 9), 4, (2, 4)),
-        ((2, 6, 6), None, (2, 1)),  # one head
-        ((2, 6, 6), 1, (2, 1)),
-        ((4, 2, 3, 3), None, (4, 2)),  # windows of the sequences
-        ((2, 6, 9), None, None),  # logits of a router to 9 experts
-        ((2, 6, 6), 4, None),
-        ((12, 9), None, None),
-        ((2, 4, 5, 6), None, None),
-        ((2, 3, 6, 6), 4, None),
-        ((2, 6, 4, 6), 4, None),
-    ],
-)
-def test_scores_of_attention_are_told_from_other_softmaxes(shape, heads, expected):
-    scores = torch.randn(shape)
-    call = record_softmax(RowSampler(100, 0), scores, -1, (2, 6), heads)
-    if expected is None:
-        assert call is None
-        return
-    assert call.scores.shape[:2] == expected
-    assert torch.equal(call.scores.flatten(), scores.flatten())
-    assert record_softmax(RowSampler(100, 0), scores, 1, (2, 6), heads) is None
-
-
-@pytest.mark.parametrize(
-    "lowest", [-torch.inf, -10_000.0, -65504.0, torch.finfo(torch.float32).min]
-)
-def test_masked_scores_are_not_visible(lowest):
-    scores = torch.randn(2, 4, 6, 6).masked_fill(~LOWER, lowest)
-    call = record_softmax(RowSampler(100, 0), scores, 3, (2, 6), None)
-    valid = torch.ones(2, 6, dtype=torch.bool)
-    valid[0, 3:] = False
-    found = read_call(call, valid)
-    assert torch.equal(found["visible"], LOWER & valid[:, None, :, None])
-    assert torch.equal(found["scores"], scores)
-
-
-def test_a_second_softmax_of_an_attention_is_recognised():
-    call = record_softmax(RowSampler(100, 0), torch.randn(2, 4, 6, 3), -1, (2, 6), 4)
-    assert is_second_softmax(call, torch.randn(2, 4, 3, 3), -1)
-    assert is_second_softmax(call, torch.randn(2, 4, 3, 6), 3)
-    assert not is_second_softmax(call, torch.randn(12, 8), -1)  # a router's
-    assert not is_second_softmax(call, torch.randn(2, 4, 3, 6), 1)
+            read_arguments("sdpa", None, query, query, None, {})
 
 
 @pytest.mark.parametrize("name", ["cu_seq_lens_q", "cu_seqlens"])

@@ -9,6 +9,7 @@ from geomon.capture.qkv import (
     copy_multihead_weights,
     project_multihead,
     split_fused,
+    split_latent,
     split_separate,
 )
 
@@ -138,3 +139,107 @@ def test_multihead_attention_is_projected_from_its_inputs(kwargs):
     q, k = project_multihead(weights, query[0], memory[0])
     scores = torch.einsum("qhd,khd->hqk", q, k) / 2
     assert torch.allclose(scores.softmax(dim=-1), expected[0], atol=1e-6)
+
+
+# -- a gate beside the queries -------------------------------------------------------------------
+
+GATED = {
+    "[q | gate] of each head": lambda q, g: torch.cat([q, g], dim=-1).flatten(1),
+    "[gate | q] of each head": lambda q, g: torch.cat([g, q], dim=-1).flatten(1),
+    "queries first": lambda q, g: torch.cat([q.flatten(1), g.flatten(1)], dim=1),
+    "gates first": lambda q, g: torch.cat([g.flatten(1), q.flatten(1)], dim=1),
+}
+
+
+def rotary(rows, turned, neighbours):
+    """Rows turned by their position: the first dimensions in pairs, the others not."""
+    half = turned // 2
+    pairs = torch.arange(half)
+    some, others = (2 * pairs, 2 * pairs + 1) if neighbours else (pairs, pairs + half)
+    angles = torch.arange(len(rows))[:, None, None] * 10.0**-pairs
+    result = rows.clone()
+    result[..., some] = rows[..., some] * angles.cos() - rows[..., others] * angles.sin()
+    result[..., others] = rows[..., others] * angles.cos() + rows[..., some] * angles.sin()
+    return result
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+@pytest.mark.parametrize(("turned", "neighbours"), [(8, False), (8, True), (4, False), (2, True)])
+@pytest.mark.parametrize("layout", GATED)
+def test_queries_are_told_from_gates(layout, turned, neighbours, normalised):
+    generator = torch.Generator().manual_seed(3)
+    query, gate = (torch.randn(64, HEADS, WIDTH, generator=generator) for _ in range(2))
+    key = torch.randn(64, 2 * WIDTH, generator=generator)
+    seen = query
+    if normalised:
+        weight = 1 + 0.3 * torch.randn(WIDTH, generator=generator)
+        seen = nn.functional.rms_norm(query, (WIDTH,)) * weight
+    seen = rotary(seen, turned, neighbours)
+    evidence = Evidence(seen.norm(dim=-1), None, None, torch.arange(64), seen)
+    output = GATED[layout](query, gate)
+    found, keys = split_separate(
+        output[:9], key[:9], Sizes(HEADS, None, WIDTH), sample=output, evidence=evidence
+    )
+    assert torch.equal(found, query[:9])
+    assert torch.equal(keys, key[:9].unflatten(1, (2, WIDTH)))
+
+
+def test_a_gate_that_nothing_shows_is_refused():
+    output, key = torch.randn(64, 2 * HEADS * WIDTH), torch.randn(64, 2 * WIDTH)
+    other = torch.randn(64, HEADS, WIDTH)
+    evidence = Evidence(other.norm(dim=-1), None, None, torch.arange(64), other)
+    for sample, given in ((None, None), (output[:4], evidence), (output, evidence)):
+        with pytest.raises(UndecidedError, match=r"query and gate|queries and gates"):
+            split_separate(output, key, Sizes(HEADS, None, WIDTH), sample=sample, evidence=given)
+
+
+# -- latent attention ----------------------------------------------------------------------------
+
+LATENT, COMMON, OWN = 6, 4, 5
+
+
+def latent_parts():
+    generator = torch.Generator().manual_seed(5)
+
+    def normal(*sizes):
+        return torch.randn(ROWS, *sizes, generator=generator)
+
+    query, own, values = normal(HEADS, OWN + COMMON), normal(HEADS, OWN), normal(HEADS, 7)
+    key = torch.cat([own, (common := normal(COMMON))[:, None].expand(-1, HEADS, -1)], dim=-1)
+    return query, own, values, normal(LATENT), common, key
+
+
+def norms(query, key):
+    return Evidence(2 * query.norm(dim=-1), key.norm(dim=-1), None, torch.arange(ROWS))
+
+
+@pytest.mark.parametrize("latent_first", [True, False])
+@pytest.mark.parametrize("own_first", [True, False])
+def test_latent_keys_are_of_two_parts(own_first, latent_first):
+    query, own, values, latent, common, key = latent_parts()
+    outputs = [
+        query.flatten(1),
+        torch.cat([own, values] if own_first else [values, own], dim=-1).flatten(1),
+        torch.cat([latent, common] if latent_first else [common, latent], dim=-1),
+    ]
+    sizes = Sizes(HEADS, None, OWN + COMMON)
+    few = [rows[:9] for rows in outputs]
+    found, keys = split_latent(few, outputs, norms(query, key), sizes, LATENT)
+    assert torch.equal(found, query[:9])
+    assert torch.equal(keys, key[:9])
+
+
+def test_latent_keys_that_do_not_agree_are_refused():
+    query, own, values, latent, common, key = latent_parts()
+    outputs = [query.flatten(1), torch.cat([own, values], dim=-1).flatten(1),
+               torch.cat([latent, common], dim=-1)]  # fmt: skip
+    sizes, other = Sizes(HEADS, None, OWN + COMMON), torch.randn_like(query)
+    for evidence in (norms(other, key), norms(query, other)):
+        with pytest.raises(UndecidedError, match="do not agree with what was attended"):
+            split_latent(outputs, outputs, evidence, sizes, LATENT)
+    for wrong, latent_width in ((Sizes(HEADS, None, 50), LATENT), (sizes, LATENT + 5)):
+        with pytest.raises(UndecidedError, match="do not make 4 heads"):
+            split_latent(outputs, outputs, norms(query, key), wrong, latent_width)
+    for wrong, latent_width in ((Sizes(None, None, None), LATENT), (sizes, None)):
+        with pytest.raises(UndecidedError, match="is not known"):
+            split_latent(outputs, outputs, norms(query, key), wrong, latent_width)

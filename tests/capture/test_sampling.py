@@ -79,4 +79,4 @@ def test_all_attentions_that_are_kept_fit_beside_the_rows(megabytes):
     ],
 )
 def test_the_width_is_found_among_the_dimensions(shape, block, expected):
-    assert move_width_last(torch.randn(shape), block).shape == expected
+    assert move_width_last(torch.randn(shape), block, entering=False).shape == expected

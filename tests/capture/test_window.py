@@ -1,5 +1,6 @@
 import copy
 import gc
+import itertools
 import pickle
 import threading
 
@@ -12,6 +13,7 @@ from referee import sampled
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from geomon import describe, measure
 from geomon.capture import Window, find_anatomy
 from geomon.capture.patches import Patch
 from geomon.capture.snapshot import CAPTURED, Layer
@@ -417,6 +419,25 @@ def test_one_block_called_again_and_again_is_a_layer_for_each_call():
     assert not torch.equal(layers[4].captured["query"], layers[3].captured["query"])
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_blocks_that_are_run_again_on_other_rows_are_said(chunks):
+    class Chunked(PlainDecoder):
+        def forward(self, ids):
+            parts = []
+            for part in self.tokens(ids).chunk(chunks, dim=1):
+                x = part
+                for block in [*self.blocks, *self.blocks]:
+                    x = block(x)
+                parts.append(x)
+            return torch.cat(parts, dim=1)
+
+    model = Chunked().eval()
+    with torch.no_grad(), window(model) as seen:
+        model(batch())
+    texts = [note.text for note in seen.snapshot().info.notes]
+    assert any("called again on something else" in text for text in texts) == (chunks == 2)
+
+
 def test_a_second_pass_in_the_window_counts_for_nothing():
     model = PlainDecoder().eval()
     pictures = []
@@ -513,6 +534,52 @@ def test_feature_maps_are_rows_of_channels_whatever_their_size():
     assert torch.equal(sampled(seen, "", 0).rows, sampled(seen, "", 1).rows)
     assert torch.equal(sampled(seen, "", 2).rows, sampled(seen, "", 3).rows)
     assert len(sampled(seen, "", 2).rows) == 80
+
+
+@pytest.mark.parametrize("widths", [(4, 8, 8), (16, 8, 8), (6, 12, 24), (8, 8, 8)])
+def test_what_enters_a_block_that_changes_the_channels_is_rows_of_channels(widths):
+    class Step(nn.Module):
+        def __init__(self, into: int, width: int) -> None:
+            super().__init__()
+            self.conv, self.linear = nn.Conv2d(into, width, 1), nn.Linear(width, width)
+
+        def forward(self, x):
+            x = self.conv(x)
+            return x + self.linear(x.movedim(1, -1)).movedim(-1, 1)
+
+    model = nn.Sequential(*(Step(a, b) for a, b in itertools.pairwise(widths))).eval()
+    images = torch.randn(3, widths[0], 8, 5)
+    with torch.no_grad():
+        expected = [images, model[0](images), model(images)]
+        with window(model) as seen:
+            model(images)
+    for layer, maps in zip(seen.snapshot().layers, expected, strict=True):
+        rows = sampled(seen, "", layer.index).rows
+        assert torch.equal(layer.captured["hidden"], maps.movedim(1, 3).flatten(0, 2)[rows])
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_attention_outside_of_blocks_without_any_is_said(by_hand):
+    class Wrong(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mixer = Attending(by_hand=by_hand)
+            self.parts = nn.ModuleList(nn.Sequential(nn.Linear(32, 32)) for _ in range(2))
+
+        def forward(self, x):
+            x = self.mixer(x)
+            for part in self.parts:
+                x = x + part(x)
+            return x
+
+    model = Wrong().eval()
+    with torch.no_grad(), window(model) as seen:
+        model(torch.randn(4, 6, 32))
+    assert any("may be the wrong blocks" in note.text for note in seen.snapshot().info.notes)
+    plain = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8)) for _ in range(2)))
+    with torch.no_grad(), window(plain) as seen:
+        plain(torch.randn(4, 8)).softmax(-1)
+    assert seen.snapshot().info.notes == []
 
 
 def test_blocks_without_attention_are_asked_for_hidden_states_alone():
@@ -773,6 +840,41 @@ def test_of_lists_of_sublayers_what_enters_each_is_a_layer():
     assert "the last one enters none" in layers[3].missing["hidden"]
 
 
+def test_of_lists_of_sublayers_a_second_round_gives_the_first_no_layer():
+    """The rows of another chunk enter the first block, and not what the last block gave."""
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(
+                nn.ModuleList([Attending(by_hand=False), nn.Sequential(nn.Linear(32, 32))])
+                for _ in range(2)
+            )
+
+        def forward(self, x):
+            self.states = []
+            for part in x.chunk(2, dim=1):
+                self.states.append(part)
+                y = part
+                for attention, feed_forward in self.layers:
+                    y = attention(y) + y
+                    y = feed_forward(y) + y
+                    self.states.append(y)
+            return y
+
+    model = Pair().eval()
+    with torch.no_grad(), window(model) as seen:
+        model(torch.randn(4, 6, 32))
+    layers = seen.snapshot().layers
+    assert len(layers) == 5
+    for depth, state in ((0, 0), (1, 1), (3, 4)):
+        rows = sampled(seen, "", depth).rows
+        expected = model.states[state].flatten(0, 1)[rows]
+        assert torch.equal(layers[depth].captured["hidden"], expected)
+    for depth in (2, 4):
+        assert "the last one enters none" in layers[depth].missing["hidden"]
+
+
 def test_a_hook_that_fails_never_ends_a_run(monkeypatch):
     from geomon.capture import window as capture
 
@@ -1017,3 +1119,419 @@ def test_a_recomputation_alone_is_no_pass():
     for layer in seen.snapshot().layers:
         assert layer.captured == {}
         assert "not run under the window" in next(iter(layer.missing.values()))
+
+
+# -- blocks whose input is not the output of the block before --------------------------------------
+
+
+class PoolingBlock(nn.Module):
+    """A block that flattens its tokens before it projects them, as some do."""
+
+    def __init__(self, *, by_hand: bool, flat: bool) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(32), nn.Linear(32, 96)
+        self.num_heads, self.by_hand, self.flat = 4, by_hand, flat
+
+    def forward(self, x, hidden=None):
+        rows = self.norm(x)
+        fused = self.qkv(rows.flatten(0, 1) if self.flat else rows).view(*x.shape[:2], 96)
+        q, k, v = (y.unflatten(-1, (4, -1)).transpose(1, 2) for y in fused.chunk(3, dim=-1))
+        self.fused = fused.detach()
+        bias = torch.zeros(len(x), 1, 1, x.shape[1])
+        if hidden is not None:
+            bias = bias.masked_fill(hidden[:, None, None, :], -1e9)
+        scores = q @ k.mT / 8**0.5 + bias
+        weights = (scores - scores.amax(-1, keepdim=True)).exp()
+        self.probabilities = (weights / weights.sum(-1, keepdim=True)).detach()
+        if self.by_hand:
+            y = scores.softmax(-1) @ v
+        else:
+            y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        return x + y.transpose(1, 2).flatten(2)
+
+
+class Pooling(nn.Module):
+    """Four blocks; half of the tokens are merged in the middle."""
+
+    def __init__(self, **options) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(PoolingBlock(**options) for _ in range(4))
+
+    def forward(self, x, hidden=None):
+        self.states = [x]
+        for depth, block in enumerate(self.blocks):
+            if depth == 2:
+                x = nn.functional.avg_pool1d(x.mT, 2).mT
+                hidden = None if hidden is None else hidden[:, ::2]
+            x = block(x, hidden)
+            self.states.append(x)
+        return x
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("pads", [False, True])
+def test_a_block_that_is_given_fewer_tokens_is_seen_like_the_others(by_hand, flat, pads):
+    model, x = Pooling(by_hand=by_hand, flat=flat).eval(), torch.randn(5, 12, 32)
+    real = torch.ones(5, 12, dtype=torch.bool)
+    if pads:
+        real[0, 8:] = real[3, 4:] = False
+    with torch.no_grad():
+        plain = model(x, ~real)
+        with window(model) as seen:
+            assert torch.equal(model(x, ~real), plain)
+    snapshot = seen.snapshot()
+    for layer in snapshot.layers[1:]:
+        depth, block = layer.index, model.blocks[layer.index - 1]
+        valid = real if depth < 3 else real[:, ::2]
+        chosen, tokens = sampled(seen, "", depth), valid.flatten().nonzero().squeeze(1)
+        for rows in (chosen.rows, chosen.query_rows):
+            assert torch.equal(rows.sort().values, tokens)
+        assert torch.equal(layer.captured["hidden"], model.states[depth].flatten(0, 1)[chosen.rows])
+        query, key, _ = (
+            block.fused.flatten(0, 1)[chosen.query_rows].unflatten(-1, (12, 8)).split(4, 1)
+        )
+        assert torch.equal(layer.captured["projected_query"], query)
+        assert torch.equal(layer.captured["projected_key"], key)
+        found = layer.captured["scores"].softmax(-1) if by_hand else rebuilt(layer)
+        kept = valid[:, None, :, None].expand_as(found)
+        assert torch.equal(layer.captured["visible"].any(-1, keepdim=True).expand_as(found), kept)
+        torch.testing.assert_close(
+            found[kept], block.probabilities[chosen.sequences][kept], atol=1e-6, rtol=0
+        )
+
+
+def test_the_mean_counts_the_layers_of_merged_tokens():
+    model, x = Pooling(by_hand=True, flat=False).eval(), torch.randn(40, 12, 32)
+    values = measure(model, x)
+    for metric in ("attention_entropy", "query_mean_norm", "twonn"):
+        layers = [values[f"{metric}/layer_{depth:02d}"] for depth in (1, 2, 3, 4)]
+        assert values[f"{metric}/mean"] == pytest.approx(sum(layers) / 4)
+
+
+def test_padding_that_is_lost_with_the_length_is_said():
+    class Lost(Pooling):
+        def forward(self, x, attention_mask=None):
+            return super().forward(x, None)
+
+    model = Lost(by_hand=False, flat=False).eval()
+    mask = torch.ones(5, 12)
+    mask[0, 8:] = 0
+    with torch.no_grad(), window(model) as seen:
+        model(torch.randn(5, 12, 32), attention_mask=mask)
+    texts = [note.text for note in seen.snapshot().info.notes]
+    assert any(text.startswith("hidden states, layer 3, 4: padding is known") for text in texts)
+    assert len(sampled(seen, "", 2).rows) == 56
+    assert len(sampled(seen, "", 3).rows) == 30
+
+
+# -- several attentions in a block -----------------------------------------------------------------
+
+
+class Attending(nn.Module):
+    """Attention with projections and an output in a list, as diffusers has it."""
+
+    def __init__(self, *, by_hand: bool) -> None:
+        super().__init__()
+        self.heads, self.by_hand = 4, by_hand
+        self.to_q, self.to_k, self.to_v = (nn.Linear(32, 32, bias=False) for _ in range(3))
+        self.to_out = nn.ModuleList([nn.Linear(32, 32), nn.Dropout(0.0)])
+
+    def forward(self, x, context=None):
+        context = x if context is None else context
+        self.rows = self.to_q(x).detach(), self.to_k(context).detach()
+        q, k, v = (
+            project(given).unflatten(-1, (4, -1)).transpose(1, 2)
+            for project, given in ((self.to_q, x), (self.to_k, context), (self.to_v, context))
+        )
+        self.weights = (q @ k.mT / 8**0.5).exp().detach()
+        self.weights /= self.weights.sum(-1, keepdim=True)
+        if self.by_hand:
+            y = (q @ k.mT / 8**0.5).softmax(-1) @ v
+        else:
+            y = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.to_out[1](self.to_out[0](y.transpose(1, 2).flatten(2)))
+
+
+class TwoAttentions(nn.Module):
+    def __init__(self, **options) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(32), nn.LayerNorm(32)
+        self.attn1, self.attn2 = Attending(**options), Attending(**options)
+        self.ff = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+    def forward(self, x, context=None):
+        x = x + self.attn1(self.norm1(x))
+        x = x + self.attn2(self.norm2(x), context)
+        return x + self.ff(x)
+
+
+class Denoiser(nn.Module):
+    def __init__(self, kind=TwoAttentions, **options) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.transformer_blocks = nn.ModuleList(kind(**options) for _ in range(3))
+
+    def forward(self, x, context=None):
+        for block in self.transformer_blocks:
+            x = block(x, context)
+        return x
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("keys", [None, 5, 9])
+def test_a_second_attention_of_a_block_makes_layers_of_its_own(by_hand, keys):
+    model, x = Denoiser(by_hand=by_hand).eval(), torch.randn(4, 9, 32)
+    context = None if keys is None else torch.randn(4, keys, 32)
+    with torch.no_grad():
+        plain = model(x, context)
+        with window(model) as seen:
+            assert torch.equal(model(x, context), plain)
+    layers = by_place(seen.snapshot())
+    stacks = [("", 0), *(("", d) for d in (1, 2, 3)), *(("attn2", d) for d in (1, 2, 3))]
+    assert [*layers] == stacks
+    for (stack, depth), layer in layers.items():
+        if depth == 0:
+            continue
+        module = getattr(model.transformer_blocks[depth - 1], stack or "attn1")
+        chosen = sampled(seen, stack, depth)
+        found = layer.captured["scores"].softmax(-1) if by_hand else rebuilt(layer)
+        truth = module.weights[chosen.sequences]
+        torch.testing.assert_close(found, truth, atol=1e-6, rtol=0)
+        for which, rows, indices in zip(
+            ("query", "key"), module.rows, (chosen.query_rows, chosen.key_rows), strict=True
+        ):
+            expected = rows.flatten(0, 1)[indices].unflatten(-1, (4, 8))
+            assert len(indices) == rows[..., 0].numel()
+            assert torch.equal(layer.captured[f"projected_{which}"], expected)
+    assert layers["attn2", 2].name == "transformer_blocks.1.attn2"
+    assert layers["attn2", 2].sources == {"attention", "projection"}
+    assert seen.attends_elsewhere("", "attn2") == (keys is not None)
+    shown = dict(describe(model, lambda run: run(x, context)).rows)["further attention"]
+    assert shown.startswith("attn2: ")
+    assert ("to keys of another source" in shown) == (keys is not None)
+    assert "attn2: 4 heads of width 8" in dict(describe(model).rows)["further attention"]
+    values = measure(model, torch.randn(40, 9, 32))
+    each = [values[f"max_logit/attn2_layer_{depth:02d}"] for depth in (1, 2, 3)]
+    assert values["max_logit/attn2_mean"] == pytest.approx(sum(each) / 3)
+
+
+def test_padding_of_the_stack_is_not_that_of_keys_of_another_source():
+    """As many keys as tokens: only where they come from tells them apart."""
+    model, x, context = Denoiser(by_hand=False).eval(), torch.randn(4, 9, 32), torch.randn(4, 9, 32)
+    mask = torch.ones(4, 9)
+    mask[1, 5:] = 0
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x, context, attention_mask):
+            return self.inner(x, context)
+
+    outer = Masked().eval()
+    with torch.no_grad(), window(outer) as seen:
+        outer(x, context, mask)
+    layers = by_place(seen.snapshot())
+    assert len(layers["", 1].captured["projected_key"]) == 32
+    assert len(layers["attn2", 1].captured["projected_query"]) == 32
+    assert len(layers["attn2", 1].captured["projected_key"]) == 36
+
+
+class SpaceTime(nn.Module):
+    """Attention among the places of each frame, then among the frames of each place."""
+
+    def __init__(self, **options) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(32), nn.LayerNorm(32)
+        self.space, self.time = Attending(**options), Attending(**options)
+
+    def forward(self, x, context=None):
+        frames = x.unflatten(1, (3, 4))
+        frames = frames + self.space(self.norm1(frames).flatten(0, 1)).unflatten(0, (-1, 3))
+        turned = frames.transpose(1, 2)
+        turned = turned + self.time(self.norm2(turned).flatten(0, 1)).unflatten(0, (-1, 4))
+        return turned.transpose(1, 2).flatten(1, 2)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_attention_in_space_and_in_time_are_apart(by_hand):
+    model = Denoiser(SpaceTime, by_hand=by_hand).eval()
+    with torch.no_grad(), window(model) as seen:
+        model(torch.randn(5, 12, 32))
+    layers = by_place(seen.snapshot())
+    for stack, name, shape in (("", "space", (15, 4, 4, 4)), ("time", "time", (20, 4, 3, 3))):
+        for depth in (1, 2, 3):
+            layer = layers[stack, depth]
+            module = getattr(model.transformer_blocks[depth - 1], name)
+            found = layer.captured["scores"].softmax(-1) if by_hand else rebuilt(layer)
+            assert found.shape == shape
+            torch.testing.assert_close(found, module.weights, atol=1e-6, rtol=0)
+            query = module.rows[0].flatten(0, 1)[sampled(seen, stack, depth).query_rows]
+            assert torch.equal(layer.captured["projected_query"], query.unflatten(-1, (4, 8)))
+
+
+def test_a_second_attention_that_cannot_be_told_apart_is_said():
+    class Unnamed(nn.Module):
+        """Projections under names of its own, and two attentions in one module."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows, self.columns = nn.Linear(32, 96), nn.Linear(32, 96)
+
+        def forward(self, x, context=None):
+            for projection in (self.rows, self.columns):
+                q, k, v = projection(x).unflatten(-1, (12, 8)).transpose(1, 2).chunk(3, dim=1)
+                y = nn.functional.scaled_dot_product_attention(q, k, v)
+                x = x + y.transpose(1, 2).flatten(2)
+            return x
+
+    model = Denoiser(Unnamed).eval()
+    with torch.no_grad(), window(model) as seen:
+        model(torch.randn(4, 9, 32))
+    (note,) = seen.snapshot().info.notes[:1]
+    assert note.text.startswith("attention, layer 1, 2, 3: it is called more than once")
+    shown = [text for label, text in describe(model, torch.randn(4, 9, 32)).rows if label == "note"]
+    assert note.text in shown
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_attention_of_unknown_names_is_not_taken_for_that_of_known_ones(first):
+    class Unnamed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.Linear(32, 96)
+
+        def forward(self, x):
+            q, k, v = self.rows(x).unflatten(-1, (12, 8)).transpose(1, 2).chunk(3, dim=1)
+            y = nn.functional.scaled_dot_product_attention(q, k, v)
+            return y.transpose(1, 2).flatten(2)
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.known, self.mixing = Attending(by_hand=False), Unnamed()
+
+        def forward(self, x, context=None):
+            for module in (self.mixing, self.known) if first else (self.known, self.mixing):
+                x = x + module(x)
+            return x
+
+    model = Denoiser(Both).eval()
+    with torch.no_grad(), window(model) as seen:
+        model(torch.randn(4, 9, 32))
+    snapshot = seen.snapshot()
+    for layer in snapshot.layers[1:]:
+        module = model.transformer_blocks[layer.index - 1].known
+        torch.testing.assert_close(rebuilt(layer), module.weights, atol=1e-6, rtol=0)
+    assert snapshot.info.notes[0].text.startswith("attention, layer 1, 2, 3: it is called more")
+
+
+def test_a_second_attention_that_is_not_called_is_said():
+    class Skipping(TwoAttentions):
+        def forward(self, x, context=None):
+            return x + self.attn1(self.norm1(x))
+
+    model = Denoiser(Skipping, by_hand=False).eval()
+    with torch.no_grad(), window(model) as seen:
+        model(torch.randn(4, 9, 32))
+    snapshot = seen.snapshot()
+    assert {layer.stack for layer in snapshot.layers} == {""}
+    texts = [note.text for note in snapshot.info.notes]
+    assert "attn2: attention, layer 1, 2, 3: it was not seen in this pass: it is left out" in texts
+
+
+# -- lists of norms, sublayer and residual ---------------------------------------------------------
+
+
+class Residual(nn.Module):
+    def forward(self, x, residual):
+        return x + residual
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ff = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+
+    def forward(self, x):
+        return self.ff(x)
+
+
+class Lists(nn.Module):
+    """Sublayers in lists, as x-transformers has them: "a" attends, "c" to a context, "f" does not.
+
+    A norm comes before the sublayer or after the sum.
+    """
+
+    def __init__(self, kinds: str, *, before: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kinds = kinds
+        self.layers = nn.ModuleList(
+            nn.ModuleList(
+                [
+                    nn.ModuleList([nn.LayerNorm(32), None] if before else [None, nn.LayerNorm(32)]),
+                    FeedForward() if kind == "f" else Attending(by_hand=True),
+                    Residual(),
+                ]
+            )
+            for kind in kinds
+        )
+
+    def forward(self, x, context=None):
+        self.states = [x]
+        for kind, ((pre, post), sublayer, residual) in zip(self.kinds, self.layers, strict=True):
+            y = x if pre is None else pre(x)
+            y = sublayer(y, context) if kind == "c" else sublayer(y)
+            x = residual(y, x)
+            x = x if post is None else post(x)
+            self.states.append(x)
+        return x
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["norm before", "norm after"])
+@pytest.mark.parametrize(
+    ("kinds", "ends", "attending"),
+    [
+        ("afafaf", [0, 2, 4, 6], [0, 2, 4]),
+        ("acfacf", [0, 3, 6], [0, 3]),
+        ("fafaf", [0, 3, 5], [1, 3]),
+        ("affaff", [0, 3, 6], [0, 3]),
+    ],
+)
+def test_of_lists_with_a_residual_the_sum_is_the_layer(kinds, ends, attending, before):
+    model, x = Lists(kinds, before=before).eval(), torch.randn(4, 9, 32)
+    context = torch.randn(4, 9, 32)
+    with torch.no_grad():
+        plain, clean = model(x, context), fingerprint(model)
+        with window(model) as seen:
+            assert torch.equal(model(x, context), plain)
+            states = model.states
+            model(x + 1, context)  # a second pass counts for nothing
+        assert fingerprint(model) == clean
+    layers = by_place(seen.snapshot())
+    side = [("attention_2", d) for d in range(1, len(ends))] if "c" in kinds else []
+    assert [*layers] == [*(("", d) for d in range(len(ends))), *side]
+    for (stack, depth), layer in layers.items():
+        rows = sampled(seen, stack, depth).rows
+        if not stack:
+            assert torch.equal(layer.captured["hidden"], states[ends[depth]].flatten(0, 1)[rows])
+        if depth:
+            model(x, context)  # the second pass has overwritten what the modules keep
+            module = model.layers[attending[depth - 1] + bool(stack)][1]
+            found = layer.captured["scores"].softmax(-1)
+            torch.testing.assert_close(found, module.weights, atol=1e-6, rtol=0)
+            query = module.rows[0].flatten(0, 1)[sampled(seen, stack, depth).query_rows]
+            assert torch.equal(layer.captured["projected_query"], query.unflatten(-1, (4, 8)))
+    assert seen.snapshot().info.notes == []
+
+
+def test_lists_with_a_residual_are_described():
+    shown = dict(describe(Lists("afaf", before=True)).rows)
+    assert shown["blocks"] == "layers.0 to layers.2, each with the lists of sublayers behind it"
+    assert shown["Q, K projected"] == "0.1.to_q and 0.1.to_k"
+    with pytest.raises(ValueError, match="which is never called"):
+        find_anatomy(Lists("afaf", before=True), r"layers\.\d+")

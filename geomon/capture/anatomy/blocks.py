@@ -22,6 +22,7 @@ from geomon.capture.anatomy.families import (
     choose_blocks,
     find_families,
     group_by_pattern,
+    leading_lists,
     pattern_of,
     shown_name,
 )
@@ -29,6 +30,9 @@ from geomon.capture.anatomy.projections import Projections, find_projections
 
 # What attention to another stack is called.
 _CROSS_NAME = re.compile(r"cross|enc_?dec|encoder_att|multihead_attn|memory|src_att", re.IGNORECASE)
+
+
+CROSS = "cross"
 
 
 @dataclass(frozen=True)
@@ -39,13 +43,16 @@ class Attention:
         name: Path of the attention in the block.
         module: The module that holds the projections.
         projections: The modules that make queries and keys.
-        cross: Whether the keys come from another stack.
+        cross: Whether the keys come from another stack, going by names.
+        label: Which of the block's attentions it is: "" for the one to its own stack, "cross" for
+            the one to another; a further one has its name in the block.
     """
 
     name: str
     module: nn.Module = field(repr=False)
     projections: Projections
     cross: bool
+    label: str = ""
 
 
 @dataclass(frozen=True)
@@ -57,20 +64,23 @@ class Block:
         module: The block itself.
         attentions: Attentions whose projections are known, in the order of the modules.
         attends: Whether the block attends to its own stack, going by projections and names.
+        parts: Modules that are called one after another where the block itself is a list of them:
+            what enters the first one enters the block, what leaves the last one leaves it.
     """
 
     name: str
     module: nn.Module = field(repr=False)
     attentions: tuple[Attention, ...]
     attends: bool
+    parts: tuple[nn.Module, ...] = field(default=(), repr=False)
 
-    def attention_index(self, *, cross: bool) -> int | None:
-        """Return the index in `attentions` of the one to the block's own stack, or to another.
+    def attention_index(self, label: str = "") -> int | None:
+        """Return the index in `attentions` of the one with a label; None where there is none.
 
         Args:
-            cross: Whether the attention to another stack is meant.
+            label: Label of the attention: "" for the one to the block's own stack.
         """
-        return next((i for i, a in enumerate(self.attentions) if a.cross is cross), None)
+        return next((i for i, a in enumerate(self.attentions) if a.label == label), None)
 
 
 @dataclass(frozen=True)
@@ -91,6 +101,12 @@ class Stack:
     owner: nn.Module | None = field(repr=False)
     above: tuple[nn.Module, ...] = field(repr=False)
     entering: bool = False
+
+    @property
+    def side_labels(self) -> list[str]:
+        """Labels of the attentions besides those to the stack itself, in order."""
+        every = [attention.label for block in self.blocks for attention in block.attentions]
+        return [label for label in dict.fromkeys(every) if label]
 
 
 @dataclass(frozen=True)
@@ -168,7 +184,8 @@ def _stacks(model: nn.Module, families: list[Family], names: Names) -> tuple[Sta
     above = [_modules_above(model, family, names) for family in families]
     stacks = []
     for number, (family, label) in enumerate(zip(families, labels, strict=True)):
-        blocks = [_block(block, names, second=number > 0) for block in family]
+        lists = _lists_of_blocks(model, family, names)
+        blocks = [_block(block, names, lists.get(block, ()), second=number > 0) for block in family]
         if any(block.attentions for block in blocks):
             # In a hybrid, a module may be called attention ("linear_attn") and have no queries.
             blocks = [replace(b, attends=b.attends and bool(b.attentions)) for b in blocks]
@@ -185,26 +202,72 @@ def _stacks(model: nn.Module, families: list[Family], names: Names) -> tuple[Sta
     return tuple(stacks)
 
 
-def _block(module: nn.Module, names: Names, *, second: bool) -> Block:
+def _lists_of_blocks(
+    model: nn.Module, family: Family, names: Names
+) -> dict[nn.Module, Sequence[nn.Module]]:
+    """Find the lists of sublayers that make each block, by the first one; {} for other blocks."""
+    parent = model.get_submodule(names[family[0]].rpartition(".")[0])
+    siblings = list(parent.children())
+    if not isinstance(parent, nn.ModuleList) or leading_lists(siblings) != family:
+        return {}
+    starts = [siblings.index(block) for block in family]
+    starts[0] = 0  # a sublayer before the first attention belongs to the first block
+    ends = [*starts[1:], len(siblings)]
+    return {
+        block: siblings[start:end] for block, start, end in zip(family, starts, ends, strict=True)
+    }
+
+
+def _block(
+    module: nn.Module, names: Names, lists: Sequence[nn.Module] = (), *, second: bool
+) -> Block:
     """Find the attentions of a block; `second` if its stack is not the model's first one."""
     found: list[Attention] = []
     covered: set[nn.Module] = set()
-    for name, inner in module.named_modules():
+    held = nn.ModuleList(lists) if lists else module
+    for name, inner in held.named_modules():
         projections = None if inner in covered else find_projections(inner)
         if projections is not None:
             covered |= set(inner.modules())
             shown = shown_name(name)
-            cross = bool(_CROSS_NAME.search(shown)) or (second and len(found) == 1)
+            # attn1 and attn2 are alike by name: what the second one attends to is seen in the pass.
+            alike = bool(found) and pattern_of(found[0].name) == pattern_of(shown)
+            cross = bool(_CROSS_NAME.search(shown)) or (second and len(found) == 1 and not alike)
             found.append(Attention(shown, inner, projections, cross))
     # The only attention of a block is to its own stack, unless "cross" is in its name.
     if len(found) == 1 and found[0].cross and not re.search("cross", found[0].name, re.IGNORECASE):
-        found = [Attention(found[0].name, found[0].module, found[0].projections, cross=False)]
+        found = [replace(found[0], cross=False)]
     return Block(
         shown_name(names[module]) or type(module).__name__,
         module,
-        tuple(found),
+        _labelled(found),
         any(not a.cross for a in found) if found else attends(module),
+        tuple(_called(held)) if lists else (),
     )
+
+
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """Iterate over the members of nested lists that can be called."""
+    for child in module.children():
+        if isinstance(child, NOT_CALLABLE):
+            yield from _called(child)
+        else:
+            yield child
+
+
+def _labelled(attentions: list[Attention]) -> tuple[Attention, ...]:
+    """Label the attentions of a block, each in its own way."""
+    labels: list[str] = []
+    for attention in attentions:
+        label = CROSS if attention.cross else ""
+        if label in labels:
+            last = attention.name.rpartition(".")[2]
+            alone = sum(other.name.rpartition(".")[2] == last for other in attentions) == 1
+            label = last if alone else attention.name
+            if label.replace(".", "").isdigit():  # in lists, where nothing has a name
+                label = f"attention_{len(labels) + 1}"
+        labels.append(label)
+    return tuple(replace(a, label=x) for a, x in zip(attentions, labels, strict=True))
 
 
 def _common_path(family: Family, names: Names) -> list[str]:

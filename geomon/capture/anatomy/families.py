@@ -38,7 +38,7 @@ class LeftOut:
     """A family that looks like a stack of blocks and is not watched.
 
     Attributes:
-        pattern: Names of its modules, with "#" for numbers.
+        pattern: Names of its modules, with "#" for the numbers in which they differ.
         count: Number of its modules.
         reason: Why it is not watched.
     """
@@ -94,13 +94,35 @@ def choose_blocks(model: nn.Module, blocks: str | Sequence[nn.Module], names: Na
                 f"no module's name matches blocks={blocks!r} as a whole; names are such as "
                 f"{', '.join(shown_name(n) for n in list(names.values())[1:9])}"
             )
+        _refuse_lists(found, names)
         return found
     outside = [type(block).__name__ for block in blocks if block not in names]
     if outside:
         raise ValueError(
             f"blocks holds modules that are not part of {type(model).__name__}: {outside}"
         )
+    _refuse_lists(blocks, names)
     return list(blocks)
+
+
+def _refuse_lists(blocks: Sequence[nn.Module], names: Names) -> None:
+    """Refuse lists of modules, which are never called: their members are the blocks.
+
+    Raises:
+        ValueError: One of the blocks is a list of modules.
+    """
+    for block in blocks:
+        if isinstance(block, NOT_CALLABLE):
+            name = shown_name(names[block])
+            members = (
+                rf"{re.escape(name)}\.\d+"
+                if isinstance(block, nn.ModuleList)
+                else (rf"{re.escape(name)}\.\w+")
+            )
+            raise ValueError(
+                f"{name or 'the model'} is a {type(block).__name__}, which is never called: give "
+                f'its members, with blocks=r"{members}", or as a list of modules'
+            )
 
 
 def group_by_pattern(modules: Iterable[nn.Module], names: Names) -> list[Family]:
@@ -139,11 +161,19 @@ def find_families(model: nn.Module, names: Names) -> tuple[list[Family], list[Le
     ]
     watched = _main(candidates)
     left_out = [
-        LeftOut(shown_name(pattern_of(names[family[0]])), len(family), _why_not(family, watched))
+        LeftOut(_shown_pattern(family, names), len(family), _why_not(family, watched))
         for family in candidates
         if family not in watched and len(family) > 1
     ]
     return watched, left_out
+
+
+def _shown_pattern(family: Family, names: Names) -> str:
+    """Return the name that all members share, with "#" where their names differ."""
+    parts = [shown_name(names[member]).split(".") for member in family]
+    return ".".join(
+        step[0] if len(set(step)) == 1 else pattern_of(step[0]) for step in zip(*parts, strict=True)
+    )
 
 
 def _all_families(model: nn.Module, names: Names) -> dict[str, Family]:
@@ -172,6 +202,8 @@ def _expand(
     inner = [p for p in families if p.startswith(f"{pattern}.")]
     inner.sort(key=lambda p: _size_of(families[p]), reverse=True)
     for candidate in inner:
+        if _ATTENTION_NAME.search(candidate.rpartition(".")[2]):
+            continue  # attn1 and attn2 of one block
         if _are_stages(family, families[candidate]):
             by_member = [
                 [block for block in families[candidate] if names[block].startswith(f"{names[m]}.")]
@@ -180,6 +212,8 @@ def _expand(
             if _are_towers(family, by_member) and not isinstance(parent, CONTAINERS):
                 return by_member
             return [families[candidate]]
+    if leading := leading_lists(family):
+        return [leading]
     if any(isinstance(member, NOT_CALLABLE) for member in family):
         # Sublayers in lists: the first of each list stands for the block, if it is the attention.
         first = [next(member.children()) for member in family]
@@ -206,6 +240,41 @@ def _are_stages(family: Family, inner: Family) -> bool:
         len(inner) > len(family)
         and len(family) <= _MOST_STAGES
         and (len(sizes) > 1 or all(isinstance(member, CONTAINERS) for member in family))
+    )
+
+
+def leading_lists(family: Family) -> Family:
+    """List those lists of [norms, sublayer, residual] with which blocks begin.
+
+    A block begins at a sublayer that attends, behind one that does not; the sums are made in the
+    residual module of each list.
+
+    Args:
+        family: Modules of one family.
+
+    Returns:
+        The lists that begin a block; none where the members are no such lists.
+    """
+    attending = [isinstance(member, nn.ModuleList) and attends(member) for member in family]
+    if all(attending) or not any(attending) or not all(map(_ends_in_residual, family)):
+        return []
+    behind = [True, *(not before for before in attending)]
+    begins = zip(family, attending, behind, strict=False)
+    return [member for member, attend, first in begins if attend and first]
+
+
+def _ends_in_residual(member: nn.Module) -> bool:
+    """Whether a list holds one sublayer, and behind it what adds its output to the stream."""
+    children = list(member.children())
+    if not isinstance(member, nn.ModuleList) or len(children) < 2:
+        return False
+    sizes = [_size(child) for child in children]
+    largest = sizes.index(max(sizes))
+    return (
+        largest < len(sizes) - 1
+        and 4 * sizes[largest] > 3 * sum(sizes)
+        and not isinstance(children[largest], NOT_CALLABLE)
+        and not isinstance(children[-1], NOT_CALLABLE)
     )
 
 

@@ -32,6 +32,14 @@ _HALVES = (
     ("q", "kv"),
     ("wq", "wkv"),
 )
+# Siblings of latent attention (DeepSeek): to queries, from the latent to [keys | values] of each
+# head, and to [latent | the part of keys that is rotated, the same for all heads].
+_LATENT = (
+    ("q_b_proj", "kv_b_proj", "kv_a_proj_with_mqa"),
+    ("q_proj", "kv_b_proj", "kv_a_proj_with_mqa"),
+    ("wq_b", "wkv_b", "wkv_a"),
+    ("wq", "wkv_b", "wkv_a"),
+)
 # One projection to queries, keys and values.
 _FUSED = ("c_attn", "qkv", "qkv_proj", "query_key_value", "Wqkv", "wqkv", "to_qkv", "att_proj")
 
@@ -45,7 +53,7 @@ _HEAD_WIDTH = (
     "dim_head",
 )  # fmt: skip
 
-Kind = Literal["separate", "halves", "fused", "multihead"]
+Kind = Literal["separate", "halves", "latent", "fused", "multihead"]
 _PAIRS: tuple[tuple[Kind, tuple[tuple[str, str], ...]], ...] = (
     ("separate", _SEPARATE),
     ("halves", _HALVES),
@@ -57,18 +65,27 @@ class Projections:
     """The modules that make queries and keys.
 
     Attributes:
-        kind: "separate": one module each; "halves": the second makes [keys | values]; "fused": one
-            makes queries, keys and values; "multihead": `nn.MultiheadAttention`, which holds
-            weights and no module.
+        kind: "separate": one module each; "halves": the second makes [keys | values]; "latent": the
+            second makes them from a latent, and a third makes the part of keys that heads share;
+            "fused": one makes queries, keys and values; "multihead": `nn.MultiheadAttention`, which
+            holds weights and no module.
         query: The module that makes queries.
         key: The module that makes keys; the same as `query` where one makes both.
         names: Names of the modules in the attention.
+        shared: The module that makes [latent | shared part of keys], or None.
     """
 
     kind: Kind
     query: nn.Module = field(repr=False)
     key: nn.Module = field(repr=False)
     names: tuple[str, ...]
+    shared: nn.Module | None = field(default=None, repr=False)
+
+    @property
+    def latent_width(self) -> int | None:
+        """Width of the latent from which keys and values are made; None where it is not known."""
+        widths = _widths(self.key) if self.kind == "latent" else None
+        return None if widths is None else widths[1]
 
 
 class Sizes(NamedTuple):
@@ -95,6 +112,10 @@ def find_projections(module: nn.Module) -> Projections | None:
         for query, key in pairs:
             if query in children and key in children:
                 return Projections(kind, children[query], children[key], (query, key))
+    for names in _LATENT:
+        if all(name in children for name in names):
+            modules = [children[name] for name in names]
+            return Projections("latent", modules[0], modules[1], names, modules[2])
     for name in _FUSED:
         if name in children and _widths(children[name]) is not None:
             return Projections("fused", children[name], children[name], (name,))
@@ -124,8 +145,10 @@ def find_sizes(projections: Projections | None, holders: Iterable[Any]) -> Sizes
     if widths is None:
         return Sizes(heads, key_heads, width)
     made, taken = widths
+    if projections.kind == "latent":
+        return Sizes(heads, heads, made // heads if made % heads == 0 else None)
     if projections.kind == "fused":
-        width = width or taken // heads
+        width = width or _fused_head_width(made, taken, heads)
         key_heads = fused_key_heads(made, heads, width)
     else:
         width = made // heads if made % heads == 0 else width
@@ -154,6 +177,17 @@ def _widths(module: nn.Module) -> tuple[int, int] | None:
     if getattr(module, "nf", None) == weight.shape[1]:  # transformers' Conv1D is transposed
         return weight.shape[1], weight.shape[0]
     return weight.shape[0], weight.shape[1]
+
+
+def _fused_head_width(made: int, taken: int, heads: int) -> int:
+    """Find the head width of a fused projection: that of the input shared out among heads.
+
+    Where the output does not fit that width, heads are as wide as equal shares of it make them.
+    """
+    usual = taken // heads
+    if not usual or fused_key_heads(made, heads, usual) is None:
+        return made // (3 * heads) if made % (3 * heads) == 0 else usual
+    return usual
 
 
 def fused_key_heads(made: int, heads: int, width: int) -> int | None:

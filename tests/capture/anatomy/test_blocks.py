@@ -138,13 +138,13 @@ def test_the_attention_to_another_stack_is_told_from_a_blocks_own():
     assert [(a.name, a.cross) for a in encoder.blocks[0].attentions] == [("self_attn", False)]
     found = [(a.name, a.cross) for a in decoder.blocks[0].attentions]
     assert found == [("self_attn", False), ("multihead_attn", True)]
-    assert decoder.blocks[0].attention_index(cross=True) == 1
+    assert decoder.blocks[0].attention_index("cross") == 1
     alone = find_anatomy(layers(lambda: module(multihead_attn=nn.MultiheadAttention(8, 2))))
     assert not alone.blocks[0].attentions[0].cross
     only = module(layers=layers(Attending, lambda: module(cross_attn=Attending())))
     first, second = find_anatomy(only).blocks
     assert (first.attends, second.attends) == (True, False)
-    assert second.attention_index(cross=True) == 0
+    assert second.attention_index("cross") == 0
 
 
 def test_blocks_of_several_classes_in_a_list_are_one_stack():

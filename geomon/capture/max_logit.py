@@ -1,0 +1,145 @@
+"""The largest logit of attention, over all rows and all keys that they see.
+
+A sample does not have it, and it is an alarm: so it is computed while queries and keys are alive,
+inside the window. This is the only arithmetic there. It does not wait for the device, and it holds
+no more than a block of scores at a time.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from geomon.capture.attention import Arguments, split_masks
+from geomon.capture.visibility import MASKED
+
+# Scores in a block: 16 MB.
+_BLOCK = 1 << 22
+
+# Under a causal flag, parts into which the queries are cut: keys later than a part are left out.
+_CAUSAL_PARTS = 8
+
+
+@torch.no_grad()
+def max_logits_of_call(given: Arguments, valid: Tensor | None) -> Tensor:
+    """Find the largest score of each head before the softmax, over all rows and visible keys.
+
+    Args:
+        given: Arguments of the attention call.
+        valid: False where a query is padding, [sequences, queries]; None without padding.
+
+    Returns:
+        float32, [heads], on the device of the queries; -inf where no row sees a key.
+
+    Raises:
+        NotUnderstoodError: The mask is neither boolean nor additive.
+    """
+    query, key = given.query, given.key
+    sequences, heads, queries, width = query.shape
+    keys = key.shape[2]
+    top = query.new_full((heads,), -torch.inf, dtype=torch.float32)
+    if 0 in (*query.shape, *key.shape):
+        return top
+    with torch.autocast(query.device.type, enabled=False):
+        for some, rows in _cuts((sequences, heads, queries, keys), causal=given.causal):
+            seen = slice(*_reach(given, rows, keys))
+            masks = [_part(mask, some, rows) for mask in (given.mask, given.bias)]
+            hidden, bias = split_masks(masks, keys)
+            facing = key[some, :, seen].float().flatten(0, 1).transpose(1, 2)
+            asking = query[some, :, rows].float().reshape(len(facing), -1, width)
+            scores = torch.bmm(asking, facing).view(_size(some), heads, _size(rows), -1)
+            # A scale and a cap keep the order: the largest of a row needs them alone.
+            ordered = bias is None and given.scale > 0
+            if not ordered:
+                scores = _scaled(scores, given)
+            if bias is not None:
+                scores += bias[..., seen]
+            if hidden is not None:
+                scores.masked_fill_(hidden[..., seen], -torch.inf)
+            _mask_by_place(scores, given, rows, seen)
+            largest = scores.amax(dim=-1)
+            unseen = largest == -torch.inf
+            largest = _scaled(largest, given) if ordered else largest
+            largest = largest.masked_fill(unseen, -torch.inf)  # a cap makes it finite
+            top = top.maximum(_over_rows(largest, valid, some, rows))
+    return top
+
+
+@torch.no_grad()
+def max_logits_of_scores(scores: Tensor, valid: Tensor | None) -> Tensor:
+    """Find the largest score of each head, where attention is written out by hand.
+
+    A hidden key is far below the largest score of its row; rows that see no key are left out.
+
+    Args:
+        scores: Input of the softmax, [sequences, heads, queries, keys].
+        valid: False where a query is padding, [sequences, queries]; None without padding.
+
+    Returns:
+        float32, [heads], on the device of the scores; -inf where no row sees a key.
+    """
+    largest = scores.detach().amax(dim=-1).float()
+    largest.masked_fill_(largest < MASKED, -torch.inf)
+    return _over_rows(largest, valid, slice(0, len(largest)), slice(0, largest.shape[2]))
+
+
+def _cuts(shape: tuple[int, int, int, int], *, causal: bool) -> Iterator[tuple[slice, slice]]:
+    """Cut all scores into blocks: slices of sequences and of queries."""
+    sequences, heads, queries, keys = shape
+    each = -(-queries // _CAUSAL_PARTS) if causal else queries
+    each = max(1, min(each, _BLOCK // (heads * keys)))
+    some = max(1, _BLOCK // (heads * keys * each))
+    for first in range(0, queries, each):
+        for sequence in range(0, sequences, some):
+            yield (
+                slice(sequence, min(sequence + some, sequences)),
+                slice(first, min(first + each, queries)),
+            )
+
+
+def _reach(given: Arguments, rows: slice, keys: int) -> tuple[int, int]:
+    """Return the first key that the rows may see by their places, and the one after the last."""
+    window = given.sliding_window
+    first = 0 if window is None else min(max(0, rows.start - window + 1), keys - 1)
+    return first, min(rows.stop, keys) if given.causal else keys
+
+
+def _mask_by_place(scores: Tensor, given: Arguments, rows: slice, seen: slice) -> None:
+    """Mask the scores of keys that the rows do not see by their places, in place."""
+    if not given.causal and given.sliding_window is None:
+        return
+    order = torch.arange(seen.start, seen.stop, dtype=torch.int64, device=scores.device)
+    places = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=scores.device)[:, None]
+    if given.sliding_window is not None:
+        scores.masked_fill_(places - order >= given.sliding_window, -torch.inf)
+    if given.causal:  # no key before the first row is later than any row
+        late = slice(max(rows.start - seen.start, 0), None)
+        scores[..., late].masked_fill_(order[late] > places, -torch.inf)
+
+
+def _part(mask: Tensor | None, some: slice, rows: slice) -> Tensor | None:
+    """Take some sequences and rows of a mask, where it has a dimension for each."""
+    if mask is None:
+        return None
+    mask = mask[some] if mask.shape[0] > 1 else mask
+    return mask[:, :, rows] if mask.shape[2] > 1 else mask
+
+
+def _scaled(scores: Tensor, given: Arguments) -> Tensor:
+    """Scale and cap products of queries and keys, in place."""
+    scores = scores.mul_(given.scale)
+    cap = given.softcap
+    return scores if cap is None else scores.div_(cap).tanh_().mul_(cap)
+
+
+def _over_rows(largest: Tensor, valid: Tensor | None, some: slice, rows: slice) -> Tensor:
+    """Take the largest score of each head over rows that are no padding."""
+    if valid is not None:
+        padding = ~valid[some, rows].to(largest.device, non_blocking=True)
+        largest = largest.masked_fill(padding[:, None], -torch.inf)
+    return largest.amax(dim=(0, 2))
+
+
+def _size(part: slice) -> int:
+    size: int = part.stop - part.start
+    return size

@@ -1,0 +1,445 @@
+"""Attention that is written out by hand, and softmaxes that are none."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import geomon
+from geomon.capture.anatomy import find_anatomy
+from geomon.capture.attention import NotUnderstoodError, read_call
+from geomon.capture.by_hand import (
+    Known,
+    Product,
+    is_second_softmax,
+    record_softmax,
+)
+from geomon.capture.patches import _PRODUCTS, _SOFTMAXES
+from geomon.capture.sampling import MemoryLimit, RowSampler
+from geomon.capture.snapshot import CAPTURED
+from geomon.capture.window import Window
+
+LOWER = torch.ones(6, 6, dtype=torch.bool).tril().expand(2, 4, 6, 6)
+
+
+def recorded(scores, dim=-1, heads=None, *, made=True, head_width=8):
+    products = [Product(scores.numel(), None)] if made else []
+    known = Known((2, 6), 32, heads, head_width)
+    return record_softmax(RowSampler(100, 0), scores, dim, known, products)
+
+
+@pytest.mark.parametrize(
+    ("shape", "heads", "expected"),
+    [
+        ((2, 4, 6, 6), None, (2, 4)),
+        ((2, 4, 6, 9), 4, (2, 4)),  # against the keys of another stack
+        ((8, 6, 6), None, (2, 4)),  # sequences and heads in one dimension
+        ((8, 6, 9), 4, (2, 4)),
+        ((2, 6, 6), None, (2, 1)),  # one head
+        ((2, 6, 9), None, (2, 1)),
+        ((2, 6, 6), 1, (2, 1)),
+        ((4, 2, 3, 3), None, (4, 2)),  # windows of the sequences
+        ((2, 2, 2, 6, 6), None, (2, 4)),  # heads in groups
+        ((2, 2, 2, 6, 6), 4, (2, 4)),
+        ((2, 2, 4, 3, 3), 4, (4, 4)),  # windows in a dimension of their own
+        ((12, 9), None, None),
+    ],
+)
+def test_scores_are_arranged_by_their_sizes(shape, heads, expected):
+    scores = torch.randn(shape)
+    call = recorded(scores, heads=heads)
+    if expected is None:
+        assert call is None
+        return
+    assert call.scores.shape[:2] == expected
+    assert torch.equal(call.scores.flatten(), scores.flatten())
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "to_usual"),
+    [
+        ((2, 6, 4, 9), -1, (0, 2, 1, 3)),  # queries before heads
+        ((4, 2, 6, 9), 3, (1, 0, 2, 3)),  # heads first
+        ((2, 4, 9, 6), -2, (0, 1, 3, 2)),  # transposed scores
+        ((2, 9, 6, 4), 1, (0, 3, 2, 1)),
+    ],
+)
+def test_scores_in_an_unusual_order_need_the_number_of_heads(shape, dim, to_usual):
+    scores = torch.randn(shape)
+    call = recorded(scores, dim, heads=4)
+    assert torch.equal(call.scores, scores.permute(to_usual))
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 6, 6), (2, 4, 5, 6), (3, 5, 7), (2, 2, 3, 6, 6)])
+def test_products_that_cannot_be_arranged_say_what_would_help(shape):
+    with pytest.raises(NotUnderstoodError, match="number of its heads as num_heads"):
+        recorded(torch.randn(shape), heads=4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim"), [((2, 4, 6, 8), -1), ((2, 4, 6, 6), -2), ((8, 6, 9), -1), ((8, 6, 6), 1)]
+)
+def test_without_a_product_what_are_no_keys_are_features(shape, dim):
+    width = 8 if dim == -1 else 6  # heads as wide as there are keys
+    with pytest.raises(NotUnderstoodError, match=r"features \(linear attention\)"):
+        recorded(torch.randn(shape), dim, heads=4 if dim == -1 else None, made=False,
+                 head_width=width)  # fmt: skip
+
+
+def test_without_a_product_scores_of_all_tokens_count():
+    assert recorded(torch.randn(2, 4, 6, 6), heads=4, made=False) is not None
+    assert recorded(torch.randn(2, 6, 9), made=False) is None  # a router's
+    assert recorded(torch.randn(12, 6), made=False) is None
+
+
+@pytest.mark.parametrize(
+    "lowest", [-torch.inf, -100.0, -10_000.0, -65504.0, torch.finfo(torch.float32).min]
+)
+def test_masked_scores_are_not_visible(lowest):
+    scores = torch.randn(2, 4, 6, 6).masked_fill(~LOWER, lowest)
+    call = recorded(scores, 3)
+    valid = torch.ones(2, 6, dtype=torch.bool)
+    valid[0, 3:] = False
+    found = read_call(call, valid)
+    assert torch.equal(found["visible"], LOWER & valid[:, None, :, None])
+    assert torch.equal(found["scores"], scores)
+
+
+def test_a_second_softmax_of_an_attention_is_recognised():
+    first = torch.randn(2, 4, 6, 3)
+    call = recorded(first, heads=4)
+    assert is_second_softmax(call, torch.randn(2, 4, 3, 3), -1)
+    assert is_second_softmax(call, torch.randn(2, 4, 3, 6), 3)
+    assert is_second_softmax(call, first, 2)  # over both dimensions
+    assert not is_second_softmax(call, first, 3)  # the same once more
+    assert not is_second_softmax(call, torch.randn(12, 8), -1)  # a router's
+    assert not is_second_softmax(call, torch.randn(2, 4, 3, 6), 1)
+
+
+# -- whole models ------------------------------------------------------------------------------
+
+HEADS, LENGTH = 4, 8
+CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Attention(nn.Module):
+    """An attention whose arithmetic is a function of queries, keys and values."""
+
+    def __init__(self, attend: Attend, width: int) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, width) for _ in range(3))
+        self.num_heads = HEADS
+        self.attend = attend
+
+    def forward(self, x):
+        q, k, v = (
+            layer(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return self.attend(q, k, v).transpose(1, 2).flatten(2)
+
+
+class Block(nn.Module):
+    def __init__(self, attend: Attend, width: int) -> None:
+        super().__init__()
+        self.attention = Attention(attend, width)
+        self.mlp = nn.Linear(width, width)
+
+    def forward(self, x):
+        x = x + self.attention(x)
+        return x + self.mlp(x)
+
+
+def model_of(attend: Attend, head_width: int = 16) -> nn.Module:
+    torch.manual_seed(0)
+    width = HEADS * head_width
+    return nn.Sequential(*(Block(attend, width) for _ in range(2)))
+
+
+def layers_of(model: nn.Module, x: torch.Tensor):
+    with torch.no_grad():
+        alone = model(x)
+        with Window(find_anatomy(model), set(CAPTURED), rows=10_000, seed=0) as window:
+            watched = model(x)
+    assert torch.equal(watched, alone)
+    snapshot = window.snapshot()
+    assert not [note for note in snapshot.info.notes if "hook failed" in note.text]
+    return snapshot.layers[1:]
+
+
+def scores_of(q, k):
+    return q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+
+
+def over_query_features(q, k, v):
+    return q.softmax(dim=-1) @ (k.transpose(-1, -2) @ v)
+
+
+def over_query_features_late(q, k, v):
+    context = k.transpose(-1, -2) @ v  # as many numbers as scores, where heads are as wide as long
+    return q.softmax(dim=-1) @ context
+
+
+def over_key_features(q, k, v):
+    return q @ (k.softmax(dim=-1).transpose(-1, -2) @ v)
+
+
+def efficient(q, k, v):  # Shen et al. 2018
+    return q.softmax(dim=-1) @ (k.softmax(dim=-2).transpose(-1, -2) @ v)
+
+
+def features_first(q, k, v):  # as linear attention over feature maps has it
+    q, k, v = (x.transpose(-1, -2) for x in (q, k, v))
+    q, k = q.softmax(dim=-2), k.softmax(dim=-1)
+    context = torch.einsum("bhdn,bhen->bhde", k, v)
+    return torch.einsum("bhde,bhdn->bhen", context, q).transpose(-1, -2)
+
+
+def positive(q, k, v):
+    q, k = nn.functional.elu(q) + 1, nn.functional.elu(k) + 1
+    return q @ (k.transpose(-1, -2) @ v)
+
+
+RANDOM = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
+
+
+def performer(q, k, v):
+    q, k = (
+        (x @ RANDOM[: x.shape[-1]] - x.square().sum(dim=-1, keepdim=True) / 2).exp() for x in (q, k)
+    )
+    return q @ (k.transpose(-1, -2) @ v) / (q @ k.sum(dim=-2)[..., None])
+
+
+@pytest.mark.parametrize("head_width", [16, LENGTH], ids=["", "as wide as long"])
+@pytest.mark.parametrize(
+    ("attend", "why"),
+    [
+        (over_query_features, "features (linear attention)"),
+        (over_query_features_late, "features (linear attention)"),
+        (over_key_features, "features (linear attention)"),
+        (efficient, "features (linear attention)"),
+        (features_first, "features (linear attention)"),
+        (positive, "linear attention has none"),
+        (performer, "linear attention has none"),
+    ],
+)
+def test_linear_attention_has_no_weights(attend, why, head_width):
+    for layer in layers_of(
+        model_of(attend, head_width), torch.randn(2, LENGTH, HEADS * head_width)
+    ):
+        assert "visible" not in layer.captured
+        assert "scores" not in layer.captured
+        assert why in layer.missing["visible"]
+        assert layer.captured["projected_query"].shape[1:] == (HEADS, head_width)
+
+
+def test_linear_attention_keeps_its_means_of_queries_and_keys():
+    values = geomon.measure(
+        model_of(over_query_features), torch.randn(2, LENGTH, HEADS * 16),
+        metrics=geomon.select("qk_cosine", "query_mean_norm"),
+    )  # fmt: skip
+    assert math.isfinite(values["qk_cosine/layer_01"])
+
+
+def grouped(q, k, v):
+    q, k, v = q.unflatten(1, (2, 2)), k.unflatten(1, (2, 2)), v.unflatten(1, (2, 2))
+    weights = torch.einsum("bgrid,bgrjd->bgrij", q, k).div(math.sqrt(q.shape[-1]))
+    return (weights.masked_fill(~CAUSAL, -1e9).softmax(-1) @ v).flatten(1, 2)
+
+
+def transposed(q, k, v):
+    scores = scores_of(k, q).masked_fill(~CAUSAL.T, -1e9)
+    return scores.softmax(dim=-2).transpose(-1, -2) @ v
+
+
+def heads_last(q, k, v):
+    scores = torch.einsum("bhid,bhjd->bihj", q, k).div(math.sqrt(q.shape[-1]))
+    weights = scores.masked_fill(~CAUSAL[:, None], -1e9).softmax(-1)
+    return torch.einsum("bihj,bhjd->bhid", weights, v)
+
+
+def folded(q, k, v):
+    q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+    scores = torch.bmm(q, k.transpose(1, 2)).mul_(q.shape[-1] ** -0.5).masked_fill_(~CAUSAL, -1e9)
+    return torch.bmm(scores.softmax(-1), v).unflatten(0, (-1, HEADS))
+
+
+def by_softmax(softmax) -> Attend:
+    def attend(q, k, v):
+        return softmax(scores_of(q, k).masked_fill(~CAUSAL, -1e9)) @ v
+
+    return attend
+
+
+BY_HAND = {
+    "groups": grouped,
+    "transposed": transposed,
+    "queries before heads": heads_last,
+    "folded": folded,
+    "logarithm": by_softmax(lambda s: s.log_softmax(-1).exp()),
+    "logarithm by function": by_softmax(lambda s: nn.functional.log_softmax(s, dim=-1).exp()),
+    "special": by_softmax(lambda s: torch.special.softmax(s, -1)),
+    "special logarithm": by_softmax(lambda s: torch.special.log_softmax(s, dim=3).exp()),
+    "private": by_softmax(lambda s: torch._softmax(s, -1, False)),
+    "private logarithm": by_softmax(lambda s: torch._log_softmax(s, -1, False).exp()),
+}
+
+
+@pytest.mark.parametrize("head_width", [16, LENGTH], ids=["", "as wide as long"])
+@pytest.mark.parametrize("way", BY_HAND)
+def test_attention_by_hand_of_any_shape_has_the_weights_of_the_model(way, head_width):
+    seen = []
+
+    def attend(q, k, v):
+        seen.append((q.double(), k.double()))
+        return BY_HAND[way](q, k, v)
+
+    model = model_of(attend, head_width)
+    layers = layers_of(model, torch.randn(2, LENGTH, HEADS * head_width))
+    for layer, (q, k) in zip(layers, seen[2:], strict=True):
+        expected = scores_of(q, k).masked_fill(~CAUSAL, -torch.inf).softmax(dim=-1)
+        visible = layer.captured["visible"]
+        assert torch.equal(visible, CAUSAL.expand_as(visible))
+        found = layer.captured["scores"].masked_fill(~visible, -torch.inf).softmax(dim=-1)
+        assert torch.allclose(found.double(), expected, atol=1e-6)
+
+
+def grouped_query(q, k, v):
+    k, v = k[:, ::2], v[:, ::2]
+    attend = nn.functional.scaled_dot_product_attention
+    return attend(q, k, v, attn_mask=CAUSAL, enable_gqa=True)
+
+
+def folded_by_function(q, k, v):
+    given = (x.flatten(0, 1) for x in (q, k, v))
+    mixed = nn.functional.scaled_dot_product_attention(*given, attn_mask=CAUSAL)
+    return mixed.unflatten(0, (-1, HEADS))
+
+
+def folded_with_its_mask(q, k, v):
+    mask = CAUSAL.expand(len(q) * HEADS, -1, -1)
+    given = (x.flatten(0, 1) for x in (q, k, v))
+    mixed = nn.functional.scaled_dot_product_attention(*given, attn_mask=mask)
+    return mixed.unflatten(0, (-1, HEADS))
+
+
+def grouped_by_function(q, k, v):
+    q, k, v = (x.unflatten(1, (2, 2)) for x in (q, k, v))
+    mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return mixed.flatten(1, 2)
+
+
+@pytest.mark.parametrize(
+    "attend", [grouped_query, folded_by_function, folded_with_its_mask, grouped_by_function]
+)
+def test_attention_by_function_of_any_shape_has_the_weights_of_the_model(attend):
+    seen = []
+
+    def kept(q, k, v):
+        k = k[:, ::2].repeat_interleave(2, dim=1) if attend is grouped_query else k
+        seen.append((q.double(), k.double()))
+        return attend(q, k, v)
+
+    layers = layers_of(model_of(kept), torch.randn(2, LENGTH, HEADS * 16))
+    for layer, (q, k) in zip(layers, seen[2:], strict=True):
+        found, visible = layer.captured, layer.captured["visible"].expand(2, HEADS, -1, -1)
+        assert torch.equal(visible, CAUSAL.expand_as(visible))
+        keys = found["key"].repeat_interleave(HEADS // found["key"].shape[1], dim=1)
+        scores = found["query"] @ keys.transpose(-1, -2) * found["scale"]
+        expected = scores_of(q, k).masked_fill(~CAUSAL, -torch.inf)
+        assert torch.allclose(
+            scores.double().masked_fill(~visible, -torch.inf), expected, atol=1e-5
+        )
+        torch.testing.assert_close(
+            found["max_logits"].double(), expected.amax(dim=(0, 2, 3)), rtol=1e-5, atol=1e-5
+        )
+
+
+def test_every_function_that_was_watched_is_put_back():
+    holders = {id(holder): holder for holder, _ in (*_PRODUCTS, *_SOFTMAXES)}.values()
+    before = [dict(vars(holder)) for holder in holders]
+    model, x = model_of(grouped), torch.randn(2, LENGTH, HEADS * 16)
+    with Window(find_anatomy(model), set(CAPTURED), rows=100, seed=0):
+        assert [dict(vars(holder)) for holder in holders] != before
+        model(x)
+    assert [dict(vars(holder)) for holder in holders] == before
+
+
+def test_where_memory_is_short_the_products_go_first(monkeypatch):
+    most = 2 * HEADS * LENGTH * LENGTH + 100  # the scores, sequences and places
+
+    def why_not(self, tensors):
+        return "too much" if sum(tensor.numel() for tensor in tensors) > most else None
+
+    monkeypatch.setattr(MemoryLimit, "why_not", why_not)
+    for layer in layers_of(model_of(grouped), torch.randn(2, LENGTH, HEADS * 16)):
+        assert torch.equal(layer.captured["visible"], CAUSAL.expand(2, HEADS, -1, -1))
+
+
+class WideHeads(nn.Module):
+    """Heads that are wider than the hidden states shared out among them, in one projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.heads = nn.Linear(32, 3 * HEADS * 24, bias=False), HEADS
+        self.out = nn.Linear(HEADS * 24, 32)
+
+    def forward(self, x):
+        q, k, v = (y.unflatten(-1, (HEADS, 24)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        return x + self.out((scores_of(q, k).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_heads_wider_than_their_share_of_the_hidden_states():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(WideHeads(), WideHeads()), torch.randn(3, 20, 32)
+    made = model[0].qkv(x).detach().flatten(0, 1)[:, : 2 * HEADS * 24]
+    query, key = made.unflatten(1, (2, HEADS, 24)).unbind(1)
+    layer = layers_of(model, x)[0]
+    for name, rows in (("projected_query", query), ("projected_key", key)):
+        found = layer.captured[name]
+        assert torch.allclose(found.double().sum(0), rows.double().sum(0), atol=1e-5)
+        assert found.shape == rows.shape
+
+
+class Maps(nn.Module):
+    """Queries and keys that convolutions make of feature maps; keys of every other place."""
+
+    num_heads = HEADS
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_q = nn.Conv2d(16, 16, 3, padding=1)
+        self.to_kv = nn.Conv2d(16, 32, 2, stride=2)
+
+    def forward(self, x):
+        k, v = self.to_kv(x).chunk(2, dim=1)
+        q, k, v = (
+            y.unflatten(1, (HEADS, -1)).flatten(3).transpose(2, 3) for y in (self.to_q(x), k, v)
+        )
+        mixed = scores_of(q, k).softmax(-1) @ v
+        return x + mixed.transpose(2, 3).flatten(1, 2).unflatten(2, x.shape[2:])
+
+
+def test_projections_of_feature_maps_have_their_width_in_the_channels():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Maps(), Maps()), torch.randn(3, 16, 6, 6)
+    query = model[0].to_q(x).detach().movedim(1, -1).reshape(-1, HEADS, 4)
+    key = model[0].to_kv(x).detach()[:, :16].movedim(1, -1).reshape(-1, HEADS, 4)
+    layer = layers_of(model, x)[0]
+    for name, rows in (("projected_query", query), ("projected_key", key)):
+        found = layer.captured[name]
+        assert found.shape == rows.shape
+        assert torch.allclose(found.double().sum(0), rows.double().sum(0), atol=1e-5)
+    assert layer.captured["scores"].shape == (3, HEADS, 36, 9)
+
+
+def test_scores_of_unknown_order_are_missed_with_the_cure():
+    model = model_of(heads_last)
+    for block in model:
+        del block.attention.num_heads
+    for layer in layers_of(model, torch.randn(2, LENGTH, HEADS * 16)):
+        assert "num_heads" in layer.missing["visible"]

@@ -1,0 +1,202 @@
+"""The largest logit, over all rows: held against all scores in float64."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import geomon
+from geomon.capture import max_logit
+from geomon.capture.anatomy import find_anatomy
+from geomon.capture.attention import read_arguments
+from geomon.capture.max_logit import max_logits_of_call, max_logits_of_scores
+from geomon.capture.snapshot import CAPTURED, Layer
+from geomon.capture.window import Window
+from geomon.distributed.merge import merge_layers
+
+
+def reference(query, key, visible, scale, bias=None, softcap=None) -> torch.Tensor:
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    scores = query.double() @ key.double().transpose(-1, -2) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias.double()
+    return scores.masked_fill(~visible, -torch.inf).amax(dim=(0, 2, 3))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    seed=st.integers(0, 2**20),
+    shape=st.tuples(*(st.integers(1, size) for size in (3, 2, 2, 19, 19))),
+    kind=st.sampled_from(["none", "bool", "additive", "by key", "causal flag", "window"]),
+    softcap=st.sampled_from([None, 2.0]),
+    biased=st.booleans(),
+    padded=st.booleans(),
+    block=st.sampled_from([1, 50, 1 << 22]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_it_is_the_largest_of_all_scores(seed, shape, kind, softcap, biased, padded, block, dtype):
+    sequences, key_heads, group, queries, keys = shape
+    heads = key_heads * group
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*sizes):
+        return torch.randn(*sizes, generator=generator).to(dtype)
+
+    query, key = normal(sequences, heads, queries, 8), normal(sequences, key_heads, keys, 8)
+    bias = normal(1, heads, queries, keys) if biased else None
+    rows, order = torch.arange(queries)[:, None], torch.arange(keys)
+    visible = torch.ones(sequences, 1, queries, keys, dtype=torch.bool)
+    mask, options = None, {"position_bias": bias, "softcap": softcap}
+    if kind in ("bool", "additive"):
+        visible = torch.rand(sequences, 1, queries, keys, generator=generator) > 0.4
+        mask = visible if kind == "bool" else torch.where(visible, 0.0, -1e9)
+    elif kind == "by key":
+        mask = torch.rand(sequences, keys, generator=generator) > 0.4
+        visible = mask[:, None, None, :].expand(-1, -1, queries, -1)
+    elif queries > 1 and kind != "none":
+        options["is_causal"] = True
+        visible = (order <= rows).expand_as(visible)
+        if kind == "window":
+            options["sliding_window"] = 3
+            visible = visible & (rows - order < 3)
+    valid = torch.rand(sequences, queries, generator=generator) > 0.3 if padded else None
+    if valid is not None:
+        visible = visible & valid[:, None, :, None]
+    arguments = read_arguments("interface", None, query, key, mask, options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(max_logit, "_BLOCK", block)
+        found = max_logits_of_call(arguments, valid)
+    expected = reference(query, key, visible, 8**-0.5, bias, softcap)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("lowest", [-torch.inf, torch.finfo(torch.float32).min, -1e4])
+def test_of_scores_it_leaves_hidden_keys_and_rows_out(lowest):
+    scores = torch.randn(3, 4, 6, 6)
+    visible = torch.ones(6, 6, dtype=torch.bool).tril().repeat(3, 1, 1, 1)
+    visible[1, 0, 2] = False
+    valid = torch.ones(3, 6, dtype=torch.bool)
+    valid[0, 3:] = False
+    expected = scores.masked_fill(~(visible & valid[:, None, :, None]), -torch.inf)
+    found = max_logits_of_scores(scores.masked_fill(~visible, lowest), valid)
+    assert torch.equal(found, expected.amax(dim=(0, 2, 3)))
+
+
+class Attention(nn.Module):
+    """Causal attention; one query in a hundred sequences has a logit that is far larger."""
+
+    num_heads = 2
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.way = way
+        self.top = torch.zeros(2)
+
+    def forward(self, x):
+        q, k = (
+            layer(x).unflatten(-1, (2, 8)).transpose(1, 2) for layer in (self.q_proj, self.k_proj)
+        )
+        length = x.shape[1]
+        lower = torch.ones(length, length, dtype=torch.bool).tril()
+        if self.way == "by hand":
+            scores = (q @ k.transpose(-1, -2) / math.sqrt(8)).masked_fill(~lower, -1e9)
+            mixed = scores.softmax(dim=-1) @ k
+        elif self.way == "in parts":
+            mixed = torch.cat(
+                [
+                    nn.functional.scaled_dot_product_attention(
+                        q[:, :, rows], k, k, attn_mask=lower[rows]
+                    )
+                    for rows in (slice(0, length // 2), slice(length // 2, length))
+                ],
+                dim=2,
+            )
+        else:
+            mixed = nn.functional.scaled_dot_product_attention(q, k, k, is_causal=True)
+        self.top = reference(q.detach(), k.detach(), lower, 8**-0.5)
+        return mixed.transpose(1, 2).flatten(2)
+
+
+class Block(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.attention = Attention(way)
+
+    def forward(self, x):
+        return x + self.attention(x)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("way", ["by hand", "by function", "in parts"])
+def test_a_reading_has_the_logit_of_a_row_that_is_not_sampled(way, grad):
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(way), Block(way))
+    x = torch.randn(100, 12, 16)
+    x[77, 5] *= 40
+    with torch.set_grad_enabled(grad):
+        alone = model(x)
+        with Window(find_anatomy(model), set(CAPTURED), rows=36, seed=0) as window:
+            watched = model(x)
+    assert torch.equal(watched, alone)
+    for layer, block in zip(window.snapshot().layers[1:], model, strict=True):
+        found = layer.captured["max_logits"]
+        assert not found.requires_grad
+        torch.testing.assert_close(found.double(), block.attention.top, rtol=1e-5, atol=1e-5)
+        assert found.max() > 100
+    values = geomon.measure(model, x, metrics=geomon.select("max_logit"), tokens=36)
+    assert values["max_logit/layer_02/max"] == pytest.approx(
+        float(model[1].attention.top.max()), rel=1e-5
+    )
+
+
+def test_it_is_computed_only_where_it_is_asked_for(monkeypatch):
+    def fail(*arguments):
+        raise AssertionError("was computed")
+
+    monkeypatch.setattr("geomon.capture.window.max_logits_of_call", fail)
+    model = nn.Sequential(Block("by function"), Block("by function"))
+    values = geomon.measure(
+        model, torch.randn(4, 6, 16), metrics=geomon.select("attention_entropy")
+    )
+    assert math.isfinite(values["attention_entropy/mean"])
+
+
+def test_under_autocast_it_is_that_of_the_queries_as_they_are():
+    torch.manual_seed(0)
+    query, key = (torch.randn(2, 2, 9, 8).bfloat16() for _ in range(2))
+    arguments = read_arguments("sdpa", None, query, key, None, {})
+    with torch.autocast("cpu", torch.bfloat16):
+        found = max_logits_of_call(arguments, None)
+    expected = reference(query, key, torch.ones(1, dtype=torch.bool), 8**-0.5)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("added", [False, True])
+def test_it_never_waits_for_values(causal, added):
+    with FakeTensorMode():  # tensors without values: whoever asks for one fails
+        query, key = torch.randn(2, 4, 9, 8), torch.randn(2, 2, 9, 8)
+        mask = torch.randn(2, 1, 9, 9) if added else torch.ones(2, 9, dtype=torch.bool)
+        options = {"is_causal": causal, "softcap": 3.0, "sliding_window": 4}
+        valid = torch.ones(2, 9, dtype=torch.bool)
+        arguments = read_arguments("interface", None, query, key, mask, options)
+        assert max_logits_of_call(arguments, valid).shape == (4,)
+        assert max_logits_of_scores(torch.randn(2, 4, 9, 9), valid).shape == (4,)
+
+
+def test_of_several_ranks_it_is_the_largest():
+    tops = [[1.0, math.nan, 3.0], [2.0, math.nan, math.nan]]
+    query = torch.zeros(1, 3, 2, 4)
+    shared = {"query": query, "key": query, "visible": torch.ones(1, 1, 1, 2, dtype=torch.bool),
+              "bias": None, "scale": 0.5, "softcap": None, "sink": None}  # fmt: skip
+    parts = [Layer(1, "block", shared | {"max_logits": torch.tensor(top)}) for top in tops]
+    merged = merge_layers(parts).captured["max_logits"]
+    assert merged[[0, 2]].tolist() == [2.0, 3.0]
+    assert merged[1].isnan()
