@@ -1,19 +1,66 @@
 """One look without training and without a record: `measure` a model, the `geometry` of rows."""
 
-from collections.abc import Mapping, Sequence
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from geomon.array_input import as_labels, as_rows
 from geomon.capture import Window, derive_seed, extra_pass, find_anatomy
-from geomon.capture.snapshot import Layer, NotSeenError, explain_missing
-from geomon.metrics import METRICS, Evaluator, Metric, check_metrics
+from geomon.capture.snapshot import Layer, Note, NotSeenError, explain_missing
+from geomon.metrics import METRICS, Evaluator, LayerValues, Metric, check_metrics
+from geomon.metrics.cautions import explain_not_finite
 from geomon.monitor import check_count
 from geomon.record import tags
 
 _LAYER = 1
+
+# Fewest rows of which anything can be measured.
+_FEWEST = 3
+
+# Powers of two beyond which float64 rows are scaled before they are measured: the fourth power of
+# the rows stays far from the ends of float64.
+_LARGEST_EXPONENT = 200
+
+# Power of two from the largest to the smallest rows below which squares of distances vanish.
+_LARGEST_RATIO = 480
+
+
+class Values(dict[str, float]):
+    """Values by tag, with notes on how far they can be trusted: a dict.
+
+    Args:
+        values: Values by tag.
+        notes: Sentences for the reader of the numbers.
+
+    Attributes:
+        notes: The sentences. Every value that is not finite is named in one.
+
+    Example:
+        >>> values = Values({"twonn": 7.3}, ["300 of 4096 rows"])
+        >>> values["twonn"], values.notes
+        (7.3, ('300 of 4096 rows',))
+        >>> print(values)
+        {'twonn': 7.3}
+        note: 300 of 4096 rows
+    """
+
+    notes: tuple[str, ...]
+
+    def __init__(self, values: Mapping[str, float], notes: Iterable[str] = ()) -> None:
+        super().__init__(values)
+        self.notes = tuple(notes)
+
+    def __repr__(self) -> str:
+        return "\n".join([super().__repr__(), *(f"note: {note}" for note in self.notes)])
+
+    def copy(self) -> "Values":
+        """Copy the values and the notes."""
+        return Values(self, self.notes)
 
 
 def measure(
@@ -25,8 +72,8 @@ def measure(
     batches: int = 2,
     seed: int = 0,
     blocks: str | Sequence[nn.Module] | None = None,
-) -> dict[str, float]:
-    """Measure a model once, without training: `{tag: float}`.
+) -> Values:
+    """Measure a model once, without training: `{tag: float}`, with `.notes`.
 
     Args:
         model: Any module that contains a transformer.
@@ -56,7 +103,11 @@ def measure(
     missing = explain_missing(snapshot, views)
     if missing is not None:
         raise NotSeenError(missing)
-    return evaluator.evaluate(snapshot.layers, tokens).values
+    measured = [evaluator.measure_layer(layer, tokens) for layer in snapshot.layers]
+    result = evaluator.combine(measured, tokens)
+    unexplained = explain_not_finite(result.values, _explained(measured))
+    notes = [*snapshot.info.notes, *result.notes, *unexplained]
+    return Values(result.values, dict.fromkeys(note.text for note in notes))
 
 
 def geometry(
@@ -68,7 +119,7 @@ def geometry(
     metrics: Mapping[str, Metric] = METRICS,
     tokens: int | None = None,
     seed: int = 0,
-) -> dict[str, float]:
+) -> Values:
     """Measure a plain matrix of hidden states: every metric that its inputs allow.
 
     Rows that are not finite are left out. The rows are shuffled and measured in splits of `tokens`
@@ -76,38 +127,43 @@ def geometry(
 
     Args:
         hidden: Rows, [tokens, width], a tensor or an array, floating-point or integer.
-        token_ids: Token id of each row, [tokens], for the metrics of token types. None leaves those
-            metrics out.
-        positions: Position of each row in its sequence, [tokens]. None counts equal tokens as
-            repeated wherever they stand.
-        sequences: Number or id of the sequence that each row is of, [tokens], for the intervals
-            (`twonn/margin`). None leaves them out: rows of one sequence are alike, and without it
-            nobody knows how alike.
+        token_ids: Token id of each row, whole numbers, [tokens], for the metrics of token types.
+            None leaves those metrics out.
+        positions: Position of each row in its sequence, whole numbers, [tokens]. None counts equal
+            tokens as repeated wherever they stand.
+        sequences: Number or id of the sequence that each row is of, whole numbers, [tokens], for
+            the intervals (`twonn/margin`). None leaves them out: rows of one sequence are alike,
+            and without it nobody knows how alike.
         metrics: Metrics to measure: a dict from a name to a function of views.
-        tokens: Number of rows in one split of the estimate.
+        tokens: Number of rows in one split of the estimate, at least 3.
         seed: Seed of the private generator that shuffles the rows.
 
     Returns:
-        `{"twonn": 7.3, "twonn/n": 4096.0, ...}`; NaN where a value does not exist.
+        `{"twonn": 7.3, "twonn/n": 4096.0, ...}`, a dict with `.notes`; NaN where a value does not
+        exist, and a note that says why.
 
     Raises:
-        ValueError: `hidden` is no matrix or has fewer than 3 finite rows, or ids or positions have
-            another length.
+        ValueError: `hidden` is no matrix of real numbers or has fewer than 3 finite rows, ids or
+            positions are no whole numbers or of another length, a number is out of range, or none
+            of the metrics can be measured on the inputs.
 
     Example:
         >>> rows = torch.randn(500, 8, generator=torch.Generator().manual_seed(0))
         >>> values = geometry(rows)
-        >>> 5 < values["twonn"] < 9, round(values["twonn/n"])
-        (True, 500)
+        >>> 5 < values["twonn"] < 9, round(values["twonn/n"]), values.notes
+        (True, 500, ())
     """
-    rows = _as_rows(hidden)
-    precision = torch.finfo(rows.dtype).eps
+    if tokens is not None:
+        check_count("tokens", tokens, at_least=_FEWEST)
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ValueError(f"seed is a whole number, got {seed!r}")
+    rows, precision, notes = as_rows(hidden)
     captured: dict[str, Any] = {}
     for name, given in (("token_ids", token_ids), ("positions", positions)):
         if given is not None:
-            captured[name] = _as_labels(name, given, len(rows))
+            captured[name] = as_labels(name, given, len(rows))
     if sequences is not None:
-        labels = _as_labels("sequences", sequences, len(rows))
+        labels = as_labels("sequences", sequences, len(rows))
         captured["sequences"] = torch.unique(labels, return_inverse=True)[1]
     if token_ids is not None and positions is None:
         captured["positions"] = torch.zeros(len(rows), dtype=torch.int64, device="cpu")
@@ -115,52 +171,155 @@ def geometry(
     generator = torch.Generator("cpu").manual_seed(seed)
     shuffled = torch.randperm(len(finite), generator=generator, dtype=torch.int64, device="cpu")
     order = finite[shuffled]
-    if len(order) < 3:
+    if len(order) < _FEWEST:
         raise ValueError(
-            f"expected at least 3 finite rows, got {len(order)} of {len(rows)}: give more tokens"
+            f"expected at least {_FEWEST} finite rows, got {len(order)} of {len(rows)}: give more "
+            "tokens"
         )
     captured = {name: values[order] for name, values in captured.items()}
     captured |= {"hidden": rows[order], "precision": precision}
-    allowed = {
-        name: metric
-        for name, metric in check_metrics(metrics).items()
-        if Evaluator({name: metric}, 1).views <= captured.keys()
-    }
     size = len(order) if tokens is None else tokens
-    evaluator = Evaluator(allowed, batches=max(1, len(order) // size))
-    result = evaluator.evaluate([Layer(_LAYER, "rows", captured)], size)
-    marker = f"/layer_{_LAYER:02d}"
-    return {
+    splits = max(1, len(order) // size)
+    evaluator = Evaluator(_allowed(check_metrics(metrics), captured), batches=splits)
+    values, more = _evaluate(evaluator, Layer(_LAYER, "rows", captured), size)
+    notes += _notes_on_rows(len(rows), len(order), size, splits)
+    return Values(values, dict.fromkeys(note.text for note in [*notes, *more]))
+
+
+def _allowed(metrics: dict[str, Metric], captured: Mapping[str, Any]) -> dict[str, Metric]:
+    """Choose the metrics whose views are there."""
+    lacking = {
+        name: Evaluator({name: metric}, 1).views - captured.keys()
+        for name, metric in metrics.items()
+    }
+    allowed = {name: metrics[name] for name, views in lacking.items() if not views}
+    if not allowed:
+        reasons = "; ".join(
+            f"{name} reads {', '.join(sorted(views))}" for name, views in lacking.items()
+        )
+        raise ValueError(
+            f"none of the metrics can be measured on {', '.join(sorted(captured))}: {reasons}"
+        )
+    return allowed
+
+
+def _notes_on_rows(given: int, finite: int, size: int, splits: int) -> list[Note]:
+    """Say which rows were left out, and whether there were fewer than asked for."""
+    notes = []
+    if finite < given:
+        kind = "rows that are not finite were left out"
+        notes.append(Note(kind, f"{given - finite} of {given} {kind}"))
+    if finite < size:
+        kind = "fewer rows than tokens asks for"
+        notes.append(Note(kind, f"{finite} rows, {kind} ({size}): TwoNN depends on that number"))
+    elif finite > size * splits:
+        kind = "rows beyond the last full split were left out"
+        notes.append(Note(kind, f"{finite - size * splits} {kind}"))
+    return notes
+
+
+def _evaluate(evaluator: Evaluator, layer: Layer, size: int) -> tuple[dict[str, float], list[Note]]:
+    """Measure plain rows: values without the layer in their tags, every one explained."""
+    rows = layer.captured["hidden"]
+    exponent = _exponent(rows)
+    if exponent == 0:
+        return _evaluate_once(evaluator, layer, size)
+    # Scaling by a power of two changes no digit, and doubling the rows as well shows by which power
+    # of the scale each value grows: so this holds for metrics that know nothing of it.
+    values, notes = _evaluate_once(evaluator, _scaled(layer, -exponent), size)
+    doubled, _ = _evaluate_once(evaluator, _scaled(layer, 1 - exponent), size)
+    notes += _vanishing(rows)
+    for tag, value in values.items():
+        values[tag], reason = _restored(value, doubled[tag], exponent)
+        if reason:
+            notes.append(Note(f"{tag}: {reason}", f"{tag}: {reason}"))
+    return values, notes
+
+
+def _evaluate_once(
+    evaluator: Evaluator, layer: Layer, size: int
+) -> tuple[dict[str, float], list[Note]]:
+    measured = [evaluator.measure_layer(layer, size)]
+    result = evaluator.combine(measured, size)
+    marker = f"/{tags.layer_tag('', _LAYER)}"
+    explained = {tag.replace(marker, "", 1) for tag in _explained(measured)}
+    values = {
         tag.replace(marker, "", 1): value
         for tag, value in result.values.items()
         if marker in tag or tags.parse(tag) is None
     }
+    # There is one layer and no mean over layers: neither is named.
+    notes = [
+        Note(note.kind, note.text.replace(f", layer {_LAYER}", "").replace(f"/{tags.MEAN}", ""))
+        for note in result.notes
+    ]
+    return values, notes + explain_not_finite(values, explained)
 
 
-def _as_tensor(values: Any) -> Tensor:
-    """Convert to a tensor on the host, whatever the default dtype and device are."""
-    if isinstance(values, Tensor):
-        return values.detach().cpu()
-    return torch.as_tensor(np.asarray(values), device="cpu")
+def _explained(measured: Iterable[LayerValues]) -> set[str]:
+    """Tags of values that are missing for a reason which a note gives already."""
+    found = set()
+    for layer in measured:
+        for name in layer.unseen.keys() | layer.failed.keys():
+            found.add(tags.in_stack(tags.layer_tag(name, layer.index), layer.stack))
+            found.add(tags.in_stack(tags.mean_tag(name), layer.stack))
+    return found
 
 
-def _as_rows(hidden: Any) -> Tensor:
-    rows = _as_tensor(hidden)
-    if rows.ndim != 2 or rows.shape[1] < 1:
-        raise ValueError(
-            f"expected hidden states [tokens, width], got {list(rows.shape)}: flatten the leading "
-            "dimensions, as in hidden.reshape(-1, hidden.shape[-1])"
+def _exponent(rows: Tensor) -> int:
+    """Find the power of two by which rows are divided first; 0 where their squares are safe."""
+    if rows.dtype != torch.float64:  # the squares of any other type are safe in float64
+        return 0
+    exponent = math.frexp(rows.abs().max().item())[1]
+    return exponent if abs(exponent) > _LARGEST_EXPONENT else 0
+
+
+def _scaled(layer: Layer, power: int) -> Layer:
+    """Multiply the hidden states of a layer by a power of two."""
+    rows = layer.captured["hidden"]
+    half = power // 2  # in two steps: 2^power itself can be beyond float64
+    return replace(
+        layer,
+        captured={**layer.captured, "hidden": rows * 2.0**half * 2.0 ** (power - half)},
+    )
+
+
+def _restored(value: float, doubled: float, exponent: int) -> tuple[float, str]:
+    """Return a value for rows 2^exponent times as large, and the reason where there is none.
+
+    Args:
+        value: Value of a metric on the scaled rows.
+        doubled: Value on rows twice as large.
+        exponent: Power of two by which the rows were divided.
+    """
+    if not math.isfinite(value) or value == 0:
+        return value, ""
+    degree = math.log2(doubled / value) if doubled / value > 0 else math.nan
+    if not abs(degree - round(degree)) < 1e-6:  # NaN too
+        return math.nan, (
+            f"it does not grow with a power of the scale of the rows, which are about "
+            f"2^{exponent}: scale them first"
         )
-    return rows if rows.is_floating_point() else rows.double()
+    power = round(degree) * exponent
+    try:
+        restored = math.ldexp(value, power)
+    except OverflowError:
+        restored = math.inf
+    if sys.float_info.min <= abs(restored) < math.inf:
+        return restored, ""
+    decimal = math.log10(abs(value)) + power * math.log10(2)
+    return math.nan, f"it is about 10^{decimal:.1f}, which float64 cannot hold: scale the rows"
 
 
-def _as_labels(name: str, given: Any, count: int) -> Tensor:
-    labels = _as_tensor(given).flatten()
-    if len(labels) != count:
-        raise ValueError(
-            f"expected {count} {name}, one for each row of hidden states, got {len(labels)}"
-        )
-    return labels
+def _vanishing(rows: Tensor) -> list[Note]:
+    """A note where some rows are so small beside others that their distances vanish."""
+    size = rows.abs().amax(dim=1)
+    # Divided first, since the product of the two limits would vanish.
+    small = (size > 0) & (size / size.max() < 2.0**-_LARGEST_RATIO)
+    if not bool(small.any()):
+        return []
+    kind = "rows are so small beside the largest that distances among them vanish"
+    return [Note(kind, f"{int(small.sum())} {kind}: measure them by themselves")]
 
 
-__all__ = ["geometry", "measure"]
+__all__ = ["Values", "geometry", "measure"]

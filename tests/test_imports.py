@@ -21,9 +21,11 @@ ARROWS = {
     "show": {"analysis", "record"},
     "monitor": {"metrics", "distributed", "capture", "record", "analysis"},
 }
-# Modules that are faces of their own: the data of a pass, the names of values, where they go, and
-# what makes text of unknown origin fit for a terminal.
-DOORS = {"capture.snapshot", "record.tags", "record.sinks", "record.printable"}
+# Modules that are faces of their own: the data of a pass, the notes on values, the names of values,
+# where they go, and what makes text of unknown origin fit for a terminal.
+DOORS = {
+    "capture.snapshot", "metrics.cautions", "record.tags", "record.sinks", "record.printable",
+}  # fmt: skip
 # Kernels are imported by module: a face would load the neighbour search with every one.
 WITHOUT_A_FACE = {"kernels"}
 # What the few modules with a narrower door import of a folder.

@@ -1,10 +1,15 @@
+import copy
+import json
 import math
+import pickle
+import re
 
 import numpy as np
 import pytest
 import torch
+from models import PlainDecoder, batch
 
-from geomon import METRICS, geometry
+from geomon import METRICS, geometry, measure, select
 
 
 def cloud(tokens=600, width=16, seed=0):
@@ -97,3 +102,153 @@ def test_positions_tell_equal_tokens_apart():
         geometry(cloud(), ids, positions[:-1])
     with pytest.raises(ValueError, match="expected 600 token_ids, one for each row"):
         geometry(cloud(), ids[:-1])
+
+
+def test_float_ids_are_the_ids_that_they_stand_for():
+    ids = torch.arange(600) % 50
+    assert geometry(cloud(), ids.float()) == geometry(cloud(), ids)
+    with pytest.raises(ValueError, match=r"expected token_ids as whole numbers, got 0.5 at row 1"):
+        geometry(cloud(), (ids * 0.5))
+
+
+def test_pairs_of_id_and_position_never_collide():
+    ids, positions = torch.arange(600) % 50, torch.arange(600) % 7
+    expected = geometry(cloud(), ids, positions)
+    assert geometry(cloud(), (ids - 25) * 2**58, positions * 2**60) == expected
+
+
+@pytest.mark.parametrize("tokens", [0, -5, 1, 2, 2.5, True, "9"])
+def test_a_split_of_no_rows_is_refused(tokens):
+    with pytest.raises(ValueError, match="tokens is a whole number of at least 3, got"):
+        geometry(cloud(), tokens=tokens)
+
+
+@pytest.mark.parametrize("seed", [1.5, "a", True])
+def test_a_seed_is_a_whole_number(seed):
+    with pytest.raises(ValueError, match="seed is a whole number"):
+        geometry(cloud(), seed=seed)
+
+
+def test_metrics_that_plain_rows_do_not_have_are_an_error_where_nothing_is_left():
+    with pytest.raises(ValueError, match=r"none of the metrics .* twonn_distinct reads"):
+        geometry(cloud(), metrics=select("twonn_distinct"))
+
+
+DEGREES = {
+    "drift_norm": 1,
+    "variance": 2,
+    "mean_square_norm": 2,
+    "within_variance": 2,
+    "between_variance": 2,
+}
+
+
+@pytest.mark.parametrize("power", [-1060, -700, -500, -250, 250, 500, 510, 700, 1000])
+def test_no_size_of_the_rows_changes_a_value(power):
+    rows, ids = cloud(200, 5).double() + 1, torch.arange(200) % 9
+    expected = geometry(rows, ids)
+    found = geometry(torch.ldexp(rows, torch.tensor(power)), ids)
+    assert found.keys() == expected.keys()
+    for tag, value in expected.items():
+        if power < -1022 and tag.startswith("twonn_distinct"):
+            continue  # with the digits that are lost, other rows stand for their tokens
+        true = power * DEGREES.get(tag, 0) + math.log2(abs(value)) if value else 0
+        if not -1022 < true < 1024:
+            assert math.isnan(found[tag])
+            assert any(note.startswith(f"{tag}: it is about 10^") for note in found.notes)
+        else:
+            scaled = math.ldexp(value, power * DEGREES.get(tag, 0))
+            # The smallest numbers of float64 have lost digits when they come in.
+            assert found[tag] == pytest.approx(scaled, rel=1e-9 if power > -1000 else 1e-2)
+
+
+def test_a_metric_that_follows_no_power_of_the_scale_says_so():
+    values = geometry(cloud().double() * 1e200, metrics={"peak": lambda hidden: hidden.max() + 1})
+    assert math.isnan(values["peak"])
+    assert "peak: it does not grow with a power" in values.notes[0]
+
+
+def test_rows_that_vanish_beside_others_are_named():
+    rows = cloud().double()
+    values = geometry(torch.cat([rows, rows[:5] * 1e200]))
+    assert any("600 rows are so small beside the largest" in note for note in values.notes)
+
+
+def test_the_slope_has_no_power_of_the_rows_that_overflows():
+    rows, ids = cloud().double(), torch.arange(600) % 50
+    expected = geometry(rows, ids)
+    for scale in (2.0**190, 2.0**-190):
+        found = geometry(rows * scale, ids)
+        for tag in ("norm_variance_slope", "norm_variance_slope/r_squared"):
+            assert found[tag] == pytest.approx(expected[tag], rel=1e-12)
+
+
+HARD = {
+    "equal": (torch.ones(50, 4), torch.arange(50) % 3),
+    "zero": (torch.zeros(20, 3),),
+    "two kinds": (torch.tensor([[1.0, 2.0]] * 5 + [[2.0, 3.0]] * 5), torch.arange(10)),
+    "three rows": (cloud(3, 2), torch.arange(3)),
+    "a line": (torch.arange(100.0)[:, None],),
+    "a grid": (torch.cartesian_prod(torch.arange(10.0), torch.arange(10.0)),),
+    "bits": (cloud() > 0,),
+    "types of equal norm": (3 * torch.eye(20).repeat(15, 1), torch.arange(300) % 20),
+    "one type": (cloud(), torch.zeros(600)),
+    "tiny": (cloud().double() * 1e-300, torch.arange(600) % 7),
+}
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_every_missing_value_is_named_in_a_note(name):
+    values = geometry(*HARD[name])
+    missing = [tag for tag, value in values.items() if not math.isfinite(value)]
+    named = {word for note in values.notes for word in re.split(r"[,;:]? ", note)}
+    named |= {word.rstrip(":;,") for word in named}
+    for tag in missing:
+        assert {tag, tag.partition("/")[0]} & named, (tag, values.notes)
+
+
+def test_equal_rows_say_how_many_differ():
+    values = geometry(torch.ones(50, 4), torch.arange(50) % 3)
+    assert (values["twonn/n"], values["twonn/duplicates"]) == (1, 0.98)
+    assert values["twonn_distinct/n"] == 1
+    assert math.isnan(values["twonn/rounding"])
+
+
+def test_ordinary_rows_need_no_words():
+    assert geometry(cloud()).notes == ()
+
+
+def test_rows_left_out_and_rows_wanted_are_named():
+    assert geometry(cloud(), tokens=1000).notes[0].startswith("600 rows, fewer rows than tokens")
+    assert geometry(cloud(), tokens=250).notes[0].startswith("100 rows beyond the last full split")
+    assert geometry(cloud(), tokens=300).notes == ()
+
+
+def test_what_geometry_returns_is_a_dict_with_notes():
+    values = geometry(torch.ones(50, 4))
+    plain = dict(values)
+    assert isinstance(values, dict)
+    for other in (
+        pickle.loads(pickle.dumps(values)), copy.copy(values), copy.deepcopy(values), values.copy()
+    ):  # fmt: skip
+        assert type(other) is type(values)
+        assert other.notes == values.notes
+        assert other.keys() == plain.keys()
+        assert repr(other) == repr(values)
+    assert json.dumps(values) == json.dumps(plain)
+    assert repr(values).split("\n") == [repr(plain), *(f"note: {n}" for n in values.notes)]
+    assert repr(geometry(cloud())) == repr(dict(geometry(cloud())))
+
+
+def test_measure_hands_on_the_notes_of_the_pass_and_of_the_values():
+    def gone(hidden):
+        return math.nan
+
+    values = measure(
+        PlainDecoder(), batch(4, 8), metrics=select("sink_share", "gride") | {"gone": gone}
+    )
+    notes = "\n".join(values.notes)
+    assert math.isnan(values["gone/layer_01"])
+    assert "gone, layer 0, 1, 2, 3: NaN: the metric returned it" in notes
+    assert math.isnan(values["gride/mean/k32"])
+    assert "gride/k16, gride/k32, layer 0, 1, 2, 3: NaN: scale k takes 2k + 1 rows" in notes

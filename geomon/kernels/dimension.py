@@ -269,7 +269,7 @@ def gride_differences(ratios: HalfRatios, k: int) -> Tensor:
         one, other = ((half.sum(dim=1) - 1) / (x * half).sum(dim=1) for half in halves)
         return one - other
     spread = sum(1 / i for i in range(k, 2 * k))
-    d = spread * exists.sum() / x.sum()
+    d = spread * exists.sum().double() / x.sum()
     rest = -torch.expm1(-d * x)
     part = torch.where(x > 0, x / rest, 1 / d)
     score = (k - 1) * part - (2 * k - 1) * x

@@ -176,7 +176,8 @@ def content_keys(rows: Tensor, some: Tensor) -> Tensor:
     """Compute a number from the content of each row: equal for equal rows, and otherwise random.
 
     A hash: the sum over columns of the numbers as integers times random factors, modulo 2^64. Rows
-    that differ share it once in 2^64.
+    that differ share it once in 2^64. It stays the same if all rows are multiplied by a power of
+    two.
 
     Args:
         rows: Rows, [tokens, width].
@@ -201,10 +202,13 @@ def content_keys(rows: Tensor, some: Tensor) -> Tensor:
     ).to(rows.device)
     whole = _AS_INTEGERS[rows.element_size()]
     step = rows_in_block(rows.shape[1])
+    largest = max((float(b.abs().max()) for b in row_blocks(rows) if b.numel()), default=0.0)
+    exponent = torch.tensor(-math.frexp(largest)[1], dtype=torch.int32, device=rows.device)
     # + 0 makes -0 and 0, which are equal, the same.
     keys = torch.empty(len(some), dtype=torch.int64, device=rows.device)
     for target, part in zip(keys.split(step), some.split(step), strict=True):
-        target.copy_(((rows[part] + 0).view(whole).long() * factors).sum(dim=1))
+        block = torch.ldexp(rows[part], exponent) + 0
+        target.copy_((block.view(whole).long() * factors).sum(dim=1))
     return keys
 
 

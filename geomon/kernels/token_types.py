@@ -113,16 +113,26 @@ class TokenTypes:
         spread = self.scatter[chosen] / (count - 1)
         norm = self.m[chosen] - spread / count
         number = chosen.sum().double()
-        x, y = norm - norm.mean(), spread - spread.mean()
+        # Norms and spreads are squares already: their own products are taken after division by
+        # powers of two, which changes no digit.
+        x, along = _scaled(norm - norm.mean())
+        y, across = _scaled(spread - spread.mean())
         xx, xy, yy = x.square().sum(), (x * y).sum(), y.square().sum()
         fits = (number >= 3) & (xx > 0)
         nan = torch.full_like(xx, torch.nan)
         return NormVarianceFit(
-            slope=torch.where(fits, xy / xx, nan),
+            slope=torch.where(fits, torch.ldexp(xy / xx, across - along), nan),
             r_squared=torch.where(fits, xy.square() / (xx * yy), nan),
             types=number,
             coverage=count.sum() / self.rows.sum(),
         )
+
+
+def _scaled(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Divide values by a power of two that brings the largest to about 1; return the exponent."""
+    largest = values.abs().max() if len(values) else values.new_zeros(())
+    exponent = torch.frexp(largest).exponent
+    return torch.ldexp(values, -exponent), exponent
 
 
 def token_types(hidden: Tensor, token_ids: Tensor) -> TokenTypes:

@@ -71,11 +71,25 @@ def _mean_key(projected_key: Tensor) -> Tensor:
 
 
 def _nearest(hidden: Tensor, unique_rows: Tensor) -> Neighbours:
+    if len(unique_rows) < 2:
+        return _without_neighbours(unique_rows)
     return find_nearest(hidden, k=NEAR, among=unique_rows)
 
 
+def _without_neighbours(rows: Tensor) -> Neighbours:
+    """Say of rows that have no other beside them that it is infinitely far: they are counted."""
+    distances = torch.full((len(rows), 1), torch.inf, dtype=torch.float64, device=rows.device)
+    return Neighbours(distances, rows[:, None])
+
+
+def _two_at_least(distances: Tensor) -> Tensor:
+    """Add a second neighbour, infinitely far, where there is only one."""
+    missing = max(0, 2 - distances.shape[1])
+    return torch.nn.functional.pad(distances, (0, missing), value=torch.inf)
+
+
 def _neighbours(nearest: Neighbours) -> Tensor:
-    return nearest.distances
+    return _two_at_least(nearest.distances)
 
 
 def _far_rows(unique_rows: Tensor) -> Tensor:
@@ -86,37 +100,44 @@ def _far_rows(unique_rows: Tensor) -> Tensor:
 
 
 def _far_nearest(hidden: Tensor, far_rows: Tensor, unique_rows: Tensor) -> Neighbours:
+    if len(unique_rows) < 2:
+        return _without_neighbours(unique_rows)
     return find_nearest(hidden, k=_FAR_IN_HALVES, of=far_rows, among=unique_rows)
 
 
 def _far_neighbours(far_nearest: Neighbours) -> Tensor:
-    return far_nearest.distances[:, :FAR]
+    return _two_at_least(far_nearest.distances[:, :FAR])
 
 
 def _rounding(hidden: Tensor, neighbours: Tensor, precision: float) -> float:
     # Each number is off by up to half its spacing, evenly: variance spacing^2 / 12, and a
     # difference of two has twice that.
     noise = precision * mean_square_norm(hidden).sqrt() / 6**0.5
-    return float(noise / neighbours[:, 0].median())
+    spacing = neighbours[:, 0].median()
+    return float(torch.where(spacing.isfinite(), noise / spacing, torch.nan))
 
 
 def _distinct(hidden: Tensor, unique_rows: Tensor, token_ids: Tensor, positions: Tensor) -> Tensor:
     # Which row stands for its pair must not depend on the order of the rows: the first by content.
     rows = unique_rows[content_keys(hidden, unique_rows).argsort()]
-    token, position = token_ids[rows].long(), positions[rows].long()
-    # One number for each pair: sorting pairs costs twenty times as much.
-    position = position - position.min()
-    return rows[first_of_each(token * (position.max() + 1) + position)].sort().values
+    # One number for each pair: sorting pairs costs twenty times as much. Labels are numbered first,
+    # so that no product is beyond 64 bits.
+    token, position = (
+        torch.unique(labels[rows], return_inverse=True)[1] for labels in (token_ids, positions)
+    )
+    return rows[first_of_each(token * len(rows) + position)].sort().values
 
 
 def _distinct_nearest(
     nearest: Neighbours, hidden: Tensor, distinct: Tensor, unique_rows: Tensor
 ) -> Neighbours:
+    if len(distinct) < 2:
+        return _without_neighbours(distinct)
     return nearest_among(nearest, hidden, distinct, k=2, among=unique_rows)
 
 
 def _distinct_neighbours(distinct_nearest: Neighbours) -> Tensor:
-    return distinct_nearest.distances
+    return _two_at_least(distinct_nearest.distances)
 
 
 def _halves(sequences: Tensor) -> HalfSamples:
@@ -144,7 +165,7 @@ def _far_half_ratios(
 def _distinct_half_ratios(
     nearest: Neighbours, hidden: Tensor, distinct: Tensor, unique_rows: Tensor, halves: HalfSamples
 ) -> HalfRatios:
-    if 2 * len(distinct) < len(unique_rows):
+    if 2 <= len(distinct) < len(unique_rows) / 2:
         # Few of a row's neighbours are distinct rows: these are searched among themselves, which
         # costs a quarter of the search among all, or less.
         distances, indices = find_nearest(hidden, NEAR, among=distinct)

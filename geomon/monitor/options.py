@@ -187,15 +187,16 @@ def _check(options: _Options, defaults: MonitorOptions, owner: str) -> _Options:
     return options
 
 
-def check_count(name: str, value: int) -> None:
-    """Raise a `ValueError` unless the value is a whole number of at least 1.
+def check_count(name: str, value: int, at_least: int = 1) -> None:
+    """Raise a `ValueError` unless the value is a whole number of at least so many.
 
     Args:
         name: Name of the argument, for the message.
         value: Value of the argument.
+        at_least: Smallest number that makes sense.
     """
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} is a whole number of at least 1, got {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+        raise ValueError(f"{name} is a whole number of at least {at_least}, got {value!r}")
 
 
 def check_step(step: SupportsIndex) -> int:

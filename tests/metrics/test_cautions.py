@@ -1,7 +1,7 @@
 import pytest
 
 from geomon.capture.snapshot import Note, group_by_layer
-from geomon.metrics.cautions import cautions
+from geomon.metrics.cautions import cautions, explain_not_finite
 
 
 def kinds(values):
@@ -66,3 +66,55 @@ def test_kind_stays_while_numbers_change():
 
 def test_reasons_are_grouped_by_layer():
     assert group_by_layer({("m", "why"): [1, 2]}) == [Note("m: why", "m, layer 1, 2: why")]
+
+
+def test_too_few_rows_for_a_dimension_are_named():
+    found = cautions({"twonn/layer_01/n": 2.0, "twonn/layer_02/n": 3.0, "gride/layer_01/n": 1.0})
+    assert [note.text for note in found] == [
+        "twonn, layer 1: fewer than 3 rows differ from one another, so that there is no dimension"
+    ]
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("values", "explained", "texts"),
+    [
+        ({"twonn/layer_01": 3.0}, [], []),
+        ({"cosine/layer_01": NAN}, ["cosine/layer_01"], []),
+        (
+            {"anisotropy/layer_01": NAN, "anisotropy/layer_02": NAN, "anisotropy/mean": NAN},
+            [],
+            ["anisotropy, layer 1, 2: NaN: all rows are equal"],
+        ),
+        (
+            {"anisotropy/layer_01": NAN, "effective_rank/layer_01": NAN},
+            [],
+            ["anisotropy, effective_rank, layer 1: NaN: all rows are equal"],
+        ),
+        (
+            {"mine/enc_layer_01": NAN, "mine/enc_layer_01/head_0": NAN, "mine/enc_mean": NAN},
+            [],
+            ["enc: mine, layer 1: NaN: the metric returned it"],
+        ),
+        (
+            {"mine/layer_01": 1.0, "mine/layer_01/head_3": INF},
+            [],
+            ["mine, layer 1: infinite: too large for float64"],
+        ),
+        (
+            {"twonn": 3.0, "twonn/std": NAN},
+            [],
+            ["twonn/std: NaN: there is no value in one of the splits"],
+        ),
+        ({"twonn": NAN, "twonn/n": 2.0, "twonn/error": NAN}, [], []),  # `cautions` has a note
+    ],
+)
+def test_what_is_not_finite_is_named_once_with_its_reason(values, explained, texts):
+    assert [note.text for note in explain_not_finite(values, explained)] == texts
+
+
+def test_infinite_dimensions_are_not_compared():
+    assert cautions({"twonn/mean": INF, "twonn_distinct/mean": 3.0}) == []
+    assert cautions({"gride/mean/k1": INF, "gride/mean/k2": 3.0}) == []

@@ -8,8 +8,9 @@ import pytest
 import torch
 from models import PlainDecoder, batch
 
-from geomon import METRICS, MORE_METRICS, measure
+from geomon import METRICS, MORE_METRICS, geometry, measure
 from geomon.capture.snapshot import CAPTURED, Layer
+from geomon.kernels import dimension
 from geomon.kernels.baselines import gaussian_like
 from geomon.kernels.dimension import twonn_censored
 from geomon.metrics import Evaluator
@@ -287,3 +288,21 @@ def test_large_scales_stand_on_256_evenly_spread_rows():
     assert views["neighbours"].shape == (1000, 16)
     few = made(rows[:100])
     assert few["far_neighbours"].shape == (100, 64)
+
+
+def test_any_discard_is_a_metric_of_ones_own():
+    # As in docs/metrics.md, which says with which published values each discard compares.
+    def twonn_20(neighbours, duplicates):
+        value = dimension.twonn(neighbours, discard=0.8)
+        return {"": value, "n": len(neighbours), "duplicates": duplicates}
+
+    rows = torch.randn(500, 8, generator=torch.Generator().manual_seed(0)).double()
+    values = geometry(rows, metrics=METRICS | {"twonn_20": twonn_20})
+    apart = (rows[:, None] - rows).norm(dim=2)
+    mu = apart.sort(dim=1).values[:, 1:3].log().diff(dim=1)[:, 0].sort().values
+    kept = int(500 * (1 - 0.8))
+    y = -torch.log1p(-torch.arange(1, kept + 1).double() / 500)
+    expected = (mu[:kept] * y).sum() / mu[:kept].square().sum()
+    assert values["twonn_20"] == pytest.approx(expected.item(), rel=1e-6)
+    assert values["twonn_20"] != pytest.approx(values["twonn"], rel=1e-3)
+    assert values["twonn_20/n"] == 500

@@ -1,0 +1,164 @@
+import numpy as np
+import pytest
+import torch
+
+from geomon import geometry
+from geomon.array_input import as_labels, as_rows
+
+ROWS = np.random.default_rng(0).standard_normal((40, 6))
+
+
+def read_only(rows):
+    rows = rows.copy()
+    rows.flags.writeable = False
+    return rows
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ROWS.astype(">f8"),
+        ROWS[::-1][::-1],
+        np.ascontiguousarray(ROWS[::-1])[::-1],
+        np.asfortranarray(ROWS),
+        read_only(ROWS),
+        ROWS.astype(object),
+        ROWS.astype(np.longdouble),
+        ROWS.tolist(),
+        torch.tensor(ROWS),
+        [*torch.tensor(ROWS)],
+        torch.tensor(ROWS).requires_grad_(),
+        torch.tensor(ROWS).to_sparse(),
+        torch.complex(torch.tensor(ROWS), -torch.tensor(ROWS)).conj().imag,
+        np.ma.masked_array(ROWS),
+    ],
+    ids=range(14),
+)
+def test_the_same_numbers_in_any_container_are_the_same_rows(given):
+    rows, precision, notes = as_rows(given)
+    assert torch.equal(rows, torch.tensor(ROWS))
+    assert (precision, notes) == (torch.finfo(torch.float64).eps, [])
+
+
+def test_an_array_that_cannot_be_written_raises_no_warning_and_stays():
+    given = read_only(ROWS)
+    as_rows(given)[0].zero_()
+    assert (given == ROWS).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16])
+def test_short_numbers_keep_their_own_spacing(dtype):
+    rows, precision, _ = as_rows(torch.tensor(ROWS).to(dtype))
+    assert torch.equal(rows.float(), torch.tensor(ROWS).to(dtype).float())
+    assert precision == torch.finfo(dtype).eps
+
+
+def test_eight_bit_rows_are_measured():
+    rows = torch.randn(300, 6, generator=torch.Generator().manual_seed(0))
+    found, exact = geometry(rows.to(torch.float8_e4m3fn)), geometry(rows)
+    assert found["twonn"] == pytest.approx(exact["twonn"], rel=0.05)
+    assert any("rounding" in note for note in found.notes)
+
+
+def test_masked_entries_take_their_rows_out():
+    mask = np.zeros_like(ROWS, dtype=bool)
+    mask[3, 2] = True
+    values = geometry(np.ma.masked_array(ROWS, mask))
+    assert values["twonn/n"] == 39
+    assert values.notes[0] == "1 of 40 rows that are not finite were left out"
+
+
+def test_whole_numbers_that_float64_cannot_hold_are_named():
+    rows = torch.tensor([[2**53 + 1, 0], [1, 2], [3, 4]])
+    assert "2^53 and above" in as_rows(rows).notes[0].text
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (torch.zeros(9, 2, dtype=torch.complex64), "real hidden states, got torch.complex64"),
+        (np.zeros((9, 2), dtype=complex), "view_as_real"),
+        (torch.zeros(9, 0), r"width 1 or more, got \[9, 0\]"),
+        (torch.zeros(9, 2, device="meta"), "meta device"),
+        ([["a", "b"]] * 5, "array of <U1"),
+        ([[1, 2], [1]], "makes no array: setting an array element with a sequence"),
+        ([torch.ones(2, 3), torch.ones(4, 3)], "torch.cat"),
+        (None, "array of objects"),
+        (np.zeros((5, 2), dtype="datetime64[s]"), "datetime64"),
+        (np.zeros(5, dtype=[("a", "f4")]), "convert it to numbers first"),
+    ],
+    ids=range(10),
+)
+def test_what_cannot_be_read_is_refused_in_one_line(given, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        as_rows(given)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_quantised_tensors_are_refused_with_the_way_out():
+    with pytest.raises(ValueError, match=r"hidden.dequantize\(\)"):
+        as_rows(torch.quantize_per_tensor(torch.ones(3, 2), 0.1, 0, torch.qint8))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused_with_the_way_out():
+    with pytest.raises(ValueError, match=r"torch.cat\(hidden.unbind\(\)\)"):
+        as_rows(torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)]))
+
+
+IDS = np.arange(40) % 7 - 3
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        IDS,
+        IDS.astype(float),
+        IDS.astype(np.float16),
+        IDS.astype(">i2"),
+        IDS.astype(object),
+        IDS.tolist(),
+        torch.tensor(IDS).reshape(4, 10),
+    ],
+    ids=range(7),
+)
+def test_whole_numbers_in_any_type_are_the_same_labels(given):
+    assert torch.equal(as_labels("token_ids", given, 40), torch.tensor(IDS))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        np.array([0, 2**63, 2**64 - 1, 5], dtype=np.uint64),
+        torch.tensor([0, 255, 7, 5], dtype=torch.uint8),
+        np.array([2.0**53, 2.0**53 + 2, -1, 0]),
+    ],
+    ids=range(3),
+)
+def test_labels_that_differ_stay_different(given):
+    assert len(as_labels("token_ids", given, 4).unique()) == 4
+
+
+def test_bool_labels_are_two():
+    assert as_labels("token_ids", IDS > 0, 40).unique().tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("given", "got"),
+    [
+        ([1.0, 2.5, 3.0], "got 2.5 at row 1"),
+        ([1.0, 2.0, np.nan], "got nan at row 2"),
+        ([np.inf, 2.0, 3.0], "got inf at row 0"),
+        ([1, 2.5, 3], "got 2.5 at row 1"),
+        ([1, 2**63, -1], "at row 1"),
+        ([1j, 2, 3], "at row 0"),
+        (["a", "b", "a"], "return_inverse=True"),
+        (np.ma.masked_array([1, 2, 3], [False, True, False]), "got nan at row 1"),
+    ],
+    ids=range(8),
+)
+def test_labels_that_are_no_whole_numbers_are_refused(given, got):
+    with pytest.raises(ValueError, match="expected positions as whole numbers") as caught:
+        as_labels("positions", given, 3)
+    assert got in str(caught.value)
