@@ -161,6 +161,7 @@ def _call_observed(
     finally:
         _take_away(module, hook)
         _placed[:] = [other for other in _placed if other[1] is not hook]
+        hook.end()
     for observer in observers:
         observer.after_call(module, output)
     return output
@@ -181,6 +182,10 @@ class _Hook:
 
     def __call__(self, *call: Any) -> None:
         self._action(*call)
+
+    def end(self) -> None:
+        """Forget the action, which refers to the hook and to what observers keep of the model."""
+        self._action = _nothing
 
     def __reduce__(self) -> tuple[Callable[[Callable[..., None]], "_Hook"], tuple[Any, ...]]:
         return _Hook, (_nothing,)

@@ -179,6 +179,10 @@ class Window:
         unwatch_calls(self)
         for patch in (run_eagerly, without_fast_path, watch_attention):
             patch.release(self)
+        # They refer to the window: what it keeps would be freed by the garbage collector alone.
+        self._before.clear()
+        self._after.clear()
+        self._running.clear()
         self._settled = True
 
     def snapshot(self) -> Snapshot:

@@ -3,6 +3,7 @@ import gc
 import itertools
 import pickle
 import threading
+import weakref
 
 import pytest
 import torch
@@ -1535,3 +1536,25 @@ def test_lists_with_a_residual_are_described():
     assert shown["Q, K projected"] == "0.1.to_q and 0.1.to_k"
     with pytest.raises(ValueError, match="which is never called"):
         find_anatomy(Lists("afaf", before=True), r"layers\.\d+")
+
+
+@pytest.mark.parametrize("end", ["normal", "exception"])
+def test_what_a_window_keeps_is_freed_without_the_garbage_collector(end):
+    """A cycle of references would keep the rows of each reading, on the device of the model."""
+    model = PlainDecoder()
+    gc.collect()
+    gc.disable()
+    try:
+        seen = window(model)
+        try:
+            with seen:
+                model(batch())
+                if end == "exception":
+                    raise RuntimeError
+        except RuntimeError:
+            pass
+        kept = weakref.ref(seen)
+        del seen
+        assert kept() is None
+    finally:
+        gc.enable()
