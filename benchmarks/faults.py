@@ -71,6 +71,7 @@ FOLDERS: dict[str, list[str]] = {
 OWN: dict[str, list[str]] = {
     "geomon/lightning.py": ["test_lightning.py", "test_loops.py"],
     "geomon/huggingface.py": ["test_huggingface.py", "test_loops.py"],
+    "geomon/kernels/_blocks.py": ["kernels/test_blocks.py"],
     "geomon/kernels/spectrum.py": ["kernels/test_spectrum_family.py"],
     "geomon/kernels/dimension.py": ["kernels/test_twonn_censored.py"],
     "geomon/monitor/callback.py": ["test_lightning.py", "test_huggingface.py"],
