@@ -109,12 +109,14 @@ def covered(model: nn.Module, corpus: Corpus, draws: int, source: str) -> dict[s
     """Measure fresh draws, and count the intervals that contain the mean over draws."""
     values: dict[str, list[float]] = defaultdict(list)
     for batch in batches(corpus.validation, draws, SEQUENCES, source, seed=2):
-        for tag, value in measure(model, batch, tokens=4096, batches=2).items():
+        found = measure(model, batch, tokens=4096, batches=2)
+        margins = {f"{tag}/margin": found.get(f"{tag}/margin", np.nan) for tag in found}
+        for tag, value in (margins | found).items():
             values[tag].append(value)
     rows: dict[str, list[str]] = {}
     for tag in sorted(values):
         base = tag.removesuffix("/margin")
-        if base == tag:
+        if base == tag or np.isnan(values[tag]).all():
             continue
         truth = np.mean(values[base])
         inside = np.abs(np.array(values[base]) - truth) <= np.array(values[tag])

@@ -10,10 +10,12 @@ import torch
 from fingerprint import fingerprint, random_state
 from models import PlainDecoder, batch, transformer
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import geomon
 from geomon import Memory, Monitor, every, measure, select
 from geomon.capture import Window, extra_pass, find_anatomy
+from geomon.capture.calls import FirstCall
 from geomon.capture.patches import in_extra_pass
 from geomon.capture.snapshot import CAPTURED
 
@@ -283,3 +285,18 @@ def test_parameters_without_values_end_nothing_and_are_said_once(caplog, source)
     assert len(said) == (source == "probe")
     with pytest.raises(ValueError, match=r"head.weight has no values yet"):
         measure(Lazy(), batch())
+
+
+def test_a_recomputation_is_not_the_first_call_that_is_waited_for():
+    block = nn.Linear(3, 3)
+    kept = checkpoint(block, torch.ones(2, 3, requires_grad=True), use_reentrant=False)
+    seen = []
+    first = FirstCall((block,), lambda: seen.append("before"), seen.append)
+    first.begin()
+    try:
+        kept.sum().backward()  # runs the block again
+        assert seen == []
+        block(torch.ones(2, 3))
+        assert seen == ["before", None]
+    finally:
+        first.end()

@@ -16,7 +16,8 @@ import torch
 from typer.testing import CliRunner
 
 from geomon import read
-from recipes.enwik8.__main__ import app
+from recipes.enwik8.__main__ import _FOLDER_OF_ALL_RANKS as FOLDER
+from recipes.enwik8.__main__ import _new_folder, app
 from recipes.enwik8.model import CharacterDecoder, configuration
 from recipes.enwik8.presets import PRESETS, Preset
 from recipes.enwik8.train import RecipeError, _plain_errors
@@ -321,3 +322,13 @@ def test_configurations_have_the_sizes_of_the_preset():
         assert {preset.layers, preset.width, preset.context, preset.heads, 205} <= values
     with pytest.raises(ValueError, match="expected one of gpt2, llama"):
         configuration("bert", 205, preset)
+
+
+def test_a_resume_goes_on_in_the_last_folder_and_a_new_run_in_the_next(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for count, folder in enumerate(("enwik8", "enwik8-2", "enwik8-3"), start=1):
+        (tmp_path / "runs" / folder).mkdir(parents=True)
+        for resume, name in ((True, folder), (False, f"enwik8-{count + 1}")):
+            monkeypatch.delenv(FOLDER, raising=False)
+            assert _new_folder(resume=resume) == Path("runs") / name
+    monkeypatch.delenv(FOLDER, raising=False)

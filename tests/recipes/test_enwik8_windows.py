@@ -1,6 +1,5 @@
 """Which text, and which part of it, the recipe trains on, validates on and probes."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,8 +7,6 @@ import pytest
 import torch
 
 from recipes.enwik8 import train
-from recipes.enwik8.__main__ import _FOLDER_OF_ALL_RANKS as FOLDER
-from recipes.enwik8.__main__ import _new_folder
 from recipes.enwik8.data import Corpus, DataError
 from recipes.enwik8.presets import Preset
 from recipes.enwik8.train import FRUGAL_PROBE_TOKENS, PROBE_TOKENS, probe_windows
@@ -107,16 +104,6 @@ def test_the_probe_is_smaller_under_a_budget(corpus, budget, tokens):
     assert probe_windows(corpus, 8, budget).numel() == tokens
     assert tokens in (PROBE_TOKENS, FRUGAL_PROBE_TOKENS)
     assert torch.equal(probe_windows(corpus, 8, budget), probe_windows(corpus, 8, budget))
-
-
-def test_a_resume_goes_on_in_the_last_folder_and_a_new_run_in_the_next(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for count, folder in enumerate(("enwik8", "enwik8-2", "enwik8-3"), start=1):
-        (tmp_path / "runs" / folder).mkdir(parents=True)
-        for resume, name in ((True, folder), (False, f"enwik8-{count + 1}")):
-            monkeypatch.delenv(FOLDER, raising=False)
-            assert _new_folder(resume=resume) == Path("runs") / name
-    monkeypatch.delenv(FOLDER, raising=False)
 
 
 def test_the_text_holds_the_probe_many_times_over(tmp_path, monkeypatch):
