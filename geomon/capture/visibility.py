@@ -89,7 +89,10 @@ def are_made_of(scores: Tensor, products: Tensor) -> bool:
 
 def _scale(scores: Tensor, products: Tensor) -> Tensor | None:
     """Estimate the factor of each head from products to scores; None where nothing tells it."""
-    scale = _ratios(scores, products).nanmedian(dim=1).values
+    ratios = _ratios(scores, products)
+    if ratios.shape[1] == 0:  # one key, or no query
+        return None
+    scale = ratios.nanmedian(dim=1).values
     return scale[:, None, None] if bool(scale.isfinite().all()) else None
 
 

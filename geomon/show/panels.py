@@ -98,7 +98,9 @@ def draw_dimension(panel: Axes, readings: Readings) -> None:
     _step_axis(panel, [step for _, curve, _ in drawn for step in curve.steps])
     _dimension_axis(panel, [curve for _, curve, _ in drawn])
     _draw_null(panel, readings, "twonn", label="twonn of noise of this n and width")
-    panel.set_ylabel("intrinsic dimension", fontsize=10)
+    banded = any(error for _, curve, _ in drawn for error in curve.errors)
+    words = "intrinsic dimension" + " (band: 95 % interval)" * banded
+    panel.set_ylabel(words, fontsize=10)
     _legend(panel, labelcolor="linecolor")
 
 

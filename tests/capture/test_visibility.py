@@ -173,3 +173,11 @@ def test_every_route_sees_masks_of_moderate_size(heads, route):
 def test_heads_that_attend_to_one_key_hide_none(heads, route):
     for visible in visible_by_route(heads, torch.zeros(1, 1, LENGTH, LENGTH), 3000.0, route):
         assert visible.all()
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4, 1), (2, 3, 1, 1), (2, 3, 0, 5), (1, 1, 1, 2)])
+def test_few_keys_and_queries(shape):
+    """A feature map that is one place by the last stage: there is nothing to compare."""
+    scores = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    assert not hidden_in_scores(scores, scores).any()
+    assert not hidden_in_scores(scores, None).any()
