@@ -246,7 +246,8 @@ def anisotropy_differences(hidden: Tensor, sums: GroupSums, halves: HalfSamples)
         basis = torch.linalg.qr(centred.T @ (centred @ basis)).Q
     inside = (centred @ basis).double()
     member = _members(halves.group, halves.first.shape[1]).double()
-    scatter = torch.einsum("gn,na,nb->gab", member, inside, inside)
+    products = (inside[:, :, None] * inside[:, None, :]).flatten(1)
+    scatter = (member @ products).view(-1, count, count)
     drift = member @ inside
 
     def anisotropy(side: Tensor) -> Tensor:

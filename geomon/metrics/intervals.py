@@ -23,18 +23,18 @@ from geomon.metrics.views import FAR_SCALES, HALF_SCALES
 Differences = Callable[..., Any]
 
 
-def _anisotropy(hidden: Tensor, row_sums: GroupSums, halves: HalfSamples) -> Tensor:
-    return half_samples.anisotropy_differences(hidden, row_sums, halves)
+def _anisotropy(half_anisotropy: Tensor) -> Tensor:
+    return half_anisotropy
 
 
 def _anisotropy_no_sinks(
-    hidden: Tensor, ordinary_rows: Tensor, row_sums: GroupSums, halves: HalfSamples
+    hidden: Tensor, ordinary_rows: Tensor, half_anisotropy: Tensor, halves: HalfSamples
 ) -> Tensor:
-    if not bool(ordinary_rows.all()):
-        hidden = hidden[ordinary_rows]
-        halves = HalfSamples(halves.group[ordinary_rows], halves.first)
-        row_sums = half_samples.group_sums(hidden[:, None], halves)
-    return half_samples.anisotropy_differences(hidden, row_sums, halves)
+    if bool(ordinary_rows.all()):
+        return half_anisotropy
+    some = HalfSamples(halves.group[ordinary_rows], halves.first)
+    sums = half_samples.group_sums(hidden[ordinary_rows][:, None], some)
+    return half_samples.anisotropy_differences(hidden[ordinary_rows], sums, some)
 
 
 def _cosine(row_sums: GroupSums, halves: HalfSamples) -> Tensor:

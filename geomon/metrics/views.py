@@ -20,7 +20,13 @@ from geomon.kernels import spectrum as kernels
 from geomon.kernels.angles import mean_rows
 from geomon.kernels.attention import AttentionRows, attention_rows, score_rows
 from geomon.kernels.dimension import HalfRatios, ratios_in_halves
-from geomon.kernels.half_samples import GroupSums, HalfSamples, group_sums, half_samples
+from geomon.kernels.half_samples import (
+    GroupSums,
+    HalfSamples,
+    anisotropy_differences,
+    group_sums,
+    half_samples,
+)
 from geomon.kernels.massive import ordinary_rows, share_beyond
 from geomon.kernels.moments import mean_square_norm, variance
 from geomon.kernels.neighbours import (
@@ -148,6 +154,10 @@ def _row_sums(hidden: Tensor, halves: HalfSamples) -> GroupSums:
     return group_sums(hidden[:, None], halves)
 
 
+def _half_anisotropy(hidden: Tensor, row_sums: GroupSums, halves: HalfSamples) -> Tensor:
+    return anisotropy_differences(hidden, row_sums, halves)
+
+
 def _half_ratios(
     nearest: Neighbours, unique_rows: Tensor, halves: HalfSamples
 ) -> dict[int, HalfRatios]:
@@ -245,6 +255,7 @@ DERIVED: dict[str, Callable[..., Any] | tuple[Callable[..., Any], ...]] = {
     "attention": (_attention, score_rows),  # reduced softmax rows: AttentionRows
     "halves": _halves,  # ways of cutting the rows into halves of whole sequences
     "row_sums": _row_sums,  # sums of the rows and their directions over groups of sequences
+    "half_anisotropy": _half_anisotropy,  # differences of the anisotropy between halves
     "half_ratios": _half_ratios,  # ratios of distances within each row's half, by scale
     "far_half_ratios": _far_half_ratios,  # the same at larger scales, of a few rows
     "distinct_half_ratios": _distinct_half_ratios,  # the same of distinct rows
