@@ -45,8 +45,9 @@ def train(rank: int, case: str, folder: Path, seconds: float) -> dict[str, objec
     sink = Memory()
     schedule = every(5 if odd and case == "has another schedule" else 4)
     monitor = Monitor(
-        model, schedule=schedule, tokens=256, sinks=[sink], budget=None, rank_timeout=seconds / 4
-    )
+        model, schedule=schedule, tokens=256, directory=None, sinks=[sink],
+        rank_timeout=seconds / 4,
+    )  # fmt: skip
     generator = torch.Generator().manual_seed(rank)
     longest, event_took = 0.0, 0.0
     for step in range(STEPS):

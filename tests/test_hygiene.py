@@ -55,6 +55,16 @@ def test_no_path_of_a_machine_is_in_the_project():
             assert not found or name == "tests/test_hygiene.py", f"{name}: {found}"
 
 
+def test_the_packages_hold_modules_alone():
+    """Five records of a benchmark once stood in the package: its default folder is called geomon."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "geomon", "recipes"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    ).stdout.split()  # fmt: skip
+    kinds = {name for name in listed if not name.endswith((".py", "/README.md"))}
+    assert kinds == {"geomon/py.typed"}
+
+
 def test_dependencies_say_why():
     text = (ROOT / "pyproject.toml").read_text()
     for line in re.findall(r'^    "[a-z-]+>=[\d.]+".*$', text, flags=re.MULTILINE):
