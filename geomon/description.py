@@ -211,9 +211,10 @@ def _padding(anatomy: Anatomy) -> str:
     if known:
         return f"left out, going by {_listed(known)}"
     if possible:
-        return f"told by the first pass, which shows what {_listed(possible)} means"
+        return f"known after the first pass, which shows what {_listed(possible)} means"
     return (
-        "no mask is taken by the modules around the blocks: told by the keys that attention hides"
+        "no mask is taken by the modules around the blocks: inferred from the keys that attention "
+        "hides"
     )
 
 
@@ -318,11 +319,13 @@ class _SeenModel:
         if len(set(sources.values())) == 1:
             source = sources[stacks[0]]
             return f"left out, going by {source}" if source else _ALL_COUNT
-        told = [
-            f"of the {stack} left out, going by {source}" if source else f"none of the {stack} told"
+        parts = [
+            f"of the {stack} left out, going by {source}"
+            if source
+            else f"none of the {stack} known"
             for stack, source in sources.items()
         ]
-        return "; ".join(told)
+        return "; ".join(parts)
 
     def remarks(self) -> list[_Row]:
         """Make the rows on what was seen, and on what was not seen and why."""

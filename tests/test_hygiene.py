@@ -56,7 +56,7 @@ def test_no_path_of_a_machine_is_in_the_project():
 
 
 def test_the_packages_hold_modules_alone():
-    """Five records of a benchmark once stood in the package: its default folder is called geomon."""
+    """Five records of a benchmark stood there once: the default folder is called geomon."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "geomon", "recipes"],
         cwd=ROOT, capture_output=True, text=True, check=False,

@@ -26,6 +26,7 @@ from geomon.capture.first_pass import (
     attention_key,
     spread_indices,
 )
+from geomon.capture.max_logit import over_rows
 from geomon.capture.qkv import (
     Evidence,
     UndecidedError,
@@ -88,13 +89,13 @@ _RESTARTS = (
     "blocks are called again on something else than the last block gave (another part of the "
     "sequences, say): each call is a layer, and its rows may not be those of the layers before"
 )
-_UNTOLD = (
-    "padding could not be told: {share:.0%} of the tokens are one token id at the ends of "
+_UNRECOGNISED = (
+    "padding could not be recognised: {share:.0%} of the tokens are one token id at the ends of "
     "sequences of unequal length, and no mask and no attention says that they are padding: they "
     "are counted. Pass the model a mask [batch, length] as attention_mask to leave them out"
 )
 _LENGTHS_DIFFER = (
-    "padding is known for sequences of another length, and nothing tells it for these: all rows "
+    "padding is known for sequences of another length, and nothing shows it for these: all rows "
     "count"
 )
 _INVERTED = (
@@ -219,15 +220,17 @@ class StackBuilder:
         valid = stack_pass.valid(stack_pass.shape) if stack_pass.shape else None
         if valid is not None and not bool(valid.all()):
             share = float((~valid).float().mean())
-            source = f", going by {stack_pass.padding_source}" if stack_pass.is_told else ""
+            source = (
+                f", going by {stack_pass.padding_source}" if stack_pass.has_inferred_padding else ""
+            )
             text = f"{stack}padding, {share:.0%} of the tokens, was left out{source}"
             notes.append(Note(f"{stack}padding", text))
         if stack_pass.restarts:
             notes.append(Note(f"{stack}{_RESTARTS}", f"{stack}{_RESTARTS}"))
-        if (untold := stack_pass.untold) is not None:
-            share = float((~untold).float().mean())
-            text = f"{stack}{_UNTOLD.format(share=share)}"
-            notes.append(Note(f"{stack}padding could not be told", text))
+        if (runs := stack_pass.unrecognised) is not None:
+            share = float((~runs).float().mean())
+            text = f"{stack}{_UNRECOGNISED.format(share=share)}"
+            notes.append(Note(f"{stack}padding could not be recognised", text))
         return notes
 
     def _remark(self, subject: str, depth: int, remark: str, stack: str) -> None:
@@ -368,10 +371,7 @@ class StackBuilder:
         if call is not None:
             try:
                 captured = read_call(call, self._pass.valid_queries(call))
-                largest = block_call.max_logits.get(index)
-                if largest is not None:
-                    largest = largest.cpu()
-                    captured["max_logits"] = largest.masked_fill(largest == -torch.inf, torch.nan)
+                captured |= self._max_logits(block_call.max_logits.get(index, ()))
             except NotUnderstoodError as error:
                 reason = f"attention is not rebuilt here: {error}"
             else:
@@ -379,6 +379,18 @@ class StackBuilder:
                     return captured, dict.fromkeys(_QUERY_VIEWS, _BY_HAND)
                 return captured, {}
         return {}, dict.fromkeys((*_QUERY_VIEWS, "visible", "scores", "max_logits"), reason)
+
+    def _max_logits(self, calls: Sequence[Tensor]) -> dict[str, Any]:
+        """Make the view of the largest scores, of all calls of one attention together."""
+        if not calls:
+            return {}
+        largest = torch.stack(
+            [
+                over_rows(rows.cpu(), self._pass.valid_in((rows.shape[0], rows.shape[2])))
+                for rows in calls
+            ]
+        ).amax(dim=0)
+        return {"max_logits": largest.masked_fill(largest == -torch.inf, torch.nan)}
 
 
 # -- queries and keys as projected ---------------------------------------------------------------
@@ -435,7 +447,7 @@ def _sizes(attention: Attention, call: AttentionCall | SoftmaxCall | None) -> Si
     """Return the heads as attended, or as the modules say where no call was recorded."""
     found = find_sizes(attention.projections, [attention.module])
     if isinstance(call, AttentionCall):
-        return found._replace(heads=call.heads, head_width=call.query.shape[-1])
+        return found._replace(heads=call.heads, head_width=call.given.query.shape[-1])
     if isinstance(call, SoftmaxCall):
         return find_sizes(attention.projections, [_Heads(call.heads), attention.module])
     return found
@@ -463,9 +475,9 @@ def _evidence(call: AttentionCall | SoftmaxCall) -> Evidence:
         own = scores.gather(3, index).squeeze(3)
         seen = rows(visible.sum(dim=3))[:, :1]
         return Evidence(None, None, rows(own), torch.cat([places[:, :1], seen], dim=1))
-    earlier = call.key.shape[2] - call.shape[1]  # keys kept from before (a cache of keys)
-    key = at_places(call.key, call.places + earlier)
-    query = rows(call.query)
+    earlier = call.given.key.shape[2] - call.shape[1]  # keys kept from before (a cache of keys)
+    key = at_places(call.given.key, call.places + earlier)
+    query = rows(call.given.query)
     return Evidence(query.norm(dim=-1), rows(key).norm(dim=-1), None, places, query)
 
 

@@ -60,38 +60,22 @@ class AttentionCall:
     """One call of an attention function, with the sampled queries only.
 
     Attributes:
-        query: Sampled queries, [sequences, heads, queries, head width].
-        key: All keys of the sampled sequences, [sequences, key heads, keys, head width].
-        mask: Rows of the mask for the sampled queries: boolean (True = attend), additive, or None.
+        given: Arguments of the call: queries, and rows of the mask and of the bias, at the sampled
+            places; keys of the sampled sequences.
         sequences: Indices of the sampled sequences in the batch, [sequences].
         places: Position of each sampled query in its sequence, [sequences, queries].
         shape: Number of sequences and length of the whole batch.
-        causal: Whether a query may see no later key, apart from what `mask` says.
-        scale: Factor on the products of queries and keys.
-        bias: Rows of what is added to the scores besides the mask (T5), or None.
-        sliding_window: Number of keys, counted back from its own, that a query sees where no mask
-            says so; None for all.
-        softcap: Bound on the scores (Gemma 2), or None.
-        sink: Logits of learned sinks, [heads] (GPT-OSS), or None.
     """
 
-    query: Tensor
-    key: Tensor
-    mask: Tensor | None
+    given: Arguments
     sequences: Tensor
     places: Tensor
     shape: tuple[int, int]
-    causal: bool
-    scale: float
-    bias: Tensor | None
-    sliding_window: int | None
-    softcap: float | None
-    sink: Tensor | None
 
     @property
     def heads(self) -> int:
         """Number of query heads."""
-        return self.query.shape[1]
+        return self.given.query.shape[1]
 
 
 @dataclass(frozen=True)
@@ -129,7 +113,10 @@ def tensors_of(call: AttentionCall | SoftmaxCall) -> list[Tensor]:
     Args:
         call: The recorded call.
     """
-    return [value for value in vars(call).values() if isinstance(value, Tensor)]
+    values = [*vars(call).values()]
+    if isinstance(call, AttentionCall):
+        values += call.given
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 # -- recording: nothing but copies of sampled rows -----------------------------------------------
@@ -196,20 +183,14 @@ def record_call(sampler: RowSampler, given: Arguments) -> AttentionCall:
     """
     count, _, length, _ = given.query.shape
     sequences, places = sampler.sample_queries(count, length)
-    return AttentionCall(
+    sampled = given._replace(
         query=at_places(given.query[sequences], places),
         key=given.key[sequences],
         mask=_sampled_rows(given.mask, sequences, places),
-        sequences=sequences,
-        places=places,
-        shape=(count, length),
-        causal=given.causal,
-        scale=given.scale,
         bias=_sampled_rows(given.bias, sequences, places),
-        sliding_window=given.sliding_window,
-        softcap=given.softcap,
         sink=None if given.sink is None else given.sink.clone(),
     )
+    return AttentionCall(sampled, sequences, places, (count, length))
 
 
 def local_shard(values: Tensor) -> Tensor:
@@ -270,15 +251,15 @@ def read_call(call: AttentionCall | SoftmaxCall, valid: Tensor | None) -> dict[s
             "scores": scores,
             "visible": visible if real is None else visible & real,
         }
-    query, key = call.query.cpu().float(), call.key.cpu().float()
+    query, key = call.given.query.cpu().float(), call.given.key.cpu().float()
     visible, bias = _visibility(call, key.shape[2])
     return {
         "query": query,
         "key": key,
         "visible": visible if real is None else visible & real,
         "bias": bias,
-        "scale": call.scale,
-        "softcap": call.softcap,
+        "scale": call.given.scale,
+        "softcap": call.given.softcap,
         "sink": _sink_logits(call),
     }
 
@@ -304,16 +285,16 @@ def _on_host(call: SoftmaxCall) -> tuple[Tensor, Tensor | None]:
 def _visibility(call: AttentionCall, keys: int) -> tuple[Tensor, Tensor | None]:
     """Find which keys each query sees, and what is added to the scores."""
     places = call.places[:, None, :, None]
-    given = [None if mask is None else mask.cpu() for mask in (call.mask, call.bias)]
+    given = [None if mask is None else mask.cpu() for mask in (call.given.mask, call.given.bias)]
     hidden, bias = split_masks(given, keys)
     visible = torch.ones(1, 1, 1, keys, dtype=torch.bool, device="cpu")
     visible = visible if hidden is None else visible & ~hidden
     order = torch.arange(keys, dtype=torch.int64, device="cpu")
-    if call.causal:
+    if call.given.causal:
         # Query 0 is aligned with key 0, as scaled_dot_product_attention does.
         visible = visible & (order <= places)
-    if call.sliding_window is not None:
-        visible = visible & (places - order < call.sliding_window)
+    if call.given.sliding_window is not None:
+        visible = visible & (places - order < call.given.sliding_window)
     return visible, bias if bias is not None and bool(bias.any()) else None
 
 
@@ -352,10 +333,10 @@ def split_masks(masks: Iterable[Tensor | None], keys: int) -> tuple[Tensor | Non
 
 def _sink_logits(call: AttentionCall) -> Tensor | None:
     """Return the logits of learned sinks, one for each head."""
-    if call.sink is None:
+    if call.given.sink is None:
         return None
-    if call.sink.numel() != call.heads:
+    if call.given.sink.numel() != call.heads:
         raise NotUnderstoodError(
-            f"there are {call.sink.numel()} learned sinks for {call.heads} heads"
+            f"there are {call.given.sink.numel()} learned sinks for {call.heads} heads"
         )
-    return call.sink.flatten().cpu().float()
+    return call.given.sink.flatten().cpu().float()

@@ -20,7 +20,7 @@ from geomon.capture.padding import (
     GivenMask,
     Padding,
     end_runs,
-    tell_padding,
+    infer_padding,
 )
 from geomon.capture.qkv import Multihead
 from geomon.capture.sampling import RowSampler
@@ -62,7 +62,8 @@ class BlockCall:
         attention_calls: Recorded call of each attention.
         routes: Where each attention was seen: "interface", "sdpa" or "softmax".
         refused: Why the call of an attention was not kept.
-        max_logits: Largest score of each head of each attention, over all rows, [heads].
+        max_logits: Largest score of each row of each call of an attention, [sequences, heads,
+            queries] each.
         products: Products that were made in each attention that is written out by hand.
         weight_storages: Addresses of the block's weights, once they are asked for.
         passed_over: Why a softmax in an attention was not taken for its own.
@@ -84,7 +85,7 @@ class BlockCall:
     attention_calls: dict[int, AttentionCall | SoftmaxCall] = field(default_factory=dict)
     routes: dict[int, str] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)
-    max_logits: dict[int, Tensor] = field(default_factory=dict)
+    max_logits: dict[int, list[Tensor]] = field(default_factory=dict)
     products: dict[int, list[Product]] = field(default_factory=dict)
     weight_storages: frozenset[int] | None = None
     passed_over: dict[int, str] = field(default_factory=dict)
@@ -183,7 +184,7 @@ class StackPass:
         self._indices: dict[tuple[Shape, str], Tensor] = {}
         self._max_rows = 0
         self._likely: Tensor | None = None  # padding by its looks, before attention is seen
-        self._told: dict[str, list[Padding]] = {}  # what the whole pass tells, by role
+        self._inferred: dict[str, list[Padding]] = {}  # from the whole pass, by role
 
     # -- which calls count -----------------------------------------------------------------------
 
@@ -324,8 +325,10 @@ class StackPass:
             oriented = self._oriented(mask, shape)
             if oriented is not None:
                 return oriented
-        told = (self._oriented(padding.valid, shape) for padding in self._told.get(role, ()))
-        return next((valid for valid in told if valid is not None), None)
+        inferred = (
+            self._oriented(padding.valid, shape) for padding in self._inferred.get(role, ())
+        )
+        return next((valid for valid in inferred if valid is not None), None)
 
     def valid_queries(self, call: AttentionCall | SoftmaxCall) -> Tensor | None:
         """Return which of the sampled queries are no padding.
@@ -349,8 +352,8 @@ class StackPass:
             False where a query is padding, [sequences, queries]; None where no mask fits the shape.
         """
         masks = [mask for name, mask in self.masks if not name.startswith(OF_MEMORY)]
-        told = [padding.valid for padding in self._told.get("", ())]
-        for mask in [*reversed(masks), *told]:
+        inferred = [padding.valid for padding in self._inferred.get("", ())]
+        for mask in [*reversed(masks), *inferred]:
             if shape == mask.shape:
                 return mask
         return None
@@ -361,19 +364,19 @@ class StackPass:
         for name, mask in reversed(self.masks):
             if not name.startswith(OF_MEMORY) and self._fits(mask):
                 return name
-        told = (x.source for x in self._told.get("", ()) if self._fits(x.valid))
-        return next(told, None)
+        inferred = (x.source for x in self._inferred.get("", ()) if self._fits(x.valid))
+        return next(inferred, None)
 
     def _fits(self, mask: Tensor) -> bool:
         return self._oriented(mask, self.shape) is not None
 
     @property
-    def is_told(self) -> bool:
-        """Whether the padding was told by evidence, and not by the name of a mask."""
-        return "" in self._told
+    def has_inferred_padding(self) -> bool:
+        """Whether the padding was inferred, and not given by a mask of a known name."""
+        return "" in self._inferred
 
     @property
-    def untold(self) -> Tensor | None:
+    def unrecognised(self) -> Tensor | None:
         """Runs of one token id that look like padding and were counted, False there; or None."""
         if not self.shape or self.padding_source is not None or len(self.shape) != 2:
             return None
@@ -381,7 +384,7 @@ class StackPass:
         return None if ids is None else end_runs(ids)
 
     def loses_padding(self, shape: Shape) -> bool:
-        """Whether padding was told where the stack begins, and not for hidden states of a shape.
+        """Whether padding is known where the stack begins, and not for hidden states of a shape.
 
         Args:
             shape: Shape of the hidden states, without the width.
@@ -420,14 +423,14 @@ class StackPass:
     def settle_padding(self) -> None:
         """Decide what is padding, now that the pass was seen, and remove the rows of it."""
         if len(self.shape) == 2 and self.valid(self.shape) is None:
-            padding = self._tell(self._own_hidden_keys())
+            padding = self._infer(self._own_hidden_keys())
             if padding is not None:
-                self._told.setdefault("", []).append(padding)
+                self._inferred.setdefault("", []).append(padding)
         for (role, shape), hidden in self.hidden_keys.items():
             if self.valid(shape, role) is None:
-                padding = tell_padding([], None, hidden)
+                padding = infer_padding([], None, hidden)
                 if padding is not None:
-                    self._told.setdefault(role, []).append(padding)
+                    self._inferred.setdefault(role, []).append(padding)
         if self.entered is not None:
             self.entered = self._without_padding(self.entered)
         for block_call in self.block_calls:
@@ -437,19 +440,19 @@ class StackPass:
                 block_call.projected[place] = self._without_padding(rows, block_call)
 
     def _find_likely(self) -> Tensor | None:
-        padding = self._tell(None)
+        padding = self._infer(None)
         if padding is not None:
             return padding.valid
         ids = self._ids_by_sequence()
         return None if ids is None else end_runs(ids)
 
-    def _tell(self, hidden: Tensor | None) -> Padding | None:
+    def _infer(self, hidden: Tensor | None) -> Padding | None:
         given = [
             mask._replace(values=values)
             for mask in reversed(self.given)
             if (values := self._by_sequence(mask.values)) is not None
         ]
-        return tell_padding(given, self._ids_by_sequence(), hidden, first=self.first)
+        return infer_padding(given, self._ids_by_sequence(), hidden, first=self.first)
 
     def _ids_by_sequence(self) -> Tensor | None:
         ids = self.ids_as(self.shape)
@@ -489,8 +492,8 @@ class StackPass:
     def _without_padding(
         self, rows: SampledRows, block_call: BlockCall | None = None
     ) -> SampledRows:
-        """Remove rows of padding that was told when they had been sampled."""
-        if not self._told and self._likely is None:
+        """Remove rows of padding that was inferred after they had been sampled."""
+        if not self._inferred and self._likely is None:
             return rows
         valid = self.valid(self._unfolded(rows.shape, rows.role, block_call), rows.role)
         kept = torch.arange(len(rows.indices), dtype=torch.int64, device="cpu")

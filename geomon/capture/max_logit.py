@@ -21,15 +21,15 @@ _CAUSAL_PARTS = 8
 
 
 @torch.no_grad()
-def max_logits_of_call(given: Arguments, valid: Tensor | None) -> Tensor:
-    """Find the largest score of each head before the softmax, over all rows and visible keys.
+def max_logits_of_call(given: Arguments) -> Tensor:
+    """Find the largest score of each row before the softmax, over its visible keys.
 
     Args:
         given: Arguments of the attention call.
-        valid: False where a query is padding, [sequences, queries]; None without padding.
 
     Returns:
-        float32, [heads], on the device of the queries; -inf where no row sees a key.
+        float32, [sequences, heads, queries], on the device of the queries; -inf where a row sees no
+        key.
 
     Raises:
         NotUnderstoodError: The mask is neither boolean nor additive.
@@ -37,7 +37,7 @@ def max_logits_of_call(given: Arguments, valid: Tensor | None) -> Tensor:
     query, key = given.query, given.key
     sequences, heads, queries, width = query.shape
     keys = key.shape[2]
-    top = query.new_full((heads,), -torch.inf, dtype=torch.float32)
+    top = query.new_full((sequences, heads, queries), -torch.inf, dtype=torch.float32)
     if 0 in (*query.shape, *key.shape):
         return top
     with torch.autocast(query.device.type, enabled=False):
@@ -60,27 +60,43 @@ def max_logits_of_call(given: Arguments, valid: Tensor | None) -> Tensor:
             largest = scores.amax(dim=-1)
             unseen = largest == -torch.inf
             largest = _scaled(largest, given) if ordered else largest
-            largest = largest.masked_fill(unseen, -torch.inf)  # a cap makes it finite
-            top = top.maximum(_over_rows(largest, valid, some, rows))
+            top[some, :, rows] = largest.masked_fill(unseen, -torch.inf)  # a cap makes it finite
     return top
 
 
 @torch.no_grad()
-def max_logits_of_scores(scores: Tensor, valid: Tensor | None) -> Tensor:
-    """Find the largest score of each head, where attention is written out by hand.
+def max_logits_of_scores(scores: Tensor) -> Tensor:
+    """Find the largest score of each row, where attention is written out by hand.
 
-    A hidden key is far below the largest score of its row; rows that see no key are left out.
+    A hidden key is far below the largest score of its row.
 
     Args:
         scores: Input of the softmax, [sequences, heads, queries, keys].
+
+    Returns:
+        float32, [sequences, heads, queries], on the device of the scores; -inf where a row sees no
+        key.
+    """
+    largest = scores.detach().amax(dim=-1).float()
+    return largest.masked_fill_(largest < MASKED, -torch.inf)
+
+
+@torch.no_grad()
+def over_rows(largest: Tensor, valid: Tensor | None) -> Tensor:
+    """Find the largest score of each head over the rows that are no padding.
+
+    Args:
+        largest: Largest score of each row, [sequences, heads, queries].
         valid: False where a query is padding, [sequences, queries]; None without padding.
 
     Returns:
-        float32, [heads], on the device of the scores; -inf where no row sees a key.
+        [heads]; -inf where no row sees a key.
     """
-    largest = scores.detach().amax(dim=-1).float()
-    largest.masked_fill_(largest < MASKED, -torch.inf)
-    return _over_rows(largest, valid, slice(0, len(largest)), slice(0, largest.shape[2]))
+    if valid is not None:
+        padding = ~valid.to(largest.device, non_blocking=True)
+        largest = largest.masked_fill(padding[:, None], -torch.inf)
+    lowest = largest.new_full((largest.shape[1],), -torch.inf)
+    return lowest if largest.numel() == 0 else largest.amax(dim=(0, 2))
 
 
 def _cuts(shape: tuple[int, int, int, int], *, causal: bool) -> Iterator[tuple[slice, slice]]:
@@ -130,14 +146,6 @@ def _scaled(scores: Tensor, given: Arguments) -> Tensor:
     scores = scores.mul_(given.scale)
     cap = given.softcap
     return scores if cap is None else scores.div_(cap).tanh_().mul_(cap)
-
-
-def _over_rows(largest: Tensor, valid: Tensor | None, some: slice, rows: slice) -> Tensor:
-    """Take the largest score of each head over rows that are no padding."""
-    if valid is not None:
-        padding = ~valid[some, rows].to(largest.device, non_blocking=True)
-        largest = largest.masked_fill(padding[:, None], -torch.inf)
-    return largest.amax(dim=(0, 2))
 
 
 def _size(part: slice) -> int:

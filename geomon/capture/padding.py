@@ -1,7 +1,7 @@
 """Padding: which tokens of a batch are none, and by what that is known.
 
 A mask under a name of transformers or of torch counts as it is given, before anything is sampled.
-What else may tell padding is only known when the pass is over: which keys attention hides from
+What else may show padding is only known when the pass is over: which keys attention hides from
 every query, masks under other names, and labels of -100. A 0/1 argument is not taken for a mask
 without evidence: labels, segments and prompts have the same form.
 """
@@ -211,7 +211,7 @@ def hidden_keys(mask: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def tell_padding(
+def infer_padding(
     given: Sequence[GivenMask],
     ids: Tensor | None,
     hidden: Tensor | None,

@@ -286,8 +286,8 @@ def _notify_softmax(
 def _force_eager(undo: Undo) -> None:
     """Run compiled functions eagerly: what is compiled calls no module and no attention function.
 
-    Holders are told of each compiled function that the training calls: with dropout it draws other
-    random numbers when it is run eagerly.
+    Holders are notified of each compiled function that the training calls: with dropout it draws
+    other random numbers when it is run eagerly.
     """
     compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
     if compiler is None:  # nothing can have been compiled

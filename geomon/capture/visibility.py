@@ -88,7 +88,7 @@ def are_made_of(scores: Tensor, products: Tensor) -> bool:
 
 
 def _scale(scores: Tensor, products: Tensor) -> Tensor | None:
-    """Estimate the factor of each head from products to scores; None where nothing tells it."""
+    """Estimate the factor of each head from products to scores; None where it is unknown."""
     ratios = _ratios(scores, products)
     if ratios.shape[1] == 0:  # one key, or no query
         return None

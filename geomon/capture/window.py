@@ -583,7 +583,7 @@ class Window:
                 if not further:
                     block_call.max_logits.pop(index, None)
                     self._keep_call(block_call, index, route, record_call(self._sampler, given))
-                self._keep_max_logits(stack_pass, block_call, index, given)
+                self._keep_max_logits(block_call, index, given)
             except NotUnderstoodError as error:
                 if not further:
                     block_call.refused.setdefault(index, str(error))
@@ -634,7 +634,7 @@ class Window:
                 block_call.products.clear()
                 arranged = arrange_scores(local_shard(scores), dim, known)
                 if arranged is not None:
-                    self._keep_max_logits(stack_pass, block_call, index, arranged)
+                    self._keep_max_logits(block_call, index, arranged)
                     sequences = arranged.shape[0]
                     self._keep_hidden_keys(stack_pass, block_call, index, sequences, arranged)
 
@@ -665,25 +665,18 @@ class Window:
             before[:] = [other._replace(rows=None) for other in before] + [made]
 
     def _keep_max_logits(
-        self,
-        stack_pass: StackPass,
-        block_call: BlockCall,
-        index: int,
-        given: Arguments | Tensor,
+        self, block_call: BlockCall, index: int, given: Arguments | Tensor
     ) -> None:
         """Keep the largest scores of a call, given by its arguments or by arranged scores."""
-        call = block_call.attention_calls.get(index)
-        if not self._wants_max_logits or call is None:
+        if not self._wants_max_logits or index not in block_call.attention_calls:
             return
         if isinstance(given, Tensor):
-            valid = stack_pass.valid_in((given.shape[0], given.shape[2]))
-            found = max_logits_of_scores(given, valid)
+            found = max_logits_of_scores(given)
         else:
-            valid = stack_pass.valid_in((given.query.shape[0], given.query.shape[2]))
-            found = max_logits_of_call(given, valid)
-        before = block_call.max_logits.get(index)
-        if before is None or before.shape == found.shape:
-            block_call.max_logits[index] = found if before is None else before.maximum(found)
+            found = max_logits_of_call(given)
+        kept = block_call.max_logits.setdefault(index, [])
+        if not kept or kept[0].shape[1] == found.shape[1]:
+            kept.append(found)
 
     def _keep_call(
         self, block_call: BlockCall, index: int, route: str, call: AttentionCall | SoftmaxCall

@@ -17,8 +17,8 @@ LOWER = torch.ones(6, 6, dtype=torch.bool).tril().expand(2, 4, 6, 6)
 def views(mask=None, valid=None, route="interface", module=None, keys=6, **options):
     query, key = torch.randn(2, 4, 6, 8), torch.randn(2, 2, keys, 8)
     call = record_call(RowSampler(100, 0), read_arguments(route, module, query, key, mask, options))
-    assert torch.equal(call.query, query)  # all that there is, in order
-    assert torch.equal(call.key, key)
+    assert torch.equal(call.given.query, query)  # all that there is, in order
+    assert torch.equal(call.given.key, key)
     return read_call(call, valid)
 
 

@@ -13,7 +13,7 @@ import geomon
 from geomon.capture import max_logit
 from geomon.capture.anatomy import find_anatomy
 from geomon.capture.attention import read_arguments
-from geomon.capture.max_logit import max_logits_of_call, max_logits_of_scores
+from geomon.capture.max_logit import max_logits_of_call, max_logits_of_scores, over_rows
 from geomon.capture.snapshot import CAPTURED, Layer
 from geomon.capture.window import Window
 from geomon.distributed.merge import merge_layers
@@ -71,7 +71,7 @@ def test_it_is_the_largest_of_all_scores(seed, shape, kind, softcap, biased, pad
     arguments = read_arguments("interface", None, query, key, mask, options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(max_logit, "_BLOCK", block)
-        found = max_logits_of_call(arguments, valid)
+        found = over_rows(max_logits_of_call(arguments), valid)
     expected = reference(query, key, visible, 8**-0.5, bias, softcap)
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
 
@@ -84,7 +84,7 @@ def test_of_scores_it_leaves_hidden_keys_and_rows_out(lowest):
     valid = torch.ones(3, 6, dtype=torch.bool)
     valid[0, 3:] = False
     expected = scores.masked_fill(~(visible & valid[:, None, :, None]), -torch.inf)
-    found = max_logits_of_scores(scores.masked_fill(~visible, lowest), valid)
+    found = over_rows(max_logits_of_scores(scores.masked_fill(~visible, lowest)), valid)
     assert torch.equal(found, expected.amax(dim=(0, 2, 3)))
 
 
@@ -173,7 +173,7 @@ def test_under_autocast_it_is_that_of_the_queries_as_they_are():
     query, key = (torch.randn(2, 2, 9, 8).bfloat16() for _ in range(2))
     arguments = read_arguments("sdpa", None, query, key, None, {})
     with torch.autocast("cpu", torch.bfloat16):
-        found = max_logits_of_call(arguments, None)
+        found = over_rows(max_logits_of_call(arguments), None)
     expected = reference(query, key, torch.ones(1, dtype=torch.bool), 8**-0.5)
     torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
 
@@ -187,8 +187,8 @@ def test_it_never_waits_for_values(causal, added):
         options = {"is_causal": causal, "softcap": 3.0, "sliding_window": 4}
         valid = torch.ones(2, 9, dtype=torch.bool)
         arguments = read_arguments("interface", None, query, key, mask, options)
-        assert max_logits_of_call(arguments, valid).shape == (4,)
-        assert max_logits_of_scores(torch.randn(2, 4, 9, 9), valid).shape == (4,)
+        assert over_rows(max_logits_of_call(arguments), valid).shape == (4,)
+        assert over_rows(max_logits_of_scores(torch.randn(2, 4, 9, 9)), valid).shape == (4,)
 
 
 def test_of_several_ranks_it_is_the_largest():

@@ -14,9 +14,9 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-from geomon import describe, measure
+from geomon import describe, measure, select
 from geomon.capture import Window, find_anatomy, padding_arguments
-from geomon.capture.padding import GivenMask, end_runs, find_padding_masks, tell_padding
+from geomon.capture.padding import GivenMask, end_runs, find_padding_masks, infer_padding
 from geomon.capture.snapshot import CAPTURED, NotSeenError, Snapshot
 
 
@@ -246,7 +246,7 @@ def test_padding_that_nothing_tells_is_counted_and_said_once():
     for side in (ids, ids.flip(1)):
         seen = look(AnyName(), side)
         (note,) = seen.snapshot().info.notes
-        assert note.kind == "padding could not be told"
+        assert note.kind == "padding could not be recognised"
         assert "26% of the tokens are one token id at the ends" in note.text
         assert len(kept(seen)) == ids.numel()
     assert look(AnyName(), batch()).snapshot().info.notes == []
@@ -273,7 +273,7 @@ def test_any_lengths_and_either_side_are_told(lengths, left, inverted, name, see
     if not seen and not with_ids:
         inverted = "pad" in name
         mask = mask._replace(values=~real if inverted else real)
-    told = tell_padding([mask], ids if with_ids else None, ~real if seen else None)
+    told = infer_padding([mask], ids if with_ids else None, ~real if seen else None)
     if real.all():
         assert told is None
     elif seen or len(ids[~real]) < real.sum():
@@ -284,20 +284,20 @@ def test_any_lengths_and_either_side_are_told(lengths, left, inverted, name, see
 def test_a_causal_mask_with_as_many_sequences_as_positions_is_no_padding():
     causal = torch.ones(6, 6, dtype=torch.bool).tril()
     for values in (causal, ~causal, causal.float()):
-        assert tell_padding([GivenMask("mask", values, shared=False)], None, None) is None
+        assert infer_padding([GivenMask("mask", values, shared=False)], None, None) is None
 
 
 def test_what_a_mask_hides_in_all_sequences_alike_is_padding_only_if_it_looks_like_it():
     hidden = torch.zeros(4, 8, dtype=torch.bool)
     hidden[:, 7] = True  # a strictly causal mask: nothing sees the last token
-    assert tell_padding([], batch(4, 8), hidden) is None
-    assert tell_padding([], None, hidden) is None
+    assert infer_padding([], batch(4, 8), hidden) is None
+    assert infer_padding([], None, hidden) is None
     padded = batch(4, 8).clamp(min=1)
     padded[:, 5:] = 0
     hidden[:, 5:] = True
-    assert tell_padding([], batch(4, 8), hidden) is None
+    assert infer_padding([], batch(4, 8), hidden) is None
     for ids in (padded, None):
-        told = tell_padding([], ids, hidden)
+        told = infer_padding([], ids, hidden)
         assert told is not None
         assert torch.equal(told.valid, ~hidden)
 
@@ -365,3 +365,28 @@ def test_describe_says_what_the_padding_was_known_by():
     assert shown == "left out, going by the keys that attention hides from every query"
     shown = dict(describe(model.hide(None), batch()).rows)["padding"]
     assert shown.startswith("none in this pass")
+
+
+@pytest.mark.parametrize("block", [MaskedBlock, ByHand])
+def test_padding_that_is_inferred_after_the_pass_is_not_in_the_largest_logit(block):
+    """It is computed while queries are alive, and padding may be known only later."""
+    ids, real = padded_batch()
+    model = AnyName(block).hide(real)
+    with torch.no_grad():  # the queries of padding are the largest: W_q stretches them most
+        weight = model.blocks[0].c_attn.weight
+        weight *= 10
+        model.tokens.weight[PAD] = 100 * torch.linalg.svd(weight[:32]).Vh[0]
+    named, other = (
+        measure(model, {"ids": ids, name: real}, metrics=select("max_logit"))
+        for name in ("attention_mask", "which_count")
+    )
+    assert other == pytest.approx(named)
+    own = model.blocks[0]
+    x = own.ln_1(model.tokens(ids) + model.places(torch.arange(32)))
+    q, k = (part.unflatten(-1, (4, -1)).double() for part in own.c_attn(x).chunk(3, dim=-1)[:2])
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(8)
+    scores = scores.masked_fill(~real[:, None, None], -math.inf)
+    tokens = scores.masked_fill(~real[:, None, :, None], -math.inf).amax(dim=(0, 2, 3))
+    assert (scores.amax(dim=(0, 2, 3)) > tokens * 1.01).any()
+    found = [other[f"max_logit/layer_01/head_{head}"] for head in range(4)]
+    assert found == pytest.approx(tokens.tolist(), rel=1e-5)
