@@ -97,29 +97,16 @@ def _key_cosine(key_sums: GroupSums, key_halves: HalfSamples) -> Tensor:
     return half_samples.cosine_differences(key_sums, key_halves)
 
 
-def _entropy(attention: AttentionRows, attention_halves: HalfSamples) -> Tensor:
-    rows = attention.visible > 0
-    return half_samples.row_mean_differences(attention.entropy, rows, attention_halves)
+def _mean_of_rows(
+    value: Callable[[AttentionRows], Tensor], *, outcomes: int
+) -> Callable[[AttentionRows, HalfSamples], Tensor]:
+    """Compare the mean of a value of attention rows, over those with at least so many outcomes."""
 
+    def compare(attention: AttentionRows, attention_halves: HalfSamples) -> Tensor:
+        chosen = attention.visible >= outcomes
+        return half_samples.row_mean_differences(value(attention), chosen, attention_halves)
 
-def _entropy_normalised(attention: AttentionRows, attention_halves: HalfSamples) -> Tensor:
-    share = attention.entropy / attention.visible.log()
-    return half_samples.row_mean_differences(share, attention.visible > 1, attention_halves)
-
-
-def _maximum(attention: AttentionRows, attention_halves: HalfSamples) -> Tensor:
-    rows = attention.visible > 1
-    return half_samples.row_mean_differences(attention.maximum, rows, attention_halves)
-
-
-def _minimum(attention: AttentionRows, attention_halves: HalfSamples) -> Tensor:
-    rows = attention.visible > 1
-    return half_samples.row_mean_differences(attention.minimum, rows, attention_halves)
-
-
-def _sink(attention: AttentionRows, attention_halves: HalfSamples) -> Tensor:
-    rows = attention.visible > 1
-    return half_samples.row_mean_differences(attention.first, rows, attention_halves)
+    return compare
 
 
 DIFFERENCES: Mapping[Metric, Differences] = {
@@ -138,11 +125,13 @@ DIFFERENCES: Mapping[Metric, Differences] = {
     table.key_mean_norm: _key_mean_norm,
     table.query_cosine: _query_cosine,
     table.key_cosine: _key_cosine,
-    attention.attention_entropy: _entropy,
-    attention.attention_entropy_normalised: _entropy_normalised,
-    attention.attention_max: _maximum,
-    attention.attention_min: _minimum,
-    attention.attention_sink: _sink,
+    attention.attention_entropy: _mean_of_rows(lambda rows: rows.entropy, outcomes=1),
+    attention.attention_entropy_normalised: _mean_of_rows(
+        lambda rows: rows.entropy / rows.visible.log(), outcomes=2
+    ),
+    attention.attention_max: _mean_of_rows(lambda rows: rows.maximum, outcomes=2),
+    attention.attention_min: _mean_of_rows(lambda rows: rows.minimum, outcomes=2),
+    attention.attention_sink: _mean_of_rows(lambda rows: rows.first, outcomes=2),
 }
 
 

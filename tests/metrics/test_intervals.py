@@ -7,13 +7,14 @@ import torch
 from models import PlainDecoder, batch
 
 from geomon import METRICS, MORE_METRICS, geometry, measure
-from geomon.capture.snapshot import Layer
+from geomon.capture import Window, find_anatomy
+from geomon.capture.snapshot import CAPTURED, ROW_VIEWS, Layer
 from geomon.kernels.half_samples import half_samples, margin
 from geomon.kernels.moments import drift_norm
 from geomon.metrics import Evaluator, select
 from geomon.metrics.cautions import cautions
-from geomon.metrics.intervals import DIFFERENCES
-from geomon.metrics.views import captured_views, parameters
+from geomon.metrics.intervals import DIFFERENCES, by_part
+from geomon.metrics.views import LayerViews, captured_views, parameters
 
 # Metrics without an interval. Of the first four a cheap one would need the eigenvectors of every
 # layer; the others are about types of tokens, single rows or an extreme.
@@ -179,3 +180,35 @@ def test_every_metric_is_measured_on_any_number_of_sequences(sequences):
 def test_one_head_is_measured_like_many():
     values = measure(PlainDecoder(), batch(sequences=16), tokens=4096, metrics=select("qk_dot"))
     assert values["qk_dot/mean/margin"] > 0
+
+
+ROUGH = {"twonn", "twonn_distinct", "gride", "anisotropy", "anisotropy_no_sinks"}
+
+
+@pytest.mark.parametrize("name", sorted(METRICS.keys() - WITHOUT - ROUGH))
+def test_differences_are_those_of_the_metric_on_the_sequences_of_each_half(name):
+    """The metric itself, asked of a layer that holds the sequences of one half alone."""
+    model = PlainDecoder()
+    with Window(find_anatomy(model), set(CAPTURED), rows=512, seed=0) as window:
+        model(batch(sequences=16, length=32))
+    captured = window.snapshot().layers[2].captured
+    metric = METRICS[name]
+    found = by_part(LayerViews(Layer(2, "", captured)).apply(DIFFERENCES[metric]))[""]
+    ways = half_samples(torch.arange(16)).first
+
+    def cut(view, value, members):
+        if view in ROW_VIEWS:
+            return value[members[captured["sequences"]]]
+        if view.startswith("projected_"):
+            return value[members[captured[view.removeprefix("projected_") + "_sequences"]]]
+        of_sequences = view in ("query", "key") or (view == "visible" and len(value) == 16)
+        return value[members] if of_sequences else value
+
+    def half(members):
+        chosen = {view: cut(view, value, members) for view, value in captured.items()}
+        return LayerViews(Layer(2, "", chosen)).apply(metric).double().mean()
+
+    want = [float(half(way) - half(~way)) for way in ways]
+    assert captured["query"].shape[0] == 16
+    assert found == pytest.approx(want, rel=1e-4, abs=1e-7)
+    assert max(map(abs, want)) > 1e-6
