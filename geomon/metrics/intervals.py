@@ -66,9 +66,12 @@ def _twonn_distinct(distinct_half_ratios: HalfRatios) -> dict[str, Tensor]:
 def _gride(
     half_ratios: dict[int, HalfRatios], far_half_ratios: dict[int, HalfRatios]
 ) -> dict[str, Tensor]:
-    near = {k: half_ratios[k] for k in HALF_SCALES}
-    far = {k: far_half_ratios[k] for k in FAR_SCALES}
-    return {f"k{k}": dimension.gride_differences(r, k) for k, r in (near | far).items()}
+    known = [(HALF_SCALES, half_ratios), (FAR_SCALES, far_half_ratios)]
+    return {
+        f"k{scale}": dimension.gride_differences(ratios[rank], rank)
+        for ranks, ratios in known
+        for scale, rank in ranks.items()
+    }
 
 
 def _qk_cosine(query_sums: GroupSums, key_sums: GroupSums, query_halves: HalfSamples) -> Tensor:

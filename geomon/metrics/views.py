@@ -44,12 +44,13 @@ NEAR = 16
 FAR = 64
 FAR_ROWS = 256
 
-# Scales of `gride` whose intervals come from the neighbours of every row, and from those of the few
-# rows. About half of a row's neighbours are in its own half, where 2k are needed: more neighbours
-# than the values need.
-HALF_SCALES = (1, 2, 4)
-FAR_SCALES = (8, 16, 32)
-_FAR_IN_HALVES = 160
+# Ranks at which the halves of the sequences are compared for the intervals of `gride`, by the scale
+# that they stand for: by the neighbours of every row, and by those of the few rows. In a half about
+# every second neighbour is left, so that rank k / 2 there reaches as far as rank k among all rows:
+# where copies decide, dimensions at another distance scatter otherwise. At small k it is too noisy.
+HALF_SCALES = {1: 1, 2: 2, 4: 4}
+FAR_SCALES = {8: 4, 16: 8, 32: 16}
+_FAR_IN_HALVES = 100  # of which about half are in a row's own half, where 2 x 16 are needed
 
 
 def _duplicates(hidden: Tensor, unique_rows: Tensor) -> float:
@@ -161,15 +162,15 @@ def _half_anisotropy(hidden: Tensor, row_sums: GroupSums, halves: HalfSamples) -
 def _half_ratios(
     nearest: Neighbours, unique_rows: Tensor, halves: HalfSamples
 ) -> dict[int, HalfRatios]:
-    found = ratios_in_halves(*nearest, unique_rows, halves, HALF_SCALES)
-    return dict(zip(HALF_SCALES, found, strict=True))
+    found = ratios_in_halves(*nearest, unique_rows, halves, [*HALF_SCALES.values()])
+    return dict(zip(HALF_SCALES.values(), found, strict=True))
 
 
 def _far_half_ratios(
     far_nearest: Neighbours, far_rows: Tensor, halves: HalfSamples
 ) -> dict[int, HalfRatios]:
-    found = ratios_in_halves(*far_nearest, far_rows, halves, FAR_SCALES)
-    return dict(zip(FAR_SCALES, found, strict=True))
+    found = ratios_in_halves(*far_nearest, far_rows, halves, [*FAR_SCALES.values()])
+    return dict(zip(FAR_SCALES.values(), found, strict=True))
 
 
 def _distinct_half_ratios(
@@ -256,7 +257,7 @@ DERIVED: dict[str, Callable[..., Any] | tuple[Callable[..., Any], ...]] = {
     "halves": _halves,  # ways of cutting the rows into halves of whole sequences
     "row_sums": _row_sums,  # sums of the rows and their directions over groups of sequences
     "half_anisotropy": _half_anisotropy,  # differences of the anisotropy between halves
-    "half_ratios": _half_ratios,  # ratios of distances within each row's half, by scale
+    "half_ratios": _half_ratios,  # ratios of distances within each row's half, by rank
     "far_half_ratios": _far_half_ratios,  # the same at larger scales, of a few rows
     "distinct_half_ratios": _distinct_half_ratios,  # the same of distinct rows
     "query_halves": _query_halves,  # ways of cutting the projected queries
