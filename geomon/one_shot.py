@@ -11,7 +11,13 @@ from torch import Tensor, nn
 
 from geomon.array_input import as_labels, as_rows
 from geomon.capture import Window, derive_seed, extra_pass, find_anatomy
-from geomon.capture.snapshot import Layer, Note, NotSeenError, explain_missing
+from geomon.capture.snapshot import (
+    Layer,
+    Note,
+    NotSeenError,
+    check_extra_layers,
+    explain_missing,
+)
 from geomon.metrics import METRICS, Evaluator, LayerValues, Metric, check_metrics
 from geomon.metrics.cautions import explain_not_finite
 from geomon.monitor import check_count
@@ -72,6 +78,7 @@ def measure(
     batches: int = 2,
     seed: int = 0,
     blocks: str | Sequence[nn.Module] | None = None,
+    extra_layers: Sequence[str] = (),
 ) -> Values:
     """Measure a model once, without training: `{tag: float}`, with `.notes`.
 
@@ -85,6 +92,9 @@ def measure(
         seed: Seed of the private generator that samples rows.
         blocks: The blocks of the model, where the search does not find them: a regular expression
             that matches their whole names, or the modules.
+        extra_layers: Layers to measure beside those of the blocks: "final_norm" (what the final
+            norm makes of the last block's output), "embedding" and "unembedding" (rows of the two
+            matrices).
 
     Raises:
         ValueError: The model has no blocks, a metric reads an unknown view, or a number is out of
@@ -96,8 +106,9 @@ def measure(
     evaluator = Evaluator(check_metrics(metrics), batches, strict=True)
     views = evaluator.views
     window = Window(
-        find_anatomy(model, blocks), views, rows=tokens * batches, seed=derive_seed(seed)
-    )
+        find_anatomy(model, blocks), views, rows=tokens * batches, seed=derive_seed(seed),
+        extra_layers=check_extra_layers(extra_layers),
+    )  # fmt: skip
     extra_pass(model, inputs, window)
     snapshot = window.snapshot()
     missing = explain_missing(snapshot, views)

@@ -5,10 +5,11 @@ For every view that a layer lacks, the reason is kept.
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from geomon.capture.anatomy import CROSS, Attention, Block, find_sizes
 from geomon.capture.anatomy.projections import Sizes
@@ -35,9 +36,13 @@ from geomon.capture.qkv import (
     split_latent,
     split_separate,
 )
+from geomon.capture.sampling import RowSampler, copy_rows
 from geomon.capture.snapshot import (
     CAPTURED,
+    EMBEDDING,
+    FINAL_NORM,
     SOURCES,
+    UNEMBEDDING,
     Layer,
     Note,
     PassInfo,
@@ -107,6 +112,17 @@ _PACKED = (
     "the hidden states are [tokens, width]: where one sequence ends and the next begins is unknown"
 )
 _NESTED = "the hidden states are nested tensors, or there are none in what the block returns"
+_NO_FINAL_NORM = (
+    "no module outside the blocks whose class is called a norm was given what leaves the last "
+    "block (blocks that end in a norm need none; a norm that is a function is not seen)"
+)
+_NO_MATRIX = {
+    EMBEDDING: "no embedding table was found outside the blocks",
+    UNEMBEDDING: (
+        "no linear module outside the blocks has one output for each row of an embedding table"
+    ),
+}
+_IN_PARTS = "its weight is no matrix on this rank (shared out among ranks, say)"
 
 
 def build_snapshot(
@@ -114,6 +130,8 @@ def build_snapshot(
     sources: set[str],
     *,
     other_thread: bool,
+    final_norm: bool = False,
+    matrices: Iterable[Layer] = (),
     notes: Iterable[Note] = (),
 ) -> Snapshot:
     """Build the snapshot of a pass.
@@ -125,6 +143,8 @@ def build_snapshot(
         passes: Passes through the stacks of the model, in order.
         sources: Sources of the views that are wanted: "hidden", "attention", "projection".
         other_thread: Whether blocks were run in another thread.
+        final_norm: Whether what the final norm of each stack returns is a layer too.
+        matrices: Layers of matrices of weights, which follow the others.
         notes: Further notes, which follow those on the layers.
     """
     layers: list[Layer] = []
@@ -137,6 +157,9 @@ def build_snapshot(
         layers += builder.layers()
         for label in stack_pass.stack.side_labels:
             layers += builder.side_layers(label, side_stack_name(stack_pass, label, passes))
+        if final_norm:
+            name = _name_beside(stack_pass, FINAL_NORM, alone=len(run or passes) < 2)
+            layers.append(builder.final_norm(name))
         remarks += builder.notes()
     for stack_pass in passes:
         if run and stack_pass not in run:
@@ -146,7 +169,25 @@ def build_snapshot(
     rows = [len(x.entered.indices) for x in run if x.entered is not None]
     dtype = str(first.dtype).removeprefix("torch.") if run else ""
     info = PassInfo(min(rows, default=0), first.mode, dtype, [*remarks, *notes])
-    return Snapshot(layers, info)
+    return Snapshot([*layers, *matrices], info)
+
+
+def matrix_layer(name: str, module: nn.Module | None, sampler: RowSampler) -> Layer:
+    """Make a layer of rows of a matrix of weights, in a stack of its own.
+
+    Args:
+        name: Name of the layer: "embedding" or "unembedding".
+        module: The module whose weight it is, [rows, width]; None where there is none.
+        sampler: Sampler of the rows.
+    """
+    weight = getattr(module, "weight", None)
+    layer = Layer(0, name, {}, {}, name, _HIDDEN_ONLY, of_weights=True)
+    if module is None:
+        return replace(layer, missing=dict.fromkeys(_ROW_VIEWS, _NO_MATRIX[name]))
+    if not isinstance(weight, Tensor) or weight.ndim != 2 or hasattr(weight, "to_local"):
+        return replace(layer, missing=dict.fromkeys(_ROW_VIEWS, _IN_PARTS))
+    rows = copy_rows(weight, sampler.sample_places(len(weight))).cpu()
+    return replace(layer, captured={"hidden": rows, "precision": torch.finfo(weight.dtype).eps})
 
 
 def side_stack_name(stack_pass: StackPass, label: str, passes: Sequence[StackPass]) -> str:
@@ -157,9 +198,14 @@ def side_stack_name(stack_pass: StackPass, label: str, passes: Sequence[StackPas
         label: Label of the attention in the blocks.
         passes: Passes through all stacks of the model.
     """
-    having = sum(label in other.stack.side_labels for other in passes)
+    having = [other for other in passes if label in other.stack.side_labels]
     taken = any(other.stack.name == label for other in passes)
-    return f"{stack_pass.stack.name}.{label}".strip(".") if having > 1 or taken else label
+    return _name_beside(stack_pass, label, alone=len(having) < 2 and not taken)
+
+
+def _name_beside(stack_pass: StackPass, label: str, *, alone: bool) -> str:
+    """Name what stands beside a stack; with the name of the stack unless no other has the like."""
+    return label if alone else f"{stack_pass.stack.name}.{label}".strip(".")
 
 
 class StackBuilder:
@@ -211,6 +257,21 @@ class StackBuilder:
             for layer in layers:
                 self._remark("attention", layer.index, _SIDE_NOT_CALLED, stack)
         return []
+
+    def final_norm(self, stack: str) -> Layer:
+        """Build the layer of what the final norm made of the output of the last block.
+
+        Args:
+            stack: Name of the stack that this layer makes.
+        """
+        depth = self._pass.depth
+        if self._pass.normed is None:
+            reason = _NO_FINAL_NORM if self._pass.block_calls else self._not_run
+            missing = dict.fromkeys(_ROW_VIEWS, reason)
+            return Layer(depth, FINAL_NORM, {}, missing, stack, _HIDDEN_ONLY)
+        rows, name = self._pass.normed
+        captured, missing = self._row_views(depth, rows)
+        return Layer(depth, name, captured, missing, stack, _HIDDEN_ONLY)
 
     def notes(self) -> list[Note]:
         """Make notes of the remarks on the layers that were built."""

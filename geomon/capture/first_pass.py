@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from geomon.capture.anatomy import Block, Stack
 from geomon.capture.attention import AttentionCall, SoftmaxCall
@@ -149,6 +149,9 @@ class StackPass:
         restarts: Whether a block was called again on another tensor than the last block gave.
         length_first: Whether the modules take hidden states as [length, batch, width].
         token_ids: Inputs of embedding tables, in the order seen.
+        tables: The embedding tables that were given these inputs.
+        leaving: What left the last block that was called; kept for the final norm alone.
+        normed: Rows of what the final norm made of it, and the name of the norm.
         mode: "train" or "eval".
         dtype: Data type of the hidden states in the model.
         sharded: Whether hidden states were sharded, and this rank's part was taken.
@@ -160,6 +163,7 @@ class StackPass:
         self.masks: list[tuple[str, Tensor]] = []
         self.given: list[GivenMask] = []
         self.token_ids: list[Tensor] = []
+        self.tables: list[nn.Module] = []
         self.length_first = any(
             getattr(attention.module, "batch_first", True) is False
             for block in stack.blocks
@@ -181,6 +185,8 @@ class StackPass:
         self.parts: tuple[BlockCall | None, int, set[int]] = (None, -1, set())
         self.left: tuple[int, Shape] | None = None
         self.restarts = False
+        self.leaving: Tensor | None = None
+        self.normed: tuple[SampledRows, str] | None = None
         self._indices: dict[tuple[Shape, str], Tensor] = {}
         self._max_rows = 0
         self._likely: Tensor | None = None  # padding by its looks, before attention is seen
@@ -299,13 +305,26 @@ class StackPass:
         Returns:
             Token ids of that shape; None where no table was given integers of it.
         """
-        tables = [ids for ids in self.token_ids if ids.shape == shape]
-        tables = tables or [ids.T for ids in self.token_ids if ids.shape == shape[::-1]]
+        found = self._find_ids(shape)
+        if found is None:
+            return None
+        ids, _ = found
+        return ids if ids.shape == shape else ids.T
+
+    def token_table(self) -> nn.Module | None:
+        """Return the embedding table of the tokens; None where no table was given token ids."""
+        found = self._find_ids(self.shape)
+        return None if found is None else found[1]
+
+    def _find_ids(self, shape: Shape) -> tuple[Tensor, nn.Module] | None:
+        given = list(zip(self.token_ids, self.tables, strict=True))
+        found = [pair for pair in given if pair[0].shape == shape]
+        found = found or [pair for pair in given if pair[0].shape == shape[::-1]]
         # Several tables may be given integers of the tokens' shape (token types, positions): the
         # token ids are those that vary most.
-        if len(tables) < 2:
-            return tables[0] if tables else None
-        return max(tables, key=lambda table: len(table.unique()))
+        if len(found) < 2:
+            return found[0] if found else None
+        return max(found, key=lambda pair: len(pair[0].unique()))
 
     # -- which of them are padding ---------------------------------------------------------------
 
@@ -433,6 +452,8 @@ class StackPass:
                     self._inferred.setdefault(role, []).append(padding)
         if self.entered is not None:
             self.entered = self._without_padding(self.entered)
+        if self.normed is not None:
+            self.normed = self._without_padding(self.normed[0]), self.normed[1]
         for block_call in self.block_calls:
             if block_call.hidden is not None:
                 block_call.hidden = self._without_padding(block_call.hidden)

@@ -87,6 +87,17 @@ class RowSampler:
             count = min(enough, self._capacity)
         return rows[:count]
 
+    def sample_places(self, count: int) -> Tensor:
+        """Sample rows of a matrix of weights.
+
+        Args:
+            count: Number of rows of the matrix.
+
+        Returns:
+            Indices of the rows, in ascending order.
+        """
+        return self._permute(count)[: self._max_rows].sort().values
+
     def sample_queries(self, sequences: int, length: int) -> tuple[Tensor, Tensor]:
         """Sample queries of attention; the same ones for all layers with that many.
 

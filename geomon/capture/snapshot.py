@@ -36,8 +36,15 @@ CAPTURED: dict[str, str] = {
 # All that a layer of a transformer has; what enters the first block has hidden states only.
 SOURCES = frozenset(CAPTURED.values())
 
-# Captured views that a batch has before any block has run.
-_OF_THE_BATCH = {"token_ids", "positions", "sequences"}
+# Captured views that a batch has before any block has run, and that rows of weights do not have.
+OF_THE_BATCH = frozenset({"token_ids", "positions", "sequences"})
+
+# Layers beside those of the blocks, which are measured where they are asked for by name: the hidden
+# states that the final norm makes of what leaves the last block, and the rows of two matrices.
+FINAL_NORM = "final_norm"
+EMBEDDING = "embedding"
+UNEMBEDDING = "unembedding"
+EXTRA_LAYERS = (FINAL_NORM, EMBEDDING, UNEMBEDDING)
 
 # Captured views with one entry for each row of hidden states.
 ROW_VIEWS = ("hidden", "token_ids", "positions", "sequences")
@@ -54,6 +61,22 @@ class Note(NamedTuple):
 
     kind: str
     text: str
+
+
+def check_extra_layers(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the names of extra layers in the order in which they are measured.
+
+    Args:
+        names: Names out of `EXTRA_LAYERS`; one name alone stands for itself.
+
+    Raises:
+        ValueError: There is no extra layer of a name.
+    """
+    asked = [names] if isinstance(names, str) else list(names)
+    for name in asked:
+        if name not in EXTRA_LAYERS:
+            raise ValueError(f"extra_layers are some of {', '.join(EXTRA_LAYERS)}, got {name!r}")
+    return tuple(name for name in EXTRA_LAYERS if name in asked)
 
 
 def group_by_layer(reasons: Mapping[tuple[str, str], Iterable[int]]) -> list[Note]:
@@ -80,6 +103,8 @@ class Layer:
         stack: Name of the stack of blocks ("encoder", say); "" in a model with one stack.
         sources: Kinds of captured views that a layer of this kind has ("hidden", "attention",
             "projection"). Metrics that read other sources are not asked of the layer.
+        of_weights: Whether the rows are those of a matrix of weights, the same on every rank: of no
+            token, so that metrics of token ids and positions are not asked of the layer.
     """
 
     index: int
@@ -88,6 +113,7 @@ class Layer:
     missing: Mapping[str, str] = field(default_factory=dict)
     stack: str = ""
     sources: frozenset[str] = SOURCES
+    of_weights: bool = False
 
 
 @torch.no_grad()
@@ -138,7 +164,8 @@ class Snapshot:
     @property
     def is_empty(self) -> bool:
         """Whether no block was seen: no forward pass was run, or another model's."""
-        return not any(layer.captured.keys() - _OF_THE_BATCH for layer in self.layers)
+        of_blocks = (layer for layer in self.layers if not layer.of_weights)
+        return not any(layer.captured.keys() - OF_THE_BATCH for layer in of_blocks)
 
 
 # One view of each source stands for it: the others are missing with it, or for reasons that are
@@ -194,7 +221,13 @@ def _missing(layers: Sequence[Layer], source: str) -> dict[str, list[Layer]]:
     view = _STANDS_FOR[source]
     found: dict[str, list[Layer]] = {}
     for stack in dict.fromkeys(layer.stack for layer in layers):
-        expected = [x for x in layers if x.stack == stack and x.index > 0 and source in x.sources]
+        expected = [
+            layer
+            for layer in layers
+            if layer.stack == stack
+            and (layer.index > 0 or layer.of_weights)
+            and source in layer.sources
+        ]
         if any(view in layer.captured for layer in expected):
             continue
         for layer in expected:

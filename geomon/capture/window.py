@@ -8,7 +8,7 @@ does no arithmetic but for the largest logit, which no sample has (`geomon.captu
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from geomon.capture.anatomy import Anatomy, Attention, Block, find_sizes
-from geomon.capture.assemble import build_snapshot
+from geomon.capture.assemble import build_snapshot, matrix_layer
 from geomon.capture.attention import (
     Arguments,
     AttentionCall,
@@ -58,7 +58,15 @@ from geomon.capture.padding import (
 from geomon.capture.patches import run_eagerly, watch_attention, without_fast_path
 from geomon.capture.qkv import copy_multihead_weights
 from geomon.capture.sampling import MemoryLimit, RowSampler, copy_rows, move_width_last
-from geomon.capture.snapshot import CAPTURED, Note, Snapshot
+from geomon.capture.snapshot import (
+    CAPTURED,
+    EMBEDDING,
+    FINAL_NORM,
+    UNEMBEDDING,
+    Layer,
+    Note,
+    Snapshot,
+)
 
 _FORCED = (
     "compiled code of the training ran eagerly while it was watched: dropout draws other random "
@@ -88,6 +96,8 @@ class Window:
         seed: Seed of the private generator that samples rows. No global random state is touched.
         max_mb: Largest memory of what is kept, in millions of bytes: the number of rows is lowered
             for it, and attention that does not fit is left out. None for no limit.
+        extra_layers: Names of layers to see beside those of the blocks
+            (`geomon.capture.snapshot.EXTRA_LAYERS`).
 
     Attributes:
         seconds: Time taken from the training.
@@ -101,18 +111,22 @@ class Window:
         rows: int,
         seed: int,
         max_mb: float | None = None,
+        extra_layers: Sequence[str] = (),
     ) -> None:
         self._anatomy = anatomy
         self._sources = {CAPTURED[view] for view in views}
+        self._extra = tuple(extra_layers) if "hidden" in self._sources else ()
         self._wants_max_logits = "max_logits" in views
-        self._wants_tokens = bool(views & {"token_ids", "positions"})
+        self._wants_tokens = bool(views & {"token_ids", "positions"}) or EMBEDDING in self._extra
         self._sampler = RowSampler(rows, seed)
         blocks = sum(len(stack.blocks) for stack in anatomy.stacks)
         attentions = sum(max(1, len(block.attentions)) for block in anatomy.blocks)
         attends = bool(self._sources & {"attention", "projection"})
         self._memory = MemoryLimit(
-            max_mb, self._sampler, layers=blocks + len(anatomy.stacks), blocks=attentions * attends
-        )
+            max_mb, self._sampler,
+            layers=blocks + len(anatomy.stacks) * (1 + (FINAL_NORM in self._extra)),
+            blocks=attentions * attends,
+        )  # fmt: skip
         self._passes = [
             StackPass(stack, self._sampler, first=number == 0)
             for number, stack in enumerate(anatomy.stacks)
@@ -122,6 +136,8 @@ class Window:
         # What is done as the call of a module begins, and when it has returned, by its address.
         self._before: dict[int, list[Callable[..., None]]] = {}
         self._after: dict[int, list[Callable[..., None]]] = {}
+        # Passes whose final norm is running, by the address of the norm.
+        self._norming: dict[int, StackPass] = {}
         # Calls of blocks that are running, outermost first; None for one that does not count.
         self._running: list[tuple[StackPass, BlockCall | None]] = []
         self._failure: Exception | None = None  # in opening the window
@@ -183,6 +199,9 @@ class Window:
         self._before.clear()
         self._after.clear()
         self._running.clear()
+        self._norming.clear()
+        for stack_pass in self._passes:
+            stack_pass.leaving = None
         self._settled = True
 
     def snapshot(self) -> Snapshot:
@@ -203,9 +222,26 @@ class Window:
         return build_snapshot(
             self._passes,
             self._sources,
+            matrices=self._matrices(),
+            final_norm=FINAL_NORM in self._extra,
             other_thread=self._other_thread,
             notes=[*(Note(text, text) for text in texts), *self._memory.notes()],
         )
+
+    def _matrices(self) -> list[Layer]:
+        """Make the layers of the matrices of weights that are asked for."""
+        if not any(stack_pass.block_calls for stack_pass in self._passes):
+            return []
+        tables = (stack_pass.token_table() for stack_pass in self._passes if stack_pass.shape)
+        found = {
+            EMBEDDING: next(tables, None) or next(iter(self._anatomy.embeddings), None),
+            UNEMBEDDING: self._anatomy.output,
+        }
+        return [
+            matrix_layer(name, module, self._sampler)
+            for name, module in found.items()
+            if name in self._extra
+        ]
 
     def routes(self, stack: str, label: str = "") -> set[str]:
         """List the routes by which attention was seen: of "interface", "sdpa", "softmax".
@@ -257,6 +293,9 @@ class Window:
         if self._wants_tokens:
             for table in self._anatomy.embeddings:
                 self._see(self._before, table, self._on_embedding)
+        for name, norm in self._anatomy.norms if FINAL_NORM in self._extra else ():
+            self._see(self._before, norm, self._on_norm)
+            self._see(self._after, norm, self._on_normed, name)
         for number, stack_pass in enumerate(self._passes):
             for module in stack_pass.stack.above:
                 self._see(self._before, module, self._on_call_above, stack_pass, number)
@@ -420,6 +459,23 @@ class Window:
         for stack_pass in running or self._passes:
             if not stack_pass.over and not (stack_pass.block_calls and stack_pass not in running):
                 stack_pass.token_ids.append(kept)
+                stack_pass.tables.append(module)
+
+    def _on_norm(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        given = first_tensor([*args, *kwargs.values()])
+        if given is None or given.is_nested:
+            return
+        for stack_pass in self._passes:
+            if stack_pass.leaving is not None and _place(given) == _place(stack_pass.leaving):
+                self._norming[id(module)] = stack_pass
+
+    def _on_normed(self, name: str, module: nn.Module, output: Any) -> None:
+        stack_pass, normed = self._norming.pop(id(module), None), first_tensor(output)
+        if stack_pass is None or normed is None or stack_pass.normed is not None:
+            return
+        rows = self._sample_hidden(stack_pass, normed, stack_pass.stack.blocks[-1].module)
+        if rows is not None:
+            stack_pass.normed = rows, name
 
     def _on_owner(self, stack_pass: StackPass, module: nn.Module, args: Any, kwargs: Any) -> None:
         if stack_pass.begin():
@@ -503,6 +559,10 @@ class Window:
         hidden = first_tensor(values)
         if block_call is not None and hidden is not None and not hidden.is_nested:
             stack_pass.left = _place(hidden)
+            if FINAL_NORM in self._extra:
+                # It is kept alive: no other tensor is at its address while the window is open.
+                stack_pass.leaving = hidden.detach()
+                stack_pass.normed = None
         if block_call is not None and hidden is not None and not stack_pass.stack.entering:
             block_call.hidden = self._sample_hidden(stack_pass, hidden, module)
 

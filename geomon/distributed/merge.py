@@ -104,6 +104,8 @@ def merge_layers(parts: Sequence[Layer]) -> Layer:
     """
     if len(parts) == 1:
         return parts[0]
+    if parts[0].of_weights:  # every rank has the same ones, and sampled its own rows of them
+        return next((part for part in parts if part.captured), parts[0])
     captured: dict[str, Any] = {}
     missing = dict(parts[0].missing)
     for source in sorted({CAPTURED[view] for part in parts for view in part.captured}):

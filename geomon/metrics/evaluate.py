@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geomon.capture.snapshot import CAPTURED, Layer, Note, group_by_layer
+from geomon.capture.snapshot import CAPTURED, OF_THE_BATCH, Layer, Note, group_by_layer
 from geomon.kernels.half_samples import FEWEST_SEQUENCES, margin
 from geomon.metrics.across_layers import across_layers, null_values
 from geomon.metrics.cautions import cautions
@@ -109,6 +109,8 @@ class Evaluator:
         with torch.no_grad(), torch.autocast(device, enabled=False):
             for name, metric in self.metrics.items():
                 if not sources_of(metric) <= layer.sources:
+                    continue
+                if layer.of_weights and captured_views(parameters(metric)) & OF_THE_BATCH:
                     continue
                 try:
                     result.parts[name] = _measure(metric, splits)

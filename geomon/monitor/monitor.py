@@ -265,7 +265,7 @@ class Monitor:
     def _window(self, *seed_of: object, rows: int) -> Window:
         return Window(
             self._anatomy, self._views, rows=rows, seed=derive_seed(*seed_of),
-            max_mb=self._options["max_capture_mb"],
+            max_mb=self._options["max_capture_mb"], extra_layers=self._options["extra_layers"],
         )  # fmt: skip
 
     def _rows(self) -> int:

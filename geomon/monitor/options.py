@@ -11,6 +11,7 @@ from typing import Any, SupportsIndex, TypedDict, TypeVar, cast, get_type_hints
 
 from torch import nn
 
+from geomon.capture.snapshot import check_extra_layers
 from geomon.metrics import METRICS, Metric, check_metrics
 from geomon.monitor.schedule import Schedule, check_schedule, log_spaced
 from geomon.record import Sink
@@ -61,6 +62,9 @@ class MonitorOptions(TypedDict, total=False):
             value.
         blocks: The blocks of the model, where the search does not find them: a regular expression
             that matches their whole names, or the modules.
+        extra_layers: Layers to measure beside those of the blocks, each as costly as one of them:
+            "final_norm" (what the final norm makes of the last block's output), "embedding" and
+            "unembedding" (rows of the two matrices).
 
     Raises:
         TypeError: An argument has a name that does not exist.
@@ -84,6 +88,7 @@ class MonitorOptions(TypedDict, total=False):
     sink_timeout: float
     strict: bool
     blocks: str | Sequence[nn.Module] | None
+    extra_layers: Sequence[str]
 
 
 class CallbackOptions(MonitorOptions, total=False):
@@ -119,6 +124,7 @@ DEFAULTS: MonitorOptions = {
     "sink_timeout": 30.0,
     "strict": False,
     "blocks": None,
+    "extra_layers": (),
 }
 
 CALLBACK_DEFAULTS: CallbackOptions = {**DEFAULTS, "directory": None, "pictures": True}
@@ -168,6 +174,7 @@ def _check(options: _Options, defaults: MonitorOptions, owner: str) -> _Options:
     check_count("tokens", options["tokens"])
     check_count("batches", options["batches"])
     options["metrics"] = check_metrics(options["metrics"])
+    options["extra_layers"] = check_extra_layers(options["extra_layers"])
     schedule = options["schedule"]
     options["schedule"] = check_schedule(log_spaced() if schedule is None else schedule)
     share, most = options["budget"], options["max_capture_mb"]

@@ -6,7 +6,7 @@ families that are made of blocks and hold most of the parameters are the *stacks
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -116,11 +116,16 @@ class Anatomy:
     Attributes:
         stacks: Stacks of blocks, in the order of the model's modules.
         embeddings: Embedding tables outside the blocks: the input of one is the token ids.
+        norms: Names and modules of the norms outside the blocks, one of which may be the final one.
+        output: The module whose weight makes logits of hidden states, [vocabulary, width]; None
+            where none is known.
         left_out: Families that look like a stack and are not watched.
     """
 
     stacks: tuple[Stack, ...]
     embeddings: tuple[nn.Embedding, ...] = field(repr=False)
+    norms: tuple[tuple[str, nn.Module], ...] = field(default=(), repr=False)
+    output: nn.Module | None = field(default=None, repr=False)
     left_out: tuple[LeftOut, ...] = ()
 
     @property
@@ -166,16 +171,35 @@ def find_anatomy(model: nn.Module, blocks: str | Sequence[nn.Module] | None = No
             "list of modules"
         )
     inside = {module for family in families for block in family for module in block.modules()}
+    outside = {module: name for module, name in names.items() if module not in inside}
+    embeddings = tuple(module for module in outside if isinstance(module, nn.Embedding))
     return Anatomy(
         stacks=_stacks(model, families, names),
-        embeddings=tuple(
-            module for module in names if isinstance(module, nn.Embedding) and module not in inside
+        embeddings=embeddings,
+        norms=tuple(
+            (shown_name(name), module) for module, name in outside.items() if _is_norm(module)
         ),
+        output=_find_output(outside, embeddings),
         left_out=tuple(left_out),
     )
 
 
 # -- modules in and around the blocks --------------------------------------------------------
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Whether a module is a norm, going by the name of its class."""
+    return not any(True for _ in module.children()) and "norm" in type(module).__name__.lower()
+
+
+def _find_output(
+    outside: Iterable[nn.Module], embeddings: Sequence[nn.Embedding]
+) -> nn.Module | None:
+    """Find the last linear module with one output for each row of an embedding table."""
+    rows = {table.num_embeddings for table in embeddings}
+    heads = [m for m in outside if isinstance(m, nn.Linear) and m.out_features in rows]
+    tied = [m for m in heads if any(m.weight is table.weight for table in embeddings)]
+    return next(reversed(tied or heads), None)
 
 
 def _stacks(model: nn.Module, families: list[Family], names: Names) -> tuple[Stack, ...]:

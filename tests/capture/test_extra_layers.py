@@ -1,0 +1,211 @@
+"""Layers beside those of the blocks: the final norm, and the two matrices."""
+
+import pytest
+import torch
+from models import PlainBlock, PlainDecoder, batch, transformer
+from plain_models import both, encoder
+from torch import nn
+from transformers import T5Config, T5ForConditionalGeneration
+
+from geomon import Monitor, geometry, measure, select
+from geomon.capture import Window, extra_pass, find_anatomy
+from geomon.capture.snapshot import EXTRA_LAYERS, Layer, NotSeenError, check_extra_layers
+from geomon.distributed import merge_layers
+
+ANISOTROPY = select("anisotropy")
+
+
+def layers(model: nn.Module, inputs, extra=EXTRA_LAYERS, rows: int = 100_000) -> dict[str, Layer]:
+    views = {"hidden", "token_ids", "positions", "sequences"}
+    window = Window(find_anatomy(model), views, rows=rows, seed=0, extra_layers=extra)
+    extra_pass(model, inputs, window)
+    return {f"{x.stack}/{x.index}": x for x in window.snapshot().layers}
+
+
+def rows_of(layer: Layer, values: torch.Tensor, *, length_first: bool = False) -> torch.Tensor:
+    """The rows of a tensor [batch, length, width] that a layer should hold."""
+    if length_first:
+        values = values.transpose(0, 1)
+    return values[layer.captured["sequences"], layer.captured["positions"]].float()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral"])
+def test_the_final_norm_is_the_last_of_the_hidden_states_of_transformers(name):
+    model, ids = transformer(name).eval(), batch()
+    mask = torch.ones_like(ids)
+    mask[1, 20:] = 0
+    given = {"input_ids": ids, "attention_mask": mask}
+    found = layers(model, given)["final_norm/3"]
+    expected = model(**given, output_hidden_states=True).hidden_states[-1].detach()
+    assert len(found.captured["hidden"]) == mask.sum()
+    assert torch.allclose(found.captured["hidden"], rows_of(found, expected), atol=1e-5)
+
+
+def test_each_stack_has_its_own_final_norm():
+    sizes = {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 2, "num_heads": 4}
+    config = T5Config(**sizes, vocab_size=90, decoder_start_token_id=0, pad_token_id=0)
+    model, ids = T5ForConditionalGeneration(config).eval(), batch() % 89 + 1
+    given = {"input_ids": ids, "decoder_input_ids": ids[:, :10]}
+    seen = layers(model, given)
+    whole = model(**given, output_hidden_states=True)
+    for stack, states in (
+        ("encoder.final_norm", whole.encoder_hidden_states),
+        ("decoder.final_norm", whole.decoder_hidden_states),
+    ):
+        found = seen[f"{stack}/2"]
+        expected = rows_of(found, states[-1].detach())
+        assert torch.allclose(found.captured["hidden"], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_torch_modules_of_either_order(batch_first):
+    model = encoder(norm_first=True, batch_first=batch_first).eval()
+    model.norm = nn.LayerNorm(model.layers[0].linear1.in_features)
+    x = torch.randn(5, 12, 32, generator=torch.Generator().manual_seed(0))
+    found = layers(model, x)["final_norm/3"]
+    expected = rows_of(found, model(x).detach(), length_first=not batch_first)
+    assert len(expected) == 60
+    assert torch.allclose(found.captured["hidden"], expected, atol=1e-6)
+
+
+def test_a_stack_inside_another_model_keeps_its_name():
+    x = torch.randn(4, 8, 32, generator=torch.Generator().manual_seed(0))
+    model = both().eval()
+    seen = layers(model, (x, x), extra=("final_norm",))
+    found = seen["encoder.final_norm/2"]
+    expected = rows_of(found, model.encoder(x).detach())
+    assert torch.allclose(found.captured["hidden"], expected, atol=1e-5)
+    assert "hidden" in seen["decoder.final_norm/3"].captured
+
+
+class NormOfSomethingElse(nn.Module):
+    """Frees what the last block gave, and norms another tensor of its shape, at its address."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(90, 32)
+        self.blocks = nn.ModuleList(PlainBlock(32, 4, 0.0) for _ in range(2))
+        self.dense, self.norm = nn.Linear(32, 32), nn.LayerNorm(32)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        x = self.dense(x)
+        x = torch.nn.functional.gelu(x)
+        return self.norm(x * 2)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [lambda: transformer("bert"), PlainDecoder, NormOfSomethingElse],
+    ids=["blocks that end in a norm", "no norm", "norm of something else"],
+)
+def test_where_there_is_none_the_reason_is_said(model):
+    made = model()
+    found = layers(made, {"input_ids": batch()} if hasattr(made, "config") else batch())
+    stack = next(layer for layer in found.values() if layer.stack == "final_norm")
+    assert not stack.captured
+    assert "was given what leaves the last block" in stack.missing["hidden"]
+    with pytest.raises(NotSeenError, match="hidden states at final_norm: no module outside"):
+        measure(made, batch(), metrics=ANISOTROPY, extra_layers=["final_norm"])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_matrices_are_the_weights_and_no_table_of_places(tied):
+    model, ids = PlainDecoder(length=200), batch()  # more places than tokens
+    if tied:
+        model.head.weight = model.tokens.weight
+    seen = layers(model, ids)
+    embedding, output = seen["embedding/0"], seen["unembedding/0"]
+    assert torch.equal(embedding.captured["hidden"], model.tokens.weight.detach())
+    assert torch.equal(output.captured["hidden"], model.head.weight.detach())
+    assert embedding.captured["precision"] == torch.finfo(torch.float32).eps
+
+
+def test_a_large_matrix_is_sampled():
+    model, ids = PlainDecoder(), batch()
+    found = layers(model, ids, rows=17)["embedding/0"].captured["hidden"]
+    places = (model.tokens.weight.detach()[:, None] == found).all(dim=2).float().argmax(dim=0)
+    assert len(places.unique()) == 17
+
+
+def test_matrices_are_measured_as_plain_rows_and_asked_nothing_of_tokens():
+    model, ids = transformer("gpt2"), batch()
+    values = measure(model, ids, extra_layers=["embedding", "unembedding", "final_norm"])
+    plain = geometry(model.transformer.wte.weight)
+    for metric in ("anisotropy", "cosine", "twonn", "drift_norm"):
+        assert values[f"{metric}/embedding_layer_00"] == pytest.approx(plain[metric], rel=1e-9)
+    of_matrix = {tag.split("/")[0] for tag in values if "embedding_" in tag}
+    assert "anisotropy" in of_matrix
+    assert not of_matrix & {"twonn_distinct", "within_variance", "attention_entropy"}
+    assert not [note for note in values.notes if "embedding" in note and "missing" in note]
+    without = measure(model, ids)
+    assert {tag: values[tag] for tag in without} == pytest.approx(without, nan_ok=True)
+    assert len(values) > len(without)
+
+
+def test_a_model_without_the_matrices_says_so():
+    model = encoder()
+    x = torch.randn(4, 8, 32, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(NotSeenError, match="embedding: no embedding table was found outside"):
+        measure(model, x, metrics=ANISOTROPY, extra_layers=["embedding"])
+    with pytest.raises(NotSeenError, match="one output for each row of an embedding table"):
+        measure(model, x, metrics=ANISOTROPY, extra_layers="unembedding")
+
+
+def test_of_several_ranks_a_matrix_is_taken_once():
+    model, ids = PlainDecoder(), batch()
+    one = layers(model, ids, rows=20)["embedding/0"]
+    other = Layer(0, "embedding", {}, {"hidden": "why"}, "embedding", one.sources, of_weights=True)
+    for parts in ([one, one], [other, one]):
+        assert torch.equal(merge_layers(parts).captured["hidden"], one.captured["hidden"])
+
+
+def test_a_window_over_no_pass_stays_empty():
+    window = Window(
+        find_anatomy(PlainDecoder()), {"hidden"}, rows=10, seed=0, extra_layers=EXTRA_LAYERS
+    )
+    with window:
+        pass
+    assert window.snapshot().is_empty
+
+
+def test_what_leaves_the_last_block_is_not_kept_alive():
+    model = PlainDecoder()
+    window = Window(find_anatomy(model), {"hidden"}, rows=10, seed=0, extra_layers=["final_norm"])
+    with window:
+        model(batch())
+    assert all(stack_pass.leaving is None for stack_pass in window._passes)
+
+
+def test_a_monitor_records_them_and_training_is_untouched(tmp_path):
+    def train(extra) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = transformer("llama")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        monitor = Monitor(
+            model, directory=tmp_path / str(len(extra)), metrics=ANISOTROPY, extra_layers=extra
+        )
+        for step in range(3):
+            with monitor(step):
+                loss = model(batch(seed=step), labels=batch(seed=step)).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        monitor.close()
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    assert torch.equal(train(()), train(EXTRA_LAYERS))
+    text = (tmp_path / "3" / "readings.jsonl").read_text()
+    for tag in ("final_norm_layer_03", "embedding_layer_00", "unembedding_layer_00"):
+        assert text.count(f'"anisotropy/{tag}"') == 3
+
+
+def test_names_are_checked():
+    assert check_extra_layers("embedding") == ("embedding",)
+    assert check_extra_layers(["unembedding", "final_norm"]) == ("final_norm", "unembedding")
+    with pytest.raises(ValueError, match="final_norm, embedding, unembedding, got 'normed'"):
+        Monitor(PlainDecoder(), directory=None, extra_layers=["normed"])
+    with pytest.raises(ValueError, match="extra_layers are some of"):
+        check_extra_layers([3])
