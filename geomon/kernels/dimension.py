@@ -1,5 +1,6 @@
 """Intrinsic dimension from the distances to the nearest neighbours."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,6 +15,9 @@ SCALES = (1, 2, 4, 8, 16, 32)
 
 # Newton's steps: from the estimate by moments, five reach the last digit of float64.
 _NEWTON_STEPS = 6
+
+# Digits after the point to which n (1 - discard) is exact: 500 (1 - 0.8) is 99.99999999999997.
+_DIGITS = 6
 
 
 class Estimate(NamedTuple):
@@ -61,7 +65,7 @@ def twonn(neighbours: Tensor, discard: float = 0.1) -> Tensor:
         raise ValueError(f"discard is a share in [0, 1), got {discard}")
     log_mu = _log_ratios(neighbours[:, 0], neighbours[:, 1]).sort().values
     n = len(log_mu)
-    kept = min(int(n * (1 - discard)), n - 1)  # at F = 1 the logarithm ends
+    kept = min(_kept(n, discard), n - 1)  # at F = 1 the logarithm ends
     if n < 3 or kept < 1:
         return torch.tensor(torch.nan, dtype=torch.float64, device=neighbours.device)
     rank = torch.arange(1, kept + 1, dtype=torch.float64, device=log_mu.device)
@@ -107,7 +111,7 @@ def twonn_censored(neighbours: Tensor, discard: float = 0.1) -> Estimate:
         raise ValueError(f"discard is a share in [0, 1), got {discard}")
     log_mu = _log_ratios(neighbours[:, 0], neighbours[:, 1]).sort().values
     n = len(log_mu)
-    kept = int(n * (1 - discard))
+    kept = _kept(n, discard)
     if n < 3 or kept < 2:
         nan = torch.tensor(torch.nan, dtype=torch.float64, device=neighbours.device)
         return Estimate(nan, nan)
@@ -236,7 +240,7 @@ def _twonn_of(ratios: HalfRatios, half: bool, discard: float) -> tuple[Tensor, T
     # What is unknown is among the largest, which are dropped.
     x = _sorted(torch.where(inside & ratios.known, ratios.log_mu, torch.inf))
     rank = torch.arange(1, x.shape[1] + 1, dtype=torch.float64, device=x.device)
-    kept = (n * (1 - discard)).floor()
+    kept = (n * (1 - discard)).round(decimals=_DIGITS).floor()
     largest = x.gather(1, (kept.long() - 1).clamp(min=0))
     x = torch.where(rank <= kept, x, 0)
     censored = (kept - 1) / (x.sum(dim=1, keepdim=True) + (n - kept) * largest)
@@ -323,6 +327,11 @@ def _log_ratios(near: Tensor, far: Tensor) -> Tensor:
     near, far = near.double(), far.double()
     valid = (near > 0) & torch.isfinite(far)
     return (far[valid] / near[valid]).log()
+
+
+def _kept(n: int, discard: float) -> int:
+    """Count the ratios that are kept of n."""
+    return math.floor(round(n * (1 - discard), _DIGITS))
 
 
 def _require_distances(neighbours: Tensor) -> None:

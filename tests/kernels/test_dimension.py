@@ -357,6 +357,17 @@ def test_estimators_name_the_shape_they_cannot_use(estimate, shape):
     assert str(list(shape)) in str(caught.value)
 
 
+@pytest.mark.parametrize("discard", [0.0, 0.1, 0.3, 0.7, 0.8, 0.9])
+@pytest.mark.parametrize("n", [10, 500, 4100])
+def test_the_share_that_is_kept_is_not_rounded_down_by_a_digit(n, discard):
+    mu = torch.linspace(1.01, 3, n, dtype=torch.float64)
+    neighbours = torch.stack([torch.ones_like(mu), mu], dim=1)
+    kept = min(n - round(n * discard), n - 1)  # a whole number for each of these
+    x = mu.log()[:kept]
+    y = -torch.log1p(-torch.arange(1, kept + 1, dtype=torch.float64) / n)
+    assert twonn(neighbours, discard).item() == pytest.approx((x @ y / (x @ x)).item(), rel=1e-12)
+
+
 @pytest.mark.parametrize("discard", [-0.1, 1.0, 1.5, math.nan])
 def test_twonn_names_a_share_out_of_range(discard):
     with pytest.raises(ValueError, match=rf"share in \[0, 1\), got {discard}"):
