@@ -1,4 +1,5 @@
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -67,7 +68,7 @@ def twonn_by_least_squares(distances, discard=0.1):
     valid = (r1 > 0) & np.isfinite(r2)
     mu = np.sort(r2[valid] / r1[valid])
     cumulative = np.arange(1, len(mu) + 1) / len(mu)
-    kept = int(len(mu) * (1 - discard))
+    kept = len(mu) - math.ceil(Fraction(str(discard)) * len(mu))
     kept -= kept == len(mu)
     x, y = np.log(mu[:kept]), -np.log(1 - cumulative[:kept])
     return np.linalg.lstsq(x[:, None], y, rcond=None)[0][0]
@@ -90,7 +91,7 @@ def gride_by_maximisation(distances, k):
 @pytest.mark.parametrize("discard", [0.0, 0.1, 0.25, 0.8])
 def test_twonn_agrees_with_a_least_squares_fit(points, discard):
     distances = pareto(points, 7, seed=points)
-    if int(points * (1 - discard)) == 0:
+    if math.ceil(Fraction(str(discard)) * points) == points:
         assert twonn(distances, discard).isnan()
         return
     want = twonn_by_least_squares(distances, discard)

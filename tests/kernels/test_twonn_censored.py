@@ -1,4 +1,5 @@
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ def replicates(points, dimension, times, seed=0):
 def by_maximisation(distances, discard):
     """The likelihood of a sample of which the largest are only known to be beyond the last kept."""
     log_mu = np.sort(np.log((distances[:, 1] / distances[:, 0]).numpy()))
-    kept = int(len(log_mu) * (1 - discard))
+    kept = len(log_mu) - math.ceil(Fraction(str(discard)) * len(log_mu))
 
     def loss(d):
         density = math.log(d) - (d + 1) * log_mu[:kept]
@@ -77,7 +78,7 @@ def test_estimate_is_unbiased_and_its_interval_covers(points, dimension):
 @pytest.mark.parametrize("points", [30, 500])
 @pytest.mark.parametrize("discard", [0.0, 0.1, 0.8])
 def test_the_denominator_is_gamma_distributed_whatever_is_discarded(points, discard):
-    kept, dimension = int(points * (1 - discard)), 7.0
+    kept, dimension = points - math.ceil(Fraction(str(discard)) * points), 7.0
     pivots = [
         (kept - 1) / twonn_censored(pareto(points, dimension, seed=i), discard).value.item()
         for i in range(1000)
