@@ -204,6 +204,8 @@ which the scores are seen, and Q and K as attended are not.
 
 `make architectures` writes this page; `tests/test_architectures.py` checks it.
 
+What is seen of models of other code bases, from the registry: [foreign_code.md](foreign_code.md).
+
 """
 _COLUMNS = (
     "architecture", "attends by", "route", "attention probabilities", "projected Q and K",

@@ -28,11 +28,14 @@ from recipes.enwik8.model import CharacterDecoder
 from recipes.enwik8.presets import Preset
 from recipes.enwik8.windows import CharacterData, spread
 
-# Two batches of 4,096: the paper's least, twice, for a deviation. Under a budget fewer, or the look
-# at step 0 alone would take half a per cent of the first 500 steps.
-PROBE_TOKENS = 8192
+# The paper's least batch. Under a budget fewer, or the look at step 0 alone would take half a per
+# cent of the first 500 steps.
+PROBE_TOKENS = 4096
 FRUGAL_PROBE_TOKENS = 2048
-BATCHES = 2
+# The intervals come from halves of the windows, and need no second batch.
+BATCHES = 1
+# Half of a run's readings on a logarithmic scale lie before this step, and show little that is new.
+LATEST_FIRST_READING = 32
 
 _CHECKPOINTS = "checkpoints"
 _SETTINGS = "settings.json"
@@ -107,7 +110,7 @@ def train(
     live = LiveView(history)
     monitor = GeometryMonitor(
         probe=probe_windows(corpus, preset.context, machine.budget),
-        schedule=log_spaced(),
+        schedule=log_spaced(first=first_reading(preset.steps)),
         batches=BATCHES,
         directory=folder,
         sinks=[live],
@@ -150,6 +153,16 @@ def probe_windows(corpus: Corpus, context: int, budget: float | None) -> Any:
     """Held-out windows that every reading looks at, so that readings compare."""
     tokens = PROBE_TOKENS if budget is None else FRUGAL_PROBE_TOKENS
     return spread(corpus.validation, context, tokens // context)
+
+
+def first_reading(steps: int) -> int:
+    """First step that is read after step 0: a power of two of about a fortieth of the run.
+
+    Example:
+        >>> first_reading(6), first_reading(300), first_reading(1500), first_reading(20_000)
+        (1, 4, 32, 32)
+    """
+    return min(LATEST_FIRST_READING, 1 << max(0, (steps // 40).bit_length() - 1))
 
 
 def check_folder(folder: Path, settings: Settings, *, resume: bool) -> None:
