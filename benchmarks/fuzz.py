@@ -277,7 +277,7 @@ def dimensions(rows: Array, unique: Array) -> dict[str, float]:
     distance.sort(axis=1)
     distance = distance[:, :-1]
     n = len(unique)
-    logs = np.sort(np.log(distance[:, 1] / distance[:, 0]))
+    logs = np.sort(_without_rounding(np.log(distance[:, 1] / distance[:, 0])))
     kept = min(int(n * (1 - 0.1)), n - 1)
     x, y = logs[:kept], -np.log1p(-np.arange(1, kept + 1) / n)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -289,8 +289,15 @@ def dimensions(rows: Array, unique: Array) -> dict[str, float]:
     for k in SCALES:
         enough = distance.shape[1] >= 2 * k
         ratios = np.log(distance[:, 2 * k - 1] / distance[:, k - 1]) if enough else None
-        values[f"gride/k{k}"] = math.nan if ratios is None else maximum_likelihood(ratios, k)
+        values[f"gride/k{k}"] = (
+            math.nan if ratios is None else maximum_likelihood(_without_rounding(ratios), k)
+        )
     return values
+
+
+def _without_rounding(log_ratios: Array) -> Array:
+    """Equal spacings are equal but for the rounding of their distances."""
+    return np.where(log_ratios < 3.6e-15, 0.0, log_ratios)
 
 
 def maximum_likelihood(x: Array, k: int) -> float:

@@ -16,6 +16,9 @@ SCALES = (1, 2, 4, 8, 16, 32)
 # Newton's steps: from the estimate by moments, five reach the last digit of float64.
 _NEWTON_STEPS = 6
 
+# Logarithms of the ratio of two distances that are equal: each is the root of a rounded sum.
+_ROUNDING = 16 * torch.finfo(torch.float64).eps
+
 # Digits after the point to which n (1 - discard) is exact: 500 (1 - 0.8) is 99.99999999999997.
 _DIGITS = 6
 
@@ -210,7 +213,9 @@ def ratios_in_halves(
     first = own_half.T.contiguous()
     return [
         HalfRatios(
-            torch.where(known[k], found[2 * k] - found[k], torch.nan).T.contiguous(),
+            _without_rounding(
+                torch.where(known[k], found[2 * k] - found[k], torch.nan)
+            ).T.contiguous(),
             known[2 * k].T.contiguous(),
             first,
         )
@@ -304,7 +309,8 @@ def _gride_at(neighbours: Tensor, scales: Sequence[int]) -> Tensor:
     rank = torch.tensor(scales, dtype=torch.int64, device=neighbours.device)
     near, far = neighbours[:, rank - 1].double(), neighbours[:, 2 * rank - 1].double()
     valid = (near > 0) & torch.isfinite(far)
-    x = torch.where(valid, far / near, 1).log().T.contiguous()  # [scales, points]; 0 adds nothing
+    logs = torch.where(valid, far / near, 1).log()
+    x = _without_rounding(logs).T.contiguous()  # [scales, points]; 0 adds nothing
     n, total, k = valid.sum(dim=0).double(), x.sum(dim=1), rank.double()
     positive = x > 0
     ties = n - positive.sum(dim=1)  # x/(1 - e^(-dx)) tends to 1/d
@@ -322,11 +328,16 @@ def _gride_at(neighbours: Tensor, scales: Sequence[int]) -> Tensor:
     return torch.where(n >= 3, d, torch.nan)
 
 
+def _without_rounding(log_ratios: Tensor) -> Tensor:
+    """Return 0 for a ratio that is 1 but for rounding: equal spacings have no dimension."""
+    return torch.where(log_ratios < _ROUNDING, 0, log_ratios)
+
+
 def _log_ratios(near: Tensor, far: Tensor) -> Tensor:
     """Compute log(far / near) in float64, without points at distance 0 or not finite."""
     near, far = near.double(), far.double()
     valid = (near > 0) & torch.isfinite(far)
-    return (far[valid] / near[valid]).log()
+    return _without_rounding((far[valid] / near[valid]).log())
 
 
 def _kept(n: int, discard: float) -> int:

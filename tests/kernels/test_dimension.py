@@ -10,7 +10,7 @@ from scipy.optimize import minimize_scalar
 from scipy.spatial import cKDTree
 from scipy.special import gammainc
 
-from geomon.kernels.dimension import SCALES, gride, twonn
+from geomon.kernels.dimension import SCALES, gride, twonn, twonn_censored
 from geomon.kernels.neighbours import nearest, unique_rows
 
 few_examples = settings(deadline=None, derandomize=True, max_examples=30)
@@ -367,6 +367,17 @@ def test_the_share_that_is_kept_is_not_rounded_down_by_a_digit(n, discard):
     x = mu.log()[:kept]
     y = -torch.log1p(-torch.arange(1, kept + 1, dtype=torch.float64) / n)
     assert twonn(neighbours, discard).item() == pytest.approx((x @ y / (x @ x)).item(), rel=1e-12)
+
+
+def test_equal_spacings_are_equal_though_their_distances_are_rounded():
+    # Roots of rounded sums: the two distances of a row differ in the last digit.
+    near = torch.full((20,), 2.0, dtype=torch.float64).sqrt()
+    far = torch.nextafter(near, torch.tensor(torch.inf, dtype=torch.float64))
+    neighbours = torch.stack([near, far], dim=1)
+    assert (far > near).all()
+    assert twonn(neighbours).isinf()
+    assert twonn_censored(neighbours).value.isinf()
+    assert gride(neighbours, [1]).isinf().all()
 
 
 @pytest.mark.parametrize("discard", [-0.1, 1.0, 1.5, math.nan])
