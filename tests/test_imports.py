@@ -22,9 +22,10 @@ ARROWS = {
     "monitor": {"metrics", "distributed", "capture", "record", "analysis"},
 }
 # Modules that are faces of their own: the data of a pass, the notes on values, the names of values,
-# where they go, and what makes text of unknown origin fit for a terminal.
+# where they go, what makes text of unknown origin fit for a terminal, and the kinds of alerts.
 DOORS = {
-    "capture.snapshot", "metrics.cautions", "record.tags", "record.sinks", "record.printable",
+    "analysis.alerts", "capture.snapshot", "metrics.cautions", "record.tags", "record.sinks",
+    "record.printable",
 }  # fmt: skip
 # Kernels are imported by module: a face would load the neighbour search with every one.
 WITHOUT_A_FACE = {"kernels"}

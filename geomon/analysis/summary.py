@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable
 
+from geomon.analysis.alerts import alert_notes
 from geomon.analysis.curves import (
     Curve,
     curve_of,
@@ -23,8 +24,9 @@ _FLAT = 0.1
 def summarise(readings: Iterable[Reading]) -> list[str]:
     """Describe a run in plain sentences; a metric that was not measured is not mentioned.
 
-    A change is mentioned where it exceeds 1.96 standard errors of the two values that it compares
-    (see `geomon.analysis.phase`); one between scales of gride, where it exceeds 5 % too.
+    The phase of `twonn/mean` is that of `find_phase`. Another change is mentioned where it exceeds
+    1.96 standard errors of the two values that it compares; one between scales of gride, where it
+    exceeds 5 % too.
 
     Args:
         readings: Readings of a run, in any order.
@@ -33,7 +35,8 @@ def summarise(readings: Iterable[Reading]) -> list[str]:
         Sentences, at least one.
     """
     remarks = readings.remarks() if isinstance(readings, Readings) else []
-    selected = single_source(readings)
+    everything = list(readings)
+    selected = single_source(everything)
     if not selected:
         return ["No readings yet."]
     describers: tuple[Callable[[list[Reading]], list[str]], ...] = (
@@ -43,7 +46,21 @@ def summarise(readings: Iterable[Reading]) -> list[str]:
     sentences = sentences or [
         f"{len(selected)} readings, none of the metrics that this summary speaks of."
     ]
-    return [*remarks, *sentences]
+    return [*remarks, *_alerts(everything), *sentences]
+
+
+def _alerts(readings: list[Reading]) -> list[str]:
+    """Say, for each kind of alert, when it came first, and how many there were."""
+    found: dict[str, list[tuple[int, str]]] = {}
+    for reading in readings:
+        for words in alert_notes(reading):
+            kind = words.partition(" (")[0].partition(":")[0]
+            found.setdefault(kind, []).append((reading.step, words))
+    return [
+        f"Alert at step {alerts[0][0]}"
+        f"{f' (first of {len(alerts)})' if len(alerts) > 1 else ''}: {alerts[0][1]}."
+        for alerts in found.values()
+    ]
 
 
 def _dimension(readings: list[Reading]) -> list[str]:
@@ -54,7 +71,7 @@ def _dimension(readings: list[Reading]) -> list[str]:
     phase = curve.phase()
     start = f"twonn/mean: {_n(curve.values[0])} at {_at(curve, 0)}"
     end = f"{_n(curve.values[-1])} at the end ({_at(curve, -1)}"
-    peak = f"peak {_n(phase.peak)} at step {phase.peak_step}"
+    peak = f"peak {_n(phase.peak)} at step {phase.peak_step}{phase.span()}"
     if phase.name == "compressing":
         return [f"{start}, {peak}, {end}, {_p(-phase.change)} below the peak)."]
     if phase.name == "peak" and phase.change < 0:
@@ -68,7 +85,9 @@ def _dimension(readings: list[Reading]) -> list[str]:
         )
         return [f"{start}, {end}, {trend})."]
     if phase.name == "falling":
-        return [f"{start}, {end}); it fell from the first reading on and never expanded."]
+        first = phase.peak_step == curve.steps[0]
+        since = "from the first reading on" if first else f"from step {phase.peak_step} on"
+        return [f"{start}, {end}); it fell {since} and never expanded."]
     low, high = min(curve.values), max(curve.values)
     return [f"{start}, {end}); between {_n(low)} and {_n(high)}, no change above its errors."]
 

@@ -35,8 +35,9 @@ from geomon.monitor.options import (
 )
 from geomon.monitor.output import ReadingWriter, Warnings
 from geomon.monitor.planner import ReadingPlanner
+from geomon.monitor.reactions import Reactions
 from geomon.monitor.schedule import Schedule, first_steps
-from geomon.record import Record, tags
+from geomon.record import Record, read, tags
 
 _NOTHING = nullcontext()  # what a step that is not due gets
 
@@ -68,6 +69,10 @@ class Monitor:
         self._writer = ReadingWriter(
             record, options["sinks"], self._warnings, sink_timeout=options["sink_timeout"]
         )
+        self._reactions = Reactions(
+            options["alerts"], options["on_phase"], options["on_alert"], self._warnings
+        )
+        self._record = record
         self._budget = Budget(options["budget"], options["tokens"])
         self._planner = ReadingPlanner(
             _guard_schedule(options["schedule"], self._warnings, strict=options["strict"]),
@@ -335,14 +340,18 @@ class Monitor:
         if reading is None:
             return
         notes = [*self._run_notes(), *job.notes]
-        for note in notes:
-            self._warnings.warn(note.text, kind=note.kind)
         values = dict(reading.values)
         if self._published:  # before the first reading hardly any training time has passed
             values[tags.OVERHEAD] = self.overhead
         self._published = True
-        self._writer.write(replace(reading, values=values, notes=[note.text for note in notes]))
+        reading = replace(reading, values=values, notes=[note.text for note in notes])
+        notes += self._reactions.find_alerts(reading)
+        for note in notes:
+            self._warnings.warn(note.text, kind=note.kind)
+        reading = replace(reading, notes=[note.text for note in notes])
+        self._writer.write(reading)
         self._budget.spend(time.perf_counter() - began)
+        self._reactions.call(reading)
 
     # -- the run ---------------------------------------------------------------------------------
 
@@ -385,6 +394,12 @@ class Monitor:
         """Start at the first step: learn what the record holds already."""
         self._budget.begin()
         recorded = self._writer.begin(step, self._describe())
+        if recorded and self._record is not None and self._reactions.wants_history:
+            path = self._record.path
+            self._warnings.attempt(
+                lambda: self._reactions.recall(r for r in read(path) if r.step < step),
+                f"{path} could not be read: phases and alerts begin anew",
+            )
         self._planner.skip_recorded(recorded)
         self._planner.skip_recorded(self._group.broadcast(recorded))
 

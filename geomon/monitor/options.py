@@ -11,6 +11,8 @@ from typing import Any, SupportsIndex, TypedDict, TypeVar, cast, get_type_hints
 
 from torch import nn
 
+from geomon.analysis import Phase
+from geomon.analysis.alerts import DEFAULT_ALERTS, Alert, check_alerts
 from geomon.capture.snapshot import check_extra_layers
 from geomon.metrics import METRICS, Metric, check_metrics
 from geomon.monitor.schedule import Schedule, check_schedule, log_spaced
@@ -65,11 +67,18 @@ class MonitorOptions(TypedDict, total=False):
         extra_layers: Layers to measure beside those of the blocks, each as costly as one of them:
             "final_norm" (what the final norm makes of the last block's output), "embedding" and
             "unembedding" (rows of the two matrices).
+        on_phase: Function of a `Phase`, called in the training's own thread on the first rank, once
+            a reading is recorded, when the phase of the mean intrinsic dimension has another name
+            than before ("expanding", "peak", "compressing", ...). What it raises is a warning.
+        on_alert: Function of an `Alert`, called like `on_phase`, once for each alert.
+        alerts: Names of the alerts that are looked for, as in `geomon.analysis.alerts.RULES`; ()
+            for none. An alert is a note of its reading and a warning.
 
     Raises:
-        TypeError: An argument has a name that does not exist.
+        TypeError: An argument has a name that does not exist. A hook is not callable.
         ValueError: The model has no blocks, a metric reads an unknown view, the schedule never
-            fires, a number is out of range, or the directory cannot be written.
+            fires, no alert has such a name, a number is out of range, or the directory cannot be
+            written.
     """
 
     metrics: Mapping[str, Metric]
@@ -89,6 +98,9 @@ class MonitorOptions(TypedDict, total=False):
     strict: bool
     blocks: str | Sequence[nn.Module] | None
     extra_layers: Sequence[str]
+    on_phase: Callable[[Phase], object] | None
+    on_alert: Callable[[Alert], object] | None
+    alerts: Sequence[str]
 
 
 class CallbackOptions(MonitorOptions, total=False):
@@ -99,9 +111,10 @@ class CallbackOptions(MonitorOptions, total=False):
             depth and the matrices of heads by layer, each time the step has doubled.
 
     Raises:
-        TypeError: An argument has a name that does not exist.
-        ValueError: A metric reads an unknown view, the schedule never fires, or a number is out of
-            range. When training starts: no blocks in the model, a directory that cannot be written.
+        TypeError: An argument has a name that does not exist. A hook is not callable.
+        ValueError: A metric reads an unknown view, the schedule never fires, no alert has such a
+            name, or a number is out of range. When training starts: no blocks in the model, a
+            directory that cannot be written.
     """
 
     pictures: bool
@@ -125,6 +138,9 @@ DEFAULTS: MonitorOptions = {
     "strict": False,
     "blocks": None,
     "extra_layers": (),
+    "on_phase": None,
+    "on_alert": None,
+    "alerts": DEFAULT_ALERTS,
 }
 
 CALLBACK_DEFAULTS: CallbackOptions = {**DEFAULTS, "directory": None, "pictures": True}
@@ -138,9 +154,10 @@ def check_options(options: MonitorOptions, owner: str) -> MonitorOptions:
         owner: Name of the class that was called, for messages.
 
     Raises:
-        TypeError: An option has a name that does not exist, or metrics are no mapping.
-        ValueError: A number is out of range, a metric reads an unknown view, or the schedule never
-            fires.
+        TypeError: An option has a name that does not exist, metrics are no mapping, or a hook is no
+            function.
+        ValueError: A number is out of range, a metric reads an unknown view, no alert has such a
+            name, or the schedule never fires.
     """
     return _check(cast("MonitorOptions", {**DEFAULTS, **options}), DEFAULTS, owner)
 
@@ -191,6 +208,10 @@ def _check(options: _Options, defaults: MonitorOptions, owner: str) -> _Options:
     ):
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
             raise ValueError(f"{name} is a number of seconds above 0, got {seconds!r}")
+    check_alerts(options["alerts"])
+    for name, hook in (("on_phase", options["on_phase"]), ("on_alert", options["on_alert"])):
+        if hook is not None and not callable(hook):
+            raise TypeError(f"{name} is a function of one argument, or None, got {hook!r}")
     return options
 
 

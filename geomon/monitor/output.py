@@ -55,19 +55,21 @@ class Warnings:
             kind = "" if isinstance(error, RankFailedError) else f"{type(error).__name__}: "
             self.warn(f"a reading failed and is left out: {kind}{error}")
 
-    def attempt(self, action: Callable[[], Any], message: str) -> bool:
+    def attempt(self, action: Callable[[], Any], message: str, *, once: bool = False) -> bool:
         """Call a function and turn its exception into a warning; returns whether it went well.
 
         Args:
             action: The function.
             message: What its failure means, for the warning.
+            once: Whether failures of the same meaning and another reason are one warning.
         """
         try:
             action()
         except Exception as error:
             if self._strict:
                 raise
-            self.warn(f"{message}: {type(error).__name__}: {error}")
+            kind = message if once else None
+            self.warn(f"{message}: {type(error).__name__}: {error}", kind=kind)
             return False
         return True
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from geomon.analysis import Curve, curve_of, mean_abs_over_heads, single_source
+from geomon.analysis.alerts import alert_notes, is_alert
 from geomon.record import Reading, Readings, tags
 from geomon.record.printable import printable
 
@@ -26,7 +27,7 @@ _FLAT = 0.02
 
 
 def view(readings: Readings | Sequence[Reading], *, width: int | None = None) -> "View":
-    """Build a view of the last reading and the history, for rich to print; at most 15 lines.
+    """Build a view of the last reading and the history, for rich to print; at most 16 lines.
 
     Args:
         readings: Readings of a run so far.
@@ -48,12 +49,14 @@ def format_line(reading: Reading, readings: Readings | Sequence[Reading]) -> str
     """
     past = [other for other in readings if other.step <= reading.step] or [reading]
     size = mean_abs_over_heads([reading], "qk_cosine")
+    alerts = alert_notes(reading)
     parts = [
         _dimension_part(reading, curve_of(past, tags.mean_tag("twonn"))),
         _part("distinct", _mean(reading, "twonn_distinct")),
         _part("anisotropy", _mean(reading, "anisotropy")),
         _part("entropy", _mean(reading, "attention_entropy")),
         _part("|qk|", size.values[-1] if len(size) else math.nan),
+        f"alert: {' '.join('; '.join(alerts).split())}" if alerts else "",
     ]
     measured = [part for part in parts if part]
     return f"step {reading.step}: " + (", ".join(measured) or f"{len(reading.values)} values")
@@ -136,9 +139,20 @@ def _lines(readings: list[Reading], width: int) -> Iterator[Text]:
     size = mean_abs_over_heads(selected, "qk_cosine")
     after = f"from {_number(size.values[0])}" if len(size) > 1 else ""
     yield _row("|cos| of mean q, k", _unit(size, ""), size, after, width)
-    if last.notes:
-        more = f" (and {len(last.notes) - 1} more)" if len(last.notes) > 1 else ""
-        yield Text(f"note{more}: {' '.join(last.notes[-1].split())}", style="dim")
+    yield from _last_alert(readings)
+    notes = [note for note in last.notes if not is_alert(note)]
+    if notes:
+        more = f" (and {len(notes) - 1} more)" if len(notes) > 1 else ""
+        yield Text(f"note{more}: {' '.join(notes[-1].split())}", style="dim")
+
+
+def _last_alert(readings: Sequence[Reading]) -> Iterator[Text]:
+    """Lay out the last alert of a run, with its step and the number of those before."""
+    alerts = [(reading.step, alert) for reading in readings for alert in alert_notes(reading)]
+    if alerts:
+        step, words = alerts[-1]
+        earlier = f" (and {len(alerts) - 1} before)" if len(alerts) > 1 else ""
+        yield Text(f"alert at step {step:,}{earlier}: {' '.join(words.split())}", style="red")
 
 
 _COLOURS = {"expanding": "green", "peak": "yellow", "compressing": "cyan"}

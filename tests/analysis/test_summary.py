@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 
 from geomon.analysis import summarise
+from geomon.analysis.alerts import Alert
 from geomon.record import Readings
 
 
@@ -22,8 +23,8 @@ def anisotropy(readings, values, error=0.0):
 
 def test_the_run_of_the_definitions_in_words(make_readings):
     assert summarise(make_readings()) == [
-        "twonn/mean: 2.5 at step 0, peak 7.4 at step 256, 5.3 at the end (step 1500, 28 % below "
-        "the peak).",
+        "twonn/mean: 2.5 at step 0, peak 7.4 at step 256 (between 128 and 256), 5.3 at the end "
+        "(step 1500, 28 % below the peak).",
         "twonn_distinct/mean fell from 32.1 to 4.9: the first rise of twonn is near-duplicates "
         "(equal tokens at equal positions), not new dimensions.",
         "The scales disagree at the end (since step 256): at the smallest scale the dimension "
@@ -278,8 +279,8 @@ def test_the_course_of_the_dimension_in_whole_sentences(make_readings):
         "above its errors."
     )
     assert first([2, 3, 4, 6, 7, 7.9, 8, 8, 7.84]) == (
-        "twonn/mean: 2.0 at step 0, peak 8.0 at step 512, 7.8 at the end (step 1500, 2 % below "
-        "the peak, which is within the scatter of the curve)."
+        "twonn/mean: 2.0 at step 0, peak 8.0 at step 512 (between 256 and 1500), 7.8 at the "
+        "end (step 1500, 2 % below the peak, which is within the scatter of the curve)."
     )
     assert first([2, 3, 4, 6, 7, 7.9, 8, 8, 8.01]) == (
         "twonn/mean: 2.0 at step 0, 8.0 at the end (step 1500, with no rise above its errors)."
@@ -313,3 +314,18 @@ def test_entropy_is_a_share_of_its_start_where_there_is_one(make_readings):
 
     assert entropy(0.0, 2.0) == ["attention_entropy/mean: 0.0 nats at step 0, 2.0 at the end."]
     assert entropy(2.0) == ["attention_entropy/mean: 2.0 nats."]
+
+
+def test_alerts_come_first_one_sentence_for_each_kind(make_readings):
+    readings = list(make_readings(notes=["a note"]))
+    for index, name in ((1, "rank_collapse"), (3, "logit_growth"), (4, "rank_collapse")):
+        alert = Alert(name, readings[index].step, "layer 2", "evidence", "look there")
+        readings[index].notes.append(alert.note())
+    sentences = summarise(readings)
+    assert sentences[:2] == [
+        "Alert at step 16 (first of 2): rank collapse (layer 2): evidence; look there "
+        "(docs/alerts.md#rank_collapse).",
+        "Alert at step 64: logit growth (layer 2): evidence; look there "
+        "(docs/alerts.md#logit_growth).",
+    ]
+    assert sentences[2].startswith("twonn/mean")

@@ -150,3 +150,18 @@ def test_folder_and_sinks_of_the_options_come_first(tmp_path):
     assert (tmp_path / "a" / "readings.jsonl").is_file()
     assert not (tmp_path / "b").exists()
     assert len(own.readings) == len(memory.readings) == 1
+
+
+def test_functions_of_the_options_are_called(tmp_path):
+    alerts, phases = [], []
+    session, model, _ = started(tmp_path, on_alert=alerts.append, on_phase=phases.append,
+                                metrics=select("twonn"))  # fmt: skip
+    with torch.no_grad():
+        next(p for p in model.parameters() if p.ndim == 2)[7] = torch.nan
+    for step in range(17):
+        session.open(step)
+        model(batch())
+        session.close()
+    session.finish()
+    assert [(alert.name, alert.step) for alert in alerts] == [("not_finite", 0)]
+    assert [phase.name for phase in phases] == ["steady"]

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from geomon.analysis.alerts import Alert
 from geomon.record import Readings
 from geomon.show.terminal import format_line, spark, view
 
@@ -217,3 +218,24 @@ def test_sparks_average_neighbours_and_go_from_the_least_to_the_most():
     assert spark([-1.0, 1.0], 2) == "▁█"
     assert spark([1.0], 0) == ""
     assert spark([3.0, 1.0, 2.0], 5) == "█▁▅"
+
+
+def test_the_last_alert_is_one_line_with_its_step_and_the_number_before(make_readings):
+    readings = list(make_readings(notes=["first", "second"]))
+    for index, place in ((2, "layer 4"), (5, "layer 3")):
+        alert = Alert("rank_collapse", readings[index].step, place, "rank 1.2", "look there")
+        readings[index].notes.append(alert.note())
+    lines = shown(readings, width=100)
+    assert row(lines, "alert") == (
+        "alert at step 256 (and 1 before): rank collapse (layer 3): rank 1.2; look there "
+        "(docs/alerts.md#ran…"
+    )
+    assert lines[-1] == "note (and 1 more): second"
+    assert "alert" not in "".join(shown(make_readings(notes=["first"])))
+    assert format_line(readings[2], readings).endswith(
+        "alert: rank collapse (layer 4): rank 1.2; look there (docs/alerts.md#rank_collapse)"
+    )
+    last = readings[-1]
+    last.notes[:] = [Alert("not_finite", last.step, "", "3 of 8 rows", "look there").note()]
+    assert row(shown(readings), "alert").startswith("alert at step 1,500 (and 2 before): not fin")
+    assert not any(line.startswith("note") for line in shown(readings))

@@ -1,0 +1,119 @@
+"""Reactions to what a run shows: alerts in the notes, and calls of the user's functions."""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+from geomon.analysis import Phase, find_phase
+from geomon.analysis.alerts import Alert, AlertWatch, dimension_of
+from geomon.capture.snapshot import Note
+from geomon.monitor.output import Warnings
+from geomon.record import Reading
+
+
+class Reactions:
+    """Watches the readings of a run for alerts and changes of phase.
+
+    Args:
+        alerts: Names of the alerts that are watched.
+        on_phase: Function of a `Phase`, called when the name of the phase changes; None for none.
+        on_alert: Function of an `Alert`, called for each; None for none.
+        warnings: Turns what goes wrong into warnings.
+    """
+
+    def __init__(
+        self,
+        alerts: Collection[str],
+        on_phase: Callable[[Phase], object] | None,
+        on_alert: Callable[[Alert], object] | None,
+        warnings: Warnings,
+    ) -> None:
+        self._watch = AlertWatch(alerts)
+        self._on_phase = on_phase
+        self._on_alert = on_alert
+        self._warnings = warnings
+        self._curves: defaultdict[str, _Curve] = defaultdict(_Curve)  # by source of the readings
+        self._phases: dict[str, str] = {}  # by source, the name of the last phase
+        self._raised: list[Alert] = []  # by the reading that is being published
+
+    @property
+    def wants_history(self) -> bool:
+        """Whether readings of an earlier start of the run change what is called."""
+        return self._on_phase is not None or self._on_alert is not None
+
+    def recall(self, readings: Iterable[Reading]) -> None:
+        """Take the readings of an earlier start of the run; nothing is called for them.
+
+        Args:
+            readings: Readings of the record, in the order in which they were written.
+        """
+        for reading in readings:
+            self._watch.add(reading)
+            self._follow(reading)
+
+    def find_alerts(self, reading: Reading) -> list[Note]:
+        """Find the alerts that a reading raises, as notes of the reading.
+
+        Args:
+            reading: A reading, with its notes.
+        """
+        self._raised = []
+        self._warnings.attempt(
+            lambda: self._raised.extend(self._watch.add(reading)),
+            "alerts could not be looked for in a reading",
+        )
+        return [Note(f"alert: {alert.name}", alert.note()) for alert in self._raised]
+
+    def call(self, reading: Reading) -> None:
+        """Call the user's functions for a reading that has been recorded.
+
+        Args:
+            reading: The reading to which `find_alerts` was applied last.
+        """
+        if self._on_alert is not None:
+            for alert in self._raised:
+                self._call("on_alert", self._on_alert, alert)
+        self._raised = []
+        before = self._phases.get(reading.source)
+        phase = self._follow(reading)
+        if self._on_phase is not None and phase is not None and phase.name != before:
+            self._call("on_phase", self._on_phase, phase)
+
+    def _follow(self, reading: Reading) -> Phase | None:
+        """Add a reading to the curve of the dimension; the phase, where it is known."""
+        if self._on_phase is None:
+            return None
+        value, error = dimension_of(reading)
+        if not math.isfinite(value):
+            return None
+        phase = self._curves[reading.source].add(reading.step, value, error)
+        if phase.name == "unknown":
+            return None
+        self._phases[reading.source] = phase.name
+        return phase
+
+    def _call(self, name: str, function: Callable[[Any], object], argument: object) -> None:
+        self._warnings.attempt(
+            lambda: function(argument),
+            f"{name} failed and is called again the next time; the training goes on",
+            once=True,
+        )
+
+
+class _Curve:
+    """The mean dimension of the main stack over training, from readings of one source."""
+
+    def __init__(self) -> None:
+        self._steps: list[int] = []
+        self._values: list[float] = []
+        self._errors: list[float] = []
+
+    def add(self, step: int, value: float, error: float) -> Phase:
+        self._steps.append(step)
+        self._values.append(value)
+        self._errors.append(error)
+        return find_phase(self._steps, self._values, self._errors)
+
+
+__all__ = ["Reactions"]

@@ -1,0 +1,159 @@
+import math
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from geomon.analysis.alerts import (
+    DEFAULT_ALERTS,
+    RULES,
+    Alert,
+    AlertWatch,
+    alert_notes,
+    dimension_of,
+    find_alerts,
+)
+from geomon.record import Reading
+
+
+def reading(step, values, notes=(), source="probe"):
+    return Reading(step, 0.0, 0.0, source, "eval", 8192, 1, "float32", values, [*notes])
+
+
+def healthy(step, layers=4, heads=2, **changed):
+    """A reading of the recipe's kind: `layer_03` values of each metric may be changed."""
+    values = {"twonn/mean": 5.0 + 0.1 * step}
+    for layer in range(layers + 1):
+        place = f"layer_{layer:02d}"
+        values[f"effective_rank/{place}"] = 10.0 + layer
+        values[f"sink_share/{place}"] = 0.0
+        values[f"anisotropy/{place}"] = 0.1 + 0.05 * layer
+        for head in range(heads if layer else 0):
+            values[f"attention_entropy_normalised/{place}/head_{head}"] = 0.6
+            values[f"max_logit/{place}/head_{head}"] = 20.0
+    values |= {name: value for name, value in changed.items() if name in values}
+    assert changed.keys() <= values.keys()
+    return reading(step, values)
+
+
+# One change of a reading that each rule is for, at the limit and beyond it.
+FAULTS = [
+    ("entropy_collapse", "attention_entropy_normalised/layer_03/head_1", 0.05, 0.049),
+    ("logit_growth", "max_logit/layer_03/head_1", 100.0, 100.1),
+    ("rank_collapse", "effective_rank/layer_03", 2.0, 1.99),
+    ("massive_rows", "sink_share/layer_03", 0.499, 0.5),
+]
+
+
+@pytest.mark.parametrize(("name", "tag", "within", "beyond"), FAULTS)
+def test_each_rule_finds_its_fault_where_it_is(name, tag, within, beyond):
+    run = [healthy(0), healthy(1, **{tag: within}), healthy(2, **{tag: beyond})]
+    (alert,) = find_alerts(run, RULES)
+    place = "layer 3, head 1" if "head" in tag else "layer 3"
+    assert (alert.name, alert.step, alert.where) == (name, 2, place)
+    assert alert.words().startswith(f"{name.replace('_', ' ')} ({place}): ")
+
+
+@pytest.mark.parametrize(("name", "tag", "within", "beyond"), FAULTS)
+def test_what_a_run_begins_with_is_no_alert(name, tag, within, beyond):
+    """A language model that is trained further has heads and rows like that from the start."""
+    run = [healthy(step, **{tag: beyond}) for step in range(4)]
+    assert find_alerts(run) == []
+
+
+def test_an_alert_is_raised_again_at_four_times_as_much():
+    tags = [
+        f"attention_entropy_normalised/layer_{n:02d}/head_{m}" for n in (1, 2, 3) for m in (0, 1)
+    ]
+    run = [healthy(step, **dict.fromkeys(tags[:step], 0.01)) for step in range(7)]
+    assert [(alert.step, alert.where) for alert in find_alerts(run)] == [
+        (1, "layer 1, head 0"),
+        (4, "layer 1, head 0; layer 1, head 1; layer 2, head 0 and 1 more"),
+    ]
+    scores = [20, 120, 130, 479, 480, 20, 1919, 1920, math.nan]
+    run = [healthy(step, **{"max_logit/layer_01/head_0": x}) for step, x in enumerate(scores)]
+    assert [alert.step for alert in find_alerts(run)] == [1, 4, 7]
+
+
+def test_a_rank_of_rows_that_are_massive_is_no_collapse():
+    low, massive = {"effective_rank/layer_02": 1.1}, {"sink_share/layer_02": 0.9}
+    assert [a.name for a in find_alerts([healthy(0), healthy(1, **low)])] == ["rank_collapse"]
+    both = find_alerts([healthy(0), healthy(1, **low, **massive)])
+    assert [a.name for a in both] == ["massive_rows"]
+
+
+def test_rows_that_are_not_finite_are_an_alert_from_the_first_reading_on():
+    note = "hidden states, layer 1, 2: 320 of 512 rows are not finite and were left out"
+    (alert,) = find_alerts([reading(0, {}, ["another note", note]), reading(1, {}, [note])])
+    assert (alert.name, alert.where) == ("not_finite", "layer 1, 2")
+    assert alert.evidence == "320 of 512 rows are not finite"
+
+
+def test_a_dimension_is_frozen_where_it_is_the_same_while_the_step_doubles():
+    def steps_of_alerts(values, steps):
+        run = [reading(s, {"twonn/mean": v}) for s, v in zip(steps, values, strict=True)]
+        return [alert.step for alert in find_alerts(run, ["dimension_frozen"])]
+
+    steps = [0, 10, 100, 120, 140, 160, 180, 199, 200, 400]
+    assert steps_of_alerts([4, 5, 6, 6, 6, 6, 6, 6, 6, 6], steps) == [200]
+    assert steps_of_alerts([4, 5, 6, 6.01, 6, 6, 6, 6, 6, 6], steps) == [200]
+    assert steps_of_alerts([4, 5, 6, 6.02, 6, 6.02, 6, 6.02, 6, 6.02], steps) == []
+    assert steps_of_alerts([4, 5, 6, 6], [0, 10, 100, 400]) == []
+
+
+def test_a_profile_that_goes_flat_is_found_once():
+    flat = {f"anisotropy/layer_{layer:02d}": 0.3 + 0.005 * layer for layer in range(1, 5)}
+    run = [healthy(0), healthy(1, **flat), healthy(2, **flat)]
+    assert [alert.step for alert in find_alerts(run, ["flat_profile"])] == [1]
+    assert find_alerts(run) == []  # healthy runs have one, so it has to be asked for
+    assert set(RULES) - set(DEFAULT_ALERTS) == {"flat_profile", "dimension_frozen"}
+
+
+def test_readings_that_scatter_about_healthy_values_raise_nothing():
+    random = Random(0)
+    run = []
+    for step in range(1000):
+        plain = healthy(step).values
+        run.append(reading(step, {k: v * math.exp(random.gauss(0, 0.2)) for k, v in plain.items()}))
+    assert find_alerts(run) == []
+
+
+def test_the_work_for_a_reading_does_not_grow_with_the_run():
+    """The memory of a watch is a few numbers for each rule, however many readings it has seen."""
+    watch = AlertWatch(RULES)
+    sizes = set()
+    for step in range(1, 400):
+        watch.add(healthy(step, **{"max_logit/layer_01/head_0": 2.0**step}))
+        sizes.add(len(repr(vars(watch)["_largest"])) // 100)
+    assert sizes == {0}
+
+
+def test_alerts_stand_in_the_notes_of_a_reading():
+    alert = Alert("rank_collapse", 8, "layer 4", "effective rank 1.85", "look there")
+    noted = reading(8, {}, ["another note", alert.note()])
+    assert alert_notes(noted) == [f"{alert.words()} (docs/alerts.md#rank_collapse)"]
+
+
+def test_names_are_checked():
+    with pytest.raises(ValueError, match=r"'rank_colapse' \(did you mean 'rank_collapse'\?\)"):
+        AlertWatch(["rank_colapse"])
+    with pytest.raises(TypeError, match=r'write \["rank_collapse"\]'):
+        AlertWatch("rank_collapse")
+    with pytest.raises(TypeError, match="a sequence of names"):
+        AlertWatch(None)
+
+
+def test_the_dimension_is_that_of_the_main_stack():
+    values = {"twonn/encoder_layer_01": 1.0, "twonn/decoder_layer_01": 2.0}
+    values |= {"twonn/encoder_mean": 3.0, "twonn/decoder_mean": 4.0, "twonn/decoder_mean/margin": 1}
+    value, error = dimension_of(reading(0, values))
+    assert (value, error) == (4.0, pytest.approx(1 / 1.96))
+    assert math.isnan(dimension_of(reading(0, {}))[0])
+
+
+def test_each_alert_has_a_section_to_which_its_note_leads():
+    text = (Path(__file__).parents[2] / "docs" / "alerts.md").read_text()
+    for name, rule in RULES.items():
+        section = text.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+        assert section, name
+        assert rule.by_default != section.strip().startswith("Off by default.")

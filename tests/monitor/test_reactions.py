@@ -1,0 +1,210 @@
+"""Alerts in the notes, and functions of the user's that a training calls."""
+
+import logging
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import PlainDecoder, batch
+
+from geomon import Memory, Monitor, every, read, select
+from geomon.analysis import Phase
+from geomon.analysis.alerts import Alert, alert_notes
+from geomon.monitor.output import Warnings
+from geomon.monitor.reactions import Reactions
+from geomon.record import Reading
+
+
+def monitor(model, directory=None, **options):
+    defaults = {"tokens": 64, "metrics": select("effective_rank"), "schedule": every(1)}
+    return Monitor(model, directory=directory, **(defaults | options))
+
+
+def spoil(model):
+    """Make the state of one token not finite."""
+    with torch.no_grad():
+        next(p for p in model.parameters() if p.shape[0] == 50)[7] = torch.nan
+
+
+def run(seen, model, steps, change=spoil, at=2):
+    for step in range(steps):
+        if step == at:
+            change(model)
+        with seen(step):
+            model(batch(seed=step))
+
+
+def test_an_alert_is_recorded_before_the_function_is_called(tmp_path, caplog):
+    calls = []
+
+    def on_alert(alert):
+        recorded = [alert_notes(reading) for reading in read(tmp_path)]
+        calls.append((alert, recorded, threading.current_thread()))
+
+    model = PlainDecoder()
+    seen = monitor(model, tmp_path, on_alert=on_alert, background=True)
+    with caplog.at_level(logging.WARNING, "geomon"):
+        run(seen, model, 6)
+        seen.close()
+    ((alert, recorded, thread),) = calls
+    assert isinstance(alert, Alert)
+    assert (alert.name, alert.step) == ("not_finite", 2)
+    assert recorded[2] == [alert.note().removeprefix("alert: ")]
+    assert thread is threading.current_thread()
+    assert sum("alert: not finite" in record.message for record in caplog.records) == 1
+
+
+def test_alerts_are_chosen_by_name(tmp_path):
+    model = PlainDecoder()
+    seen = monitor(model, tmp_path, alerts=())
+    run(seen, model, 4)
+    seen.close()
+    assert not any(alert_notes(reading) for reading in read(tmp_path))
+
+
+@pytest.mark.parametrize("hook", ["on_alert", "on_phase"])
+def test_a_function_that_raises_is_one_warning_and_the_run_goes_on(tmp_path, caplog, hook):
+    calls = []
+
+    def fail(argument):
+        calls.append(argument)
+        raise RuntimeError(f"attempt {len(calls)}")
+
+    warnings_of = Warnings(FirstRank(), strict=False)
+    reactions = Reactions(["rank_collapse"], **{"on_alert": None, "on_phase": None, hook: fail},
+                          warnings=warnings_of)  # fmt: skip
+    with caplog.at_level(logging.WARNING, "geomon"):
+        follow(reactions, COURSE)
+    assert len(calls) == {"on_alert": 2, "on_phase": 4}[hook]
+    (record,) = [r for r in caplog.records if hook in r.message]
+    assert record.message == (
+        f"{hook} failed and is called again the next time; the training goes on: "
+        "RuntimeError: attempt 1"
+    )
+
+
+class FirstRank:
+    rank = 0
+    connected = False
+
+
+# Steps, dimensions and least ranks of a training: it expands, peaks and is compressed.
+COURSE = [
+    *((2**n, dimension, 20.0) for n, dimension in enumerate([2.0, 2.0, 2.1, 3, 5, 7, 7.5, 7.5])),
+    (256, 6.5, 1.5), (512, 5.5, 1.4), (1024, 5.0, 1.3),
+]  # fmt: skip
+
+
+def course(step, dimension, rank):
+    values = {"twonn/mean": dimension, "twonn/mean/margin": 0.1}
+    values |= {f"effective_rank/layer_{n:02d}": rank if n < step // 256 else 20.0
+               for n in range(5)}  # fmt: skip
+    return Reading(step, 0.0, 0.0, "probe", "eval", 8192, 1, "float32", values)
+
+
+def follow(reactions, steps):
+    for values in steps:
+        reading = course(*values)
+        reactions.find_alerts(reading)
+        reactions.call(reading)
+
+
+def reactions_with(phases, alerts):
+    return Reactions(
+        ["rank_collapse"], phases.append, alerts.append, Warnings(FirstRank(), strict=True)
+    )
+
+
+def test_the_phase_is_given_when_it_changes():
+    phases, alerts = [], []
+    follow(reactions_with(phases, alerts), COURSE)
+    assert all(isinstance(phase, Phase) for phase in phases)
+    assert [phase.name for phase in phases] == ["steady", "expanding", "peak", "compressing"]
+    assert (phases[-1].peak_step, phases[-1].peak) == (64, 7.5)
+    assert [(alert.name, alert.step) for alert in alerts] == [
+        ("rank_collapse", 256), ("rank_collapse", 1024),
+    ]  # fmt: skip
+
+
+def test_two_sources_are_two_curves():
+    """Inputs that are probed besides are other tokens: a change between the two is no phase."""
+    phases = []
+    reactions = reactions_with(phases, [])
+    for values in COURSE:
+        reactions.call(course(*values))
+        reactions.call(replace(course(values[0], 3.0, 20.0), source="inline"))
+    assert [phase.name for phase in phases] == [
+        "steady", "steady", "expanding", "peak", "compressing",
+    ]  # fmt: skip
+
+
+def test_a_run_that_is_taken_up_again_goes_on_where_it_was():
+    whole, parts = [], []
+    follow(reactions_with(whole, []), COURSE)
+    for cut in range(len(COURSE)):
+        before, after = [], []
+        follow(reactions_with(before, []), COURSE[:cut])
+        reactions = reactions_with(after, [])
+        reactions.recall(course(*values) for values in COURSE[:cut])
+        assert after == []  # nothing is called for what is past
+        follow(reactions, COURSE[cut:])
+        parts.append(before + after)
+    assert all(phases == whole for phases in parts)
+
+
+def test_a_resumed_monitor_reads_the_record_for_its_functions(tmp_path):
+    model, alerts = PlainDecoder(), []
+    spoil(model)
+    first = monitor(model, tmp_path, on_alert=alerts.append)
+    run(first, model, 3, at=None)
+    first.close()
+    second = monitor(model, tmp_path, on_alert=alerts.append)
+    for step in range(3, 6):
+        with second(step):
+            model(batch(seed=step))
+    second.close()
+    assert [alert.step for alert in alerts] == [0]
+    assert len(read(tmp_path)) == 6
+
+
+def test_values_are_the_same_with_and_without_alerts_and_functions():
+    found = []
+    for options in ({}, {"alerts": ()}, {"on_phase": id, "on_alert": id}):
+        torch.manual_seed(0)
+        memory = Memory()
+        model = PlainDecoder()
+        seen = monitor(model, sinks=[memory], metrics=select("twonn", "effective_rank"), **options)
+        run(seen, model, 3, at=None)
+        seen.close()
+        found.append([{k: v for k, v in r.values.items() if not k.startswith("geomon/")}
+                      for r in memory.readings])  # fmt: skip
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"on_phase": 3}, TypeError, "on_phase is a function of one argument, or None, got 3"),
+        ({"on_alert": "x"}, TypeError, "on_alert is a function of one argument, or None, got 'x'"),
+        ({"alerts": ["rank"]}, ValueError, "no alert is called 'rank'"),
+        ({"alerts": "rank_collapse"}, TypeError, "a sequence of names"),
+    ],
+)
+def test_bad_options_are_said(options, error, words):
+    with pytest.raises(error, match=words):
+        monitor(PlainDecoder(), **options)
+
+
+def test_the_example_of_the_page_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    page = Path(__file__).parents[2] / "docs" / "alerts.md"
+    names: dict[str, Any] = {}
+    exec(page.read_text().partition("```python\n")[2].partition("```")[0], names)
+    names["save"](Phase("peak", 8, 7.0, 0.0, 4, 16))
+    assert (tmp_path / "peak.pt").is_file()
+    names["stop"](Alert("rank_collapse", 8, "layer 2", "rank 1.2", "look there"))
+    assert capsys.readouterr().out == "rank collapse (layer 2): rank 1.2; look there\n"
+    names["monitor"].close()
