@@ -7,7 +7,8 @@ hands a callback what would report its values; the comments below say how each i
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterable
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -18,9 +19,13 @@ from transformers.trainer_callback import CallbackHandler
 from geomon.monitor import CallbackOptions, CallbackSession, show_callback_options
 from geomon.record import Reading, Sink
 from geomon.record.sinks import LoggerSink, WandB, post_to_each
+from geomon.record.tags import LOSS
 from geomon.show import Pictures
 
 log = logging.getLogger("geomon")
+
+# Attribute of a function that stands in for a Trainer's own: the object that placed it.
+_STAND_IN = "_geomon_stand_in"
 
 
 @show_callback_options
@@ -36,12 +41,21 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
     the step, and once more at the end of training: comparable from step to step. The last step is
     always read.
 
+    `training/loss` of a reading is the loss of its step as the Trainer counts it: the sum of what
+    `training_step` returned for its batches, on the first rank. Values that `log` names are the
+    last ones under that name in `state.log_history`.
+
     Args:
     {options}
     """
 
     def __init__(self, **options: Unpack[CallbackOptions]) -> None:
         self._session = CallbackSession(options, type(self).__name__)
+        self._step: _TrainingStep | None = None  # the step that is going on, if it is read
+
+    def __getstate__(self) -> dict[str, Any]:
+        """No copy takes along the Trainer of the step that is going on."""
+        return {**vars(self), "_step": None}
 
     @property
     def overhead(self) -> float:
@@ -52,6 +66,7 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
         self, args: Any, state: Any, control: Any, model: Any = None, **event: Any
     ) -> None:
         """Find the blocks and what reports; the model and its step are as training starts."""
+        self._forget_step()
         # But for those that print: hundreds of values would bury the loss in the terminal.
         reporting = [
             callback
@@ -61,7 +76,9 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
         sinks = _sinks_of(reporting, args, state, control, {"model": model, **event})
         if self._session.options["pictures"] and (post := post_to_each(sinks)):
             sinks.append(Pictures(post, affords=self._session.affords))
-        self._session.start(model, state.global_step, args.output_dir, sinks)
+        trainer = _caller(Trainer)
+        step, folder = state.global_step, args.output_dir
+        self._session.start(model, step, folder, sinks, lambda: _validation_loader(trainer))
         if args.n_gpu > 1 and not self._session.probes:
             log.warning(
                 "the training forward cannot be watched on copies of the model in threads "
@@ -70,18 +87,22 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **event: Any) -> None:
         """Probe, or wait for the step's first forward pass, which is watched."""
-        self._session.probe(state.global_step)
-        if self._session.probes or args.n_gpu > 1:
-            return
-        last = state.global_step == state.max_steps - 1
-        wait = functools.partial(self._session.open_at_call, state.global_step, force=last)
+        self._forget_step()
+        step = state.global_step
+        self._session.probe(step)
         trainer = _caller(Trainer)
+        if self._session.probes or args.n_gpu > 1:
+            if trainer is not None and self._session.lacks_values(step):
+                self._step = _TrainingStep(trainer, step)
+            return
+        last = step == state.max_steps - 1
+        wait = functools.partial(self._session.open_at_call, step, force=last)
         if trainer is None:
             wait()
-        elif self._session.prepare(state.global_step, force=last):
+        elif self._session.prepare(step, force=last):
             # No event tells of an exception between here and the forward pass (in another
             # callback, in what a loss does first): till then nothing waits but in the Trainer.
-            self._session.undo(_AtTrainingStep(trainer, wait, self._session.discard).remove)
+            self._step = _TrainingStep(trainer, step, wait, self._session.discard)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **event: Any) -> None:
         """Close the window if the loss was computed without calling the model."""
@@ -92,69 +113,134 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
         self._session.close()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **event: Any) -> None:
-        """The end, before the Trainer may load the best weights in place of the last."""
+        """The loss of the step; the end, before the Trainer may load the best weights."""
+        if self._step is not None:
+            step, losses = self._step.number, self._step.losses
+            self._forget_step()
+            self._session.log(step, lambda: self._known_values(state, losses))
         if control.should_training_stop:
-            self._end(state.global_step)
+            self._end(state)
 
     def on_save(self, args: Any, state: Any, control: Any, **event: Any) -> None:
         """The same, where an evaluation has stopped the training."""
         if control.should_training_stop:
-            self._end(state.global_step)
+            self._end(state)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **event: Any) -> None:
         """The end, where nothing announced it; what is probed has to be the last weights."""
-        self._end(None if args.load_best_model_at_end else state.global_step)
+        self._end(state, last_weights=not args.load_best_model_at_end)
 
-    def _end(self, step: int | None) -> None:
+    def _end(self, state: Any, *, last_weights: bool = True) -> None:
         """The last probe, and the last pictures: at `on_train_end` TensorBoard is closed."""
-        if step is not None:
-            self._session.probe(step, last=True)
+        self._forget_step()
+        if last_weights:
+            self._session.probe(state.global_step, last=True)
+            # No batch is trained on with the last weights: there is no loss.
+            self._session.log(state.global_step, lambda: self._known_values(state, ()))
         self._session.finish()
 
+    def _forget_step(self) -> None:
+        if self._step is not None:
+            self._step.remove()
+            self._step = None
 
-class _AtTrainingStep:
-    """Does something as the Trainer's next training step begins, and when an exception ends it.
+    def _known_values(self, state: Any, losses: Sequence[Any]) -> dict[str, Any]:
+        """The last values that the Trainer logged, and the loss of a step from its batches'."""
+        known: dict[str, Any] = {}
+        wanted = set(self._session.options["log"]) - {LOSS}
+        for entry in reversed(state.log_history):
+            for name in wanted & entry.keys():
+                known[name] = entry[name]
+                wanted.remove(name)
+            if not wanted:
+                break
+        if losses:
+            known[LOSS] = functools.reduce(operator.add, losses)
+        return known
 
-    Until then it stands in for the Trainer's `training_step`.
+
+class _TrainingStep:
+    """One step of a Trainer: what its batches' losses are, and something done as it begins.
+
+    Until it is removed it stands in for the Trainer's `training_step`.
 
     Args:
         trainer: The Trainer.
-        before: Called as the step begins.
+        number: Number of the step.
+        before: Called as the step begins, before its first batch.
         after: Called if an exception ends the step.
+
+    Attributes:
+        number: Number of the step.
+        losses: What `training_step` has returned for the batches of the step.
     """
 
     def __init__(
-        self, trainer: Any, before: Callable[[], object], after: Callable[[], object]
+        self,
+        trainer: Any,
+        number: int,
+        before: Callable[[], object] = lambda: None,
+        after: Callable[[], object] = lambda: None,
     ) -> None:
+        self.number = number
+        self.losses: list[Any] = []
         self._trainer = trainer
-        step = trainer.training_step
+        self._original = trainer.training_step
 
-        @functools.wraps(step)
+        @functools.wraps(self._original)
         def watched(*args: Any, **kwargs: Any) -> Any:
             if not self._placed:  # called by another stand-in, which was placed after it
-                return step(*args, **kwargs)
-            self.remove()
+                return self._original(*args, **kwargs)
             try:
-                before()
-                return step(*args, **kwargs)
+                if not self.losses:
+                    before()
+                loss = self._original(*args, **kwargs)
             except BaseException:
+                self.remove()
                 after()
                 raise
+            self.losses.append(loss)
+            return loss
 
         self._inherited = "training_step" not in vars(trainer)
-        self._step, self._watched = step, watched
         self._placed = True
+        watched.__dict__[_STAND_IN] = self
         trainer.training_step = watched
 
     def remove(self) -> None:
-        """Give the Trainer its own `training_step` back; may be called more than once."""
+        """Give the Trainer its own `training_step` back; may be called more than once.
+
+        Stand-ins may be removed in any order: one that lies under another goes with that.
+        """
         self._placed = False
-        if vars(self._trainer).get("training_step") is not self._watched:
-            return
-        if self._inherited:
-            del self._trainer.training_step
-        else:
-            self._trainer.training_step = self._step
+        while True:
+            present = vars(self._trainer).get("training_step")
+            top = getattr(present, _STAND_IN, None)
+            if top is None or top._placed:
+                return
+            if top._inherited:
+                del self._trainer.training_step
+            else:
+                self._trainer.training_step = top._original
+
+
+def _validation_loader(trainer: Any) -> Any:
+    """The loader of the Trainer's evaluation, of the first dataset if there are several."""
+    if trainer is None:
+        return None
+    datasets = trainer.eval_dataset
+    prepared = trainer.accelerator._dataloaders
+    before = list(prepared)
+    try:
+        if isinstance(datasets, Mapping):
+            return trainer.get_eval_dataloader(next(iter(datasets))) if datasets else None
+        return trainer.get_eval_dataloader()
+    except ValueError:
+        if datasets is None:
+            return None
+        raise
+    finally:
+        prepared[:] = before
 
 
 def _sinks_of(

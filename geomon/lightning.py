@@ -6,12 +6,14 @@ trainers and loggers of both are served, and one of the two is enough.
 
 import importlib
 import math
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Unpack
 
 from geomon.monitor import CallbackOptions, CallbackSession, show_callback_options
 from geomon.record import Reading, Sink
 from geomon.record.sinks import LoggerSink, WandB, post_to_each
+from geomon.record.tags import LOSS
 from geomon.show import Pictures
 
 _PACKAGES = ("lightning", "pytorch_lightning")
@@ -34,6 +36,9 @@ class GeometryMonitor(L.Callback):
     with accumulated gradients the first batch. With `probe` an extra pass on fixed inputs runs
     before the batch, and once more at the end of training. The last step is always read.
 
+    `training/loss` of a reading is what `training_step` gave for the batch that was read, on the
+    first rank, and NaN where it gave none (the loss that was logged as "loss", if there is one).
+
     Args:
     {options}
     """
@@ -41,6 +46,7 @@ class GeometryMonitor(L.Callback):
     def __init__(self, **options: Unpack[CallbackOptions]) -> None:
         self._session = CallbackSession(options, type(self).__name__)
         self._last_step = math.inf  # the last step of the run, where its number is known
+        self._began = 0, 0  # step, and its place on the axis of loggers, as the last batch began
 
     @property
     def overhead(self) -> float:
@@ -69,10 +75,12 @@ class GeometryMonitor(L.Callback):
     def on_train_start(self, trainer: "L.Trainer", pl_module: "L.LightningModule") -> None:
         """Find the blocks and open the record: on a resume the step is right only from here on."""
         folder = trainer.log_dir or trainer.default_root_dir  # a collective: every rank asks
-        sinks: list[Sink] = [_sink_of(trainer, logger) for logger in trainer.loggers]
+        self._note_place(trainer)
+        sinks: list[Sink] = [_sink_of(logger, self._axis_step) for logger in trainer.loggers]
         if self._session.options["pictures"] and (post := post_to_each(sinks)):
             sinks.append(Pictures(post, affords=self._session.affords))
-        self._session.start(pl_module, trainer.global_step, folder, sinks)
+        step = trainer.global_step
+        self._session.start(pl_module, step, folder, sinks, lambda: _validation_loaders(trainer))
         self._last_step = trainer.estimated_stepping_batches - 1
 
     def on_train_batch_start(
@@ -80,6 +88,7 @@ class GeometryMonitor(L.Callback):
     ) -> None:
         """Probe, or open the window on this batch's forward pass."""
         self._session.discard()
+        self._note_place(trainer)
         if trainer.training and not trainer.sanity_checking:
             self._probe(trainer)
             if not self._session.probes:
@@ -89,9 +98,18 @@ class GeometryMonitor(L.Callback):
         """The forward pass is over: close the window and measure."""
         self._session.close()
 
-    def on_train_batch_end(self, *event: Any, **more: Any) -> None:
-        """Close the window of a batch that had no backward pass."""
+    def on_train_batch_end(
+        self,
+        trainer: "L.Trainer",
+        pl_module: "L.LightningModule",
+        outputs: Any,
+        *event: Any,
+        **more: Any,
+    ) -> None:
+        """Close the window of a batch that had no backward pass, and take the batch's loss."""
         self._session.close()
+        step, _ = self._began
+        self._session.log(step, lambda: self._known_values(trainer, pl_module, outputs))
 
     def on_train_epoch_end(self, *event: Any) -> None:
         """A batch that the module skipped, with -1, ends the epoch and has no end of its own."""
@@ -100,7 +118,10 @@ class GeometryMonitor(L.Callback):
     def on_train_end(self, trainer: "L.Trainer", pl_module: "L.LightningModule") -> None:
         """The last reading, and the end."""
         self._session.discard()
+        self._note_place(trainer)
         self._probe(trainer, last=True)
+        step, _ = self._began  # no batch is trained on with the last weights: there is no loss
+        self._session.log(step, lambda: {**trainer.callback_metrics, LOSS: None})
         self._session.finish()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -117,6 +138,30 @@ class GeometryMonitor(L.Callback):
         around = trainer.precision_plugin.forward_context
         self._session.probe(trainer.global_step, last=last, around=around)
 
+    def _known_values(
+        self, trainer: "L.Trainer", pl_module: "L.LightningModule", outputs: Any
+    ) -> dict[str, Any]:
+        """What the trainer logs, and the loss that the module gave for the batch that has ended."""
+        loss = outputs.get(LOSS) if isinstance(outputs, Mapping) else outputs
+        if loss is None or len(self._session.logged) > 1:
+            known: dict[str, Any] = dict(trainer.callback_metrics)
+        else:
+            known = {}
+        if loss is not None:
+            # Lightning divides it where gradients are accumulated.
+            parts = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+            known[LOSS] = loss if parts == 1 else loss * parts
+        return known
+
+    def _note_place(self, trainer: "L.Trainer") -> None:
+        self._began = trainer.global_step, trainer.fit_loop.epoch_loop._batches_that_stepped
+
+    def _axis_step(self, step: int) -> int:
+        """Where a step is on the axis of Lightning's loggers: two optimizers step twice a batch."""
+        present, batches = self._began
+        # A reading may be of an earlier step, put off by the budget or measured in the background.
+        return batches if step >= present else round(step * batches / present)
+
     def _is_last(self, trainer: "L.Trainer", pl_module: "L.LightningModule") -> bool:
         """Whether no step comes after this batch's, as far as that can be known beforehand."""
         step, last_seen = trainer.global_step, self._session.last_seen
@@ -126,14 +171,23 @@ class GeometryMonitor(L.Callback):
         return is_last or 0 < trainer.max_steps <= 2 * step - last_seen  # as many steps again
 
 
-def _sink_of(trainer: "L.Trainer", logger: "Logger") -> Sink:
-    """The sink that writes to one of the trainer's loggers."""
+def _validation_loaders(trainer: "L.Trainer") -> Any:
+    """The loaders of the validation, which may not have been set up when training starts."""
+    loaders = trainer.val_dataloaders
+    if loaders is None:
+        source = trainer.fit_loop.epoch_loop.val_loop._data_source
+        loaders = source.dataloader() if source.is_defined() else None
+    return loaders
+
+
+def _sink_of(logger: "Logger", axis_step: Callable[[int], int]) -> Sink:
+    """The sink that writes to one of the trainer's loggers, at a place for each step."""
     shown: Any = logger
     if _is_logger(logger, "WandbLogger"):
         return WandB(shown.experiment)
 
     def log(reading: Reading) -> None:
-        logger.log_metrics(reading.charted(), step=_axis_step(trainer, reading.step))
+        logger.log_metrics(reading.charted(), step=axis_step(reading.step))
 
     is_board = _is_logger(logger, "TensorBoardLogger")
     writers = (lambda: [shown.experiment]) if is_board else None
@@ -146,10 +200,3 @@ def _is_logger(logger: object, name: str) -> bool:
         kind.__name__ == name and kind.__module__.partition(".")[0] in _PACKAGES
         for kind in type(logger).__mro__
     )
-
-
-def _axis_step(trainer: "L.Trainer", step: int) -> int:
-    """Where a step is on the axis of Lightning's loggers: two optimizers step twice in a batch."""
-    batches: int = trainer.fit_loop.epoch_loop._batches_that_stepped
-    # A reading may be of an earlier step, put off by the budget or measured in the background.
-    return batches if step >= trainer.global_step else round(step * batches / trainer.global_step)

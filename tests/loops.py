@@ -71,7 +71,10 @@ def in_plain_loop(
 
     def loss_of(step: int, ids: Tensor) -> Tensor:
         with monitor(step) if monitor else nullcontext():
-            loss = learner(ids)["loss"] / accumulate
+            loss = learner(ids)["loss"]
+            if monitor:
+                monitor.log(loss=loss)
+            loss = loss / accumulate
         for optimizer in optimizers:
             optimizer.zero_grad() if accumulate == 1 else None
         loss.backward()

@@ -29,6 +29,7 @@ from geomon.capture.snapshot import Layer, PassInfo, Snapshot
 from geomon.distributed import RankFailedError, RankGroup, find_ranks, join_ranks
 from geomon.metrics import Evaluator
 from geomon.monitor.jobs import ReadingJob
+from geomon.record import tags
 
 VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH = 40, 16, 2, 3, 24
 FEW = select("variance", "twonn", "within_variance", "attention_entropy", "qk_cosine")
@@ -139,7 +140,7 @@ def one_process(model, batches, metrics, *, step, tokens, most=2):
 
 
 def measured(reading) -> dict[str, float]:
-    return {tag: v for tag, v in reading.values.items() if not tag.startswith("geomon/")}
+    return {tag: v for tag, v in reading.values.items() if not tags.is_of_run(tag)}
 
 
 # -- what is checked on several ranks --------------------------------------------------------------
@@ -197,7 +198,7 @@ def same_rows(ranks: RankGroup, folder: Path) -> dict:
     seen = Snapshot(layers, PassInfo(len(layers[0].captured["hidden"]), "train", "float32"))
     model = Decoder()
     job = ReadingJob(
-        0, "inline", seen, join_ranks(model), Evaluator(METRICS, 2, strict=True), tokens=48,
+        0, "inline", [seen], join_ranks(model), Evaluator(METRICS, 2, strict=True), tokens=48,
         rows=48, seconds=0.0,
     )  # fmt: skip
     while not job.complete:
@@ -577,6 +578,7 @@ def lightning(ranks: RankGroup, folder: Path) -> dict:
         def __init__(self) -> None:
             super().__init__()
             self.net = Decoder(dropout=0.2)
+            self.validated = []
 
         def configure_model(self) -> None:
             if isinstance(self.trainer.strategy, ModelParallelStrategy):
@@ -591,36 +593,47 @@ def lightning(ranks: RankGroup, folder: Path) -> dict:
         def training_step(self, batch, index):
             return loss_of(self.net, *batch)
 
+        def validation_step(self, batch, index):
+            self.validated.append(batch[0].clone())
+            self.log("loss of validation", loss_of(self.net, *batch), sync_dist=True)
+
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(0, VOCABULARY, (26, LENGTH), generator=generator)
+    mask = torch.arange(LENGTH) < torch.randint(6, LENGTH, (26, 1), generator=generator)
+    data = DataLoader(TensorDataset(ids, mask), batch_size=3)
+
     def fit(strategy, callbacks):
-        generator = torch.Generator().manual_seed(3)
-        ids = torch.randint(0, VOCABULARY, (26, LENGTH), generator=generator)
-        mask = torch.arange(LENGTH) < torch.randint(6, LENGTH, (26, 1), generator=generator)
         module = Module()
         torch.manual_seed(int(os.environ["RANK"]))
         trainer = L.Trainer(
             max_epochs=1, accelerator="cpu", devices=2, strategy=strategy, callbacks=callbacks,
             logger=False, enable_checkpointing=False, enable_progress_bar=False,
             enable_model_summary=False, accumulate_grad_batches=2, default_root_dir=folder,
+            num_sanity_val_steps=1, val_check_interval=2,
         )  # fmt: skip
-        trainer.fit(module, DataLoader(TensorDataset(ids, mask), batch_size=3))
-        return [parameter.clone() for parameter in local(module)]
+        trainer.fit(module, data, data)
+        seen = [*module.validated, *trainer.callback_metrics.values()]
+        return [*(parameter.clone() for parameter in local(module)), *seen]
 
     found = {}
     sharded = partial(ModelParallelStrategy, data_parallel_size=2, tensor_parallel_size=1)
     for name, strategy in (("ddp", DDPStrategy), ("fsdp2", sharded)):
         plain = fit(strategy(), [])
-        for source in ("inline", "probe", "alone"):
-            if (name, source) == ("fsdp2", "alone"):
+        for source in ("inline", "probe", "alone", "validation", "loader"):
+            if name == "fsdp2" and source in ("alone", "loader"):
                 continue  # as under DDP
             inputs = dict(zip(("ids", "attention_mask"), ragged(0), strict=True))
+            held_out = source in ("validation", "loader")
+            probe = {"probe": inputs, "validation": source, "loader": data}.get(source)
+            metrics = {"ids": lambda token_ids: token_ids.double().mean()} if held_out else FEW
             memory = Memory()
             monitor = GeometryMonitor(
-                metrics=FEW, tokens=150, schedule=every(1), strict=True, sinks=[memory],
-                directory=folder / f"{name}_{source}", probe=inputs if source == "probe" else None,
-                gather=source != "alone",
+                metrics=metrics, tokens=1000 if held_out else 150, schedule=every(1), strict=True,
+                directory=folder / f"{name}_{source}", probe=probe, gather=source != "alone",
+                sinks=[memory],
             )  # fmt: skip
             watched = fit(strategy(), [monitor])
             found[f"{name} {source}"] = {
@@ -628,11 +641,78 @@ def lightning(ranks: RankGroup, folder: Path) -> dict:
                 "steps": [reading.step for reading in memory.readings],
                 "tokens": [reading.tokens for reading in memory.readings],
                 "values": [measured(reading) for reading in memory.readings],
+                "losses": [reading.values["training/loss"] for reading in memory.readings],
             }
+    # The ranks that are given the same batches share them out, and read as many each.
+    for name, rows in (("validation", slice(None)), ("loader", slice(24))):
+        kept = ids[rows][mask[rows]].double()
+        found[f"tokens of {name}"] = len(kept), float(kept.mean())
     try:
         L.Trainer(accelerator="cpu", devices=2, strategy="fsdp", logger=False)
     except ValueError as error:
         found["fsdp1"] = str(error)
+    return found
+
+
+# -- through the Trainer ---------------------------------------------------------------------------
+
+
+def trainer(ranks: RankGroup, folder: Path) -> dict:
+    """DDP, as torchrun starts it: the evaluation is each rank's share."""
+    from transformers import Trainer, TrainingArguments
+
+    from geomon.huggingface import GeometryMonitor
+
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Decoder(dropout=0.2)
+
+        def forward(self, ids, attention_mask, labels=None):
+            loss = loss_of(self.net, ids, attention_mask)
+            return {"loss": loss, "logits": torch.zeros(len(ids), 1)}
+
+    class Counts(Trainer):
+        def training_step(self, *args, **kwargs):
+            seen.append(super().training_step(*args, **kwargs).clone())
+            return seen[-1]
+
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(0, VOCABULARY, (24, LENGTH), generator=generator)
+    mask = torch.arange(LENGTH) < torch.randint(6, LENGTH, (24, 1), generator=generator)
+    rows = [
+        {"ids": one, "attention_mask": other, "labels": one}
+        for one, other in zip(ids, mask, strict=True)
+    ]
+    found = {}
+    for name in ("plain", "validation"):
+        memory, seen = Memory(), []
+        monitor = GeometryMonitor(
+            metrics={"ids": lambda token_ids: token_ids.double().mean()}, tokens=1000,
+            schedule=every(2), strict=True, sinks=[memory], probe="validation",
+        )  # fmt: skip
+        trains = Counts(
+            WithLoss(),
+            TrainingArguments(
+                str(folder / name), max_steps=4, use_cpu=True, ddp_backend="gloo",
+                per_device_train_batch_size=3, per_device_eval_batch_size=3, eval_strategy="steps",
+                eval_steps=2, save_strategy="no", report_to="none", disable_tqdm=True,
+                dataloader_pin_memory=False, logging_strategy="no",
+            ),
+            train_dataset=rows, eval_dataset=rows, callbacks=[monitor] * (name != "plain"),
+        )  # fmt: skip
+        trains.train()
+        found[name] = {
+            "end": [parameter.detach().clone() for parameter in trains.model.parameters()],
+            "evaluated": [e["eval_loss"] for e in trains.state.log_history if "eval_loss" in e],
+            "losses": [float(loss) for loss in seen],
+            "recorded": [r.values["training/loss"] for r in memory.readings],
+            "steps": [reading.step for reading in memory.readings],
+            "tokens": [reading.tokens for reading in memory.readings],
+            "ids": [reading.values["ids/layer_01"] for reading in memory.readings],
+        }
+    kept = ids[mask].double()
+    found["tokens of validation"] = len(kept), float(kept.mean())
     return found
 
 
@@ -651,7 +731,7 @@ ALONE = {"same_rows": same_rows}
 
 def main(which: str, folder: Path) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if size > 1 and which != "lightning":  # which does it itself
+    if size > 1 and which not in ("lightning", "trainer"):  # which do it themselves
         dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     functions = {"together": TOGETHER, "alone": ALONE}.get(which) or {which: globals()[which]}
     found = {}

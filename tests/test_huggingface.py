@@ -2,6 +2,7 @@ import copy
 import io
 import json
 import logging
+import math
 import pickle
 import threading
 from pathlib import Path
@@ -168,7 +169,8 @@ def test_accumulated_batches_are_one_step_and_the_first_is_read(tmp_path):
 
     monitor = GeometryMonitor(schedule=every(1), sinks=[memory], **FEW)
     fit(tmp_path, [monitor], steps=2, gradient_accumulation_steps=3, kind=Watching)
-    assert seen == [(0, 1)] * 3 + [(1, 2)] * 3
+    assert seen == [(0, 0)] * 3 + [(1, 1)] * 3  # a reading waits for the loss of its step
+    assert [reading.step for reading in memory.readings] == [0, 1]
 
 
 def test_only_training_is_read(tmp_path):
@@ -525,3 +527,107 @@ def test_of_accumulated_batches_the_first_is_read_by_what_it_holds(tmp_path):
     assert len(set(seen)) == 6
     found = [reading.values["ids/layer_01"] for reading in read(tmp_path)]
     assert found == pytest.approx([seen[0], seen[3]], rel=1e-12)
+
+
+class Counts(Trainer):
+    """Notes what each batch's `training_step` returned."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.seen = []
+
+    def training_step(self, *args, **kwargs):
+        loss = super().training_step(*args, **kwargs)
+        self.seen.append(loss.detach().clone())
+        return loss
+
+
+@pytest.mark.parametrize("probe", [None, {"input_ids": batch(seed=77)}], ids=["inline", "probe"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_loss_of_the_step_and_named_values_stand_in_its_reading(tmp_path, probe, accumulate):
+    options = {"schedule": every(2), "probe": probe, "log": ("eval_loss",)} | FEW
+    two = [GeometryMonitor(**options), GeometryMonitor(directory=tmp_path / "b", **options)]
+    trainers = {
+        name: fit(
+            tmp_path / name, callbacks, kind=Counts, steps=6, eval_strategy="steps", eval_steps=3,
+            gradient_accumulation_steps=accumulate, logging_strategy="steps", logging_steps=1,
+        )
+        for name, callbacks in {"run": two, "alone": []}.items()
+    }  # fmt: skip
+    trainer = trainers["run"]
+    assert "training_step" not in vars(trainer)
+    for one, other in zip(trainer.seen, trainers["alone"].seen, strict=True):
+        assert torch.equal(one, other)
+    logged = {e["step"]: e["loss"] for e in trainer.state.log_history if "loss" in e}
+    evaluated = [e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e]
+    for folder in ("run", "b"):
+        readings = {r.step: r.values for r in read(tmp_path / folder)}
+        steps = [0, 2, 4] + ([5] if probe is None else [])
+        assert list(readings) == steps + ([6] if probe is not None else [])
+        for step in steps:
+            parts = trainer.seen[accumulate * step : accumulate * (step + 1)]
+            assert readings[step]["training/loss"] == float(sum(parts))
+            assert readings[step]["training/loss"] == pytest.approx(logged[step + 1], rel=1e-5)
+            value = readings[step]["training/eval_loss"]
+            assert math.isnan(value) if step < 3 else value == evaluated[0]
+        if probe is not None:  # no batch is trained on with the last weights, nor evaluated yet
+            assert math.isnan(readings[6]["training/loss"])
+            assert readings[6]["training/eval_loss"] == evaluated[0]
+
+
+# -- the validation data as probe ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["one", "named", "stream"])
+def test_validation_data_are_read_and_the_evaluation_is_left_alone(tmp_path, kind):
+    held = [{"input_ids": row, "labels": row} for row in batch(24, 32, seed=50)]
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(held)
+
+    data = {"one": held, "named": {"a": held, "b": held[:8]}, "stream": Stream()}[kind]
+    monitor = GeometryMonitor(
+        probe="validation", schedule=every(3), tokens=600, batches=1, strict=True,
+        metrics={"ids": lambda token_ids: token_ids.double().mean()} | select("variance"),
+    )  # fmt: skip
+    trainers = []
+    for name, callbacks in {"run": [monitor], "alone": []}.items():
+        trainer = trainer_of(
+            tmp_path / name, callbacks, kind=Counts, eval_strategy="steps", eval_steps=2
+        )
+        trainer.eval_dataset = data
+        torch.manual_seed(1)
+        trainer.train()
+        trainers.append(trainer)
+    readings = list(read(tmp_path / "run"))
+    assert [(r.step, r.source, r.mode) for r in readings] == [
+        (step, "probe", "eval") for step in (0, 3, 6)
+    ]
+    assert {r.tokens for r in readings} == {600}
+    assert len({r.values["ids/layer_01"] for r in readings}) == 1
+    assert len({r.values["variance/layer_01"] for r in readings}) == 3
+    watched, plain = trainers
+    assert all(map(torch.equal, watched.seen, plain.seen))
+    assert len(watched.accelerator._dataloaders) == len(plain.accelerator._dataloaders)
+    evaluated = [
+        {
+            (entry["step"], name): value
+            for entry in trainer.state.log_history
+            for name, value in entry.items()
+            if name.startswith("eval_") and name.endswith("loss")
+        }
+        for trainer in trainers
+    ]
+    assert evaluated[0] == evaluated[1]
+    assert len(evaluated[0]) == (6 if kind == "named" else 3)
+    for one, other in zip(watched.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_without_validation_data_there_is_one_line(tmp_path):
+    trainer = trainer_of(tmp_path, [GeometryMonitor(probe="validation")])
+    trainer.eval_dataset = None
+    with pytest.raises(ValueError, match=r"data, and there are none: .*probe=loader") as e:
+        trainer.train()
+    assert "\n" not in str(e.value)

@@ -24,7 +24,8 @@ ARROWS = {
 # Modules that are faces of their own: the data of a pass, the notes on values, the names of values,
 # where they go, what makes text of unknown origin fit for a terminal, and the kinds of alerts.
 DOORS = {
-    "analysis.alerts", "capture.snapshot", "metrics.cautions", "record.tags", "record.sinks",
+    "analysis.alerts", "capture.snapshot", "capture.unchanged", "metrics.cautions",
+    "record.tags", "record.sinks",
     "record.printable",
 }  # fmt: skip
 # Kernels are imported by module: a face would load the neighbour search with every one.

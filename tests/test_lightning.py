@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -15,7 +14,7 @@ from fingerprint import fingerprint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from models import VOCABULARY, PlainDecoder, batch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 from wandb_file import wandb_rows, work_offline
 
 import geomon
@@ -424,6 +423,164 @@ def test_of_accumulated_batches_the_first_is_read(tmp_path, probe):
         assert found == pytest.approx([probe.double().mean().item()] * 5, rel=1e-12)
 
 
+class Logs(Decoder):
+    """A loss, and values that Lightning logs."""
+
+    def training_step(self, ids, index):
+        loss = super().training_step(ids, index)
+        self.log("accuracy", float(index), on_step=True)
+        return loss
+
+    def validation_step(self, ids, index):
+        self.log("val/loss", torch.tensor(100.0 + self.trainer.global_step))
+
+
+@pytest.mark.parametrize("probe", [None, batch(seed=77)], ids=["inline", "probe"])
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_the_loss_of_the_step_and_named_values_stand_in_its_reading(tmp_path, probe, accumulate):
+    logger = CSVLogger(tmp_path, name="", version="csv")
+    monitor = GeometryMonitor(
+        directory=tmp_path, schedule=every(2), probe=probe, log=("accuracy", "val/loss"), **FEW
+    )
+    model = Logs()
+    data = DataLoader(torch.cat([batch(8, 32, seed=i) for i in range(40)]), batch_size=8)
+    trainer = L.Trainer(
+        max_steps=6, accumulate_grad_batches=accumulate, num_sanity_val_steps=0,
+        val_check_interval=3 * accumulate, limit_val_batches=1, logger=logger, callbacks=[monitor],
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=tmp_path, accelerator="cpu",
+    )  # fmt: skip
+    torch.manual_seed(1)
+    trainer.fit(model, data, data)
+    readings = {r.step: r.values for r in read(tmp_path)}
+    steps = [0, 2, 4] + ([5] if probe is None else [])
+    assert list(readings) == steps + ([6] if probe is not None else [])
+    for step in steps:  # of accumulated batches the first is read
+        assert readings[step]["training/loss"] == model.losses[accumulate * step]
+        assert readings[step]["training/accuracy"] == accumulate * step
+        val = readings[step]["training/val/loss"]
+        assert math.isnan(val) if step < 3 else val == 103.0
+    if probe is not None:  # no batch is trained on with the last weights
+        assert math.isnan(readings[6]["training/loss"])
+        assert readings[6]["training/val/loss"] == 106.0
+    rows = dict(csv_rows(tmp_path / "csv" / "metrics.csv", "training/loss"))
+    assert rows == {step: readings[step]["training/loss"] for step in steps}
+
+
+def test_without_a_loss_the_one_that_is_logged_stands_for_it(tmp_path):
+    class Silent(TwoOptimizers):
+        def training_step(self, ids, index):
+            super().training_step(ids, index)
+            self.log("loss", self.losses[-1])
+
+    class Skips(Decoder):
+        def training_step(self, ids, index):
+            loss = super().training_step(ids, index)
+            return None if index == 2 else loss
+
+    for name, model in {"logged": Silent(), "none": Skips()}.items():
+        monitor = GeometryMonitor(directory=tmp_path / name, schedule=every(2), **FEW)
+        fit(tmp_path, [monitor], steps=6, model=model)
+        found = {r.step: r.values["training/loss"] for r in read(tmp_path / name)}
+        if name == "logged":
+            assert found == {step: model.losses[step // 2] for step in (0, 2, 4)}
+        else:
+            assert found[0] == model.losses[0]
+            assert math.isnan(found[2])
+
+
+# -- the validation data as probe ---------------------------------------------------------------
+
+
+class Validates(Decoder):
+    """Notes the batches of its validation, and measures them."""
+
+    def __init__(self):
+        super().__init__()
+        self.validated, self.totals = [], []
+
+    def validation_step(self, ids, index):
+        self.validated.append(ids.clone())
+        loss = self.net(ids).logsumexp(dim=-1).mean()
+        self.totals.append(loss.item())
+        self.log("val/loss", loss)
+
+
+def fit_validated(tmp_path, callbacks, *, data=None, model=None, sanity=2, every_epochs=1):
+    """Two epochs, with two validations in a random order."""
+    model = Validates() if model is None else model
+    rows = torch.cat([batch(8, 32, seed=100 + i) for i in range(5)])
+    data = DataLoader(rows, batch_size=8, shuffle=True) if data is None else data
+    trainer = L.Trainer(
+        max_epochs=2, num_sanity_val_steps=sanity, check_val_every_n_epoch=every_epochs,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=callbacks, default_root_dir=tmp_path,
+        accelerator="cpu",
+    )  # fmt: skip
+    torch.manual_seed(1)
+    train = DataLoader(torch.cat([batch(8, 32, seed=i) for i in range(6)]), 8, shuffle=True)
+    trainer.fit(model, train, data)
+    return model, trainer
+
+
+MEAN_OF_IDS = {"ids": lambda token_ids: token_ids.double().mean()}
+
+
+@pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler has shuffling")
+@pytest.mark.parametrize(
+    ("sanity", "every_epochs"), [(2, 1), (0, 1), (0, 2)], ids=["sanity", "plain", "set up later"]
+)
+def test_validation_data_are_read_and_the_validation_is_left_alone(tmp_path, sanity, every_epochs):
+    monitor = GeometryMonitor(
+        probe="validation", schedule=every(3), directory=tmp_path / "run", tokens=400, batches=1,
+        metrics=MEAN_OF_IDS | select("variance"), strict=True,
+    )  # fmt: skip
+    told = {"sanity": sanity, "every_epochs": every_epochs}
+    plain, without = fit_validated(tmp_path, [], **told)
+    watched, trainer = fit_validated(tmp_path, [monitor], **told)
+    readings = list(read(tmp_path / "run"))
+    assert [(r.step, r.source, r.mode) for r in readings] == [
+        (step, "probe", "eval") for step in (0, 3, 6, 9, 12)
+    ]
+    assert len({r.values["ids/layer_01"] for r in readings}) == 1
+    assert len({r.values["variance/layer_01"] for r in readings}) == 5
+    assert {r.tokens for r in readings} == {400}
+    assert watched.losses == plain.losses
+    assert watched.totals == plain.totals
+    assert len(plain.validated) == sanity + 5 * (2 // every_epochs)
+    assert all(map(torch.equal, watched.validated, plain.validated))
+    assert trainer.callback_metrics == without.callback_metrics
+    for one, other in zip(watched.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_validation_data_of_a_module_without_forward_and_with_labels(tmp_path):
+    class Bare(Decoder):
+        forward = L.LightningModule.forward
+
+        def validation_step(self, batch, index, dataloader_idx=0):
+            self.net(batch[0])
+
+    rows = batch(16, 32, seed=5)
+    data = DataLoader(TensorDataset(rows, rows), batch_size=8)
+    monitor = GeometryMonitor(
+        probe="validation", schedule=every(20), directory=tmp_path, metrics=MEAN_OF_IDS, strict=True
+    )
+    fit_validated(tmp_path, [monitor], data=[data, data], model=Bare())
+    for reading in read(tmp_path):
+        assert reading.values["ids/layer_01"] == pytest.approx(float(rows.double().mean()))
+        assert any("all but part 2 of 2" in note for note in reading.notes)
+
+
+def test_without_validation_data_there_is_one_line(tmp_path):
+    class Trains(Decoder):
+        validation_step = L.LightningModule.validation_step
+
+    with pytest.raises(ValueError, match=r"data, and there are none: .*probe=loader") as e:
+        fit(tmp_path, [GeometryMonitor(probe="validation")], model=Trains())
+    assert "\n" not in str(e.value)
+
+
 # -- the other package of Lightning ------------------------------------------------------------
 
 OTHER = """
@@ -480,9 +637,8 @@ def test_the_other_package_of_lightning_is_served_by_itself(tmp_path):
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
 def test_loggers_of_both_packages_show_pictures(tmp_path, package):
     loggers = pytest.importorskip(f"{package}.loggers")
-    trainer = SimpleNamespace(global_step=0)
-    board = _sink_of(trainer, loggers.TensorBoardLogger(tmp_path))
-    table = _sink_of(trainer, loggers.CSVLogger(tmp_path))
+    board = _sink_of(loggers.TensorBoardLogger(tmp_path), int)
+    table = _sink_of(loggers.CSVLogger(tmp_path), int)
     assert (board.shows_pictures, table.shows_pictures) == (True, False)
 
     class Own(loggers.WandbLogger):
@@ -491,4 +647,4 @@ def test_loggers_of_both_packages_show_pictures(tmp_path, package):
         experiment = "a run"
 
     with pytest.raises(AttributeError, match="'str' object"):  # asked as a run of W&B is
-        _sink_of(trainer, Own())
+        _sink_of(Own(), int)

@@ -118,3 +118,4 @@ def test_all_loops_give_the_same_readings(tmp_path, net):
         assert seen[loop] == seen["plain"]
     assert list(seen["plain"]) == [0, 2, 4]
     assert len(seen["plain"][4]) > 300
+    assert all("training/loss" in values for values in seen["plain"].values())

@@ -38,6 +38,20 @@ def left_unchanged(model: nn.Module) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def random_states_kept(model: nn.Module) -> Iterator[None]:
+    """Run a body, and put the random states of torch, NumPy and Python back afterwards.
+
+    Args:
+        model: Any module; the random state of its device is put back too.
+    """
+    restore: list[Action] = []
+    _keep_random_states(model, restore.append)
+    kept = _Kept(restore)
+    with kept, kept:
+        yield
+
+
 class _Kept:
     """A context manager that restores what is kept; may be left more than once.
 
@@ -218,4 +232,4 @@ def _reshard_flat(module: Any) -> None:
         handle._prefetched = False
 
 
-__all__ = ["left_unchanged", "refuse_lazy"]
+__all__ = ["left_unchanged", "random_states_kept", "refuse_lazy"]

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from geomon.capture.snapshot import CAPTURED, Layer, Note, PassInfo, Snapshot
 from geomon.distributed.group import RankFailedError, RankGroup
-from geomon.distributed.merge import Shape, attention_shape, take_share
+from geomon.distributed.merge import Shape, attention_shape, merge_layers, take_share
 
 _Value = TypeVar("_Value")
 _NO_PASS = PassInfo(0, "", "")
@@ -76,7 +76,7 @@ class GatheredLayers:
 
 
 def gather(
-    snapshot: Snapshot | Exception,
+    seen: Sequence[Snapshot] | Exception,
     about: tuple[int, str],
     group: RankGroup,
     *,
@@ -90,7 +90,7 @@ def gather(
     What the ranks kept of attention is reduced so that together it is what one rank would keep.
 
     Args:
-        snapshot: Snapshot of this rank, or why it has none.
+        seen: Snapshot of each pass that this rank has made, at least one, or why there is none.
         about: Step and source of the reading.
         group: The ranks.
         rows: Number of rows of hidden states for all ranks together.
@@ -103,6 +103,11 @@ def gather(
             single rank raises its own exception.
         RanksLostError: A rank does not answer.
     """
+    snapshot: Snapshot | Exception
+    try:
+        snapshot = seen if isinstance(seen, Exception) else _merge_passes(seen, rows, queries)
+    except Exception as error:  # the other ranks wait for this one's report
+        snapshot = error
     if group.members == 1 and isinstance(snapshot, Exception):
         raise snapshot
     reports = _meet(_report(snapshot, about), group)
@@ -122,6 +127,36 @@ def gather(
         info=PassInfo(tokens, first.mode, first.dtype, _notes(reports, givers)),
         empty=all(report.empty for report in reports),
     )
+
+
+def _merge_passes(passes: Sequence[Snapshot], rows: int, queries: int) -> Snapshot:
+    """Make one snapshot of those of several passes, as one of those of several ranks is made.
+
+    Raises:
+        ValueError: The passes have other layers.
+    """
+    first = passes[0]
+    if len(passes) == 1:
+        return first
+    names = [[(layer.stack, layer.index, layer.name) for layer in one.layers] for one in passes]
+    if any(other != names[0] for other in names):
+        counts = ", ".join(str(len(one)) for one in names)
+        raise ValueError(
+            f"the batches of the probe have different layers ({counts} of them): expected batches "
+            "on which the model runs the same blocks"
+        )
+    layers = []
+    for parts in zip(*(one.layers for one in passes), strict=True):
+        shapes = [attention_shape(layer) for layer in parts]
+        shares = [take_share(one, shapes, n, rows, queries) for n, one in enumerate(parts)]
+        layers.append(merge_layers(shares))
+    found: dict[str, dict[int, str]] = {}
+    for number, one in enumerate(passes):
+        for note in one.info.notes:
+            found.setdefault(note.kind, {})[number] = note.text
+    notes = [Note(kind, _of_several(texts, len(passes), "batch")) for kind, texts in found.items()]
+    tokens = sum(one.info.tokens for one in passes)
+    return Snapshot(layers, PassInfo(tokens, first.info.mode, first.info.dtype, notes))
 
 
 def _meet(report: _Report, group: RankGroup) -> list[_Report]:
@@ -234,7 +269,7 @@ def _notes(reports: Sequence[_Report], givers: int) -> list[Note]:
                     name = report.layers[index][2]
                     kind = f"no {source} at {name} of some ranks"
                     found.setdefault(kind, {})[rank] = f"{name}: no {source} was seen: {why}"
-    notes = [Note(kind, _of_ranks(texts, givers)) for kind, texts in found.items()]
+    notes = [Note(kind, _of_several(texts, givers, "rank")) for kind, texts in found.items()]
     if any(report.info.mode != reports[0].info.mode for report in reports[:givers]):
         notes.append(Note("modes", "some ranks were in train mode and some in eval mode"))
     if any(report.fingerprint != reports[0].fingerprint for report in reports[givers:]):
@@ -244,10 +279,11 @@ def _notes(reports: Sequence[_Report], givers: int) -> list[Note]:
     return notes
 
 
-def _of_ranks(texts: Mapping[int, str], size: int) -> str:
-    """The notes of the ranks on one matter, in one line however many ranks there are."""
-    rank, text = next(iter(texts.items()))
+def _of_several(texts: Mapping[int, str], size: int, word: str) -> str:
+    """The notes of ranks or batches on one matter, in one line however many there are."""
+    number, text = next(iter(texts.items()))
     if len(texts) == size and set(texts.values()) == {text}:
         return text
-    others = f" (and {len(texts) - 1} other ranks alike)" if len(texts) > 1 else ""
-    return f"rank {rank}: {text}{others}"
+    words = f"{word}es" if word.endswith("ch") else f"{word}s"
+    others = f" (and {len(texts) - 1} other {words} alike)" if len(texts) > 1 else ""
+    return f"{word} {number}: {text}{others}"

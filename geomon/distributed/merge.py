@@ -1,6 +1,7 @@
-"""One layer made of the same layer on several ranks, and the share that each rank gives to it.
+"""One layer made of the same layer of several passes, and the share that each pass gives to it.
 
-Rows stand in rank order. Nothing here communicates with other ranks.
+The passes are those of several ranks, or of one rank on several batches. Rows stand in their order.
+Nothing here communicates with other ranks.
 """
 
 import functools
@@ -113,7 +114,7 @@ def merge_layers(parts: Sequence[Layer]) -> Layer:
         holders = [views for views in seen if views]
         missing = {view: why for view, why in missing.items() if CAPTURED[view] != source}
         if any(_kind(views) != _kind(holders[0]) for views in holders):
-            missing |= dict.fromkeys(holders[0], "ranks captured it in different forms")
+            missing |= dict.fromkeys(holders[0], "ranks or batches captured it in different forms")
             continue
         captured |= _attention(holders) if source == "attention" else _rows(holders)
         holder = next(part for part, views in zip(parts, seen, strict=True) if views)

@@ -195,7 +195,7 @@ def _combine_stack(
                 reasons[name, layer.failed[name]].append(layer.index)
                 by_layer[layer.index] = [{"": math.nan}]
             elif name in layer.parts:
-                by_layer[layer.index] = layer.parts[name]
+                by_layer[layer.index] = _with_sequences(layer.parts[name], layer.sequences)
             if name in layer.without_interval:
                 why = f"no interval: {layer.without_interval[name]}"
                 reasons[name, why].append(layer.index)
@@ -295,6 +295,16 @@ def _as_parts(result: Any) -> Parts:
             f"a metric returns a scalar, a vector [heads] or a dict, got {list(result.shape)}"
         )
     return {"": float(result)}
+
+
+def _with_sequences(splits: list[Parts], sequences: int | None) -> list[Parts]:
+    """The parts, with the number of sequences beside that of rows: rows of one are alike."""
+    if sequences is None:
+        return splits
+    return [
+        parts | {tags.SEQUENCES: float(sequences)} if tags.ROWS in parts else parts
+        for parts in splits
+    ]
 
 
 def _over_splits(splits: list[Parts]) -> Parts:

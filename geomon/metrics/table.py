@@ -28,6 +28,7 @@ from geomon.kernels.neighbours import nearest
 from geomon.kernels.spectrum import anisotropy, effective_rank, participation_ratio
 from geomon.kernels.token_types import TokenTypes
 from geomon.metrics.views import DERIVED, NEAR, parameters
+from geomon.record import tags
 
 Metric = Callable[..., Any]
 
@@ -226,10 +227,10 @@ def select(*names: str) -> dict[str, Metric]:
 
 
 def _check(name: str, function: Metric) -> None:
-    if not isinstance(name, str) or not name or "/" in name or name == "geomon":
+    if not isinstance(name, str) or not name or "/" in name or name in tags.OF_RUN:
         raise ValueError(
-            f"{name!r} cannot name a metric: expected a word without '/', other than 'geomon' "
-            "(tags are built from it)"
+            f"{name!r} cannot name a metric: expected a word without '/', other than "
+            f"{_quoted(list(tags.OF_RUN))} (tags are built from it)"
         )
     if not callable(function):
         raise TypeError(f"metric '{name}' is {function!r}: expected a function of views")

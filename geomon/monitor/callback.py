@@ -4,18 +4,25 @@ A callback translates its framework's events into the calls of a `CallbackSessio
 else.
 """
 
+import logging
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 from torch import nn
 
 from geomon.capture import FirstCall
+from geomon.capture.unchanged import random_states_kept
+from geomon.monitor.held_out import HeldOut, first_loader
 from geomon.monitor.monitor import Monitor
-from geomon.monitor.options import CallbackOptions, check_callback_options
+from geomon.monitor.options import VALIDATION, CallbackOptions, check_callback_options
 from geomon.record import Sink
+from geomon.record.printable import printable
+from geomon.record.tags import LOSS
+
+log = logging.getLogger("geomon")
 
 
 class CallbackSession:
@@ -47,12 +54,16 @@ class CallbackSession:
         self._owner = owner
         self._window: ExitStack | None = None
         self._first_call: FirstCall | None = None  # what waits for the forward pass
-        self._undo: list[Callable[[], object]] = []
 
     @property
     def probes(self) -> bool:
         """Whether fixed inputs are read in extra passes; else the training forward is watched."""
         return self.options["probe"] is not None
+
+    @property
+    def logged(self) -> tuple[str, ...]:
+        """Names of the values that stand in every reading beside the metrics."""
+        return tuple(dict.fromkeys((LOSS, *self.options["log"])))
 
     @property
     def overhead(self) -> float:
@@ -83,7 +94,12 @@ class CallbackSession:
         }
 
     def start(
-        self, model: nn.Module, step: int, directory: str | os.PathLike[str], sinks: Sequence[Sink]
+        self,
+        model: nn.Module,
+        step: int,
+        directory: str | os.PathLike[str],
+        sinks: Sequence[Sink],
+        validation: Callable[[], Any] = lambda: None,
     ) -> None:
         """Start watching the model of a training.
 
@@ -92,18 +108,35 @@ class CallbackSession:
             step: Number of optimizer updates already in the weights.
             directory: Folder of the record, if the options name none.
             sinks: Where readings go besides the record and the sinks of the options.
+            validation: Gives the training's validation loader, or several in lists and dicts, of
+                which the first is taken; None where there is none.
 
         Raises:
-            ValueError: The model has no blocks, or the directory cannot be written.
+            ValueError: The model has no blocks, the directory cannot be written, or the validation
+                data are to be read and there are none.
         """
         self.discard()
         options = {name: value for name, value in self.options.items() if name != "pictures"}
         options["directory"] = options["directory"] or directory
+        if options["probe"] == VALIDATION:
+            options["probe"] = self._held_out(model, validation)
+        options["log"] = self.logged
         options["sinks"] = [*self.options["sinks"], *sinks]
         self.monitor = Monitor(model, **options)  # type: ignore[arg-type]
         if self.last_seen is None or self.last_seen >= step:  # of another training
             self.last_seen = step - 1
         self.monitor.resume(self.last_seen)
+
+    def _held_out(self, model: nn.Module, validation: Callable[[], Any]) -> HeldOut:
+        """The batches of the validation loader, which are taken at the first reading."""
+        with random_states_kept(model):
+            loader = first_loader(validation())
+        if loader is None:
+            raise ValueError(
+                f"{self._owner}(probe='{VALIDATION}') reads the trainer's validation data, and "
+                "there are none: give them to the trainer, or a loader here, probe=loader"
+            )
+        return HeldOut(loader)
 
     def prepare(self, step: int, *, force: bool = False) -> bool:
         """Move to a step; returns whether its forward pass is to be watched.
@@ -119,14 +152,6 @@ class CallbackSession:
             self._step = step
             self.monitor.advance(step)
             return self.monitor.is_due(step, force=force)
-
-    def undo(self, action: Callable[[], object]) -> None:
-        """Take note of what undoes a change of the adapter's; it is done at the next event.
-
-        Args:
-            action: Undoes the change; it may be called more than once.
-        """
-        self._undo.append(action)
 
     def open(self, step: int, *, force: bool = False) -> None:
         """Open a window on the next forward pass if a reading is due.
@@ -164,9 +189,6 @@ class CallbackSession:
         Args:
             error: What ended the forward pass; nothing is measured then.
         """
-        while self._undo:
-            self._undo[-1]()
-            self._undo.pop()
         if self.monitor is None:
             return
         missed = False
@@ -212,6 +234,37 @@ class CallbackSession:
             if self.monitor.is_due(step, source="probe", force=last):
                 with around():
                     self.monitor.probe(step)
+
+    def lacks_values(self, step: int) -> bool:
+        """Whether a reading of a step waits for the values of `logged`.
+
+        Args:
+            step: Number of optimizer updates already in the weights.
+        """
+        return self.monitor is not None and self.monitor.lacks_values(step)
+
+    def log(self, step: int, values: Callable[[], Mapping[str, Any]]) -> None:
+        """Put the values of `logged` into the reading of a step, if there is one.
+
+        Args:
+            step: Number of optimizer updates already in the weights.
+            values: Gives what the training knows, by name; called only for a step that was read.
+        """
+        if self.monitor is None or not self.lacks_values(step):
+            return
+        with self.monitor.charge():
+            try:
+                known = values()
+            except Exception as error:  # of the framework, in the middle of a training
+                if self.options["strict"]:
+                    raise
+                log.warning(
+                    "what the training logs cannot be read at step %d and is missing: %s",
+                    step,
+                    printable(f"{type(error).__name__}: {error}"),
+                )
+                known = {}
+            self.monitor.log(step, **{name: known.get(name) for name in self.logged})
 
     def finish(self) -> None:
         """End the training: nothing is left on the model; may be called more than once."""

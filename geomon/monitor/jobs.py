@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from collections.abc import Sequence
 
 from geomon.capture import QUERIES
 from geomon.capture.snapshot import Note, NotSeenError, Snapshot, explain_missing
@@ -24,12 +25,13 @@ class ReadingJob:
     Args:
         step: Number of optimizer updates in the weights that were seen.
         source: "inline" or "probe".
-        snapshot: Snapshot of this rank, or why it has none.
+        passes: Snapshot of each pass that this rank has made, or why there is none.
         group: The ranks.
         evaluator: Measures the layers.
         tokens: Number of rows of hidden states in one split, where no budget makes it smaller.
         rows: Number of rows of hidden states in one split.
-        seconds: Time that the snapshot took from the training.
+        seconds: Time that the passes took from the training.
+        copies: Whether the inputs of a probe are the same on every rank.
 
     Attributes:
         notes: Remarks for the reader of the numbers, once the job is finished.
@@ -45,13 +47,14 @@ class ReadingJob:
         self,
         step: int,
         source: str,
-        snapshot: Snapshot | Exception,
+        passes: Sequence[Snapshot] | Exception,
         group: RankGroup,
         evaluator: Evaluator,
         *,
         tokens: int,
         rows: int,
         seconds: float,
+        copies: bool = True,
     ) -> None:
         began = time.perf_counter()
         self.step = step
@@ -60,14 +63,13 @@ class ReadingJob:
         self._group = group
         self._evaluator = evaluator
         self._tokens = tokens
-        # The inputs of a probe are the same on every rank.
         self._gathered = gather(
-            snapshot, (step, source), group, rows=rows * evaluator.batches, queries=QUERIES,
-            copies=source == "probe",
+            passes, (step, source), group, rows=rows * evaluator.batches, queries=QUERIES,
+            copies=copies and source == "probe",
         )  # fmt: skip
         if self._gathered.empty:
-            assert isinstance(snapshot, Snapshot)
-            raise NotSeenError(explain_missing(snapshot, evaluator.views) or "no block was run")
+            assert not isinstance(passes, Exception)
+            raise NotSeenError(explain_missing(passes[0], evaluator.views) or "no block was run")
         self._left = deque(self._gathered.parts)
         self._gathered.parts.clear()  # a layer's rows are freed once they are measured
         self._measured: list[LayerValues] = []
@@ -95,6 +97,11 @@ class ReadingJob:
     def complete(self) -> bool:
         """Whether every layer of this rank has been measured."""
         return not self._left
+
+    @property
+    def failed(self) -> bool:
+        """Whether the job has been given up, so that `result` raises."""
+        return self._failure is not None
 
     def limit_rows(self, rows: int) -> None:
         """Measure on fewer rows in a split; before the first layer is measured.

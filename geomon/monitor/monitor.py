@@ -11,7 +11,8 @@ import os
 import platform
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from importlib.metadata import version
@@ -22,11 +23,19 @@ from torch import nn
 
 from geomon.capture import Window, derive_seed, extra_pass, find_anatomy
 from geomon.capture.snapshot import Note, NotSeenError, Snapshot, explain_missing
-from geomon.distributed import RankGroup, find_ranks, join_ranks
+from geomon.distributed import (
+    RankFailedError,
+    RankGroup,
+    RanksLostError,
+    find_ranks,
+    join_ranks,
+)
 from geomon.metrics import Evaluator
 from geomon.monitor.budget import Budget
 from geomon.monitor.executor import ReadingExecutor
+from geomon.monitor.held_out import HeldOut, is_loader
 from geomon.monitor.jobs import ReadingJob
+from geomon.monitor.logged import LoggedValues
 from geomon.monitor.options import (
     MonitorOptions,
     check_options,
@@ -84,7 +93,11 @@ class Monitor:
         _close_at_exit(self)
         self._opened: tuple[Window, int] | None = None  # the window that is open, and its step
         self._checked = False  # whether the first window has been checked for what is missing
-        self._published = False  # whether a reading has been
+        self._logged = LoggedValues(options["log"], self._warnings)
+        self._pending: list[int] = []  # steps of the readings that are not published yet
+        self._finished: deque[ReadingJob] = deque()  # those of them that are measured
+        self._entered: int | None = None  # the step whose `with` is open, where inputs are probed
+        self._published: int | None = None  # step of the last reading that has been
 
     def __call__(self, step: SupportsIndex, *, force: bool = False) -> AbstractContextManager[None]:
         """Return a context manager around the forward pass of a step; it does nothing if not due.
@@ -117,6 +130,9 @@ class Monitor:
         """
         number = check_step(step)
         self._sweep(number)
+        if number != self._planner.step:
+            self._publish_finished(wait=False)
+            self._logged.forget_before(number, self._pending)
         with self._budget.charge(), self._warnings.guard():
             if not self._budget.begun:
                 self._begin(number)
@@ -129,6 +145,50 @@ class Monitor:
     def charge(self) -> AbstractContextManager[None]:
         """Return a context manager whose time counts as geomon's (see `overhead`)."""
         return self._budget.charge()
+
+    def log(self, step: SupportsIndex | None = None, /, **values: Any) -> None:
+        """Put values into the reading of a step, under `training/<name>`: the loss, say.
+
+        At steps that are not read nothing is done. Values given inside the `with` are in time, and
+        so are those given before it with their step, `log(step, loss=loss)`. A reading waits for
+        the names of the option `log` until the next step: their values may come after the `with`.
+        A tensor is copied where it is, without its graph, and read when the reading is recorded.
+        With several ranks the values of the first one are recorded.
+
+        Args:
+            step: Number of optimizer updates already in the weights; None for the last step that
+                the monitor was called with.
+            values: Numbers, or tensors of one number; None for a value that there is not.
+
+        Raises:
+            TypeError: The step is no whole number.
+            ValueError: The step is below 0, or None before the first one.
+        """
+        present = self._planner.step
+        number = present if step is None else check_step(step)
+        if number is None:
+            raise ValueError(
+                "no step to log values of: give it, log(step, loss=loss), or log inside "
+                "`with monitor(step)`"
+            )
+        if not self._takes_values(number):
+            return
+        with self._budget.charge():
+            if number == self._published and number not in self._pending:
+                # Of accumulated batches the first is read: the others' values are not late.
+                late = [name for name in values if not self._logged.has(number, name)]
+                self._warn_of_late(late)
+                return
+            self._logged.put(number, values)
+            self._publish_finished()
+
+    def lacks_values(self, step: int) -> bool:
+        """Whether a reading of a step waits for values of the option `log`.
+
+        Args:
+            step: Number of optimizer updates already in the weights.
+        """
+        return step in self._pending and not self._logged.is_complete(step)
 
     def resume(self, step: int) -> None:
         """Take up a training in which a monitor has watched before.
@@ -156,7 +216,8 @@ class Monitor:
         The pass runs without autograd, in eval mode, with the random state forked; every module's
         training flag is restored. With many ranks all run the pass (a sharded model hangs
         otherwise), on inputs that are the same for all: the rows are those of the first rank, and
-        the layers are shared out to be measured.
+        the layers are shared out to be measured. Of a loader, which the monitor's `probe` may be,
+        each rank reads batches of its own.
 
         Args:
             step: Number of optimizer updates already in the weights.
@@ -174,18 +235,22 @@ class Monitor:
                 "no inputs to probe: give them here, probe(step, inputs), or to the monitor, "
                 "Monitor(model, probe=inputs)"
             )
+        if is_loader(inputs):
+            raise ValueError(
+                "a loader is drawn from once, so that readings compare: give it to the monitor, "
+                "Monitor(model, probe=loader), and call probe(step)"
+            )
         self.advance(number)
         if not self.is_due(number, source="probe", force=True):
             return
-        # The same inputs, the same rows: readings then differ by the weights alone.
-        window = self._window(self._options["seed"], rows=self._rows())
 
-        def capture() -> Snapshot:
-            self._opened = window, number
-            extra_pass(self._model, inputs, window)
-            return window.snapshot()
+        def capture() -> list[Snapshot]:
+            if isinstance(inputs, HeldOut):
+                return self._pass_held_out(inputs, number)
+            return [self._pass(inputs, number, (), self._rows())]
 
-        self._read(number, "probe", capture, began=time.perf_counter())
+        copies = not isinstance(inputs, HeldOut)
+        self._read(number, "probe", capture, began=time.perf_counter(), copies=copies)
 
     def close(self) -> None:
         """Finish what is being measured, and close record and sinks; may be called more than once.
@@ -193,13 +258,15 @@ class Monitor:
         Where a program ends without it, it is called then.
         """
         self._flush()
+        if self._published is not None:
+            self._logged.warn_of_absent()
         self._writer.close()
 
     def _flush(self) -> None:
         """Finish what is being measured, and record it."""
         self._sweep(None)
         self._executor.close()
-        self._publish_finished()
+        self._publish_finished(wait=False)
 
     def __del__(self) -> None:
         # Sinks may be somebody else's too by now; what has been begun is recorded.
@@ -244,19 +311,84 @@ class Monitor:
 
     @contextmanager
     def _watching(self, step: int) -> Iterator[None]:
-        # Ranks sample different places; the first one's are those of a single process.
-        place = (self._group.place,) if self._group.place else ()
         rows = self._group.rows_of(self._rows())
-        window = self._window(self._options["seed"], step, *place, rows=rows)
+        window = self._window(self._options["seed"], step, *self._place(), rows=rows)
         self._opened = window, step
         with window:
             yield
-        self._read(step, "inline", window.snapshot, began=time.perf_counter() - window.seconds)
+
+        def capture() -> list[Snapshot]:
+            return [window.snapshot()]
+
+        self._read(step, "inline", capture, began=time.perf_counter() - window.seconds)
 
     @contextmanager
     def _probing(self, step: int) -> Iterator[None]:
-        self.probe(step)
-        yield
+        self._entered = step
+        try:
+            self.probe(step)
+            yield  # what is logged here is of this step
+        finally:
+            self._entered = None
+            self._publish_finished()
+
+    def _pass(
+        self,
+        inputs: Any,
+        step: int,
+        place: tuple[object, ...],
+        rows: int,
+        *,
+        around: Sequence[nn.Module] | None = None,
+        windows: int = 1,
+    ) -> Snapshot:
+        """Make one extra pass. The same inputs give the same rows: readings differ by the weights.
+
+        Args:
+            inputs: What the model is called with, or a batch.
+            step: Number of optimizer updates already in the weights.
+            place: What the sample of the rows depends on besides the seed.
+            rows: Number of rows of hidden states to keep.
+            around: For a batch, the modules that may be called on it.
+            windows: Number of passes that share the memory of a reading.
+        """
+        window = self._window(self._options["seed"], *place, rows=rows, windows=windows)
+        self._opened = window, step
+        left_out = extra_pass(self._model, inputs, window, around=around)
+        snapshot = window.snapshot()
+        if left_out:
+            text = f"of each batch the model was given all but {left_out}, by what forward() takes"
+            info = snapshot.info
+            info = replace(info, notes=[*info.notes, Note("parts of a batch", text)])
+            snapshot = replace(snapshot, info=info)
+        return snapshot
+
+    def _pass_held_out(self, held_out: HeldOut, step: int) -> list[Snapshot]:
+        """Make an extra pass over each held-out batch; at first, take the batches."""
+        around = (self._model, *self.modules_around_blocks())
+        wanted = self._options["tokens"] * self._options["batches"]
+
+        def look(batch: Any) -> tuple[int, int]:
+            rows = self._group.rows_of(wanted) or 1
+            snapshot = self._pass(batch, step, self._place(), rows, around=around)
+            if snapshot.is_empty:  # more batches would show no more
+                return wanted, wanted
+            numbers = snapshot.layers[0].captured.get("sequences")
+            sequences = wanted if numbers is None else len(numbers.unique())
+            return snapshot.info.tokens, sequences
+
+        held_out.settle(self._model, self._group, wanted, look)
+        shares = held_out.shares(self._group.rows_of(self._rows()))
+        passes = []
+        for number, (batch, rows) in enumerate(zip(held_out.batches, shares, strict=True)):
+            place = (*self._place(), "batch", number) if number else self._place()
+            one = self._pass(batch, step, place, rows, around=around, windows=len(shares))
+            passes.append(one)
+        return passes
+
+    def _place(self) -> tuple[int, ...]:
+        """What samples of ranks depend on; the first one's are those of a single process."""
+        return (self._group.place,) if self._group.place else ()
 
     def _sweep(self, step: int | None) -> None:
         """Close a window that Ctrl-C has left open, half open or half closed."""
@@ -267,10 +399,12 @@ class Monitor:
             window.close()
             self._opened = None
 
-    def _window(self, *seed_of: object, rows: int) -> Window:
+    def _window(self, *seed_of: object, rows: int, windows: int = 1) -> Window:
+        most = self._options["max_capture_mb"]
         return Window(
             self._anatomy, self._views, rows=rows, seed=derive_seed(*seed_of),
-            max_mb=self._options["max_capture_mb"], extra_layers=self._options["extra_layers"],
+            max_mb=None if most is None else most / windows,
+            extra_layers=self._options["extra_layers"],
         )  # fmt: skip
 
     def _rows(self) -> int:
@@ -284,55 +418,85 @@ class Monitor:
     # -- from a snapshot to a reading ------------------------------------------------------------
 
     def _read(
-        self, step: int, source: str, capture: Callable[[], Snapshot], *, began: float
+        self,
+        step: int,
+        source: str,
+        capture: Callable[[], list[Snapshot]],
+        *,
+        began: float,
+        copies: bool = True,
     ) -> None:
         """Make a reading of what is captured, or begin to."""
         self._planner.mark_read(step, source)
         with self._warnings.guard():
-            job = self._make_job(step, source, capture, began)
+            job = self._make_job(step, source, capture, began, copies=copies)
             if job is not None:
+                self._pending.append(step)
                 self._executor.submit(job)
         self._publish_finished()
 
     def _make_job(
-        self, step: int, source: str, capture: Callable[[], Snapshot], began: float
+        self,
+        step: int,
+        source: str,
+        capture: Callable[[], list[Snapshot]],
+        began: float,
+        *,
+        copies: bool,
     ) -> ReadingJob | None:
-        """The job of measuring a snapshot; None where another rank measures or has measured it."""
-        snapshot: Snapshot | Exception
+        """The job of measuring passes; None where another rank measures or has measured them."""
+        passes: list[Snapshot] | Exception
         try:
-            snapshot = self._check(capture())
+            passes = capture()
+            self._check(passes[0])
+        except (RanksLostError, RankFailedError):  # raised on all ranks alike
+            raise
         except Exception as error:  # several ranks fail together
-            snapshot = error
+            passes = error
         seconds = time.perf_counter() - began
         if not self._takes_part() or self._planner.is_recorded(step, source):
-            if isinstance(snapshot, Exception):
-                raise snapshot
+            if isinstance(passes, Exception):
+                raise passes
             return None
         try:
             return ReadingJob(
-                step, source, snapshot, self._group, self._evaluator,
+                step, source, passes, self._group, self._evaluator,
                 tokens=self._options["tokens"], rows=self._budget.rows, seconds=seconds,
+                copies=copies,
             )  # fmt: skip
         finally:
             self._budget.spend_capture(time.perf_counter() - began)
 
-    def _check(self, snapshot: Snapshot) -> Snapshot:
-        """The snapshot; if it is the first, warn of what was expected in it and is missing."""
+    def _check(self, snapshot: Snapshot) -> None:
+        """Warn of what was expected in the first snapshot and is missing."""
         if snapshot.is_empty:  # there is nothing to check, and nothing to record if all ranks' are
-            return snapshot
+            return
         missing = None if self._checked else explain_missing(snapshot, self._views)
         if missing is not None and self._options["strict"]:
             raise NotSeenError(missing)
         if missing is not None:
             self._warnings.warn(missing, kind="not seen")
         self._checked = True
-        return snapshot
 
-    def _publish_finished(self) -> None:
-        """Record and show the readings that are finished."""
+    def _publish_finished(self, *, wait: bool = True) -> None:
+        """Record and show the readings that are finished, in order.
+
+        Args:
+            wait: Whether the present step's reading waits for values that are to be logged.
+        """
         while (job := self._executor.take_finished()) is not None:
+            self._finished.append(job)
+        while self._finished and not (wait and self._waits(self._finished[0])):
+            job = self._finished.popleft()
+            self._pending.remove(job.step)
             with self._warnings.guard():
                 self._publish(job)
+
+    def _waits(self, job: ReadingJob) -> bool:
+        """Whether values may still be logged that belong into a reading."""
+        if job.failed or job.step != self._planner.step:
+            return False
+        return job.step == self._entered or not self._logged.is_complete(job.step)
 
     def _publish(self, job: ReadingJob) -> None:
         began = time.perf_counter()
@@ -341,9 +505,10 @@ class Monitor:
             return
         notes = [*self._run_notes(), *job.notes]
         values = dict(reading.values)
-        if self._published:  # before the first reading hardly any training time has passed
+        if self._published is not None:  # before the first hardly any training time has passed
             values[tags.OVERHEAD] = self.overhead
-        self._published = True
+        self._published = reading.step
+        values |= self._logged.read(reading.step)
         reading = replace(reading, values=values, notes=[note.text for note in notes])
         notes += self._reactions.find_alerts(reading)
         for note in notes:
@@ -352,6 +517,29 @@ class Monitor:
         self._writer.write(reading)
         self._budget.spend(time.perf_counter() - began)
         self._reactions.call(reading)
+
+    def _takes_values(self, step: int) -> bool:
+        """Whether values of a step may belong into a reading: made, being made or due."""
+        present = self._planner.step
+        if step in self._pending or step == self._published:
+            return True
+        if present is None or step > present or step == self._entered:
+            return True
+        watched = self._opened is not None and self._opened[1] == step
+        return step == present and (watched or self._planner.is_wanted)
+
+    def _warn_of_late(self, late: Sequence[str]) -> None:
+        """Warn of values whose reading is recorded without them, and have later readings wait."""
+        if not late:
+            return
+        names = ", ".join(map(repr, late))
+        option = "log=(" + "".join(f"{name!r}, " for name in late).rstrip() + ")"
+        self._warnings.warn(
+            f"{names} of step {self._published} came after its reading was recorded, and later "
+            f"readings wait for it: log inside `with monitor(step)`, or give Monitor {option}",
+            kind=f"late {names}",
+        )
+        self._logged.wait_for(late)
 
     # -- the run ---------------------------------------------------------------------------------
 

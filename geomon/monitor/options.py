@@ -6,7 +6,7 @@ import math
 import operator
 import os
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, SupportsIndex, TypedDict, TypeVar, cast, get_type_hints
 
 from torch import nn
@@ -15,8 +15,13 @@ from geomon.analysis import Phase
 from geomon.analysis.alerts import DEFAULT_ALERTS, Alert, check_alerts
 from geomon.capture.snapshot import check_extra_layers
 from geomon.metrics import METRICS, Metric, check_metrics
+from geomon.monitor.held_out import HeldOut, is_loader
 from geomon.monitor.schedule import Schedule, check_schedule, log_spaced
 from geomon.record import Sink
+from geomon.record.tags import training_tag
+
+# What stands for a trainer's own validation loader, as `probe` of a callback.
+VALIDATION = "validation"
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -33,8 +38,16 @@ class MonitorOptions(TypedDict, total=False):
         batches: Largest number of splits, from which the deviation of each estimate is computed.
         probe: Fixed inputs. At due steps they are passed through the model in an extra pass, in
             eval mode, instead of watching the training forward. A tensor, a dict of keyword
-            arguments, a tuple of arguments, or a function of the model; None watches the training
+            arguments, a tuple of arguments, or a function of the model; or a data loader, any other
+            iterable of batches, whose first batches are taken once: as many as hold the sampled
+            rows and 16 sequences, at most 64. Of a batch the model gets what its `forward` takes,
+            without labels; with several ranks each reads its share. "validation", in the callbacks,
+            is the trainer's validation loader, which is left as it is. None watches the training
             forward.
+        log: Names of values that stand in every reading beside the metrics, under
+            `training/<name>`. Each reading of a `Monitor` waits for what `Monitor.log` gives under
+            these names, until the next step. The callbacks take the loss by themselves (`loss`),
+            and values of these names from what the trainer logs: `log=("val_loss",)`.
         directory: Folder in which the first rank writes `readings.jsonl`.
         sinks: Objects with `write(reading)` and `close()` that get every reading too, on the first
             rank.
@@ -86,6 +99,7 @@ class MonitorOptions(TypedDict, total=False):
     tokens: int
     batches: int
     probe: Any
+    log: Sequence[str]
     directory: str | os.PathLike[str] | None
     sinks: Sequence[Sink]
     budget: float | None
@@ -126,6 +140,7 @@ DEFAULTS: MonitorOptions = {
     "tokens": 4096,
     "batches": 2,
     "probe": None,
+    "log": (),
     "directory": "geomon",
     "sinks": (),
     "budget": None,
@@ -192,6 +207,8 @@ def _check(options: _Options, defaults: MonitorOptions, owner: str) -> _Options:
     check_count("batches", options["batches"])
     options["metrics"] = check_metrics(options["metrics"])
     options["extra_layers"] = check_extra_layers(options["extra_layers"])
+    options["probe"] = _check_probe(options["probe"], owner, callback="pictures" in defaults)
+    options["log"] = _check_names(options["log"])
     schedule = options["schedule"]
     options["schedule"] = check_schedule(log_spaced() if schedule is None else schedule)
     share, most = options["budget"], options["max_capture_mb"]
@@ -213,6 +230,29 @@ def _check(options: _Options, defaults: MonitorOptions, owner: str) -> _Options:
         if hook is not None and not callable(hook):
             raise TypeError(f"{name} is a function of one argument, or None, got {hook!r}")
     return options
+
+
+def _check_probe(probe: Any, owner: str, *, callback: bool) -> Any:
+    """The inputs of the probe; of a loader its held-out batches."""
+    if isinstance(probe, str) and not (callback and probe == VALIDATION):
+        known = f"'{VALIDATION}', " if callback else ""
+        why = "" if callback else f" ({owner} knows no trainer: give the loader itself)"
+        raise ValueError(
+            f"probe is {known}inputs of the model or a loader of batches, got {probe!r}{why}"
+        )
+    return HeldOut(probe) if is_loader(probe) else probe
+
+
+def _check_names(names: Sequence[str]) -> tuple[str, ...]:
+    """The names of logged values, checked; a single name may stand for itself."""
+    if isinstance(names, str):
+        names = (names,)
+    if not isinstance(names, Iterable):
+        raise ValueError(f"log is a tuple of names, ('val_loss',) for instance, got {names!r}")
+    checked = tuple(dict.fromkeys(names))
+    for name in checked:
+        training_tag(name)
+    return checked
 
 
 def check_count(name: str, value: int, at_least: int = 1) -> None:

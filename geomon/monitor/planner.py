@@ -44,6 +44,11 @@ class ReadingPlanner:
         self._ask_again = 0  # step from which the ranks ask again whether a reading can be paid
 
     @property
+    def step(self) -> int | None:
+        """The last step that the training was at; None before the first."""
+        return self._step
+
+    @property
     def own_layers(self) -> int:
         """Number of layers that this process measures of one reading."""
         return -(-self._layers // self._group.members)

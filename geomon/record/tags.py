@@ -4,6 +4,9 @@ A tag is `<metric>/layer_03`, `<metric>/mean` (over the layers without layer 0) 
 `<metric>/layer_03/head_1`. The first two may have parts: `twonn/layer_03/std`, `gride/mean/k32`,
 `qk_cosine/layer_03/min`. In a model with several stacks of blocks each tag names its stack:
 `twonn/encoder_layer_03`, `twonn/encoder_mean`.
+
+Two groups are no metrics: `geomon/...` is what geomon costs, `training/...` what the training logs
+beside the geometry, its loss for instance.
 """
 
 import functools
@@ -14,10 +17,19 @@ from typing import Any, NamedTuple
 MEAN = "mean"
 SECONDS = "geomon/seconds"
 OVERHEAD = "geomon/overhead"
+LOSS = "loss"  # the name under which the training's loss is logged
+
+_TRAINING = "training"
+# What stands before the first slash in tags of a whole run: of no metric, and of no stack.
+OF_RUN = ("geomon", _TRAINING)
+
+# Parts that say what a value stands on: rows in one split, and sequences that all rows are of.
+ROWS = "n"
+SEQUENCES = "sequences"
 
 # Parts that say how far a layer's value can be trusted. Charts of them for every layer would bury
 # the values, so charts show those of the mean only; the record holds all.
-_TRUST = frozenset({"std", "margin", "n", "duplicates", "repeated", "rounding"})
+_TRUST = frozenset({"std", "margin", ROWS, SEQUENCES, "duplicates", "repeated", "rounding"})
 
 
 def layer_tag(metric: str, layer: int, part: str = "") -> str:
@@ -72,6 +84,28 @@ def margin_part(part: str = "") -> str:
     return "/".join(filter(None, (part, "margin")))
 
 
+def training_tag(name: str) -> str:
+    """Build the tag of a value that the training logs beside the geometry.
+
+    Args:
+        name: Name of the value, for instance "loss".
+
+    Raises:
+        ValueError: The name cannot be part of a tag.
+
+    Example:
+        >>> training_tag("loss"), training_tag("val/loss")
+        ('training/loss', 'training/val/loss')
+    """
+    parts = name.split("/") if isinstance(name, str) else [""]
+    if not all(part and part.isprintable() and part == part.strip() for part in parts):
+        raise ValueError(
+            f"{name!r} cannot name a value: expected printable text without a slash at its ends, "
+            "'loss' or 'val/loss' for instance"
+        )
+    return f"{_TRAINING}/{name}"
+
+
 def in_stack(tag: str, stack: str) -> str:
     """Add the name of a stack to a tag; a tag without a slash stays as it is.
 
@@ -101,6 +135,8 @@ def out_of_stack(tag: str, stacks: Collection[str]) -> tuple[str, str]:
         >>> out_of_stack("anisotropy/encoder_null", {"encoder", "decoder"})
         ('encoder', 'anisotropy/null')
     """
+    if is_of_run(tag):
+        return "", tag
     metric, _, place = tag.partition("/")
     named = [stack for stack in stacks if stack and place.startswith(f"{stack}_")]
     if not named:
@@ -110,13 +146,14 @@ def out_of_stack(tag: str, stacks: Collection[str]) -> tuple[str, str]:
 
 
 def is_of_run(tag: str) -> bool:
-    """Return whether a tag is about geomon's own cost, and so belongs to no stack.
+    """Return whether a tag is of the run as a whole, and so of no metric and no stack.
 
     Example:
-        >>> is_of_run("geomon/overhead"), is_of_run("twonn/mean")
-        (True, False)
+        >>> [is_of_run(tag) for tag in ("geomon/overhead", "training/loss", "twonn/mean")]
+        [True, True, False]
     """
-    return tag.startswith("geomon/")
+    group, slash, _ = tag.partition("/")
+    return bool(slash) and group in OF_RUN
 
 
 class Tag(NamedTuple):
@@ -150,6 +187,8 @@ def parse(tag: str) -> Tag | None:
         >>> parse("geomon/seconds") is None
         True
     """
+    if is_of_run(tag):
+        return None
     metric, _, rest = tag.partition("/")
     place, _, part = rest.partition("/")
     match = _PLACE.fullmatch(place)

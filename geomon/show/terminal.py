@@ -56,6 +56,7 @@ def format_line(reading: Reading, readings: Readings | Sequence[Reading]) -> str
         _part("anisotropy", _mean(reading, "anisotropy")),
         _part("entropy", _mean(reading, "attention_entropy")),
         _part("|qk|", size.values[-1] if len(size) else math.nan),
+        _part("loss", reading.values.get(tags.training_tag(tags.LOSS), math.nan)),
         f"alert: {' '.join('; '.join(alerts).split())}" if alerts else "",
     ]
     measured = [part for part in parts if part]
@@ -139,6 +140,10 @@ def _lines(readings: list[Reading], width: int) -> Iterator[Text]:
     size = mean_abs_over_heads(selected, "qk_cosine")
     after = f"from {_number(size.values[0])}" if len(size) > 1 else ""
     yield _row("|cos| of mean q, k", _unit(size, ""), size, after, width)
+    loss = curve_of(selected, tags.training_tag(tags.LOSS))
+    if len(loss):
+        after = f"from {_number(loss.values[0])}" if len(loss) > 1 else ""
+        yield _row("training loss", _unit(loss, ""), loss, after, width)
     yield from _last_alert(readings)
     notes = [note for note in last.notes if not is_alert(note)]
     if notes:

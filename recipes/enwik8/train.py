@@ -114,6 +114,7 @@ def train(
         batches=BATCHES,
         directory=folder,
         sinks=[live],
+        log=("validation/bits_per_character",),
         budget=machine.budget,
         seed=settings.seed,
     )

@@ -101,7 +101,7 @@ def test_a_rank_that_saw_nothing_gives_nothing():
 def test_what_ranks_hold_in_different_forms_is_missing_and_said(other):
     whole = merge_layers([rows_layer(drawn(0, 5, WIDTH)), other])
     assert not whole.captured
-    assert whole.missing["hidden"] == "ranks captured it in different forms"
+    assert whole.missing["hidden"] == "ranks or batches captured it in different forms"
 
 
 def reduced(layer: Layer):

@@ -256,10 +256,13 @@ def test_ctrl_c_does_not_wait_for_the_other_ranks(folder):
 def test_lightnings_strategies(folder):
     pytest.importorskip("lightning")
     found = [rank["lightning"] for rank in together("lightning", 2, folder, LONGER)]
-    for name in ("ddp inline", "ddp probe", "ddp alone", "fsdp2 inline", "fsdp2 probe"):
+    names = [name for name in found[0] if name.startswith(("ddp", "fsdp2"))]
+    assert len(names) == 8
+    for name in names:
         assert all(rank[name]["bit-identical"] for rank in found), name
         assert not found[1][name]["steps"]
-        last = [3] if "probe" in name else []
+        inline = name.endswith(("inline", "alone"))
+        last = [] if inline else [3]
         assert found[0][name]["steps"] == [0, 1, 2, *last]
     gathered, alone = found[0]["ddp inline"]["tokens"], found[0]["ddp alone"]["tokens"]
     assert all(own < both for own, both in zip(alone, gathered, strict=True))
@@ -267,4 +270,28 @@ def test_lightnings_strategies(folder):
         ddp, fsdp2 = found[0][f"ddp {source}"], found[0][f"fsdp2 {source}"]
         assert ddp["tokens"] == fsdp2["tokens"]
         assert largest_difference(ddp["values"][0], fsdp2["values"][0]) == 0
+    for name, source in (("ddp", "validation"), ("fsdp2", "validation"), ("ddp", "loader")):
+        tokens, mean = found[0][f"tokens of {source}"]
+        read = found[0][f"{name} {source}"]
+        assert read["tokens"] == [tokens] * 4
+        assert [each["ids/layer_01"] for each in read["values"]] == pytest.approx([mean] * 4)
+        assert read["losses"][:3] == found[0][f"{name} inline"]["losses"]
     assert "requires a GPU accelerator" in found[0]["fsdp1"]  # which is why it is tested in torch
+
+
+def test_the_trainers_validation_data_are_shared_by_its_ranks(folder):
+    pytest.importorskip("transformers")
+    found = [rank["trainer"] for rank in together("trainer", 2, folder, LONGER)]
+    for rank in found:
+        plain, watched = rank["plain"], rank["validation"]
+        assert all(map(torch.equal, watched["end"], plain["end"]))
+        assert watched["losses"] == plain["losses"]
+        assert watched["evaluated"] == plain["evaluated"]
+        assert len(plain["evaluated"]) == 2
+    assert found[1]["validation"]["steps"] == []
+    first = found[0]["validation"]
+    tokens, mean = found[0]["tokens of validation"]
+    assert first["steps"] == [0, 2, 4]
+    assert first["tokens"] == [tokens] * 3
+    assert first["ids"] == pytest.approx([mean] * 3)
+    assert first["recorded"][:2] == first["losses"][0::2]

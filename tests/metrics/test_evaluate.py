@@ -191,3 +191,14 @@ def test_nulls_are_of_the_rows_that_were_measured():
         expected = null_values(metrics, measured, 6)
         assert expected
         assert {tag: found[tag] for tag in expected} == expected
+
+
+def test_the_number_of_sequences_stands_beside_that_of_rows():
+    hidden = torch.randn(240, 4, generator=torch.Generator().manual_seed(0))
+    numbers = torch.arange(240) % 12
+    found = values(select("twonn", "variance"), snapshot(hidden, sequences=numbers), rows=120)
+    assert found["twonn/layer_00/n"] == 120  # in one of two splits
+    assert found["twonn/layer_00/sequences"] == 12
+    assert "variance/layer_00/sequences" not in found
+    unknown = values(select("twonn"), snapshot(hidden), rows=120)
+    assert not [tag for tag in unknown if tag.endswith("/sequences")]

@@ -36,6 +36,7 @@ def test_a_window_is_open_for_what_is_due_and_closed_with_a_reading(tmp_path):
         session.close()
         assert not is_watched()
         assert session.last_seen == step
+    session.finish()
     assert [reading.step for reading in memory.readings] == [0, 2, 4]
     session.finish()
     session.finish()
@@ -62,22 +63,12 @@ def test_opening_anew_discards_what_was_open(tmp_path):
     assert not memory.readings
 
 
-def test_what_an_adapter_changed_is_undone_with_the_window(tmp_path):
-    session, model, _ = started(tmp_path)
-    undone = []
-    session.open(0)
-    session.undo(lambda: undone.append("undone"))
-    model(batch())
-    session.close()
-    session.close()
-    assert undone == ["undone"]
-
-
 def test_the_last_step_is_read_by_force(tmp_path):
     session, model, memory = started(tmp_path)
     session.open(3, force=True)
     model(batch())
     session.close()
+    session.finish()
     assert [reading.step for reading in memory.readings] == [3]
 
 
@@ -96,6 +87,7 @@ def test_probes_are_read_when_due_and_at_the_end(tmp_path):
         session.probe(step, around=Around)
     session.probe(4, last=True, around=Around)
     session.probe(4, last=True, around=Around)
+    session.finish()
     assert [(r.step, r.source) for r in memory.readings] == [(s, "probe") for s in (0, 2, 4)]
     assert len(entered) == 3
     assert session.last_seen == 4
@@ -113,6 +105,7 @@ def test_what_was_due_since_the_last_step_that_was_watched_is_read_first(tmp_pat
     session.open(9)
     model(batch())
     session.close()
+    session.finish()
     assert [reading.step for reading in memory.readings] == read
 
 
@@ -138,6 +131,7 @@ def test_a_copy_starts_with_its_own_training(tmp_path):
     assert is_watched()
     model(batch())
     session.close()
+    session.finish()
     assert len(memory.readings) == 1
 
 
@@ -147,6 +141,7 @@ def test_folder_and_sinks_of_the_options_come_first(tmp_path):
     session.open(0)
     model(batch())
     session.close()
+    session.finish()
     assert (tmp_path / "a" / "readings.jsonl").is_file()
     assert not (tmp_path / "b").exists()
     assert len(own.readings) == len(memory.readings) == 1
@@ -165,3 +160,42 @@ def test_functions_of_the_options_are_called(tmp_path):
     session.finish()
     assert [(alert.name, alert.step) for alert in alerts] == [("not_finite", 0)]
     assert [phase.name for phase in phases] == ["steady"]
+
+
+def test_a_reading_waits_for_what_its_step_logs(tmp_path):
+    session, model, memory = started(tmp_path, log=("accuracy",))
+    asked = []
+
+    def known(step):
+        asked.append(step)
+        return {"loss": torch.tensor(float(step)), "accuracy": 0.5, "other": 7.0}
+
+    for step in range(4):
+        session.open(step)
+        model(batch())
+        session.close()
+        assert len(memory.readings) == step // 2 + step % 2
+        session.log(step, lambda step=step: known(step))
+        session.log(step, lambda step=step: known(step))
+        assert len(memory.readings) == step // 2 + 1
+    assert asked == [0, 2]
+    logged = [
+        {tag: value for tag, value in reading.values.items() if tag.startswith("training/")}
+        for reading in memory.readings
+    ]
+    assert logged == [{"training/loss": float(step), "training/accuracy": 0.5} for step in (0, 2)]
+
+
+def test_what_cannot_be_known_is_missing_and_the_training_goes_on(tmp_path, caplog):
+    session, model, memory = started(tmp_path, strict=False)
+
+    def broken():
+        raise KeyError("of the framework")
+
+    for step in (0, 2):
+        session.open(step)
+        model(batch())
+        session.close()
+        session.log(step, broken)
+    assert [math.isnan(r.values["training/loss"]) for r in memory.readings] == [True, True]
+    assert "of the framework" in caplog.text

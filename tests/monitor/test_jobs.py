@@ -25,7 +25,7 @@ def snapshot(rows=1200):
 
 def make_job(metrics=METRICS, rows=500, batches=2, of=None):
     return ReadingJob(
-        7, "probe", of or snapshot(), RankGroup(), Evaluator(metrics, batches, strict=True),
+        7, "probe", [of or snapshot()], RankGroup(), Evaluator(metrics, batches, strict=True),
         tokens=500, rows=rows, seconds=0.5,
     )  # fmt: skip
 

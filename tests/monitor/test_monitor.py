@@ -578,6 +578,7 @@ def test_few_rows_are_said(caplog):
         ),
         ({"metrics": {"m": lambda: 0}}, "reads no view"),
         ({"metrics": {"a/b": lambda hidden: 0}}, "cannot name a metric"),
+        ({"metrics": {"training": lambda hidden: 0}}, "cannot name a metric"),
         ({"metrics": {}}, "metrics is empty"),
         ({"schedule": lambda step: False}, "fires at none"),
         ({"tokens": 0}, "tokens is a whole number of at least 1"),

@@ -163,6 +163,7 @@ def test_after_a_cut_the_values_are_those_of_a_run_without_one(tmp_path, monkeyp
     for reading in expected:
         for tag, value in reading.values.items():
             if not tag.startswith("geomon/"):
-                assert found[reading.step].values[tag] == value, (reading.step, tag)
+                same = pytest.approx(value, rel=0, abs=0, nan_ok=True)  # the last step has no loss
+                assert found[reading.step].values[tag] == same, (reading.step, tag)
     moved = [reading.values["variance/mean"] for reading in expected]
     assert len(set(moved)) == len(moved)  # a curve that stands still would prove nothing

@@ -99,3 +99,18 @@ def test_steps_are_numbers_of_64_bits(step, accepted):
         return
     with pytest.raises(ValueError, match="step"):
         Reading.from_json(content)
+
+
+def test_what_the_training_logs_stays_with_every_stack():
+    values = {
+        "twonn/encoder_mean": 1.0, "twonn/decoder_mean": 2.0, "twonn/encoder_layer_01": 1.0,
+        "twonn/decoder_layer_01": 2.0, "training/loss": 3.0, "training/encoder_loss": 4.0,
+    }  # fmt: skip
+    reading = Reading(0, 0.0, 0.0, "inline", "train", 1, 1, "float32", values)
+    readings = Readings([], [reading])
+    assert readings.stacks() == ["encoder", "decoder"]
+    for stack, own in (("encoder", 1.0), ("decoder", 2.0)):
+        assert dict(readings.of_stack(stack)[0].values) == {
+            "twonn/mean": own, "twonn/layer_01": own, "training/loss": 3.0,
+            "training/encoder_loss": 4.0,
+        }  # fmt: skip

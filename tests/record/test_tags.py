@@ -15,6 +15,16 @@ def test_what_is_built_is_taken_apart_again(metric, layer, head):
     assert tags.parse(tags.mean_tag(metric, "std")) == (metric, None, None, "std", "")
 
 
+@pytest.mark.parametrize("name", ["loss", "mean", "reward_mean", "encoder_layer_03", "val/mean"])
+def test_what_a_training_logs_is_of_no_metric_and_no_stack(name):
+    tag = tags.training_tag(name)
+    assert tags.parse(tag) is None
+    assert tags.is_of_run(tag)
+    assert tags.is_charted(tag)
+    assert tags.out_of_stack(tag, {"encoder", "reward"}) == ("", tag)
+    assert tags.layout([tag]) == {"geomon": {}}
+
+
 @pytest.mark.parametrize("tag", ["geomon/seconds", "loss", "a/b/c", "a/layer_x", ""])
 def test_other_names_are_no_tags_of_metrics(tag):
     assert tags.parse(tag) is None

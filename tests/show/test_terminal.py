@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from geomon.analysis.alerts import Alert
-from geomon.record import Readings
+from geomon.record import Reading, Readings
 from geomon.show.terminal import format_line, spark, view
 
 ALL = ["twonn", "twonn_distinct", "gride", "anisotropy", "qk_cosine", "attention_entropy", "geomon"]
@@ -239,3 +239,18 @@ def test_the_last_alert_is_one_line_with_its_step_and_the_number_before(make_rea
     last.notes[:] = [Alert("not_finite", last.step, "", "3 of 8 rows", "look there").note()]
     assert row(shown(readings), "alert").startswith("alert at step 1,500 (and 2 before): not fin")
     assert not any(line.startswith("note") for line in shown(readings))
+
+
+def test_the_loss_stands_beside_the_geometry_where_it_is_logged():
+    def reading(step, loss):
+        values = {"twonn/mean": 5.0, "training/loss": loss, "training/encoder_mean": 9.0}
+        return Reading(step, 0.0, 0.1, "probe", "eval", 64, 1, "float32", values)
+
+    readings = [reading(0, 4.25), reading(10, 2.5), reading(20, math.nan)]
+    assert format_line(readings[1], readings).endswith("loss 2.5")
+    assert "loss" not in format_line(readings[2], readings)
+    lines = shown(readings)
+    row = next(line for line in lines if line.startswith("training loss"))
+    assert "2.5" in row
+    assert "from 4.2" in row
+    assert not [line for line in shown([reading(0, math.nan)]) if "loss" in line]

@@ -1,0 +1,145 @@
+"""Values that a training logs beside the geometry, kept until the reading of their step is made."""
+
+import contextlib
+import math
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from geomon.monitor.output import Warnings
+from geomon.record import tags
+
+
+class LoggedValues:
+    """The values of a few steps: of those whose readings are being made, and of the present one.
+
+    A tensor is copied where it is, and read with the reading: logging waits for no device.
+
+    Args:
+        awaited: Names whose values a reading waits for, until the next step.
+        warnings: Where what cannot be read is reported.
+    """
+
+    def __init__(self, awaited: Iterable[str], warnings: Warnings) -> None:
+        self._awaited = dict.fromkeys(awaited)
+        self._given: set[str] = set()  # names that have had a value
+        self._warnings = warnings
+        self._values: dict[int, dict[str, Any]] = {}
+
+    def put(self, step: int, values: Mapping[str, Any]) -> None:
+        """Keep values of a step; a later value of a name goes before an earlier one.
+
+        Args:
+            step: The step.
+            values: Numbers, or tensors of one number, by name; None for a value that there is not.
+        """
+        kept = self._values.setdefault(step, {})
+        for name, value in values.items():
+            try:
+                tags.training_tag(name)
+            except ValueError as error:
+                self._refuse(name, step, error)
+                continue
+            kept[name] = None
+            try:
+                kept[name] = _copy(value)
+            except Exception as error:  # objects of any kind are asked for their number
+                self._refuse(name, step, error)
+            if value is not None:
+                self._given.add(name)
+
+    def wait_for(self, names: Iterable[str]) -> None:
+        """Have later readings wait for more names.
+
+        Args:
+            names: Names that were logged too late.
+        """
+        for name in names:
+            with contextlib.suppress(ValueError):
+                tags.training_tag(name)
+                self._awaited[name] = None
+
+    def has(self, step: int, name: str) -> bool:
+        """Whether a name has a value at a step, be it one that cannot be read.
+
+        Args:
+            step: The step.
+            name: The name.
+        """
+        return name in self._values.get(step, {})
+
+    def is_complete(self, step: int) -> bool:
+        """Whether every value that the reading of a step waits for has come.
+
+        Args:
+            step: The step.
+        """
+        return self._awaited.keys() <= self._values.get(step, {}).keys()
+
+    def read(self, step: int) -> dict[str, float]:
+        """Read the values of a step, by tag; NaN for those that cannot be read.
+
+        Args:
+            step: The step.
+        """
+        found = dict.fromkeys(self._awaited, math.nan)
+        for name, value in self._values.get(step, {}).items():
+            found[name] = math.nan
+            try:
+                found[name] = math.nan if value is None else float(value)
+            except Exception as error:  # each device and each kind of number has its own
+                self._refuse(name, step, error)
+        return {tags.training_tag(name): value for name, value in found.items()}
+
+    def forget_before(self, step: int, keep: Collection[int]) -> None:
+        """Drop the values of earlier steps.
+
+        Args:
+            step: The first step that is kept.
+            keep: Earlier steps that are kept too.
+        """
+        for other in [other for other in self._values if other < step and other not in keep]:
+            del self._values[other]
+
+    def warn_of_absent(self) -> None:
+        """Warn of awaited names that have had no value in the whole run."""
+        absent = [name for name in self._awaited if name not in self._given and name != tags.LOSS]
+        if absent:
+            names = ", ".join(map(repr, absent))
+            self._warnings.warn(
+                f"log= asks for {names}, and nothing was logged under that name in this run: "
+                "expected a name that the training logs"
+            )
+
+    def _refuse(self, name: Any, step: int, error: Exception) -> None:
+        self._warnings.warn(
+            f"the value logged as {name!r} at step {step} cannot be read and is missing: "
+            f"{' '.join(str(error).split()) or type(error).__name__}",
+            kind=f"logged {name!r}",
+        )
+
+
+def _copy(value: Any) -> Tensor | float | None:
+    """A value as it is now: what is logged may be changed in place, as a running sum is.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: It is not one number.
+    """
+    expected = "expected a number or a tensor of one"
+    if value is None:
+        return None
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"{expected}, got a tensor of shape {list(value.shape)}")
+        return value.detach().clone()
+    if isinstance(value, str | bytes):  # float() would read "1"
+        raise TypeError(f"{expected}, got text")
+    try:
+        return float(value.item() if hasattr(value, "item") else value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{expected}, got {type(value).__name__}") from error
+
+
+__all__ = ["LoggedValues"]

@@ -1,0 +1,304 @@
+"""A loader as probe: its first batches, taken once, and nothing of the training's changed by it."""
+
+import copy
+import itertools
+import logging
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from fingerprint import fingerprint, random_state
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import VOCABULARY, PlainDecoder, batch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
+
+from geomon import Memory, Monitor, every, select
+from geomon.monitor.held_out import MOST_BATCHES, HeldOut
+
+ROWS = torch.cat([batch(4, 16, seed=i) for i in range(12)])  # 48 sequences
+SEEN = {"ids": lambda token_ids: token_ids.double().mean()}
+FEW = {"metrics": SEEN, "tokens": 10_000, "batches": 1, "strict": True, "schedule": every(1)}
+
+
+def monitor_of(model, loader, **options):
+    memory = Memory()
+    options = {**FEW, "directory": None, "sinks": [memory], "probe": loader, **options}
+    return Monitor(model, **options), memory
+
+
+def read_of(loader, model=None, steps=1, **options):
+    if model is None:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = PlainDecoder()
+    monitor, memory = monitor_of(model, loader, **options)
+    for step in range(steps):
+        monitor.probe(step)
+    return list(memory.readings)
+
+
+def values(reading):
+    return {tag: v for tag, v in reading.values.items() if not tag.startswith("geomon/")}
+
+
+def test_one_batch_is_read_as_the_same_inputs_are():
+    options = {"metrics": select("variance", "twonn", "attention_entropy"), "tokens": 100}
+    inputs = batch(20, 16, seed=3)
+    (plain,), (held,) = read_of(inputs, **options), read_of(iter([inputs]), **options)
+    assert values(plain) == values(held)
+    assert held.tokens == plain.tokens == 100
+
+
+def test_several_batches_are_read_as_one_batch_of_all_is():
+    names = ("variance", "cosine", "anisotropy", "attention_entropy", "qk_cosine")
+    options = {"metrics": select(*names)}
+    (whole,) = read_of(ROWS, **options)
+    (parts,) = read_of(DataLoader(ROWS, batch_size=7), **options)
+    assert parts.tokens == whole.tokens == ROWS.numel()
+    assert values(parts) == pytest.approx(values(whole), rel=1e-4, abs=1e-6)
+    assert "variance/layer_01/margin" in parts.values  # the sequences of all batches are told apart
+
+
+def test_ragged_and_padded_batches_are_read_together():
+    ragged = [batch(3, length, seed=length) for length in (5, 11, 16)] + [batch(20, 8, seed=1)]
+    (reading,) = read_of(iter(ragged), metrics=select("variance", "attention_entropy"))
+    assert reading.tokens == 3 * 32 + 160
+    assert not [tag for tag, value in values(reading).items() if math.isnan(value)]
+
+
+def endless(drawn):
+    """A loader of random batches, from every random state that there is."""
+    while True:
+        part = int(np.random.randint(5)) + random.randrange(5)
+        drawn.append(torch.randint(VOCABULARY, (4, 16)) // (1 + part))
+        yield drawn[-1]
+
+
+def test_a_random_endless_loader_is_drawn_from_once_and_no_random_state_is_changed():
+    drawn = []
+    before = random_state()
+    readings = read_of(endless(drawn), steps=4, tokens=100)
+    assert random_state() == before
+    assert len(drawn) == 4  # 256 rows; 16 sequences
+    assert len({reading.values["ids/layer_01"] for reading in readings}) == 1
+    assert {reading.tokens for reading in readings} == {100}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "size", "taken"), [(60, 4, 4), (200, 16, 1), (300, 16, 2), (10**6, 1, 64)]
+)
+def test_batches_are_taken_until_rows_and_sequences_suffice(tokens, size, taken):
+    drawn = []
+    loader = (drawn.append(n) or batch(size, 16, seed=n) for n in itertools.count())
+    (reading,) = read_of(loader, tokens=tokens)
+    assert len(drawn) == taken <= MOST_BATCHES
+    assert reading.tokens == min(tokens, taken * size * 16)
+
+
+def test_a_loader_that_fills_one_tensor_again_is_kept_as_it_was():
+    def refilled():
+        same = torch.zeros(4, 16, dtype=torch.int64)
+        for number in range(3):
+            yield same.copy_(batch(4, 16, seed=number))
+
+    (reading,) = read_of(refilled())
+    expected = torch.cat([batch(4, 16, seed=n) for n in range(3)]).double().mean()
+    assert reading.values["ids/layer_01"] == pytest.approx(float(expected))
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["own generator", "global generator"])
+def test_a_random_sampler_goes_on_as_if_nobody_had_drawn(own):
+    def orders(watch):
+        torch.manual_seed(5)
+        generator = torch.Generator().manual_seed(3) if own else None
+        loader = DataLoader(ROWS, batch_size=4, shuffle=True, generator=generator)
+        found = [torch.cat(list(loader))]
+        if watch:
+            read_of(loader, steps=2)
+        return torch.cat([*found, *loader])
+
+    assert torch.equal(orders(True), orders(False))
+
+
+class Counting(RandomSampler):
+    """A sampler that keeps a state of its own."""
+
+    begun = 0
+
+    def __iter__(self):
+        self.begun += 1
+        return iter(range(self.begun, len(self.data_source)))
+
+
+def test_a_sampler_with_a_state_of_its_own_keeps_it():
+    sampler = Counting(ROWS)
+    loader = DataLoader(ROWS, batch_size=4, sampler=sampler)
+    first = next(iter(loader))
+    (reading,) = read_of(loader, tokens=16)
+    assert sampler.begun == 1
+    assert reading.tokens == 16
+    assert not torch.equal(first, next(iter(loader)))
+    assert sampler.begun == 2
+
+
+class Noisy(Dataset):
+    """Rows that depend on where they are loaded, and on random numbers there."""
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        torch.rand(1), np.random.rand(), random.random()
+        worker = torch.utils.data.get_worker_info()
+        return torch.full((16,), 0 if worker is None else 1 + worker.id)
+
+
+def test_workers_of_the_training_are_left_to_it():
+    loader = DataLoader(Noisy(), batch_size=4, num_workers=1, persistent_workers=True)
+    batches = iter(loader)
+    assert next(batches)[0, 0] == 1
+    before = random_state()
+    (reading,) = read_of(loader, tokens=64)
+    assert random_state() == before
+    assert reading.values["ids/layer_01"] == 1  # loaded by a worker, as the training's are
+    assert loader._iterator is batches
+    assert len(list(batches)) == 15
+    assert vars(loader)["num_workers"] == 1
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(ROWS)
+
+
+def test_a_stream_is_read_from_its_beginning():
+    loader = DataLoader(Stream(), batch_size=4)
+    (reading,) = read_of(loader)
+    assert reading.values["ids/layer_01"] == pytest.approx(float(ROWS.double().mean()))
+    assert torch.equal(torch.cat(list(loader)), ROWS)
+
+
+class Labelled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = PlainDecoder()
+
+    def forward(self, ids, mask=None, *, scale=1.0):
+        assert mask is None
+        assert scale == 1.0
+        return self.net(ids)
+
+
+class WithoutForward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Labelled()
+        self.loss = nn.CrossEntropyLoss()
+
+
+class OfWholeBatch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = PlainDecoder()
+
+    def forward(self, batch):
+        return self.net(batch["tokens"])
+
+
+@pytest.mark.parametrize(
+    ("model", "batches", "left_out"),
+    [
+        (Labelled, DataLoader(TensorDataset(ROWS, ROWS[:, 0]), batch_size=8), "part 2 of 2"),
+        (Labelled, ({"ids": ROWS, "labels": ROWS} for _ in range(1)), "labels"),
+        (Labelled, iter([ROWS]), ""),
+        (Labelled, iter([lambda model: model(ROWS)]), ""),
+        (WithoutForward, iter([[ROWS, ROWS]]), "part 2 of 2"),
+        (OfWholeBatch, iter([{"tokens": ROWS, "labels": ROWS}]), ""),
+    ],
+    ids=["tuple", "dict", "tensor", "function", "no forward", "whole batch"],
+)
+def test_the_model_is_given_what_its_forward_takes(model, batches, left_out):
+    torch.manual_seed(0)
+    (reading,) = read_of(batches, model())
+    assert reading.values["ids/layer_01"] == pytest.approx(float(ROWS.double().mean()))
+    said = [note for note in reading.notes if "all but" in note]
+    assert len(said) == bool(left_out)
+    assert all(f"all but {left_out}," in note for note in said)
+
+
+def test_nothing_of_the_model_is_changed():
+    model = PlainDecoder(dropout=0.5).train()
+    before = fingerprint(model)
+    (reading,) = read_of(DataLoader(ROWS, batch_size=4), model)
+    assert reading.mode == "eval"
+    assert fingerprint(model) == before
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def broken():
+    yield batch(4, 16)
+    raise OSError("the disk\nis gone")
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"), [(broken, "the disk"), (lambda: iter(()), "has no batch")]
+)
+def test_a_loader_that_fails_or_is_empty_is_one_warning(caplog, loader, message):
+    with caplog.at_level(logging.WARNING, "geomon"):
+        assert read_of(loader(), steps=3, strict=False) == []
+    said = [text for text in caplog.messages if message in text]
+    assert len(said) == len(caplog.messages) == 1
+    assert "\n" not in said[0]
+
+
+def test_a_pass_that_fails_is_tried_again_with_the_same_batch(caplog):
+    calls = []
+
+    class Fails(PlainDecoder):
+        def forward(self, ids):
+            calls.append(0)
+            if len(calls) == 2:
+                raise RuntimeError("out of memory")
+            return super().forward(ids)
+
+    drawn = []
+    readings = read_of(endless(drawn), Fails(), steps=3, tokens=100, strict=False)
+    assert [reading.step for reading in readings] == [1, 2]
+    assert len(drawn) == 4
+    assert readings[0].values["ids/layer_01"] == readings[1].values["ids/layer_01"]
+    assert len([text for text in caplog.messages if "out of memory" in text]) == 1
+
+
+@pytest.mark.parametrize("probe", ["validation", "valid", ""])
+def test_a_monitor_without_a_trainer_knows_no_validation(probe):
+    with pytest.raises(ValueError, match="give the loader itself") as error:
+        monitor_of(PlainDecoder(), probe)
+    assert "\n" not in str(error.value)
+
+
+def test_a_loader_is_given_to_the_monitor_and_not_to_one_probe():
+    monitor, _ = monitor_of(PlainDecoder(), None)
+    with pytest.raises(ValueError, match="give it to the monitor"):
+        monitor.probe(0, DataLoader(ROWS))
+
+
+@given(rows=st.lists(st.integers(1, 50), min_size=1, max_size=8), wanted=st.integers(1, 300))
+@settings(deadline=None)
+def test_rows_are_shared_out_evenly_as_far_as_they_reach(rows, wanted):
+    held_out = HeldOut([])
+    held_out.rows = rows
+    shares = held_out.shares(wanted)
+    assert all(1 <= share <= own for share, own in zip(shares, rows, strict=True))
+    if wanted >= len(rows):
+        assert sum(shares) == min(wanted, sum(rows))
+    most = max(shares)
+    assert all(share in (own, most, most - 1) for share, own in zip(shares, rows, strict=True))
+
+
+def test_a_copy_has_the_same_batches():
+    held_out = HeldOut(iter([batch()]))
+    assert copy.deepcopy(held_out) is held_out
