@@ -4,6 +4,7 @@ from importlib.metadata import version
 
 from geomon.description import describe
 from geomon.metrics import METRICS, MORE_METRICS, select
+from geomon.metrics.last_tokens import at_last
 from geomon.monitor import Monitor, every, log_spaced
 from geomon.one_shot import geometry, measure
 from geomon.record import Reading, Readings, Sink, read
@@ -22,6 +23,7 @@ __all__ = [
     "TensorBoard",
     "WandB",
     "__version__",
+    "at_last",
     "describe",
     "every",
     "geometry",

@@ -199,9 +199,10 @@ def geometry(
 
 def _allowed(metrics: dict[str, Metric], captured: Mapping[str, Any]) -> dict[str, Metric]:
     """Choose the metrics whose views are there."""
+    alone = {name: Evaluator({name: metric}, 1) for name, metric in metrics.items()}
     lacking = {
-        name: Evaluator({name: metric}, 1).views - captured.keys()
-        for name, metric in metrics.items()
+        name: {"the layer before"} if one.compares_layers else one.views - captured.keys()
+        for name, one in alone.items()
     }
     allowed = {name: metrics[name] for name, views in lacking.items() if not views}
     if not allowed:

@@ -33,6 +33,7 @@ from geomon.record import tags
 
 VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH = 40, 16, 2, 3, 24
 FEW = select("variance", "twonn", "within_variance", "attention_entropy", "qk_cosine")
+MORE = select("neighbour_overlap", "effective_rank_last", "local_dimension")
 STEPS = 4
 
 
@@ -193,13 +194,15 @@ def same_rows(ranks: RankGroup, folder: Path) -> dict:
         ids = torch.randint(0, VOCABULARY, (rows,), generator=generator)
         cut = slice(ranks.rank * rows // ranks.size, (ranks.rank + 1) * rows // ranks.size)
         views = {"hidden": hidden, "token_ids": ids, "positions": torch.arange(rows)}
+        views |= {"last_hidden": hidden.flip(0), "last_sequences": torch.arange(rows)}
         captured = {name: value[cut] for name, value in views.items()} | {"precision": 1e-7}
-        layers.append(Layer(index, f"layer {index}", captured, sources=frozenset({"hidden"})))
+        sources = frozenset({"hidden", "last"})
+        layers.append(Layer(index, f"layer {index}", captured, sources=sources))
     seen = Snapshot(layers, PassInfo(len(layers[0].captured["hidden"]), "train", "float32"))
     model = Decoder()
     job = ReadingJob(
-        0, "inline", [seen], join_ranks(model), Evaluator(METRICS, 2, strict=True), tokens=48,
-        rows=48, seconds=0.0,
+        0, "inline", [seen], join_ranks(model), Evaluator(METRICS | MORE, 2, strict=True),
+        tokens=48, rows=48, seconds=0.0,
     )  # fmt: skip
     while not job.complete:
         job.measure_next()

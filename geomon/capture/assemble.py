@@ -51,7 +51,7 @@ from geomon.capture.snapshot import (
     group_by_layer,
 )
 
-_HIDDEN_ONLY = frozenset({"hidden"})
+_HIDDEN_ONLY = frozenset({"hidden", "last"})
 _HEADS_ONLY = SOURCES - _HIDDEN_ONLY
 _ROW_VIEWS = ("hidden", "token_ids", "positions", "sequences", "precision")
 _QUERY_VIEWS = ("query", "key", "bias", "scale", "softcap", "sink")
@@ -110,6 +110,10 @@ _INVERTED = (
 _NO_TOKENS = "no embedding outside the blocks was given integers of the hidden states' shape"
 _PACKED = (
     "the hidden states are [tokens, width]: where one sequence ends and the next begins is unknown"
+)
+_LAST_UNKNOWN = (
+    "which token is the last of its sequence was known only after the pass: pass the model a mask "
+    "[batch, length] as attention_mask"
 )
 _NESTED = "the hidden states are nested tensors, or there are none in what the block returns"
 _NO_FINAL_NORM = (
@@ -181,7 +185,7 @@ def matrix_layer(name: str, module: nn.Module | None, sampler: RowSampler) -> La
         sampler: Sampler of the rows.
     """
     weight = getattr(module, "weight", None)
-    layer = Layer(0, name, {}, {}, name, _HIDDEN_ONLY, of_weights=True)
+    layer = Layer(0, name, {}, {}, name, frozenset({"hidden"}), of_weights=True)
     if module is None:
         return replace(layer, missing=dict.fromkeys(_ROW_VIEWS, _NO_MATRIX[name]))
     if not isinstance(weight, Tensor) or weight.ndim != 2 or hasattr(weight, "to_local"):
@@ -228,8 +232,10 @@ class StackBuilder:
     def layers(self) -> list[Layer]:
         """Build the input of the first block and the output of each block."""
         name = self._pass.stack.name
-        captured, missing = self._row_views(0, self._pass.entered)
-        first = Layer(0, "input of the blocks", captured, missing, name, _HIDDEN_ONLY)
+        entered = self._pass.entered
+        captured, missing = self._row_views(0, entered)
+        sources = _HIDDEN_ONLY - _lacking(entered)
+        first = Layer(0, "input of the blocks", captured, missing, name, sources)
         return [first, *(self._layer(depth) for depth in range(1, self._pass.depth + 1))]
 
     def side_layers(self, label: str, stack: str) -> list[Layer]:
@@ -267,11 +273,12 @@ class StackBuilder:
         depth = self._pass.depth
         if self._pass.normed is None:
             reason = _NO_FINAL_NORM if self._pass.block_calls else self._not_run
-            missing = dict.fromkeys(_ROW_VIEWS, reason)
+            wanted = (view for view, source in CAPTURED.items() if source in _HIDDEN_ONLY)
+            missing = dict.fromkeys(wanted, reason)
             return Layer(depth, FINAL_NORM, {}, missing, stack, _HIDDEN_ONLY)
         rows, name = self._pass.normed
         captured, missing = self._row_views(depth, rows)
-        return Layer(depth, name, captured, missing, stack, _HIDDEN_ONLY)
+        return Layer(depth, name, captured, missing, stack, _HIDDEN_ONLY - _lacking(rows))
 
     def notes(self) -> list[Note]:
         """Make notes of the remarks on the layers that were built."""
@@ -308,11 +315,12 @@ class StackBuilder:
         if index is None or not (called or (block.attends and block.attentions)):
             if block.attends and block_call is not None and self._sources & _HEADS_ONLY:
                 self._remark("attention", depth, _BY_NAME_ALONE, stack)
-            return Layer(depth, name, captured, missing, stack, _HIDDEN_ONLY)
+            sources = _HIDDEN_ONLY - _lacking(kept)
+            return Layer(depth, name, captured, missing, stack, sources)
         if self._sources & _HEADS_ONLY:
             more, lacking = self._head_views(depth, block, block_call, index, stack)
             captured, missing = captured | more, missing | lacking
-        return Layer(depth, name, captured, missing, stack)
+        return Layer(depth, name, captured, missing, stack, SOURCES - _lacking(kept))
 
     # -- hidden states -----------------------------------------------------------------------------
 
@@ -320,23 +328,50 @@ class StackBuilder:
         self, depth: int, kept: SampledRows | None, *, ran: bool = True
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """Make the captured views of hidden states, and the reasons for missing ones."""
+        wanted = [view for view, source in CAPTURED.items() if source in _HIDDEN_ONLY]
         if self._inverted is not None and kept is not None:
-            return {}, dict.fromkeys(_ROW_VIEWS, self._inverted)
+            return {}, dict.fromkeys(wanted, self._inverted)
         if kept is None:
             ran = ran and bool(self._pass.block_calls)
             reason = _LAST if self._pass.stack.entering else _NESTED
-            return {}, dict.fromkeys(_ROW_VIEWS, reason if ran else self._not_run)
+            return {}, dict.fromkeys(wanted, reason if ran else self._not_run)
         stack = self._pass.stack.name
         if self._pass.loses_padding(kept.shape):
             self._remark("hidden states", depth, _LENGTHS_DIFFER, stack)
+        if self._pass.sharded:
+            self._remark("hidden states", depth, "this rank's part of a sharded tensor", stack)
+        captured, missing = self._views_of(depth, kept, "hidden states")
+        if "last" in self._sources and not _lacking(kept):
+            more, lacking = self._last_views(depth, kept)
+            captured |= {f"last_{view}": value for view, value in more.items()}
+            missing |= {f"last_{view}": why for view, why in lacking.items()}
+        return captured, missing
+
+    def _last_views(self, depth: int, kept: SampledRows) -> tuple[dict[str, Any], dict[str, str]]:
+        """Make the views of the last tokens, now that padding is settled."""
+        if len(kept.shape) == 1:
+            return {}, dict.fromkeys(_ROW_VIEWS, _PACKED)
+        last, valid = kept.last, self._pass.valid(kept.shape)
+        assert last is not None  # the window was asked for them
+        places = self._pass.last_places(kept.shape, valid, length_first=self._length_first())
+        among = torch.isin(last.indices, places)
+        if int(among.sum()) < len(places):
+            return {}, dict.fromkeys(_ROW_VIEWS, _LAST_UNKNOWN)
+        values = last.values[among.to(last.values.device)]
+        found = last._replace(values=values, indices=last.indices[among])
+        return self._views_of(depth, found, "last tokens")
+
+    def _views_of(
+        self, depth: int, kept: SampledRows, subject: str
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        """Make the captured views of sampled rows, without those that are not finite."""
+        stack = self._pass.stack.name
         hidden = kept.values.cpu()
         finite = hidden.isfinite().all(dim=1)
         if not finite.all():
             lost = int((~finite).sum())
             remark = f"{lost} of {len(hidden)} rows are not finite and were left out"
-            self._remark("hidden states", depth, remark, stack)
-        if self._pass.sharded:
-            self._remark("hidden states", depth, "this rank's part of a sharded tensor", stack)
+            self._remark(subject, depth, remark, stack)
         captured: dict[str, Any] = {
             "hidden": hidden[finite],
             "precision": torch.finfo(self._pass.dtype).eps,
@@ -540,6 +575,11 @@ def _evidence(call: AttentionCall | SoftmaxCall) -> Evidence:
     key = at_places(call.given.key, call.places + earlier)
     query = rows(call.given.query)
     return Evidence(query.norm(dim=-1), rows(key).norm(dim=-1), None, places, query)
+
+
+def _lacking(kept: SampledRows | None) -> frozenset[str]:
+    """Sources that hidden states of this kind do not have: feature maps have no last token."""
+    return frozenset({"last"} if kept is not None and len(kept.shape) > 2 else ())
 
 
 def _attended_rows(

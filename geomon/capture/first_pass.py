@@ -39,12 +39,14 @@ class SampledRows(NamedTuple):
         indices: Flat indices of the rows in `shape`.
         shape: Shape of the tensor that they were copied from, without the width.
         role: "key" for keys that come from another stack, whose padding is another.
+        last: Rows of the tokens that may be the last of their sequences; None where not wanted.
     """
 
     values: Tensor
     indices: Tensor
     shape: Shape
     role: str = ""
+    last: "SampledRows | None" = None
 
 
 @dataclass
@@ -295,6 +297,55 @@ class StackPass:
                 torch.Size(shape), self.valid(shape, role), likely
             )
         return self._indices[shape, role]
+
+    def likely_last(self, shape: Shape) -> Tensor | None:
+        """Return flat indices of the tokens that may be the last of their sequences.
+
+        Where padding is certain, one of each sequence; where it may be found later, also the one
+        that is the last if what looks like padding is padding. Of as many sequences as rows are
+        sampled, evenly spread.
+
+        Args:
+            shape: Shape of the hidden states, without the width.
+
+        Returns:
+            Flat indices into `shape`, ascending; None where the hidden states are no sequences.
+        """
+        if len(shape) != 2:
+            return None
+        key = (shape, "last")
+        if key not in self._indices:
+            valid = self.valid(shape)
+            found = self.last_places(shape, valid, length_first=self.length_first)
+            likely = None if self._likely is None else self._oriented(self._likely, shape)
+            if valid is None and likely is not None:
+                more = self.last_places(shape, likely, length_first=self.length_first)
+                found = torch.cat([found, more]).unique()
+            self._indices[key] = found
+        return self._indices[key]
+
+    def last_places(self, shape: Shape, valid: Tensor | None, *, length_first: bool) -> Tensor:
+        """Find the last token of each sequence that is no padding.
+
+        Args:
+            shape: Shape of the hidden states, without the width.
+            valid: False where there is padding, of that shape; None without padding.
+            length_first: Whether the shape is [length, batch].
+
+        Returns:
+            Flat indices into `shape`, ascending; none of sequences that are padding alone, and of
+            at most as many sequences as rows are sampled.
+        """
+        tokens = torch.ones(shape, dtype=torch.bool, device="cpu") if valid is None else valid.cpu()
+        tokens = tokens.T if length_first else tokens
+        sequences, length = tokens.shape
+        count = min(sequences, self._sampler.max_rows)
+        chosen = torch.arange(count, dtype=torch.int64, device="cpu") * sequences // max(count, 1)
+        order = torch.arange(1, length + 1, dtype=torch.int64, device="cpu")
+        place = (tokens[chosen] * order).amax(dim=1) - 1 if length else chosen - 1
+        chosen, place = chosen[place >= 0], place[place >= 0]
+        flat = place * sequences + chosen if length_first else chosen * length + place
+        return flat.sort().values
 
     def ids_as(self, shape: Shape) -> Tensor | None:
         """Return the token ids among the inputs of embedding tables.

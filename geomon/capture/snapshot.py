@@ -18,6 +18,11 @@ CAPTURED: dict[str, str] = {
     "positions": "hidden",  # [tokens]
     "sequences": "hidden",  # number of the sequence of the batch that each row is of, [tokens]
     "precision": "hidden",  # spacing of the captured numbers at 1: eps of the dtype they had
+    "last_hidden": "last",  # of the last token of each sequence that is no padding, the same views
+    "last_token_ids": "last",
+    "last_positions": "last",
+    "last_sequences": "last",
+    "last_precision": "last",
     "query": "attention",  # as attended, [sequences, heads, queries, head width]
     "key": "attention",  # as attended, [sequences, key heads, keys, head width]
     "visible": "attention",  # bool, broadcastable to [sequences, heads, queries, keys]
@@ -101,8 +106,8 @@ class Layer:
         captured: Captured views by name.
         missing: For each captured view that is not there, the reason.
         stack: Name of the stack of blocks ("encoder", say); "" in a model with one stack.
-        sources: Kinds of captured views that a layer of this kind has ("hidden", "attention",
-            "projection"). Metrics that read other sources are not asked of the layer.
+        sources: Kinds of captured views that a layer of this kind has ("hidden", "last",
+            "attention", "projection"). Metrics that read other sources are not asked of the layer.
         of_weights: Whether the rows are those of a matrix of weights, the same on every rank: of no
             token, so that metrics of token ids and positions are not asked of the layer.
     """
@@ -170,9 +175,15 @@ class Snapshot:
 
 # One view of each source stands for it: the others are missing with it, or for reasons that are
 # no fault (a model without token ids, attention whose queries are not seen).
-_STANDS_FOR = {"hidden": "hidden", "attention": "visible", "projection": "projected_query"}
+_STANDS_FOR = {
+    "hidden": "hidden",
+    "last": "last_hidden",
+    "attention": "visible",
+    "projection": "projected_query",
+}
 _WORDS = {
     "hidden": "hidden states",
+    "last": "hidden states of the last tokens",
     "attention": "attention",
     "projection": "queries and keys as projected",
 }
@@ -206,7 +217,7 @@ def explain_missing(snapshot: Snapshot, views: Iterable[str]) -> str | None:
             where = _where(layers, snapshot.layers)
             found.append(f"{_WORDS[source]} at {where}: {reason}")
             if source == "hidden":  # nothing else can have been seen there
-                asked = asked - {"attention", "projection"}
+                asked = asked - {"last", "attention", "projection"}
     if not found:
         return None
     return (

@@ -117,16 +117,18 @@ class Window:
         self._sources = {CAPTURED[view] for view in views}
         self._extra = tuple(extra_layers) if "hidden" in self._sources else ()
         self._wants_max_logits = "max_logits" in views
-        self._wants_tokens = bool(views & {"token_ids", "positions"}) or EMBEDDING in self._extra
+        self._wants_last = "last" in self._sources
+        wants_ids = self._wants_last or EMBEDDING in self._extra
+        self._wants_tokens = wants_ids or bool(views & {"token_ids", "positions"})
         self._sampler = RowSampler(rows, seed)
         blocks = sum(len(stack.blocks) for stack in anatomy.stacks)
         attentions = sum(max(1, len(block.attentions)) for block in anatomy.blocks)
         attends = bool(self._sources & {"attention", "projection"})
+        beside = len(anatomy.stacks) * (1 + (FINAL_NORM in self._extra))
+        layers = (blocks + beside) * (1 + self._wants_last)
         self._memory = MemoryLimit(
-            max_mb, self._sampler,
-            layers=blocks + len(anatomy.stacks) * (1 + (FINAL_NORM in self._extra)),
-            blocks=attentions * attends,
-        )  # fmt: skip
+            max_mb, self._sampler, layers=layers, blocks=attentions * attends
+        )
         self._passes = [
             StackPass(stack, self._sampler, first=number == 0)
             for number, stack in enumerate(anatomy.stacks)
@@ -586,7 +588,9 @@ class Window:
             self._memory.fit_rows(rows.shape[-1])
             stack_pass.set_shape(shape, rows.dtype)
         indices = stack_pass.row_indices(shape)
-        return SampledRows(copy_rows(rows, indices), indices, shape)
+        last = stack_pass.likely_last(shape) if self._wants_last else None
+        ends = None if last is None else SampledRows(copy_rows(rows, last), last, shape)
+        return SampledRows(copy_rows(rows, indices), indices, shape, last=ends)
 
     # -- attention -------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ Shape = tuple[int, int, int]
 _GRIDS = ("visible", "bias", "scores")
 
 # Views that number the sequences of a rank's batch.
-_SEQUENCES = ("sequences", "query_sequences", "key_sequences")
+_SEQUENCES = ("sequences", "last_sequences", "query_sequences", "key_sequences")
 
 
 def attention_shape(layer: Layer) -> Shape | None:

@@ -30,6 +30,42 @@ def isotropic_anisotropy(tokens: int, width: int) -> float:
     return min(1.0, (1 + (width / tokens) ** 0.5) ** 2 / width)
 
 
+def isotropic_spectrum(tokens: int, width: int) -> Tensor:
+    """Predict the eigenvalues of the covariance of an isotropic Gaussian sample of variance 1.
+
+    Quantiles of the law of Marchenko and Pastur at (i - 1/2) / rank. Eigenvalues repel one another,
+    so those of a sample lie close to the quantiles: at 500 x 100 within 2 % (simulated), least well
+    at the ends.
+
+    Args:
+        tokens: Number of rows, at least 2.
+        width: Number of columns, at least 1.
+
+    Returns:
+        [min(tokens - 1, width)], float64, descending.
+
+    Raises:
+        ValueError: There are fewer than two rows, or no columns.
+
+    Example:
+        >>> found = isotropic_spectrum(400, 100)
+        >>> len(found), round(found[0].item(), 1), round(found[-1].item(), 2)
+        (100, 2.2, 0.27)
+    """
+    if tokens < 2 or width < 1:
+        raise ValueError(f"expected at least 2 tokens and width 1, got {tokens} and {width}")
+    rank, longer = min(tokens - 1, width), max(tokens - 1, width)
+    ratio = rank / longer
+    # lambda = 1 + y - 2 sqrt(y) cos t has the density 2 sin(t)^2 / (pi lambda) over t in [0, pi].
+    count = 64 * max(rank, 256)
+    t = (torch.arange(count, dtype=torch.float64, device="cpu") + 0.5) * (torch.pi / count)
+    values = 1 + ratio - 2 * ratio**0.5 * t.cos()
+    share = (t.sin().square() / values).cumsum(0)
+    wanted = (torch.arange(rank, dtype=torch.float64, device="cpu") + 0.5) / rank
+    place = torch.searchsorted(share, wanted * share[-1]).clamp(max=count - 1)
+    return values[place].flip(0) * (longer / tokens)
+
+
 def isotropic_cosine_quantile(width: int, probability: float = 0.95) -> float:
     """Compute a quantile of the cosine between two isotropic random directions.
 

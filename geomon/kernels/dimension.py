@@ -77,6 +77,52 @@ def twonn(neighbours: Tensor, discard: float = 0.1) -> Tensor:
     return torch.where(square > 0, (x * y).sum() / square, torch.inf)
 
 
+def twonn_of_each(neighbours: Tensor, discard: float = 0.1) -> Tensor:
+    """Estimate the intrinsic dimension of each of several sets of points by TwoNN, all at once.
+
+    As `twonn` on each set: points with r1 = 0 are left out of their set, then the largest `discard`
+    of its ratios are dropped. Range [0, inf).
+
+    Args:
+        neighbours: Distances to the nearest neighbours, ascending, [sets, points, k], k >= 2.
+        discard: Share of the largest ratios that is dropped, in [0, 1).
+
+    Returns:
+        [sets], float64; NaN with fewer than 3 points left, inf where r1 = r2 everywhere.
+
+    Raises:
+        ValueError: There are fewer than two distances for each point, or `discard` is outside
+            [0, 1).
+
+    Example:
+        >>> uniform = (torch.arange(2000, dtype=torch.float64) + 0.5) / 2000
+        >>> mu = uniform ** (-1 / torch.tensor([[2.0], [5.0]]))  # the exact model with d = 2, 5
+        >>> distances = torch.stack([torch.ones_like(mu), mu], dim=2)
+        >>> [round(value, 2) for value in twonn_of_each(distances).tolist()]
+        [2.0, 5.0]
+    """
+    if neighbours.ndim != 3 or neighbours.shape[2] < 2:
+        raise ValueError(
+            "expected distances [sets, points, k] with k of at least 2, ascending, got "
+            f"{list(neighbours.shape)}"
+        )
+    if not 0 <= discard < 1:
+        raise ValueError(f"discard is a share in [0, 1), got {discard}")
+    near, far = neighbours[:, :, 0].double(), neighbours[:, :, 1].double()
+    valid = (near > 0) & torch.isfinite(far)
+    x = _sorted(torch.where(valid, (far / near).log(), torch.inf))
+    n = valid.sum(dim=1, keepdim=True).double()
+    kept = torch.minimum((n * (1 - discard)).floor(), n - 1)  # at F = 1 the logarithm ends
+    rank = torch.arange(1, x.shape[1] + 1, dtype=torch.float64, device=x.device)
+    counts = rank <= kept
+    x = torch.where(counts, x, 0)
+    y = -torch.log1p(-torch.where(counts, rank / n, 0))
+    square = x.square().sum(dim=1)
+    slope = torch.where(square > 0, (x * y).sum(dim=1) / square, torch.inf)
+    enough = (n >= 3) & (kept >= 1)
+    return torch.where(enough.squeeze(1), slope, torch.nan)
+
+
 def twonn_censored(neighbours: Tensor, discard: float = 0.1) -> Estimate:
     """Estimate the intrinsic dimension by TwoNN, by maximum likelihood with censoring.
 

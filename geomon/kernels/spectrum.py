@@ -1,5 +1,7 @@
 """The spectrum of the covariance of hidden states, and the metrics computed from it."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,22 @@ _STRIPS = 4
 # Steps without convergence after which computing a Gram matrix pays, where rows are many: products
 # with it cost less than those with the rows.
 _STEPS_TO_GRAM = 12
+
+
+# Fewest ranks through which a power law is laid.
+_FEWEST_RANKS = 5
+
+
+class PowerLaw(NamedTuple):
+    """A power law laid through eigenvalues. Scalars, float64.
+
+    Attributes:
+        alpha: Its exponent: lambda_r ~ r^(-alpha).
+        r_squared: Share of the variance of the log eigenvalues that it explains.
+    """
+
+    alpha: Tensor
+    r_squared: Tensor
 
 
 def spectrum(hidden: Tensor) -> Tensor:
@@ -123,6 +141,52 @@ def participation_ratio(spectrum: Tensor) -> Tensor:
         1.6
     """
     return 1 / _shares(spectrum).square().sum()
+
+
+def power_law(spectrum: Tensor, first: int = 11, last: int = 100) -> PowerLaw:
+    """Lay a power law through the spectrum: its decay, alpha, and how well it fits.
+
+    Minus the slope of log lambda_r on log r, by least squares with weights 1/r over the ranks r =
+    11 to 100, counted from 1 (alpha-ReQ of Agrawal et al. 2022, as Li et al., 2509.23024, take it
+    from reptrix). In narrow layers, or with few rows, the ranks end at 4/5 of the eigenvalues above
+    rounding: the last ones fall off with the edge of the matrix. Range: alpha in [0, inf), R^2 in
+    [0, 1]. Above 1 the leading directions hold the variance however wide the layer is; below 1 the
+    share of the others grows with the width.
+
+    Args:
+        spectrum: Eigenvalues, descending, [rank].
+        first: First rank, at least 1.
+        last: Last rank.
+
+    Returns:
+        Both; NaN with fewer than 5 ranks, R^2 also where the eigenvalues are all equal.
+
+    Raises:
+        ValueError: `spectrum` is empty or not one-dimensional, or `first` is below 1.
+
+    Example:
+        >>> ranks = torch.arange(1, 129, dtype=torch.float64)
+        >>> [round(value.item(), 6) for value in power_law(3 * ranks**-1.5)]
+        [1.5, 1.0]
+    """
+    if first < 1:
+        raise ValueError(f"ranks are counted from 1, got first={first}")
+    shares = _shares(spectrum)
+    rounding = torch.finfo(torch.float64).eps * len(shares)
+    above = int((shares > rounding * shares[0]).sum())
+    last = min(last, 4 * above // 5)
+    if last - first + 1 < _FEWEST_RANKS:
+        nan = torch.full_like(shares[0], torch.nan)
+        return PowerLaw(nan, nan)
+    rank = torch.arange(first, last + 1, dtype=torch.float64, device=shares.device)
+    weight = 1 / rank
+    weight /= weight.sum()
+    x, y = rank.log(), shares[first - 1 : last].log()
+    x, y = x - (weight * x).sum(), y - (weight * y).sum()
+    slope = (weight * x * y).sum() / (weight * x.square()).sum()
+    total = (weight * y.square()).sum()
+    left = (weight * (y - slope * x).square()).sum()
+    return PowerLaw(-slope, torch.where(total > 0, 1 - left / total, torch.nan))
 
 
 def leading_share(hidden: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import functools
 import itertools
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,9 +12,17 @@ import torch
 from scipy import special  # type: ignore[import-untyped]
 from torch import Tensor
 
-from geomon.kernels.baselines import isotropic_anisotropy, isotropic_cosine_quantile
+from geomon.kernels.baselines import (
+    isotropic_anisotropy,
+    isotropic_cosine_quantile,
+    isotropic_spectrum,
+)
 from geomon.kernels.dimension import twonn
+from geomon.kernels.neighbourhoods import local_dimension, local_isotropy
 from geomon.kernels.neighbours import nearest
+from geomon.kernels.spectrum import effective_rank, power_law
+from geomon.metrics.between_layers import SHARED
+from geomon.metrics.views import FAR, FAR_ROWS
 from geomon.record import tags
 
 # Layers from which a correlation over depth, or the shape of a profile, means anything.
@@ -26,8 +34,18 @@ _EXACT = 9
 # Rows of noise whose neighbours, among as many rows as were measured, are searched.
 _NULL_ROWS = 4096
 
+# Metrics of the neighbourhoods of rows.
+_LOCAL = ("local_dimension", "local_anisotropy", "local_cosine")
+
 # Samples of noise over which the null is averaged: many of few rows, whose nulls scatter most.
 _FEWEST_SAMPLES, _MOST_SAMPLES = 4, 64
+
+
+# Metrics of the spectrum of the last tokens, as functions of eigenvalues.
+_SPECTRAL: Mapping[str, Callable[[Tensor], float]] = {
+    "alpha_last": lambda eigenvalues: float(power_law(eigenvalues).alpha),
+    "effective_rank_last": lambda eigenvalues: float(effective_rank(eigenvalues)),
+}
 
 
 class Correlation(NamedTuple):
@@ -95,6 +113,9 @@ def null_values(metrics: Mapping[str, object], rows: int, width: int) -> dict[st
     mean over samples, with their deviation as `twonn/null_std`. `cosine/isotropic_pair`: the 95th
     percentile of the cosine of one pair of isotropic rows (Godey et al., 2401.12143, appendix B),
     which says what is large for a pair, and nothing about a mean over all pairs.
+    `local_dimension/null`, `local_anisotropy/null` and `local_cosine/null`: those of the
+    neighbourhoods in an isotropic Gaussian, of at most 4,096 rows. `alpha/null`: that of the
+    expected spectrum of one. `neighbour_overlap/null`: that of lists at random, k / (n - 1).
 
     Args:
         metrics: Metrics that are measured; only their nulls are returned.
@@ -112,9 +133,38 @@ def null_values(metrics: Mapping[str, object], rows: int, width: int) -> dict[st
     if "twonn" in metrics:
         # The number of rows without copies changes a little from reading to reading: an eighth of
         # an octave changes the null by less than 1 %, and it is measured once for each.
-        near = round(2 ** (round(8 * math.log2(rows)) / 8))
+        near = _to_eighth_of_octave(rows)
         found["twonn/null"], found["twonn/null_std"] = _gaussian_dimension(near, width)
+    if "neighbour_overlap" in metrics and rows > SHARED:
+        found["neighbour_overlap/null"] = SHARED / (rows - 1)
+    if "alpha" in metrics:
+        found["alpha/null"] = float(power_law(isotropic_spectrum(rows, width)).alpha)
+    local = [name for name in _LOCAL if name in metrics]
+    if local:
+        # Of few rows a neighbourhood is all of them: their exact number counts.
+        near = rows if rows <= FAR else min(_to_eighth_of_octave(rows), _NULL_ROWS)
+        nulls = _gaussian_neighbourhoods(near, width)
+        found |= {f"{name}/null": nulls[name] for name in local}
     return found
+
+
+def null_values_at_last(values: Mapping[str, float], width: int) -> dict[str, float]:
+    """Compute what the last tokens of as many unstructured sequences would give.
+
+    Args:
+        values: Values of one reading, by tag; the number of sequences is read off them.
+        width: Width of the hidden states.
+    """
+    found: dict[str, float] = {}
+    for name, function in _SPECTRAL.items():
+        sequences = values.get(tags.mean_tag(name, "n"), math.nan)
+        if sequences >= 2:
+            found[f"{name}/null"] = function(isotropic_spectrum(round(sequences), width))
+    return found
+
+
+def _to_eighth_of_octave(rows: int) -> int:
+    return round(2 ** (round(8 * math.log2(rows)) / 8))
 
 
 def correlation(x: Tensor, y: Tensor) -> Correlation:
@@ -284,6 +334,25 @@ def _gaussian_dimension(rows: int, width: int) -> tuple[float, float]:
     # Only some of many rows have their neighbours searched.
     share = min(1.0, _NULL_ROWS / rows)
     return statistics.fmean(found), statistics.stdev(found) * share**0.5
+
+
+@functools.lru_cache(maxsize=64)
+def _gaussian_neighbourhoods(rows: int, width: int) -> dict[str, float]:
+    """Measure the neighbourhoods in Gaussian noise: mean over samples, by metric.
+
+    256 neighbourhoods in each of two samples, or more samples where there are fewer rows: the mean
+    scatters by about 1 %.
+    """
+    generator = torch.Generator("cpu").manual_seed(0)
+    samples = max(2, min(_MOST_SAMPLES, 2 * FAR_ROWS // rows))
+    found: list[tuple[float, ...]] = []
+    for _ in range(samples):
+        noise = torch.randn(rows, width, generator=generator, dtype=torch.float32, device="cpu")
+        some = torch.arange(min(rows, FAR_ROWS), dtype=torch.int64, device="cpu")
+        members = nearest(noise, FAR, of=some).indices
+        parts = local_dimension(noise, members), *local_isotropy(noise, members)
+        found.append(tuple(float(part.mean()) for part in parts))
+    return dict(zip(_LOCAL, map(statistics.fmean, zip(*found, strict=True)), strict=True))
 
 
 def _sample_dimension(rows: int, width: int, generator: torch.Generator) -> float:

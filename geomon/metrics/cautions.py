@@ -19,6 +19,7 @@ _EQUAL_ROWS = "all rows are equal"
 _NO_PAIR = "fewer than two rows have a norm above 0"
 _NO_TYPE_TWICE = "no token type has two rows"
 _FEW_ROWS = "fewer than 3 rows differ from one another"
+_FEW_NEIGHBOURS = "fewer than 4 rows differ from one another"
 _TIES = (
     "the two distances that are compared are equal at every row that counts, as on a lattice or "
     "in numbers that were rounded coarsely"
@@ -43,6 +44,10 @@ _NO_VALUE = {
     "twonn": _FEW_ROWS,
     "twonn_distinct": _FEW_ROWS,
     "twonn_gaussian": _FEW_ROWS,
+    "alpha": "fewer than 19 eigenvalues are above 0: a layer this narrow has no ranks 11 to 15",
+    "local_dimension": _FEW_NEIGHBOURS,
+    "local_anisotropy": _FEW_NEIGHBOURS,
+    "local_cosine": _FEW_NEIGHBOURS,
     "gride": "scale k takes 2k + 1 rows that differ from one another",
     "qk_cosine": "the mean query or the mean key of a head is 0",
     "query_cosine": "fewer than two queries of a head have a norm above 0",
@@ -135,7 +140,7 @@ def _reason(name: str, value: float) -> str:
     if part == "std":
         return "NaN: there is no value in one of the splits"
     if math.isinf(value):
-        of_neighbours = metric.startswith(("twonn", "gride"))
+        of_neighbours = metric.startswith(("twonn", "gride", "local_dimension"))
         return f"infinite: {_TIES if of_neighbours else 'too large for float64'}"
     known = _NO_VALUE.get(f"{metric}/{part}", _NO_VALUE.get(metric))
     return f"NaN: {known or 'the metric returned it'}"
@@ -165,7 +170,7 @@ def _few_rows(values: Mapping[str, float]) -> Note | None:
         f"{tag.metric}, layer {tag.layer}"
         for name, value in values.items()
         if (tag := tags.parse(name)) is not None
-        and tag.metric in ("twonn", "twonn_distinct")
+        and tag.metric in ("twonn", "twonn_distinct", "local_dimension")
         and (tag.part, tag.layer is None) == ("n", False)
         and value < _FEWEST
     }

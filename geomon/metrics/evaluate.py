@@ -12,9 +12,11 @@ from torch import Tensor
 
 from geomon.capture.snapshot import CAPTURED, OF_THE_BATCH, Layer, Note, group_by_layer
 from geomon.kernels.half_samples import FEWEST_SEQUENCES, margin
-from geomon.metrics.across_layers import across_layers, null_values
+from geomon.metrics.across_layers import across_layers, null_values, null_values_at_last
+from geomon.metrics.between_layers import BetweenLayers, compare_layers
 from geomon.metrics.cautions import cautions
 from geomon.metrics.intervals import by_part, differences_of
+from geomon.metrics.last_tokens import AtLast
 from geomon.metrics.table import Metric
 from geomon.metrics.views import (
     LayerViews,
@@ -49,6 +51,7 @@ class LayerValues:
         differences: For each metric that has an interval, by part: the estimates on one half of the
             sequences minus those on the other, for each way of cutting them; mean over splits.
         sequences: Number of sequences that the rows are of; None where unknown.
+        kept: For each metric that compares layers, what it kept of this one in each split.
         unseen: For each metric that could not be asked, which view was not seen and why.
         failed: For each metric that failed, what it raised.
         without_interval: For each metric whose interval failed, what it raised.
@@ -60,6 +63,7 @@ class LayerValues:
     parts: dict[str, list[Parts]] = field(default_factory=dict)
     differences: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     sequences: int | None = None
+    kept: dict[str, list[Any]] = field(default_factory=dict)
     unseen: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     without_interval: dict[str, str] = field(default_factory=dict)
@@ -92,6 +96,11 @@ class Evaluator:
             view for metric in self.metrics.values() for view in parameters(metric)
         )
 
+    @property
+    def compares_layers(self) -> bool:
+        """Whether a metric compares each layer with the one before it."""
+        return any(isinstance(metric, BetweenLayers) for metric in self.metrics.values())
+
     def measure_layer(self, layer: Layer, rows: int) -> LayerValues:
         """Measure every metric that a layer of its kind has.
 
@@ -113,6 +122,9 @@ class Evaluator:
                 if layer.of_weights and captured_views(parameters(metric)) & OF_THE_BATCH:
                     continue
                 try:
+                    if isinstance(metric, BetweenLayers):
+                        result.kept[name] = [views.apply(metric) for views in splits]
+                        continue
                     result.parts[name] = _measure(metric, splits)
                 except MissingViewError as error:
                     result.unseen[name] = str(error)
@@ -162,7 +174,7 @@ class Evaluator:
         result = Evaluation()
         for stack in dict.fromkeys(layer.stack for layer in measured):
             layers = [layer for layer in measured if layer.stack == stack]
-            part = _combine_stack(layers, self.metrics, rows)
+            part = _combine_stack(layers, self.metrics, rows, strict=self.strict)
             result.values |= {tags.in_stack(tag, stack): v for tag, v in part.values.items()}
             name = f"{stack}: " if stack else ""
             result.notes += [Note(name + note.kind, name + note.text) for note in part.notes]
@@ -179,11 +191,13 @@ class Evaluator:
 
 
 def _combine_stack(
-    layers: list[LayerValues], metrics: Mapping[str, Metric], rows: int
+    layers: list[LayerValues], metrics: Mapping[str, Metric], rows: int, *, strict: bool
 ) -> Evaluation:
     result = Evaluation()
     reasons: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for name in metrics:
+    for name, metric in metrics.items():
+        if isinstance(metric, BetweenLayers):
+            layers = compare_layers(name, metric, layers, strict=strict)
         by_layer: dict[int, list[Parts]] = {}
         for layer in layers:
             if name in layer.unseen:
@@ -211,8 +225,9 @@ def _combine_stack(
         used = result.values.get(tags.mean_tag("twonn", "n"), math.nan)  # without copies
         unique = round(used) if used >= 1 else min(rows, count)
         result.values |= null_values(metrics, unique, width)
+        result.values |= null_values_at_last(result.values, width)
     result.notes = group_by_layer(_join_metrics(reasons)) + cautions(result.values)
-    result.notes += _few_sequences(layers)
+    result.notes += _few_sequences(layers) + _few_last_tokens(metrics, layers, result.values)
     return result
 
 
@@ -226,6 +241,23 @@ def _few_sequences(layers: list[LayerValues]) -> list[Note]:
         f"{max(known)}"
     )
     return [Note("no intervals", text)]
+
+
+def _few_last_tokens(
+    metrics: Mapping[str, Metric], layers: list[LayerValues], values: Mapping[str, float]
+) -> list[Note]:
+    """Make a note where a spectrum stands on few sequences for the width of the layers."""
+    width = max((layer.shape[1] for layer in layers if layer.shape is not None), default=0)
+    spectral = [name for name, m in metrics.items() if isinstance(m, AtLast) and m.at_least > 2]
+    known = {name: values.get(tags.mean_tag(name, "n"), math.inf) for name in spectral}
+    few = [name for name, count in known.items() if count < 2 * width]
+    if not few:
+        return []
+    text = (
+        f"{', '.join(few)}: {known[few[0]]:.0f} sequences for a width of {width}: the spectrum is "
+        "not that of many sequences; compare with readings of as many"
+    )
+    return [Note("few sequences for a spectrum", text)]
 
 
 def _margins(

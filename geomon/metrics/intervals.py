@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geomon.kernels import angles, attention, dimension, half_samples, moments
+from geomon.kernels import angles, attention, dimension, half_samples, moments, neighbourhoods
 from geomon.kernels.attention import AttentionRows
 from geomon.kernels.dimension import HalfRatios
 from geomon.kernels.half_samples import GroupSums, HalfSamples
+from geomon.kernels.neighbourhoods import LocalIsotropy
 from geomon.metrics import table
+from geomon.metrics.last_tokens import AtLast, read_last
 from geomon.metrics.table import Metric
 from geomon.metrics.views import FAR_SCALES, HALF_SCALES
 
@@ -74,6 +76,20 @@ def _gride(
     }
 
 
+def _local_dimension(
+    hidden: Tensor, members: Tensor, far_rows: Tensor, halves: HalfSamples
+) -> Tensor:
+    return neighbourhoods.local_dimension_differences(hidden, members, far_rows, halves)
+
+
+def _local_anisotropy(half_isotropy: LocalIsotropy) -> Tensor:
+    return half_isotropy.anisotropy
+
+
+def _local_cosine(half_isotropy: LocalIsotropy) -> Tensor:
+    return half_isotropy.cosine
+
+
 def _qk_cosine(query_sums: GroupSums, key_sums: GroupSums, query_halves: HalfSamples) -> Tensor:
     function = angles.qk_cosine
     return half_samples.paired_mean_differences(function, query_sums, key_sums, query_halves)
@@ -122,6 +138,9 @@ DIFFERENCES: Mapping[Metric, Differences] = {
     table.twonn: _twonn,
     table.twonn_distinct: _twonn_distinct,
     table.gride: _gride,
+    table.local_dimension: _local_dimension,
+    table.local_anisotropy: _local_anisotropy,
+    table.local_cosine: _local_cosine,
     angles.qk_cosine: _qk_cosine,
     angles.qk_dot: _qk_dot,
     table.query_mean_norm: _query_mean_norm,
@@ -144,6 +163,9 @@ def differences_of(metric: Metric) -> Differences | None:
     Args:
         metric: A function of views.
     """
+    if isinstance(metric, AtLast):
+        of_rows = differences_of(metric.metric)
+        return None if of_rows is None else read_last(of_rows)
     try:
         return DIFFERENCES.get(metric)
     except TypeError:  # an object of the user's own that cannot be hashed

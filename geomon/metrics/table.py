@@ -24,10 +24,13 @@ from geomon.kernels.attention import (
 )
 from geomon.kernels.baselines import gaussian_like
 from geomon.kernels.moments import drift_norm, mean_square_norm
+from geomon.kernels.neighbourhoods import LocalIsotropy
 from geomon.kernels.neighbours import nearest
-from geomon.kernels.spectrum import anisotropy, effective_rank, participation_ratio
+from geomon.kernels.spectrum import anisotropy, effective_rank, participation_ratio, power_law
 from geomon.kernels.token_types import TokenTypes
-from geomon.metrics.views import DERIVED, NEAR, parameters
+from geomon.metrics.between_layers import neighbour_overlap
+from geomon.metrics.last_tokens import at_last
+from geomon.metrics.views import DERIVED, NEAR, is_view, parameters
 from geomon.record import tags
 
 Metric = Callable[..., Any]
@@ -150,6 +153,34 @@ def gride(neighbours: Tensor, far_neighbours: Tensor) -> dict[str, Tensor]:
     return {f"k{k}": value for k, value in zip([*near, *far], estimates, strict=True)}
 
 
+def alpha(spectrum: Tensor) -> dict[str, Tensor]:
+    """Decay of the spectrum: minus the slope of log eigenvalue on log rank, ranks 11 to 100.
+
+    Part `r_squared`: how well a power law fits.
+    """
+    fit = power_law(spectrum)
+    return {"": fit.alpha, "r_squared": fit.r_squared}
+
+
+def local_dimension(local_dimensions: Tensor) -> dict[str, Tensor | float]:
+    """Mean over tokens of TwoNN on the 64 nearest rows of each, copies taken out.
+
+    Parts: `spread`, the standard deviation over tokens; `n`, how many tokens were looked around.
+    """
+    spread = local_dimensions.std() if len(local_dimensions) > 1 else torch.nan
+    return {"": local_dimensions.mean(), "spread": spread, "n": len(local_dimensions)}
+
+
+def local_anisotropy(local_shapes: LocalIsotropy) -> Tensor:
+    """Mean over tokens of the anisotropy of the 64 nearest rows of each about their mean."""
+    return local_shapes.anisotropy.mean()
+
+
+def local_cosine(local_shapes: LocalIsotropy) -> Tensor:
+    """Mean over tokens of the mean cosine of the 64 nearest rows of each about their mean."""
+    return local_shapes.cosine.mean()
+
+
 METRICS: dict[str, Metric] = {
     "anisotropy": anisotropy,
     "anisotropy_no_sinks": anisotropy_no_sinks,
@@ -182,10 +213,21 @@ METRICS: dict[str, Metric] = {
     "max_logit": max_logit,
 }
 
+# Sequences from which the spectrum of their last tokens means anything. With 64 rows of 768 columns
+# whose eigenvalues fall as 1 / rank, alpha comes out as 0.8 in place of 1.
+_ENOUGH_SEQUENCES = 64
+
 # Metrics that cost as much as several others: METRICS | MORE_METRICS has them all.
 MORE_METRICS: dict[str, Metric] = {
     "attention_median": attention_median,
     "twonn_gaussian": twonn_gaussian,
+    "alpha": alpha,
+    "alpha_last": at_last(alpha, at_least=_ENOUGH_SEQUENCES),
+    "effective_rank_last": at_last(effective_rank, at_least=_ENOUGH_SEQUENCES),
+    "local_dimension": local_dimension,
+    "local_anisotropy": local_anisotropy,
+    "local_cosine": local_cosine,
+    "neighbour_overlap": neighbour_overlap,
 }
 
 
@@ -235,11 +277,11 @@ def _check(name: str, function: Metric) -> None:
     if not callable(function):
         raise TypeError(f"metric '{name}' is {function!r}: expected a function of views")
     asked = parameters(function)
-    unknown = [view for view in asked if view not in CAPTURED and view not in DERIVED]
+    unknown = [view for view in asked if not is_view(view)]
     if unknown:
         raise ValueError(
             f"metric '{name}' asks for {_quoted(unknown)}, which is no view; there are "
-            f"{', '.join([*CAPTURED, *DERIVED])}"
+            f"{', '.join([*CAPTURED, *DERIVED])}, and last_... of those that are made of rows"
         )
     if not asked:
         raise ValueError(

@@ -2,8 +2,9 @@
 
 *Captured views* are what the window kept (`geomon.capture.snapshot`). *Derived views* are functions
 whose parameter names are other views. A derived view is computed when it is first asked for and is
-then kept, so that metrics share what is expensive. Where a derived view has several alternatives,
-the first one whose captured views are there is taken.
+then kept, so that metrics share what is expensive. What is made of rows is there a second time of
+the last token of each sequence, under its name with "last_" before it. Where a derived view has
+several alternatives, the first one whose captured views are there is taken.
 """
 
 import functools
@@ -29,6 +30,12 @@ from geomon.kernels.half_samples import (
 )
 from geomon.kernels.massive import ordinary_rows, share_beyond
 from geomon.kernels.moments import mean_square_norm, variance
+from geomon.kernels.neighbourhoods import (
+    LocalIsotropy,
+    local_dimension,
+    local_isotropy,
+    local_isotropy_differences,
+)
 from geomon.kernels.neighbours import (
     Neighbours,
     content_keys,
@@ -116,6 +123,18 @@ def _far_neighbours(far_nearest: Neighbours) -> Tensor:
     return _two_at_least(far_nearest.distances[:, :FAR])
 
 
+def _members(far_nearest: Neighbours) -> Tensor:
+    return far_nearest.indices[:, :FAR]
+
+
+def _local_dimensions(hidden: Tensor, members: Tensor) -> Tensor:
+    return local_dimension(hidden, members)
+
+
+def _local_shapes(hidden: Tensor, members: Tensor) -> LocalIsotropy:
+    return local_isotropy(hidden, members)
+
+
 def _rounding(hidden: Tensor, neighbours: Tensor, precision: float) -> float:
     # Each number is off by up to half its spacing, evenly: variance spacing^2 / 12, and a
     # difference of two has twice that.
@@ -149,6 +168,16 @@ def _distinct_neighbours(distinct_nearest: Neighbours) -> Tensor:
 
 def _halves(sequences: Tensor) -> HalfSamples:
     return half_samples(sequences)
+
+
+def _half_isotropy(
+    hidden: Tensor, members: Tensor, far_rows: Tensor, halves: HalfSamples
+) -> LocalIsotropy:
+    return local_isotropy_differences(hidden, members, far_rows, halves)
+
+
+def _no_halves(hidden: Tensor) -> HalfSamples:
+    return half_samples(hidden.new_zeros(len(hidden), dtype=torch.int64))
 
 
 def _row_sums(hidden: Tensor, halves: HalfSamples) -> GroupSums:
@@ -248,6 +277,9 @@ DERIVED: dict[str, Callable[..., Any] | tuple[Callable[..., Any], ...]] = {
     "far_rows": _far_rows,  # index of a few unique rows, evenly spread
     "far_nearest": _far_nearest,  # their neighbours to a higher rank
     "far_neighbours": _far_neighbours,  # distances to those
+    "members": _members,  # index of the rows near each of the few rows, itself not among them
+    "local_dimensions": _local_dimensions,  # TwoNN of each of these neighbourhoods
+    "local_shapes": _local_shapes,  # anisotropy and mean cosine of each about its own mean
     "rounding": _rounding,  # distance that rounding alone makes, over the median nearest distance
     "distinct": _distinct,  # index of one unique row for each (token id, position)
     "distinct_nearest": _distinct_nearest,  # neighbours among distinct rows
@@ -255,8 +287,10 @@ DERIVED: dict[str, Callable[..., Any] | tuple[Callable[..., Any], ...]] = {
     "repeated": _repeated,  # share of the rows that repeat a (token id, position)
     "attention": (_attention, score_rows),  # reduced softmax rows: AttentionRows
     "halves": _halves,  # ways of cutting the rows into halves of whole sequences
+    "known_halves": (_halves, _no_halves),  # the same; no way where the sequences are not known
     "row_sums": _row_sums,  # sums of the rows and their directions over groups of sequences
     "half_anisotropy": _half_anisotropy,  # differences of the anisotropy between halves
+    "half_isotropy": _half_isotropy,  # the same of the isotropy of neighbourhoods
     "half_ratios": _half_ratios,  # ratios of distances within each row's half, by rank
     "far_half_ratios": _far_half_ratios,  # the same at larger scales, of a few rows
     "distinct_half_ratios": _distinct_half_ratios,  # the same of distinct rows
@@ -266,6 +300,10 @@ DERIVED: dict[str, Callable[..., Any] | tuple[Callable[..., Any], ...]] = {
     "key_sums": _key_sums,  # the same of the keys
     "attention_halves": (_attention_halves, _score_halves),  # ways of cutting the attention rows
 }
+
+
+# Beginning of the names of views of the last token of each sequence.
+_LAST = "last_"
 
 
 def alternatives(name: str) -> tuple[Callable[..., Any], ...]:
@@ -313,15 +351,49 @@ def captured_views(names: Iterable[str]) -> set[str]:
     for name in names:
         if name in CAPTURED:
             leaves.add(name)
-        else:
+        elif name in DERIVED:
             leaves |= captured_views(
                 view for function in alternatives(name) for view in parameters(function)
             )
+        else:
+            leaves |= {f"{_LAST}{leaf}" for leaf in captured_views([_of_rows(name)])}
     return leaves
 
 
+def is_view(name: str) -> bool:
+    """Return whether there is a view of that name.
+
+    Args:
+        name: Any name; "last_spectrum", say, is the spectrum of the last tokens.
+    """
+    known = name in CAPTURED or name in DERIVED
+    return known or (name.startswith(_LAST) and has_last(name.removeprefix(_LAST)))
+
+
+def has_last(name: str) -> bool:
+    """Return whether a view is made of rows alone, so that the last tokens have it too.
+
+    Args:
+        name: Name of a view.
+    """
+    if name not in CAPTURED and name not in DERIVED:
+        return False
+    return {CAPTURED[view] for view in captured_views([name])} == {"hidden"}
+
+
+def _of_rows(name: str) -> str:
+    """Name the view of all rows that a view of the last tokens stands for.
+
+    Raises:
+        KeyError: There is no view of that name.
+    """
+    if not is_view(name):
+        raise KeyError(name)
+    return name.removeprefix(_LAST)
+
+
 class MissingViewError(LookupError):
-    """A view was not captured at this layer; the message says which one and why."""
+    """A view was not captured at this layer, or not enough of it; the message says why."""
 
 
 class LayerViews:
@@ -329,10 +401,12 @@ class LayerViews:
 
     Args:
         layer: The layer with its captured views.
+        prefix: Beginning of the names of these views outside: "last_" for those of last tokens.
     """
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: Layer, prefix: str = "") -> None:
         self._layer = layer
+        self._prefix = prefix
         self._derived: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
@@ -347,10 +421,21 @@ class LayerViews:
             return captured[name]
         if name in CAPTURED:
             reason = self._layer.missing.get(name, "it was not seen")
-            raise MissingViewError(f"'{name}' is missing: {reason}")
+            raise MissingViewError(f"'{self._prefix}{name}' is missing: {reason}")
+        if name not in DERIVED:
+            return self._last[_of_rows(name)]
         if name not in self._derived:
             self._derived[name] = self.apply(self._function_for(name))
         return self._derived[name]
+
+    @functools.cached_property
+    def _last(self) -> "LayerViews":
+        """The views of the last tokens, under the names that those of all rows have."""
+        captured, missing = (
+            {_of_rows(name): value for name, value in views.items() if CAPTURED[name] == "last"}
+            for views in (self._layer.captured, self._layer.missing)
+        )
+        return LayerViews(replace(self._layer, captured=captured, missing=missing), _LAST)
 
     def apply(self, function: Callable[..., Any]) -> Any:
         """Call a function with the views that its parameters name.

@@ -375,7 +375,7 @@ def test_encoder_and_decoder_are_apart_and_cross_attention_has_layers():
     ]
     assert layers["encoder", 1].captured["hidden"].shape == (32, 32)  # 4 of 36 are padding
     assert layers["decoder", 1].captured["hidden"].shape == (24, 32)
-    assert layers["decoder", 0].sources == {"hidden"}
+    assert layers["decoder", 0].sources == {"hidden", "last"}
     cross = layers["cross", 2]
     assert cross.sources == {"attention", "projection"}
     assert cross.name == "decoder.layers.1.multihead_attn"
@@ -597,7 +597,7 @@ def test_blocks_without_attention_are_asked_for_hidden_states_alone():
     with torch.no_grad(), window(model) as seen:
         model(batch())
     layers = seen.snapshot().layers
-    assert layers[2].sources == {"hidden"}
+    assert layers[2].sources == {"hidden", "last"}
     assert layers[2].missing == {}
     assert "query" in layers[3].captured
 
@@ -931,7 +931,7 @@ def test_memory_is_held_by_keeping_fewer_rows_and_said(name, megabytes):
         model(ids)
     snapshot = seen.snapshot()
     assert 16 < snapshot.info.tokens < 1024
-    assert 0.3 * megabytes * 1e6 < kept_bytes(snapshot) <= megabytes * 1e6
+    assert 0.25 * megabytes * 1e6 < kept_bytes(snapshot) <= megabytes * 1e6
     text = next(n.text for n in snapshot.info.notes if n.kind == "rows thinned for memory")
     assert text.startswith(f"at most {snapshot.info.tokens} rows instead of 1024 are kept")
     assert "query" in snapshot.layers[1].captured  # attention is seen with fewer rows, too

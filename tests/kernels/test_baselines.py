@@ -7,8 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from geomon.kernels.baselines import gaussian_like, isotropic_anisotropy, isotropic_cosine_quantile
-from geomon.kernels.spectrum import anisotropy, spectrum
+from geomon.kernels.baselines import (
+    gaussian_like,
+    isotropic_anisotropy,
+    isotropic_cosine_quantile,
+    isotropic_spectrum,
+)
+from geomon.kernels.spectrum import anisotropy, effective_rank, power_law, spectrum
 
 few_examples = settings(deadline=None, derandomize=True, max_examples=30)
 
@@ -163,3 +168,30 @@ def test_gaussian_like_refuses_negative_eigenvalues_and_no_rows():
         gaussian_like(torch.tensor([1.0, -0.5]), 5, generator())
     with pytest.raises(ValueError, match="at least 1 token, got 0"):
         gaussian_like(torch.ones(2), 0, generator())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width"), [(500, 100), (100, 500), (200, 200), (1000, 20), (64, 768)]
+)
+def test_the_isotropic_spectrum_is_that_of_samples(tokens, width):
+    samples = torch.stack([spectrum(normal(tokens, width, seed=i)) for i in range(12)])
+    rank = min(tokens - 1, width)
+    found = isotropic_spectrum(tokens, width)
+    assert found.shape == (rank,)
+    assert (found.diff() <= 0).all()
+    mean = samples.mean(dim=0)[:rank]
+    torch.testing.assert_close(found, mean, rtol=0.02, atol=0.02 * mean[0].item())
+    ranks = torch.stack([effective_rank(own) for own in samples]).mean().item()
+    assert effective_rank(found).item() == pytest.approx(ranks, rel=0.01)
+    if rank > 50:
+        alpha = torch.stack([power_law(own).alpha for own in samples]).mean().item()
+        assert power_law(found).alpha.item() == pytest.approx(alpha, rel=0.03)
+
+
+def test_the_isotropic_spectrum_has_the_trace_of_a_covariance():
+    for tokens, width in ((4096, 768), (50, 50), (100, 20), (60, 9)):
+        total = isotropic_spectrum(tokens, width).sum().item()
+        assert total == pytest.approx(width * (tokens - 1) / tokens, rel=0.01)
+    for tokens, width in ((1, 5), (5, 0)):
+        with pytest.raises(ValueError, match="at least 2 tokens"):
+            isotropic_spectrum(tokens, width)

@@ -13,6 +13,7 @@ from geomon.kernels.spectrum import (
     effective_rank,
     leading_share,
     participation_ratio,
+    power_law,
     spectrum,
 )
 
@@ -276,3 +277,66 @@ def test_leading_share_of_a_sphere_that_one_vector_exhausts(monkeypatch):
     ).Q
     rows = torch.cat([turned, -turned])
     assert leading_share(rows).item() == pytest.approx(1 / width, rel=1e-9)
+
+
+# -- power law -------------------------------------------------------------------------------------
+
+
+def fitted_by_numpy(values, first, last):
+    """Weighted least squares with weights 1 / rank, by a solver for rows scaled by their roots."""
+    rank = np.arange(first, last + 1)
+    root = rank**-0.5
+    design = np.stack([np.log(rank), np.ones(len(rank))], axis=1) * root[:, None]
+    y = np.log(np.asarray(values)[first - 1 : last])
+    (slope, offset), *_ = np.linalg.lstsq(design, y * root, rcond=None)
+    left = np.average((y - slope * np.log(rank) - offset) ** 2, weights=1 / rank)
+    mean = np.average(y, weights=1 / rank)
+    return -slope, 1 - left / np.average((y - mean) ** 2, weights=1 / rank)
+
+
+@few_examples
+@given(st.integers(0, 10**6), st.sampled_from([128, 400, 60, 24]), st.floats(0.1, 3))
+def test_the_power_law_is_the_weighted_fit_over_ranks_11_to_100(seed, width, alpha):
+    noise = 0.1 * normal(width, seed=seed)
+    values = (-alpha * torch.arange(1, width + 1).double().log() + noise).exp()
+    values = values.sort(descending=True).values
+    fit = power_law(values)
+    last = {128: 100, 400: 100, 60: 48, 24: 19}[width]
+    expected = fitted_by_numpy(values, 11, last)
+    assert fit.alpha.item() == pytest.approx(expected[0], rel=1e-9)
+    assert fit.r_squared.item() == pytest.approx(expected[1], rel=1e-9)
+    scaled = power_law(values * 1e-30)
+    assert scaled.alpha.item() == pytest.approx(fit.alpha.item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("alpha", [0.5, 1.0, 2.0])
+def test_rows_of_a_power_law_give_its_exponent_also_far_from_the_origin(alpha):
+    lambdas = np.arange(1, 129.0) ** -alpha
+    rows = with_spectrum(600, lambdas) + 1e3
+    fit = power_law(spectrum(rows))
+    assert fit.alpha.item() == pytest.approx(alpha, rel=1e-6)
+    assert fit.r_squared.item() == pytest.approx(1, abs=1e-9)
+    # In float32 the tail of a covariance about the origin is rounding.
+    naive = torch.linalg.eigvalsh((rows.float().T @ rows.float()) / 600 - 1e6).flip(0).clamp(min=0)
+    assert not abs(power_law(naive.double()).alpha.item() / alpha - 1) < 0.05
+
+
+def test_directions_without_variance_are_no_part_of_the_law():
+    """A norm takes one direction away, few rows take many: rounding there is no tail."""
+    lambdas = np.arange(1, 65.0) ** -1.0
+    rows = torch.cat([with_spectrum(300, lambdas), torch.zeros(300, 90)], dim=1)
+    turned = rows @ torch.linalg.qr(normal(154, 154, seed=5)).Q
+    fit = power_law(spectrum(turned))
+    assert fit.alpha.item() == pytest.approx(1, rel=1e-6)
+
+
+def test_where_there_is_no_power_law():
+    assert all(value.isnan() for value in power_law(descending(range(1, 19))))
+    assert power_law(descending(range(1, 20))).alpha.isfinite()  # ranks 11 to 15
+    flat = power_law(torch.ones(200))
+    assert flat.alpha.item() == pytest.approx(0, abs=1e-12)
+    assert power_law(torch.zeros(200)).alpha.isnan()
+    with pytest.raises(ValueError, match="counted from 1"):
+        power_law(torch.ones(200), first=0)
+    with pytest.raises(ValueError, match="eigenvalues"):
+        power_law(torch.ones(2, 200))

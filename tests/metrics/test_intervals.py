@@ -12,8 +12,9 @@ from geomon.capture.snapshot import CAPTURED, ROW_VIEWS, Layer
 from geomon.kernels.half_samples import half_samples, margin
 from geomon.kernels.moments import drift_norm
 from geomon.metrics import Evaluator, select
+from geomon.metrics.between_layers import BetweenLayers
 from geomon.metrics.cautions import cautions
-from geomon.metrics.intervals import DIFFERENCES, by_part
+from geomon.metrics.intervals import DIFFERENCES, by_part, differences_of
 from geomon.metrics.views import LayerViews, captured_views, parameters
 
 # Metrics without an interval. Of the first four a cheap one would need the eigenvectors of every
@@ -22,6 +23,7 @@ WITHOUT = {
     "effective_rank", "participation_ratio", "query_anisotropy", "key_anisotropy",
     "within_variance", "between_variance", "norm_variance_slope", "sink_share", "max_logit",
     "attention_median", "twonn_gaussian",
+    "alpha", "alpha_last", "effective_rank_last",
 }  # fmt: skip
 
 
@@ -34,7 +36,9 @@ def cloud(sequences=20, length=30, width=6, seed=0):
 
 def test_every_metric_has_an_interval_or_is_known_to_have_none():
     every = METRICS | MORE_METRICS
-    assert {name for name, metric in every.items() if metric not in DIFFERENCES} == WITHOUT
+    between = {name for name, metric in every.items() if isinstance(metric, BetweenLayers)}
+    lacking = {name for name, metric in every.items() if differences_of(metric) is None}
+    assert lacking - between == WITHOUT
     assert set(DIFFERENCES) <= set(every.values())
 
 
@@ -57,6 +61,29 @@ def test_a_model_has_margins_at_every_layer_and_of_the_mean():
     assert values["twonn/mean/censored/margin"] > 0
     for name in WITHOUT:
         assert f"{name}/mean/margin" not in values
+
+
+def test_the_interval_of_the_local_dimension_counts_on_other_neighbours():
+    """Sequences differ in dimension: the mean over tokens alone is several times too sure."""
+    generator = torch.Generator().manual_seed(4)
+    kinds = torch.randn(12, 8, generator=generator)
+
+    def draw(seed):
+        own = torch.Generator().manual_seed(seed)
+        scale = torch.rand(16, 1, 8, generator=own) ** 2
+        centre = torch.randn(16, 1, 8, generator=own)
+        ids = torch.randint(0, 12, (16, 32), generator=own)
+        rows = kinds[ids] + centre + scale * torch.randn(16, 32, 8, generator=own)
+        return rows.flatten(0, 1), torch.arange(16).repeat_interleave(32)
+
+    metrics = select("local_dimension")
+    found = [
+        geometry(rows, sequences=numbers, metrics=metrics) for rows, numbers in map(draw, range(8))
+    ]
+    values = [one["local_dimension"] for one in found]
+    margins = [one["local_dimension/margin"] for one in found]
+    spread = 1.96 * torch.tensor(values).std().item()
+    assert 0.5 * spread < sum(margins) / len(margins) < 2 * spread
 
 
 def test_a_margin_is_that_of_the_differences_between_the_halves():

@@ -14,8 +14,9 @@ from geomon.kernels import dimension
 from geomon.kernels.baselines import gaussian_like
 from geomon.kernels.dimension import twonn_censored
 from geomon.metrics import Evaluator
+from geomon.metrics.between_layers import BetweenLayers
 from geomon.metrics.table import check_metrics
-from geomon.metrics.views import DERIVED, LayerViews, captured_views, parameters
+from geomon.metrics.views import DERIVED, LayerViews, captured_views, is_view, parameters
 
 ALL = METRICS | MORE_METRICS
 
@@ -31,7 +32,7 @@ def test_every_metric_reads_known_views_and_says_what_it_is(name):
     metric = ALL[name]
     asked = parameters(metric)
     assert asked
-    assert set(asked) <= CAPTURED.keys() | DERIVED.keys()
+    assert all(map(is_view, asked))
     assert inspect.getdoc(metric)
 
 
@@ -70,6 +71,13 @@ def test_every_metric_comes_out_for_a_plain_decoder(name, values):
         ("query_anisotropy", 0, 1),
         ("key_anisotropy", 0, 1),
         ("attention_sink", 0, 1),
+        ("neighbour_overlap", 0, 1),
+        ("alpha", 0, math.inf),
+        ("alpha_last", 0, math.inf),
+        ("effective_rank_last", 1, 32),
+        ("local_dimension", 0, math.inf),
+        ("local_anisotropy", 1 / 63, 1),
+        ("local_cosine", -1 / 63, 1),
     ],
 )
 def test_values_are_in_the_range_that_the_docstring_states(name, low, high, values):
@@ -240,7 +248,8 @@ def test_a_range_is_asked_of_every_layer_and_of_the_mean(name, low, high, values
         assert low <= found[tag] <= high + 1e-9, tag
     of_heads = name.startswith(("qk", "query", "key", "attention"))
     assert bool(heads) == of_heads
-    assert (f"{name}/layer_00" in plain) != of_heads
+    of_layers_alone = of_heads or isinstance(ALL[name], BetweenLayers)
+    assert (f"{name}/layer_00" in plain) != of_layers_alone
 
 
 def test_metrics_that_are_named_for_a_part_read_that_part():
@@ -290,6 +299,53 @@ def test_large_scales_stand_on_256_evenly_spread_rows():
     assert few["far_neighbours"].shape == (100, 64)
 
 
+def test_neighbourhoods_are_the_64_nearest_of_256_tokens_without_copies_and_themselves():
+    rows = torch.randn(700, 12, generator=torch.Generator().manual_seed(9)).double()
+    views = made(torch.cat([rows, rows[:70]]))
+    assert views["members"].shape == (256, 64)
+    apart = torch.cdist(rows, rows).fill_diagonal_(math.inf)
+    members = apart.topk(64, largest=False).indices
+    values, shares, cosines = [], [], []
+    for index in [place * 699 // 255 for place in range(256)]:
+        own = rows[members[index]]
+        inner = torch.cdist(own, own).fill_diagonal_(math.inf).topk(2, largest=False).values
+        values.append(dimension.twonn(inner).item())
+        centred = own - own.mean(dim=0)
+        squares = torch.linalg.svdvals(centred).square()
+        shares.append((squares[0] / squares.sum()).item())
+        unit = torch.nn.functional.normalize(centred, dim=1)
+        cosines.append((((unit @ unit.T).sum() - 64) / 64 / 63).item())
+    found = views.apply(MORE_METRICS["local_dimension"])
+    assert found[""].item() == pytest.approx(np.mean(values))
+    assert found["spread"].item() == pytest.approx(np.std(values, ddof=1))
+    assert found["n"] == 256
+    assert views.apply(MORE_METRICS["local_anisotropy"]).item() == pytest.approx(np.mean(shares))
+    assert views.apply(MORE_METRICS["local_cosine"]).item() == pytest.approx(np.mean(cosines))
+
+
+@pytest.mark.parametrize("rows", [300, 40])
+def test_the_nulls_of_neighbourhoods_are_those_of_noise(rows):
+    generator = torch.Generator().manual_seed(10)
+    names = ("local_dimension", "local_anisotropy", "local_cosine")
+    metrics = {name: ALL[name] for name in names}
+    draws = 1600 // rows
+    found = [
+        geometry(torch.randn(rows, 10, generator=generator), metrics=metrics) for _ in range(draws)
+    ]
+    for name in names:
+        values = np.array([one[name] for one in found])
+        error = 4 * values.std(ddof=1) / draws**0.5 + 0.02 * abs(values.mean())
+        assert found[0][f"{name}/null"] == pytest.approx(values.mean(), abs=error)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_neighbourhoods_of_too_few_rows_are_explained(count):
+    rows = torch.randn(count, 5, generator=torch.Generator().manual_seed(11)).repeat(5, 1)
+    values = geometry(rows, metrics={"local_dimension": ALL["local_dimension"]})
+    assert math.isnan(values["local_dimension"])
+    assert any("rows differ from one another" in note for note in values.notes)
+
+
 def test_any_discard_is_a_metric_of_ones_own():
     # As in docs/metrics.md, which says with which published values each discard compares.
     def twonn_20(neighbours, duplicates):
@@ -300,7 +356,7 @@ def test_any_discard_is_a_metric_of_ones_own():
     values = geometry(rows, metrics=METRICS | {"twonn_20": twonn_20})
     apart = (rows[:, None] - rows).norm(dim=2)
     mu = apart.sort(dim=1).values[:, 1:3].log().diff(dim=1)[:, 0].sort().values
-    kept = int(500 * (1 - 0.8))
+    kept = 100
     y = -torch.log1p(-torch.arange(1, kept + 1).double() / 500)
     expected = (mu[:kept] * y).sum() / mu[:kept].square().sum()
     assert values["twonn_20"] == pytest.approx(expected.item(), rel=1e-6)

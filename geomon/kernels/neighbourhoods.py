@@ -1,0 +1,333 @@
+"""Geometry of small neighbourhoods, each a set of rows of its own: dimension, isotropy, overlap."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from geomon.kernels._blocks import BLOCK, require_rows, rows_in_block
+from geomon.kernels.dimension import twonn_of_each
+from geomon.kernels.half_samples import HalfSamples
+
+# Relative error of a squared distance above which it is computed again, from differences.
+_TOLERANCE = 1e-10
+
+# Directions in which the leading eigenvalue of a part of a neighbourhood is looked for.
+_DIRECTIONS = 8
+
+
+class LocalIsotropy(NamedTuple):
+    """Isotropy of each neighbourhood about its own mean, in float64.
+
+    Attributes:
+        anisotropy: Share of the variance along the leading direction, [neighbourhoods].
+        cosine: Mean cosine over all pairs of rows, [neighbourhoods].
+    """
+
+    anisotropy: Tensor
+    cosine: Tensor
+
+
+def local_dimension(rows: Tensor, members: Tensor, *, discard: float = 0.1) -> Tensor:
+    """Estimate the intrinsic dimension of each neighbourhood by TwoNN.
+
+    Each neighbourhood is a data set of its own: the two nearest of a row are looked for among the
+    members alone (Ruppik et al., 2506.01034, with the 64 or 128 nearest of a token, the token
+    itself not among them). All distances inside come from one Gram matrix of the centred members in
+    float64; those that its rounding may have changed by more than 1e-10, of near-duplicates, from
+    differences of the rows. Range [0, inf); a neighbourhood of L rows on the exact model scatters
+    by about 1.1 d / sqrt(L). Copies are left out: take them out before the neighbours are searched.
+
+    Args:
+        rows: Finite rows, [tokens, width].
+        members: Indices of the rows of each neighbourhood, int64, [neighbourhoods, size].
+        discard: Share of the largest ratios that is dropped, in [0, 1).
+
+    Returns:
+        [neighbourhoods], float64; NaN with fewer than 3 different rows, inf where the two
+        distances are equal at every row.
+
+    Raises:
+        ValueError: `rows` is not a floating-point matrix, `members` is not a matrix of integers, or
+            `discard` is outside [0, 1).
+
+    Example:
+        >>> plane = torch.rand(400, 2, generator=torch.Generator().manual_seed(0))
+        >>> bool(1.5 < local_dimension(plane, torch.arange(400)[None])[0] < 2.5)
+        True
+    """
+    found = [rows.new_empty(0, dtype=torch.float64)]
+    for part, centred, scale in _neighbourhoods(rows, members):
+        if part.shape[1] < 3:
+            found.append(found[0].new_full((len(part),), torch.nan))
+            continue
+        squared = _squared_distances(rows, part, centred, scale)
+        found.append(twonn_of_each(_two_nearest(squared), discard))
+    return torch.cat(found)
+
+
+def local_dimension_differences(
+    rows: Tensor, members: Tensor, own: Tensor, halves: HalfSamples, discard: float = 0.1
+) -> Tensor:
+    """Compare the mean of `local_dimension` over the tokens of the two halves, for each way.
+
+    Of each neighbourhood the members that are in the half of its token count, about every second
+    one: in the neighbours of a token as in the tokens themselves the sequences are others.
+
+    Args:
+        rows: Finite rows, [tokens, width].
+        members: Indices of the rows of each neighbourhood, int64, [neighbourhoods, size].
+        own: Index of the token that each neighbourhood is of, int64, [neighbourhoods].
+        halves: The groups of the rows, and the ways.
+        discard: Share of the largest ratios that is dropped, in [0, 1).
+
+    Returns:
+        [ways], float64; NaN where a half has no token with at least 3 neighbours of the half.
+    """
+    side = halves.first[:, halves.group[own]]
+    values = rows.new_full((len(side), len(own)), torch.nan, dtype=torch.float64)
+    start = 0
+    for part, centred, scale in _neighbourhoods(rows, members):
+        if part.shape[1] < 3:
+            break
+        squared = _squared_distances(rows, part, centred, scale)
+        place = slice(start, start + len(part))
+        start += len(part)
+        for way, inside in enumerate(_of_own_half(halves, part, side[:, place])):
+            values[way, place] = _in_half(squared, inside, discard)
+    return _mean_differences(values, side)
+
+
+def local_isotropy_differences(
+    rows: Tensor, members: Tensor, own: Tensor, halves: HalfSamples
+) -> LocalIsotropy:
+    """Compare the means of `local_isotropy` over the tokens of the two halves, for each way.
+
+    As `local_dimension_differences`. The leading eigenvalue of the members in a half is looked for
+    in the space of the leading eight directions of the neighbourhood.
+
+    Args:
+        rows: Finite rows, [tokens, width].
+        members: Indices of the rows of each neighbourhood, int64, [neighbourhoods, size].
+        own: Index of the token that each neighbourhood is of, int64, [neighbourhoods].
+        halves: The groups of the rows, and the ways.
+
+    Returns:
+        Differences of both, [ways]; NaN where a half has no token with 2 neighbours of the half.
+    """
+    side = halves.first[:, halves.group[own]]
+    values = rows.new_full((2, len(side), len(own)), torch.nan, dtype=torch.float64)
+    start = 0
+    for part, centred, _ in _neighbourhoods(rows, members):
+        if part.shape[1] < 2:
+            break
+        gram = centred @ centred.transpose(1, 2)
+        squares, vectors = torch.linalg.eigh(gram)
+        leading = vectors[:, :, -_DIRECTIONS:]
+        leading = leading * squares[:, None, -_DIRECTIONS:].clamp(min=0).sqrt()
+        place = slice(start, start + len(part))
+        start += len(part)
+        for way, inside in enumerate(_of_own_half(halves, part, side[:, place])):
+            values[:, way, place] = torch.stack(_isotropy_in_half(gram, leading, inside.double()))
+    return LocalIsotropy(*(_mean_differences(found, side) for found in values))
+
+
+def local_isotropy(rows: Tensor, members: Tensor) -> LocalIsotropy:
+    """Compute the anisotropy and the mean cosine of each neighbourhood about its own mean.
+
+    `anisotropy` and `cosine` of the rows of a neighbourhood after their mean is subtracted: what is
+    anisotropic as a whole can be isotropic near every token (Razzhigaev et al., 2311.05928, section
+    3.1). The anisotropy is in [1 / (size - 1), 1]; of an isotropic Gaussian in width d it is about
+    (1 + sqrt(d / size))^2 / d. The cosine is about -1 / (size - 1) wherever rows lie evenly around
+    their mean; far above it where a few rows lie apart from the others.
+
+    Args:
+        rows: Finite rows, [tokens, width].
+        members: Indices of the rows of each neighbourhood, int64, [neighbourhoods, size].
+
+    Returns:
+        Both for each neighbourhood; NaN where all its rows are equal.
+
+    Raises:
+        ValueError: `rows` is not a floating-point matrix, or `members` not a matrix of integers.
+
+    Example:
+        >>> cross = torch.tensor([[2.0, 0.0], [-2.0, 0.0], [0.0, 1.0], [0.0, -1.0]]) + 10
+        >>> found = local_isotropy(cross, torch.arange(4)[None])
+        >>> round(found.anisotropy.item(), 6), round(found.cosine.item(), 6)
+        (0.8, -0.333333)
+    """
+    anisotropy, cosine = ([rows.new_empty(0, dtype=torch.float64)] for _ in range(2))
+    for part, centred, _ in _neighbourhoods(rows, members):
+        wide = rows.shape[1] > part.shape[1]
+        other = centred.transpose(1, 2)
+        gram = centred @ other if wide else other @ centred
+        if gram.shape[1] == 0:  # a neighbourhood without rows
+            nothing = gram.new_full((len(part),), torch.nan)
+            anisotropy.append(nothing)
+            cosine.append(nothing)
+            continue
+        trace = gram.diagonal(dim1=1, dim2=2).sum(dim=1)
+        anisotropy.append(torch.linalg.eigvalsh(gram)[:, -1] / trace)
+        norms = torch.linalg.vector_norm(centred, dim=2)
+        directed = norms > 0
+        inverse = torch.where(directed, 1 / norms, 0)
+        total = (centred.transpose(1, 2) @ inverse[:, :, None]).squeeze(2)
+        n = directed.sum(dim=1).double()
+        cosine.append((total.square().sum(dim=1) - n) / (n * (n - 1)))
+    return LocalIsotropy(torch.cat(anisotropy), torch.cat(cosine))
+
+
+def neighbour_overlap(one: Tensor, other: Tensor) -> Tensor:
+    """Compute the share of the neighbours of each row that two lists have in common.
+
+    |N(i) and M(i)| / k: of two layers, how little the block between them rearranges what is near
+    what (data overlap, Doimo et al. 2020; Viswanathan et al., 2501.10573). Range [0, 1]; lists that
+    know nothing of one another share k / (n - 1) of n rows.
+
+    Args:
+        one: Neighbours of each row by index, no index twice, int64, [rows, k].
+        other: Neighbours of the same rows elsewhere, int64, [rows, k].
+
+    Returns:
+        [rows], float64; NaN where k is 0.
+
+    Raises:
+        ValueError: The two are not matrices of one shape.
+
+    Example:
+        >>> neighbour_overlap(torch.tensor([[1, 2, 5, 6]]), torch.tensor([[2, 3, 7, 8]])).item()
+        0.25
+    """
+    if one.ndim != 2 or one.shape != other.shape:
+        raise ValueError(
+            "expected two lists of neighbours of one shape [rows, k], got "
+            f"{list(one.shape)} and {list(other.shape)}"
+        )
+    common = [one.new_empty(0, dtype=torch.float64)]
+    step = rows_in_block(max(1, one.shape[1] ** 2))
+    for mine, theirs in zip(one.split(step), other.split(step), strict=True):
+        same = (mine[:, :, None] == theirs[:, None, :]).sum(dim=(1, 2))
+        common.append(same.double() / one.shape[1] if one.shape[1] else same * torch.nan)
+    return torch.cat(common)
+
+
+def _neighbourhoods(rows: Tensor, members: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Centre neighbourhoods in float64, some at a time: [neighbourhoods, size, width].
+
+    The first row is subtracted before the mean is taken: far from the origin nothing cancels. Each
+    is scaled by a power of two, which is returned with it, [neighbourhoods, 1, 1], to about 1: so
+    no square is beyond float64.
+    """
+    width = require_rows(rows).shape[1]
+    if members.ndim != 2 or members.is_floating_point():
+        raise ValueError(
+            "expected indices of rows, integers [neighbourhoods, size], got "
+            f"{members.dtype} {list(members.shape)}"
+        )
+    size = members.shape[1]
+    for part in members.split(max(1, BLOCK // max(1, size * max(size, width)))):
+        centred = rows[part].double()
+        scale = centred.new_ones(len(part), 1, 1)
+        if part.numel() > 0:
+            centred -= centred[:, :1].clone()
+            exponent = torch.frexp(centred.abs().amax(dim=(1, 2))).exponent.clamp(-1000, 1000)
+            scale = torch.ldexp(scale, -exponent[:, None, None])
+            centred *= scale
+            centred -= centred.mean(dim=1, keepdim=True)
+        yield part, centred, scale
+
+
+def _squared_distances(rows: Tensor, part: Tensor, centred: Tensor, scale: Tensor) -> Tensor:
+    """Compute scaled squared distances inside neighbourhoods, infinite from a row to itself.
+
+    Args:
+        rows: All rows.
+        part: Indices of the rows of each neighbourhood, [neighbourhoods, size].
+        centred: These rows, as `_neighbourhoods` made them.
+        scale: What they were scaled by.
+
+    Returns:
+        [neighbourhoods, size, size].
+    """
+    gram = centred @ centred.transpose(1, 2)
+    norms = gram.diagonal(dim1=1, dim2=2)
+    both = norms[:, :, None] + norms[:, None, :]
+    squared = both - 2 * gram
+    error = (4 + rows.shape[1] ** 0.5) * torch.finfo(torch.float64).eps * both
+    close = (squared * _TOLERANCE <= error).triu(diagonal=1)
+    near, one, other = close.nonzero(as_tuple=True)
+    exact = _squared_differences(rows, part[near, one], part[near, other], scale[near])
+    squared[near, one, other] = squared[near, other, one] = exact
+    squared.diagonal(dim1=1, dim2=2).fill_(torch.inf)
+    return squared
+
+
+def _two_nearest(squared: Tensor) -> Tensor:
+    """Find the two smallest distances of each row, by two searches: ten times as fast as `topk`."""
+    first, place = squared.min(dim=2, keepdim=True)
+    second = squared.scatter(2, place, torch.inf).amin(dim=2, keepdim=True)
+    return torch.cat([first, second], dim=2).sqrt()
+
+
+def _in_half(squared: Tensor, inside: Tensor, discard: float) -> Tensor:
+    """Estimate the dimension of each neighbourhood by those of its members that are inside.
+
+    Args:
+        squared: Squared distances, [neighbourhoods, size, size].
+        inside: True for the members that count, [neighbourhoods, size].
+        discard: Share of the largest ratios that is dropped.
+    """
+    two = _two_nearest(squared.masked_fill(~inside[:, None, :], torch.inf))
+    return twonn_of_each(two.masked_fill(~inside[:, :, None], torch.inf), discard)
+
+
+def _isotropy_in_half(gram: Tensor, leading: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute anisotropy and mean cosine of those members that are inside, about their own mean.
+
+    Args:
+        gram: Products of the members, [neighbourhoods, size, size].
+        leading: Their coordinates along the leading directions, [neighbourhoods, size, directions].
+        inside: 1 for the members that count, else 0, [neighbourhoods, size].
+    """
+    n = inside.sum(dim=1)
+    with_mean = torch.einsum("bij,bj->bi", gram, inside) / n[:, None]
+    mean_square = (with_mean * inside).sum(dim=1) / n
+    norms = gram.diagonal(dim1=1, dim2=2) - 2 * with_mean + mean_square[:, None]
+    norms = norms.clamp(min=0) * inside
+    weight = torch.where(norms > 0, norms.rsqrt(), 0)  # members over their norms
+    total = torch.einsum("bi,bij,bj->b", weight, gram, weight)
+    size = weight.sum(dim=1)
+    total = total - 2 * (weight * with_mean).sum(dim=1) * size + mean_square * size.square()
+    cosine = (total - n) / (n * (n - 1))
+    drift = torch.einsum("bi,bid->bd", inside, leading) / n[:, None]
+    second = torch.einsum("bi,bid,bie->bde", inside, leading, leading)
+    second = second - n[:, None, None] * drift[:, :, None] * drift[:, None, :]
+    top = torch.linalg.eigvalsh(second.nan_to_num(0, 0, 0))[:, -1]  # a half without members
+    known = (n >= 2) & (norms.sum(dim=1) > 0)
+    share = top / norms.sum(dim=1)
+    return torch.where(known, share, torch.nan), torch.where(known, cosine, torch.nan)
+
+
+def _of_own_half(halves: HalfSamples, part: Tensor, side: Tensor) -> Tensor:
+    """Mark the members that are in the half of their token, [ways, neighbourhoods, size]."""
+    return halves.first[:, halves.group[part]] == side[:, :, None]
+
+
+def _mean_differences(values: Tensor, side: Tensor) -> Tensor:
+    """Compare the means of known values over tokens in the two halves, [ways]."""
+    first, second = (torch.where(half, values, torch.nan).nanmean(dim=1) for half in (side, ~side))
+    return first - second
+
+
+def _squared_differences(rows: Tensor, one: Tensor, other: Tensor, scale: Tensor) -> Tensor:
+    """Compute scaled squared distances of pairs of rows by differences of the rows as given."""
+    found = scale.new_empty(len(one))
+    step = rows_in_block(rows.shape[1])
+    for start in range(0, len(one), step):
+        part = slice(start, start + step)
+        difference = rows[one[part]].double() - rows[other[part]].double()
+        difference *= scale[part].squeeze(2)
+        torch.sum(difference.square_(), dim=1, out=found[part])
+    return found

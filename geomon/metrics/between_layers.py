@@ -1,0 +1,207 @@
+"""Metrics that compare a layer with the one before it.
+
+Layers are measured one by one, on one rank or on another, and freed: of each a metric keeps a
+little, and compares it where the values of a reading are put together.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from geomon.kernels import neighbourhoods
+from geomon.kernels.half_samples import HalfSamples
+from geomon.kernels.neighbours import Neighbours
+from geomon.metrics.views import MissingViewError
+
+if TYPE_CHECKING:
+    from geomon.metrics.evaluate import LayerValues
+
+# Nearest rows that are compared: of the 16 that are kept, so many are left where some are copies of
+# others at one of the two layers.
+SHARED = 10
+# Rows whose neighbours are compared, and of which they are kept.
+_ROWS = 1024
+
+_OTHER_ROWS = "its rows are not the tokens that the rows of the layer before it are"
+_COPIES = (
+    "at one of this layer and the one before most rows are copies of others: of no row are "
+    f"{SHARED} of the 16 nearest left to compare"
+)
+_NOTHING_BEFORE = "the layer before it has nothing to compare with"
+
+
+class Comparison(NamedTuple):
+    """What two layers have been found to differ by.
+
+    Attributes:
+        parts: Values by part, "" for the value itself.
+        differences: Estimate on the first half of the sequences minus that on the second, for each
+            way of cutting them.
+    """
+
+    parts: dict[str, float]
+    differences: list[float]
+
+
+class BetweenLayers:
+    """A metric that compares each layer with the one before it in its stack.
+
+    Its value at layer l is about what block l does; the first layer has none.
+
+    Args:
+        keep: Function of views that returns what is kept of a layer; tensors on the host.
+        compare: Function of what was kept of a layer and of the next one.
+    """
+
+    def __init__(self, keep: Callable[..., Any], compare: Callable[[Any, Any], Comparison]) -> None:
+        self.keep = keep
+        self.compare = compare
+        self.__signature__ = inspect.signature(keep)
+        self.__doc__ = inspect.getdoc(keep)
+
+    def __call__(self, *views: Any) -> Any:
+        """Return what is kept of a layer."""
+        return self.keep(*views)
+
+
+def compare_layers(
+    name: str, metric: BetweenLayers, layers: Sequence["LayerValues"], *, strict: bool
+) -> list["LayerValues"]:
+    """Compare what a metric kept of each layer with what it kept of the one before.
+
+    Args:
+        name: Name of the metric.
+        metric: The metric.
+        layers: Values of the layers of one stack, in order of depth.
+        strict: Whether to raise what the metric raises, instead of a missing value.
+
+    Returns:
+        The values of the layers, with those of the metric.
+    """
+    found = [*layers[:1]]
+    for before, layer in pairwise(layers):
+        try:
+            found.append(_compared(name, metric, before, layer))
+        except MissingViewError as error:
+            found.append(replace(layer, unseen={**layer.unseen, name: str(error)}))
+        except Exception as error:
+            if strict:
+                raise
+            reason = str(error) or type(error).__name__
+            found.append(replace(layer, failed={**layer.failed, name: reason}))
+    return found
+
+
+def _compared(
+    name: str, metric: BetweenLayers, before: "LayerValues", layer: "LayerValues"
+) -> "LayerValues":
+    if name not in layer.kept:
+        return layer
+    if name not in before.kept:
+        raise MissingViewError(_NOTHING_BEFORE)
+    pairs = zip(before.kept[name], layer.kept[name], strict=False)
+    found = [metric.compare(*pair) for pair in pairs]
+    each = zip(*(one.differences for one in found), strict=True)
+    differences = [sum(way) / len(found) for way in each]
+    return replace(
+        layer,
+        parts={**layer.parts, name: [one.parts for one in found]},
+        differences={**layer.differences, name: {"": differences} if differences else {}},
+    )
+
+
+# -- overlap of neighbours -------------------------------------------------------------------------
+
+
+class NearRows(NamedTuple):
+    """Neighbours of some rows of a layer, on the host.
+
+    Attributes:
+        positions: Position of every row in its sequence, by which rows are known, [tokens].
+        unique: True for one row of each content, [tokens].
+        rows: Indices of the rows whose neighbours are kept, ascending, [rows].
+        near: Indices of their nearest unique rows, nearest first, int32, [rows, k].
+        halves: Groups of all rows, and the ways of cutting them.
+    """
+
+    positions: Tensor
+    unique: Tensor
+    rows: Tensor
+    near: Tensor
+    halves: HalfSamples
+
+
+def keep_near_rows(
+    nearest: Neighbours, unique_rows: Tensor, positions: Tensor, known_halves: HalfSamples
+) -> NearRows:
+    """Share of the 10 nearest rows of a row that are so before the block too.
+
+    Mean over up to 1,024 rows, at layer l for the rows that enter block l and those that leave it.
+    Copies at either layer are left out of both. Part `n`: how many rows it stands on.
+    """
+    count = len(positions)
+    some = min(count, _ROWS)
+    order = torch.arange(some, dtype=torch.int64, device=unique_rows.device)
+    unique = torch.zeros(count, dtype=torch.bool, device=unique_rows.device)
+    unique[unique_rows] = True
+    rows = order * count // max(some, 1)
+    rows = rows[unique[rows]]
+    near = nearest.indices[torch.searchsorted(unique_rows, rows)]
+    halves = HalfSamples(known_halves.group.cpu(), known_halves.first.cpu())
+    return NearRows(positions.cpu(), unique.cpu(), rows.cpu(), near.int().cpu(), halves)
+
+
+def compare_near_rows(before: NearRows, after: NearRows) -> Comparison:
+    """Compare the neighbours of the rows of a layer with those of the same rows one layer before.
+
+    Args:
+        before: Neighbours where the rows enter the block.
+        after: Neighbours where they leave it.
+
+    Raises:
+        MissingViewError: The rows are not the same tokens, or nearly all are copies of others.
+    """
+    if not torch.equal(before.positions, after.positions):
+        raise MissingViewError(_OTHER_ROWS)
+    unique = before.unique & after.unique
+    rows = after.rows[torch.isin(after.rows, before.rows)]
+    lists = [own.near[torch.searchsorted(own.rows, rows)].long() for own in (before, after)]
+    shares = _shares(lists, [unique[near] for near in lists], SHARED)
+    known = shares[~shares.isnan()]
+    if len(known) == 0:
+        raise MissingViewError(_COPIES)
+    differences = []
+    for way in before.halves.first:
+        side = way[before.halves.group]
+        # In a half about every second neighbour is left.
+        inside = [unique[near] & (side[near] == side[rows, None]) for near in lists]
+        half = _shares(lists, inside, SHARED // 2)
+        first, second = (half[side[rows] == own].nanmean() for own in (True, False))
+        differences.append(float(first - second))
+    return Comparison({"": float(known.mean()), "n": len(known)}, differences)
+
+
+def _shares(lists: Sequence[Tensor], inside: Sequence[Tensor], k: int) -> Tensor:
+    """Compute the overlap of the first k of each list that are inside; NaN where there are fewer.
+
+    Args:
+        lists: Neighbours of the rows at each of the two layers, nearest first, [rows, kept].
+        inside: True for the neighbours that count, in each list.
+        k: Number of neighbours.
+    """
+    enough = (inside[0].sum(dim=1) >= k) & (inside[1].sum(dim=1) >= k)
+    one, other = (
+        near[enough][own[enough] & (own[enough].cumsum(dim=1) <= k)].view(-1, k)
+        for near, own in zip(lists, inside, strict=True)
+    )
+    found = torch.full((len(enough),), torch.nan, dtype=torch.float64, device=enough.device)
+    found[enough] = neighbourhoods.neighbour_overlap(one, other)
+    return found
+
+
+neighbour_overlap = BetweenLayers(keep_near_rows, compare_near_rows)

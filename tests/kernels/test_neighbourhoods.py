@@ -1,0 +1,254 @@
+"""Neighbourhoods against plain references: one at a time, distances by differences."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from geomon.kernels import neighbourhoods
+from geomon.kernels.dimension import twonn, twonn_of_each
+from geomon.kernels.half_samples import half_samples
+from geomon.kernels.neighbourhoods import (
+    local_dimension,
+    local_dimension_differences,
+    local_isotropy,
+    local_isotropy_differences,
+    neighbour_overlap,
+)
+from geomon.kernels.neighbours import nearest
+from geomon.kernels.spectrum import anisotropy, spectrum
+
+few_examples = settings(deadline=None, derandomize=True, max_examples=25)
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def sets(count, size, tokens, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.stack([torch.randperm(tokens, generator=generator)[:size] for _ in range(count)])
+
+
+def two_nearest(points):
+    """Of every point, by differences in float64."""
+    x = points.double().numpy()
+    apart = np.sqrt(np.square(x[:, None] - x[None]).sum(axis=2))
+    np.fill_diagonal(apart, np.inf)
+    return np.sort(apart, axis=1)[:, :2]
+
+
+def twonn_by_hand(points, discard=0.1):
+    """TwoNN as a linear fit through the origin, by numpy."""
+    near, far = two_nearest(points).T
+    x = np.sort(np.log(far[near > 0] / near[near > 0]))
+    kept = min(int(len(x) * (1 - discard)), len(x) - 1)
+    y = -np.log(1 - np.arange(1, kept + 1) / len(x))
+    return np.linalg.lstsq(x[:kept, None], y, rcond=None)[0][0]
+
+
+@pytest.mark.parametrize(
+    ("width", "offset", "dtype"),
+    [(2, 0, torch.float64), (70, 0, torch.float32), (40, 1e3, torch.float32), (9, 1e9, None)],
+)
+def test_the_dimension_is_that_of_each_neighbourhood_alone(width, offset, dtype):
+    rows = (normal(300, width) * torch.arange(1, width + 1) ** -0.5 + offset).to(dtype)
+    members = nearest(rows, 64).indices[:40]
+    found = local_dimension(rows, members)
+    expected = [twonn_by_hand(rows[own]) for own in members]
+    np.testing.assert_allclose(found, expected, rtol=1e-9)
+    if dtype == torch.float32 and offset:  # the naive way: |x|^2 + |y|^2 - 2xy as given
+        own = rows[members[0]]
+        squares = own.square().sum(dim=1)
+        naive = (squares[:, None] + squares - 2 * own @ own.T).clamp(min=1e-9)
+        two = naive.fill_diagonal_(math.inf).sort(dim=1).values[:, :2].sqrt()
+        assert abs(twonn(two).item() / expected[0] - 1) > 0.1
+
+
+def test_it_is_scikit_dimension_pointwise():
+    """Where it is installed: benchmarks/requirements.txt."""
+    estimators = pytest.importorskip("skdim.id")
+    rows = normal(400, 30, seed=1) * torch.arange(1, 31) ** -0.5
+    members = nearest(rows, 64).indices[:30]
+    estimator = estimators.TwoNN(discard_fraction=0.1)
+    expected = estimator.fit_pw(rows.numpy(), precomputed_knn=members.numpy()).dimension_pw_
+    np.testing.assert_allclose(local_dimension(rows, members), expected, rtol=1e-10)
+
+
+@pytest.mark.parametrize("spread", [1e-3, 1e-6, 1e-9, 1e-12])
+def test_near_duplicates_in_a_neighbourhood_keep_their_distances(spread):
+    """The Gram matrix alone has no digit of them left at 1e-9 of the extent."""
+    centres = normal(8, 12, seed=2).repeat_interleave(8, dim=0)
+    rows = centres + spread * normal(64, 12, seed=3)
+    found = local_dimension(rows, torch.arange(64)[None])[0].item()
+    assert found == pytest.approx(twonn_by_hand(rows), rel=1e-9)
+    centred = rows - rows.mean(dim=0)
+    gram = centred @ centred.T
+    squared = (gram.diagonal()[:, None] + gram.diagonal() - 2 * gram).clamp(min=0)
+    two = squared.fill_diagonal_(math.inf).sort(dim=1).values[:, :2].sqrt()
+    if spread <= 1e-9:
+        assert not abs(twonn(two).item() / found - 1) < 0.05
+
+
+def test_a_massive_row_in_a_neighbourhood_costs_no_digit():
+    rows = normal(64, 20, seed=4)
+    rows[5] *= 1e7
+    found = local_dimension(rows, torch.arange(64)[None])[0].item()
+    assert found == pytest.approx(twonn_by_hand(rows), rel=1e-9)
+
+
+@few_examples
+@given(
+    st.integers(3, 40), st.integers(1, 12), st.integers(0, 10**6), st.sampled_from([0, 0.1, 0.5])
+)
+def test_shift_scale_rotation_and_order_change_no_dimension(size, width, seed, discard):
+    rows, members = normal(60, width, seed=seed), sets(4, size, 60, seed)
+    found = local_dimension(rows, members, discard=discard)
+    turn = torch.linalg.qr(normal(width, width, seed=seed + 1)).Q
+    shuffled = members[:, torch.randperm(size, generator=torch.Generator().manual_seed(seed))]
+    other = local_dimension(3e-140 * (rows @ turn + 7), shuffled, discard=discard)
+    torch.testing.assert_close(other, found, rtol=1e-7, atol=0)
+    shape, moved = local_isotropy(rows, members), local_isotropy(1e150 * rows @ turn, shuffled)
+    torch.testing.assert_close(moved, shape, rtol=1e-7, atol=1e-9)
+
+
+def test_halves_are_compared_on_their_own_tokens_and_neighbours():
+    rows = normal(240, 5, seed=6)
+    rows[::9] += 1e-9 * normal(27, 5, seed=8) - rows[::9] + rows[1::9][:27]  # near-duplicates
+    halves = half_samples(torch.arange(240) // 12)
+    own = torch.arange(0, 240, 6)
+    members = nearest(rows, 40, of=own).indices
+    found = local_dimension_differences(rows, members, own, halves)
+    assert found.shape == (15,)
+    for way, groups in zip(found, halves.first, strict=True):
+        inside = groups[halves.group]
+        values = {True: [], False: []}
+        for token, near in zip(own.tolist(), members, strict=True):
+            half = bool(inside[token])
+            values[half].append(twonn_by_hand(rows[near[inside[near] == half]]))
+        expected = np.mean(values[True]) - np.mean(values[False])
+        assert way.item() == pytest.approx(expected, abs=1e-8)
+    few = half_samples(torch.arange(240) // 120)
+    assert local_dimension_differences(rows, members, own, few).shape == (0,)
+    assert local_dimension_differences(rows, members[:, :2], own, halves).isnan().all()
+
+
+@pytest.mark.parametrize("width", [3, 60])
+def test_the_isotropy_of_halves_is_that_of_their_own_members(width):
+    rows = normal(240, width, seed=6) * torch.arange(1, width + 1) ** -1.5 + 100
+    halves = half_samples(torch.arange(240) // 12)
+    own = torch.arange(0, 240, 6)
+    members = nearest(rows, 40, of=own).indices
+    found = local_isotropy_differences(rows, members, own, halves)
+    for way, groups in enumerate(halves.first):
+        inside = groups[halves.group]
+        values = {True: [], False: []}
+        for token, near in zip(own.tolist(), members, strict=True):
+            half = bool(inside[token])
+            exact = local_isotropy(rows, near[inside[near] == half][None])
+            values[half].append(torch.cat(exact))
+        expected = torch.stack(values[True]).mean(dim=0) - torch.stack(values[False]).mean(dim=0)
+        assert found.cosine[way].item() == pytest.approx(expected[1].item(), abs=1e-9)
+        # In eight directions; in three columns these are all.
+        near = 1e-9 if width == 3 else 2e-3
+        assert found.anisotropy[way].item() == pytest.approx(expected[0].item(), abs=near)
+    alone = local_isotropy_differences(rows, members[:, :1], own, halves)
+    assert all(part.isnan().all() for part in alone)
+
+
+@few_examples
+@given(st.integers(1, 5), st.integers(3, 50), st.integers(0, 10**6), st.floats(0, 0.99))
+def test_several_sets_are_fitted_as_each_alone(count, size, seed, discard):
+    distances = normal(count, size, 2, seed=seed).abs().sort(dim=2).values
+    distances[0, : size // 3, 0] = 0  # copies
+    found = twonn_of_each(distances, discard)
+    expected = torch.stack([twonn(own, discard) for own in distances])
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0, equal_nan=True)
+
+
+def test_sets_without_an_answer():
+    nan = twonn_of_each(torch.tensor([[[1.0, 2.0], [1.0, 3.0]], [[1.0, 1.0], [0.0, 1.0]]]))
+    assert nan.isnan().all()  # two points, and one
+    lattice = twonn_of_each(torch.ones(1, 5, 2))
+    assert lattice.item() == math.inf
+    assert local_dimension(normal(5, 3), sets(2, 2, 5)).isnan().all()
+    assert local_dimension(torch.ones(9, 3), sets(2, 9, 9)).isnan().all()
+    assert local_dimension(normal(5, 3), torch.zeros(0, 5, dtype=torch.int64)).shape == (0,)
+    assert local_isotropy(torch.ones(9, 3), sets(2, 9, 9)).anisotropy.isnan().all()
+    assert local_isotropy(torch.ones(9, 3), sets(2, 9, 9)).cosine.isnan().all()
+    for empty in local_isotropy(normal(5, 3), torch.zeros(2, 0, dtype=torch.int64)):
+        assert empty.isnan().tolist() == [True, True]
+
+
+@pytest.mark.parametrize("width", [3, 90])
+@pytest.mark.parametrize("offset", [0.0, 1e3])
+def test_isotropy_is_that_of_the_centred_neighbourhood(width, offset):
+    rows = (normal(200, width) * torch.arange(1, width + 1) ** -1.0 + offset).float()
+    members = nearest(rows, 30).indices[:20]
+    found = local_isotropy(rows, members)
+    for index, own in enumerate(members):
+        centred = rows[own].double() - rows[own].double().mean(dim=0)
+        values = torch.linalg.svdvals(centred).square()
+        assert found.anisotropy[index].item() == pytest.approx((values[0] / values.sum()).item())
+        unit = torch.nn.functional.normalize(centred, dim=1)
+        pairs = (unit @ unit.T).sum() - 30
+        assert found.cosine[index].item() == pytest.approx((pairs / 30 / 29).item(), abs=1e-9)
+        whole = anisotropy(spectrum(rows[own])).item()
+        assert found.anisotropy[index].item() == pytest.approx(whole, rel=1e-9)
+
+
+def test_the_mean_of_estimates_on_flat_neighbourhoods_is_their_dimension():
+    """A plane in 40 dimensions: 200 neighbourhoods scatter by about 1.1 d / sqrt(64) each."""
+    rows = torch.rand(4000, 2, generator=torch.Generator().manual_seed(7)).double() @ normal(2, 40)
+    members = nearest(rows, 64, of=torch.arange(0, 4000, 20)).indices
+    found = local_dimension(rows, members)
+    # In a small cut-out many rows are at the edge: less than 10 % is lost.
+    assert 1.8 < found.mean() < 2.1
+    assert 0.15 < found.std() < 0.6
+    shape = local_isotropy(rows, members)
+    assert 0.5 < shape.anisotropy.mean() < 1
+    assert shape.cosine.mean().item() == pytest.approx(-1 / 63, abs=0.02)
+
+
+def test_memory_is_that_of_blocks(monkeypatch):
+    rows, members = normal(100, 6).float(), sets(30, 20, 100)
+    whole = local_dimension(rows, members), local_isotropy(rows, members)
+    monkeypatch.setattr(neighbourhoods, "BLOCK", 1)
+    sizes = {len(part) for part, *_ in neighbourhoods._neighbourhoods(rows, members)}
+    assert sizes == {1}
+    torch.testing.assert_close(local_dimension(rows, members), whole[0], rtol=1e-12, atol=0)
+    torch.testing.assert_close(local_isotropy(rows, members), whole[1], rtol=1e-9, atol=1e-12)
+
+
+def test_overlap_counts_what_two_lists_share():
+    one, other = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[3, 9, 1], [7, 8, 9]])
+    assert neighbour_overlap(one, other).tolist() == [pytest.approx(2 / 3), 0.0]
+    assert neighbour_overlap(one, one).tolist() == [1.0, 1.0]
+    assert neighbour_overlap(one[:, :0], other[:, :0]).isnan().all()
+
+
+def test_overlap_of_unrelated_lists_is_k_over_n_minus_1():
+    n, k = 60, 10
+    unrelated = [nearest(normal(n, 30, seed=seed), k).indices for seed in range(40)]
+    pairs = zip(unrelated[::2], unrelated[1::2], strict=True)
+    shares = torch.stack([neighbour_overlap(one, other).mean() for one, other in pairs])
+    assert shares.mean().item() == pytest.approx(k / (n - 1), abs=4 * shares.std().item() / 20**0.5)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: local_dimension(normal(5), sets(1, 3, 5)), "expected a floating-point tensor"),
+        (lambda: local_dimension(normal(5, 2), sets(1, 3, 5).double()), "indices of rows"),
+        (lambda: local_isotropy(normal(5, 2), torch.arange(5)), "indices of rows"),
+        (lambda: local_dimension(normal(5, 2), sets(1, 3, 5), discard=1), "in \\[0, 1\\)"),
+        (lambda: twonn_of_each(torch.ones(2, 5)), "\\[sets, points, k\\]"),
+        (lambda: neighbour_overlap(sets(2, 3, 5), sets(2, 2, 5)), "one shape"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()

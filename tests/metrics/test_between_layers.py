@@ -1,0 +1,209 @@
+"""Layers compared with the ones before them, against sets of neighbours found by brute force."""
+
+import math
+
+import pytest
+import torch
+
+from geomon import geometry, select
+from geomon.capture.snapshot import Layer
+from geomon.distributed.packing import pack, unpack
+from geomon.kernels.half_samples import half_samples
+from geomon.metrics import Evaluator, check_metrics
+from geomon.metrics.between_layers import (
+    BetweenLayers,
+    Comparison,
+    compare_near_rows,
+    keep_near_rows,
+)
+from geomon.metrics.views import LayerViews
+
+OVERLAP = select("neighbour_overlap")
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def made(rows, index=1, stack="", positions=None, **more):
+    positions = torch.arange(len(rows)) if positions is None else positions
+    return Layer(
+        index, f"{stack}.{index}", {"hidden": rows, "positions": positions, **more}, stack=stack
+    )
+
+
+def neighbour_sets(rows, among, k):
+    """The k nearest others of every row in a set, by all distances."""
+    apart = torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist")
+    apart = apart.fill_diagonal_(math.inf)
+    outside = torch.ones(len(rows), dtype=torch.bool)
+    outside[among] = False
+    return apart.masked_fill(outside, math.inf).topk(k, largest=False).indices
+
+
+def shared(one, other, among, k):
+    pairs = zip(*(neighbour_sets(rows, among, k)[among] for rows in (one, other)), strict=True)
+    return torch.tensor([len({*a.tolist()} & {*b.tolist()}) / k for a, b in pairs])
+
+
+def evaluated(*layers, rows=None, batches=1):
+    size = rows or len(layers[0].captured["hidden"])
+    return Evaluator(OVERLAP, batches).evaluate(layers, size)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.3, 1.0])
+def test_it_is_the_share_of_the_ten_nearest_that_stay(noise):
+    before = normal(300, 8)
+    after = 50 - 3 * (before + noise * normal(300, 8, seed=1))
+    values = evaluated(made(before, 0), made(after, 1), made(after, 2)).values
+    expected = shared(before, after, torch.arange(300), 10).mean().item()
+    assert values["neighbour_overlap/layer_01"] == pytest.approx(expected)
+    assert values["neighbour_overlap/layer_01/n"] == 300
+    assert values["neighbour_overlap/layer_02"] == 1
+    assert "neighbour_overlap/layer_00" not in values
+    assert values["neighbour_overlap/mean"] == pytest.approx((expected + 1) / 2)
+
+
+def test_copies_at_either_layer_are_left_out_of_both():
+    before, after = normal(300, 6), normal(300, 6) + 0.4 * normal(300, 6, seed=1)
+    before[100:160] = before[:60]
+    after[200:230] = after[30:60]
+    unique = torch.cat([torch.arange(100), torch.arange(160, 200), torch.arange(230, 300)])
+    values = evaluated(made(before, 0), made(after, 1)).values
+    # The ten nearest are looked for among the sixteen nearest that are known at each layer.
+    assert 150 < values["neighbour_overlap/layer_01/n"] <= len(unique)
+    expected = shared(before, after, unique, 10).mean().item()
+    assert values["neighbour_overlap/layer_01"] == pytest.approx(expected, abs=0.01)
+
+
+def test_unrelated_layers_share_what_chance_gives():
+    layers = [made(normal(200, 30, seed=seed), seed) for seed in range(12)]
+    values = evaluated(*layers).values
+    assert values["neighbour_overlap/null"] == pytest.approx(10 / 199)
+    found = torch.tensor([values[f"neighbour_overlap/layer_{n:02d}"] for n in range(1, 12)])
+    error = 4 * found.std().item() / 11**0.5
+    assert found.mean().item() == pytest.approx(10 / 199, abs=error)
+
+
+def test_of_many_rows_1024_evenly_spread_ones_are_compared():
+    before, after = normal(1500, 5), normal(1500, 5) + 0.2 * normal(1500, 5, seed=1)
+    values = evaluated(made(before, 0), made(after, 1)).values
+    some = torch.tensor([place * 1500 // 1024 for place in range(1024)])
+    expected = shared(before, after, torch.arange(1500), 10)[some].mean().item()
+    assert values["neighbour_overlap/layer_01"] == pytest.approx(expected)
+    kept = LayerViews(made(after)).apply(OVERLAP["neighbour_overlap"])
+    assert kept.near.shape == (1024, 16)
+    size = sum(part.numel() * part.element_size() for part in (*kept[:4], *kept.halves))
+    assert size < 200_000  # bytes, whatever the width
+
+
+def test_batches_of_rows_are_compared_each_with_its_own():
+    before, after = normal(400, 5), normal(400, 5) + 0.5 * normal(400, 5, seed=1)
+    values = evaluated(made(before, 0), made(after, 1), rows=200, batches=2).values
+    each = [
+        shared(before[cut], after[cut], torch.arange(200), 10).mean().item()
+        for cut in (slice(200), slice(200, 400))
+    ]
+    assert values["neighbour_overlap/layer_01"] == pytest.approx(sum(each) / 2)
+    assert values["neighbour_overlap/layer_01/std"] == pytest.approx(
+        abs(each[0] - each[1]) / 2**0.5, rel=1e-4
+    )
+
+
+def test_halves_are_compared_by_the_five_nearest_of_each_half():
+    sequences = torch.arange(320) // 20
+    before, after = normal(320, 5), normal(320, 5) + 0.5 * normal(320, 5, seed=1)
+    layers = [made(rows, n, sequences=sequences) for n, rows in enumerate((before, after))]
+    kept = [LayerViews(layer).apply(keep_near_rows) for layer in layers]
+    found = compare_near_rows(*kept).differences
+    halves = half_samples(sequences)
+    assert len(found) == len(halves.first) == 15
+    for way, groups in zip(found, halves.first, strict=True):
+        first = groups[halves.group]
+        one, other = (
+            shared(before, after, side.nonzero().squeeze(1), 5).mean() for side in (first, ~first)
+        )
+        # Of some rows fewer than five of the sixteen nearest are in the half: these do not count.
+        assert way == pytest.approx((one - other).item(), abs=0.03)
+    values = evaluated(*layers).values
+    assert values["neighbour_overlap/layer_01/margin"] > 0
+    assert values["neighbour_overlap/mean/margin"] > 0
+    unknown = evaluated(made(before, 0), made(after, 1)).values
+    assert not any(tag.endswith("margin") for tag in unknown)
+
+
+def test_layers_measured_on_several_ranks_are_compared_where_values_come_together():
+    layers = [made(normal(100, 4, seed=n // 2), n) for n in range(4)]
+    evaluator = Evaluator(OVERLAP, 1)
+    measured = [evaluator.measure_layer(layer, 100) for layer in layers]
+    sent = unpack(pack(measured))
+    one, other = evaluator.combine(measured, 100), evaluator.combine(sent, 100)
+    assert one.values == other.values
+    assert one.values["neighbour_overlap/layer_01"] == 1
+    assert one.values["neighbour_overlap/layer_02"] < 0.5
+    assert one.values == evaluator.combine(measured, 100).values  # nothing was used up
+
+
+def test_stacks_are_compared_each_by_itself():
+    rows = normal(100, 4)
+    layers = [made(rows, n, stack) for stack in ("encoder", "decoder") for n in (0, 1)]
+    values = evaluated(*layers).values
+    assert values["neighbour_overlap/encoder_layer_01"] == 1
+    assert values["neighbour_overlap/decoder_layer_01"] == 1
+    assert not any("layer_00" in tag for tag in values)
+
+
+@pytest.mark.parametrize(
+    ("after", "words"),
+    [
+        (made(normal(100, 4), 1, positions=torch.arange(100).flip(0)), "not the tokens"),
+        (made(normal(99, 4), 1), "not the tokens"),
+        (made(normal(100, 4)[:9].repeat(12, 1)[:100], 1), "copies of others"),
+        (Layer(1, "block", {}, {"hidden": "skipped"}), "'hidden' is missing: skipped"),
+    ],
+)
+def test_what_cannot_be_compared_is_missing_and_said(after, words):
+    found = evaluated(made(normal(100, 4), 0), after, made(normal(100, 4), 2))
+    assert math.isnan(found.values["neighbour_overlap/layer_01"])
+    assert any(words in note.text and "layer 1" in note.text for note in found.notes)
+
+
+def test_after_a_layer_that_was_not_seen_there_is_nothing_to_compare_with():
+    layers = [
+        made(normal(90, 4), 0),
+        Layer(1, "b", {}, {"hidden": "skipped"}),
+        made(normal(90, 4), 2),
+    ]
+    found = evaluated(*layers)
+    assert math.isnan(found.values["neighbour_overlap/layer_02"])
+    assert any("nothing to compare with" in note.text for note in found.notes)
+
+
+def test_plain_rows_have_no_layer_before():
+    with pytest.raises(ValueError, match="neighbour_overlap reads the layer before"):
+        geometry(normal(50, 4), metrics=OVERLAP)
+    assert "neighbour_overlap" not in str(
+        [*geometry(normal(50, 4), metrics=OVERLAP | select("cosine"))]
+    )
+
+
+def test_a_comparison_of_ones_own_and_one_that_fails():
+    def compare(before, after):
+        if before == after:
+            raise ZeroDivisionError("equal")
+        return Comparison({"": after / before}, [])
+
+    def keep(total_variance):
+        return float(total_variance)
+
+    growth = BetweenLayers(keep, compare)
+    metrics = check_metrics({"growth": growth})
+    rows = normal(60, 4)
+    layers = [made(rows, 0), made(2 * rows, 1), made(2 * rows, 2)]
+    found = Evaluator(metrics, 1).evaluate(layers, 60)
+    assert found.values["growth/layer_01"] == pytest.approx(4)
+    assert math.isnan(found.values["growth/layer_02"])
+    assert math.isnan(found.values["growth/mean"])
+    assert any("equal" in note.text for note in found.notes)
+    with pytest.raises(ZeroDivisionError):
+        Evaluator(metrics, 1, strict=True).evaluate(layers, 60)

@@ -1,0 +1,159 @@
+"""Any metric at the last tokens: the same mechanism for views, values, notes and intervals."""
+
+import math
+
+import pytest
+import torch
+from models import PlainDecoder, batch
+
+from geomon import METRICS, MORE_METRICS, at_last, measure, select
+from geomon.capture.snapshot import CAPTURED, Layer
+from geomon.distributed import merge_layers
+from geomon.kernels.spectrum import effective_rank, power_law, spectrum
+from geomon.metrics import Evaluator, check_metrics
+from geomon.metrics.last_tokens import read_last
+from geomon.metrics.views import (
+    DERIVED,
+    LayerViews,
+    MissingViewError,
+    captured_views,
+    has_last,
+    is_view,
+    parameters,
+)
+
+
+def made(rows, last, index=1, **more):
+    captured = {"hidden": rows, "precision": 1e-7, "last_hidden": last, "last_precision": 1e-7}
+    count = len(last)
+    captured |= {
+        "sequences": torch.arange(len(rows)) % count,
+        "last_sequences": torch.arange(count),
+    }
+    return Layer(index, "block", {**captured, **more})
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+OF_ROWS = [name for name, metric in METRICS.items() if any(map(has_last, parameters(metric)))]
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_every_metric_of_rows_gives_at_last_what_it_gives_on_these_rows(name):
+    rows, last = normal(400, 12), normal(150, 12, seed=1) * torch.arange(1, 13)
+    labels = {
+        f"{prefix}{view}": torch.arange(count) % modulus
+        for prefix, count in (("", 400), ("last_", 150))
+        for view, modulus in (("token_ids", 7), ("positions", 11))
+    }
+    metric = METRICS[name]
+    found = Evaluator({"m": at_last(metric)}, 2).measure_layer(made(rows, last, **labels), 100)
+    alone = {"hidden": last, "precision": 1e-7, "sequences": torch.arange(150)}
+    alone |= {view: labels[f"last_{view}"] for view in ("token_ids", "positions")}
+    expected = Evaluator({"m": metric}, 1).measure_layer(Layer(1, "block", alone), 150)
+    assert found.failed == expected.failed == {}
+    assert len(found.parts["m"]) == 1  # the sequences are not cut into batches
+    assert found.parts["m"][0] == pytest.approx({"n": 150, **expected.parts["m"][0]}, nan_ok=True)
+    assert found.differences["m"].keys() == expected.differences["m"].keys()
+    for part, values in expected.differences["m"].items():
+        assert found.differences["m"][part] == pytest.approx(values, nan_ok=True)
+
+
+def test_views_of_the_last_tokens_go_by_the_name_of_those_of_rows():
+    of_rows = {name for name in [*CAPTURED, *DERIVED] if has_last(name)}
+    assert {"hidden", "spectrum", "nearest", "half_ratios", "token_types"} <= of_rows
+    assert not of_rows & {"query", "attention", "mean_query", "last_hidden"}
+    for name in of_rows:
+        assert is_view(f"last_{name}")
+        leaves = captured_views([f"last_{name}"])
+        assert leaves == {f"last_{leaf}" for leaf in captured_views([name])} <= CAPTURED.keys()
+    assert not is_view("last_query")
+    assert not is_view("last_last_hidden")
+    last = normal(50, 4, seed=2)
+    views = LayerViews(made(normal(90, 4), last))
+    torch.testing.assert_close(views["last_spectrum"], spectrum(last))
+    assert views["last_spectrum"] is views["last_spectrum"]  # computed once
+    assert Evaluator({"m": at_last(METRICS["cosine"])}, 1).views == {"last_hidden"}
+    with pytest.raises(KeyError):
+        views["last_query"]
+
+
+def test_a_metric_of_ones_own_may_name_them():
+    def leading(last_spectrum, spectrum):
+        return last_spectrum[0] - spectrum[0]
+
+    check_metrics({"leading": leading})
+    rows, last = normal(90, 4), normal(50, 4, seed=2)
+    views = LayerViews(made(rows, last))
+    assert views.apply(leading) == spectrum(last)[0] - spectrum(rows)[0]
+
+
+def test_what_is_not_there_is_missing_with_the_reason():
+    layer = Layer(1, "block", {"hidden": normal(90, 4)}, {"last_hidden": "one stream"})
+    metrics = {"own": at_last(METRICS["cosine"]), "rank": MORE_METRICS["effective_rank_last"]}
+    result = Evaluator(metrics, 1).evaluate([layer], 90)
+    assert math.isnan(result.values["own/layer_01"])
+    assert "'last_hidden' is missing: one stream" in result.notes[0].text
+    with pytest.raises(MissingViewError, match="'last_precision' is missing"):
+        LayerViews(Layer(1, "block", {"last_hidden": normal(9, 4)}))["last_rounding"]
+    few = made(normal(90, 4), normal(63, 4))
+    result = Evaluator(metrics, 1, strict=True).evaluate([few], 90)
+    assert math.isfinite(result.values["own/layer_01"])
+    assert math.isnan(result.values["rank/layer_01"])
+    assert [note.text for note in result.notes if "fewer than 64 sequences" in note.text]
+
+
+def test_the_spectrum_of_the_last_tokens_of_a_model():
+    torch.manual_seed(0)
+    model, ids = PlainDecoder().eval(), batch(70, 20)
+    values = measure(model, ids, metrics=select("effective_rank_last", "alpha_last"), tokens=300)
+    x = model.tokens(ids) + model.places(torch.arange(20))
+    for index in range(4):
+        eigenvalues = spectrum(x[:, -1].detach())
+        found = values[f"effective_rank_last/layer_{index:02d}"]
+        assert found == pytest.approx(effective_rank(eigenvalues).item(), rel=1e-4)
+        fit = power_law(eigenvalues)
+        assert values[f"alpha_last/layer_{index:02d}"] == pytest.approx(fit.alpha.item(), rel=1e-3)
+        assert values[f"alpha_last/layer_{index:02d}/n"] == 70
+        x = model.blocks[index](x) if index < 3 else x
+    assert "effective_rank_last/mean/std" not in values
+    assert 1 < values["effective_rank_last/null"] < 32
+    noise = [spectrum(normal(70, 32, seed=seed)) for seed in range(20)]
+    ranks = torch.stack([effective_rank(own) for own in noise])
+    assert values["effective_rank_last/null"] == pytest.approx(ranks.mean().item(), rel=0.02)
+    alphas = torch.stack([power_law(own).alpha for own in noise])
+    assert values["alpha_last/null"] == pytest.approx(alphas.mean().item(), rel=0.05)
+
+
+@pytest.mark.parametrize(("sequences", "said"), [(100, True), (200, False)])
+def test_few_sequences_for_the_width_are_said(sequences, said):
+    layer = made(normal(300, 64), normal(sequences, 64, seed=1))
+    notes = Evaluator(select("effective_rank_last", "alpha_last"), 1).evaluate([layer], 300).notes
+    kinds = [note for note in notes if note.kind == "few sequences for a spectrum"]
+    assert bool(kinds) == said
+    if said:
+        assert "100 sequences for a width of 64" in kinds[0].text
+
+
+def test_last_tokens_of_several_ranks_stand_one_after_another():
+    parts = [made(normal(30, 4, seed=n), normal(5 + n, 4, seed=9 + n)) for n in range(3)]
+    whole = merge_layers(parts)
+    last = torch.cat([part.captured["last_hidden"] for part in parts])
+    assert torch.equal(whole.captured["last_hidden"], last)
+    assert torch.equal(whole.captured["last_sequences"], torch.arange(18))
+    # A rank on which the last tokens are not known costs no row of the others.
+    own = {"hidden": normal(9, 4), "precision": 1e-7, "sequences": torch.arange(9)}
+    lacking = Layer(1, "block", own, {"last_hidden": "too late"})
+    whole = merge_layers([parts[0], lacking])
+    assert len(whole.captured["hidden"]) == 39
+    assert len(whole.captured["last_hidden"]) == 5
+
+
+def test_a_metric_without_rows_is_refused():
+    with pytest.raises(ValueError, match="views of rows"):
+        at_last(METRICS["qk_cosine"])
+    assert parameters(read_last(METRICS["twonn"])) == (
+        "last_neighbours", "last_duplicates", "last_rounding",
+    )  # fmt: skip
