@@ -4,6 +4,7 @@ from importlib.metadata import version
 
 from geomon.description import describe
 from geomon.metrics import METRICS, MORE_METRICS, select
+from geomon.metrics.intervals import with_interval
 from geomon.metrics.last_tokens import at_last
 from geomon.monitor import Monitor, every, log_spaced
 from geomon.one_shot import geometry, measure
@@ -31,4 +32,5 @@ __all__ = [
     "measure",
     "read",
     "select",
+    "with_interval",
 ]

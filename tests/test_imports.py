@@ -21,12 +21,12 @@ ARROWS = {
     "show": {"analysis", "record"},
     "monitor": {"metrics", "distributed", "capture", "record", "analysis"},
 }
-# Modules that are faces of their own: the data of a pass, the notes on values, metrics of the last
-# tokens, the names of values, where they go, what makes text of unknown origin fit for a terminal,
-# and the kinds of alerts.
+# Modules that are faces of their own: the data of a pass, the notes on values, their intervals,
+# metrics of the last tokens, the names of values, where they go, what makes text of unknown origin
+# fit for a terminal, and the kinds of alerts.
 DOORS = {
     "analysis.alerts", "capture.snapshot", "capture.unchanged", "metrics.cautions",
-    "metrics.last_tokens", "record.tags", "record.sinks",
+    "metrics.intervals", "metrics.last_tokens", "record.tags", "record.sinks",
     "record.printable",
 }  # fmt: skip
 # Kernels are imported by module: a face would load the neighbour search with every one.

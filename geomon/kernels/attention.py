@@ -12,6 +12,7 @@ from geomon.kernels import _blocks
 _Shape = tuple[int, int, int, int]  # sequences, heads, queries, keys
 _Slices = tuple[slice, slice, slice]  # of sequences, heads and queries
 _Block = tuple[_Slices, Tensor, Tensor]  # place in the whole, scores, visibility
+ScoreBlocks = Iterable[_Block]
 
 
 class AttentionRows(NamedTuple):
@@ -73,10 +74,11 @@ def attention_rows(
         >>> bool((rows.entropy - math.log(8)).abs().max() < 1e-6)  # no preference: log(keys)
         True
     """
-    shape = _score_shape(query, key)
+    shape = score_shape(query, key)
     if sink is not None and sink.shape != shape[1:2]:
         raise ValueError(f"expected sink logits [heads] = [{shape[1]}], got {list(sink.shape)}")
-    return _reduce(_score_blocks(query, key, visible, scale, bias, softcap), shape, sink)
+    blocks = score_blocks(query, key, visible, scale, bias, softcap)
+    return _reduce(blocks, shape[:3], sink)
 
 
 def score_rows(scores: Tensor, visible: Tensor) -> AttentionRows:
@@ -97,16 +99,7 @@ def score_rows(scores: Tensor, visible: Tensor) -> AttentionRows:
         >>> rows.maximum.tolist()
         [[0.25, 0.25]]
     """
-    if scores.ndim != 4 or scores.numel() == 0:
-        raise ValueError(
-            f"expected scores [sequences, heads, queries, keys], got {list(scores.shape)}"
-        )
-    shape = (scores.shape[0], scores.shape[1], scores.shape[2], scores.shape[3])
-    seen = _expand("visible", visible, shape)
-    given = (
-        (at, scores[at].to(torch.float32, copy=True), seen[at]) for at in _cuts(shape, group=1)
-    )
-    return _reduce(given, shape, None)
+    return _reduce(given_blocks(scores, visible), scores.shape[:3], None)
 
 
 def attention_median(
@@ -139,18 +132,129 @@ def attention_median(
     Raises:
         ValueError: The shapes do not fit one another.
     """
-    shape = _score_shape(query, key)
+    shape = score_shape(query, key)
     medians, counts = (
         torch.empty(shape[:3], dtype=torch.float32, device=query.device) for _ in range(2)
     )
-    for at, scores, seen in _score_blocks(query, key, visible, scale, bias, softcap):
+    for at, scores, seen in score_blocks(query, key, visible, scale, bias, softcap):
         total = scores.masked_fill_(~seen, -math.inf).logsumexp(dim=-1, keepdim=True)
         if sink is not None:
             total = torch.logaddexp(total, sink.float()[at[1], None, None])
         weights = scores.sub_(total).exp_()
         medians[at] = weights.masked_fill(~seen, math.nan).nanmedian(dim=-1).values
         counts[at] = seen.sum(dim=-1).float()
-    return _mean_over(_by_head(medians), _by_head(counts) > 1)
+    return mean_over(by_head(medians), by_head(counts) > 1)
+
+
+class SequenceExtremes(NamedTuple):
+    """Extremes of the softmax over the sampled queries of each sequence: [heads, sequences].
+
+    Attributes:
+        maximum: Largest weight of a visible key.
+        median: Median weight of a visible key; of an even number the lower one in the middle.
+        minimum: Smallest weight of a visible key.
+    """
+
+    maximum: Tensor
+    median: Tensor
+    minimum: Tensor
+
+
+def sequence_extremes(
+    query: Tensor,
+    key: Tensor,
+    visible: Tensor,
+    scale: float,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+) -> SequenceExtremes:
+    """Compute the largest, the median and the smallest weight of each sequence's sampled queries.
+
+    Godey et al. (2401.12143, figure 10): over all pairs (i, j) of a sequence, where figure 9 is
+    over the keys of a row. An extreme grows with the number of queries that are sampled: it is that
+    of the whole sequence where all are. Queries that see fewer than two keys are left out.
+
+    Args:
+        query: Queries as attended, [sequences, heads, queries, head width].
+        key: Keys as attended, [sequences, key heads, keys, head width]; key heads divide heads.
+        visible: True where a query may attend, broadcastable to [sequences, heads, queries, keys].
+        scale: Factor on the dot products.
+        bias: Term added to the scores, broadcastable like `visible`; None for none.
+        softcap: Bound on the scores before the bias; None for none.
+        sink: Logit of a learned sink for each head, [heads]; None for none.
+
+    Returns:
+        The extremes, float64; NaN for a sequence of which no query sees two keys.
+
+    Raises:
+        ValueError: The shapes do not fit one another.
+
+    Example:
+        >>> query, key = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 8, 4)
+        >>> visible = torch.ones(3, 8, dtype=torch.bool).tril(diagonal=3)
+        >>> found = sequence_extremes(query, key, visible[None, None], 0.5)
+        >>> [round(part[0].item(), 3) for part in found]  # 4, 5 and 6 keys
+        [0.25, 0.2, 0.167]
+    """
+    shape = score_shape(query, key)
+    return _extremes(score_blocks(query, key, visible, scale, bias, softcap), shape, sink)
+
+
+def extremes_of_scores(scores: Tensor, visible: Tensor) -> SequenceExtremes:
+    """Compute the same of given scores: for attention whose queries and keys are not captured.
+
+    Args:
+        scores: Scores before the softmax, [sequences, heads, queries, keys].
+        visible: True where a query may attend, broadcastable to the shape of `scores`.
+
+    Raises:
+        ValueError: The scores do not have four dimensions, or `visible` does not fit them.
+    """
+    blocks = given_blocks(scores, visible)
+    return _extremes(blocks, scores.shape, None)
+
+
+def attention_sequence_max(sequence_extremes: SequenceExtremes) -> Tensor:
+    """Compute the mean over sequences of the largest weight of a sequence, per head.
+
+    Godey et al. (2401.12143, figure 10). Range (0, 1].
+
+    Args:
+        sequence_extremes: Extremes of the softmax of each sequence.
+
+    Returns:
+        [heads]; NaN where no query sees two keys.
+    """
+    return sequence_extremes.maximum.nanmean(dim=1)
+
+
+def attention_sequence_median(sequence_extremes: SequenceExtremes) -> Tensor:
+    """Compute the mean over sequences of the median weight of a sequence, per head.
+
+    Godey et al. (2401.12143, figure 10). Range [0, 1/2].
+
+    Args:
+        sequence_extremes: Extremes of the softmax of each sequence.
+
+    Returns:
+        [heads]; NaN where no query sees two keys.
+    """
+    return sequence_extremes.median.nanmean(dim=1)
+
+
+def attention_sequence_min(sequence_extremes: SequenceExtremes) -> Tensor:
+    """Compute the mean over sequences of the smallest weight of a sequence, per head.
+
+    Godey et al. (2401.12143, figure 10). Range [0, 1/2].
+
+    Args:
+        sequence_extremes: Extremes of the softmax of each sequence.
+
+    Returns:
+        [heads]; NaN where no query sees two keys.
+    """
+    return sequence_extremes.minimum.nanmean(dim=1)
 
 
 def attention_entropy(attention: AttentionRows) -> Tensor:
@@ -165,7 +269,7 @@ def attention_entropy(attention: AttentionRows) -> Tensor:
     Returns:
         [heads]; NaN where no row sees a key.
     """
-    return _mean_over(attention.entropy, attention.visible > 0)
+    return mean_over(attention.entropy, attention.visible > 0)
 
 
 def attention_entropy_normalised(attention: AttentionRows) -> Tensor:
@@ -180,7 +284,7 @@ def attention_entropy_normalised(attention: AttentionRows) -> Tensor:
     Returns:
         [heads]; NaN where no row sees two keys.
     """
-    return _mean_over(attention.entropy / attention.visible.log(), attention.visible > 1)
+    return mean_over(attention.entropy / attention.visible.log(), attention.visible > 1)
 
 
 def attention_max(attention: AttentionRows) -> Tensor:
@@ -195,7 +299,7 @@ def attention_max(attention: AttentionRows) -> Tensor:
     Returns:
         [heads]; NaN where no row sees two keys.
     """
-    return _mean_over(attention.maximum, attention.visible > 1)
+    return mean_over(attention.maximum, attention.visible > 1)
 
 
 def attention_min(attention: AttentionRows) -> Tensor:
@@ -210,7 +314,7 @@ def attention_min(attention: AttentionRows) -> Tensor:
     Returns:
         [heads]; NaN where no row sees two keys.
     """
-    return _mean_over(attention.minimum, attention.visible > 1)
+    return mean_over(attention.minimum, attention.visible > 1)
 
 
 def attention_sink(attention: AttentionRows) -> Tensor:
@@ -224,16 +328,29 @@ def attention_sink(attention: AttentionRows) -> Tensor:
     Returns:
         [heads]; NaN where no row sees two keys.
     """
-    return _mean_over(attention.first, attention.visible > 1)
+    return mean_over(attention.first, attention.visible > 1)
 
 
-def _mean_over(values: Tensor, rows: Tensor) -> Tensor:
-    """Average over the given rows of each head; 0/0 gives NaN where there are none."""
+def mean_over(values: Tensor, rows: Tensor) -> Tensor:
+    """Average over the given rows of each head; 0/0 gives NaN where there are none: [heads].
+
+    Args:
+        values: One number for each row, [heads, rows].
+        rows: True for the rows that count, [heads, rows].
+    """
     return torch.where(rows, values, 0).sum(dim=1) / rows.sum(dim=1)
 
 
-def _score_shape(query: Tensor, key: Tensor) -> _Shape:
-    """Check that queries and keys fit one another, and return the shape of their scores."""
+def score_shape(query: Tensor, key: Tensor) -> _Shape:
+    """Check that queries and keys fit one another, and return the shape of their scores.
+
+    Args:
+        query: Queries as attended, [sequences, heads, queries, head width].
+        key: Keys as attended, [sequences, key heads, keys, head width]; key heads divide heads.
+
+    Raises:
+        ValueError: They do not fit.
+    """
     fits = (
         query.ndim == key.ndim == 4
         and query.shape[0] == key.shape[0]
@@ -286,7 +403,7 @@ def _cuts(shape: _Shape, *, group: int) -> Iterator[_Slices]:
                 )
 
 
-def _score_blocks(
+def score_blocks(
     query: Tensor,
     key: Tensor,
     visible: Tensor,
@@ -296,10 +413,22 @@ def _score_blocks(
 ) -> Iterator[_Block]:
     """Compute the scores of a few rows at a time; query head h faces key head h // group.
 
-    All blocks share one buffer, which the caller may overwrite: with a buffer for each, the
-    allocator keeps hundreds of megabytes in some processes.
+    A block is its place in the whole (slices of sequences, heads and queries), its scores and the
+    visibility of its keys. All blocks share one buffer, which the caller may overwrite: with a
+    buffer for each, the allocator keeps hundreds of megabytes in some processes.
+
+    Args:
+        query: Queries as attended, [sequences, heads, queries, head width].
+        key: Keys as attended, [sequences, key heads, keys, head width]; key heads divide heads.
+        visible: True where a query may attend, broadcastable to [sequences, heads, queries, keys].
+        scale: Factor on the dot products.
+        bias: Term added to the scores, broadcastable like `visible`; None for none.
+        softcap: Bound on the scores before the bias; None for none.
+
+    Raises:
+        ValueError: The shapes do not fit one another.
     """
-    shape = _score_shape(query, key)
+    shape = score_shape(query, key)
     keys, width = key.shape[2:]
     group = shape[1] // key.shape[1]
     visible = _expand("visible", visible, shape)
@@ -323,17 +452,40 @@ def _score_blocks(
         yield at, scores, visible[at]
 
 
+def given_blocks(scores: Tensor, visible: Tensor) -> ScoreBlocks:
+    """Cut given scores into such blocks; each is a copy, which the caller may overwrite.
+
+    Args:
+        scores: Scores before the softmax, [sequences, heads, queries, keys].
+        visible: True where a query may attend, broadcastable to the shape of `scores`.
+
+    Raises:
+        ValueError: The scores do not have four dimensions, or `visible` does not fit them.
+    """
+    if scores.ndim != 4 or scores.numel() == 0:
+        raise ValueError(
+            f"expected scores [sequences, heads, queries, keys], got {list(scores.shape)}"
+        )
+    shape = (scores.shape[0], scores.shape[1], scores.shape[2], scores.shape[3])
+    seen = _expand("visible", visible, shape)
+    return ((at, scores[at].to(torch.float32, copy=True), seen[at]) for at in _cuts(shape, group=1))
+
+
 def _rows_of(at: _Slices) -> int:
     """Count the rows of scores in one block."""
     return math.prod(part.stop - part.start for part in at)
 
 
-def _by_head(rows: Tensor) -> Tensor:
-    """Reshape [sequences, heads, queries] to [heads, rows], sequence-major, float64."""
+def by_head(rows: Tensor) -> Tensor:
+    """Reshape [sequences, heads, queries] to [heads, rows], sequence-major, float64.
+
+    Args:
+        rows: One number for each query, [sequences, heads, queries].
+    """
     return rows.transpose(0, 1).flatten(1).double()
 
 
-def _reduce(blocks: Iterable[_Block], shape: _Shape, sink: Tensor | None) -> AttentionRows:
+def _reduce(blocks: ScoreBlocks, shape: tuple[int, ...], sink: Tensor | None) -> AttentionRows:
     """Reduce each row of the scores, block by block; the blocks are overwritten.
 
     H = log Z - sum_j A_j s_j on scores shifted by their maximum, so that large scores do not
@@ -342,7 +494,7 @@ def _reduce(blocks: Iterable[_Block], shape: _Shape, sink: Tensor | None) -> Att
     kept: dict[str, Tensor] = {}
     buffer = torch.empty(0, dtype=torch.float32, device="cpu")
     for at, scores, visible in blocks:
-        kept = kept or {name: scores.new_zeros(shape[:3]) for name in AttentionRows._fields}
+        kept = kept or {name: scores.new_zeros(shape) for name in AttentionRows._fields}
         hidden = ~visible
         count = visible.sum(dim=-1)
         seen = count > 0
@@ -373,4 +525,33 @@ def _reduce(blocks: Iterable[_Block], shape: _Shape, sink: Tensor | None) -> Att
         kept["visible"][at] = count.float()
         entropy = normaliser.log().squeeze(-1) - mean_score
         kept["entropy"][at] = entropy.clamp_(min=0).where(seen, 0)
-    return AttentionRows(**{name: _by_head(rows) for name, rows in kept.items()})
+    return AttentionRows(**{name: by_head(rows) for name, rows in kept.items()})
+
+
+def _extremes(blocks: ScoreBlocks, shape: tuple[int, ...], sink: Tensor | None) -> SequenceExtremes:
+    """Gather the weights of whole sequences, NaN where they do not count, and reduce them."""
+    sequences, heads, queries, _ = shape
+    kept: dict[str, Tensor] = {}
+    parts: list[Tensor] = []
+    for at, scores, visible in blocks:
+        total = scores.masked_fill_(~visible, -math.inf).logsumexp(dim=-1, keepdim=True)
+        if sink is not None:
+            total = torch.logaddexp(total, sink.float()[at[1], None, None])
+        counts = visible & (visible.sum(dim=-1, keepdim=True) > 1)
+        weights = scores.sub_(total).exp_().masked_fill(~counts, math.nan)
+        kept = kept or {
+            name: scores.new_empty(sequences, heads, dtype=torch.float64)
+            for name in SequenceExtremes._fields
+        }
+        parts.append(weights)
+        if at[2].stop < queries:  # further queries of this sequence follow
+            continue
+        every = torch.cat(parts, dim=2).flatten(2)
+        parts.clear()
+        kept["median"][at[:2]] = every.nanmedian(dim=-1).values.double()
+        lost = every.isnan()
+        none = lost.all(dim=-1)
+        for name, extreme, fill in (("maximum", torch.amax, -1.0), ("minimum", torch.amin, 2.0)):
+            found = extreme(every.masked_fill(lost, fill), dim=-1)
+            kept[name][at[:2]] = found.masked_fill(none, math.nan).double()
+    return SequenceExtremes(**{name: values.T for name, values in kept.items()})

@@ -25,8 +25,15 @@ _GROUPS = 16
 # With fewer sequences there are too few groups for an error.
 FEWEST_SEQUENCES = 8
 
+# Rows that are compared with one another as being at one place, and groups that they must be of.
+_ROWS_AT_A_PLACE, _GROUPS_AT_A_PLACE = 16, 6
+
 # Directions in which the leading eigenvalue of each half is looked for, and steps that find them.
 _DIRECTIONS, _STEPS = 8, 3
+
+# The same for each head, whose scatter is known, so that a step costs next to nothing. Two are
+# enough where the first direction stands out; where none does, the interval is too wide by a sixth.
+_HEAD_DIRECTIONS, _HEAD_STEPS = 2, 8
 
 
 class HalfSamples(NamedTuple):
@@ -40,6 +47,18 @@ class HalfSamples(NamedTuple):
 
     group: Tensor
     first: Tensor
+
+
+class HalfMoments(NamedTuple):
+    """Moments of the rows of each half: the first halves of all ways, then the second ones.
+
+    Attributes:
+        square_of_mean: Squared norm of the mean row, M, [2 ways].
+        variance: Variance about the mean row, V, [2 ways].
+    """
+
+    square_of_mean: Tensor
+    variance: Tensor
 
 
 class GroupSums(NamedTuple):
@@ -134,35 +153,108 @@ def group_sums(rows: Tensor, halves: HalfSamples) -> GroupSums:
     return GroupSums(counts, total, squares, directions, directed)
 
 
-def mean_differences(values: Tensor, counts: Tensor, halves: HalfSamples) -> Tensor:
-    """Compare the means of the two halves, for each way.
+def mean_differences(
+    values: Tensor,
+    counts: Tensor,
+    halves: HalfSamples,
+    *,
+    of: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Compare the means of the two halves, or a function of them, for each way.
 
     Args:
         values: Sum over each group, [groups, heads].
         counts: Number of summands in each group, [groups, heads].
         halves: The ways.
+        of: Function of the means; None for the means themselves.
 
     Returns:
         [ways, heads], float64.
     """
-    one, other = (_total(values, side) / _total(counts, side) for side in _sides(halves))
+    means = [_total(values, side) / _total(counts, side) for side in sides_of(halves)]
+    one, other = means if of is None else map(of, means)
     return one - other
 
 
-def row_mean_differences(values: Tensor, chosen: Tensor, halves: HalfSamples) -> Tensor:
-    """Compare the means of chosen rows of each head in the two halves, for each way.
+def row_mean_differences(
+    values: Tensor,
+    chosen: Tensor,
+    halves: HalfSamples,
+    *,
+    of: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Compare the means of chosen rows of each head, or a function of them, in the two halves.
 
     Args:
         values: One number for each row of each head, [heads, rows].
         chosen: True for the rows that count, [heads, rows].
         halves: The groups of the rows, and the ways.
+        of: Function of the means; None for the means themselves.
 
     Returns:
         [ways, heads], float64.
     """
     member = _members(halves.group, halves.first.shape[1]).double()
     sums = member @ torch.where(chosen, values, 0).T.double()
-    return mean_differences(sums, member @ chosen.T.double(), halves)
+    return mean_differences(sums, member @ chosen.T.double(), halves, of=of)
+
+
+def without_places(
+    values: Tensor, chosen: Tensor, places: Tensor, sequences: Tensor, halves: HalfSamples
+) -> Tensor:
+    """Subtract what rows have by their place: a line in its logarithm, for rows at like places.
+
+    Places are no part of the sample where they are spread evenly by design, as those of the queries
+    of attention are: another draw of sequences has the same ones, but a half has others than its
+    counterpart. Lines are fitted to about 16 rows that see about as many keys. The mean of all rows
+    alone is subtracted where those are of fewer than 6 groups, and everywhere where places differ
+    from sequence to sequence more than within one: the length of a sequence is part of the sample.
+
+    Args:
+        values: One number for each row of each head, [heads, rows].
+        chosen: True for the rows that count, [heads, rows].
+        places: Place of each row of each head, above 0: how many keys it sees, [heads, rows].
+        sequences: Number of each row's sequence, int64, [rows].
+        halves: The groups of the rows.
+
+    Returns:
+        What is left, scaled by sqrt(g / (g - k)) where k numbers were fitted to rows of g groups; 0
+        where a row does not count; [heads, rows].
+    """
+    left = torch.zeros_like(values)
+    alike = bool((chosen == chosen[:1]).all() and (places == places[:1]).all())
+    for heads in [slice(None)] if alike else [slice(h, h + 1) for h in range(len(values))]:
+        rows = chosen[heads][0].nonzero().squeeze(1)
+        if len(rows) == 0:
+            continue
+        some, along = values[heads][:, rows].double(), places[heads][0, rows].double().log()
+        whole = some - some.mean(dim=1, keepdim=True)
+        left[heads, rows] = whole.to(left)
+        _, own = torch.unique(sequences[rows], return_inverse=True)
+        within = along - _means(along[None], own)[0, own]
+        if within.square().sum() < 0.5 * (along - along.mean()).square().sum():
+            continue
+        _, level, count = torch.unique(
+            places[heads][0, rows], return_inverse=True, return_counts=True
+        )
+        stratum = ((count.cumsum(0) - count // 2) // _ROWS_AT_A_PLACE)[level]
+        _, stratum, size = torch.unique(stratum, return_inverse=True, return_counts=True)
+        groups = halves.first.shape[1]
+        cell = stratum * groups + halves.group[rows]
+        seen = torch.bincount(cell, minlength=len(size) * groups).view(-1, groups) > 0
+        number = seen.sum(dim=1)
+        crossed = number >= _GROUPS_AT_A_PLACE
+        along = along - _means(along[None], stratum)[0, stratum]
+        about = some - _means(some, stratum)[:, stratum]
+        across = _means(along.square()[None], stratum)
+        sloped = across > 1e-12  # places that differ by more than rounding
+        slope = torch.where(sloped, _means(about * along, stratum) / across.clamp(min=1e-12), 0)
+        about = about - slope[:, stratum] * along
+        # One mean of all rows is what the halves have in common.
+        fitted = sloped[0].double() + (len(size) > 1)
+        scale = (number / (number - fitted).clamp(min=1)).sqrt()[stratum]
+        left[heads, rows] = torch.where(crossed[stratum], about * scale, whole).to(left)
+    return left
 
 
 def cosine_differences(sums: GroupSums, halves: HalfSamples) -> Tensor:
@@ -178,6 +270,74 @@ def cosine_differences(sums: GroupSums, halves: HalfSamples) -> Tensor:
         return (_total(sums.directions, side).square().sum(dim=2) - n) / (n * (n - 1))
 
     return _difference(cosine, halves)
+
+
+def centred_cosine_differences(hidden: Tensor, sums: GroupSums, halves: HalfSamples) -> Tensor:
+    """Compare the mean cosine about the mean of the rows in the two halves, for each way: [ways].
+
+    Every half has its own mean. With w_i = 1 / |x_i - mean|, the sum of the directions is
+    sum_i w_i x_i - (sum_i w_i) mean: the halves of all ways are two matrix products.
+
+    Args:
+        hidden: Rows, [tokens, width].
+        sums: Sums over the rows of each group, with one head.
+        halves: The groups of the rows, and the ways.
+    """
+    sides = torch.cat(sides_of(halves))
+    centre = sums.rows.sum(dim=0) / sums.counts.sum()
+    means = half_mean(sums, sides)[:, 0] - centre
+    squares = means.square().sum(dim=1)[:, None]
+    total, weight = torch.zeros_like(means), torch.zeros_like(squares)
+    n = torch.zeros_like(squares)
+    start = 0
+    for block in in_blocks(hidden):
+        group = halves.group[start : start + len(block)]
+        start += len(block)
+        rows = block.sub_(centre)
+        norms = rows.square().sum(dim=1)
+        apart = norms + squares - 2 * (means @ rows.T)
+        # What is left of two equal squares by rounding is no distance.
+        far = apart > 1e-14 * (norms + squares)
+        chosen = far & (sides[:, group] > 0)
+        inverse = torch.where(chosen, apart.clamp_(min=0).rsqrt(), 0)
+        total += inverse @ rows
+        weight += inverse.sum(dim=1, keepdim=True)
+        n += chosen.sum(dim=1, keepdim=True)
+    directions = (total - weight * means).square().sum(dim=1)
+    n = n.squeeze(1)
+    one, other = ((directions - n) / (n * (n - 1))).chunk(2)
+    return one - other
+
+
+def within_cosine_differences(own: Tensor, rows: Tensor) -> Tensor:
+    """Compare the mean cosine over pairs of one sequence in the two halves, for each way: [ways].
+
+    Args:
+        own: Squared norm of the sum of the directions of each sequence, [sequences].
+        rows: Number of rows that have a direction in each sequence, [sequences].
+    """
+    halves = halves_of_sequences(own)
+    values, counts = (_by_group(part, halves) for part in (own - rows, rows * (rows - 1)))
+    return mean_differences(values, counts, halves)[:, 0]
+
+
+def between_cosine_differences(own: Tensor, rows: Tensor, sums: GroupSums) -> Tensor:
+    """Compare the mean cosine over pairs of two sequences in the two halves, for each way: [ways].
+
+    Args:
+        own: Squared norm of the sum of the directions of each sequence, [sequences].
+        rows: Number of rows that have a direction in each sequence, [sequences].
+        sums: Sums over the rows of each group, with one head.
+    """
+    halves = halves_of_sequences(own)
+    squares, counts = (_by_group(part, halves) for part in (own, rows.square()))
+
+    def cosine(side: Tensor) -> Tensor:
+        n = _total(sums.directed, side)
+        whole = _total(sums.directions, side).square().sum(dim=2)
+        return (whole - _total(squares, side)) / (n.square() - _total(counts, side))
+
+    return _difference(cosine, halves)[:, 0]
 
 
 def drift_differences(sums: GroupSums, halves: HalfSamples) -> Tensor:
@@ -244,20 +404,75 @@ def anisotropy_differences(hidden: Tensor, sums: GroupSums, halves: HalfSamples)
     basis = start.to(hidden.device)
     for _ in range(_STEPS):
         basis = torch.linalg.qr(centred.T @ (centred @ basis)).Q
-    inside = (centred @ basis).double()
+    return _leading_share_differences((centred @ basis).double()[:, None], sums, halves)
+
+
+def head_anisotropy_differences(
+    rows: Tensor, scatter: Tensor, sums: GroupSums, halves: HalfSamples
+) -> Tensor:
+    """Compare the share of the variance along the leading direction of each head in the halves.
+
+    The leading eigenvalue of each half is looked for among the leading two directions of all rows,
+    which a few steps of subspace iteration on their scatter find.
+
+    Args:
+        rows: Queries or keys of one projection, [tokens, heads, head width].
+        scatter: Sum over all rows of the products of their centred numbers, [heads, head width,
+            head width], float64.
+        sums: Sums over the rows of each group.
+        halves: The groups of the rows, and the ways.
+
+    Returns:
+        [ways, heads].
+    """
+    heads, width = rows.shape[1:]
+    count = min(_HEAD_DIRECTIONS, width)
+    generator = torch.Generator("cpu").manual_seed(0)
+    start = torch.randn(width, count, generator=generator, dtype=torch.float64, device="cpu")
+    basis = start.to(rows.device).expand(heads, -1, -1)
+    for _ in range(_HEAD_STEPS):
+        basis = torch.linalg.qr(scatter @ basis).Q
+    centre = sums.rows.sum(dim=0) / sums.counts.sum()
+    along = (rows.transpose(0, 1) @ basis.to(rows.dtype)).double()
+    inside = (along - (centre[:, None] @ basis)).transpose(0, 1)
+    return _leading_share_differences(inside, sums, halves)
+
+
+def _leading_share_differences(inside: Tensor, sums: GroupSums, halves: HalfSamples) -> Tensor:
+    """Compare the leading eigenvalue over the variance in the two halves, [ways, heads].
+
+    Args:
+        inside: Centred rows along a few directions, [tokens, heads, directions], float64.
+        sums: Sums over the rows of each group.
+        halves: The groups of the rows, and the ways.
+    """
+    heads, count = inside.shape[1:]
     member = _members(halves.group, halves.first.shape[1]).double()
-    products = (inside[:, :, None] * inside[:, None, :]).flatten(1)
-    scatter = (member @ products).view(-1, count, count)
-    drift = member @ inside
+    products = (inside[..., :, None] * inside[..., None, :]).flatten(1)
+    scatter = (member @ products).view(-1, heads, count, count)
+    drift = (member @ inside.flatten(1)).view(-1, heads, count)
 
     def anisotropy(side: Tensor) -> Tensor:
         n = _total(sums.counts, side)[:, None]
-        mean = _total(drift, side) / n
-        second = _total(scatter, side) / n[:, :, None] - mean[:, :, None] * mean[:, None, :]
-        top = torch.linalg.eigvalsh(second.nan_to_num(0, 0, 0))[:, -1:]  # a half without rows
+        mean = _total(drift, side) / n[:, :, None]
+        second = _total(scatter, side) / n[:, :, None, None]
+        second = second - mean[..., :, None] * mean[..., None, :]
+        top = torch.linalg.eigvalsh(second.nan_to_num(0, 0, 0))[..., -1]  # a half without rows
         return torch.where(n > 0, top / _variance(sums, side), torch.nan)
 
     return _difference(anisotropy, halves)
+
+
+def moments_of_halves(sums: GroupSums, halves: HalfSamples) -> HalfMoments:
+    """Compute the squared norm of the mean and the variance of each half.
+
+    Args:
+        sums: Sums over the rows of each group, with one head.
+        halves: The ways.
+    """
+    sides = torch.cat(sides_of(halves))
+    square = half_mean(sums, sides).square().sum(dim=2)
+    return HalfMoments(square[:, 0], _variance(sums, sides)[:, 0])
 
 
 def half_mean(sums: GroupSums, side: Tensor) -> Tensor:
@@ -270,15 +485,39 @@ def half_mean(sums: GroupSums, side: Tensor) -> Tensor:
     return _total(sums.rows, side) / _total(sums.counts, side)[:, None, None]
 
 
-def _sides(halves: HalfSamples) -> tuple[Tensor, Tensor]:
-    """Weigh the groups in the first and in the second half, [ways, groups], float64."""
+def sides_of(halves: HalfSamples) -> tuple[Tensor, Tensor]:
+    """Weigh the groups in the first and in the second half, [ways, groups], float64.
+
+    Args:
+        halves: The ways.
+    """
     first = halves.first.double()
     return first, 1 - first
 
 
 def _difference(function: Callable[[Tensor], Tensor], halves: HalfSamples) -> Tensor:
-    one, other = map(function, _sides(halves))
+    one, other = map(function, sides_of(halves))
     return one - other
+
+
+def halves_of_sequences(values: Tensor) -> HalfSamples:
+    """Cut sequences into halves as `half_samples` cuts their rows.
+
+    Args:
+        values: One value for each sequence, [sequences].
+    """
+    return half_samples(torch.arange(len(values), dtype=torch.int64, device=values.device))
+
+
+def _by_group(values: Tensor, halves: HalfSamples) -> Tensor:
+    """Add up one value for each member of the groups, [groups, 1]."""
+    return (_members(halves.group, halves.first.shape[1]).double() @ values)[:, None]
+
+
+def _means(values: Tensor, member: Tensor) -> Tensor:
+    """Average the values of the rows of each member, [heads, members], from [heads, rows]."""
+    sums = values.new_zeros(len(values), int(member.max()) + 1).index_add_(1, member, values)
+    return sums / torch.bincount(member)
 
 
 def _members(group: Tensor, groups: int) -> Tensor:

@@ -5,6 +5,7 @@ Q_t holds for every type as M + V = Q does for all rows, and V = V_W + V_B: the 
 types and that between their means (Yamagiwa and Shimodaira, 2409.11253).
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,12 +24,14 @@ class VarianceShares(NamedTuple):
         between: Share of the differences between types, V_B / Q.
         within: Share of the contexts of one type, V_W / Q.
         within_of_variance: Share of the variance that is within types, V_W / V.
+        coverage: Share of the rows whose type is within the limits on its number of rows.
     """
 
     mean: Tensor
     between: Tensor
     within: Tensor
     within_of_variance: Tensor
+    coverage: Tensor
 
 
 class NormVarianceFit(NamedTuple):
@@ -39,12 +42,15 @@ class NormVarianceFit(NamedTuple):
         r_squared: Share of the variance of V_t over types that the line explains.
         types: Number of types in the fit.
         coverage: Share of the tokens that belong to them.
+        q_variation: Coefficient of variation of Q_t over these types: standard deviation over mean.
+            Where it is 0, the slope is -1 by identity.
     """
 
     slope: Tensor
     r_squared: Tensor
     types: Tensor
     coverage: Tensor
+    q_variation: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +82,9 @@ class TokenTypes:
         """
         return self.scatter.sum() / (self.rows.sum() - len(self.rows))
 
-    def norm_variance_slope(self, smallest: int = 10, largest: int = 100_000) -> NormVarianceFit:
+    def norm_variance_slope(
+        self, smallest: int = 10, largest: int = 100_000, *, corrected: bool = True
+    ) -> NormVarianceFit:
         """Fit the line of V_t on M_t over token types: how variance falls as the mean grows.
 
         Least squares with an intercept, every type counting once, over types with `smallest` <= n_t
@@ -87,10 +95,12 @@ class TokenTypes:
         Args:
             smallest: Fewest rows of a type in the fit, at least 2.
             largest: Most rows of a type in the fit.
+            corrected: Whether V_t and M_t are corrected for the number of rows; False for V_t with
+                1/n_t and M_t = |mean|^2, as in the authors' figures.
 
         Returns:
             The line; its `slope` and `r_squared` are NaN with fewer than 3 types, or where M_t is
-            the same for all, and `r_squared` also where V_t is.
+            the same for all, and `r_squared` also where V_t is. `q_variation` is NaN without types.
 
         Raises:
             ValueError: `smallest` is below 2 or above `largest`.
@@ -110,8 +120,8 @@ class TokenTypes:
             )
         chosen = (self.rows >= smallest) & (self.rows <= largest)
         count = self.rows[chosen]
-        spread = self.scatter[chosen] / (count - 1)
-        norm = self.m[chosen] - spread / count
+        spread = self.scatter[chosen] / (count - 1 if corrected else count)
+        norm = self.m[chosen] - (spread / count if corrected else 0)
         number = chosen.sum().double()
         # Norms and spreads are squares already: their own products are taken after division by
         # powers of two, which changes no digit.
@@ -125,7 +135,14 @@ class TokenTypes:
             r_squared=torch.where(fits, xy.square() / (xx * yy), nan),
             types=number,
             coverage=count.sum() / self.rows.sum(),
+            q_variation=_variation(self.m[chosen] + self.scatter[chosen] / count),
         )
+
+
+def _variation(values: Tensor) -> Tensor:
+    """Compute the standard deviation over the mean of values above 0; NaN without values."""
+    ratios = values / values.max() if len(values) else values
+    return (ratios - ratios.mean()).square().mean().sqrt() / ratios.mean()
 
 
 def _scaled(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -177,36 +194,55 @@ def token_types(hidden: Tensor, token_ids: Tensor) -> TokenTypes:
     return TokenTypes(size, m, scatter)
 
 
-def variance_shares(hidden: Tensor, token_ids: Tensor) -> VarianceShares:
+def variance_shares(
+    hidden: Tensor, token_ids: Tensor, *, smallest: int = 1, largest: int | None = None
+) -> VarianceShares:
     """Split the mean square norm into shares: M / Q, V_B / Q and V_W / Q, and V_W / V.
 
     As layers deepen, the share of the mean grows, and within V that of V_W (2409.11253). V_W is
     `TokenTypes.within_variance` (with 1/(n - K)), V is `variance` (with 1/n), and V_B = V - V_W, so
     that the noise of the fitted means does not count as a difference between types: where types do
-    not differ, V_B scatters about 0 and can come out below, down to -V_W K/n.
+    not differ, V_B scatters about 0 and can come out below, down to -V_W K/n. The authors' figures
+    stand on the rows of types with 10 to 100,000 rows, `smallest=10, largest=100_000`, and have
+    V_W (1 - K/n) in the place of V_W.
 
     Args:
         hidden: Rows, [tokens, width].
         token_ids: Type of each row, integers, [tokens].
+        smallest: Fewest rows of a type whose rows count.
+        largest: Most rows of a type whose rows count; None for any number.
 
     Returns:
         The shares; NaN where the whole is 0, or (all but `mean`) where no type comes twice.
 
     Raises:
-        ValueError: `hidden` is not a floating-point matrix with at least one row, or `token_ids`
-            does not name a type for each.
+        ValueError: `hidden` is not a floating-point matrix with at least one row, `token_ids` does
+            not name a type for each, or no type has as many rows as the limits ask for.
 
     Example:
         >>> hidden = torch.tensor([[1.0], [3.0], [10.0], [12.0]])
         >>> shares = variance_shares(hidden, torch.tensor([5, 5, 8, 8]))
         >>> [round(share.item(), 3) for share in shares]
-        [0.665, 0.303, 0.031, 0.094]
+        [0.665, 0.303, 0.031, 0.094, 1.0]
     """
-    within = token_types(hidden, token_ids).within_variance
+    types = token_types(hidden, token_ids)
+    chosen = (types.rows >= smallest) & (types.rows <= (math.inf if largest is None else largest))
+    coverage = types.rows[chosen].sum() / types.rows.sum()
+    if coverage == 0:
+        raise ValueError(
+            f"no token type has between {smallest} and {largest} rows (the largest has "
+            f"{int(types.rows.max())}): give more tokens, or a lower limit"
+        )
+    if coverage < 1:
+        kept = chosen[torch.unique(token_ids, return_inverse=True)[1]]
+        hidden, token_ids = hidden[kept], token_ids[kept]
+        types = token_types(hidden, token_ids)
+    within = types.within_variance
     total, square = variance(hidden), mean_square_norm(hidden)
     return VarianceShares(
         mean=mean_row(hidden).square().sum() / square,
         between=(total - within) / square,
         within=within / square,
         within_of_variance=within / total,
+        coverage=coverage,
     )

@@ -4,7 +4,7 @@ import functools
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from geomon.kernels.baselines import (
     isotropic_anisotropy,
+    isotropic_cosine_magnitude,
     isotropic_cosine_quantile,
     isotropic_spectrum,
 )
@@ -116,6 +117,8 @@ def null_values(metrics: Mapping[str, object], rows: int, width: int) -> dict[st
     `local_dimension/null`, `local_anisotropy/null` and `local_cosine/null`: those of the
     neighbourhoods in an isotropic Gaussian, of at most 4,096 rows. `alpha/null`: that of the
     expected spectrum of one. `neighbour_overlap/null`: that of lists at random, k / (n - 1).
+    The nulls of shares and of the cosine about the mean are expectations: of isotropic rows about
+    0, and where token types do not differ.
 
     Args:
         metrics: Metrics that are measured; only their nulls are returned.
@@ -130,6 +133,11 @@ def null_values(metrics: Mapping[str, object], rows: int, width: int) -> dict[st
     if "cosine" in metrics:
         found["cosine/null"] = 0.0  # in expectation: opposite directions are equally likely
         found["cosine/isotropic_pair"] = isotropic_cosine_quantile(width)
+    expected = {
+        "cosine_centred": -1 / (rows - 1), "cosine_within": 0.0, "cosine_between": 0.0,
+        "mean_share": 1 / rows, "within_share": 1.0, "between_share": 0.0,
+    }  # fmt: skip
+    found |= {f"{name}/null": value for name, value in expected.items() if name in metrics}
     if "twonn" in metrics:
         # The number of rows without copies changes a little from reading to reading: an eighth of
         # an octave changes the null by less than 1 %, and it is measured once for each.
@@ -165,6 +173,41 @@ def null_values_at_last(values: Mapping[str, float], width: int) -> dict[str, fl
 
 def _to_eighth_of_octave(rows: int) -> int:
     return round(2 ** (round(8 * math.log2(rows)) / 8))
+
+
+def query_null(metrics: Mapping[str, object], queries: Sequence[int]) -> dict[str, float]:
+    """Compute the share that the mean query makes by chance, where queries are 0 in the mean.
+
+    `mean_query_share/null`: 1 / queries, since the mean of so many independent queries has that
+    share of their variance. Queries of one sequence are alike, so that it is a lower bound.
+
+    Args:
+        metrics: Metrics that are measured; only their nulls are returned.
+        queries: Number of sampled queries that see a key, at each layer.
+    """
+    if "mean_query_share" not in metrics or not queries or min(queries) == 0:
+        return {}
+    return {"mean_query_share/null": statistics.fmean(1 / count for count in queries)}
+
+
+def head_nulls(metrics: Mapping[str, object], heads: int, width: int) -> dict[str, float]:
+    """Compute what the absolute cosine of mean query and mean key has by chance.
+
+    `qk_cosine/null_magnitude` and `qk_cosine_concatenated/null_magnitude`: E|cos| of two isotropic
+    directions, in the width of one head and of all heads side by side. The cosines themselves are 0
+    in the mean.
+
+    Args:
+        metrics: Metrics that are measured; only their nulls are returned.
+        heads: Number of query heads.
+        width: Width of one head.
+    """
+    widths = {"qk_cosine": width, "qk_cosine_concatenated": heads * width}
+    return {
+        f"{name}/null_magnitude": isotropic_cosine_magnitude(size)
+        for name, size in widths.items()
+        if name in metrics
+    }
 
 
 def correlation(x: Tensor, y: Tensor) -> Correlation:

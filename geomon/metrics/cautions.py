@@ -24,6 +24,7 @@ _TIES = (
     "the two distances that are compared are equal at every row that counts, as on a lattice or "
     "in numbers that were rounded coarsely"
 )
+_NO_TWO_KEYS = "no query that was sampled sees two keys"
 _FEW_TYPES = (
     "fewer than 3 token types have between 10 and 100,000 rows, or the norms of their means are "
     "all the same"
@@ -41,6 +42,21 @@ _NO_VALUE = {
     "between_variance": _NO_TYPE_TWICE,
     "norm_variance_slope": _FEW_TYPES,
     "norm_variance_slope/r_squared": "the variances of the token types are all the same",
+    "norm_variance_slope/q_variation": "no token type has between 10 and 100,000 rows",
+    "mean_share": "all rows are 0",
+    "within_share": f"{_EQUAL_ROWS}, or {_NO_TYPE_TWICE}",
+    "between_share": f"{_EQUAL_ROWS}, or {_NO_TYPE_TWICE}",
+    "qk_cosine_concatenated": "the mean query or the mean key of all heads is 0",
+    "cosine_centred": "fewer than two rows differ from their mean",
+    "cosine_within": "no two rows of one sequence have a norm above 0",
+    "cosine_between": "no two rows of different sequences have a norm above 0",
+    "token_frequency": "no token type is of this class of frequency",
+    "mean_query_share": "the scores of every query are the same for all keys that it sees",
+    "score_mean": "no query that was sampled sees a key",
+    "score_spread": _NO_TWO_KEYS,
+    "attention_sequence_max": _NO_TWO_KEYS,
+    "attention_sequence_median": _NO_TWO_KEYS,
+    "attention_sequence_min": _NO_TWO_KEYS,
     "twonn": _FEW_ROWS,
     "twonn_distinct": _FEW_ROWS,
     "twonn_gaussian": _FEW_ROWS,
@@ -54,7 +70,7 @@ _NO_VALUE = {
     "key_cosine": "fewer than two keys of a head have a norm above 0",
     "query_anisotropy": "all queries of a head are equal",
     "key_anisotropy": "all keys of a head are equal",
-    "attention_entropy_normalised": "no query that was sampled sees two keys",
+    "attention_entropy_normalised": _NO_TWO_KEYS,
     "drift_cosine": "drift_norm or cosine is the same at all layers",
     "anisotropy_profile": "anisotropy is missing at an end or in the middle of the layers",
 }

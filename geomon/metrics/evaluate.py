@@ -12,7 +12,13 @@ from torch import Tensor
 
 from geomon.capture.snapshot import CAPTURED, OF_THE_BATCH, Layer, Note, group_by_layer
 from geomon.kernels.half_samples import FEWEST_SEQUENCES, margin
-from geomon.metrics.across_layers import across_layers, null_values, null_values_at_last
+from geomon.metrics.across_layers import (
+    across_layers,
+    head_nulls,
+    null_values,
+    null_values_at_last,
+    query_null,
+)
 from geomon.metrics.between_layers import BetweenLayers, compare_layers
 from geomon.metrics.cautions import cautions
 from geomon.metrics.intervals import by_part, differences_of
@@ -55,6 +61,8 @@ class LayerValues:
         unseen: For each metric that could not be asked, which view was not seen and why.
         failed: For each metric that failed, what it raised.
         without_interval: For each metric whose interval failed, what it raised.
+        heads: Number of query heads as projected, and the width of one; None where unknown.
+        queries: Number of sampled queries that see a key; None where unknown.
     """
 
     stack: str
@@ -67,6 +75,8 @@ class LayerValues:
     unseen: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     without_interval: dict[str, str] = field(default_factory=dict)
+    heads: tuple[int, int] | None = None
+    queries: int | None = None
 
 
 @dataclass(frozen=True)
@@ -113,6 +123,7 @@ class Evaluator:
         result = LayerValues(layer.stack, layer.index, shape)
         if "sequences" in layer.captured:
             result.sequences = len(layer.captured["sequences"].unique())
+        result.heads, result.queries = _sizes_of_attention(layer)
         device = "cpu" if hidden is None else hidden.device.type
         splits = split_rows(layer, rows, self.batches)
         with torch.no_grad(), torch.autocast(device, enabled=False):
@@ -190,6 +201,21 @@ class Evaluator:
         return self.combine([self.measure_layer(layer, rows) for layer in layers], rows)
 
 
+def _sizes_of_attention(layer: Layer) -> tuple[tuple[int, int] | None, int | None]:
+    """Count the heads and their width, and the sampled queries that see a key; None where unknown.
+
+    Nulls depend on them.
+    """
+    projected, query, visible = map(layer.captured.get, ("projected_query", "query", "visible"))
+    heads = queries = None
+    if projected is not None and projected.ndim == 3:
+        heads = (projected.shape[1], projected.shape[2])
+    if query is not None and visible is not None and query.ndim == visible.ndim == 4:
+        real = visible.any(dim=3).any(dim=1)
+        queries = int(real.expand(query.shape[0], query.shape[2]).sum())
+    return heads, queries
+
+
 def _combine_stack(
     layers: list[LayerValues], metrics: Mapping[str, Metric], rows: int, *, strict: bool
 ) -> Evaluation:
@@ -226,6 +252,11 @@ def _combine_stack(
         unique = round(used) if used >= 1 else min(rows, count)
         result.values |= null_values(metrics, unique, width)
         result.values |= null_values_at_last(result.values, width)
+    heads = {layer.heads for layer in layers if layer.heads is not None}
+    if len(heads) == 1:  # one null for all layers
+        result.values |= head_nulls(metrics, *heads.pop())
+    queries = [layer.queries for layer in layers if layer.queries is not None]
+    result.values |= query_null(metrics, queries)
     result.notes = group_by_layer(_join_metrics(reasons)) + cautions(result.values)
     result.notes += _few_sequences(layers) + _few_last_tokens(metrics, layers, result.values)
     return result

@@ -13,19 +13,33 @@ from torch import Tensor
 
 from geomon.capture.snapshot import CAPTURED
 from geomon.kernels import dimension
-from geomon.kernels.angles import cosine, head_anisotropy, head_cosine, qk_cosine, qk_dot
+from geomon.kernels.angles import (
+    SequenceCosines,
+    cosine,
+    cosine_centred,
+    head_cosine,
+    leading_share,
+    qk_cosine,
+    qk_cosine_concatenated,
+    qk_dot,
+)
 from geomon.kernels.attention import (
     attention_entropy,
     attention_entropy_normalised,
     attention_max,
     attention_median,
     attention_min,
+    attention_sequence_max,
+    attention_sequence_median,
+    attention_sequence_min,
     attention_sink,
 )
 from geomon.kernels.baselines import gaussian_like
-from geomon.kernels.moments import drift_norm, mean_square_norm
+from geomon.kernels.frequency import CLASSES, moments_by_frequency
+from geomon.kernels.moments import mean_square_norm
 from geomon.kernels.neighbourhoods import LocalIsotropy
 from geomon.kernels.neighbours import nearest
+from geomon.kernels.scores import mean_query_share, score_mean, score_spread
 from geomon.kernels.spectrum import anisotropy, effective_rank, participation_ratio, power_law
 from geomon.kernels.token_types import TokenTypes
 from geomon.metrics.between_layers import neighbour_overlap
@@ -46,6 +60,11 @@ def sink_share(sink_variance: float) -> float:
     return sink_variance
 
 
+def drift_norm(drift: Tensor) -> Tensor:
+    """Norm of the mean row."""
+    return drift
+
+
 def within_variance(within: Tensor) -> Tensor:
     """Variance around the mean of each row's token type, corrected for few tokens of a type."""
     return within
@@ -64,11 +83,45 @@ def between_variance(total_variance: Tensor, within: Tensor) -> Tensor:
 def norm_variance_slope(token_types: TokenTypes) -> dict[str, Tensor]:
     """Trade-off of norm and variance: slope of V_t on M_t over token types.
 
-    Parts: `r_squared`, `types` (how many), `coverage` (share of the tokens that are of them).
+    Parts: `r_squared`, `types` (how many), `coverage` (share of the tokens that are of them),
+    `q_variation` (coefficient of variation of Q_t: where it is small, the slope is -1 by identity).
     """
     fit = token_types.norm_variance_slope()
     parts = {"": fit.slope, "r_squared": fit.r_squared, "types": fit.types}
-    return {**parts, "coverage": fit.coverage}
+    return {**parts, "coverage": fit.coverage, "q_variation": fit.q_variation}
+
+
+def mean_share(drift: Tensor, total_variance: Tensor) -> Tensor:
+    """Share of the mean square norm that the common mean has, M / Q with Q = M + V."""
+    return drift.square() / (drift.square() + total_variance)
+
+
+def within_share(drift: Tensor, total_variance: Tensor, within: Tensor) -> dict[str, Tensor]:
+    """Share of the variance that is within token types, V_W / V: what context does to tokens.
+
+    Part `of_square`: V_W / Q. M / Q, V_W / Q and V_B / Q sum to 1.
+    """
+    square = drift.square() + total_variance
+    return {"": within / total_variance, "of_square": within / square}
+
+
+def between_share(drift: Tensor, total_variance: Tensor, within: Tensor) -> dict[str, Tensor]:
+    """Share of the variance that is between token types, V_B / V = 1 - V_W / V.
+
+    Part `of_square`: V_B / Q.
+    """
+    between, square = total_variance - within, drift.square() + total_variance
+    return {"": between / total_variance, "of_square": between / square}
+
+
+def cosine_within(sequence_cosines: SequenceCosines) -> dict[str, Tensor | float]:
+    """Mean cosine over all pairs of rows of one sequence, with the number of sequences."""
+    return {"": sequence_cosines.within, "sequences": len(sequence_cosines.own)}
+
+
+def cosine_between(sequence_cosines: SequenceCosines) -> dict[str, Tensor | float]:
+    """Mean cosine over all pairs of rows of two sequences, with the number of sequences."""
+    return {"": sequence_cosines.between, "sequences": len(sequence_cosines.own)}
 
 
 def max_logit(max_logits: Tensor) -> Tensor:
@@ -100,14 +153,14 @@ def key_cosine(projected_key: Tensor) -> Tensor:
     return head_cosine(projected_key)
 
 
-def query_anisotropy(projected_query: Tensor) -> Tensor:
+def query_anisotropy(query_scatter: Tensor) -> Tensor:
     """Share of the variance of queries along their first direction, per head."""
-    return head_anisotropy(projected_query)
+    return leading_share(query_scatter)
 
 
-def key_anisotropy(projected_key: Tensor) -> Tensor:
+def key_anisotropy(key_scatter: Tensor) -> Tensor:
     """Share of the variance of keys along their first direction, per key head."""
-    return head_anisotropy(projected_key)
+    return leading_share(key_scatter)
 
 
 def twonn(neighbours: Tensor, duplicates: float, rounding: float) -> dict[str, Tensor | float]:
@@ -181,6 +234,20 @@ def local_cosine(local_shapes: LocalIsotropy) -> Tensor:
     return local_shapes.cosine.mean()
 
 
+def token_frequency(hidden: Tensor, token_ids: Tensor) -> dict[str, Tensor]:
+    """Norm, M, V and Q of rare, middle and frequent tokens, each about a third of the rows.
+
+    Parts for each class, `rare/norm` say: `norm` (mean |x|), `square_of_mean` (M), `variance` (V),
+    `mean_square_norm` (Q = M + V), `rows` and `types` (how many).
+    """
+    found = zip(CLASSES, moments_by_frequency(hidden, token_ids), strict=True)
+    return {
+        f"{name}/{part}": value
+        for name, moments in found
+        for part, value in moments._asdict().items()
+    }
+
+
 METRICS: dict[str, Metric] = {
     "anisotropy": anisotropy,
     "anisotropy_no_sinks": anisotropy_no_sinks,
@@ -211,6 +278,10 @@ METRICS: dict[str, Metric] = {
     "attention_min": attention_min,
     "attention_sink": attention_sink,
     "max_logit": max_logit,
+    "mean_share": mean_share,
+    "within_share": within_share,
+    "between_share": between_share,
+    "qk_cosine_concatenated": qk_cosine_concatenated,
 }
 
 # Sequences from which the spectrum of their last tokens means anything. With 64 rows of 768 columns
@@ -228,6 +299,16 @@ MORE_METRICS: dict[str, Metric] = {
     "local_anisotropy": local_anisotropy,
     "local_cosine": local_cosine,
     "neighbour_overlap": neighbour_overlap,
+    "cosine_centred": cosine_centred,
+    "cosine_within": cosine_within,
+    "cosine_between": cosine_between,
+    "token_frequency": token_frequency,
+    "mean_query_share": mean_query_share,
+    "score_mean": score_mean,
+    "score_spread": score_spread,
+    "attention_sequence_max": attention_sequence_max,
+    "attention_sequence_median": attention_sequence_median,
+    "attention_sequence_min": attention_sequence_min,
 }
 
 
@@ -276,16 +357,28 @@ def _check(name: str, function: Metric) -> None:
         )
     if not callable(function):
         raise TypeError(f"metric '{name}' is {function!r}: expected a function of views")
+    _check_views(f"metric '{name}'", function)
+    differences = getattr(function, "differences", None)
+    if differences is not None:
+        if not callable(differences):
+            raise TypeError(
+                f"the attribute 'differences' of metric '{name}' is {differences!r}: expected a "
+                "function of views that compares the metric on halves"
+            )
+        _check_views(f"the interval of metric '{name}'", differences)
+
+
+def _check_views(subject: str, function: Metric) -> None:
     asked = parameters(function)
     unknown = [view for view in asked if not is_view(view)]
     if unknown:
         raise ValueError(
-            f"metric '{name}' asks for {_quoted(unknown)}, which is no view; there are "
+            f"{subject} asks for {_quoted(unknown)}, which is no view; there are "
             f"{', '.join([*CAPTURED, *DERIVED])}, and last_... of those that are made of rows"
         )
     if not asked:
         raise ValueError(
-            f"metric '{name}' reads no view: name at least one as a parameter without a default, "
+            f"{subject} reads no view: name at least one as a parameter without a default, "
             f"of {', '.join([*CAPTURED, *DERIVED])}"
         )
 

@@ -18,8 +18,15 @@ from torch import Tensor
 
 from geomon.capture.snapshot import CAPTURED, ROW_VIEWS, Layer
 from geomon.kernels import spectrum as kernels
-from geomon.kernels.angles import mean_rows
-from geomon.kernels.attention import AttentionRows, attention_rows, score_rows
+from geomon.kernels.angles import SequenceCosines, head_scatter, mean_rows, sequence_cosines
+from geomon.kernels.attention import (
+    AttentionRows,
+    SequenceExtremes,
+    attention_rows,
+    extremes_of_scores,
+    score_rows,
+    sequence_extremes,
+)
 from geomon.kernels.dimension import HalfRatios, ratios_in_halves
 from geomon.kernels.half_samples import (
     GroupSums,
@@ -29,7 +36,7 @@ from geomon.kernels.half_samples import (
     half_samples,
 )
 from geomon.kernels.massive import ordinary_rows, share_beyond
-from geomon.kernels.moments import mean_square_norm, variance
+from geomon.kernels.moments import drift_norm, mean_square_norm, variance
 from geomon.kernels.neighbourhoods import (
     LocalIsotropy,
     local_dimension,
@@ -44,7 +51,15 @@ from geomon.kernels.neighbours import (
     unique_rows,
 )
 from geomon.kernels.neighbours import nearest as find_nearest
+from geomon.kernels.scores import (
+    QueryVariances,
+    ScoreMoments,
+    moments_of_scores,
+    query_variances,
+    score_moments,
+)
 from geomon.kernels.token_types import TokenTypes, token_types
+from geomon.kernels.type_halves import TypeHalves, type_halves
 
 # Neighbours of every row; of the few rows that stand for the large scales, as many as those need.
 NEAR = 16
@@ -218,6 +233,14 @@ def _distinct_half_ratios(
     return ratios_in_halves(distances, indices, distinct, halves)[0]
 
 
+def _type_halves(hidden: Tensor, token_ids: Tensor, halves: HalfSamples) -> TypeHalves:
+    return type_halves(hidden, token_ids, halves)
+
+
+def _sequence_cosines(hidden: Tensor, sequences: Tensor) -> SequenceCosines:
+    return sequence_cosines(hidden, sequences)
+
+
 def _query_halves(query_sequences: Tensor) -> HalfSamples:
     return half_samples(query_sequences)
 
@@ -234,19 +257,26 @@ def _key_sums(projected_key: Tensor, key_halves: HalfSamples) -> GroupSums:
     return group_sums(projected_key, key_halves)
 
 
-def _attention_halves(query: Tensor) -> HalfSamples:
-    return _halves_of_rows(query)
+def _query_scatter(projected_query: Tensor) -> Tensor:
+    return head_scatter(projected_query)
 
 
-def _score_halves(scores: Tensor) -> HalfSamples:
-    return _halves_of_rows(scores)
+def _key_scatter(projected_key: Tensor) -> Tensor:
+    return head_scatter(projected_key)
 
 
-def _halves_of_rows(values: Tensor) -> HalfSamples:
-    """Cut the rows of attention, [sequences, heads, queries, ...], into halves."""
-    sequences, _, queries = values.shape[:3]
-    order = torch.arange(sequences, dtype=torch.int64, device=values.device)
-    return half_samples(order.repeat_interleave(queries))
+def _attention_sequences(query: Tensor) -> Tensor:
+    sequences, _, queries = query.shape[:3]
+    order = torch.arange(sequences, dtype=torch.int64, device=query.device)
+    return order.repeat_interleave(queries)
+
+
+def _score_sequences(scores: Tensor) -> Tensor:
+    return _attention_sequences(scores)
+
+
+def _attention_halves(attention_sequences: Tensor) -> HalfSamples:
+    return half_samples(attention_sequences)
 
 
 def _repeated(hidden: Tensor, distinct: Tensor) -> float:
@@ -258,6 +288,26 @@ def _attention(
     softcap: float | None, sink: Tensor | None,
 ) -> AttentionRows:  # fmt: skip
     return attention_rows(query, key, visible, scale, bias, softcap, sink)
+
+
+def _sequence_extremes(
+    query: Tensor, key: Tensor, visible: Tensor, scale: float, bias: Tensor | None,
+    softcap: float | None, sink: Tensor | None,
+) -> SequenceExtremes:  # fmt: skip
+    return sequence_extremes(query, key, visible, scale, bias, softcap, sink)
+
+
+def _score_moments(
+    query: Tensor, key: Tensor, visible: Tensor, scale: float, bias: Tensor | None,
+    softcap: float | None,
+) -> ScoreMoments:  # fmt: skip
+    return score_moments(query, key, visible, scale, bias, softcap)
+
+
+def _query_variances(
+    query: Tensor, key: Tensor, visible: Tensor, attention_halves: HalfSamples
+) -> QueryVariances:
+    return query_variances(query, key, visible, attention_halves)
 
 
 DERIVED: dict[str, Callable[..., Any] | tuple[Callable[..., Any], ...]] = {
@@ -298,7 +348,16 @@ DERIVED: dict[str, Callable[..., Any] | tuple[Callable[..., Any], ...]] = {
     "key_halves": _key_halves,  # the same of the keys
     "query_sums": _query_sums,  # sums of the projected queries over groups of sequences
     "key_sums": _key_sums,  # the same of the keys
-    "attention_halves": (_attention_halves, _score_halves),  # ways of cutting the attention rows
+    "attention_sequences": (_attention_sequences, _score_sequences),  # of each attention row
+    "attention_halves": _attention_halves,  # ways of cutting the attention rows
+    "score_moments": (_score_moments, moments_of_scores),  # of each query: ScoreMoments
+    "query_variances": _query_variances,  # of scores of mean queries and of all: QueryVariances
+    "sequence_extremes": (_sequence_extremes, extremes_of_scores),  # SequenceExtremes
+    "query_scatter": _query_scatter,  # products of the centred queries of each head, summed
+    "key_scatter": _key_scatter,  # the same of the keys
+    "drift": drift_norm,  # norm of the mean row
+    "sequence_cosines": _sequence_cosines,  # sums of directions by sequence: SequenceCosines
+    "type_halves": _type_halves,  # moments of the token types in halves of the sequences
 }
 
 

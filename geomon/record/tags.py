@@ -29,7 +29,9 @@ SEQUENCES = "sequences"
 
 # Parts that say how far a layer's value can be trusted. Charts of them for every layer would bury
 # the values, so charts show those of the mean only; the record holds all.
-_TRUST = frozenset({"std", "margin", ROWS, SEQUENCES, "duplicates", "repeated", "rounding"})
+_TRUST = frozenset(
+    {"std", "margin", ROWS, SEQUENCES, "duplicates", "repeated", "rounding", "rows", "types"}
+)
 
 
 def layer_tag(metric: str, layer: int, part: str = "") -> str:

@@ -9,11 +9,14 @@ from scipy.spatial.distance import pdist
 
 from geomon.kernels.angles import (
     cosine,
+    cosine_centred,
     head_anisotropy,
     head_cosine,
     mean_rows,
     qk_cosine,
+    qk_cosine_concatenated,
     qk_dot,
+    sequence_cosines,
 )
 from geomon.kernels.moments import drift_norm
 from geomon.kernels.spectrum import anisotropy, spectrum
@@ -418,3 +421,110 @@ def test_heads_name_what_they_cannot_use(kernel, rows):
     with pytest.raises(ValueError, match=r"\[tokens, heads, head width\]") as caught:
         kernel(rows)
     assert f"{rows.dtype} {list(rows.shape)}" in str(caught.value)
+
+
+# -- about the mean, within and between sequences, heads side by side --
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e6])
+@pytest.mark.parametrize(("tokens", "width"), [(2, 3), (300, 7), (1600, 700)])
+def test_the_centred_cosine_is_that_over_all_pairs_of_centred_rows(tokens, width, offset):
+    near = (normal(tokens, width) * 1024).round() / 1024
+    want = over_all_pairs(near - near.mean(dim=0))
+    assert cosine_centred(near + offset).item() == pytest.approx(want, rel=1e-6, abs=1e-12)
+
+
+def test_a_shift_alone_makes_a_cone_that_is_none_about_its_mean():
+    rows = normal(4000, 32) + 5
+    assert cosine(rows) > 0.9
+    assert abs(cosine_centred(rows)) < 0.002
+
+
+@pytest.mark.parametrize(("tokens", "width"), [(20, 8), (60, 3)])
+def test_about_the_mean_isotropic_rows_are_a_little_below_zero(tokens, width):
+    """Simulated: the mean is fitted to the rows, so that a pair has -1 / (n - 1)."""
+    found = np.array([cosine_centred(normal(tokens, width, seed=i)).item() for i in range(400)])
+    error = found.std(ddof=1) / 20
+    assert abs(found.mean() + 1 / (tokens - 1)) < 4 * error + 0.5 / width / (tokens - 1)
+    assert error < 0.1 / (tokens - 1)
+
+
+@few_examples
+@given(small_shapes, st.sampled_from([1e-3, -2.0, 1e4]))
+def test_the_centred_cosine_follows_no_shift_scale_order_or_rotation(shape, scale):
+    tokens, width, seed = shape
+    rows = normal(max(tokens, 4), width, seed=seed)
+    want = cosine_centred(rows)
+    for other in (
+        scale * rows, rows + 100, rows.flip(0), rows @ rotation(width, seed),
+    ):  # fmt: skip
+        torch.testing.assert_close(cosine_centred(other), want, rtol=1e-6, atol=1e-9)
+
+
+def test_equal_rows_have_no_centred_cosine():
+    assert cosine_centred(torch.full((5, 3), 0.1)).isnan()
+    with pytest.raises(ValueError, match="at least 2 rows"):
+        cosine_centred(torch.ones(1, 3))
+
+
+def by_pairs(rows, sequences):
+    """Mean cosine over the pairs of one sequence and over those of two, pair by pair."""
+    unit = rows.double().numpy() / np.linalg.norm(rows.double().numpy(), axis=1, keepdims=True)
+    one, two = np.triu_indices(len(unit), 1)
+    values, own = (unit[one] * unit[two]).sum(axis=1), (sequences[one] == sequences[two]).numpy()
+    return values[own].mean(), values[~own].mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_cosines_within_and_between_sequences_are_those_of_the_pairs(dtype):
+    sequences = torch.randint(9, (400,), generator=torch.Generator().manual_seed(1)) * 5 - 7
+    rows = (normal(400, 11) + 1.5 * normal(50, 11, seed=2)[sequences]).to(dtype)
+    found = sequence_cosines(rows, sequences)
+    within, between = by_pairs(rows, sequences)
+    assert found.within.item() == pytest.approx(within, rel=1e-6)
+    assert found.between.item() == pytest.approx(between, rel=1e-6)
+    assert found.within > found.between + 0.2
+    # All pairs are these and those.
+    n = found.rows
+    own, every = (n * (n - 1)).sum(), n.sum() * (n.sum() - 1)
+    both = (own * found.within + (every - own) * found.between) / every
+    torch.testing.assert_close(both, cosine(rows))
+
+
+def test_pairs_that_there_are_not_have_no_cosine():
+    rows = normal(6, 4)
+    one, each = (sequence_cosines(rows, ids) for ids in (torch.zeros(6).long(), torch.arange(6)))
+    torch.testing.assert_close(one.within, cosine(rows))
+    assert one.between.isnan()
+    torch.testing.assert_close(each.between, cosine(rows))
+    assert each.within.isnan()
+    rows[:5] = 0
+    assert sequence_cosines(rows, torch.arange(6) // 3).between.isnan()
+    with pytest.raises(ValueError, match="the number of a sequence for each of 6 rows"):
+        sequence_cosines(rows, torch.zeros(5).long())
+
+
+@pytest.mark.parametrize("scale", [1e-250, 1e250])
+def test_cosines_of_sequences_hold_at_any_scale(scale):
+    rows, sequences = normal(40, 5), torch.arange(40) // 10
+    found, want = sequence_cosines(scale * rows, sequences), sequence_cosines(rows, sequences)
+    torch.testing.assert_close(found.within, want.within)
+    torch.testing.assert_close(found.between, want.between)
+
+
+@few_examples
+@given(head_shapes, st.integers(1, 3))
+def test_heads_side_by_side_are_one_long_head(shape, group):
+    tokens, heads, width, seed = shape
+    query = mean_rows(normal(tokens, heads * group, width, seed=seed))
+    key = mean_rows(normal(tokens, heads, width, seed=seed + 1))
+    flat_query, flat_key = (
+        query.flatten().numpy(),
+        key.repeat_interleave(group, 0).flatten().numpy(),
+    )
+    want = flat_query @ flat_key / np.linalg.norm(flat_query) / np.linalg.norm(flat_key)
+    assert qk_cosine_concatenated(query, key).item() == pytest.approx(want, abs=1e-12)
+    # One head alone is the cosine of that head.
+    torch.testing.assert_close(
+        qk_cosine_concatenated(query[:1], key[:1]), qk_cosine(query[:1], key[:1])[0]
+    )

@@ -18,8 +18,13 @@ from geomon.kernels.attention import (
     attention_median,
     attention_min,
     attention_rows,
+    attention_sequence_max,
+    attention_sequence_median,
+    attention_sequence_min,
     attention_sink,
+    extremes_of_scores,
     score_rows,
+    sequence_extremes,
 )
 
 METRICS = [
@@ -536,3 +541,65 @@ def test_sink_logits_are_one_for_each_head():
     query = torch.zeros(1, 2, 3, 4)
     with pytest.raises(ValueError, match=r"sink logits \[heads\] = \[2\], got \[3\]"):
         attention_rows(query, query, torch.ones(1, dtype=torch.bool), 1.0, sink=torch.zeros(3))
+
+
+# -- extremes of whole sequences (figure 10), beside those of rows (figure 9) --
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("block", [50, 1 << 20])
+@pytest.mark.parametrize("with_sink", [False, True])
+def test_extremes_of_sequences_are_those_of_all_their_weights(kind, block, with_sink, monkeypatch):
+    monkeypatch.setattr(_blocks, "BLOCK", block)
+    query, key = normal(4, 4, 16, 5), normal(4, 2, 16, 5, seed=1)
+    visible, bias = mask(kind, 4, 16), normal(1, 4, 16, 16, seed=2)
+    sink = normal(4, seed=3) if with_sink else None
+    found = sequence_extremes(query, key, visible, 0.7, bias, 5.0, sink)
+    scores = 0.7 * query @ key.repeat_interleave(2, dim=1).transpose(2, 3)
+    scores = 5 * (scores / 5).tanh() + bias
+    if sink is None:
+        for one, other in zip(extremes_of_scores(scores, visible), found, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=0, equal_nan=True)
+    scores = scores.double().numpy()
+    seen = visible.expand(4, 4, 16, 16).numpy()
+    for sequence, head in np.ndindex(4, 4):
+        weights = []
+        for row, keys in zip(scores[sequence, head], seen[sequence, head], strict=True):
+            logits = row[keys] if sink is None else np.append(row[keys], sink[head].item())
+            weights += [*np.exp(log_softmax(logits))[: keys.sum()]] if keys.sum() > 1 else []
+        if not weights:
+            assert found.maximum[head, sequence].isnan()
+            continue
+        weights = np.sort(weights)
+        want = weights[-1], weights[(len(weights) - 1) // 2], weights[0]
+        assert [part[head, sequence].item() for part in found] == pytest.approx(want, rel=1e-5)
+
+
+def test_a_sequence_is_more_extreme_than_its_rows():
+    query, key = normal(6, 2, 20, 8), normal(6, 2, 20, 8, seed=1)
+    visible = mask("causal", 6, 20)
+    rows = attention_rows(query, key, visible, 1.0)
+    whole_of = sequence_extremes(query, key, visible, 1.0)
+    assert (attention_sequence_max(whole_of) > attention_max(rows)).all()
+    assert (attention_sequence_min(whole_of) < attention_min(rows)).all()
+    middle = attention_sequence_median(whole_of)
+    assert (attention_sequence_min(whole_of) < middle).all()
+    assert (middle < attention_sequence_max(whole_of)).all()
+
+
+def test_uniform_attention_over_all_keys_has_one_weight():
+    found = sequence_extremes(
+        torch.zeros(3, 2, 4, 5), normal(3, 2, 10, 5), mask("bidirectional", 3, 10)[:, :, :4], 1.0
+    )
+    for metric in (attention_sequence_max, attention_sequence_median, attention_sequence_min):
+        torch.testing.assert_close(metric(found), torch.full((2,), 0.1, dtype=torch.float64))
+
+
+def test_sequences_without_a_choice_are_left_out():
+    visible = torch.ones(2, 1, 3, 4, dtype=torch.bool)
+    visible[1, :, :, 1:] = False
+    found = sequence_extremes(normal(2, 1, 3, 2), normal(2, 1, 4, 2), visible, 1.0)
+    assert found.maximum.isnan().tolist() == [[False, True]]
+    torch.testing.assert_close(attention_sequence_max(found), found.maximum[:, 0])
+    none = sequence_extremes(normal(2, 1, 3, 2), normal(2, 1, 4, 2), visible[1:], 1.0)
+    assert attention_sequence_median(none).isnan().all()

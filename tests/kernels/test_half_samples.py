@@ -7,7 +7,17 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from geomon.kernels import half_samples as kernel
-from geomon.kernels.angles import cosine, head_cosine, mean_rows, qk_cosine, qk_dot
+from geomon.kernels.angles import (
+    cosine,
+    cosine_centred,
+    head_anisotropy,
+    head_cosine,
+    head_scatter,
+    mean_rows,
+    qk_cosine,
+    qk_dot,
+    sequence_cosines,
+)
 from geomon.kernels.dimension import (
     HalfRatios,
     gride,
@@ -146,6 +156,69 @@ def test_anisotropy_of_halves_is_near_that_of_their_spectra(offset):
     assert (found - want).norm() < 0.05 * want.norm()
 
 
+@pytest.mark.parametrize("offset", [0.0, 1e4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_cosines_about_the_mean_are_those_of_the_halves(offset, dtype):
+    rows, numbers = rows_of_sequences(24, 20, 12, offset=offset)
+    rows, halves = rows.to(dtype), half_samples(numbers)
+    found = kernel.centred_cosine_differences(rows, group_sums(rows[:, None], halves), halves)
+    want = on_halves(cosine_centred, rows, halves)
+    torch.testing.assert_close(found, want, rtol=1e-6, atol=1e-9)
+    assert want.abs().max() > 1e-3
+
+
+def test_a_row_that_is_the_mean_of_its_half_has_no_direction_there():
+    rows = torch.tensor([[1.0], [2.0], [6.0], [7.0]]).repeat(8, 1)
+    halves = half_samples(torch.arange(8).repeat_interleave(4))
+    rows[:4], rows[4:8] = 4.0, torch.tensor([[0.0], [1.0], [7.0], [8.0]])
+    found = kernel.centred_cosine_differences(rows, group_sums(rows[:, None], halves), halves)
+    torch.testing.assert_close(found, on_halves(cosine_centred, rows, halves))
+
+
+def test_a_row_without_a_direction_counts_in_no_cosine_of_sequences():
+    rows, numbers = rows_of_sequences(16, 8, 5)
+    rows[::3] = 0
+    halves, own = half_samples(numbers), sequence_cosines(rows, numbers)
+    sums, close = group_sums(rows[:, None], halves), {"rtol": 1e-9, "atol": 1e-12}
+    within = kernel.within_cosine_differences(own.own, own.rows)
+    between = kernel.between_cosine_differences(own.own, own.rows, sums)
+    members = halves.first[:, halves.group]
+    for found, name in ((within, "within"), (between, "between")):
+        want = torch.stack([
+            getattr(sequence_cosines(rows[one], numbers[one]), name)
+            - getattr(sequence_cosines(rows[~one], numbers[~one]), name)
+            for one in members
+        ])  # fmt: skip
+        torch.testing.assert_close(found, want, **close)
+
+
+@pytest.mark.parametrize("offset", [0.0, 10.0])
+def test_anisotropy_of_heads_in_halves_is_near_that_of_their_rows(offset):
+    """The spectrum of the first head is steep; those of the others are flatter and flatter."""
+    rows, numbers = rows_of_sequences(32, 40, 48, offset=offset)
+    rows, halves = rows.view(-1, 3, 16).float(), half_samples(numbers)
+    found = kernel.head_anisotropy_differences(
+        rows, head_scatter(rows), group_sums(rows, halves), halves
+    )
+    want = on_halves(head_anisotropy, rows, halves)
+    assert found.shape == (15, 3)
+    assert (found - want)[:, 0].norm() < 0.1 * want[:, 0].norm()
+    assert (found.norm(dim=0) / want.norm(dim=0) > 0.95).all()
+    over_heads = found.mean(dim=1).norm() / want.mean(dim=1).norm()
+    assert 0.95 < over_heads < 1.25
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_in_few_columns_the_anisotropy_of_heads_in_halves_is_exact(width):
+    rows, numbers = rows_of_sequences(16, 30, 2 * width)
+    rows, halves = rows.view(-1, 2, width), half_samples(numbers)
+    found = kernel.head_anisotropy_differences(
+        rows, head_scatter(rows), group_sums(rows, halves), halves
+    )
+    want = on_halves(head_anisotropy, rows, halves)
+    torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-12)
+
+
 def test_rows_without_a_direction_count_in_no_cosine():
     rows, numbers = rows_of_sequences(16, 8, 5)
     rows[::3] = 0
@@ -271,3 +344,80 @@ def test_differences_do_not_change_with_scale_or_order(seed, scale):
     (other,), _ = ratios(scale * rows[order], numbers[order], 12)
     for left, right in zip(twonn_differences(one), twonn_differences(other), strict=True):
         torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-9, equal_nan=True)
+
+
+# -- rows at places that are the same at every draw: queries of attention --
+
+
+def at_places(sequences=32, each=32, length=64, seed=0):
+    """A value that falls with the place, differs by sequence and scatters: values, places, numbers.
+
+    As queries are sampled: evenly spread over the length, shifted from sequence to sequence.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    kind = {"generator": generator, "dtype": torch.float64}
+    shift = torch.randperm(sequences, generator=generator)[:, None]
+    places = (2 * (sequences * torch.arange(each) + shift) + 1) * length // (2 * sequences * each)
+    own = 0.002 * torch.randn(sequences, 1, **kind)
+    noise = 0.01 * torch.randn(sequences, each, **kind)
+    values = 1 / (places + 2) + own + noise
+    numbers = torch.arange(sequences).repeat_interleave(each)
+    return values.view(1, -1), places.view(1, -1).double() + 2, numbers
+
+
+def margin_of(values, places, numbers):
+    halves, every = half_samples(numbers), torch.ones_like(values, dtype=torch.bool)
+    own = kernel.without_places(values, every, places, numbers, halves)
+    return margin(kernel.row_mean_differences(own, every, halves)[:, 0].tolist())
+
+
+def plain_margin_of(values, numbers):
+    every = torch.ones_like(values, dtype=torch.bool)
+    return margin(kernel.row_mean_differences(values, every, half_samples(numbers))[:, 0].tolist())
+
+
+@pytest.mark.parametrize(("each", "length"), [(32, 64), (32, 1024), (8, 64)])
+def test_without_places_the_margin_covers_and_is_no_wider_than_it_has_to_be(each, length):
+    draws = [at_places(128 if each == 8 else 32, each, length, seed) for seed in range(120)]
+    means = torch.stack([values.mean() for values, _, _ in draws])
+    found = torch.tensor([margin_of(*draw) for draw in draws], dtype=torch.float64)
+    plain = torch.tensor([plain_margin_of(v, n) for v, _, n in draws], dtype=torch.float64)
+    covered = ((means - means.mean()).abs() <= found).double().mean()
+    assert 0.9 <= covered <= 0.99
+    assert found.mean() < 1.35 * 1.96 * means.std()
+    if length == 64:  # in a long sequence few places are early ones
+        assert plain.mean() > 1.3 * found.mean()
+
+
+def test_rows_that_are_all_at_one_place_are_as_they_were():
+    values, _, numbers = at_places()
+    same = torch.full_like(values, 64)
+    every, halves = torch.ones_like(values, dtype=torch.bool), half_samples(numbers)
+    own = kernel.without_places(values, every, same, numbers, halves)
+    torch.testing.assert_close(own, values - values.mean(), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("lengths", [5, 64])
+def test_sequences_that_have_a_place_of_their_own_keep_what_they_differ_by(lengths):
+    """Padding: every query of an encoder sees as many keys as its sequence has tokens."""
+    generator = torch.Generator().manual_seed(3)
+    of_sequence = torch.randint(lengths, (64,), generator=generator) + 5
+    places = of_sequence.repeat_interleave(16)[None].double()
+    values = places.log() + 0.001 * torch.randn(1, 1024, generator=generator).double()
+    numbers = torch.arange(64).repeat_interleave(16)
+    assert margin_of(values, places, numbers) == pytest.approx(plain_margin_of(values, numbers))
+
+
+def test_heads_that_see_other_keys_are_taken_one_by_one():
+    values, places, numbers = at_places()
+    other = places.flip(1)
+    halves = half_samples(numbers)
+    both = torch.cat([values, values]), torch.cat([places, other])
+    chosen = torch.arange(values.shape[1])[None] % 5 > 0
+    found = kernel.without_places(both[0], chosen.expand(2, -1), both[1], numbers, halves)
+    for head, place in enumerate((places, other)):
+        want = kernel.without_places(values, chosen, place, numbers, halves)
+        torch.testing.assert_close(found[head], want[0])
+    assert (found[:, ~chosen[0]] == 0).all()
+    nothing = torch.zeros_like(values, dtype=torch.bool)
+    assert (kernel.without_places(values, nothing, places, numbers, halves) == 0).all()

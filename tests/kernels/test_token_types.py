@@ -3,6 +3,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import PlainDecoder
 
 from geomon.kernels.moments import drift_norm, mean_square_norm, variance
 from geomon.kernels.token_types import token_types, variance_shares
@@ -301,3 +302,71 @@ def test_clusters_name_the_token_ids_they_cannot_use(kernel, ids):
 def test_slope_refuses_limits_without_a_variance(smallest, largest):
     with pytest.raises(ValueError, match="2 <= smallest <= largest"):
         norm_variance_slope(torch.ones(4, 2), torch.zeros(4).long(), smallest, largest)
+
+
+# -- the authors' own scripts (github.com/ymgw55/Norm-and-Variance, src/): their formulas anew --
+
+
+def states_of_a_model(sequences=40, length=32):
+    """Hidden states of a small decoder on tokens of Zipf's law, after each block."""
+    torch.manual_seed(0)
+    model = PlainDecoder(width=24, length=length)
+    ids = zipf(sequences * length, 50, seed=4).view(sequences, length)
+    with torch.no_grad():
+        x = model.tokens(ids) + model.places(torch.arange(length))
+        layers = [x, *(x := block(x) for block in model.blocks)]
+    return [layer.flatten(0, 1) for layer in layers], ids.flatten()
+
+
+def their_statistics(hidden, token_ids):
+    """n_t, mean, Q_t, M_t and V_t of each type, brought up to date token by token."""
+    kept = {}
+    for x, token in zip(hidden.double().numpy(), token_ids.tolist(), strict=True):
+        count, mean, square = kept.get(token, (0, np.zeros_like(x), 0.0))
+        mean = mean + (x - mean) / (count + 1)
+        kept[token] = (count + 1, mean, square + ((x @ x) - square) / (count + 1))
+    count, mean, square = (np.array(part) for part in zip(*kept.values(), strict=True))
+    norm = np.square(mean).sum(axis=1)
+    return count, mean, square, norm, square - norm
+
+
+def test_the_authors_figures_come_out_of_the_states_of_a_model():
+    layers, ids = states_of_a_model()
+    for hidden in layers:
+        count, mean, square, norm, spread = their_statistics(hidden, ids)
+        chosen = (np.log10(count) >= 1) & (np.log10(count) <= 5)
+        assert 3 < chosen.sum() < len(count)
+        # Figure 4: coefficient of variation of Q_t, slope of V_t on M_t and its R^2.
+        q, m, v = square[chosen], norm[chosen], spread[chosen]
+        found = token_types(hidden, ids).norm_variance_slope(corrected=False)
+        assert found.q_variation.item() == pytest.approx(q.std() / q.mean(), rel=1e-6)
+        assert found.slope.item() == pytest.approx(np.polyfit(m, v, 1)[0], rel=1e-5)
+        assert found.r_squared.item() == pytest.approx(np.corrcoef(m, v)[0, 1] ** 2, rel=1e-5)
+        # Figures 5 and 6: M / Q, V_B / Q, V_W / Q and V_W / V on the rows of these types.
+        n = count[chosen]
+        whole_m = np.square(n @ mean[chosen] / n.sum()).sum()
+        whole_q, within = n @ q / n.sum(), n @ v / n.sum()
+        shares = variance_shares(hidden, ids, smallest=10, largest=100_000)
+        low = 1 - chosen.sum() / n.sum()  # what theirs are low by
+        assert shares.coverage.item() == pytest.approx(n.sum() / len(ids))
+        assert shares.mean.item() == pytest.approx(whole_m / whole_q, rel=1e-6)
+        assert shares.within.item() * low == pytest.approx(within / whole_q, rel=1e-6)
+        whole_v = whole_q - whole_m
+        assert shares.within_of_variance.item() * low == pytest.approx(within / whole_v, rel=1e-6)
+        between = shares.between + shares.within * (1 - low)
+        assert between.item() == pytest.approx((whole_v - within) / whole_q, rel=1e-5, abs=1e-9)
+
+
+def test_q_variation_is_zero_on_a_sphere_and_follows_no_scale():
+    ids = random_ids(600, 20)
+    sphere = torch.nn.functional.normalize(normal(600, 5), dim=1)
+    assert token_types(sphere, ids).norm_variance_slope().q_variation.item() < 1e-12
+    rows = normal(600, 5) * (1 + ids[:, None].abs())
+    found = [token_types(s * rows, ids).norm_variance_slope().q_variation for s in (1.0, 2.0**300)]
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=0)
+    assert found[0] > 0.1
+
+
+def test_limits_that_no_type_keeps_are_refused():
+    with pytest.raises(ValueError, match="no token type has between 50 and 60 rows"):
+        variance_shares(normal(30, 2), random_ids(30, 3), smallest=50, largest=60)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from models import PlainDecoder, batch
 
-from geomon import METRICS, MORE_METRICS, geometry, measure
+from geomon import METRICS, MORE_METRICS, geometry, measure, with_interval
 from geomon.capture import Window, find_anatomy
 from geomon.capture.snapshot import CAPTURED, ROW_VIEWS, Layer
-from geomon.kernels.half_samples import half_samples, margin
+from geomon.kernels.half_samples import half_samples, margin, row_mean_differences
 from geomon.kernels.moments import drift_norm
 from geomon.metrics import Evaluator, select
 from geomon.metrics.between_layers import BetweenLayers
@@ -17,12 +17,11 @@ from geomon.metrics.cautions import cautions
 from geomon.metrics.intervals import DIFFERENCES, by_part, differences_of
 from geomon.metrics.views import LayerViews, captured_views, parameters
 
-# Metrics without an interval. Of the first four a cheap one would need the eigenvectors of every
-# layer; the others are about types of tokens, single rows or an extreme.
+# Metrics without an interval. Of the first two one would need the eigenvectors, or products of all
+# rows, at every layer; the others are about single rows or an extreme.
 WITHOUT = {
-    "effective_rank", "participation_ratio", "query_anisotropy", "key_anisotropy",
-    "within_variance", "between_variance", "norm_variance_slope", "sink_share", "max_logit",
-    "attention_median", "twonn_gaussian",
+    "effective_rank", "participation_ratio", "sink_share", "max_logit", "attention_median",
+    "twonn_gaussian",
     "alpha", "alpha_last", "effective_rank_last",
 }  # fmt: skip
 
@@ -49,9 +48,19 @@ def test_an_interval_reads_what_its_metric_reads_and_the_sequences(name):
     assert more <= {"sequences", "query_sequences", "key_sequences", "query", "scores", "hidden"}
 
 
+@pytest.mark.parametrize("name", sorted(MORE_METRICS.keys() - WITHOUT))
+def test_further_metrics_have_margins_at_every_layer_and_of_the_mean(name):
+    values = measure(
+        PlainDecoder(), batch(sequences=24, length=40), tokens=900, metrics=select(name)
+    )
+    known = [tag for tag in values if tag.endswith("/margin")]
+    assert {tag.split("/")[1] for tag in known} >= {"mean", "layer_01", "layer_02", "layer_03"}
+    assert all(math.isfinite(values[tag]) and values[tag] >= 0 for tag in known)
+
+
 def test_a_model_has_margins_at_every_layer_and_of_the_mean():
     values = measure(PlainDecoder(), batch(sequences=24, length=40), tokens=900)
-    for name in METRICS.keys() - WITHOUT - {"gride"}:
+    for name in METRICS.keys() - WITHOUT - {"gride", "norm_variance_slope"}:
         layers = [tag for tag in values if tag.startswith(f"{name}/layer_") and tag.count("/") == 1]
         assert layers, name
         for tag in [*layers, f"{name}/mean"]:
@@ -59,6 +68,7 @@ def test_a_model_has_margins_at_every_layer_and_of_the_mean():
     for k in (1, 2, 4, 8, 16, 32):
         assert values[f"gride/mean/k{k}/margin"] > 0
     assert values["twonn/mean/censored/margin"] > 0
+    assert "norm_variance_slope/mean/margin" not in values
     for name in WITHOUT:
         assert f"{name}/mean/margin" not in values
 
@@ -151,16 +161,114 @@ def test_without_sequences_geometry_has_no_margin_and_labels_may_be_any_integers
     assert shuffled == pytest.approx(geometry(rows, sequences=sequences), nan_ok=True)
 
 
-def test_metrics_of_ones_own_have_no_margin_and_cost_none():
-    def widest(hidden):
-        return hidden.abs().max()
+def widest(hidden):
+    return hidden.abs().max()
 
+
+def test_metrics_of_ones_own_have_no_margin_and_cost_none_unless_they_bring_it():
     rows, sequences = cloud()
     values = geometry(
         rows, sequences=sequences, metrics={"widest": widest, "twonn": METRICS["twonn"]}
     )
     assert "widest/margin" not in values
     assert math.isfinite(values["twonn/margin"])
+
+
+def test_a_metric_of_ones_own_is_measured_on_halves():
+    rows, sequences = cloud()
+    halves = half_samples(sequences)
+    members = halves.first[:, halves.group]
+    want = margin([float(widest(rows[m]) - widest(rows[~m])) for m in members])
+    values = geometry(rows, sequences=sequences, metrics={"widest": with_interval(widest)})
+    assert values["widest/margin"] == pytest.approx(want)
+    assert values["widest"] == widest(rows)
+    assert not hasattr(widest, "differences")  # the user's own function stays as it is
+
+
+def test_with_an_interval_a_metric_may_read_derived_views_and_return_parts_or_heads():
+    def parts(spectrum, token_ids):
+        return {"": spectrum[0], "mean": spectrum.mean(), "ids": token_ids.double().mean()}
+
+    def of_keys(projected_key, mean_key):
+        return projected_key.norm(dim=-1).double().amax(dim=0) + mean_key.sum(dim=1)
+
+    own = {"parts": with_interval(parts), "of_keys": with_interval(of_keys)}
+    reference = select("query_mean_norm", "drift_norm")
+    again = {f"{name}_again": with_interval(metric) for name, metric in reference.items()}
+    values = measure(PlainDecoder(), batch(16, 32), metrics=own | reference | again)
+    for tag in ("parts/layer_02", "parts/mean", "parts/layer_00/ids", "parts/mean/mean"):
+        assert values[f"{tag}/margin"] > 0
+    assert values["of_keys/mean/margin"] > 0
+    for name in reference:
+        for place in ("layer_01", "mean"):
+            want = values[f"{name}/{place}/margin"]
+            assert values[f"{name}_again/{place}/margin"] == pytest.approx(want, rel=1e-6)
+
+
+def test_an_interval_may_be_computed_in_a_way_of_ones_own():
+    def own(hidden):
+        return hidden.mean()
+
+    def compare(row_sums, halves):
+        first = halves.first.double()
+        totals, counts = row_sums.rows.sum(dim=(1, 2)), row_sums.counts * row_sums.rows.shape[2]
+        return first @ totals / (first @ counts) - (1 - first) @ totals / ((1 - first) @ counts)
+
+    own.differences = compare
+    rows, sequences = cloud()
+    found = geometry(rows, sequences=sequences, metrics={"own": own})
+    again = with_interval(lambda hidden: hidden.mean())
+    want = geometry(rows, sequences=sequences, metrics={"own": again})
+    assert found["own/margin"] == pytest.approx(want["own/margin"], rel=1e-5)
+
+
+def test_an_interval_that_cannot_be_is_refused_at_once():
+    def of_weights(attention):
+        return attention.maximum.mean(dim=1)
+
+    with pytest.raises(TypeError, match="one that reads attention: give it an attribute"):
+        with_interval(of_weights)
+
+    def own(hidden):
+        return hidden.mean()
+
+    own.differences = 3
+    with pytest.raises(TypeError, match="'differences' of metric 'own' is 3"):
+        geometry(torch.ones(9, 2), metrics={"own": own})
+    own.differences = lambda hiden: hiden
+    with pytest.raises(ValueError, match="the interval of metric 'own' asks for 'hiden'"):
+        geometry(torch.ones(9, 2), metrics={"own": own})
+
+
+def test_an_interval_of_ones_own_that_fails_costs_no_value():
+    def own(hidden):
+        if len(hidden) < 500:
+            raise ValueError("too few rows")
+        return hidden.mean()
+
+    rows, sequences = cloud()
+    layers = [Layer(1, "block", {"hidden": rows, "sequences": sequences})]
+    found = Evaluator({"own": with_interval(own)}, 1).evaluate(layers, len(rows))
+    assert math.isfinite(found.values["own/layer_01"])
+    assert "own/layer_01/margin" not in found.values
+    assert [note.text for note in found.notes] == ["own, layer 1: no interval: too few rows"]
+
+
+def test_what_attention_rows_have_by_their_place_makes_no_margin():
+    """Rows whose entropy is log of the number of keys, as uniform attention has."""
+    visible = torch.arange(16)[:, None] + torch.arange(8) * 20 + 40
+    keys = torch.arange(200) < visible[:, None, :, None]
+    captured = {
+        "query": torch.zeros(16, 2, 8, 4), "key": torch.zeros(16, 2, 200, 4), "visible": keys,
+        "scale": 1.0, "bias": None, "softcap": None, "sink": None,
+    }  # fmt: skip
+    layer = Layer(1, "block", captured, sources=frozenset({"attention"}))
+    found = Evaluator(select("attention_entropy", "attention_min"), 1).evaluate([layer], 9).values
+    assert found["attention_entropy/layer_01"] == pytest.approx(visible.log().mean().item())
+    plain = half_samples(torch.arange(16).repeat_interleave(8))
+    entropy = visible.flatten().double().log()[None]
+    before = row_mean_differences(entropy, entropy > 0, plain)[:, 0]
+    assert found["attention_entropy/layer_01/margin"] < 0.5 * margin(before.tolist())
 
 
 def test_which_of_equal_tokens_stands_for_them_does_not_depend_on_the_order_of_rows():
@@ -209,18 +317,26 @@ def test_one_head_is_measured_like_many():
     assert values["qk_dot/mean/margin"] > 0
 
 
-ROUGH = {"twonn", "twonn_distinct", "gride", "anisotropy", "anisotropy_no_sinks"}
+# Held to the metric itself elsewhere, within what their differences leave out.
+ROUGH = {
+    "query_anisotropy", "key_anisotropy",
+    "twonn", "twonn_distinct", "gride", "anisotropy", "anisotropy_no_sinks", "norm_variance_slope",
+    "token_frequency", "attention_entropy", "attention_entropy_normalised", "attention_max",
+    "attention_min", "attention_sink", "local_dimension", "local_anisotropy", "local_cosine",
+    "neighbour_overlap",
+}  # fmt: skip
+ALL = METRICS | MORE_METRICS
 
 
-@pytest.mark.parametrize("name", sorted(METRICS.keys() - WITHOUT - ROUGH))
+@pytest.mark.parametrize("name", sorted(ALL.keys() - WITHOUT - ROUGH))
 def test_differences_are_those_of_the_metric_on_the_sequences_of_each_half(name):
     """The metric itself, asked of a layer that holds the sequences of one half alone."""
     model = PlainDecoder()
     with Window(find_anatomy(model), set(CAPTURED), rows=512, seed=0) as window:
         model(batch(sequences=16, length=32))
     captured = window.snapshot().layers[2].captured
-    metric = METRICS[name]
-    found = by_part(LayerViews(Layer(2, "", captured)).apply(DIFFERENCES[metric]))[""]
+    metric = ALL[name]
+    found = by_part(LayerViews(Layer(2, "", captured)).apply(DIFFERENCES[metric]))
     ways = half_samples(torch.arange(16)).first
 
     def cut(view, value, members):
@@ -233,9 +349,13 @@ def test_differences_are_those_of_the_metric_on_the_sequences_of_each_half(name)
 
     def half(members):
         chosen = {view: cut(view, value, members) for view, value in captured.items()}
-        return LayerViews(Layer(2, "", chosen)).apply(metric).double().mean()
+        value = LayerViews(Layer(2, "", chosen)).apply(metric)
+        return value if isinstance(value, dict) else {"": value.double().mean()}
 
-    want = [float(half(way) - half(~way)) for way in ways]
+    halves = [(half(way), half(~way)) for way in ways]
     assert captured["query"].shape[0] == 16
-    assert found == pytest.approx(want, rel=1e-4, abs=1e-7)
-    assert max(map(abs, want)) > 1e-6
+    for part, differences in found.items():
+        want = [float(one[part] - other[part]) for one, other in halves]
+        close = 1e-7 + 1e-5 * max(map(abs, want))  # sums of float32 are behind some
+        assert differences == pytest.approx(want, rel=1e-4, abs=close), part
+        assert max(map(abs, want)) > 1e-6

@@ -15,6 +15,7 @@ from geomon.kernels.baselines import gaussian_like
 from geomon.kernels.dimension import twonn_censored
 from geomon.metrics import Evaluator
 from geomon.metrics.between_layers import BetweenLayers
+from geomon.metrics.evaluate import sources_of
 from geomon.metrics.table import check_metrics
 from geomon.metrics.views import DERIVED, LayerViews, captured_views, is_view, parameters
 
@@ -78,6 +79,18 @@ def test_every_metric_comes_out_for_a_plain_decoder(name, values):
         ("local_dimension", 0, math.inf),
         ("local_anisotropy", 1 / 63, 1),
         ("local_cosine", -1 / 63, 1),
+        ("mean_share", 0, 1),
+        ("within_share", 0, 2),
+        ("between_share", -1, 1),
+        ("qk_cosine_concatenated", -1, 1),
+        ("cosine_centred", -1, 1),
+        ("cosine_within", -1, 1),
+        ("cosine_between", -1, 1),
+        ("mean_query_share", 0, math.inf),
+        ("score_spread", 0, math.inf),
+        ("attention_sequence_max", 0, 1),
+        ("attention_sequence_median", 0, 0.5),
+        ("attention_sequence_min", 0, 0.5),
     ],
 )
 def test_values_are_in_the_range_that_the_docstring_states(name, low, high, values):
@@ -118,6 +131,17 @@ def test_variance_is_what_lies_within_and_between_token_types(values):
             for name in ("within_variance", "between_variance", "variance")
         )
         assert within + between == pytest.approx(whole)
+
+
+def test_shares_add_up(values):
+    for layer in range(4):
+        mean, within, between, within_of_square, between_of_square = (
+            values[tag.format(f"layer_{layer:02d}")]
+            for tag in ("mean_share/{}", "within_share/{}", "between_share/{}",
+                        "within_share/{}/of_square", "between_share/{}/of_square")
+        )  # fmt: skip
+        assert within + between == pytest.approx(1)
+        assert mean + within_of_square + between_of_square == pytest.approx(1)
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e4])
@@ -228,6 +252,7 @@ def test_the_gaussian_null_has_as_many_rows_as_are_distinct(monkeypatch):
 # Metrics whose docstring or README states a range, and those that have none.
 UNBOUNDED = {
     "between_variance", "norm_variance_slope", "gride", "qk_dot", "key_mean_norm", "max_logit",
+    "score_mean", "token_frequency",
 }  # fmt: skip
 RANGES = test_values_are_in_the_range_that_the_docstring_states.pytestmark[0].args[1]
 
@@ -246,9 +271,9 @@ def test_a_range_is_asked_of_every_layer_and_of_the_mean(name, low, high, values
     heads = {tag for tag in found if "/head_" in tag}
     for tag in plain | heads:
         assert low <= found[tag] <= high + 1e-9, tag
-    of_heads = name.startswith(("qk", "query", "key", "attention"))
-    assert bool(heads) == of_heads
-    of_layers_alone = of_heads or isinstance(ALL[name], BetweenLayers)
+    of_attention = bool(sources_of(ALL[name]) & {"attention", "projection"})
+    assert bool(heads) == (of_attention and name != "qk_cosine_concatenated")
+    of_layers_alone = of_attention or isinstance(ALL[name], BetweenLayers)
     assert (f"{name}/layer_00" in plain) != of_layers_alone
 
 

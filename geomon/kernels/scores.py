@@ -1,0 +1,244 @@
+"""Scores before the softmax: their mean and spread over keys, and what the mean query makes of it.
+
+A term that is the same for all keys of a query cancels in the softmax. So the variance of its
+scores over the keys that it sees says how sharp a row can be, and the part of it that the mean
+query makes is the same for all queries: attention that does not depend on content.
+"""
+
+import itertools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from geomon.kernels._blocks import rows_in_block
+from geomon.kernels.attention import (
+    ScoreBlocks,
+    by_head,
+    given_blocks,
+    mean_over,
+    score_blocks,
+    score_shape,
+)
+from geomon.kernels.half_samples import HalfSamples, sides_of
+
+
+class ScoreMoments(NamedTuple):
+    """Moments of the scores of each query over the keys that it sees: [heads, rows], float64.
+
+    Attributes:
+        mean: Mean over the visible keys; 0 where there is none.
+        variance: Variance about that mean, with 1/keys.
+        visible: Number of visible keys.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    visible: Tensor
+
+
+class QueryVariances(NamedTuple):
+    """Variances of scores over the visible keys, summed over the queries of a group: float64.
+
+    Attributes:
+        common: Those of the scores of a mean query, [1 + 2 ways, heads, groups]: of all queries,
+            then of the first halves of all ways, then of the second ones.
+        own: Those of the scores of each query itself, [heads, groups].
+    """
+
+    common: Tensor
+    own: Tensor
+
+
+def score_moments(
+    query: Tensor,
+    key: Tensor,
+    visible: Tensor,
+    scale: float,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+) -> ScoreMoments:
+    """Compute the mean and the variance of each query's scores over the keys that it sees.
+
+    s_ij = cap(scale q_i . k_j) + bias_ij, as they enter the softmax, with cap(s) = softcap tanh(s /
+    softcap). Godey et al. (2401.12143, figure 7) draw their histograms.
+
+    Args:
+        query: Queries as attended, [sequences, heads, queries, head width].
+        key: Keys as attended, [sequences, key heads, keys, head width]; key heads divide heads.
+        visible: True where a query may attend, broadcastable to [sequences, heads, queries, keys].
+        scale: Factor on the dot products.
+        bias: Term added to the scores, broadcastable like `visible`; None for none.
+        softcap: Bound on the scores before the bias; None for none.
+
+    Returns:
+        Moments with rows = sequences x queries, sequence-major.
+
+    Raises:
+        ValueError: The shapes do not fit one another.
+
+    Example:
+        >>> query, key = torch.ones(1, 1, 1, 1), torch.tensor([1.0, 3.0]).view(1, 1, 2, 1)
+        >>> found = score_moments(query, key, torch.ones(1, 1, 1, 2, dtype=torch.bool), 2.0)
+        >>> found.mean.item(), found.variance.item()
+        (4.0, 4.0)
+    """
+    shape = score_shape(query, key)
+    return _moments(score_blocks(query, key, visible, scale, bias, softcap), shape[:3])
+
+
+def moments_of_scores(scores: Tensor, visible: Tensor) -> ScoreMoments:
+    """Compute the same of given scores: for attention whose queries and keys are not captured.
+
+    Args:
+        scores: Scores before the softmax, [sequences, heads, queries, keys].
+        visible: True where a query may attend, broadcastable to the shape of `scores`.
+
+    Raises:
+        ValueError: The scores do not have four dimensions, or `visible` does not fit them.
+    """
+    return _moments(given_blocks(scores, visible), scores.shape[:3])
+
+
+def score_mean(score_moments: ScoreMoments) -> Tensor:
+    """Compute the mean score of a query and a key that it sees, per head.
+
+    The mean over queries of mean_j s_ij. It cancels in the softmax, and has no bound.
+
+    Args:
+        score_moments: Moments of the scores of each query.
+
+    Returns:
+        [heads]; NaN where no query sees a key.
+    """
+    return mean_over(score_moments.mean, score_moments.visible > 0)
+
+
+def score_spread(score_moments: ScoreMoments) -> Tensor:
+    """Compute the spread of a query's scores over the keys that it sees, per head.
+
+    sqrt(mean over queries of Var_j s_ij): what can sharpen attention. Range [0, inf). Queries that
+    see fewer than two keys are left out.
+
+    Args:
+        score_moments: Moments of the scores of each query.
+
+    Returns:
+        [heads]; NaN where no query sees two keys.
+    """
+    return mean_over(score_moments.variance, score_moments.visible > 1).sqrt()
+
+
+def query_variances(
+    query: Tensor, key: Tensor, visible: Tensor, halves: HalfSamples
+) -> QueryVariances:
+    """Compute the variance over visible keys of the scores of mean queries, and of all queries.
+
+    For a query i that sees the keys V_i: Var over j in V_i of (mean q) . k_j, and of q_i . k_j. The
+    mean query is that of all queries that see a key, or of those in a half of the sequences. Every
+    variance is over the keys that the query i sees, under a causal mask those before it.
+
+    Args:
+        query: Queries as attended, [sequences, heads, queries, head width].
+        key: Keys as attended, [sequences, key heads, keys, head width]; key heads divide heads.
+        visible: True where a query may attend, broadcastable to [sequences, heads, queries, keys].
+        halves: The groups of the queries, sequence-major, and the ways.
+
+    Raises:
+        ValueError: The shapes do not fit one another.
+    """
+    sequences, heads, queries, keys = shape = score_shape(query, key)
+    seen = visible.expand(shape)
+    group = halves.group.view(sequences, queries)[:, 0]
+    means = _mean_queries(query, seen.any(dim=3), group, halves)
+    common = means.new_zeros(len(means), heads, halves.first.shape[1])
+    own = common[0].clone()
+    # What all keys of a head share makes no difference between them.
+    origin = key.mean(dim=(0, 2))
+    # A visibility that is the same for all heads is converted once.
+    alike = visible.expand(sequences, -1, queries, keys)
+    step = rows_in_block(keys)
+    for sequence, start in itertools.product(range(sequences), range(0, queries, step)):
+        some = slice(start, start + step)
+        weights = alike[sequence, :, some].double()
+        weights /= weights.sum(dim=2, keepdim=True).clamp_(min=1)
+        at = group[sequence]
+        for number, face in enumerate(key[sequence]):
+            heads_of = slice(number * heads // len(origin), (number + 1) * heads // len(origin))
+            weight = weights if len(weights) == 1 else weights[heads_of]
+            facing = (face - origin[number]).double()
+            variances = _variances(weight, torch.einsum("mhw,kw->hkm", means[:, heads_of], facing))
+            common[:, heads_of, at] += variances.sum(dim=1).T
+            scores = query[sequence, heads_of, some].double() @ facing.T
+            about = scores - (weight * scores).sum(dim=2, keepdim=True)
+            own[heads_of, at] += (weight * about.square_()).sum(dim=(1, 2))
+    return QueryVariances(common, own)
+
+
+def mean_query_share(query_variances: QueryVariances) -> Tensor:
+    """Compute the share of the variance of scores over keys that the mean query makes, per head.
+
+    mean_i Var_j(mean q . k_j) / mean_i Var_j(q_i . k_j), over the keys j that a query i sees, for
+    queries and keys as attended, before any cap or bias. Of 1, every query has the same preferences
+    whatever it holds: sharp attention of such a head depends on no content. Of 0 (1/queries, where
+    queries are independent and 0 in the mean), the mean query sharpens nothing, however long it is.
+    Range [0, inf): 1 is no bound where queries differ in the keys that they see.
+
+    Args:
+        query_variances: Variances of the scores of the mean query, and of each query itself.
+
+    Returns:
+        [heads]; NaN where scores do not vary.
+    """
+    return query_variances.common[0].sum(dim=1) / query_variances.own.sum(dim=1)
+
+
+def share_differences(query_variances: QueryVariances, halves: HalfSamples) -> Tensor:
+    """Compare the share that the mean query makes in the two halves, for each way: [ways, heads].
+
+    Every half has its own mean query.
+
+    Args:
+        query_variances: Variances of the scores of mean queries, and of each query itself.
+        halves: The ways.
+    """
+    sides = torch.cat(sides_of(halves))
+    common = torch.einsum("shg,sg->sh", query_variances.common[1:], sides)
+    one, other = (common / (sides @ query_variances.own.T)).chunk(2)
+    return one - other
+
+
+def _mean_queries(query: Tensor, real: Tensor, group: Tensor, halves: HalfSamples) -> Tensor:
+    """Average the queries that see a key: of all, and of each half, [1 + 2 ways, heads, width]."""
+    chosen = real[:, :, :, None]
+    by_sequence = torch.where(chosen, query.double(), 0).sum(dim=2)
+    counts = real.sum(dim=2).double()
+    groups = halves.first.shape[1]
+    sums = by_sequence.new_zeros(groups, *by_sequence.shape[1:]).index_add_(0, group, by_sequence)
+    sizes = counts.new_zeros(groups, counts.shape[1]).index_add_(0, group, counts)
+    sides = torch.cat([torch.ones_like(sizes[:, :1].T), *sides_of(halves)])
+    return torch.tensordot(sides, sums, dims=1) / (sides @ sizes)[:, :, None]
+
+
+def _variances(weights: Tensor, values: Tensor) -> Tensor:
+    """Compute the variance of values of keys under each query's weights, [heads, queries, values].
+
+    Args:
+        weights: Weights that sum to 1, or are all 0, [heads (or 1), queries, keys].
+        values: Values of each key, [heads, keys, values].
+    """
+    mean = weights @ values
+    return (weights @ values.square() - mean.square()).clamp_(min=0)
+
+
+def _moments(blocks: ScoreBlocks, shape: torch.Size | tuple[int, ...]) -> ScoreMoments:
+    kept: dict[str, Tensor] = {}
+    for at, scores, visible in blocks:
+        kept = kept or {name: scores.new_zeros(shape) for name in ScoreMoments._fields}
+        number = visible.sum(dim=-1, keepdim=True)
+        size = number.clamp(min=1)
+        middle = scores.masked_fill_(~visible, 0).sum(dim=-1, keepdim=True) / size
+        about = scores.sub_(middle).masked_fill_(~visible, 0)
+        kept["mean"][at], kept["visible"][at] = middle.squeeze(-1), number.squeeze(-1).float()
+        kept["variance"][at] = about.square_().sum(dim=-1) / size.squeeze(-1)
+    return ScoreMoments(**{name: by_head(rows) for name, rows in kept.items()})

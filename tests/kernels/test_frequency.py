@@ -1,0 +1,104 @@
+"""Classes of token frequency: thirds of the rows, and the moments of each."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from geomon import geometry, select
+from geomon.kernels.frequency import CLASSES, frequency_classes, moments_by_frequency
+from geomon.kernels.half_samples import half_samples, margin
+
+
+def zipf(tokens, types, seed=0):
+    law = 1 / torch.arange(1, types + 1, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.multinomial(law, tokens, replacement=True, generator=generator)
+
+
+@pytest.mark.parametrize("types", [40, 3000])
+def test_classes_are_thirds_of_the_rows_in_the_order_of_frequency(types):
+    ids = zipf(4096, types)
+    classes, count = frequency_classes(ids).numpy(), np.bincount(ids.numpy())[ids.numpy()]
+    assert count[classes == 0].max() < count[classes == 1].min()
+    assert count[classes == 1].max() < count[classes == 2].min()
+    # A level of frequency is not cut: the most frequent type is a fifth of the rows.
+    sizes = np.bincount(classes, minlength=3) / 4096
+    assert sizes == pytest.approx([1 / 3] * 3, abs=0.12)
+
+
+def test_types_that_come_equally_often_are_in_one_class():
+    assert frequency_classes(torch.arange(30) % 6).tolist() == [1] * 30
+    assert frequency_classes(torch.tensor([4])).tolist() == [1]
+    found = moments_by_frequency(torch.ones(30, 2), torch.arange(30) % 6)
+    assert [part.rows.item() for part in found] == [0, 30, 0]
+    assert found[0].norm.isnan()
+    assert found[1].types.item() == 6
+
+
+@settings(deadline=None, derandomize=True, max_examples=30)
+@given(seed=st.integers(0, 10**6), tokens=st.integers(1, 60), types=st.integers(1, 12))
+def test_classes_follow_the_rows_and_not_their_order_or_the_names(seed, tokens, types):
+    ids = zipf(tokens, types, seed)
+    order = torch.randperm(tokens, generator=torch.Generator().manual_seed(seed))
+    classes = frequency_classes(ids)
+    assert torch.equal(frequency_classes(ids[order]), classes[order])
+    assert torch.equal(frequency_classes(900 - 7 * ids), classes)
+    assert torch.equal(frequency_classes(ids.repeat(3)), classes.repeat(3))
+    assert set(classes.tolist()) <= {0, 1, 2}
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4])
+def test_moments_are_those_of_the_rows_of_each_class(offset):
+    ids = zipf(900, 60)
+    rows = torch.randn(900, 5, generator=torch.Generator().manual_seed(1)).double() + offset
+    classes = frequency_classes(ids).numpy()
+    for number, found in enumerate(moments_by_frequency(rows.float(), ids)):
+        x = rows.float().double().numpy()[classes == number]
+        assert found.rows.item() == len(x)
+        assert found.types.item() == len(np.unique(ids.numpy()[classes == number]))
+        assert found.norm.item() == pytest.approx(np.linalg.norm(x, axis=1).mean())
+        assert found.square_of_mean.item() == pytest.approx(np.square(x.mean(axis=0)).sum())
+        assert found.variance.item() == pytest.approx(x.var(axis=0).sum())
+        total = found.square_of_mean + found.variance
+        assert found.mean_square_norm.item() == pytest.approx(total.item())
+
+
+def test_rare_tokens_that_are_pushed_aside_are_seen_as_such():
+    ids = zipf(3000, 500)
+    rows = torch.randn(3000, 8, generator=torch.Generator().manual_seed(2))
+    rows[frequency_classes(ids) == 0] += 3
+    values = geometry(rows, token_ids=ids, metrics=select("token_frequency", "drift_norm"))
+    assert values["token_frequency/rare/square_of_mean"] > 60
+    assert values["token_frequency/frequent/square_of_mean"] < 0.1
+    assert values["token_frequency/middle/variance"] == pytest.approx(8, rel=0.1)
+
+
+def test_the_margin_of_a_class_is_that_of_the_metric_on_the_halves():
+    ids, sequences = zipf(1200, 40), torch.arange(1200) // 50
+    generator = torch.Generator().manual_seed(3)
+    own = torch.randn(24, 6, generator=generator)[sequences]
+    rows = own + torch.randn(1200, 6, generator=generator) + 1
+    metrics = select("token_frequency")
+    values = geometry(rows, token_ids=ids, sequences=sequences, metrics=metrics)
+    halves = half_samples(sequences)
+    members = halves.first[:, halves.group]
+    pairs = [
+        [moments_by_frequency(rows[side], ids[side]) for side in (one, ~one)] for one in members
+    ]
+    for number, name in enumerate(CLASSES):
+        for part in ("norm", "square_of_mean", "variance", "mean_square_norm"):
+            want = [
+                float(getattr(one[number], part) - getattr(other[number], part))
+                for one, other in pairs
+            ]
+            tag = f"token_frequency/{name}/{part}/margin"
+            assert values[tag] == pytest.approx(margin(want), rel=1e-6)
+
+
+def test_bad_token_ids_are_refused():
+    with pytest.raises(ValueError, match="a token id for each row, integers"):
+        frequency_classes(torch.ones(3))
+    with pytest.raises(ValueError, match="a token id for each of 3 rows"):
+        moments_by_frequency(torch.ones(3, 2), torch.arange(4))

@@ -1,0 +1,195 @@
+"""Moments of scores, and the share that the mean query makes, held to loops over rows."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import PlainDecoder, batch
+
+from geomon import measure, select
+from geomon.kernels import _blocks
+from geomon.kernels.half_samples import half_samples
+from geomon.kernels.scores import (
+    mean_query_share,
+    moments_of_scores,
+    query_variances,
+    score_mean,
+    score_moments,
+    score_spread,
+)
+
+MASKS = ["all", "causal", "by sequence", "by head"]
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def attention(sequences=5, heads=4, key_heads=2, queries=6, keys=9, width=3, seed=0):
+    query = normal(sequences, heads, queries, width, seed=seed) + 0.7
+    key = normal(sequences, key_heads, keys, width, seed=seed + 1) - 0.4
+    return query, key
+
+
+def mask(kind, sequences=5, heads=4, queries=6, keys=9):
+    """Visible pairs; the last mask hides all keys from one query, and all but one from another."""
+    seen = torch.ones(1, 1, queries, keys, dtype=torch.bool)
+    if kind == "causal":
+        return seen.tril(diagonal=keys - queries - 2)
+    if kind == "by sequence":
+        used = torch.arange(sequences) + keys - sequences + 1
+        return (torch.arange(keys) < used[:, None])[:, None, None].expand(-1, 1, queries, -1)
+    if kind == "by head":
+        seen = torch.rand(1, heads, queries, keys, generator=torch.Generator().manual_seed(3)) > 0.4
+        seen[:, :, 2] = False
+        seen[:, :, 4] = torch.arange(keys) == 1
+    return seen
+
+
+def halves_of(query):
+    sequences, _, queries, _ = query.shape
+    return half_samples(torch.arange(sequences).repeat_interleave(queries))
+
+
+def share(query, key, visible):
+    return mean_query_share(query_variances(query, key, visible, halves_of(query)))
+
+
+def rows_of(query, key, visible, scale=1.0):
+    """Scores of each query with the keys that it sees, head by head, by loops in numpy."""
+    sequences, heads, queries, _ = query.shape
+    seen = visible.expand(sequences, heads, queries, key.shape[2]).numpy()
+    q, k = query.double().numpy(), key.double().numpy()
+    group = heads // key.shape[1]
+    for h in range(heads):
+        rows = [
+            (q[s, h, i], k[s, h // group][seen[s, h, i]])
+            for s in range(sequences)
+            for i in range(queries)
+            if seen[s, :, i].any()
+        ]
+        yield [(one, keys, scale * keys @ one) for one, keys in rows]
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("block", [7, 1 << 20])
+def test_moments_are_those_of_loops_over_rows(kind, block, monkeypatch):
+    monkeypatch.setattr(_blocks, "BLOCK", block)
+    (query, key), visible = attention(), mask(kind)
+    found = score_moments(query, key, visible, 0.3)
+    for head, rows in enumerate(rows_of(query, key, visible, 0.3)):
+        means = [scores.mean() for _, _, scores in rows if len(scores)]
+        spread = [scores.var() for _, _, scores in rows if len(scores) > 1]
+        assert score_mean(found)[head].item() == pytest.approx(np.mean(means), rel=1e-5)
+        want = math.sqrt(np.mean(spread))
+        assert score_spread(found)[head].item() == pytest.approx(want, rel=1e-5)
+    scores = 0.3 * query @ key.repeat_interleave(2, dim=1).transpose(2, 3)
+    for one, other in zip(moments_of_scores(scores, visible), found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_scores_are_capped_and_biased_as_in_the_softmax():
+    query, key = attention()
+    bias = normal(1, 4, 6, 9, seed=8)
+    found = score_moments(query, key, mask("all"), 0.5, bias, 2.0)
+    scores = 0.5 * query @ key.repeat_interleave(2, dim=1).transpose(2, 3)
+    scores = 2 * (scores / 2).tanh() + bias
+    torch.testing.assert_close(score_mean(found), scores.mean(dim=(0, 2, 3)).double())
+    spread = scores.var(dim=3, correction=0).mean(dim=(0, 2)).sqrt().double()
+    torch.testing.assert_close(score_spread(found), spread)
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("block", [7, 1 << 20])
+def test_the_share_is_that_of_loops_over_rows(kind, block, monkeypatch):
+    monkeypatch.setattr(_blocks, "BLOCK", block)
+    (query, key), visible = attention(), mask(kind)
+    found = share(query, key, visible)
+    for head, rows in enumerate(rows_of(query, key, visible)):
+        mean = np.mean([one for one, _, _ in rows], axis=0)
+        seeing = [(keys @ mean, scores) for _, keys, scores in rows if len(scores)]
+        want = sum(x.var() for x, _ in seeing) / sum(y.var() for _, y in seeing)
+        assert found[head].item() == pytest.approx(want, rel=1e-6)
+
+
+def test_a_constant_on_all_keys_and_a_scale_change_nothing():
+    (query, key), visible = attention(), mask("causal")
+    want = share(query, key, visible)
+    torch.testing.assert_close(share(query, key + 1e3, visible), want, rtol=1e-3, atol=0)
+    torch.testing.assert_close(share(5 * query, key / 7, visible), want, rtol=1e-5, atol=0)
+
+
+@settings(deadline=None, derandomize=True, max_examples=15)
+@given(seed=st.integers(0, 10**6))
+def test_the_order_of_sequences_heads_and_queries_does_not_matter(seed):
+    query, key = attention(seed=seed, heads=2)
+    want = share(query, key, mask("all"))
+    order = torch.randperm(5, generator=torch.Generator().manual_seed(seed))
+    for found in (
+        share(query[order], key[order], mask("all")),
+        share(query.flip(2), key.flip(2), mask("all")),
+        share(query.flip(1), key.flip(1), mask("all")).flip(0),
+    ):
+        torch.testing.assert_close(found, want, rtol=1e-6, atol=1e-9)
+
+
+def test_queries_that_are_zero_in_the_mean_have_a_share_of_one_over_their_number():
+    found = []
+    for seed in range(60):
+        query = normal(8, 3, 5, 16, seed=seed)
+        key = normal(8, 3, 20, 16, seed=seed + 1000) + 3
+        found.append(share(query, key, mask("all", keys=20, queries=5)).mean().item())
+    error = np.std(found, ddof=1) / math.sqrt(len(found))
+    assert abs(np.mean(found) - 1 / 40) < 4 * error
+    assert error < 0.2 / 40
+
+
+# -- weights made so that the share is 0, and so that it is 1 --
+
+
+def with_queries(change, sequences=16, length=32):
+    """A decoder whose first block has its queries changed, measured on all of its queries."""
+    torch.manual_seed(0)
+    model = PlainDecoder(length=length)
+    ids = batch(sequences, length)
+    block = model.blocks[0]
+    with torch.no_grad():
+        rows = block.ln_1(model.tokens(ids) + model.places(torch.arange(length))).flatten(0, 1)
+        weight, bias = block.c_attn.weight[:32], block.c_attn.bias[:32]  # those of the queries
+        change(weight, bias, rows)
+    metrics = select("mean_query_share", "score_spread", "qk_dot")
+    return measure(model, ids, tokens=512, metrics=metrics)
+
+
+def test_equal_queries_make_all_of_the_variance():
+    def constant(weight, bias, rows):
+        weight.zero_()
+        bias.copy_(torch.arange(32.0))
+
+    values = with_queries(constant)
+    heads = [values[f"mean_query_share/layer_01/head_{head}"] for head in range(4)]
+    assert heads == pytest.approx([1.0] * 4, rel=1e-6)
+    assert values["score_spread/layer_01"] > 0
+
+
+def test_queries_without_a_mean_make_none_however_they_vary():
+    def centred(weight, bias, rows):
+        bias.copy_(-(rows.double() @ weight.T.double()).mean(dim=0))
+
+    values = with_queries(centred)
+    assert values["mean_query_share/layer_01/max"] < 1e-10
+    assert values["mean_query_share/layer_02"] > 1e-4
+    assert values["mean_query_share/null"] == pytest.approx(1 / 512)
+
+
+def test_a_mean_query_that_all_keys_share_sharpens_nothing():
+    """A large product of mean query and mean key says nothing: it cancels in the softmax."""
+    query = normal(16, 1, 8, 4)
+    key = normal(16, 1, 8, 4, seed=1)
+    query[..., 3], key[..., 3] = 50.0, 50.0  # the same for all queries, and for all keys
+    query[..., :3] -= query[..., :3].mean(dim=(0, 2))
+    assert (query.mean(dim=(0, 2)) @ key.mean(dim=(0, 2)).T).item() > 2000
+    assert share(query, key, mask("all", queries=8, keys=8)).item() < 1e-6

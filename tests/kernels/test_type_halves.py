@@ -1,0 +1,75 @@
+"""Token types on halves of the sequences, held to the types of the rows of each half."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from geomon.kernels.half_samples import half_samples
+from geomon.kernels.token_types import token_types
+from geomon.kernels.type_halves import type_halves, variation_differences, within_of_halves
+
+
+def text(sequences=24, length=40, types=30, width=6, offset=0.0, seed=0):
+    """Rows of sequences, their types (some come once), and the numbers of the sequences."""
+    generator = torch.Generator().manual_seed(seed)
+    kind = {"generator": generator, "dtype": torch.float64}
+    law = 1 / torch.arange(1, types + 1, dtype=torch.float64)
+    ids = torch.multinomial(law, sequences * length, replacement=True, generator=generator)
+    ids[:5] = torch.arange(1000, 1005)
+    own = torch.randn(sequences, 1, width, **kind).expand(-1, length, -1).flatten(0, 1)
+    centre = torch.randn(1005, width, **kind)[ids]
+    rows = 0.5 * own + centre * (1 + torch.randn(len(ids), 1, **kind) / 2) + offset
+    return rows, ids, torch.arange(sequences).repeat_interleave(length)
+
+
+def of_halves(function, rows, ids, halves):
+    """The reference: a value of the token types of the rows in each half of each way."""
+    members = halves.first[:, halves.group]
+    parts = [*members, *~members]
+    return torch.stack([function(token_types(rows[one], ids[one])) for one in parts])
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_variance_within_types_is_that_of_each_half(offset, dtype):
+    rows, ids, sequences = text(offset=offset)
+    rows, halves = rows.to(dtype), half_samples(sequences)
+    found = within_of_halves(type_halves(rows, ids, halves))
+    want = of_halves(lambda types: types.within_variance, rows, ids, halves)
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=0)
+    assert found.shape == (30,)
+    assert want.std() > 0.01 * want.mean()
+
+
+@pytest.mark.parametrize("offset", [0.0, 30.0])
+def test_the_variation_is_that_of_each_half_at_half_the_limits(offset):
+    rows, ids, sequences = text(length=80, offset=offset)
+    halves = half_samples(sequences)
+    found = variation_differences(type_halves(rows, ids, halves), smallest=20, largest=400)
+    want = of_halves(
+        lambda types: types.norm_variance_slope(10, 200).q_variation, rows, ids, halves
+    )
+    one, other = want.chunk(2)
+    torch.testing.assert_close(found, one - other, rtol=1e-3, atol=1e-5)
+    assert (one - other).abs().max() > 1e-4
+
+
+@settings(deadline=None, derandomize=True, max_examples=15)
+@given(seed=st.integers(0, 10**6), scale=st.sampled_from([1e-3, 1e4]))
+def test_moments_of_types_under_order_scale_and_names(seed, scale):
+    rows, ids, sequences = text(16, 10, 8, 3, seed=seed)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
+    one = type_halves(rows, ids, half_samples(sequences))
+    other = type_halves(scale * rows[order], ids[order] * 3, half_samples(sequences[order]))
+    torch.testing.assert_close(other.rows, one.rows)
+    for left, right in ((other.m, one.m), (other.scatter, one.scatter)):
+        torch.testing.assert_close(left / scale**2, right, rtol=1e-4, atol=1e-5)
+
+
+def test_without_a_type_that_comes_twice_there_is_no_difference():
+    rows, _, sequences = text()
+    types = type_halves(rows, torch.arange(len(rows)), half_samples(sequences))
+    assert types.rows.shape == (30, 0)
+    assert within_of_halves(types).isnan().all()
+    assert variation_differences(types).isnan().all()
