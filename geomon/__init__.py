@@ -10,6 +10,7 @@ from geomon.monitor import Monitor, every, log_spaced
 from geomon.one_shot import geometry, measure
 from geomon.record import Reading, Readings, Sink, read
 from geomon.record.sinks import Memory, TensorBoard, WandB
+from geomon.sweep import scan
 
 __version__ = version("geomon")
 
@@ -31,6 +32,7 @@ __all__ = [
     "log_spaced",
     "measure",
     "read",
+    "scan",
     "select",
     "with_interval",
 ]

@@ -20,14 +20,15 @@ ARROWS = {
     "analysis": {"record"},
     "show": {"analysis", "record"},
     "monitor": {"metrics", "distributed", "capture", "record", "analysis"},
+    "sweep": {"monitor", "metrics", "record"},
 }
 # Modules that are faces of their own: the data of a pass, the notes on values, their intervals,
 # metrics of the last tokens, the names of values, where they go, what makes text of unknown origin
-# fit for a terminal, and the kinds of alerts.
+# fit for a terminal, the kinds of alerts, the commands of pages and the shape of profiles.
 DOORS = {
     "analysis.alerts", "capture.snapshot", "capture.unchanged", "metrics.cautions",
     "metrics.intervals", "metrics.last_tokens", "record.tags", "record.sinks",
-    "record.printable",
+    "record.printable", "show.commands", "analysis.profile",
 }  # fmt: skip
 # Kernels are imported by module: a face would load the neighbour search with every one.
 WITHOUT_A_FACE = {"kernels"}
@@ -141,7 +142,7 @@ def test_no_folder_is_called_like_a_public_function():
 
 def test_importing_geomon_loads_nothing_optional_and_says_nothing():
     code = (
-        "import sys, geomon, geomon.show; "
+        "import sys, geomon, geomon.cli, geomon.show; "
         "print(sorted({name.split('.')[0] for name in sys.modules} & "
         f"set({OPTIONAL!r})))"
     )

@@ -307,6 +307,29 @@ class Monitor:
             if module not in inside and not inside.isdisjoint(module.modules())
         )
 
+    def describe(self) -> dict[str, Any]:
+        """Describe the run for its record: versions, model, layers, metrics, numbers of rows."""
+        options = self._options
+        return {
+            "geomon": version("geomon"),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "model": type(self._model).__name__,
+            "parameters": sum(
+                parameter.numel()
+                for parameter in self._model.parameters()
+                if not nn.parameter.is_lazy(parameter)
+            ),
+            "layers": [block.name for block in self._anatomy.blocks],
+            "metrics": list(options["metrics"]),
+            "schedule": repr(options["schedule"]),
+            "tokens": options["tokens"],
+            "batches": options["batches"],
+            "seed": options["seed"],
+            "world_size": self._group.size,
+            "gather": self._group.connected,
+        }
+
     # -- capturing -------------------------------------------------------------------------------
 
     @contextmanager
@@ -581,7 +604,7 @@ class Monitor:
     def _begin(self, step: int) -> None:
         """Start at the first step: learn what the record holds already."""
         self._budget.begin()
-        recorded = self._writer.begin(step, self._describe())
+        recorded = self._writer.begin(step, self.describe())
         if recorded and self._record is not None and self._reactions.wants_history:
             path = self._record.path
             self._warnings.attempt(
@@ -590,29 +613,6 @@ class Monitor:
             )
         self._planner.skip_recorded(recorded)
         self._planner.skip_recorded(self._group.broadcast(recorded))
-
-    def _describe(self) -> dict[str, Any]:
-        """The description of the run, for the record."""
-        options = self._options
-        return {
-            "geomon": version("geomon"),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "model": type(self._model).__name__,
-            "parameters": sum(
-                parameter.numel()
-                for parameter in self._model.parameters()
-                if not nn.parameter.is_lazy(parameter)
-            ),
-            "layers": [block.name for block in self._anatomy.blocks],
-            "metrics": list(options["metrics"]),
-            "schedule": repr(options["schedule"]),
-            "tokens": options["tokens"],
-            "batches": options["batches"],
-            "seed": options["seed"],
-            "world_size": self._group.size,
-            "gather": self._group.connected,
-        }
 
     def _in_background(self) -> bool:
         """Whether rows are measured in the background."""

@@ -62,7 +62,9 @@ class Record:
                 "that can be made and written"
             ) from error
 
-    def begin(self, step: int, description: Mapping[str, Any]) -> set[tuple[int, str]]:
+    def begin(
+        self, step: int, description: Mapping[str, Any], *, resumes: bool = False
+    ) -> set[tuple[int, str]]:
         """Start the file or continue it, and report which readings it holds already.
 
         A run that begins at or before the first recorded step is a new one: the old file is then
@@ -72,6 +74,7 @@ class Record:
         Args:
             step: First step that this run reads.
             description: Facts about the run (versions, model, metrics) for the line that opens it.
+            resumes: Whether earlier readings are of the same run, whatever their steps.
 
         Returns:
             (step, source) of each reading that the file holds.
@@ -90,7 +93,7 @@ class Record:
         except ValueError:
             self._is_foreign = True
             raise
-        self._is_foreign = bool(earlier) and step <= earlier[0].step
+        self._is_foreign = bool(earlier) and step <= earlier[0].step and not resumes
         return set() if self._is_foreign else {(item.step, item.source) for item in earlier}
 
     def write(self, reading: Reading) -> None:

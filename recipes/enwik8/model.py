@@ -1,6 +1,8 @@
 """A character-level decoder of the transformers library, trained by Lightning."""
 
 import math
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import lightning as L
@@ -51,6 +53,17 @@ def configuration(arch: str, vocabulary_size: int, preset: Preset) -> Pretrained
     raise ValueError(f"--arch {arch!r} is not known: expected one of {', '.join(ARCHITECTURES)}")
 
 
+def build(arch: str, vocabulary_size: int, preset: Mapping[str, Any]) -> "CharacterDecoder":
+    """Build the model of a checkpoint from the hyper-parameters that the checkpoint holds.
+
+    Args:
+        arch: "gpt2" or "llama".
+        vocabulary_size: Number of distinct characters.
+        preset: Sizes and schedule, as a dict.
+    """
+    return CharacterDecoder(arch, vocabulary_size, Preset(**preset))
+
+
 class CharacterDecoder(L.LightningModule):
     """Next-character prediction with AdamW, warm-up and a cosine that ends at a tenth.
 
@@ -65,6 +78,9 @@ class CharacterDecoder(L.LightningModule):
         self, arch: str, vocabulary_size: int, preset: Preset, *, compiled: bool = False
     ) -> None:
         super().__init__()
+        # Plain values, which a checkpoint holds without code: `geomon scan` builds the model anew.
+        settings = {"arch": arch, "vocabulary_size": vocabulary_size, "preset": asdict(preset)}
+        self.save_hyperparameters(settings, logger=False)
         self.preset = preset
         self.network = AutoModelForCausalLM.from_config(
             configuration(arch, vocabulary_size, preset)

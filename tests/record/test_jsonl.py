@@ -38,6 +38,19 @@ def test_record_goes_on_after_a_resume(tmp_path):
     assert [run["from_step"] for run in found.runs] == [0, 4]
 
 
+def test_what_goes_on_with_a_step_before_the_first_one_sets_nothing_aside(tmp_path):
+    record = Record(tmp_path)
+    record.begin(4, {})
+    record.write(reading(4))
+    record.close()
+    earlier = Record(tmp_path)
+    assert earlier.begin(2, {}, resumes=True) == {(4, "inline")}
+    earlier.write(reading(2))
+    assert [r.step for r in read(tmp_path)] == [4, 2]
+    assert read(tmp_path).mixed_at is None
+    assert not list(tmp_path.glob("readings.*.jsonl"))
+
+
 def test_a_killed_run_loses_no_reading_and_reads_none_twice():
     """Sixteen kills at random moments, four of each kind of run; the campaign has two hundred."""
     done = subprocess.run(

@@ -1,6 +1,5 @@
-"""The command line: `geomon watch`, `geomon figure` and `geomon summary` on the record of a run."""
+"""Commands on the record of a run: `geomon watch`, `geomon figure` and `geomon summary`."""
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,17 +20,11 @@ _POLL = 0.5
 _REFRESH = 5.0
 
 
-def main() -> None:
-    """Run the command line."""
-    try:
-        app = make_app()
-    except ImportError as error:
-        sys.exit(f"the command line needs typer and rich ({error}): pip install 'geomon[terminal]'")
-    app()
+def add_commands(app: "typer.Typer") -> None:
+    """Add the commands that look at a record.
 
-
-def make_app() -> "typer.Typer":
-    """Build the commands.
+    Args:
+        app: The command line that gets them.
 
     Raises:
         ImportError: typer or rich is missing.
@@ -43,13 +36,6 @@ def make_app() -> "typer.Typer":
     one_stack = typer.Option(
         help="Of a model with several stacks, the one to show: encoder, decoder."
     )
-    app = typer.Typer(
-        help="Look at what geomon recorded of a training run.",
-        add_completion=False,
-        no_args_is_help=True,
-        rich_markup_mode=None,
-        pretty_exceptions_enable=False,
-    )
 
     @app.command()
     def watch(
@@ -58,7 +44,7 @@ def make_app() -> "typer.Typer":
         stack: Annotated[str | None, one_stack] = None,
     ) -> None:
         """Follow a run live, until Ctrl-C."""
-        with _exit_on_bad_input():
+        with exit_on_bad_input():
             print_view(directory, stack) if once else follow(directory, stack)
 
     @app.command()
@@ -70,7 +56,7 @@ def make_app() -> "typer.Typer":
         stack: Annotated[str | None, one_stack] = None,
     ) -> None:
         """Draw the picture of a run: geometry.png."""
-        with _exit_on_bad_input():
+        with exit_on_bad_input():
             typer.echo(printable(f"wrote {write_figure(directory, out, stack)}"))
 
     @app.command()
@@ -78,10 +64,8 @@ def make_app() -> "typer.Typer":
         directory: Annotated[Path, folder], stack: Annotated[str | None, one_stack] = None
     ) -> None:
         """Say in words what happened in a run."""
-        with _exit_on_bad_input():
+        with exit_on_bad_input():
             typer.echo("\n".join(map(printable, summarise(_load(directory, stack)))))
-
-    return app
 
 
 def write_figure(directory: Path, out: Path | None = None, stack: str | None = None) -> Path:
@@ -206,7 +190,7 @@ def _load(directory: Path, stack: str | None) -> Readings:
 
 
 @contextmanager
-def _exit_on_bad_input() -> Iterator[None]:
+def exit_on_bad_input() -> Iterator[None]:
     """Turn errors of bad input into one line of text and exit code 2."""
     import typer
 
@@ -215,7 +199,3 @@ def _exit_on_bad_input() -> Iterator[None]:
     except (ValueError, OSError, ImportError) as error:
         typer.echo(f"geomon: {printable(' '.join(str(error).split()))}", err=True)
         raise typer.Exit(2) from error
-
-
-if __name__ == "__main__":
-    main()

@@ -9,8 +9,9 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from geomon.cli import make_app
 from geomon.record import FILE_NAME, read
-from geomon.show import cli, geometry_figure
+from geomon.show import commands, geometry_figure
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def run(make_readings, tmp_path):
 
 
 def invoke(*arguments):
-    return CliRunner().invoke(cli.make_app(), list(map(str, arguments)))
+    return CliRunner().invoke(make_app(), list(map(str, arguments)))
 
 
 def test_watch_once_prints_the_present(run):
@@ -109,11 +110,11 @@ def test_nothing_of_a_record_acts_on_the_terminal(make_readings, tmp_path, comma
 def test_nothing_of_a_record_acts_on_the_terminal_while_it_is_followed(
     make_readings, tmp_path, monkeypatch, terminal
 ):
-    monkeypatch.setattr(cli, "_POLL", 0.001)
+    monkeypatch.setattr(commands, "_POLL", 0.001)
     corrupt_text(tmp_path / FILE_NAME, make_readings())
     console = Console(file=io.StringIO(), force_terminal=terminal, width=100, color_system=None)
     looks = iter(range(3))
-    cli.follow(tmp_path, console=console, keep_going=lambda: next(looks, None) is not None)
+    commands.follow(tmp_path, console=console, keep_going=lambda: next(looks, None) is not None)
     assert "\x1b]0" not in console.file.getvalue()
     assert "\x1b[2J" not in console.file.getvalue()
     assert not set(ACTING) & set(console.file.getvalue()) - set("\x1b\r\n[];titleabc31mlnd02J")
@@ -121,7 +122,7 @@ def test_nothing_of_a_record_acts_on_the_terminal_while_it_is_followed(
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_pages_say_that_two_runs_write_at_once(make_readings, tmp_path, monkeypatch, terminal):
-    monkeypatch.setattr(cli, "_POLL", 0.001)
+    monkeypatch.setattr(commands, "_POLL", 0.001)
     lines = [reading.line() for reading in make_readings() for _ in range(2)]
     (tmp_path / FILE_NAME).write_text("\n".join(lines) + "\n")
     for command in (["summary"], ["watch", "--once"]):
@@ -129,7 +130,7 @@ def test_pages_say_that_two_runs_write_at_once(make_readings, tmp_path, monkeypa
         assert "From line 2 on, two runs wrote into this record at once" in " ".join(output.split())
     console = Console(file=io.StringIO(), force_terminal=terminal, width=150)
     looks = iter(range(3))
-    cli.follow(tmp_path, console=console, keep_going=lambda: next(looks, None) is not None)
+    commands.follow(tmp_path, console=console, keep_going=lambda: next(looks, None) is not None)
     assert "two runs wrote into this record" in console.file.getvalue()
     title = geometry_figure(read(tmp_path)).get_suptitle()
     assert title.startswith("Two runs wrote into this record at once")
@@ -138,7 +139,7 @@ def test_pages_say_that_two_runs_write_at_once(make_readings, tmp_path, monkeypa
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_run_is_waited_for_and_followed(make_readings, tmp_path, monkeypatch, terminal):
-    monkeypatch.setattr(cli, "_POLL", 0.001)
+    monkeypatch.setattr(commands, "_POLL", 0.001)
     readings = make_readings()
     looks = iter(range(len(readings) + 2))
 
@@ -151,7 +152,7 @@ def test_a_run_is_waited_for_and_followed(make_readings, tmp_path, monkeypatch, 
 
     output = io.StringIO()
     console = Console(file=output, width=80, force_terminal=terminal, color_system=None)
-    cli.follow(tmp_path, console=console, keep_going=keep_going)
+    commands.follow(tmp_path, console=console, keep_going=keep_going)
     text = output.getvalue()
     assert text.startswith(f"waiting for {tmp_path / FILE_NAME}")
     if terminal:
@@ -169,7 +170,7 @@ def test_ctrl_c_ends_the_watch_quietly(run):
         raise KeyboardInterrupt
 
     before = threading.active_count()
-    cli.follow(run, console=Console(file=output, force_terminal=False), keep_going=keep_going)
+    commands.follow(run, console=Console(file=output, force_terminal=False), keep_going=keep_going)
     assert output.getvalue() == ""
     assert threading.active_count() == before
 
@@ -177,7 +178,7 @@ def test_ctrl_c_ends_the_watch_quietly(run):
 def test_without_typer_it_says_what_to_install():
     code = (
         "import sys; sys.modules['typer'] = None; sys.argv = ['geomon'];"
-        "from geomon.show import cli; cli.main()"
+        "from geomon import cli; cli.main()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
@@ -210,18 +211,18 @@ def test_the_view_is_drawn_anew_at_its_pace_and_for_each_reading(make_readings, 
         drawn.append((now[0] - 100, len(readings)))
         return ""
 
-    monkeypatch.setattr(cli, "time", Time)
-    monkeypatch.setattr(cli, "_REFRESH", 10)
+    monkeypatch.setattr(commands, "time", Time)
+    monkeypatch.setattr(commands, "_REFRESH", 10)
     monkeypatch.setattr("geomon.show.terminal.view", view)
     console = Console(file=io.StringIO(), force_terminal=True)
-    cli.follow(run, console=console, keep_going=keep_going)
+    commands.follow(run, console=console, keep_going=keep_going)
     assert drawn == [(0, 9), (11, 9), (15, 10), (26, 10), (37, 10)]
 
 
 def test_a_record_is_looked_at_at_the_pace_of_the_poll(run, monkeypatch):
     slept, looks = [], iter(range(4))
-    monkeypatch.setattr(cli.time, "sleep", slept.append)
+    monkeypatch.setattr(commands.time, "sleep", slept.append)
     console = Console(file=io.StringIO(), force_terminal=False, width=80)
-    cli.follow(run, console=console, keep_going=lambda: next(looks, None) is not None)
-    assert slept == [cli._POLL] * 4
-    assert 0.1 <= cli._POLL <= 5
+    commands.follow(run, console=console, keep_going=lambda: next(looks, None) is not None)
+    assert slept == [commands._POLL] * 4
+    assert 0.1 <= commands._POLL <= 5

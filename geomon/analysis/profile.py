@@ -1,0 +1,83 @@
+"""Profiles: a metric over depth, as numbers that pages can compare between models and steps.
+
+The depth of layer l of L is l / (L - 1): 0 is the input of the first block, 1 the last block's
+output. A record holds both numbers of the anisotropy already (`anisotropy_profile/...`); these
+functions give them for any metric, by the same definition.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from geomon.record import tags
+
+
+def profile_of(values: Mapping[str, float], metric: str) -> list[float]:
+    """Collect the values of a metric by layer, first to last; NaN where a layer has none.
+
+    Args:
+        values: Values of one reading, by tag.
+        metric: Name of a metric.
+
+    Example:
+        >>> profile_of({"cosine/layer_00": 0.1, "cosine/layer_02": 0.3}, "cosine")
+        [0.1, nan, 0.3]
+    """
+    by_layer = {
+        tag.layer: value
+        for name, value in values.items()
+        if (tag := tags.parse(name)) is not None
+        and (tag.metric, tag.part, tag.stack, tag.head) == (metric, "", "", None)
+        and tag.layer is not None
+    }
+    count = max(by_layer) + 1 if by_layer else 0
+    return [by_layer.get(layer, math.nan) for layer in range(count)]
+
+
+def bulge(profile: Sequence[float]) -> float:
+    """Compare the middle of a profile with its ends: (middle - ends) / |ends|.
+
+    The middle is the mean over the layers of depth 1/3 to 2/3, the ends the mean of the first layer
+    and the last. Above 0 for a bell, as the anisotropy of decoders has it (Razzhigaev et al.,
+    2311.05928), 0 for a straight line, below 0 for a bowl; 1 where the middle is twice as high.
+
+    Args:
+        profile: Value at each layer, first to last; a NaN inside is left out.
+
+    Returns:
+        The bulge, [-1, inf) where no value is below 0; NaN with one layer, where an end or the
+        whole middle has no value, or where the ends cancel.
+
+    Example:
+        >>> round(bulge([0.2, 0.5, 0.8, 0.5, 0.2]), 6), bulge([1.0, 2.0, 3.0, 4.0])
+        (3.0, 0.0)
+    """
+    last = len(profile) - 1
+    # In integers: a depth of 1/3 is a rounding error away from 1/3.
+    inside = [
+        value
+        for layer, value in enumerate(profile)
+        if last <= 3 * layer <= 2 * last and not math.isnan(value)
+    ]
+    if last < 1 or not inside:
+        return math.nan
+    ends = (profile[0] + profile[-1]) / 2
+    return (math.fsum(inside) / len(inside) - ends) / abs(ends) if ends else math.nan
+
+
+def peak_depth(profile: Sequence[float]) -> float:
+    """Find the depth at which a profile is highest.
+
+    Args:
+        profile: Value at each layer, first to last; a NaN is left out.
+
+    Returns:
+        Depth of the first of equal peaks, [0, 1]; NaN with one layer or without a value.
+
+    Example:
+        >>> peak_depth([0.2, 0.5, 0.8, 0.5, 0.2])
+        0.5
+    """
+    known = [(value, -layer) for layer, value in enumerate(profile) if not math.isnan(value)]
+    if len(profile) < 2 or not known:
+        return math.nan
+    return -max(known)[1] / (len(profile) - 1)

@@ -1,0 +1,111 @@
+"""The command line: what looks at a record, and `geomon scan`, which makes one of checkpoints."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from geomon.record import Reading
+from geomon.record.printable import printable
+from geomon.show.commands import add_commands, exit_on_bad_input
+
+if TYPE_CHECKING:
+    import typer
+
+
+def main() -> None:
+    """Run the command line."""
+    try:
+        app = make_app()
+    except ImportError as error:
+        sys.exit(f"the command line needs typer and rich ({error}): pip install 'geomon[terminal]'")
+    app()
+
+
+def make_app() -> "typer.Typer":
+    """Build the commands.
+
+    Raises:
+        ImportError: typer or rich is missing.
+    """
+    import typer
+
+    app = typer.Typer(
+        help="Look at what geomon recorded of a training run, or scan the checkpoints of a model.",
+        add_completion=False,
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+    )
+    add_commands(app)
+    _add_scan(app)
+    return app
+
+
+def _add_scan(app: "typer.Typer") -> None:
+    import typer
+
+    option = typer.Option
+
+    @app.command()
+    def scan(
+        model: Annotated[
+            str,
+            typer.Argument(
+                help="Folder of a transformers model or of its checkpoint-N folders, name of a "
+                "model on the hub, or module:function, which builds the model of *.ckpt files.",
+            ),
+        ],
+        checkpoints: Annotated[
+            Path | None, option(help="Folder with checkpoint-N folders or *.ckpt files.")
+        ] = None,
+        revisions: Annotated[
+            str, option(help="Revisions of a model on the hub, with commas between them.")
+        ] = "",
+        text: Annotated[Path | None, option(help="File with text for a model of text.")] = None,
+        directory: Annotated[Path, option(help="Folder of the record.")] = Path("scan"),
+        sequences: Annotated[
+            int, option(help="Largest number of sequences, images or sounds.")
+        ] = 64,
+        length: Annotated[int, option(help="Largest number of tokens in a sequence.")] = 128,
+        tokens: Annotated[int, option(help="Rows in one split of the estimate.")] = 4096,
+        batches: Annotated[int, option(help="Largest number of splits.")] = 2,
+        seed: Annotated[int, option(help="Seed of what is sampled and drawn.")] = 0,
+        blocks: Annotated[
+            str | None, option(help="Pattern of the names of the blocks, if they are not found.")
+        ] = None,
+        device: Annotated[str | None, option(help="Device of the models, such as cuda.")] = None,
+    ) -> None:
+        """Read every checkpoint of a model into one record; a scan that was ended goes on."""
+        from geomon.sweep import scan as run
+
+        sys.path.insert(0, "")  # the function that builds a model may stand in the working folder
+        with exit_on_bad_input():
+            readings = run(
+                model, checkpoints=checkpoints, text=text, directory=directory,
+                revisions=[name.strip() for name in revisions.split(",") if name.strip()],
+                sequences=sequences, length=length, tokens=tokens, batches=batches, seed=seed,
+                blocks=blocks, device=device, sinks=[_Lines()],
+            )  # fmt: skip
+            steps = f"{len(readings)} step" + "s" * (len(readings) != 1)
+            typer.echo(printable(f"{steps} in {directory}: geomon watch {directory}"))
+
+
+class _Lines:
+    """Sink that prints a line for each reading."""
+
+    def write(self, reading: Reading) -> None:
+        """Print the reading in one line."""
+        import typer
+
+        from geomon.record import Readings
+        from geomon.show import format_line
+
+        shown = Readings([], [reading]).of_stack()
+        typer.echo(printable(format_line(shown[0], shown)))
+
+    def close(self) -> None:
+        """Do nothing: there is nothing to flush."""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""Checkpoints of a model: which there are, in which order, and at which step of the training."""
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+Build = Callable[..., nn.Module]
+
+# What the name of a checkpoint says about its step: checkpoint-500, step1000, epoch=0-step=150.
+_STEP = re.compile(r"(?:checkpoint|step)[-_=]?(\d+)", re.IGNORECASE)
+_FILES = "*.ckpt"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Weights of a model at one step of its training.
+
+    Attributes:
+        name: What messages call the checkpoint.
+        step: Number of optimizer updates already in the weights; -1 where nothing says it.
+        source: Folder, file, or name of the model on the hub.
+        revision: Revision of the model on the hub; None for a folder or a file.
+    """
+
+    name: str
+    step: int
+    source: str
+    revision: str | None = None
+
+    @property
+    def is_file(self) -> bool:
+        """Whether the weights stand in a file, which does not say of which class the model is."""
+        return self.source.endswith(".ckpt")
+
+
+def find_checkpoints(
+    model: str | os.PathLike[str] | Build,
+    checkpoints: str | os.PathLike[str] | None = None,
+    revisions: Sequence[str] = (),
+) -> tuple[list[Checkpoint], list[str]]:
+    """Find the checkpoints of a model, steps ascending.
+
+    The step is that of `trainer_state.json` in a folder of transformers, `global_step` in a file of
+    Lightning, or the number in the name (`checkpoint-500`, `step1000`). Where one of several names
+    no step, all are numbered 0, 1, 2 in order. Of two with the same step, the first is taken.
+
+    Args:
+        model: Folder of a transformers model, name of one on the hub, or a function that builds the
+            model.
+        checkpoints: Folder with `checkpoint-N` folders of the Trainer or with `*.ckpt` files of
+            Lightning, or one such file; None for the model itself.
+        revisions: Revisions of a model on the hub, in the order of the training.
+
+    Returns:
+        The checkpoints, and notes on their steps for the reader of the numbers.
+
+    Raises:
+        ValueError: There are no checkpoints, or they do not fit the model.
+    """
+    name = os.fspath(model) if isinstance(model, str | os.PathLike) else None
+    if checkpoints is None and name is not None and not revisions:
+        checkpoints = _run_folder(Path(name))
+    if checkpoints is not None:
+        if revisions:
+            raise ValueError("give a folder of checkpoints or revisions of a model, not both")
+        found = _in_folder(Path(checkpoints), files=name is None)
+    elif name is None:
+        raise ValueError(
+            "a function that builds a model needs the folder of its *.ckpt files: "
+            "checkpoints=FOLDER (--checkpoints FOLDER)"
+        )
+    else:
+        found = _of_model(name, revisions)
+    return _ordered(found)
+
+
+def _run_folder(folder: Path) -> Path | None:
+    """Return the folder itself where it holds the checkpoints of a run and no model."""
+    has_model = (folder / "config.json").is_file()
+    return folder if not has_model and any(_folders(folder)) else None
+
+
+def _folders(folder: Path) -> Iterable[Path]:
+    return (path for path in folder.glob("*") if (path / "config.json").is_file())
+
+
+def _in_folder(folder: Path, *, files: bool) -> list[Checkpoint]:
+    expected = f"{_FILES} files of Lightning" if files else "checkpoint-N folders of the Trainer"
+    if files:
+        paths = [folder] if folder.is_file() else sorted(folder.glob(_FILES))
+    else:
+        paths = sorted(_folders(folder), key=_natural)
+    if not paths:
+        other = any(_folders(folder)) if files else any(folder.glob(_FILES))
+        hint = "" if not other else (
+            "; for its checkpoint-N folders name the model's folder, and no function"
+            if files
+            else "; for its *.ckpt files name the function that builds the model, module:function"
+        )  # fmt: skip
+        raise ValueError(f"no checkpoints in {folder}: expected {expected}{hint}")
+    step_of = _step_of_file if files else _step_of_folder
+    return [Checkpoint(path.name, step_of(path), str(path)) for path in paths]
+
+
+def _of_model(model: str, revisions: Sequence[str]) -> list[Checkpoint]:
+    folder = Path(model)
+    if revisions:
+        return [Checkpoint(name, _step_in(name), model, name) for name in revisions]
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ValueError(
+            f"no model in {folder}: expected the folder of a transformers model, with a "
+            "config.json in it, or one of checkpoint-N folders"
+        )
+    looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1 or folder.is_file()
+    if not folder.is_dir() and looks_local:
+        raise ValueError(
+            f"no model at {model}: expected the folder of a transformers model, the name of one on "
+            "the hub, or a function that builds a model, as module:function"
+        )
+    step = _step_of_folder(folder) if folder.is_dir() else _step_in(folder.name)
+    return [Checkpoint(folder.name, step, model)]
+
+
+def _ordered(found: list[Checkpoint]) -> tuple[list[Checkpoint], list[str]]:
+    unknown = [one.name for one in found if one.step < 0]
+    if not unknown:
+        steps: dict[int, Checkpoint] = {}
+        for one in found:
+            steps.setdefault(one.step, one)
+        return [steps[step] for step in sorted(steps)], []
+    numbered = [replace(one, step=number) for number, one in enumerate(found)]
+    if len(found) == 1:
+        return numbered, []
+    shown = ", ".join(unknown[:3]) + (f" and {len(unknown) - 3} more" if len(unknown) > 3 else "")
+    note = f"the step is the place in the order of the checkpoints: no step is known of {shown}"
+    return numbered, [note]
+
+
+def _step_of_folder(folder: Path) -> int:
+    try:
+        step = json.loads((folder / "trainer_state.json").read_text())["global_step"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return _step_in(folder.name)
+    return step if type(step) is int and step >= 0 else _step_in(folder.name)
+
+
+def _step_of_file(path: Path) -> int:
+    try:
+        step = read_file(path)["global_step"]
+    except (ValueError, KeyError):  # named and skipped when its turn comes
+        return _step_in(path.name)
+    return step if type(step) is int and step >= 0 else _step_in(path.name)
+
+
+def _step_in(name: str) -> int:
+    """Return the step that a name ends with, or -1."""
+    steps = _STEP.findall(name)
+    return int(steps[-1]) if steps else -1
+
+
+def _natural(path: Path) -> list[tuple[int, int | str]]:
+    """Return a key that sorts checkpoint-9 before checkpoint-10."""
+    parts = re.split(r"(\d+)", path.name)
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in parts]
+
+
+def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a checkpoint of Lightning without running code in it; its tensors stay on the disk.
+
+    Args:
+        path: Path of the file.
+
+    Raises:
+        ValueError: The file cannot be read, or holds other objects than tensors and plain values.
+    """
+    try:
+        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:  # torch has a kind for each way in which a file can be broken
+        first = " ".join(str(error).split()).partition(". ")[0][:300]
+        raise ValueError(
+            f"{path} is no checkpoint of tensors and plain values ({first}): expected a whole file "
+            "of Lightning, whose hyper-parameters are plain values or classes that "
+            "torch.serialization.add_safe_globals allows"
+        ) from error
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"{path} holds a {type(content).__name__}: expected a dict with state_dict"
+        )
+    return content

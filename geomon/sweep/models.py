@@ -1,0 +1,143 @@
+"""Models of checkpoints: loading the weights of one, without changing anything else."""
+
+import importlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from geomon.sweep.checkpoints import Build, Checkpoint, read_file
+
+# Parts around the blocks that a checkpoint of another task lacks. Anything else that is missing
+# would be measured at random, and is an error.
+_HEAD = re.compile(
+    r"(?:^|\.)(?:pooler|lm_head|classifier|score|head|heads|masked_spec_embed|mask_token)(?:\.|$)"
+)
+_IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+
+
+def resolve_build(name: str) -> Build | None:
+    """Import the function that builds a model; None where the name is not `module:function`.
+
+    Args:
+        name: Name of a function, for instance "recipes.enwik8.model:build".
+
+    Raises:
+        ValueError: The module cannot be imported, or holds no such function.
+    """
+    if _IMPORT_PATH.fullmatch(name) is None:
+        return None
+    module, _, attribute = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"{name} cannot be imported ({error}): expected module:function, the function one that "
+            "builds the model"
+        ) from error
+    if not callable(found) or isinstance(found, nn.Module):
+        raise ValueError(f"{name} is no function: expected one that builds the model")
+    return found
+
+
+def load_model(checkpoint: Checkpoint, build: Build | None) -> tuple[nn.Module, list[str]]:
+    """Load the model of a checkpoint, on the CPU; the random state stays as it is.
+
+    Args:
+        checkpoint: The checkpoint.
+        build: Function that builds the model of a file, from the hyper-parameters in the file; None
+            for a model of transformers.
+
+    Returns:
+        The model, and notes on its weights.
+
+    Raises:
+        ValueError: The weights cannot be read, or are not all of the model's.
+        ImportError: transformers is missing.
+    """
+    with torch.random.fork_rng():
+        if build is not None:
+            return _of_file(checkpoint, build), []
+        return _of_transformers(checkpoint)
+
+
+def _of_file(checkpoint: Checkpoint, build: Build) -> nn.Module:
+    content = read_file(checkpoint.source)
+    weights, settings = content.get("state_dict"), content.get("hyper_parameters", {})
+    if not isinstance(weights, Mapping):
+        raise ValueError(f"{checkpoint.source} has no state_dict: expected a file of Lightning")
+    try:
+        model = build(**settings)
+    except TypeError as error:
+        kept = ", ".join(map(str, settings)) or "none"
+        raise ValueError(
+            f"the model of {checkpoint.name} cannot be built ({error}): the function is called "
+            f"with the hyper-parameters in the file ({kept}); give one that takes these"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"the function built a {type(model).__name__}: expected a torch module")
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise ValueError(
+            f"the weights of {checkpoint.name} are not those of the model that was built: "
+            f"{' '.join(str(error).split())[:300]}"
+        ) from error
+    return model
+
+
+def _of_transformers(checkpoint: Checkpoint) -> tuple[nn.Module, list[str]]:
+    transformers = import_transformers()
+    # Only what is asked for: revision=None is not the default revision for every version.
+    where = {} if checkpoint.revision is None else {"revision": checkpoint.revision}
+    with _quiet(transformers):
+        model, report = transformers.AutoModel.from_pretrained(
+            checkpoint.source, output_loading_info=True, trust_remote_code=False, **where
+        )
+    missing = sorted(report["missing_keys"] | {str(k[0]) for k in report["mismatched_keys"]})
+    lacking = [name for name in missing if _HEAD.search(name) is None]
+    if lacking:
+        more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
+        raise ValueError(
+            f"{checkpoint.name} lacks weights of {type(model).__name__} "
+            f"({', '.join(lacking[:3])}{more}): they would be random; expected a checkpoint of "
+            "this model"
+        )
+    return model, []
+
+
+def import_transformers() -> Any:
+    """Import transformers.
+
+    Raises:
+        ImportError: It is missing; one line says what to install.
+    """
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise ImportError(
+            f"models of transformers need that package ({error}): pip install 'geomon[huggingface]'"
+        ) from error
+
+
+@contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """Show no progress bar and no report of a load, and put both settings back."""
+    logging: Any = transformers.utils.logging
+    verbosity: int = logging.get_verbosity()
+    restore: Callable[[], None] | None = None
+    if logging.is_progress_bar_enabled():
+        restore = logging.enable_progress_bar
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if restore is not None:
+            restore()

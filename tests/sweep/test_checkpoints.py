@@ -1,0 +1,115 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from geomon.sweep import Checkpoint, find_checkpoints
+from geomon.sweep.checkpoints import read_file
+
+
+def folder_of(path, step=None):
+    path.mkdir(parents=True)
+    (path / "config.json").write_text("{}")
+    if step is not None:
+        (path / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+
+
+def build(**settings):
+    raise AssertionError("only asked for its checkpoints")
+
+
+def found(*arguments):
+    checkpoints, notes = find_checkpoints(*arguments)
+    return [(one.name, one.step) for one in checkpoints], notes
+
+
+def test_folders_of_the_trainer_are_ordered_by_their_steps(tmp_path):
+    folder_of(tmp_path / "checkpoint-10")
+    folder_of(tmp_path / "checkpoint-9")
+    folder_of(tmp_path / "best", step=4)
+    folder_of(tmp_path / "checkpoint-7", step=8)  # what the training says counts, not the name
+    (tmp_path / "runs").mkdir()
+    expected = [("best", 4), ("checkpoint-7", 8), ("checkpoint-9", 9), ("checkpoint-10", 10)]
+    assert found(str(tmp_path)) == (expected, [])
+    assert found("model", tmp_path) == (expected, [])
+
+
+@given(st.lists(st.integers(0, 10**9), min_size=1, max_size=30))
+def test_revisions_are_ordered_by_the_number_in_their_name(steps):
+    names = [f"step{step}" for step in steps]
+    checkpoints, notes = find_checkpoints("someone/model", None, names)
+    assert [one.step for one in checkpoints] == sorted(set(steps))
+    assert all(one.revision == f"step{one.step}" for one in checkpoints)
+    assert all(one.source == "someone/model" for one in checkpoints)
+    assert notes == []
+
+
+def test_where_one_names_no_step_all_are_numbered_and_it_is_said():
+    names = ["step1000", "step2000", "main"]
+    expected = [("step1000", 0), ("step2000", 1), ("main", 2)]
+    checkpoints, notes = found("someone/model", None, names)
+    assert checkpoints == expected
+    assert len(notes) == 1
+    assert "no step is known of main" in notes[0]
+
+
+def test_a_model_alone_needs_no_step(tmp_path):
+    folder_of(tmp_path / "model")
+    assert found(tmp_path / "model") == ([("model", 0)], [])
+    folder_of(tmp_path / "checkpoint-70")
+    assert found(tmp_path / "checkpoint-70") == ([("checkpoint-70", 70)], [])
+    assert find_checkpoints("gpt2") == ([Checkpoint("gpt2", 0, "gpt2")], [])
+
+
+def test_files_of_lightning_know_their_steps_and_one_of_two_equal_ones_is_taken(tmp_path):
+    for name, step in (("a.ckpt", 30), ("b.ckpt", 4), ("last.ckpt", 30)):
+        torch.save({"global_step": step, "state_dict": {}}, tmp_path / name)
+    assert found(build, tmp_path) == ([("b.ckpt", 4), ("a.ckpt", 30)], [])
+    assert found(build, tmp_path / "b.ckpt") == ([("b.ckpt", 4)], [])
+    (tmp_path / "epoch=0-step=7.ckpt").write_bytes(b"torn")
+    names = [("b.ckpt", 4), ("epoch=0-step=7.ckpt", 7), ("a.ckpt", 30)]
+    assert found(build, tmp_path) == (names, [])
+
+
+class Own:
+    """A class whose objects no file may bring along."""
+
+
+def test_no_code_of_a_file_is_run(tmp_path):
+    torch.save({"global_step": 1, "hyper_parameters": Own()}, tmp_path / "a.ckpt")
+    with pytest.raises(ValueError, match="add_safe_globals") as caught:
+        read_file(tmp_path / "a.ckpt")
+    assert "\n" not in str(caught.value)
+    torch.save([1], tmp_path / "b.ckpt")
+    with pytest.raises(ValueError, match="holds a list: expected a dict"):
+        read_file(tmp_path / "b.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("./x",), "no model at ./x"),
+        (("a/b/c",), "no model at a/b/c"),
+        (("{}/empty",), "no model in"),
+        (("model", "{}/empty"), "expected checkpoint-N folders"),
+        (("model", "{}/files"), "name the function that builds the model"),
+        ((build, "{}/folders"), "name the model's folder"),
+        ((build, "{}/empty"), "expected *.ckpt files"),
+        ((build,), "needs the folder of its *.ckpt files"),
+        (("model", "{}/folders", ["main"]), "not both"),
+    ],
+)
+def test_what_is_no_checkpoint_is_said_in_one_line(tmp_path, arguments, words):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "a.ckpt").write_bytes(b"")
+    folder_of(tmp_path / "folders" / "checkpoint-1")
+    given_ones = [x.format(tmp_path) if isinstance(x, str) else x for x in arguments]
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  (the words are looked for below)
+        find_checkpoints(*given_ones)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert Path(tmp_path / "empty").is_dir()

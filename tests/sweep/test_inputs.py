@@ -1,0 +1,132 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch import nn
+from transformers import BertConfig, BertModel, PreTrainedTokenizerFast, ViTConfig, ViTModel
+
+from geomon.sweep import Checkpoint
+from geomon.sweep.inputs import InputError, InputSize, _smooth, digest, make_inputs
+from geomon.sweep.models import load_model
+
+FILE = Checkpoint("a", 0, "a.ckpt")
+WORDS = ("red", "green", "blue", "black", "white")
+
+
+def small(words):
+    return nn.Sequential(nn.Embedding(words, 4), nn.Linear(4, 4))
+
+
+@given(st.binary(min_size=1, max_size=400), st.integers(1, 8), st.integers(1, 20))
+@settings(deadline=None)
+def test_windows_of_bytes_are_stretches_of_the_text_that_do_not_overlap(text, sequences, length):
+    inputs = make_inputs(small(256), FILE, text, InputSize(sequences, length, 0))
+    windows = [bytes(row) for row in inputs.batch.tolist()]
+    at = 0
+    for window in windows:
+        at = text.index(window, at) + len(window)  # each after the one before
+    longest = min(length, len(text))
+    assert {len(window) for window in windows} == {longest}
+    assert len(windows) == min(sequences, len(text) // longest)
+    assert any("no more without overlap" in note for note in inputs.notes) == (
+        len(windows) < sequences
+    )
+
+
+def test_few_tokens_are_the_distinct_bytes_in_ascending_order():
+    inputs = make_inputs(small(3), FILE, b"cabbac", InputSize(1, 6, 0))
+    assert inputs.batch.tolist() == [[2, 0, 1, 1, 0, 2]]
+    assert "ascending order" in inputs.notes[0]
+    with pytest.raises(InputError, match="3 distinct bytes, and the model 2 tokens"):
+        make_inputs(small(2), FILE, b"cabbac", InputSize(1, 6, 0))
+
+
+@pytest.mark.parametrize(
+    ("model", "text", "words"),
+    [
+        (small(256), None, "--text FILE"),
+        (small(256), b"", "is empty"),
+        (nn.Linear(2, 2), b"abc", "no table of embeddings"),
+    ],
+)
+def test_what_cannot_be_read_is_said_in_one_line(model, text, words):
+    with pytest.raises(InputError, match=words) as caught:
+        make_inputs(model, FILE, text, InputSize(1, 6, 0))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_text_for_a_model_of_images_is_said_not_to_be_read():
+    config = ViTConfig(
+        image_size=8, patch_size=4, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=8,
+    )  # fmt: skip
+    with pytest.raises(InputError, match="ViTModel reads images and no text: leave"):
+        make_inputs(ViTModel(config), Checkpoint("a", 0, "a"), b"abc", InputSize(1, 6, 0))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model with a tokenizer of words beside it, which adds a token before and one after."""
+    path = tmp_path_factory.mktemp("model")
+    table = {word: number for number, word in enumerate(["[UNK]", "[CLS]", "[SEP]", *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(table, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
+    config = BertConfig(
+        vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=8, max_position_embeddings=12,
+    )  # fmt: skip
+    BertModel(config).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("count", [40, 4000])  # with and without text to spare
+def test_windows_of_a_tokenizer(folder, count):
+    checkpoint = Checkpoint("model", 0, str(folder))
+    model, notes = load_model(checkpoint, None)
+    assert notes == []
+    text = " ".join(WORDS[n * n % 5] for n in range(count)).encode()
+    inputs = make_inputs(model, checkpoint, text, InputSize(4, 50, 0))
+    ids = inputs.batch["input_ids"]
+    assert ids.shape[0] == 4 if count == 4000 else 3
+    assert ids.shape[1] == 12 if count == 4000 else ids.shape[1] <= 12  # what the model can read
+    assert (ids[:, 0] == 1).all()
+    assert (ids[:, -1] == 2).all()
+    assert (ids[:, 2:-2] >= 3).all()
+    assert not any("tokenizer" in note for note in inputs.notes)
+    again = make_inputs(model, checkpoint, text, InputSize(4, 50, 0))
+    assert digest(again.batch) == digest(inputs.batch)
+
+
+def test_weights_that_are_missing_are_no_random_ones(folder, tmp_path):
+    model = BertModel.from_pretrained(folder)
+    weights = model.state_dict()
+    del weights["encoder.layer.0.output.dense.weight"]
+    model.save_pretrained(tmp_path, state_dict=weights)
+    with pytest.raises(ValueError, match=r"lacks weights of BertModel.*output\.dense\.weight"):
+        load_model(Checkpoint("model", 0, str(tmp_path)), None)
+
+
+def test_the_digest_tells_inputs_apart():
+    ids = torch.arange(6).reshape(2, 3)
+    different = [
+        ids, ids.reshape(3, 2), ids.int(), ids + 1, {"input_ids": ids}, {"labels": ids}, (ids,),
+        [ids, None], (ids, ids), {"input_ids": ids, "use_cache": False},
+    ]  # fmt: skip
+    assert len({digest(value) for value in different}) == len(different)
+    assert digest({"a": ids.clone()}) == digest({"a": ids})
+    assert digest(ids.t().t()) == digest(ids)
+
+
+def test_random_fields_are_smooth_at_many_scales_and_the_same_for_a_seed():
+    fields = _smooth((8, 64, 64), axes=2, seed=0)
+    assert torch.equal(fields, _smooth((8, 64, 64), axes=2, seed=0))
+    assert not torch.equal(fields, _smooth((8, 64, 64), axes=2, seed=1))
+    assert fields.mean(dim=(1, 2)).abs().max() < 1e-5
+    assert (fields.std(dim=(1, 2)) - 1).abs().max() < 1e-5
+    # Power falls as one over the square of the frequency: by 4 for each doubling.
+    power = torch.fft.fft2(fields).abs().square().mean(dim=0)
+    low, high = power[4:6, 0].mean(), power[8:12, 0].mean()
+    assert 2 < low / high < 8

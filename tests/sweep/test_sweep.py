@@ -1,0 +1,276 @@
+"""The sweep against live runs: equal values, going on, what fails, what is kept of it."""
+
+import gc
+import json
+import logging
+import weakref
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+import transformers
+from lightning.pytorch.callbacks import ModelCheckpoint
+from models import batch, transformer
+from torch.utils.data import DataLoader
+
+from geomon import Memory, Monitor, every, read, scan, select
+from geomon.lightning import GeometryMonitor
+from geomon.sweep import find_checkpoints
+from recipes.enwik8.model import CharacterDecoder, build
+from recipes.enwik8.presets import Preset
+
+STEPS = (2, 4, 6)
+PRESET = Preset(2, 32, 4, 24, 8, 6, 1, 1e-2, 0.1, "32-true")
+PROBE = batch(16, 24, seed=3)
+# One metric of each kind: of rows, of neighbours, of heads, of attention.
+CHOSEN = select("anisotropy", "qk_cosine", "attention_entropy", "max_logit")
+SMALL = {"tokens": 192, "inputs": PROBE, "metrics": CHOSEN}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of the recipe's model with a checkpoint at every second step, and its live record."""
+    folder = tmp_path_factory.mktemp("run")
+    torch.manual_seed(0)
+    model = CharacterDecoder("gpt2", 50, PRESET)
+    monitor = GeometryMonitor(
+        probe=PROBE, schedule=every(2), tokens=192, directory=folder, metrics=CHOSEN
+    )
+    saving = ModelCheckpoint(folder / "checkpoints", every_n_train_steps=2, save_top_k=-1)
+    trainer = L.Trainer(
+        accelerator="cpu", max_steps=6, logger=False, callbacks=[monitor, saving],
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
+    )  # fmt: skip
+    trainer.fit(model, DataLoader(batch(8 * 6, 25), batch_size=8))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def scanned(run, tmp_path_factory):
+    """The folder of a scan over the checkpoints of the run."""
+    folder = tmp_path_factory.mktemp("scan")
+    scan(build, checkpoints=run / "checkpoints", directory=folder, **SMALL)
+    return folder
+
+
+def values(reading):
+    """What is measured of the model: bytes, so that NaN equals NaN. A scan trains nothing."""
+    other = ("geomon/", "training/")
+    own = {tag: value for tag, value in reading.values.items() if not tag.startswith(other)}
+    return json.dumps(own)
+
+
+def test_a_scan_equals_the_live_record_to_the_last_digit(run, scanned):
+    live = {reading.step: reading for reading in read(run)}
+    readings = read(scanned)
+    assert [reading.step for reading in readings] == list(STEPS)
+    for reading in readings:
+        assert values(reading) == values(live[reading.step])
+        for name in ("source", "mode", "tokens", "world_size", "dtype"):
+            assert getattr(reading, name) == getattr(live[reading.step], name)
+    first, scan_first = read(run).runs[0], readings.runs[0]
+    changing = {"time", "from_step", "schedule", "gather", "scan"}
+    assert set(first) <= set(scan_first)
+    assert {k: v for k, v in first.items() if k not in changing} == {
+        k: v for k, v in scan_first.items() if k not in changing
+    }
+
+
+def test_a_folder_of_the_trainer_equals_the_live_record_of_the_model_with_its_head(tmp_path):
+    model = transformer("gpt2")
+    probe = {"input_ids": PROBE % 50}
+    monitor = Monitor(model, tokens=192, directory=tmp_path / "live", metrics=CHOSEN)
+    for step in (0, 9, 10):
+        with torch.no_grad():
+            model.lm_head.weight.mul_(1.5)
+        monitor.probe(step, probe)
+        model.save_pretrained(tmp_path / "run" / f"checkpoint-{step}")
+    monitor.close()
+    found = scan(tmp_path / "run", directory=tmp_path / "scan", **{**SMALL, "inputs": probe})
+    live = read(tmp_path / "live")
+    assert [values(reading) for reading in found] == [values(reading) for reading in live]
+    assert len({values(reading) for reading in found}) == 3
+
+
+def test_revisions_of_a_model_on_the_hub_are_loaded_by_their_names(tmp_path, monkeypatch):
+    """No network here: the hub's revisions are folders."""
+    loaded, local = [], transformers.AutoModel.from_pretrained
+    for name in ("step0", "step5"):
+        model = transformer("gpt2")
+        with torch.no_grad():
+            model.transformer.wte.weight.mul_(1 + int(name[4:]))
+        model.save_pretrained(tmp_path / name)
+
+    def from_hub(source, *, revision, **options):
+        loaded.append((source, revision, options["trust_remote_code"]))
+        return local(tmp_path / revision, **options)
+
+    monkeypatch.setattr(transformers.AutoModel, "from_pretrained", from_hub)
+    revisions = ["step5", "step0", "step7"]
+    readings = scan(
+        "someone/model", revisions=revisions, directory=tmp_path / "scan",
+        **{**SMALL, "inputs": {"input_ids": PROBE}},
+    )  # fmt: skip
+    assert loaded == [("someone/model", f"step{step}", False) for step in (0, 5, 7)]
+    assert [reading.step for reading in readings] == [0, 5]
+    assert values(readings[0]) != values(readings[1])
+
+
+class Stop:
+    """A sink at which the scan is ended from outside, at its second reading."""
+
+    def __init__(self):
+        self.left = 2
+
+    def write(self, reading):
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+
+    def close(self):
+        pass
+
+
+def test_a_scan_that_was_ended_goes_on_where_it_was(run, scanned, tmp_path):
+    loaded = []
+
+    def counted(**settings):
+        loaded.append(None)
+        return build(**settings)
+
+    def go(sinks=()):
+        return scan(counted, checkpoints=run / "checkpoints", directory=tmp_path,
+                    sinks=sinks, **SMALL)  # fmt: skip
+
+    with pytest.raises(KeyboardInterrupt):
+        go([Stop()])
+    assert len(loaded) == 2
+    with (tmp_path / "readings.jsonl").open("ab") as file:
+        file.write(b'{"step": 6, "ti')  # a line that a kill has torn
+    shown = Memory()
+    readings = go([shown])
+    assert len(loaded) == 3
+    assert [reading.step for reading in shown.readings] == [6]
+    assert [values(one) for one in readings] == [values(one) for one in read(scanned)]
+    assert readings.mixed_at is None
+    assert len(go()) == 3
+    assert len(loaded) == 3
+
+
+def copy(run, folder, *, broken):
+    folder.mkdir()
+    for path in (run / "checkpoints").glob("*.ckpt"):
+        content = path.read_bytes()
+        own = content[: len(content) // 2] if f"step={broken}.ckpt" in path.name else content
+        (folder / path.name).write_bytes(own)
+    return folder
+
+
+def test_a_checkpoint_that_fails_is_named_left_out_and_tried_again(run, scanned, tmp_path, caplog):
+    folder = copy(run, tmp_path / "checkpoints", broken=2)
+    readings = scan(build, checkpoints=folder, directory=tmp_path / "scan", **SMALL)
+    assert [reading.step for reading in readings] == [4, 6]
+    words = "epoch=0-step=2.ckpt (step 2): "
+    assert [words in note for note in readings[0].notes].count(True) == 1
+    assert not any(words in note for note in readings[1].notes)
+    named = [x.getMessage() for x in caplog.records if words in x.getMessage()]
+    assert len(named) == 1
+    assert "\n" not in named[0]
+
+    (whole,) = (run / "checkpoints").glob("*step=2.ckpt")
+    (folder / whole.name).write_bytes(whole.read_bytes())
+    again = scan(build, checkpoints=folder, directory=tmp_path / "scan", **SMALL)
+    assert [reading.step for reading in again] == [4, 6, 2]  # in the order of the file
+    assert not list((tmp_path / "scan").glob("readings.*.jsonl"))
+    assert again.mixed_at is None
+    expected = {reading.step: values(reading) for reading in read(scanned)}
+    assert {reading.step: values(reading) for reading in again} == expected
+
+
+def test_where_every_checkpoint_fails_the_first_reason_is_the_error(run, tmp_path):
+    def other(**settings):
+        return CharacterDecoder("gpt2", 49, PRESET)
+
+    with pytest.raises(ValueError, match=r"no checkpoint.*step=2.*with 2 more") as caught:
+        scan(other, checkpoints=run / "checkpoints", directory=tmp_path, **SMALL)
+    assert "are not those of the model that was built" in str(caught.value)
+    with pytest.raises(ValueError, match="the function is called with the hyper-parameters"):
+        scan(lambda arch: None, checkpoints=run / "checkpoints", directory=tmp_path, **SMALL)
+
+
+def test_a_model_that_fails_in_its_pass_says_so(run, tmp_path):
+    class Failing(CharacterDecoder):
+        def forward(self, characters):
+            raise RuntimeError("no such pass")
+
+    def failing(arch, vocabulary_size, preset):
+        return Failing(arch, vocabulary_size, PRESET)
+
+    with pytest.raises(ValueError, match="RuntimeError: no such pass"):
+        scan(failing, checkpoints=run / "checkpoints", directory=tmp_path, **SMALL)
+
+
+def test_one_model_is_in_memory_at_a_time(run, tmp_path):
+    alive, most = weakref.WeakSet(), []
+
+    def watched(**settings):
+        most.append(len(alive))
+        model = build(**settings)
+        alive.add(model)
+        return model
+
+    gc.collect()
+    scan(watched, checkpoints=run / "checkpoints", directory=tmp_path, **SMALL)
+    assert most == [0, 0, 0]
+
+
+def test_another_scan_or_a_training_in_the_folder_is_refused(run, scanned):
+    before = (scanned / "readings.jsonl").read_bytes()
+    with pytest.raises(ValueError, match="holds a scan with other inputs and seed: choose another"):
+        scan(build, checkpoints=run / "checkpoints", directory=scanned,
+             **{**SMALL, "inputs": PROBE + 1, "seed": 1})  # fmt: skip
+    assert (scanned / "readings.jsonl").read_bytes() == before
+    live = (run / "readings.jsonl").read_bytes()
+    with pytest.raises(ValueError, match="holds the record of a training"):
+        scan(build, checkpoints=run / "checkpoints", directory=run, **SMALL)
+    assert (run / "readings.jsonl").read_bytes() == live
+
+
+def test_warnings_of_the_same_kind_come_once_and_nothing_stays(run, tmp_path, caplog):
+    logger, state = logging.getLogger("geomon"), torch.get_rng_state()
+    filters = list(logger.filters)
+    scan(build, checkpoints=run / "checkpoints", directory=tmp_path, inputs=PROBE,
+         metrics=CHOSEN)  # fmt: skip
+    few = [r for r in caplog.records if "fewer than tokens=4096" in r.getMessage()]
+    assert len(few) == 1
+    assert logger.filters == filters
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"model": transformer("gpt2")}, "give a function that builds it"),
+        ({"model": build}, "needs the folder of its"),
+        ({"model": "recipes.enwik8.model:none", "checkpoints": "x"}, "cannot be imported"),
+        ({"model": "./nowhere"}, "no model at ./nowhere"),
+        ({"model": "a", "tokens": 0}, "tokens is a whole number"),
+        ({"model": "a", "text": __file__, "inputs": PROBE}, "not both"),
+    ],
+)
+def test_bad_arguments_end_in_one_line(tmp_path, arguments, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        scan(**arguments, directory=tmp_path / "scan")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "scan").exists()
+
+
+def test_the_function_may_be_named_as_text(run):
+    from geomon.sweep.models import resolve_build
+
+    assert resolve_build("recipes.enwik8.model:build") is build
+    found, notes = find_checkpoints(build, run / "checkpoints")
+    assert [one.step for one in found] == list(STEPS)
+    assert notes == []
+    assert Path(found[0].source).is_file()

@@ -1,0 +1,72 @@
+"""The command line as a whole: `geomon scan`; the commands of pages are in show/test_commands."""
+
+import sys
+
+import pytest
+from models import transformer
+from typer.testing import CliRunner
+
+from geomon import METRICS, read
+from geomon.cli import make_app
+from geomon.sweep import models as loading
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(make_app(), list(map(str, arguments)))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A folder with two checkpoints of the Trainer, and a text of few distinct letters."""
+    folder = tmp_path_factory.mktemp("run")
+    for step in (20, 3):
+        transformer("gpt2").save_pretrained(folder / f"checkpoint-{step}")
+    (folder / "text").write_text("to be or not to be, that is the question; " * 40)
+    return folder
+
+
+def test_scan_prints_a_line_for_each_checkpoint_and_pages_show_the_record(run, tmp_path):
+    folder = tmp_path / "scan"
+    arguments = ["scan", run, "--text", run / "text", "--directory", folder, "--length", 16,
+                 "--sequences", 9, "--tokens", 64]  # fmt: skip
+    result = invoke(*arguments)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["step 3", "step 20", f"2 steps in {folder}"]
+    assert "anisotropy" in lines[0]
+    readings = read(folder)
+    assert readings.runs[0]["metrics"] == list(METRICS)
+    assert [reading.tokens for reading in readings] == [128, 128]
+    assert invoke(*arguments).stdout == f"2 steps in {folder}: geomon watch {folder}\n"
+    assert "anisotropy" in invoke("summary", folder).stdout.lower()
+    assert "step 20" in invoke("watch", folder, "--once").stdout
+    assert invoke("figure", folder).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["./nowhere"], "no model at ./nowhere"),
+        (["{run}"], "the model reads text"),
+        (["{run}", "--text", "{run}/none"], "No such file"),
+        (["{run}", "--text", "{run}/text", "--length", "0"], "length is a whole number"),
+        (["no.such.module:build", "--checkpoints", "{run}"], "cannot be imported"),
+        (["{run}", "--checkpoints", "{run}", "--revisions", "a, b"], "not both"),
+    ],
+)
+def test_bad_input_ends_in_one_line_and_exit_code_2(run, tmp_path, arguments, words):
+    own = [text.format(run=run) for text in arguments]
+    result = invoke("scan", *own, "--directory", tmp_path / "scan")
+    assert result.exit_code == 2, result.output
+    assert words in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+def test_without_transformers_it_says_what_to_install(run, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    result = invoke("scan", run, "--text", run / "text", "--directory", tmp_path / "scan")
+    assert result.exit_code == 2
+    assert "pip install 'geomon[huggingface]'" in result.stderr.splitlines()[-1]
+    with pytest.raises(ImportError, match="pip install"):
+        loading.import_transformers()
