@@ -51,8 +51,56 @@ class Neighbours(NamedTuple):
     indices: Tensor
 
 
+@dataclass(frozen=True)
+class ScaledRows:
+    """Rows made ready once for several searches: about a centre, scaled, in float32.
+
+    Attributes:
+        among: Indices of the rows that are ready, ascending; None for all.
+        frame: Centre and scale.
+        values: These rows, [len(among), width], float32.
+    """
+
+    among: Tensor | None
+    frame: "_Frame"
+    values: Tensor
+
+    def of(self, among: Tensor | None) -> Tensor:
+        """Return some of the rows, [len(among), width].
+
+        Args:
+            among: Indices of these rows, ascending, each of them ready; None for all rows.
+        """
+        if among is None or len(among) == len(self.values):
+            return self.values
+        return self.values[among if self.among is None else torch.searchsorted(self.among, among)]
+
+
+def scale_rows(rows: Tensor, among: Tensor | None = None) -> ScaledRows:
+    """Make rows ready for several searches by `nearest`.
+
+    Args:
+        rows: Finite points, [tokens, width], any floating-point dtype.
+        among: Indices of the rows that will be searched, ascending; None for all rows.
+
+    Returns:
+        The rows, with one float32 copy of them.
+    """
+    points = _Points(rows, None if among is None or len(among) == len(rows) else among)
+    frame = _frame(rows)
+    values = rows.new_empty((len(points), rows.shape[1]), dtype=torch.float32)
+    for target, block in zip(row_blocks(values), points.blocks(), strict=True):
+        target.copy_(frame(block))
+    return ScaledRows(points.among, frame, values)
+
+
 def nearest(
-    rows: Tensor, k: int, *, of: Tensor | None = None, among: Tensor | None = None
+    rows: Tensor,
+    k: int,
+    *,
+    of: Tensor | None = None,
+    among: Tensor | None = None,
+    scaled: ScaledRows | None = None,
 ) -> Neighbours:
     """Compute the Euclidean distances of rows to their k nearest other rows.
 
@@ -64,6 +112,8 @@ def nearest(
         of: Indices of the rows whose neighbours are wanted, each one of the searched rows; None
             for all searched rows.
         among: Indices of the rows that are searched, ascending; None for all rows.
+        scaled: The rows as `scale_rows` made them ready, with all that are searched; None makes
+            them ready for this search alone.
 
     Returns:
         Neighbours, of shape [searched rows (or len(of)), min(k, searched rows - 1)]; the indices
@@ -87,13 +137,11 @@ def nearest(
     k = min(k, searched - 1)
     own = points.places(of)
     count = min(k + 1 + _SLACK, searched)
-    frame = _frame(rows)
-    scaled = rows.new_empty((searched, rows.shape[1]), dtype=torch.float32)
-    for target, block in zip(row_blocks(scaled), points.blocks(), strict=True):
-        target.copy_(frame(block))
-    found = _ranked(points, own, _candidates(scaled, own, count), k, frame.unit)
+    ready = scale_rows(rows, points.among) if scaled is None else scaled
+    frame, values = ready.frame, ready.of(points.among)
+    found = _ranked(points, own, _candidates(values, own, count), k, frame.unit)
     if count < searched:
-        unsure = _unsure(found, scaled, own, frame.scale, k)
+        unsure = _unsure(found, values, own, frame.scale, k)
         again = _certain(points, frame, own[unsure], found.distances[unsure, k - 1], k)
         for before, after in zip(found, again, strict=True):
             before[unsure, :k] = after
@@ -107,6 +155,7 @@ def nearest_among(
     k: int,
     *,
     among: Tensor | None = None,
+    scaled: ScaledRows | None = None,
 ) -> Neighbours:
     """Find the k nearest of each member row among the member rows alone.
 
@@ -120,6 +169,8 @@ def nearest_among(
         k: Number of neighbours.
         among: Indices of the rows that were searched for `neighbours`, ascending, with every
             member; None for all rows.
+        scaled: The rows as `scale_rows` made them ready, with every member; None where they are
+            not.
 
     Returns:
         Neighbours, of shape [members, min(k, members - 1)]; the indices are into `rows`.
@@ -139,9 +190,9 @@ def nearest_among(
     found = Neighbours(near.values, index.gather(1, near.indices))
     short = found.distances.isinf().any(dim=1).nonzero().squeeze(1)
     if found.distances.shape[1] < k:
-        return nearest(rows, k, among=members)
+        return nearest(rows, k, among=members, scaled=scaled)
     if len(short) > 0:
-        again = nearest(rows, k, of=members[short], among=members)
+        again = nearest(rows, k, of=members[short], among=members, scaled=scaled)
         for before, after in zip(found, again, strict=True):
             before[short] = after
     return found

@@ -45,9 +45,11 @@ from geomon.kernels.neighbourhoods import (
 )
 from geomon.kernels.neighbours import (
     Neighbours,
+    ScaledRows,
     content_keys,
     first_of_each,
     nearest_among,
+    scale_rows,
     unique_rows,
 )
 from geomon.kernels.neighbours import nearest as find_nearest
@@ -99,10 +101,14 @@ def _mean_key(projected_key: Tensor) -> Tensor:
     return mean_rows(projected_key)
 
 
-def _nearest(hidden: Tensor, unique_rows: Tensor) -> Neighbours:
+def _scaled_rows(hidden: Tensor, unique_rows: Tensor) -> ScaledRows:
+    return scale_rows(hidden, unique_rows)
+
+
+def _nearest(hidden: Tensor, unique_rows: Tensor, scaled_rows: ScaledRows) -> Neighbours:
     if len(unique_rows) < 2:
         return _without_neighbours(unique_rows)
-    return find_nearest(hidden, k=NEAR, among=unique_rows)
+    return find_nearest(hidden, k=NEAR, among=unique_rows, scaled=scaled_rows)
 
 
 def _without_neighbours(rows: Tensor) -> Neighbours:
@@ -128,10 +134,14 @@ def _far_rows(unique_rows: Tensor) -> Tensor:
     return unique_rows[order * (len(unique_rows) - 1) // max(count - 1, 1)]
 
 
-def _far_nearest(hidden: Tensor, far_rows: Tensor, unique_rows: Tensor) -> Neighbours:
+def _far_nearest(
+    hidden: Tensor, far_rows: Tensor, unique_rows: Tensor, scaled_rows: ScaledRows
+) -> Neighbours:
     if len(unique_rows) < 2:
         return _without_neighbours(unique_rows)
-    return find_nearest(hidden, k=_FAR_IN_HALVES, of=far_rows, among=unique_rows)
+    return find_nearest(
+        hidden, k=_FAR_IN_HALVES, of=far_rows, among=unique_rows, scaled=scaled_rows
+    )
 
 
 def _far_neighbours(far_nearest: Neighbours) -> Tensor:
@@ -170,11 +180,15 @@ def _distinct(hidden: Tensor, unique_rows: Tensor, token_ids: Tensor, positions:
 
 
 def _distinct_nearest(
-    nearest: Neighbours, hidden: Tensor, distinct: Tensor, unique_rows: Tensor
+    nearest: Neighbours,
+    hidden: Tensor,
+    distinct: Tensor,
+    unique_rows: Tensor,
+    scaled_rows: ScaledRows,
 ) -> Neighbours:
     if len(distinct) < 2:
         return _without_neighbours(distinct)
-    return nearest_among(nearest, hidden, distinct, k=2, among=unique_rows)
+    return nearest_among(nearest, hidden, distinct, k=2, among=unique_rows, scaled=scaled_rows)
 
 
 def _distinct_neighbours(distinct_nearest: Neighbours) -> Tensor:
@@ -218,12 +232,17 @@ def _far_half_ratios(
 
 
 def _distinct_half_ratios(
-    nearest: Neighbours, hidden: Tensor, distinct: Tensor, unique_rows: Tensor, halves: HalfSamples
+    nearest: Neighbours,
+    hidden: Tensor,
+    distinct: Tensor,
+    unique_rows: Tensor,
+    halves: HalfSamples,
+    scaled_rows: ScaledRows,
 ) -> HalfRatios:
     if 2 <= len(distinct) < len(unique_rows) / 2:
         # Few of a row's neighbours are distinct rows: these are searched among themselves, which
         # costs a quarter of the search among all, or less.
-        distances, indices = find_nearest(hidden, NEAR, among=distinct)
+        distances, indices = find_nearest(hidden, NEAR, among=distinct, scaled=scaled_rows)
         return ratios_in_halves(distances, indices, distinct, halves)[0]
     places = torch.searchsorted(unique_rows, distinct)
     is_distinct = torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device)
@@ -322,6 +341,7 @@ DERIVED: dict[str, Callable[..., Any] | tuple[Callable[..., Any], ...]] = {
     "mean_key": _mean_key,  # of each key head, [key heads, head width]
     "unique_rows": unique_rows,  # index of one row for each distinct content
     "duplicates": _duplicates,  # share of the rows that copy another
+    "scaled_rows": _scaled_rows,  # unique rows made ready for several searches
     "nearest": _nearest,  # neighbours among unique rows: distances and who they are
     "neighbours": _neighbours,  # distances among unique rows, ascending, [tokens, k]
     "far_rows": _far_rows,  # index of a few unique rows, evenly spread

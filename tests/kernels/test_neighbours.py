@@ -9,7 +9,14 @@ from scipy.spatial import cKDTree
 
 import geomon.kernels.neighbours
 from geomon.kernels import _blocks
-from geomon.kernels.neighbours import Neighbours, first_of_each, nearest, nearest_among, unique_rows
+from geomon.kernels.neighbours import (
+    Neighbours,
+    first_of_each,
+    nearest,
+    nearest_among,
+    scale_rows,
+    unique_rows,
+)
 
 few_examples = settings(deadline=None, derandomize=True, max_examples=30)
 small_shapes = st.tuples(st.integers(2, 30), st.integers(1, 8), st.integers(0, 10**6))
@@ -514,3 +521,24 @@ def test_faiss_searches_on_the_cpu_where_it_is_installed(monkeypatch):
     monkeypatch.setattr(faiss, "knn", lambda *arguments: (asked.append(1), knn(*arguments))[1])
     nearest(normal(50, 4), k=2)
     assert asked
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_rows_made_ready_once_give_the_neighbours_of_each_search(dtype):
+    rows = (torch.randn(300, 12, generator=torch.Generator().manual_seed(3)) * 5 + 100).to(dtype)
+    some = torch.arange(0, 300, 2)
+    fewer, of = some[::3], some[:7]
+    ready = scale_rows(rows, some)
+    for among, wanted in ((some, None), (some, of), (fewer, None), (fewer, fewer[:4])):
+        alone = nearest(rows, 9, of=wanted, among=among)
+        shared = nearest(rows, 9, of=wanted, among=among, scaled=ready)
+        assert torch.equal(alone.distances, shared.distances)
+        assert torch.equal(alone.indices, shared.indices)
+    every = scale_rows(rows)
+    for among in (None, some):
+        alone, shared = nearest(rows, 9, among=among), nearest(rows, 9, among=among, scaled=every)
+        assert torch.equal(alone.distances, shared.distances)
+    near = nearest(rows, 3, among=some)
+    alone = nearest_among(near, rows, fewer, 3, among=some)
+    shared = nearest_among(near, rows, fewer, 3, among=some, scaled=ready)
+    assert torch.equal(alone.indices, shared.indices)
