@@ -73,7 +73,9 @@ class ScaledRows:
         """
         if among is None or len(among) == len(self.values):
             return self.values
-        return self.values[among if self.among is None else torch.searchsorted(self.among, among)]
+        if self.among is None:
+            return self.values[among]
+        return self.values[torch.searchsorted(self.among.contiguous(), among.contiguous())]
 
 
 def scale_rows(rows: Tensor, among: Tensor | None = None) -> ScaledRows:
