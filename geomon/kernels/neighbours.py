@@ -75,7 +75,7 @@ class ScaledRows:
             return self.values
         if self.among is None:
             return self.values[among]
-        return self.values[torch.searchsorted(self.among.contiguous(), among.contiguous())]
+        return self.values[torch.searchsorted(self.among, among.contiguous())]
 
 
 def scale_rows(rows: Tensor, among: Tensor | None = None) -> ScaledRows:
@@ -88,7 +88,7 @@ def scale_rows(rows: Tensor, among: Tensor | None = None) -> ScaledRows:
     Returns:
         The rows, with one float32 copy of them.
     """
-    points = _Points(rows, None if among is None or len(among) == len(rows) else among)
+    points = _Points(rows, None if among is None or len(among) == len(rows) else among.contiguous())
     frame = _frame(rows)
     values = rows.new_empty((len(points), rows.shape[1]), dtype=torch.float32)
     for target, block in zip(row_blocks(values), points.blocks(), strict=True):
@@ -135,7 +135,7 @@ def nearest(
             "expected at least 2 floating-point rows [tokens, width] and k of at least 1, got "
             f"{rows.dtype} {list(rows.shape)}, {searched} of them to search, and k={k}"
         )
-    points = _Points(rows, None if searched == len(rows) else among)
+    points = _Points(rows, None if searched == len(rows) or among is None else among.contiguous())
     k = min(k, searched - 1)
     own = points.places(of)
     count = min(k + 1 + _SLACK, searched)
@@ -185,7 +185,9 @@ def nearest_among(
     k = min(k, len(members) - 1)
     is_member = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
     is_member[members] = True
-    places = members if among is None else torch.searchsorted(among, members.contiguous())
+    places = members
+    if among is not None:
+        places = torch.searchsorted(among.contiguous(), members.contiguous())
     index = neighbours.indices[places]
     distances = neighbours.distances[places].masked_fill(~is_member[index], torch.inf)
     near = distances.topk(min(k, distances.shape[1]), dim=1, largest=False)
