@@ -401,7 +401,7 @@ def strategies(ranks: RankGroup, folder: Path) -> dict:
             found[name] |= {
                 "gathered": measured(memory.readings[-1]),
                 "one process": one_process(alone, batches, FEW, step=STEPS, tokens=150),
-                "layers": monitor._describe()["layers"],
+                "layers": monitor.describe()["layers"],
                 "values": [measured(r) for r in memory.readings],
             }
     return found

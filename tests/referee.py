@@ -410,6 +410,8 @@ def compare(
     for place in sorted(expected & set(found)):
         stack, seen = specimen.stacks[place[0]], found[place]
         for view, why in seen.layer.missing.items():
+            if CAPTURED[view] == "last":  # the last of these rows, in tests/capture/test_first_pass
+                continue
             verdict.missing.setdefault((place[0], view), set()).add(why)
         valid = real.get(place[0])
         keys = real.get("encoder", real.get("memory")) if place[0] == "cross" else valid

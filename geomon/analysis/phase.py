@@ -143,10 +143,10 @@ def find_phase(
         ValueError: The lengths differ.
 
     Example:
-        >>> steps, values = [0, 64, 128, 256, 512], [2.5, 5.0, 7.3, 7.4, 6.4]
-        >>> phase = find_phase(steps, values, [0.15] * 5)
+        >>> steps, values = [0, 64, 128, 256, 512, 1024], [2.5, 5.0, 7.3, 7.4, 6.4, 5.5]
+        >>> phase = find_phase(steps, values, [0.15] * 6)
         >>> phase.words(), phase.span()
-        ('compressing since step 256: 14 % below the peak 7.4', ' (between 128 and 256)')
+        ('compressing since step 256: 26 % below the peak 7.4', ' (between 128 and 256)')
     """
     errors = [0.0] * len(values) if errors is None else errors
     if not len(steps) == len(values) == len(errors):

@@ -215,7 +215,11 @@ def _token_windows(tokenizer: Any, text: bytes, size: InputSize) -> tuple[Tensor
     shortest = min(len(row) for row in _tokenise(tokenizer, parts, size.length))
     rows = _tokenise(tokenizer, parts, shortest)
     notes = [_few_note(count, size)] if count < size.sequences else []
-    return torch.tensor(rows), notes
+    return _integers(rows), notes
+
+
+def _integers(numbers: object) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
 def _tokenise(tokenizer: Any, parts: list[str], length: int) -> list[list[int]]:
@@ -229,15 +233,14 @@ def _byte_windows(model: nn.Module, text: bytes, size: InputSize) -> tuple[Tenso
     symbols = sorted(set(text[:_MOST_BYTES]))
     if vocabulary >= 256:
         notes = ["tokens are the bytes of the text: no tokenizer stands beside the model"]
-        ids = torch.tensor(list(text[:_MOST_BYTES]), dtype=torch.int64)
+        ids = _integers(list(text[:_MOST_BYTES]))
     elif len(symbols) <= vocabulary:
         notes = [
             "tokens are the distinct bytes of the text in ascending order: no tokenizer stands "
             "beside the model"
         ]
-        table = torch.zeros(256, dtype=torch.int64)
-        table[torch.tensor(symbols, dtype=torch.int64)] = torch.arange(len(symbols))
-        ids = table[torch.tensor(list(text[:_MOST_BYTES]), dtype=torch.int64)]
+        place = {symbol: number for number, symbol in enumerate(symbols)}
+        ids = _integers([place[symbol] for symbol in text[:_MOST_BYTES]])
     else:
         raise InputError(
             f"the text has {len(symbols)} distinct bytes, and the model {vocabulary} tokens: give "
@@ -320,8 +323,13 @@ def _drawn_tokens(config: Any, size: InputSize) -> Tensor:
         v for name in _LONGEST if isinstance(v := getattr(config, name, None), int) and v > 0
     ]
     length = min([size.length, *longest])
-    generator = torch.Generator().manual_seed(size.seed)
-    return torch.randint(config.vocab_size, (size.sequences, length), generator=generator)
+    return torch.randint(
+        config.vocab_size,
+        (size.sequences, length),
+        generator=torch.Generator("cpu").manual_seed(size.seed),
+        dtype=torch.int64,
+        device="cpu",
+    )
 
 
 def _smooth(shape: tuple[int, ...], *, axes: int, seed: int) -> Tensor:
@@ -329,12 +337,12 @@ def _smooth(shape: tuple[int, ...], *, axes: int, seed: int) -> Tensor:
 
     Each field has mean 0 and deviation 1, as images and sounds have when their processors are done.
     """
-    generator = torch.Generator().manual_seed(seed)
-    white = torch.randn(shape, generator=generator)
+    kind: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+    white = torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), **kind)
     over = tuple(range(-axes, 0))
-    frequencies = torch.zeros(())
+    frequencies = torch.zeros((), **kind)
     for axis in over:
-        along = torch.fft.fftfreq(shape[axis])
+        along = torch.fft.fftfreq(shape[axis], **kind)
         frequencies = frequencies[..., None] + along.square()
     amplitude = frequencies.clamp(min=1 / max(shape[-axes:]) ** 2).rsqrt()
     field = torch.fft.ifftn(torch.fft.fftn(white, dim=over) * amplitude, dim=over).real

@@ -372,9 +372,9 @@ def test_only_the_members_short_of_neighbours_are_searched_again(monkeypatch):
     neighbours = nearest(rows, k=40)
     asked = []
 
-    def spy(rows, k, *, of, among):
+    def spy(rows, k, *, of, among, scaled):
         asked.append(of)
-        return nearest(rows, k, of=of, among=among)
+        return nearest(rows, k, of=of, among=among, scaled=scaled)
 
     monkeypatch.setattr(geomon.kernels.neighbours, "nearest", spy)
     got = nearest_among(neighbours, rows, members, k=2)

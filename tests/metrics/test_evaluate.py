@@ -102,9 +102,9 @@ def test_expensive_views_are_computed_once(monkeypatch):
 
     real = views.DERIVED["nearest"]
 
-    def counted(hidden, unique_rows):
+    def counted(hidden, unique_rows, scaled_rows):
         calls.append(1)
-        return real(hidden, unique_rows)
+        return real(hidden, unique_rows, scaled_rows)
 
     monkeypatch.setitem(views.DERIVED, "nearest", counted)
     hidden = torch.randn(200, 5)
