@@ -18,7 +18,7 @@ from geomon.capture.snapshot import (
     check_extra_layers,
     explain_missing,
 )
-from geomon.metrics import METRICS, Evaluator, LayerValues, Metric, check_metrics
+from geomon.metrics import METRICS, Evaluator, Metric, check_metrics
 from geomon.metrics.cautions import explain_not_finite
 from geomon.monitor import check_count
 from geomon.record import tags
@@ -116,7 +116,7 @@ def measure(
         raise NotSeenError(missing)
     measured = [evaluator.measure_layer(layer, tokens) for layer in snapshot.layers]
     result = evaluator.combine(measured, tokens)
-    unexplained = explain_not_finite(result.values, _explained(measured))
+    unexplained = explain_not_finite(result.values, result.explained)
     notes = [*snapshot.info.notes, *result.notes, *unexplained]
     return Values(result.values, dict.fromkeys(note.text for note in notes))
 
@@ -200,10 +200,12 @@ def geometry(
 def _allowed(metrics: dict[str, Metric], captured: Mapping[str, Any]) -> dict[str, Metric]:
     """Choose the metrics whose views are there."""
     alone = {name: Evaluator({name: metric}, 1) for name, metric in metrics.items()}
-    lacking = {
-        name: {"the layer before"} if one.compares_layers else one.views - captured.keys()
-        for name, one in alone.items()
-    }
+    lacking = {name: one.views - captured.keys() for name, one in alone.items()}
+    for name, one in alone.items():
+        if one.compares_layers:
+            lacking[name] = {"the layer before"}
+        if one.compares_readings:
+            lacking[name] = {"an earlier reading of a probe"}
     allowed = {name: metrics[name] for name, views in lacking.items() if not views}
     if not allowed:
         reasons = "; ".join(
@@ -254,7 +256,7 @@ def _evaluate_once(
     measured = [evaluator.measure_layer(layer, size)]
     result = evaluator.combine(measured, size)
     marker = f"/{tags.layer_tag('', _LAYER)}"
-    explained = {tag.replace(marker, "", 1) for tag in _explained(measured)}
+    explained = {tag.replace(marker, "", 1) for tag in result.explained}
     values = {
         tag.replace(marker, "", 1): value
         for tag, value in result.values.items()
@@ -266,16 +268,6 @@ def _evaluate_once(
         for note in result.notes
     ]
     return values, notes + explain_not_finite(values, explained)
-
-
-def _explained(measured: Iterable[LayerValues]) -> set[str]:
-    """Tags of values that are missing for a reason which a note gives already."""
-    found = set()
-    for layer in measured:
-        for name in layer.unseen.keys() | layer.failed.keys():
-            found.add(tags.in_stack(tags.layer_tag(name, layer.index), layer.stack))
-            found.add(tags.in_stack(tags.mean_tag(name), layer.stack))
-    return found
 
 
 def _exponent(rows: Tensor) -> int:

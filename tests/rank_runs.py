@@ -34,6 +34,7 @@ from geomon.record import tags
 VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH = 40, 16, 2, 3, 24
 FEW = select("variance", "twonn", "within_variance", "attention_entropy", "qk_cosine")
 MORE = select("neighbour_overlap", "effective_rank_last", "local_dimension")
+IN_TIME = select("neighbour_overlap_in_time")
 STEPS = 4
 
 
@@ -222,15 +223,19 @@ def probes(ranks: RankGroup, folder: Path) -> dict:
     model = Decoder(dropout=0.3)
     ids, mask = ragged(0)
     inputs = {"ids": ids, "attention_mask": mask}
-    monitor, memory = monitor_of(model, metrics=METRICS, probe=inputs)
+    monitor, memory = monitor_of(model, metrics=METRICS | IN_TIME, probe=inputs)
     with monitor(0):
         pass
     own = dict(zip(("ids", "attention_mask"), ragged(ranks.rank), strict=True))
     monitor.probe(1, own)
     one, other = ([measured(r) for r in memory.readings] + [{}, {}])[:2]
     alone = measure(model, inputs, metrics=METRICS, tokens=32)  # on every rank, and no collective
+    with torch.no_grad():
+        model.blocks[1].mlp.weight.add_(0.5 * torch.eye(WIDTH))
+    monitor.probe(4)
+    later = measured(memory.readings[-1]) if memory.readings else {}
     notes = [note for reading in memory.readings for note in reading.notes]
-    return {"probe": one, "own": other, "alone": alone, "notes": notes}
+    return {"probe": one, "own": other, "later": later, "alone": alone, "notes": notes}
 
 
 def not_gathered(ranks: RankGroup, folder: Path) -> dict:

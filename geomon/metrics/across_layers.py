@@ -116,7 +116,8 @@ def null_values(metrics: Mapping[str, object], rows: int, width: int) -> dict[st
     which says what is large for a pair, and nothing about a mean over all pairs.
     `local_dimension/null`, `local_anisotropy/null` and `local_cosine/null`: those of the
     neighbourhoods in an isotropic Gaussian, of at most 4,096 rows. `alpha/null`: that of the
-    expected spectrum of one. `neighbour_overlap/null`: that of lists at random, k / (n - 1).
+    expected spectrum of one. `neighbour_overlap/null` and `neighbour_overlap_in_time/null`: that of
+    lists at random, k / (n - 1).
     The nulls of shares and of the cosine about the mean are expectations: of isotropic rows about
     0, and where token types do not differ.
 
@@ -143,8 +144,9 @@ def null_values(metrics: Mapping[str, object], rows: int, width: int) -> dict[st
         # an octave changes the null by less than 1 %, and it is measured once for each.
         near = _to_eighth_of_octave(rows)
         found["twonn/null"], found["twonn/null_std"] = _gaussian_dimension(near, width)
-    if "neighbour_overlap" in metrics and rows > SHARED:
-        found["neighbour_overlap/null"] = SHARED / (rows - 1)
+    for name in ("neighbour_overlap", "neighbour_overlap_in_time"):
+        if name in metrics and rows > SHARED:
+            found[f"{name}/null"] = SHARED / (rows - 1)
     if "alpha" in metrics:
         found["alpha/null"] = float(power_law(isotropic_spectrum(rows, width)).alpha)
     local = [name for name in _LOCAL if name in metrics]

@@ -5,8 +5,9 @@ little, and compares it where the values of a reading are put together.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,16 +28,12 @@ SHARED = 10
 # Rows whose neighbours are compared, and of which they are kept.
 _ROWS = 1024
 
-_OTHER_ROWS = "its rows are not the tokens that the rows of the layer before it are"
-_COPIES = (
-    "at one of this layer and the one before most rows are copies of others: of no row are "
-    f"{SHARED} of the 16 nearest left to compare"
-)
+_LAYER_BEFORE = "the layer before it"
 _NOTHING_BEFORE = "the layer before it has nothing to compare with"
 
 
 class Comparison(NamedTuple):
-    """What two layers have been found to differ by.
+    """What two layers, or two readings of one, have been found to differ by.
 
     Attributes:
         parts: Values by part, "" for the value itself.
@@ -83,29 +80,43 @@ def compare_layers(
     Returns:
         The values of the layers, with those of the metric.
     """
-    found = [*layers[:1]]
-    for before, layer in pairwise(layers):
-        try:
-            found.append(_compared(name, metric, before, layer))
-        except MissingViewError as error:
-            found.append(replace(layer, unseen={**layer.unseen, name: str(error)}))
-        except Exception as error:
-            if strict:
-                raise
-            reason = str(error) or type(error).__name__
-            found.append(replace(layer, failed={**layer.failed, name: reason}))
-    return found
+
+    def compared(before: "LayerValues", layer: "LayerValues") -> list[Comparison]:
+        if name not in before.kept:
+            raise MissingViewError(_NOTHING_BEFORE)
+        pairs = zip(before.kept[name], layer.kept[name], strict=False)
+        return [metric.compare(*pair) for pair in pairs]
+
+    return [
+        *layers[:1],
+        *(
+            with_comparison(name, layer, partial(compared, before, layer), strict=strict)
+            for before, layer in pairwise(layers)
+        ),
+    ]
 
 
-def _compared(
-    name: str, metric: BetweenLayers, before: "LayerValues", layer: "LayerValues"
+def with_comparison(
+    name: str, layer: "LayerValues", compare: Callable[[], Iterable[Comparison]], *, strict: bool
 ) -> "LayerValues":
+    """Add the values of a metric that compares layers to those of a layer.
+
+    Args:
+        name: Name of the metric.
+        layer: Values of the layer. Where the metric kept nothing of it, they stay as they are.
+        compare: Function that returns a comparison for each split of the rows.
+        strict: Whether to raise what `compare` raises, instead of a missing value.
+    """
     if name not in layer.kept:
         return layer
-    if name not in before.kept:
-        raise MissingViewError(_NOTHING_BEFORE)
-    pairs = zip(before.kept[name], layer.kept[name], strict=False)
-    found = [metric.compare(*pair) for pair in pairs]
+    try:
+        found = [*compare()]
+    except MissingViewError as error:
+        return replace(layer, unseen={**layer.unseen, name: str(error)})
+    except Exception as error:
+        if strict:
+            raise
+        return replace(layer, failed={**layer.failed, name: str(error) or type(error).__name__})
     each = zip(*(one.differences for one in found), strict=True)
     differences = [sum(way) / len(found) for way in each]
     return replace(
@@ -122,14 +133,14 @@ class NearRows(NamedTuple):
     """Neighbours of some rows of a layer, on the host.
 
     Attributes:
-        positions: Position of every row in its sequence, by which rows are known, [tokens].
+        labels: Numbers by which the tokens of the rows are known, [tokens] or [tokens, labels].
         unique: True for one row of each content, [tokens].
         rows: Indices of the rows whose neighbours are kept, ascending, [rows].
         near: Indices of their nearest unique rows, nearest first, int32, [rows, k].
         halves: Groups of all rows, and the ways of cutting them.
     """
 
-    positions: Tensor
+    labels: Tensor
     unique: Tensor
     rows: Tensor
     near: Tensor
@@ -144,7 +155,21 @@ def keep_near_rows(
     Mean over up to 1,024 rows, at layer l for the rows that enter block l and those that leave it.
     Copies at either layer are left out of both. Part `n`: how many rows it stands on.
     """
-    count = len(positions)
+    return near_rows_of(nearest, unique_rows, positions, known_halves)
+
+
+def near_rows_of(
+    nearest: Neighbours, unique_rows: Tensor, labels: Tensor, halves: HalfSamples
+) -> NearRows:
+    """Choose up to 1,024 rows of a layer, evenly spread, and copy their neighbours to the host.
+
+    Args:
+        nearest: Neighbours of every unique row.
+        unique_rows: Indices of one row of each content, ascending, [unique].
+        labels: Numbers by which the tokens of the rows are known, [tokens] or [tokens, labels].
+        halves: Ways of cutting the rows.
+    """
+    count = len(labels)
     some = min(count, _ROWS)
     order = torch.arange(some, dtype=torch.int64, device=unique_rows.device)
     unique = torch.zeros(count, dtype=torch.bool, device=unique_rows.device)
@@ -152,29 +177,35 @@ def keep_near_rows(
     rows = order * count // max(some, 1)
     rows = rows[unique[rows]]
     near = nearest.indices[torch.searchsorted(unique_rows, rows)]
-    halves = HalfSamples(known_halves.group.cpu(), known_halves.first.cpu())
-    return NearRows(positions.cpu(), unique.cpu(), rows.cpu(), near.int().cpu(), halves)
+    kept = HalfSamples(halves.group.cpu(), halves.first.cpu())
+    return NearRows(labels.cpu(), unique.cpu(), rows.cpu(), near.int().cpu(), kept)
 
 
-def compare_near_rows(before: NearRows, after: NearRows) -> Comparison:
-    """Compare the neighbours of the rows of a layer with those of the same rows one layer before.
+def compare_near_rows(
+    before: NearRows, after: NearRows, earlier: str = _LAYER_BEFORE
+) -> Comparison:
+    """Compare the neighbours of the rows of a layer with those that the same rows had elsewhere.
 
     Args:
-        before: Neighbours where the rows enter the block.
-        after: Neighbours where they leave it.
+        before: Neighbours where the rows enter the block, or at an earlier reading.
+        after: Neighbours where they leave it, or now.
+        earlier: Words for where `before` is from, for messages.
 
     Raises:
         MissingViewError: The rows are not the same tokens, or nearly all are copies of others.
     """
-    if not torch.equal(before.positions, after.positions):
-        raise MissingViewError(_OTHER_ROWS)
+    if not torch.equal(before.labels, after.labels):
+        raise MissingViewError(f"its rows are not the tokens that the rows of {earlier} are")
     unique = before.unique & after.unique
     rows = after.rows[torch.isin(after.rows, before.rows)]
     lists = [own.near[torch.searchsorted(own.rows, rows)].long() for own in (before, after)]
     shares = _shares(lists, [unique[near] for near in lists], SHARED)
     known = shares[~shares.isnan()]
     if len(known) == 0:
-        raise MissingViewError(_COPIES)
+        raise MissingViewError(
+            f"most rows are copies of others, here or in {earlier}: of no row are {SHARED} of the 16 "
+            "nearest left to compare"
+        )
     differences = []
     for way in before.halves.first:
         side = way[before.halves.group]

@@ -20,6 +20,13 @@ from geomon.metrics.across_layers import (
     query_null,
 )
 from geomon.metrics.between_layers import BetweenLayers, compare_layers
+from geomon.metrics.between_readings import (
+    ALONE,
+    BetweenReadings,
+    EarlierReading,
+    Kept,
+    compare_readings,
+)
 from geomon.metrics.cautions import cautions
 from geomon.metrics.intervals import by_part, differences_of
 from geomon.metrics.last_tokens import AtLast
@@ -39,10 +46,17 @@ Parts = dict[str, float]
 
 @dataclass
 class Evaluation:
-    """Values by tag (NaN = could not be measured), and notes on them."""
+    """Values of a reading, and notes on them.
+
+    Attributes:
+        values: Values by tag; NaN for what could not be measured.
+        notes: Remarks for the reader of the values.
+        explained: Tags of values that are missing for a reason which a note gives.
+    """
 
     values: dict[str, float] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
+    explained: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -57,7 +71,9 @@ class LayerValues:
         differences: For each metric that has an interval, by part: the estimates on one half of the
             sequences minus those on the other, for each way of cutting them; mean over splits.
         sequences: Number of sequences that the rows are of; None where unknown.
-        kept: For each metric that compares layers, what it kept of this one in each split.
+        has_token_ids: Whether the tokens of the rows have ids.
+        kept: For each metric that compares layers or readings, what it kept of this layer in each
+            split.
         unseen: For each metric that could not be asked, which view was not seen and why.
         failed: For each metric that failed, what it raised.
         without_interval: For each metric whose interval failed, what it raised.
@@ -71,6 +87,7 @@ class LayerValues:
     parts: dict[str, list[Parts]] = field(default_factory=dict)
     differences: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     sequences: int | None = None
+    has_token_ids: bool = False
     kept: dict[str, list[Any]] = field(default_factory=dict)
     unseen: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
@@ -111,6 +128,11 @@ class Evaluator:
         """Whether a metric compares each layer with the one before it."""
         return any(isinstance(metric, BetweenLayers) for metric in self.metrics.values())
 
+    @property
+    def compares_readings(self) -> bool:
+        """Whether a metric compares each layer with itself at the reading before."""
+        return any(isinstance(metric, BetweenReadings) for metric in self.metrics.values())
+
     def measure_layer(self, layer: Layer, rows: int) -> LayerValues:
         """Measure every metric that a layer of its kind has.
 
@@ -123,6 +145,7 @@ class Evaluator:
         result = LayerValues(layer.stack, layer.index, shape)
         if "sequences" in layer.captured:
             result.sequences = len(layer.captured["sequences"].unique())
+        result.has_token_ids = "token_ids" in layer.captured
         result.heads, result.queries = _sizes_of_attention(layer)
         device = "cpu" if hidden is None else hidden.device.type
         splits = split_rows(layer, rows, self.batches)
@@ -133,7 +156,7 @@ class Evaluator:
                 if layer.of_weights and captured_views(parameters(metric)) & OF_THE_BATCH:
                     continue
                 try:
-                    if isinstance(metric, BetweenLayers):
+                    if isinstance(metric, BetweenLayers | BetweenReadings):
                         result.kept[name] = [views.apply(metric) for views in splits]
                         continue
                     result.parts[name] = _measure(metric, splits)
@@ -175,21 +198,42 @@ class Evaluator:
             for part in each[0]
         }
 
-    def combine(self, measured: Sequence[LayerValues], rows: int) -> Evaluation:
+    def combine(
+        self, measured: Sequence[LayerValues], rows: int, earlier: EarlierReading | None = ALONE
+    ) -> Evaluation:
         """Make the values of a whole reading from those of its layers.
 
         Args:
             measured: Values of every layer, in order of depth.
             rows: Number of rows of hidden states in one split.
+            earlier: The reading that this one is compared with; None for the first of a probe,
+                which has no values of the metrics that compare readings.
         """
         result = Evaluation()
+        metrics = self.metrics
+        if earlier is None:
+            earlier = ALONE
+            metrics = {n: m for n, m in metrics.items() if not isinstance(m, BetweenReadings)}
         for stack in dict.fromkeys(layer.stack for layer in measured):
             layers = [layer for layer in measured if layer.stack == stack]
-            part = _combine_stack(layers, self.metrics, rows, strict=self.strict)
+            part = _combine_stack(layers, metrics, rows, earlier, strict=self.strict)
             result.values |= {tags.in_stack(tag, stack): v for tag, v in part.values.items()}
+            result.explained |= {tags.in_stack(tag, stack) for tag in part.explained}
             name = f"{stack}: " if stack else ""
             result.notes += [Note(name + note.kind, name + note.text) for note in part.notes]
         return result
+
+    def keep_for_next(self, measured: Sequence[LayerValues]) -> Kept:
+        """Choose what the next reading is compared with of the values of a reading's layers.
+
+        Args:
+            measured: Values of every layer.
+        """
+        names = [n for n, metric in self.metrics.items() if isinstance(metric, BetweenReadings)]
+        return {
+            (layer.stack, layer.index): {n: layer.kept[n] for n in names if n in layer.kept}
+            for layer in measured
+        }
 
     def evaluate(self, layers: Iterable[Layer], rows: int) -> Evaluation:
         """Measure all layers, and make the values of a whole reading.
@@ -217,15 +261,24 @@ def _sizes_of_attention(layer: Layer) -> tuple[tuple[int, int] | None, int | Non
 
 
 def _combine_stack(
-    layers: list[LayerValues], metrics: Mapping[str, Metric], rows: int, *, strict: bool
+    layers: list[LayerValues],
+    metrics: Mapping[str, Metric],
+    rows: int,
+    earlier: EarlierReading,
+    *,
+    strict: bool,
 ) -> Evaluation:
     result = Evaluation()
     reasons: dict[tuple[str, str], list[int]] = defaultdict(list)
     for name, metric in metrics.items():
         if isinstance(metric, BetweenLayers):
             layers = compare_layers(name, metric, layers, strict=strict)
+        if isinstance(metric, BetweenReadings):
+            layers = compare_readings(name, metric, layers, earlier, strict=strict)
         by_layer: dict[int, list[Parts]] = {}
         for layer in layers:
+            if name in layer.unseen or name in layer.failed:
+                result.explained |= {tags.layer_tag(name, layer.index), tags.mean_tag(name)}
             if name in layer.unseen:
                 # Not seen at this layer, at any step: it has no part in the mean.
                 reasons[name, layer.unseen[name]].append(layer.index)

@@ -43,6 +43,7 @@ from geomon.kernels.scores import mean_query_share, score_mean, score_spread
 from geomon.kernels.spectrum import anisotropy, effective_rank, participation_ratio, power_law
 from geomon.kernels.token_types import TokenTypes
 from geomon.metrics.between_layers import neighbour_overlap
+from geomon.metrics.between_readings import neighbour_overlap_in_time
 from geomon.metrics.last_tokens import at_last
 from geomon.metrics.views import DERIVED, NEAR, is_view, parameters
 from geomon.record import tags
@@ -299,6 +300,7 @@ MORE_METRICS: dict[str, Metric] = {
     "local_anisotropy": local_anisotropy,
     "local_cosine": local_cosine,
     "neighbour_overlap": neighbour_overlap,
+    "neighbour_overlap_in_time": neighbour_overlap_in_time,
     "cosine_centred": cosine_centred,
     "cosine_within": cosine_within,
     "cosine_between": cosine_between,

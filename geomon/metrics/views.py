@@ -195,6 +195,14 @@ def _distinct_neighbours(distinct_nearest: Neighbours) -> Tensor:
     return _two_at_least(distinct_nearest.distances)
 
 
+def _labels_by_id(token_ids: Tensor, positions: Tensor) -> Tensor:
+    return torch.stack([token_ids, positions], dim=1)
+
+
+def _labels_by_place(positions: Tensor) -> Tensor:
+    return positions[:, None]
+
+
 def _halves(sequences: Tensor) -> HalfSamples:
     return half_samples(sequences)
 
@@ -356,6 +364,7 @@ DERIVED: dict[str, Callable[..., Any] | tuple[Callable[..., Any], ...]] = {
     "distinct_neighbours": _distinct_neighbours,  # distances to those
     "repeated": _repeated,  # share of the rows that repeat a (token id, position)
     "attention": (_attention, score_rows),  # reduced softmax rows: AttentionRows
+    "token_labels": (_labels_by_id, _labels_by_place),  # numbers that tell tokens apart
     "halves": _halves,  # ways of cutting the rows into halves of whole sequences
     "known_halves": (_halves, _no_halves),  # the same; no way where the sequences are not known
     "row_sums": _row_sums,  # sums of the rows and their directions over groups of sequences

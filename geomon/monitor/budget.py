@@ -149,6 +149,11 @@ class Budget:
         return bool(self._costs)
 
     @property
+    def fewest_rows(self) -> int:
+        """Number of rows in a split that a reading has at least, whatever it costs."""
+        return min(_FEWEST_ROWS, self._tokens)
+
+    @property
     def limited(self) -> bool:
         """Whether there is a limit at all."""
         return self._share is not None

@@ -221,16 +221,16 @@ class CallbackSession:
         Args:
             step: Number of optimizer updates already in the weights.
             last: Whether this is the last reading of the run, which is made unless the budget is
-                spent.
+                spent and there is another one after step 0.
             around: Makes a context manager for the extra pass (the framework's precision, say).
         """
         if self.monitor is None or not self.probes:
             return
         with self.monitor.charge():
             self.last_seen = step
-            if last and not self.monitor.affords_reading():
-                return
             self.monitor.advance(step)
+            if last and not self.monitor.settle_last_reading():
+                return
             if self.monitor.is_due(step, source="probe", force=last):
                 with around():
                     self.monitor.probe(step)

@@ -8,12 +8,47 @@ from geomon.capture import QUERIES
 from geomon.capture.snapshot import Note, NotSeenError, Snapshot, explain_missing
 from geomon.distributed import RankFailedError, RankGroup, gather, merge_layers
 from geomon.metrics import Evaluator, LayerValues
+from geomon.metrics.between_readings import INLINE, EarlierReading, Kept
 from geomon.record import Reading, tags
 
 # Rows on which the cost of a layer is learned before anything is measured, and what that costs
 # itself, about: half of the capture of all layers and rows, and at least so many seconds a metric.
 _TRIAL_ROWS = 256
 _TRIAL_SECONDS = 0.004
+
+
+class ProbeHistory:
+    """The last reading of a probe, kept to compare the next one of the same tokens with.
+
+    Jobs use it when they finish, one after another in the order of their steps.
+
+    Args:
+        same_inputs: Whether the probe is given the same inputs each time, whatever their kind.
+    """
+
+    def __init__(self, *, same_inputs: bool) -> None:
+        self._same_inputs = same_inputs
+        self._step = 0
+        self._kept: Kept | None = None
+
+    def earlier(self, step: int) -> EarlierReading | None:
+        """Return what a reading is compared with; None where it is the first.
+
+        Args:
+            step: Step of the reading.
+        """
+        if self._kept is None:
+            return None
+        return EarlierReading(self._kept, step - self._step, same_inputs=self._same_inputs)
+
+    def keep(self, step: int, kept: Kept) -> None:
+        """Keep a reading in place of the one before.
+
+        Args:
+            step: Step of the reading.
+            kept: What each metric kept of each layer.
+        """
+        self._step, self._kept = step, kept
 
 
 class ReadingJob:
@@ -32,6 +67,7 @@ class ReadingJob:
         rows: Number of rows of hidden states in one split.
         seconds: Time that the passes took from the training.
         copies: Whether the inputs of a probe are the same on every rank.
+        history: The last reading of the same probe; None where the reading is not of a probe.
 
     Attributes:
         notes: Remarks for the reader of the numbers, once the job is finished.
@@ -55,6 +91,7 @@ class ReadingJob:
         rows: int,
         seconds: float,
         copies: bool = True,
+        history: ProbeHistory | None = None,
     ) -> None:
         began = time.perf_counter()
         self.step = step
@@ -63,6 +100,7 @@ class ReadingJob:
         self._group = group
         self._evaluator = evaluator
         self._tokens = tokens
+        self._history = history
         self._gathered = gather(
             passes, (step, source), group, rows=rows * evaluator.batches, queries=QUERIES,
             copies=copies and source == "probe",
@@ -186,7 +224,10 @@ class ReadingJob:
         if measured is None:
             return None
         info = self._gathered.info
-        evaluation = self._evaluator.combine(measured, self.rows)
+        earlier = INLINE if self._history is None else self._history.earlier(self.step)
+        evaluation = self._evaluator.combine(measured, self.rows, earlier)
+        if self._history is not None:
+            self._history.keep(self.step, self._evaluator.keep_for_next(measured))
         tokens = min(info.tokens, self.rows * self._evaluator.batches)
         self.notes = [*info.notes, *evaluation.notes, *self._notes_on_rows(tokens)]
         self.seconds += time.perf_counter() - began
@@ -239,4 +280,4 @@ class ReadingJob:
         return notes
 
 
-__all__ = ["ReadingJob"]
+__all__ = ["ProbeHistory", "ReadingJob"]

@@ -34,7 +34,7 @@ from geomon.metrics import Evaluator
 from geomon.monitor.budget import Budget
 from geomon.monitor.executor import ReadingExecutor
 from geomon.monitor.held_out import HeldOut, is_loader
-from geomon.monitor.jobs import ReadingJob
+from geomon.monitor.jobs import ProbeHistory, ReadingJob
 from geomon.monitor.logged import LoggedValues
 from geomon.monitor.options import (
     MonitorOptions,
@@ -82,7 +82,9 @@ class Monitor:
             options["alerts"], options["on_phase"], options["on_alert"], self._warnings
         )
         self._record = record
-        self._budget = Budget(options["budget"], options["tokens"])
+        share = options["budget"]
+        assert not isinstance(share, str)  # of what is checked
+        self._budget = Budget(share, options["tokens"])
         self._planner = ReadingPlanner(
             _guard_schedule(options["schedule"], self._warnings, strict=options["strict"]),
             self._budget, self._group, source=self._source,
@@ -98,6 +100,12 @@ class Monitor:
         self._finished: deque[ReadingJob] = deque()  # those of them that are measured
         self._entered: int | None = None  # the step whose `with` is open, where inputs are probed
         self._published: int | None = None  # step of the last reading that has been
+        # The last readings of the monitor's own inputs (a sweep hands it on from one monitor to the
+        # next), and of those that are given to `probe`. A function of the model may run it on other
+        # inputs each time.
+        own = options["probe"]
+        self.probe_history = ProbeHistory(same_inputs=isinstance(own, HeldOut) or not callable(own))
+        self._given_history = ProbeHistory(same_inputs=False)
 
     def __call__(self, step: SupportsIndex, *, force: bool = False) -> AbstractContextManager[None]:
         """Return a context manager around the forward pass of a step; it does nothing if not due.
@@ -229,6 +237,7 @@ class Monitor:
             ValueError: There are no inputs, here or in the monitor, or the step is below 0.
         """
         number = check_step(step)
+        history = self.probe_history if inputs is None else self._given_history
         inputs = self._options["probe"] if inputs is None else inputs
         if inputs is None:
             raise ValueError(
@@ -250,7 +259,9 @@ class Monitor:
             return [self._pass(inputs, number, (), self._rows())]
 
         copies = not isinstance(inputs, HeldOut)
-        self._read(number, "probe", capture, began=time.perf_counter(), copies=copies)
+        self._read(
+            number, "probe", capture, began=time.perf_counter(), copies=copies, history=history
+        )
 
     def close(self) -> None:
         """Finish what is being measured, and close record and sinks; may be called more than once.
@@ -260,6 +271,13 @@ class Monitor:
         self._flush()
         if self._published is not None:
             self._logged.warn_of_absent()
+        if self._published == 0 and self._planner.step and self._budget.limited:
+            self._warnings.warn(
+                f"within the budget of {self._options['budget']:.6g} of the time nothing could be "
+                "read after step 0: read the last step in any case, with monitor(step, force=True) "
+                "or monitor.probe(step, inputs), or give a larger budget",
+                kind="step 0 alone",
+            )
         self._writer.close()
 
     def _flush(self) -> None:
@@ -287,15 +305,20 @@ class Monitor:
         """
         return self._budget.affords(seconds)
 
-    def affords_reading(self) -> bool:
-        """Whether one more reading would stay within the budget, for all ranks; a collective.
+    def settle_last_reading(self) -> bool:
+        """Decide whether the last reading of a run is made; a collective.
 
-        Callbacks ask before the last reading of a run, which they force.
+        It is made within the budget; on few rows where it is the only one after step 0. Callbacks
+        ask before they force it.
         """
-        affords = False
+        paid = False
         with self._warnings.guard():
-            affords = self._planner.affords_reading()
-        return affords  # noqa: RET504  (False where the other ranks are lost)
+            decision = self._planner.decide_last()
+            if decision.paid:
+                self._executor.finish()  # what is left stands on the rows that were chosen for it
+                self._budget.rows = decision.rows
+            paid = decision.paid
+        return paid  # noqa: RET504  (False where the other ranks are lost)
 
     def modules_around_blocks(self) -> tuple[nn.Module, ...]:
         """The model and the modules in it that hold blocks: a training calls one of them."""
@@ -448,11 +471,12 @@ class Monitor:
         *,
         began: float,
         copies: bool = True,
+        history: ProbeHistory | None = None,
     ) -> None:
         """Make a reading of what is captured, or begin to."""
         self._planner.mark_read(step, source)
         with self._warnings.guard():
-            job = self._make_job(step, source, capture, began, copies=copies)
+            job = self._make_job(step, source, capture, began, copies=copies, history=history)
             if job is not None:
                 self._pending.append(step)
                 self._executor.submit(job)
@@ -466,6 +490,7 @@ class Monitor:
         began: float,
         *,
         copies: bool,
+        history: ProbeHistory | None,
     ) -> ReadingJob | None:
         """The job of measuring passes; None where another rank measures or has measured them."""
         passes: list[Snapshot] | Exception
@@ -485,7 +510,7 @@ class Monitor:
             return ReadingJob(
                 step, source, passes, self._group, self._evaluator,
                 tokens=self._options["tokens"], rows=self._budget.rows, seconds=seconds,
-                copies=copies,
+                copies=copies, history=history,
             )  # fmt: skip
         finally:
             self._budget.spend_capture(time.perf_counter() - began)

@@ -5,6 +5,7 @@ import inspect
 import math
 import operator
 import os
+import re
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, SupportsIndex, TypedDict, TypeVar, cast, get_type_hints
@@ -51,11 +52,12 @@ class MonitorOptions(TypedDict, total=False):
         directory: Folder in which the first rank writes `readings.jsonl`.
         sinks: Objects with `write(reading)` and `close()` that get every reading too, on the first
             rank.
-        budget: Largest share of the time since the first step that geomon may take, 0.01 for one
-            per cent; None follows the schedule whatever it costs. A reading that is due is put off
-            until it can be paid, and measured layer by layer as time allows. Where it would cost
-            more than a hundred steps' allowance it stands on fewer rows, and says so. An explicit
-            call of `probe` is made in any case.
+        budget: Largest share of the time since the first step that geomon may take, 0.01 or "1%"
+            for one per cent; None follows the schedule whatever it costs. A reading that is due is
+            put off until it can be paid, and measured layer by layer as time allows. Where it would
+            cost more than a hundred steps' allowance it stands on fewer rows, and says so. An
+            explicit call of `probe` is made in any case, and so is a callback's last reading where
+            it is the only one after step 0.
         gather: With several ranks, whether a reading is that of the rows of all ranks: each keeps
             its share of them, the layers are shared out to be measured, and the first rank records.
             Every rank builds the monitor, once `torch.distributed` is initialised, and calls it
@@ -102,7 +104,7 @@ class MonitorOptions(TypedDict, total=False):
     log: Sequence[str]
     directory: str | os.PathLike[str] | None
     sinks: Sequence[Sink]
-    budget: float | None
+    budget: float | str | None
     gather: bool
     rank_timeout: float
     background: bool | None
@@ -211,12 +213,8 @@ def _check(options: _Options, defaults: MonitorOptions, owner: str) -> _Options:
     options["log"] = _check_names(options["log"])
     schedule = options["schedule"]
     options["schedule"] = check_schedule(log_spaced() if schedule is None else schedule)
-    share, most = options["budget"], options["max_capture_mb"]
-    if share is not None and not 0 < share < 1:
-        raise ValueError(
-            "budget is a share of the training time between 0 and 1 (0.01 is one per cent), or "
-            f"None for no limit, got {share!r}"
-        )
+    options["budget"] = check_budget(options["budget"])
+    most = options["max_capture_mb"]
     if most is not None and not 0 < most <= math.inf:
         raise ValueError(f"max_capture_mb is a number above 0, or None, got {most!r}")
     for name, seconds in (
@@ -253,6 +251,42 @@ def _check_names(names: Sequence[str]) -> tuple[str, ...]:
     for name in checked:
         training_tag(name)
     return checked
+
+
+# A number, and what people write for "per cent".
+_SHARE = re.compile(r"\s*(?P<number>[^\s%]+?)\s*(?P<percent>%|per\s?cent)?\s*", re.IGNORECASE)
+
+
+def check_budget(share: Any) -> float | None:
+    """Return the budget as a share of the time between 0 and 1; None for no limit.
+
+    Args:
+        share: A number, or text such as "0.01", "1%", "0.5 %" or "1 percent".
+
+    Raises:
+        ValueError: It is no number between 0 and 1, or no text of one.
+
+    Example:
+        >>> check_budget("1%"), check_budget("0.5 percent"), check_budget(0.01)
+        (0.01, 0.005, 0.01)
+    """
+    if share is None:
+        return None
+    number, divisor = share, 1
+    if isinstance(share, str):
+        found = _SHARE.fullmatch(share)
+        number = found["number"] if found else share
+        divisor = 100 if found and found["percent"] else 1
+    try:
+        value = math.nan if isinstance(share, bool) else float(number) / divisor
+    except (TypeError, ValueError, RuntimeError):  # no number; a tensor of several
+        value = math.nan
+    if not 0 < value < 1:
+        raise ValueError(
+            "budget is a share of the training time between 0 and 1, 0.01 or '1%' for one per "
+            f"cent, or None for no limit, got {reprlib.repr(share)}"
+        )
+    return value
 
 
 def check_count(name: str, value: int, at_least: int = 1) -> None:
@@ -358,6 +392,7 @@ show_callback_options = _show_options(CALLBACK_DEFAULTS, MonitorOptions, Callbac
 __all__ = [
     "CallbackOptions",
     "MonitorOptions",
+    "check_budget",
     "check_callback_options",
     "check_count",
     "check_options",

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 from geomon.distributed import RankGroup
-from geomon.monitor.budget import Budget
+from geomon.monitor.budget import Budget, Decision
 from geomon.monitor.schedule import Schedule
 
 # Steps that are remembered as read: a step comes again at once (accumulated gradients) or never.
@@ -150,16 +150,28 @@ class ReadingPlanner:
         if len(self._read) > _REMEMBERED:
             del self._read[next(iter(self._read))]
 
-    def affords_reading(self) -> bool:
-        """Whether one more reading would stay within the budget, for all ranks; a collective.
+    @property
+    def has_read_training(self) -> bool:
+        """Whether a reading after step 0 has been made or recorded."""
+        return any(step > 0 for step, _ in (*self._read, *self._recorded))
+
+    def decide_last(self) -> Decision:
+        """Decide whether the last reading of a run is made, and on how many rows; a collective.
+
+        It is made within the budget, and in any case where it is the first one after step 0: a run
+        that was read once tells nothing of the training. It then stands on the fewest rows.
 
         Raises:
             RanksLostError: A rank does not answer.
         """
-        if not self._budget.limited:
-            return True
-        cost = self._budget.reading_cost(self.own_layers)
-        return self._group.broadcast(self._budget.affords(cost))
+        budget = self._budget
+        if not budget.limited:
+            return Decision(True, budget.rows, 0)
+        if budget.affords(budget.reading_cost(self.own_layers)):
+            decision = Decision(True, budget.rows, 0)
+        else:
+            decision = Decision(not self.has_read_training, budget.fewest_rows, 0)
+        return self._group.broadcast(decision)
 
     def _can_pay(self, step: int, *, busy: bool) -> bool:
         if not self._budget.limited:

@@ -23,14 +23,16 @@ _TRAINING = "training"
 # What stands before the first slash in tags of a whole run: of no metric, and of no stack.
 OF_RUN = ("geomon", _TRAINING)
 
-# Parts that say what a value stands on: rows in one split, and sequences that all rows are of.
+# Parts that say what a value stands on: rows in one split, sequences that all rows are of, and
+# steps since the reading that it is compared with.
 ROWS = "n"
 SEQUENCES = "sequences"
+STEPS = "steps"
 
 # Parts that say how far a layer's value can be trusted. Charts of them for every layer would bury
 # the values, so charts show those of the mean only; the record holds all.
 _TRUST = frozenset(
-    {"std", "margin", ROWS, SEQUENCES, "duplicates", "repeated", "rounding", "rows", "types"}
+    {"std", "margin", ROWS, SEQUENCES, STEPS, "duplicates", "repeated", "rounding", "rows", "types"}
 )
 
 

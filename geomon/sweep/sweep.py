@@ -107,25 +107,31 @@ def scan(
                "blocks": blocks}  # fmt: skip
     size = InputSize(sequences, length, seed)
     batch = None if inputs is None else Inputs(inputs, [])
+    history = None
     with _Sweep(Path(directory), asked, notes, sinks) as sweep, _said_once():
         missing = [one for one in found if one.step not in sweep.recorded]
         for number, checkpoint in enumerate(missing):
             if number:
                 _free_memory()
             with sweep.attempt(checkpoint):
-                probed = _probe(checkpoint, build, device, options, batch or (content, size))
-                batch = probed.inputs
+                given = batch or (content, size)
+                probed = _probe(checkpoint, build, device, options, given, history)
+                batch, history = probed.inputs, probed.history
                 sweep.publish(probed)
     return read(directory)
 
 
 class _Probed(NamedTuple):
-    """What came of one checkpoint: its reading, the run in words, notes, and the inputs."""
+    """What came of one checkpoint: its reading, the run in words, notes, inputs and history.
+
+    The next checkpoint is compared with what the history keeps of this one.
+    """
 
     reading: Reading
     run: dict[str, Any]
     notes: list[str]
     inputs: Inputs
+    history: Any
 
 
 class _Sweep:
@@ -270,14 +276,15 @@ def _probe(
     device: str | None,
     options: dict[str, Any],
     inputs: Inputs | tuple[bytes | None, InputSize],
+    history: Any,
 ) -> _Probed:
     """Load a model and read it on inputs, made here if need be; it is freed on return."""
     model, notes = load_model(checkpoint, build)
     model = model.eval().to(_device(device))
     if not isinstance(inputs, Inputs):
         inputs = make_inputs(model, checkpoint, *inputs)
-    reading, run = _read(model, checkpoint.step, inputs.batch, options)
-    return _Probed(reading, run, [*notes, *inputs.notes], inputs)
+    reading, run, history = _read(model, checkpoint.step, inputs.batch, options, history)
+    return _Probed(reading, run, [*notes, *inputs.notes], inputs, history)
 
 
 @contextmanager
@@ -314,22 +321,26 @@ def _device(name: str | None) -> torch.device:
 
 
 def _read(
-    model: nn.Module, step: int, inputs: Any, options: dict[str, Any]
-) -> tuple[Reading, dict[str, Any]]:
-    """Read the geometry of a model, and describe the run.
+    model: nn.Module, step: int, inputs: Any, options: dict[str, Any], history: Any
+) -> tuple[Reading, dict[str, Any], Any]:
+    """Read the geometry of a model, beside the checkpoint before, and describe the run.
 
     Raises:
         Exception: What the model or the reading failed with.
     """
     memory = Memory()
-    monitor = Monitor(model, **options, directory=None, sinks=[memory], background=False)
-    monitor.probe(step, inputs)
+    monitor = Monitor(
+        model, **options, probe=inputs, directory=None, sinks=[memory], background=False
+    )
+    if history is not None:
+        monitor.probe_history = history
+    monitor.probe(step)
     monitor.close()
     if not memory.readings:  # the monitor has warned; the reason belongs to the checkpoint
         with_reason = Monitor(model, **options, directory=None, background=False, strict=True)
         with_reason.probe(step, inputs)
         raise ValueError("no reading came of it")
-    return memory.readings[0], monitor.describe()
+    return memory.readings[0], monitor.describe(), monitor.probe_history
 
 
 __all__ = ["scan"]

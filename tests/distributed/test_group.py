@@ -145,6 +145,15 @@ def test_a_probe_is_the_first_ranks_and_the_same_on_any_number_of_ranks(found):
     assert all(largest_difference(r["probes"]["alone"], here["alone"]) == 0 for r in found)
 
 
+def test_readings_of_a_probe_are_compared_on_the_first_rank(found):
+    """Layers are measured on several ranks; of each the neighbours of two readings meet."""
+    name, values = "neighbour_overlap_in_time", found[0]["probes"]["later"]
+    assert not any(tag.startswith(name) for tag in found[0]["probes"]["probe"])
+    assert [values[f"{name}/layer_{layer:02d}"] for layer in (0, 1)] == [1, 1]
+    assert all(0.3 < values[f"{name}/layer_{layer:02d}"] < 1 for layer in (2, 3))
+    assert {values[f"{name}/layer_{layer:02d}/steps"] for layer in range(4)} == {4}
+
+
 def test_without_gathering_the_first_rank_reads_alone(found):
     here = found[0]["not_gathered"]
     assert len(here["readings"]) == 2

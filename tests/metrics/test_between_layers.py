@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
+from models import PlainDecoder, batch
 
-from geomon import geometry, select
+from geomon import geometry, measure, select
 from geomon.capture.snapshot import Layer
 from geomon.distributed.packing import pack, unpack
 from geomon.kernels.half_samples import half_samples
@@ -177,6 +178,12 @@ def test_after_a_layer_that_was_not_seen_there_is_nothing_to_compare_with():
     found = evaluated(*layers)
     assert math.isnan(found.values["neighbour_overlap/layer_02"])
     assert any("nothing to compare with" in note.text for note in found.notes)
+
+
+def test_what_cannot_be_compared_is_explained_once():
+    values = measure(PlainDecoder(), batch(1, 8), metrics=OVERLAP)
+    assert math.isnan(values["neighbour_overlap/layer_01"])
+    assert len([note for note in values.notes if "neighbour_overlap" in note]) == 1
 
 
 def test_plain_rows_have_no_layer_before():

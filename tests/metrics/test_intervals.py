@@ -13,6 +13,7 @@ from geomon.kernels.half_samples import half_samples, margin, row_mean_differenc
 from geomon.kernels.moments import drift_norm
 from geomon.metrics import Evaluator, select
 from geomon.metrics.between_layers import BetweenLayers
+from geomon.metrics.between_readings import BetweenReadings
 from geomon.metrics.cautions import cautions
 from geomon.metrics.intervals import DIFFERENCES, by_part, differences_of
 from geomon.metrics.views import LayerViews, captured_views, parameters
@@ -24,6 +25,8 @@ WITHOUT = {
     "twonn_gaussian",
     "alpha", "alpha_last", "effective_rank_last",
 }  # fmt: skip
+# Metrics that one reading has no value of: their intervals are asked for in test_between_readings.
+OF_SEVERAL = {name for name, m in MORE_METRICS.items() if isinstance(m, BetweenReadings)}
 
 
 def cloud(sequences=20, length=30, width=6, seed=0):
@@ -35,7 +38,8 @@ def cloud(sequences=20, length=30, width=6, seed=0):
 
 def test_every_metric_has_an_interval_or_is_known_to_have_none():
     every = METRICS | MORE_METRICS
-    between = {name for name, metric in every.items() if isinstance(metric, BetweenLayers)}
+    compare = BetweenLayers | BetweenReadings
+    between = {name for name, metric in every.items() if isinstance(metric, compare)}
     lacking = {name for name, metric in every.items() if differences_of(metric) is None}
     assert lacking - between == WITHOUT
     assert set(DIFFERENCES) <= set(every.values())
@@ -48,7 +52,7 @@ def test_an_interval_reads_what_its_metric_reads_and_the_sequences(name):
     assert more <= {"sequences", "query_sequences", "key_sequences", "query", "scores", "hidden"}
 
 
-@pytest.mark.parametrize("name", sorted(MORE_METRICS.keys() - WITHOUT))
+@pytest.mark.parametrize("name", sorted(MORE_METRICS.keys() - WITHOUT - OF_SEVERAL))
 def test_further_metrics_have_margins_at_every_layer_and_of_the_mean(name):
     values = measure(
         PlainDecoder(), batch(sequences=24, length=40), tokens=900, metrics=select(name)
@@ -328,7 +332,7 @@ ROUGH = {
 ALL = METRICS | MORE_METRICS
 
 
-@pytest.mark.parametrize("name", sorted(ALL.keys() - WITHOUT - ROUGH))
+@pytest.mark.parametrize("name", sorted(ALL.keys() - WITHOUT - ROUGH - OF_SEVERAL))
 def test_differences_are_those_of_the_metric_on_the_sequences_of_each_half(name):
     """The metric itself, asked of a layer that holds the sequences of one half alone."""
     model = PlainDecoder()

@@ -93,6 +93,26 @@ def test_probes_are_read_when_due_and_at_the_end(tmp_path):
     assert session.last_seen == 4
 
 
+@pytest.mark.parametrize("steps", [4, 60])
+def test_a_run_under_a_budget_does_not_end_with_step_0_alone(tmp_path, steps):
+    """Nothing is paid after step 0, whether or not the time of a step is known by the end."""
+    options = {"probe": batch(64), "tokens": 512, "batches": 1, "budget": 1e-9}
+    session, _, memory = started(tmp_path, **options)
+    for step in range(steps):
+        session.probe(step)
+    session.probe(steps, last=True)
+    session.finish()
+    assert [reading.step for reading in memory.readings] == [0, steps]
+    first, last = memory.readings
+    assert last.tokens == 256
+    assert "256 rows in a batch instead of 512, to stay within the budget" in last.notes
+    assert first.tokens == (512 if steps < 10 else 256)  # by the time of a step, if it is known
+    session, _, memory = started(tmp_path, step=steps, last_seen=steps - 1, **options)
+    session.probe(steps + 9, last=True)  # the record holds one after step 0
+    session.finish()
+    assert not memory.readings
+
+
 def test_without_inputs_a_probe_does_nothing(tmp_path):
     session, _, memory = started(tmp_path)
     session.probe(0)

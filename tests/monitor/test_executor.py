@@ -116,21 +116,26 @@ def test_a_budget_is_held_and_what_is_due_is_put_off(source, monkeypatch):
     assert steps == sorted(set(steps))
 
 
-def test_what_is_under_way_is_finished_at_the_end():
+def test_what_is_under_way_is_finished_at_the_end(caplog):
     *_, (_, _, readings) = run_on_budget(1e-6, steps=5)
     assert [reading.step for reading in readings] == [0]
+    # A loop of one's own does not say which step is its last: it is told how to read that.
+    assert (
+        len([r for r in caplog.records if "nothing could be read after step 0" in r.message]) == 1
+    )
     assert readings[0].values["cosine/mean"] == pytest.approx(
         list(run(1))[-1][2][0].values["cosine/mean"]
     )
 
 
-def test_a_forced_reading_is_made_whatever_the_budget():
+def test_a_forced_reading_is_made_whatever_the_budget(caplog):
     runs = run_on_budget(1e-6, steps=5)
     for step, monitor, readings in runs:
         if step == 2:
             monitor.probe(step, models.batch())
             assert [(r.step, r.source) for r in readings] == [(0, "inline")]
     assert [(r.step, r.source) for r in readings] == [(0, "inline"), (2, "probe")]
+    assert "after step 0" not in caplog.text
 
 
 def slow(hidden):

@@ -2,9 +2,13 @@
 
 import inspect
 import pickle
+from fractions import Fraction
 from typing import get_type_hints
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from models import PlainDecoder
 
 from geomon import METRICS, Monitor, log_spaced
@@ -27,6 +31,13 @@ WRONG = [
     ({"batches": 1.5}, "batches is a whole number of at least 1, got 1.5"),
     ({"budget": 1}, "budget is a share of the training time between 0 and 1"),
     ({"budget": float("nan")}, "budget is a share of the training time between 0 and 1"),
+    ({"budget": True}, "budget is a share of the training time between 0 and 1"),
+    ({"budget": "1"}, "between 0 and 1, 0.01 or '1%' for one per cent, or None for no limit"),
+    ({"budget": "100 %"}, "0.01 or '1%' for one per cent, or None for no limit, got '100 %'"),
+    ({"budget": "a little"}, "0.01 or '1%' for one per cent, or None for no limit, got 'a little'"),
+    ({"budget": "0,5 %"}, "or None for no limit, got '0,5 %'"),
+    ({"budget": ""}, "or None for no limit, got ''"),
+    ({"budget": [0.01]}, r"or None for no limit, got \[0.01\]"),
     ({"max_capture_mb": 0}, "max_capture_mb is a number above 0, or None, got 0"),
     ({"max_capture_mb": float("nan")}, "max_capture_mb is a number above 0, or None, got nan"),
     ({"sink_timeout": 0}, "sink_timeout is a number of seconds above 0, got 0"),
@@ -35,6 +46,30 @@ WRONG = [
     ({"metrics": {}}, "metrics is empty"),
     ({"metrics": {"m": lambda hiden: 0}}, "asks for 'hiden', which is no view"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("typed", "share"),
+    [
+        (0.01, 0.01), ("0.01", 0.01), ("1%", 0.01), ("0.5 %", 0.005), (" 1e-1 % ", 0.001),
+        ("1 percent", 0.01), ("1 per cent", 0.01), ("2Percent", 0.02), (".5", 0.5), (None, None),
+        (Fraction(1, 8), 0.125), (torch.tensor(0.25), 0.25),
+    ],
+)  # fmt: skip
+def test_a_budget_is_understood_as_people_type_it(typed, share):
+    for check, defaults in ((check_options, DEFAULTS), (check_callback_options, CALLBACK_DEFAULTS)):
+        checked = check({**defaults, "budget": typed}, "Monitor")["budget"]
+        assert checked == share
+        assert checked is None or type(checked) is float
+        assert check({**defaults, "budget": checked}, "Monitor")["budget"] == checked
+
+
+@given(st.floats(min_value=1e-9, max_value=0.99), st.sampled_from(["%", " %", " percent"]))
+@settings(deadline=None)
+def test_a_share_and_its_percentage_are_one_budget(share, unit):
+    percent = DEFAULTS | {"budget": f"{100 * share!r}{unit}"}
+    assert check_options(percent, "Monitor")["budget"] == pytest.approx(share, rel=1e-12)
+    assert check_options(DEFAULTS | {"budget": f"{share!r}"}, "Monitor")["budget"] == share
 
 
 def test_every_option_has_a_declaration_and_a_default():

@@ -78,7 +78,7 @@ def test_a_question_changes_nothing():
         for source in ("inline", "probe"):
             planner.is_due(10, source, force=force)
             planner.is_read(10, source)
-    assert planner.affords_reading()
+    assert planner.decide_last() == (True, 1024, 0)
     assert ({**vars(planner)}, {**vars(budget)}) == before
 
 
@@ -129,7 +129,21 @@ def test_forced_readings_need_no_budget_and_are_made_once():
     assert planner.is_due(7, "inline", force=True)
     planner.mark_read(7, "inline")
     assert not planner.is_due(7, "inline", force=True)
-    assert not planner.affords_reading()
+    assert planner.decide_last() == (False, 256, 0)
+
+
+def test_the_last_reading_is_made_in_any_case_where_it_is_the_only_one_after_step_0():
+    planner, budget, _ = make_planner(share=0.01)
+    assert made_at(planner, [0]) == [0]
+    budget.learn(1024, 100.0)
+    assert planner.decide_last() == (True, 256, 0)  # on few rows
+    assert budget.rows == 1024  # nothing is changed by asking
+    planner.skip_recorded({(7, "probe")})
+    assert not planner.decide_last().paid
+    assert make_planner()[0].decide_last() == (True, 1024, 0)  # without a budget
+    group = FirstRank(Decision(False, 256, 0))
+    assert not make_planner(share=0.01, group=group)[0].decide_last().paid
+    assert group.asked == 1
 
 
 def test_a_schedule_that_raises_leaves_nothing_due():

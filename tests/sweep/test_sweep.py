@@ -25,6 +25,7 @@ PRESET = Preset(2, 32, 4, 24, 8, 6, 1, 1e-2, 0.1, "32-true")
 PROBE = batch(16, 24, seed=3)
 # One metric of each kind: of rows, of neighbours, of heads, of attention.
 CHOSEN = select("anisotropy", "qk_cosine", "attention_entropy", "max_logit")
+IN_TIME = select("neighbour_overlap_in_time")
 SMALL = {"tokens": 192, "inputs": PROBE, "metrics": CHOSEN}
 
 
@@ -91,6 +92,27 @@ def test_a_folder_of_the_trainer_equals_the_live_record_of_the_model_with_its_he
     live = read(tmp_path / "live")
     assert [values(reading) for reading in found] == [values(reading) for reading in live]
     assert len({values(reading) for reading in found}) == 3
+
+
+def test_checkpoints_are_compared_with_the_ones_before_as_live_readings_are(tmp_path):
+    model = transformer("gpt2")
+    probe = {"input_ids": PROBE % 50}
+    small = {"tokens": 192, "metrics": IN_TIME}
+    monitor = Monitor(model, directory=tmp_path / "live", **small)
+    for step in (0, 9, 10):
+        monitor.probe(step, probe)
+        model.save_pretrained(tmp_path / "run" / f"checkpoint-{step}")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1 + 0.2 * torch.randn_like(parameter))
+    monitor.close()
+    found = scan(tmp_path / "run", directory=tmp_path / "scan", inputs=probe, **small)
+    live = read(tmp_path / "live")
+    assert [values(reading) for reading in found] == [values(reading) for reading in live]
+    name = "neighbour_overlap_in_time"
+    assert not any(tag.startswith(name) for tag in found[0].values)
+    assert 0 < found[2].values[f"{name}/mean"] < 1
+    assert [found[n].values[f"{name}/mean/steps"] for n in (1, 2)] == [9, 1]
 
 
 def test_revisions_of_a_model_on_the_hub_are_loaded_by_their_names(tmp_path, monkeypatch):

@@ -1,0 +1,151 @@
+"""Metrics that compare a layer with itself at the reading before.
+
+What is kept of each layer outlives its reading, so that the next one of the same tokens can be
+compared with it: a probe looks at the same tokens at every reading, and nothing else does.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from geomon.kernels.half_samples import HalfSamples
+from geomon.kernels.neighbours import Neighbours
+from geomon.metrics.between_layers import (
+    Comparison,
+    NearRows,
+    compare_near_rows,
+    near_rows_of,
+    with_comparison,
+)
+from geomon.metrics.views import MissingViewError
+from geomon.record import tags
+
+if TYPE_CHECKING:
+    from geomon.metrics.evaluate import LayerValues
+
+# What a metric kept of each split of the rows: by stack and depth of the layer, and by metric.
+Kept = Mapping[tuple[str, int], Mapping[str, list[Any]]]
+
+_READING_BEFORE = "this layer at the reading before"
+_NOT_KEPT = "the reading before has nothing of this layer to compare with"
+_UNKNOWN_TOKENS = (
+    "the model has no token ids by which these inputs are known to be those of the reading before: "
+    "give fixed inputs to the monitor, Monitor(model, probe=inputs)"
+)
+
+
+class EarlierReading(NamedTuple):
+    """What a reading is compared with.
+
+    Attributes:
+        kept: What each metric kept of each layer.
+        steps: Number of steps from that reading to this one.
+        same_inputs: Whether both are known to be of the same inputs, so that tokens without ids are
+            the same tokens too.
+        why_none: Why there can be no earlier reading; "" where there is one.
+    """
+
+    kept: Kept
+    steps: int = 0
+    same_inputs: bool = False
+    why_none: str = ""
+
+
+# Of one reading by itself, and of readings whose tokens are others each time.
+ALONE = EarlierReading({}, why_none="it compares readings of a probe, and this is one by itself")
+INLINE = EarlierReading(
+    {},
+    why_none="inline readings look at other tokens each time: give fixed inputs, probe=inputs",
+)
+
+
+class BetweenReadings:
+    """A metric that compares each layer with itself at the reading before, of the same probe.
+
+    The first reading has no value of it.
+
+    Args:
+        keep: Function of views that returns what is kept of a layer; tensors on the host.
+        compare: Function of what was kept of a layer at the earlier reading and at this one.
+    """
+
+    def __init__(self, keep: Callable[..., Any], compare: Callable[[Any, Any], Comparison]) -> None:
+        self.keep = keep
+        self.compare = compare
+        self.__signature__ = inspect.signature(keep)
+        self.__doc__ = inspect.getdoc(keep)
+
+    def __call__(self, *views: Any) -> Any:
+        """Return what is kept of a layer."""
+        return self.keep(*views)
+
+
+def compare_readings(
+    name: str,
+    metric: BetweenReadings,
+    layers: Sequence["LayerValues"],
+    earlier: EarlierReading,
+    *,
+    strict: bool,
+) -> list["LayerValues"]:
+    """Compare what a metric kept of each layer with what it kept at the earlier reading.
+
+    Args:
+        name: Name of the metric.
+        metric: The metric.
+        layers: Values of the layers.
+        earlier: The earlier reading.
+        strict: Whether to raise what the metric raises, instead of a missing value.
+
+    Returns:
+        The values of the layers, with those of the metric.
+    """
+
+    def compared(layer: "LayerValues") -> list[Comparison]:
+        if earlier.why_none:
+            raise MissingViewError(earlier.why_none)
+        if not (layer.has_token_ids or earlier.same_inputs):
+            raise MissingViewError(_UNKNOWN_TOKENS)
+        before = earlier.kept.get((layer.stack, layer.index), {}).get(name)
+        if before is None:
+            raise MissingViewError(_NOT_KEPT)
+        found = [metric.compare(*pair) for pair in zip(before, layer.kept[name], strict=False)]
+        steps = {tags.STEPS: float(earlier.steps)}
+        return [Comparison(one.parts | steps, one.differences) for one in found]
+
+    return [
+        with_comparison(name, layer, partial(compared, layer), strict=strict) for layer in layers
+    ]
+
+
+# -- overlap of neighbours -------------------------------------------------------------------------
+
+
+def keep_near_tokens(
+    nearest: Neighbours, unique_rows: Tensor, token_labels: Tensor, known_halves: HalfSamples
+) -> NearRows:
+    """Share of the 10 nearest rows of a row that were so at the reading before, of the same probe.
+
+    Mean over up to 1,024 rows. Copies at either reading are left out of both. Parts: `steps`, how
+    many lie between the two readings; `n`, how many rows it stands on.
+    """
+    return near_rows_of(nearest, unique_rows, token_labels, known_halves)
+
+
+def compare_near_tokens(before: NearRows, after: NearRows) -> Comparison:
+    """Compare the neighbours of the rows of a layer with those of the same tokens a reading before.
+
+    Args:
+        before: Neighbours at the earlier reading.
+        after: Neighbours now.
+
+    Raises:
+        MissingViewError: The rows are not the same tokens, or nearly all are copies of others.
+    """
+    return compare_near_rows(before, after, _READING_BEFORE)
+
+
+neighbour_overlap_in_time = BetweenReadings(keep_near_tokens, compare_near_tokens)

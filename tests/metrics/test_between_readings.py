@@ -1,0 +1,288 @@
+"""Readings of a probe compared with the ones before, against neighbours found by brute force."""
+
+import copy
+import logging
+import math
+
+import pytest
+import torch
+from models import PlainDecoder, batch
+from plain_models import vision_transformer
+
+from geomon import Memory, Monitor, geometry, measure, select
+from geomon.capture.snapshot import Layer
+from geomon.distributed.packing import pack, unpack
+from geomon.metrics import Evaluator, check_metrics
+from geomon.metrics.between_layers import Comparison
+from geomon.metrics.between_readings import INLINE, BetweenReadings, EarlierReading
+
+NAME = "neighbour_overlap_in_time"
+OVERLAP = select(NAME)
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def made(rows, index=1, stack="", **more):
+    labels = {"token_ids": torch.arange(len(rows)) % 7, "positions": torch.arange(len(rows))}
+    return Layer(index, f"{stack}.{index}", {"hidden": rows, **labels, **more}, stack=stack)
+
+
+def shared(one, other, k=10):
+    """Mean share of the k nearest others of every row in one matrix that are so in the other."""
+    sets = []
+    for rows in (one, other):
+        apart = torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist")
+        near = apart.fill_diagonal_(math.inf).topk(k, largest=False).indices
+        sets.append([{*own.tolist()} for own in near])
+    return sum(len(a & b) / k for a, b in zip(*sets, strict=True)) / len(one)
+
+
+def compared(before, after, evaluator=None, sent=False, **more):
+    """Values and notes of a reading after another one, each a list of layers."""
+    evaluator = evaluator or Evaluator(OVERLAP, 1)
+    measured = [[evaluator.measure_layer(one, 300) for one in layers] for layers in (before, after)]
+    if sent:
+        measured = unpack(pack(measured))
+    kept = evaluator.keep_for_next(measured[0])
+    return evaluator.combine(measured[1], 300, EarlierReading(kept, 50, **more))
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.3, 1.0])
+def test_it_is_the_share_of_the_ten_nearest_that_stay(noise):
+    before = normal(300, 8)
+    after = 50 - 3 * (before + noise * normal(300, 8, seed=1))
+    found = compared([made(before, 0), made(before)], [made(before, 0), made(after)])
+    assert found.values[f"{NAME}/layer_00"] == 1
+    assert found.values[f"{NAME}/layer_01"] == pytest.approx(shared(before, after))
+    assert found.values[f"{NAME}/mean"] == found.values[f"{NAME}/layer_01"]
+    assert found.values[f"{NAME}/layer_01/n"] == 300
+    assert found.values[f"{NAME}/layer_01/steps"] == found.values[f"{NAME}/mean/steps"] == 50
+    assert found.notes == []
+
+
+def test_unrelated_weights_share_what_chance_gives():
+    found = []
+    for seed in range(10):
+        layers = [[made(normal(200, 30, seed=2 * seed + n))] for n in (0, 1)]
+        values = compared(*layers).values
+        assert values[f"{NAME}/null"] == pytest.approx(10 / 199)
+        found.append(values[f"{NAME}/layer_01"])
+    error = 4 * torch.tensor(found).std().item() / 10**0.5
+    assert sum(found) / 10 == pytest.approx(10 / 199, abs=error)
+
+
+def test_stacks_and_splits_are_compared_each_with_its_own():
+    one, other = normal(600, 5), normal(600, 5) + 0.5 * normal(600, 5, seed=1)
+    before, after = ([made(rows, 1, s) for s in ("a", "b")] for rows in (one, other))
+    after[1] = made(one, 1, "b")
+    values = compared(before, after, Evaluator(OVERLAP, 2), sent=True).values
+    each = [shared(one[cut], other[cut]) for cut in (slice(300), slice(300, 600))]
+    assert values[f"{NAME}/a_layer_01"] == pytest.approx(sum(each) / 2)
+    assert values[f"{NAME}/a_layer_01/std"] == pytest.approx(abs(each[0] - each[1]) / 2**0.5)
+    assert values[f"{NAME}/b_layer_01"] == 1
+
+
+def test_there_is_an_interval_over_sequences():
+    sequences = torch.arange(300) // 20
+    one, other = normal(300, 5), normal(300, 5) + 0.5 * normal(300, 5, seed=1)
+    values = compared(*([made(rows, sequences=sequences)] for rows in (one, other))).values
+    assert 0 < values[f"{NAME}/layer_01/margin"] < 0.3
+    assert 0 < values[f"{NAME}/mean/margin"] < 0.3
+
+
+ROWS = normal(300, 5)
+
+
+@pytest.mark.parametrize(
+    ("after", "words"),
+    [
+        (made(ROWS, positions=torch.arange(300).flip(0)), "not the tokens"),
+        (made(ROWS, token_ids=torch.arange(300) % 5), "not the tokens"),
+        (made(ROWS[:299]), "not the tokens"),
+        (made(ROWS[:9].repeat(34, 1)[:300]), "copies of others"),
+        (made(ROWS, 2), "nothing of this layer"),
+        (Layer(1, "block", {}, {"hidden": "skipped"}), "'hidden' is missing: skipped"),
+    ],
+)
+def test_what_cannot_be_compared_is_missing_and_said(after, words):
+    found = compared([made(ROWS)], [after])
+    assert math.isnan(found.values[f"{NAME}/layer_{after.index:02d}"])
+    assert len([note for note in found.notes if words in note.text]) == 1
+
+
+def test_tokens_without_ids_are_compared_where_the_inputs_are_known_to_be_the_same():
+    plain = Layer(1, "block", {"hidden": ROWS, "positions": torch.arange(300)})
+    assert compared([plain], [plain], same_inputs=True).values[f"{NAME}/layer_01"] == 1
+    found = compared([plain], [plain])
+    assert math.isnan(found.values[f"{NAME}/layer_01"])
+    assert "no token ids" in found.notes[0].text
+
+
+def test_one_reading_by_itself_and_plain_rows_have_no_value():
+    values = measure(PlainDecoder(), batch(), metrics=OVERLAP)
+    assert {tag for tag in values if math.isfinite(values[tag])} <= {f"{NAME}/null"}
+    assert [NAME in note and "readings of a probe" in note for note in values.notes] == [True]
+    with pytest.raises(ValueError, match="reads an earlier reading of a probe"):
+        geometry(ROWS, metrics=OVERLAP)
+
+
+def test_inline_layers_have_a_reason_and_no_value():
+    evaluator = Evaluator(OVERLAP, 1, strict=True)
+    found = evaluator.combine(
+        [evaluator.measure_layer(made(ROWS, n), 300) for n in (0, 1)], 300, INLINE
+    )
+    assert math.isnan(found.values[f"{NAME}/layer_01"])
+    assert [note.text.count("other tokens each time") for note in found.notes] == [1]
+
+
+def test_a_comparison_of_ones_own_and_one_that_fails():
+    def keep(total_variance):
+        return float(total_variance)
+
+    def compare(before, after):
+        if before == after:
+            raise ZeroDivisionError("equal")
+        return Comparison({"": after / before}, [])
+
+    metrics = check_metrics({"growth": BetweenReadings(keep, compare)})
+    layers = [made(ROWS), made(ROWS, 2)]
+    found = compared(layers, [made(2 * ROWS), made(ROWS, 2)], Evaluator(metrics, 1))
+    assert found.values["growth/layer_01"] == pytest.approx(4)
+    assert math.isnan(found.values["growth/layer_02"])
+    assert math.isnan(found.values["growth/mean"])
+    assert any("equal" in note.text for note in found.notes)
+    with pytest.raises(ZeroDivisionError):
+        compared(layers, layers, Evaluator(metrics, 1, strict=True))
+
+
+# -- in a training ---------------------------------------------------------------------------------
+
+
+def monitored(model, directory=None, **options):
+    memory = Memory()
+    settings = {"metrics": OVERLAP, "tokens": 128, "batches": 1, "schedule": lambda step: True}
+    return Monitor(model, directory=directory, sinks=[memory], **settings | options), memory
+
+
+def read(monitor, model, steps, change=0.0):
+    for step in steps:
+        with monitor(step):
+            model(batch(seed=step))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(change * torch.randn_like(parameter))
+
+
+def of(reading):
+    return {tag: value for tag, value in reading.values.items() if tag.startswith(NAME)}
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_frozen_model_keeps_its_neighbours_and_a_trained_one_moves_them(background):
+    torch.manual_seed(0)
+    model = PlainDecoder()
+    monitor, memory = monitored(model, probe=batch(sequences=8), background=background)
+    read(monitor, model, (0, 3))
+    read(monitor, model, (10,), change=0.2)
+    read(monitor, model, (11,))
+    monitor.close()
+    first, frozen, still, moved = map(of, memory.readings)
+    assert first == {}  # there is nothing to compare with, and nothing is wrong
+    assert {frozen[f"{NAME}/layer_{n:02d}"] for n in range(4)} == {1.0}
+    assert frozen[f"{NAME}/layer_02/steps"] == 3
+    assert still[f"{NAME}/mean"] == 1
+    assert still[f"{NAME}/mean/steps"] == 7
+    assert moved[f"{NAME}/null"] < moved[f"{NAME}/mean"] < 0.9
+    assert moved[f"{NAME}/mean/steps"] == 1
+    assert not any(NAME in note for reading in memory.readings for note in reading.notes)
+
+
+def test_a_probe_is_compared_by_rows_that_the_monitor_chose_itself():
+    """Against the hidden states of the layer, taken with a hook."""
+    torch.manual_seed(0)
+    model, inputs, seen = PlainDecoder(), batch(sequences=4), []
+    monitor, memory = monitored(model, probe=inputs)
+    for step in (0, 1):
+        read(monitor, model, (step,))
+        handle = model.blocks[1].register_forward_hook(lambda *_: seen.append(_[2].detach()))
+        with torch.no_grad():
+            model.eval()(inputs)
+            handle.remove()
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    one, other = (states.flatten(0, 1).double() for states in seen)
+    assert len(one) <= 128  # all rows are read
+    value = of(memory.readings[1])[f"{NAME}/layer_02"]
+    assert value == pytest.approx(shared(one, other))
+    assert value < 1
+
+
+def test_inline_readings_have_none_and_one_warning_says_why(caplog):
+    model = PlainDecoder()
+    monitor, memory = monitored(model)
+    with caplog.at_level(logging.WARNING, "geomon"):
+        read(monitor, model, range(4))
+    assert len(memory.readings) == 4
+    assert all(math.isnan(of(reading)[f"{NAME}/layer_01"]) for reading in memory.readings)
+    said = [record for record in caplog.records if "other tokens each time" in record.message]
+    assert len(said) == 1
+
+
+def test_other_inputs_are_not_compared_and_do_not_come_between():
+    model, own, other = PlainDecoder(), batch(sequences=8), batch(sequences=8, seed=9)
+    monitor, memory = monitored(model, probe=own)
+    monitor.probe(0)
+    monitor.probe(1, other)
+    monitor.probe(2)
+    monitor.probe(3, other)
+    monitor.probe(4, own)
+    values = [of(reading) for reading in memory.readings]
+    assert values[0] == values[1] == {}
+    assert values[2][f"{NAME}/mean"] == values[3][f"{NAME}/mean"] == 1
+    assert values[2][f"{NAME}/mean/steps"] == values[3][f"{NAME}/mean/steps"] == 2
+    assert math.isnan(values[4][f"{NAME}/layer_01"])
+    assert any("not the tokens" in note for note in memory.readings[4].notes)
+
+
+def test_images_are_compared_where_the_monitor_holds_them():
+    images = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    own, memory = monitored(vision_transformer("sdpa"), probe=images)
+    own.probe(0)
+    own.probe(1)
+    assert of(memory.readings[1])[f"{NAME}/mean"] == 1
+    model = vision_transformer("sdpa")
+    for probe in ({}, {"probe": lambda model: model(images)}):
+        given, memory = monitored(model, **probe)
+        for step in (0, 1):
+            given.probe(step, None if probe else images)
+        assert math.isnan(of(memory.readings[1])[f"{NAME}/layer_01"])
+        assert any("no token ids" in note for note in memory.readings[1].notes)
+
+
+def test_after_a_resume_one_reading_has_none(tmp_path):
+    torch.manual_seed(0)
+    model, inputs = PlainDecoder(), batch(sequences=8)
+    for steps in (range(2), range(2, 4)):
+        monitor, memory = monitored(copy.deepcopy(model), tmp_path, probe=inputs)
+        read(monitor, model, steps)
+        monitor.close()
+    assert [reading.step for reading in memory.readings] == [2, 3]
+    assert of(memory.readings[0]) == {}
+    assert of(memory.readings[1])[f"{NAME}/mean"] == 1
+    assert not any(NAME in note for note in memory.readings[0].notes)
+
+
+def test_readings_of_fewer_rows_are_not_compared():
+    """As a budget thins them: other rows are drawn."""
+    model = PlainDecoder()
+    monitor, memory = monitored(model, probe=batch(sequences=16), tokens=256, budget=0.5)
+    for step, rows in enumerate((256, 256, 100, 100)):
+        monitor._budget.rows = rows
+        monitor.probe(step)
+    monitor.close()
+    values = [of(reading) for reading in memory.readings]
+    assert [reading.tokens for reading in memory.readings] == [256, 256, 100, 100]
+    assert values[1][f"{NAME}/mean"] == values[3][f"{NAME}/mean"] == 1
+    assert math.isnan(values[2][f"{NAME}/layer_01"])
