@@ -203,8 +203,8 @@ def compare_near_rows(
     known = shares[~shares.isnan()]
     if len(known) == 0:
         raise MissingViewError(
-            f"most rows are copies of others, here or in {earlier}: of no row are {SHARED} of the 16 "
-            "nearest left to compare"
+            f"most rows are copies of others, here or in {earlier}: of no row are {SHARED} of the "
+            "16 nearest left to compare"
         )
     differences = []
     for way in before.halves.first:

@@ -116,8 +116,8 @@ def test_a_reading_is_that_of_one_process_on_the_rows_of_all_ranks(found, case):
 
 def test_one_two_and_four_ranks_read_the_same(found, alone):
     assert largest_difference(found[0]["same_rows"]["rows"], alone["same_rows"]["rows"]) == 0
-    # A batch that is split over ranks is drawn in another order: rounding, and no more; some margins
-    # are computed in float32. Of equal rows the first stands for all, and with the
+    # A batch that is split over ranks is drawn in another order: rounding, and no more; some
+    # margins are computed in float32. Of equal rows the first stands for all, and with the
     # order the half in which it is.
     split, whole = (run["same_rows"]["batch"] for run in (found[0], alone))
     margins = {tag for tag in whole if tag.endswith("/margin")}
