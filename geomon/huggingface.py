@@ -17,7 +17,8 @@ from transformers.integrations import TensorBoardCallback, WandbCallback
 from transformers.trainer_callback import CallbackHandler
 
 from geomon.monitor import CallbackOptions, CallbackSession, show_callback_options
-from geomon.record import Reading, Sink
+from geomon.record import Sink
+from geomon.record.headline import Detail, without_layers
 from geomon.record.sinks import LoggerSink, WandB, post_to_each
 from geomon.record.tags import LOSS
 from geomon.show import Pictures
@@ -33,8 +34,8 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
     """Watch the geometry of a model's representations while a `transformers.Trainer` trains it.
 
     `Trainer(model, args, callbacks=[GeometryMonitor()])`: no argument is needed. Curves go to
-    whatever the Trainer reports to (`report_to`) and into its `state.log_history`, pictures to
-    TensorBoard and W&B, and every reading to `readings.jsonl` in the Trainer's `output_dir`.
+    whatever the Trainer reports to (`report_to`), headline values into its `state.log_history` too,
+    pictures to TensorBoard and W&B, and every reading to `readings.jsonl` in its `output_dir`.
 
     Without `probe` the training forward itself is watched (dropout on, no extra pass): of a step
     with accumulated gradients the first one. With `probe` an extra pass on fixed inputs runs before
@@ -73,7 +74,8 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
             for callback in _handler().callbacks
             if not isinstance(callback, PrinterCallback | ProgressCallback)
         ]
-        sinks = _sinks_of(reporting, args, state, control, {"model": model, **event})
+        detail = self._session.options["detail"]
+        sinks = _sinks_of(reporting, detail, args, state, control, {"model": model, **event})
         if self._session.options["pictures"] and (post := post_to_each(sinks)):
             sinks.append(Pictures(post, affords=self._session.affords))
         trainer = _caller(Trainer)
@@ -244,39 +246,56 @@ def _validation_loader(trainer: Any) -> Any:
 
 
 def _sinks_of(
-    callbacks: Iterable[Any], args: Any, state: Any, control: Any, event: dict[str, Any]
+    callbacks: Iterable[Any],
+    detail: Detail,
+    args: Any,
+    state: Any,
+    control: Any,
+    event: dict[str, Any],
 ) -> list[Sink]:
-    """Sinks that do what `Trainer.log` does: into the history, then to each callback."""
+    """Sinks that do what `Trainer.log` does: into the history, then to each callback.
 
-    def logs_of(reading: Reading) -> dict[str, float]:
+    TensorBoard and W&B are written to directly: their callbacks put "train/" before every name.
+    """
+
+    def logs_of(values: dict[str, float]) -> dict[str, float]:
         # The history is saved as JSON with each checkpoint: a number of another kind ends the run.
-        logs = {tag: float(value) for tag, value in reading.charted().items()}
-        return logs if state.epoch is None else {**logs, "epoch": state.epoch}
+        return values if state.epoch is None or not values else {**values, "epoch": state.epoch}
 
-    def remember(reading: Reading) -> None:
-        state.log_history.append({**logs_of(reading), "step": reading.step})
+    def remember(values: dict[str, float], step: int) -> None:
+        state.log_history.append({**logs_of(values), "step": step})
 
-    def report(callback: Any, reading: Reading) -> None:
+    def report(callback: Any, values: dict[str, float], step: int) -> None:
         # A reading may be of an earlier step, put off by the budget or measured in the background.
-        then = replace(state, global_step=reading.step)
-        callback.on_log(args, then, control, logs=logs_of(reading), **event)
+        then = replace(state, global_step=step)
+        callback.on_log(args, then, control, logs=logs_of(values), **event)
 
     def writers(callback: Any) -> list[Any]:
         """TensorBoard's writer, which the Trainer makes as training begins."""
         return [] if callback.tb_writer is None else [callback.tb_writer]
 
-    sinks: list[Sink] = [LoggerSink("the Trainer's history", remember)]
+    def draw(callback: Any, values: dict[str, float], step: int) -> None:
+        if callback.tb_writer is None:  # it is closed at the end of training: have it opened again
+            report(callback, {}, step)
+        for writer in writers(callback):
+            for name, value in values.items():
+                writer.add_scalar(name, value, step)
+            writer.flush()
+
+    sinks: list[Sink] = [
+        LoggerSink("the Trainer's history", remember, detail=without_layers(detail))
+    ]
     for callback in callbacks:
         if isinstance(callback, WandbCallback):
-            sinks.append(WandB(prefix="train/"))
+            sinks.append(WandB(detail=detail))
             continue
         is_board = isinstance(callback, TensorBoardCallback)
         sinks.append(
             LoggerSink(
                 type(callback).__name__,
-                functools.partial(report, callback),
+                functools.partial(draw if is_board else report, callback),
+                detail=detail,
                 writers=functools.partial(writers, callback) if is_board else None,
-                prefix="train/",
             )
         )
     return sinks

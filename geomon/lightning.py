@@ -10,8 +10,11 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Unpack
 
+import torch
+
 from geomon.monitor import CallbackOptions, CallbackSession, show_callback_options
-from geomon.record import Reading, Sink
+from geomon.record import Sink
+from geomon.record.headline import Detail, without_layers
 from geomon.record.sinks import LoggerSink, WandB, post_to_each
 from geomon.record.tags import LOSS
 from geomon.show import Pictures
@@ -31,6 +34,8 @@ class GeometryMonitor(L.Callback):
 
     `L.Trainer(callbacks=[GeometryMonitor()])`: no argument is needed. Curves go to every logger of
     the trainer, pictures to those that show them, readings to `readings.jsonl` in the log folder.
+    On one rank the headline values stand in `trainer.callback_metrics` too, for EarlyStopping and
+    ModelCheckpoint: `monitor="geomon/twonn"`.
 
     Without `probe` the training forward itself is watched (dropout on, no extra pass): of a step
     with accumulated gradients the first batch. With `probe` an extra pass on fixed inputs runs
@@ -76,7 +81,12 @@ class GeometryMonitor(L.Callback):
         """Find the blocks and open the record: on a resume the step is right only from here on."""
         folder = trainer.log_dir or trainer.default_root_dir  # a collective: every rank asks
         self._note_place(trainer)
-        sinks: list[Sink] = [_sink_of(logger, self._axis_step) for logger in trainer.loggers]
+        detail = self._session.options["detail"]
+        sinks: list[Sink] = [
+            _sink_of(logger, self._axis_step, detail) for logger in trainer.loggers
+        ]
+        if trainer.world_size == 1:  # readings are the first rank's, and all ranks decide alike
+            sinks.append(_metrics_of(trainer, without_layers(detail)))
         if self._session.options["pictures"] and (post := post_to_each(sinks)):
             sinks.append(Pictures(post, affords=self._session.affords))
         step = trainer.global_step
@@ -180,18 +190,29 @@ def _validation_loaders(trainer: "L.Trainer") -> Any:
     return loaders
 
 
-def _sink_of(logger: "Logger", axis_step: Callable[[int], int]) -> Sink:
+def _metrics_of(trainer: "L.Trainer", detail: Detail) -> Sink:
+    """The sink that keeps the newest values where EarlyStopping and ModelCheckpoint find them."""
+
+    def log(values: dict[str, float], step: int) -> None:
+        trainer.callback_metrics.update(
+            {name: torch.tensor(value, dtype=torch.float32) for name, value in values.items()}
+        )
+
+    return LoggerSink("the trainer's callback_metrics", log, detail=detail)
+
+
+def _sink_of(logger: "Logger", axis_step: Callable[[int], int], detail: Detail) -> Sink:
     """The sink that writes to one of the trainer's loggers, at a place for each step."""
     shown: Any = logger
     if _is_logger(logger, "WandbLogger"):
-        return WandB(shown.experiment)
+        return WandB(shown.experiment, detail=detail)
 
-    def log(reading: Reading) -> None:
-        logger.log_metrics(reading.charted(), step=axis_step(reading.step))
+    def log(values: dict[str, float], step: int) -> None:
+        logger.log_metrics(values, step=axis_step(step))
 
     is_board = _is_logger(logger, "TensorBoardLogger")
     writers = (lambda: [shown.experiment]) if is_board else None
-    return LoggerSink(type(logger).__name__, log, save=logger.save, writers=writers)
+    return LoggerSink(type(logger).__name__, log, detail=detail, save=logger.save, writers=writers)
 
 
 def _is_logger(logger: object, name: str) -> bool:

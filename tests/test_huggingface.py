@@ -17,6 +17,7 @@ from wandb_file import wandb_rows, work_offline
 
 from geomon import Memory, every, read, select
 from geomon.huggingface import GeometryMonitor
+from geomon.record.headline import Charts
 
 FEW = {
     "metrics": select("variance", "attention_entropy", "qk_cosine"),
@@ -53,7 +54,8 @@ def trained(folder):
 
 def logged(trainer):
     """What geomon's readings put into the Trainer's history."""
-    return [entry for entry in trainer.state.log_history if "variance/mean" in entry]
+    history = trainer.state.log_history
+    return [entry for entry in history if any(name.startswith("geomon/") for name in entry)]
 
 
 def test_a_callback_that_fails_silences_no_other(tmp_path, caplog):
@@ -62,7 +64,7 @@ def test_a_callback_that_fails_silences_no_other(tmp_path, caplog):
             self.name, self.fails, self.seen = name, fails, []
 
         def on_log(self, args, state, control, logs=None, **event):
-            if "variance/mean" in logs:
+            if "geomon/variance" in logs:
                 if self.fails:
                     raise OSError("gone")
                 self.seen.append(state.global_step)
@@ -84,28 +86,31 @@ def test_no_argument_is_needed(tmp_path):
     assert [entry["step"] for entry in logged(trainer)] == [0, 1, 2]
 
 
+@pytest.mark.parametrize("detail", ["headline", "layers"])
 @pytest.mark.parametrize("probe", [None, {"input_ids": batch(seed=77)}], ids=["inline", "probe"])
-def test_tensorboard_shows_what_the_record_holds(tmp_path, probe):
-    fit(tmp_path, [GeometryMonitor(probe=probe, **FEW)], report_to="tensorboard")
+def test_tensorboard_shows_what_the_record_holds(tmp_path, probe, detail):
+    fit(tmp_path, [GeometryMonitor(probe=probe, detail=detail, **FEW)], report_to="tensorboard")
     (folder,) = (tmp_path / "runs").iterdir()
     events = EventAccumulator(str(folder), {"images": 0})
     events.Reload()
     expected = {}
+    charts = Charts(detail)
     for reading in read(tmp_path):
-        for tag, value in reading.charted().items():
+        for tag, value in charts.select(reading).items():
             shown = torch.tensor(value, dtype=torch.float32).item()
-            expected.setdefault(f"train/{tag}", {})[reading.step] = shown
-    ours = {tag for tag in events.Tags()["scalars"] if tag.count("/") > 1}
+            expected.setdefault(tag, {})[reading.step] = shown
+    ours = {tag for tag in events.Tags()["scalars"] if not tag.startswith("train/")}
     assert ours == set(expected)
-    assert len(expected) > 15
+    assert (len(expected) > 15) == (detail == "layers")
     for tag, values in expected.items():
         assert {event.step: event.value for event in events.Scalars(tag)} == values, tag
     steps = [*range(6)] + ([6] if probe else [])
-    assert list(expected["train/variance/mean"]) == steps
+    assert list(expected["geomon/variance"]) == steps
     for name in ("heads/qk_cosine", "heads/attention_entropy"):
         assert [event.step for event in events.Images(name)] == [0, 1, 2, 4, steps[-1]]
     charts = events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
-    assert b"train/variance/layer_[0-9]+$" in charts
+    assert b"geomon/variance$" in charts
+    assert (b"variance/layer_[0-9]+$" in charts) == (detail == "layers")
 
 
 def test_wandb_offline_holds_what_the_record_holds(tmp_path, monkeypatch):
@@ -115,11 +120,12 @@ def test_wandb_offline_holds_what_the_record_holds(tmp_path, monkeypatch):
 
     wandb.finish()
     rows = wandb_rows(tmp_path)
-    shown = {int(r["geomon/step"]): r for r in rows if "train/variance/mean" in r}
+    shown = {int(r["geomon/step"]): r for r in rows if "geomon/variance" in r}
     assert sorted(shown) == [r.step for r in read(tmp_path)] == [0, 2, 4, 5]
+    charts = Charts()
     for reading in read(tmp_path):
-        for tag, value in reading.charted().items():
-            assert float(shown[reading.step][f"train/{tag}"]) == value
+        for tag, value in charts.select(reading).items():
+            assert float(shown[reading.step][tag]) == value
     assert any("heads/qk_cosine" in row for row in rows)
 
 
@@ -137,20 +143,39 @@ def test_other_callbacks_get_the_values_and_the_terminal_does_not(tmp_path, caps
     trainer = fit(tmp_path, [before, GeometryMonitor(**FEW), after], logging_steps=1)
     for reporter in (before, after):
         assert [step for step, _ in reporter.seen] == [0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6]
-        ours = [logs for _, logs in reporter.seen if "variance/mean" in logs]
+        ours = [logs for _, logs in reporter.seen if "geomon/variance" in logs]
         for logs, entry in zip(ours, logged(trainer), strict=True):
             assert logs | {"step": entry["step"]} == entry
+    charts = Charts()
     for entry, reading in zip(logged(trainer), read(tmp_path), strict=True):
-        assert entry == {**reading.charted(), "step": reading.step, "epoch": entry["epoch"]}
+        assert entry == charts.select(reading) | {"step": reading.step, "epoch": entry["epoch"]}
     assert "variance" not in capsys.readouterr().out
     losses = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["step"] for entry in losses] == [1, 2, 3, 4, 5, 6]
 
 
+def test_the_history_holds_headline_values_only_whatever_is_charted(tmp_path):
+    entries = {
+        detail: logged(fit(tmp_path / detail, [GeometryMonitor(detail=detail, **FEW)], steps=2))
+        for detail in ("headline", "layers")
+    }
+    keys = [[sorted(entry) for entry in found] for found in entries.values()]
+    assert keys[0] == keys[1]
+    own = {"step", "epoch"}
+    assert all(key.startswith("geomon/") for entry in keys[1] for key in {*entry} - own)
+    assert all(len(entry) <= 15 + len(own) for entry in keys[1])
+
+
+@pytest.mark.parametrize("detail", ["layer", ("variance", "varience")])
+def test_a_detail_that_does_not_exist_is_refused(detail):
+    with pytest.raises(ValueError, match="detail"):
+        GeometryMonitor(detail=detail)
+
+
 def test_keys_are_constant_and_values_are_plain_floats(tmp_path):
     metrics = {"exotic": lambda hidden: hidden.double().norm().numpy()[()]}
     trainer = fit(tmp_path, [GeometryMonitor(metrics=metrics, tokens=64)], save_strategy="steps")
-    entries = [entry for entry in trainer.state.log_history if "exotic/mean" in entry]
+    entries = [entry for entry in trainer.state.log_history if "geomon/exotic" in entry]
     # Before any time has passed there is no share of it.
     assert {"geomon/overhead"} == entries[1].keys() - entries[0].keys()
     assert len({frozenset(entry) for entry in entries[1:]}) == 1
@@ -385,7 +410,7 @@ def test_a_checkpoint_with_metrics_resumes_and_the_curves_go_on(tmp_path):
     fit(tmp_path / "cut", [monitor()], steps=4, **told)
     checkpoint = tmp_path / "cut" / "checkpoint-4"
     saved = json.loads((checkpoint / "trainer_state.json").read_text())
-    assert [e["step"] for e in saved["log_history"] if "variance/mean" in e] == [0, 2, 3]
+    assert [e["step"] for e in saved["log_history"] if "geomon/variance" in e] == [0, 2, 3]
     resumed = fit(tmp_path / "cut", [monitor()], steps=8, resume=str(checkpoint), **told)
     assert [entry["step"] for entry in logged(resumed)] == [0, 2, 3, 4, 6, 7]
     assert [entry["step"] for entry in logged(whole)] == [0, 2, 4, 6, 7]
@@ -462,8 +487,8 @@ def test_a_reading_that_comes_late_is_logged_at_its_own_step(tmp_path):
                 go.set()
 
         def on_log(self, args, state, control, logs=None, **event):
-            if "slow/mean" in logs:
-                self.seen.append((state.global_step, logs["slow/mean"]))
+            if "geomon/slow" in logs:
+                self.seen.append((state.global_step, logs["geomon/slow"]))
 
     holds = Holds()
     monitor = GeometryMonitor(
@@ -474,7 +499,7 @@ def test_a_reading_that_comes_late_is_logged_at_its_own_step(tmp_path):
     expected = [(reading.step, reading.values["slow/mean"]) for reading in read(tmp_path)]
     assert [step for step, _ in expected] == [0, 2, 5]
     assert holds.seen == expected
-    assert [(entry["step"], entry["slow/mean"]) for entry in logged(trainer)] == expected
+    assert [(entry["step"], entry["geomon/slow"]) for entry in logged(trainer)] == expected
     assert trainer.state.global_step == 6
 
 

@@ -11,6 +11,7 @@ import lightning as L
 import pytest
 import torch
 from fingerprint import fingerprint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from models import VOCABULARY, PlainDecoder, batch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -20,6 +21,7 @@ from wandb_file import wandb_rows, work_offline
 import geomon
 from geomon import Memory, every, read, select
 from geomon.lightning import GeometryMonitor, _sink_of
+from geomon.record.headline import Charts
 
 FEW = {
     "metrics": select("variance", "attention_entropy", "qk_cosine"),
@@ -179,20 +181,23 @@ def test_only_training_is_read(tmp_path):
     assert [(r.step, r.mode) for r in read(tmp_path)] == [(s, "train") for s in range(4)]
 
 
-def test_tensorboard_shows_what_the_record_holds(tmp_path):
+@pytest.mark.parametrize("detail", ["headline", "layers"])
+def test_tensorboard_shows_what_the_record_holds(tmp_path, detail):
     logger = TensorBoardLogger(tmp_path, name="tb", version="x")
-    monitor = GeometryMonitor(directory=tmp_path, probe=batch(16, 32), tokens=128)
+    monitor = GeometryMonitor(
+        directory=tmp_path, probe=batch(16, 32), tokens=128, schedule=every(6), detail=detail
+    )
     fit(tmp_path, [monitor], logger=logger)
     events = EventAccumulator(str(tmp_path / "tb" / "x"))
     events.Reload()
     record = read(tmp_path)
-    expected = {}
+    expected, charts = {}, Charts(detail)
     for reading in record:
-        for tag, value in reading.charted().items():
+        for tag, value in charts.select(reading).items():
             expected.setdefault(tag, {})[reading.step] = value
     shown = {tag for tag in events.Tags()["scalars"] if "/" in tag}
     assert shown == set(expected)
-    assert len(expected) > 100
+    assert len(expected) > 100 if detail == "layers" else 10 <= len(expected) <= 15
     for tag, values in expected.items():
         found = {event.step: event.value for event in events.Scalars(tag)}
         assert found.keys() == values.keys(), tag
@@ -209,13 +214,68 @@ def test_wandb_offline_holds_what_the_record_holds(tmp_path, monkeypatch):
     fit(tmp_path, [monitor], logger=logger)
     logger.experiment.finish()
     rows = wandb_rows(tmp_path)
-    shown = {int(row["geomon/step"]): row for row in rows if "variance/mean" in row}
+    shown = {int(row["geomon/step"]): row for row in rows if "geomon/variance" in row}
     readings = read(tmp_path)
     assert sorted(shown) == [r.step for r in readings] == [0, 4, 8, 11]
+    charts = Charts()
     for reading in readings:
-        for tag, value in reading.charted().items():
+        for tag, value in charts.select(reading).items():
             assert float(shown[reading.step][tag]) == value
     assert any("heads/qk_cosine" in row for row in rows)
+
+
+class Validated(Decoder):
+    """Logs on the progress bar, so that it can be seen who else stands there."""
+
+    def training_step(self, ids, index):
+        loss = super().training_step(ids, index)
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+
+def fit_with(tmp_path, *callbacks, detail="headline", steps=12, **kwargs):
+    monitor = GeometryMonitor(directory=tmp_path, schedule=every(1), detail=detail, **FEW)
+    return fit(tmp_path, [monitor, *callbacks], model=Validated(), steps=steps, **kwargs)[1]
+
+
+@pytest.mark.parametrize("detail", ["headline", "layers"])
+def test_headline_values_stand_in_the_callback_metrics_and_not_on_the_bar(tmp_path, detail):
+    trainer = fit_with(tmp_path, detail=detail)
+    last = read(tmp_path)[-1].values
+    ours = {name: v for name, v in trainer.callback_metrics.items() if name != "loss"}
+    assert {"geomon/variance", "geomon/attention_entropy", "geomon/overhead"} <= set(ours)
+    assert all(name.startswith("geomon/") for name in ours)
+    assert ours["geomon/variance"].item() == pytest.approx(last["variance/mean"], rel=1e-6)
+    assert set(trainer.progress_bar_metrics) == {"loss"}
+    assert set(trainer.logged_metrics) == {"loss"}
+
+
+def test_early_stopping_and_checkpoints_follow_a_headline_value(tmp_path):
+    name = "geomon/attention_entropy"
+    stopping = EarlyStopping(name, patience=0, mode="max", check_on_train_epoch_end=True)
+    keeping = ModelCheckpoint(tmp_path / "kept", monitor=name, mode="min", every_n_train_steps=2)
+    trainer = fit_with(
+        tmp_path, stopping, keeping, steps=-1, max_epochs=9, limit_train_batches=4,
+        enable_checkpointing=True,
+    )  # fmt: skip
+    record = {reading.step: reading.values["attention_entropy/mean"] for reading in read(tmp_path)}
+    ends = [record[step] for step in range(3, len(record), 4)]  # seen at the end of each epoch
+    fell = next(i for i in range(1, 9) if i + 1 == 9 or ends[i] <= ends[i - 1])
+    assert trainer.global_step == 4 * (fell + 1)
+    kept = min(record[step] for step in range(1, len(record), 2))
+    assert keeping.best_model_score.item() == pytest.approx(kept, rel=1e-6)
+
+
+def test_several_ranks_are_given_no_value_that_only_the_first_would_have(tmp_path):
+    class Two(GeometryMonitor):
+        def on_train_start(self, trainer, pl_module):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(L.Trainer, "world_size", 2)
+                super().on_train_start(trainer, pl_module)
+
+    _, trainer = fit(tmp_path, [Two(directory=tmp_path, **FEW)], steps=2)
+    assert len(read(tmp_path)) == 2
+    assert not trainer.callback_metrics
 
 
 def test_every_logger_gets_every_reading(tmp_path):
@@ -229,7 +289,7 @@ def test_every_logger_gets_every_reading(tmp_path):
         assert len(rows) == 1 + len(read(tmp_path / "run")) == 5
     events = EventAccumulator(str(tmp_path / "tb"))
     events.Reload()
-    assert [event.step for event in events.Scalars("variance/mean")] == [0, 4, 8, 11]
+    assert [event.step for event in events.Scalars("geomon/variance")] == [0, 4, 8, 11]
 
 
 def test_a_logger_that_fails_silences_no_other(tmp_path, caplog):
@@ -243,7 +303,7 @@ def test_a_logger_that_fails_silences_no_other(tmp_path, caplog):
     monitor = GeometryMonitor(**{**FEW, "strict": False}, schedule=every(1), directory=tmp_path)
     fit(tmp_path, [monitor], logger=loggers, steps=5)
     rows = list(csv.DictReader((tmp_path / "csv/metrics.csv").read_text().splitlines()))
-    assert [int(row["step"]) for row in rows if row["variance/mean"]] == [0, 1, 2, 3, 4]
+    assert [int(row["step"]) for row in rows if row["geomon/variance"]] == [0, 1, 2, 3, 4]
     assert [r.step for r in read(tmp_path)] == [0, 1, 2, 3, 4]
     said = [message for message in caplog.messages if "gone" in message]
     assert [("Broken" in m, "tried again" in m) for m in said] == [(True, True)] * 2
@@ -299,7 +359,7 @@ def test_csv_keeps_its_columns(tmp_path):
     monitor = GeometryMonitor(directory=tmp_path, schedule=every(3), **FEW)
     fit(tmp_path, [monitor], logger=logger)
     lines = (tmp_path / "csv" / "metrics.csv").read_text().splitlines()
-    assert "variance/mean" in lines[0].split(",")
+    assert "geomon/variance" in lines[0].split(",")
     assert len(lines) == 1 + len(read(tmp_path))
 
 
@@ -376,7 +436,9 @@ def test_with_two_optimizers_curves_stand_beside_those_that_lightning_logs(tmp_p
     assert list(record) == [0, 4, 8, 12]
     path = tmp_path / "csv" / "metrics.csv"
     # Batches 0, 2, 4 and 6 began at these steps; Lightning counts batches.
-    assert csv_rows(path, "variance/mean") == [(step // 2, value) for step, value in record.items()]
+    assert csv_rows(path, "geomon/variance") == [
+        (step // 2, value) for step, value in record.items()
+    ]
     assert [step for step, _ in csv_rows(path, "loss")] == list(range(7))
 
 
@@ -397,7 +459,7 @@ def test_a_reading_that_comes_late_is_logged_where_it_was_made(tmp_path, optimiz
     model = One() if optimizers == 1 else LoggedByTwo(slow.at)
     fit(tmp_path, [monitor], logger=logger, steps=7 * optimizers, model=model)
     assert [r.step for r in read(tmp_path)] == [step * optimizers for step in (0, 2, 6)]
-    shown = csv_rows(tmp_path / "csv" / "metrics.csv", "slow/mean")
+    shown = csv_rows(tmp_path / "csv" / "metrics.csv", "geomon/slow")
     assert shown == [
         (reading.step // optimizers, reading.values["slow/mean"]) for reading in read(tmp_path)
     ]
@@ -440,7 +502,12 @@ class Logs(Decoder):
 def test_the_loss_of_the_step_and_named_values_stand_in_its_reading(tmp_path, probe, accumulate):
     logger = CSVLogger(tmp_path, name="", version="csv")
     monitor = GeometryMonitor(
-        directory=tmp_path, schedule=every(2), probe=probe, log=("accuracy", "val/loss"), **FEW
+        directory=tmp_path,
+        schedule=every(2),
+        probe=probe,
+        log=("accuracy", "val/loss"),
+        detail="layers",
+        **FEW,
     )
     model = Logs()
     data = DataLoader(torch.cat([batch(8, 32, seed=i) for i in range(40)]), batch_size=8)
@@ -549,7 +616,8 @@ def test_validation_data_are_read_and_the_validation_is_left_alone(tmp_path, san
     assert watched.totals == plain.totals
     assert len(plain.validated) == sanity + 5 * (2 // every_epochs)
     assert all(map(torch.equal, watched.validated, plain.validated))
-    assert trainer.callback_metrics == without.callback_metrics
+    theirs = {k: v for k, v in trainer.callback_metrics.items() if not k.startswith("geomon/")}
+    assert theirs == without.callback_metrics
     for one, other in zip(watched.parameters(), plain.parameters(), strict=True):
         assert torch.equal(one, other)
 
@@ -631,14 +699,14 @@ def test_the_other_package_of_lightning_is_served_by_itself(tmp_path):
     events = EventAccumulator(str(tmp_path / "tb" / "x"))
     events.Reload()
     assert {"profile/anisotropy", "heads/qk_cosine"} <= set(events.Tags()["images"])
-    assert set(record[-1].charted()) <= set(events.Tags()["scalars"])
+    assert set(Charts().select(record[-1])) <= set(events.Tags()["scalars"])
 
 
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
 def test_loggers_of_both_packages_show_pictures(tmp_path, package):
     loggers = pytest.importorskip(f"{package}.loggers")
-    board = _sink_of(loggers.TensorBoardLogger(tmp_path), int)
-    table = _sink_of(loggers.CSVLogger(tmp_path), int)
+    board = _sink_of(loggers.TensorBoardLogger(tmp_path), int, "headline")
+    table = _sink_of(loggers.CSVLogger(tmp_path), int, "headline")
     assert (board.shows_pictures, table.shows_pictures) == (True, False)
 
     class Own(loggers.WandbLogger):
@@ -647,4 +715,4 @@ def test_loggers_of_both_packages_show_pictures(tmp_path, package):
         experiment = "a run"
 
     with pytest.raises(AttributeError, match="'str' object"):  # asked as a run of W&B is
-        _sink_of(Own(), int)
+        _sink_of(Own(), int, "headline")

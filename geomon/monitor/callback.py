@@ -116,7 +116,8 @@ class CallbackSession:
                 data are to be read and there are none.
         """
         self.discard()
-        options = {name: value for name, value in self.options.items() if name != "pictures"}
+        shown = ("pictures", "detail")  # of what the callback shows: its own affair
+        options = {name: value for name, value in self.options.items() if name not in shown}
         options["directory"] = options["directory"] or directory
         if options["probe"] == VALIDATION:
             options["probe"] = self._held_out(model, validation)

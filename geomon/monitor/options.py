@@ -19,6 +19,7 @@ from geomon.metrics import METRICS, Metric, check_metrics
 from geomon.monitor.held_out import HeldOut, is_loader
 from geomon.monitor.schedule import Schedule, check_schedule, log_spaced
 from geomon.record import Sink
+from geomon.record.headline import HEADLINE, Detail, check_detail
 from geomon.record.tags import training_tag
 
 # What stands for a trainer's own validation loader, as `probe` of a callback.
@@ -125,15 +126,20 @@ class CallbackOptions(MonitorOptions, total=False):
     Args:
         pictures: Whether loggers that show pictures get the run in one figure, the profile over
             depth and the matrices of heads by layer, each time the step has doubled.
+        detail: How much loggers show: "headline" for about a dozen values in the group `geomon/`;
+            "layers" for every layer of every metric besides, in groups of their own; or names of
+            metrics whose means are headline values too. The record holds everything. Sinks that are
+            given with `sinks` have a `detail` of their own.
 
     Raises:
         TypeError: An argument has a name that does not exist. A hook is not callable.
         ValueError: A metric reads an unknown view, the schedule never fires, no alert has such a
-            name, or a number is out of range. When training starts: no blocks in the model, a
-            directory that cannot be written.
+            name, a number is out of range, or the detail names no metric. When training starts: no
+            blocks in the model, a directory that cannot be written.
     """
 
     pictures: bool
+    detail: Detail
 
 
 DEFAULTS: MonitorOptions = {
@@ -160,7 +166,12 @@ DEFAULTS: MonitorOptions = {
     "alerts": DEFAULT_ALERTS,
 }
 
-CALLBACK_DEFAULTS: CallbackOptions = {**DEFAULTS, "directory": None, "pictures": True}
+CALLBACK_DEFAULTS: CallbackOptions = {
+    **DEFAULTS,
+    "directory": None,
+    "pictures": True,
+    "detail": HEADLINE,
+}
 
 
 def check_options(options: MonitorOptions, owner: str) -> MonitorOptions:
@@ -191,7 +202,9 @@ def check_callback_options(options: CallbackOptions, owner: str) -> CallbackOpti
         ValueError: As `check_options`.
     """
     given = cast("CallbackOptions", {**CALLBACK_DEFAULTS, **options})
-    return _check(given, CALLBACK_DEFAULTS, owner)
+    checked = _check(given, CALLBACK_DEFAULTS, owner)
+    checked["detail"] = _check_detail(checked["detail"], checked["metrics"])
+    return checked
 
 
 _Options = TypeVar("_Options", bound=MonitorOptions)
@@ -287,6 +300,17 @@ def check_budget(share: Any) -> float | None:
             f"cent, or None for no limit, got {reprlib.repr(share)}"
         )
     return value
+
+
+def _check_detail(detail: Detail, metrics: Mapping[str, Metric]) -> Detail:
+    """The detail of charts, checked: the metrics that it names are measured."""
+    detail = check_detail(detail)
+    unknown = [] if isinstance(detail, str) else [name for name in detail if name not in metrics]
+    if unknown:
+        raise ValueError(
+            f"detail names '{unknown[0]}', which is not measured; metrics has {', '.join(metrics)}"
+        )
+    return detail
 
 
 def check_count(name: str, value: int, at_least: int = 1) -> None:

@@ -14,6 +14,7 @@ from geomon.monitor.retries import FAILURES, Retries
 from geomon.monitor.time_limit import TimeLimitError, time_limit
 from geomon.record import Reading, Record, Sink
 from geomon.record.printable import printable
+from geomon.record.sinks import WandB
 
 log = logging.getLogger("geomon")
 
@@ -127,6 +128,10 @@ class ReadingWriter:
                 lambda: recorded.update(record.begin(step, description)),
                 f"{record.path} could not be read and is kept under another name",
             )
+        for sink, _ in list(self._sinks):
+            if isinstance(sink, WandB):  # it has a place for it
+                message = f"{_name_of(sink)} did not take the description of the run"
+                self._call(sink, functools.partial(sink.describe, description), message)
         return recorded
 
     def write(self, reading: Reading) -> None:

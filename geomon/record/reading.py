@@ -40,7 +40,10 @@ class Reading:
     notes: list[str] = field(default_factory=list)
 
     def charted(self) -> dict[str, float]:
-        """Select the values that charts show: no NaN, no single heads (see `tags.is_charted`)."""
+        """Select what charts can show of all layers: no NaN, no single heads.
+
+        What they do show is selected in `geomon.record.headline`.
+        """
         return {
             tag: value
             for tag, value in self.values.items()

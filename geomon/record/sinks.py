@@ -3,19 +3,22 @@
 A sink takes a whole reading and decides itself what it shows. One that fails is reported once and
 tried again with later readings; the training and the other sinks go on. Messages call it by its
 `__str__`, if it has one of its own, or else by the name of its class.
+
+Those that draw charts show the headline values (`geomon.record.headline`), and with
+`detail="layers"` every value that is charted.
 """
 
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from geomon.record.headline import HEADLINE, Charts, Detail
 from geomon.record.reading import Reading
-from geomon.record.tags import layout
 
 log = logging.getLogger("geomon")
 
@@ -62,18 +65,24 @@ class TensorBoard:
 
     Args:
         directory: Folder of the event files.
+        detail: "headline" for about a dozen values, in the group `geomon/`; "layers" for all that
+            are charted; or names of metrics whose means are headline values too.
+
+    Raises:
+        ValueError: The detail is none of them.
     """
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    def __init__(self, directory: str | os.PathLike[str], *, detail: Detail = HEADLINE) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        self._charts = Charts(detail)
+        self._layout = ChartLayout(self._charts)
         self._writer = SummaryWriter(os.fspath(directory))
-        self._layout = ChartLayout()
 
     def write(self, reading: Reading) -> None:
         """Write the charted values at the reading's step; before the first, the charts' layout."""
         self._layout.write_once(reading, [self._writer])
-        for tag, value in reading.charted().items():
+        for tag, value in self._charts.select(reading).items():
             # The old style rounds to float32.
             self._writer.add_scalar(tag, value, reading.step, new_style=True, double_precision=True)
         self._writer.flush()
@@ -95,25 +104,40 @@ class WandB:
     Args:
         run: Run of W&B, as `wandb.init()` returns it; None for the one that is active.
         alone: Whether nothing else is logged to the run: every reading is then a row at once.
-        prefix: Text before each tag, for instance "train/".
+        detail: "headline" for about a dozen values, in the group `geomon/`; "layers" for all that
+            are charted; or names of metrics whose means are headline values too.
+
+    Raises:
+        ValueError: The detail is none of them.
     """
 
-    def __init__(self, run: Any = None, *, alone: bool = False, prefix: str = "") -> None:
+    def __init__(self, run: Any = None, *, alone: bool = False, detail: Detail = HEADLINE) -> None:
+        self._charts = Charts(detail)
         self._run: Any = None
         self._alone = alone
-        self._prefix = prefix
         self._waiting: deque[dict[str, Any]] = deque()  # rows that have not been logged yet
         self._joined: int | None = None  # the run's row that a reading of ours has joined
         self._defined: set[str] = set()
         self._flushed_by_run = False
+        self._description: Mapping[str, Any] | None = None
         if run is not None:
             self._follow(run)
+
+    def describe(self, description: Mapping[str, Any]) -> None:
+        """Put the description of the run into the configuration of the W&B run, as `geomon`.
+
+        Args:
+            description: Description of the run, as the record holds it.
+        """
+        self._description = description
+        if self._has_run():
+            self._configure()
 
     def write(self, reading: Reading) -> None:
         """Log the charted values with the row that the training logs next."""
         if not self._has_run():
             return
-        values = {f"{self._prefix}{tag}": value for tag, value in reading.charted().items()}
+        values = self._charts.select(reading)
         for name in values.keys() - self._defined:  # a pattern may give way to the training's own
             self._defined.add(name)
             self._run.define_metric(name, step_metric=_WANDB_STEP)
@@ -153,6 +177,11 @@ class WandB:
         self._run = run
         self._flushed_by_run = _call_at_finish(run, self._flush)
         run.define_metric(_WANDB_STEP)
+        self._configure()
+
+    def _configure(self) -> None:
+        if self._description is not None:
+            self._run.config.update({"geomon": dict(self._description)}, allow_val_change=True)
 
     def _log(self, values: dict[str, Any], step: int) -> None:
         if getattr(self._run, "disabled", False):
@@ -201,31 +230,25 @@ class ChartLayout:
     """Layout of TensorBoard's custom scalars, written with the first reading only.
 
     Args:
-        prefix: Text that a logger puts before each tag, for instance "train/".
+        charts: What is charted.
     """
 
-    def __init__(self, prefix: str = "") -> None:
-        self._prefix = prefix
+    def __init__(self, charts: Charts) -> None:
+        self._charts = charts
         self._is_written = False
 
     def write_once(self, reading: Reading, writers: Iterable[Any]) -> None:
         """Write the layout of the charts of a reading, unless one was written before.
 
         Args:
-            reading: Reading whose charted tags the charts show.
+            reading: Reading whose values the charts show.
             writers: `SummaryWriter`s of TensorBoard; iterated over only when the layout is written.
         """
         if self._is_written:
             return
-        charts = {
-            category: {
-                f"{self._prefix}{title}": [kind, [f"{self._prefix}{tag}" for tag in patterns]]
-                for title, (kind, patterns) in titles.items()
-            }
-            for category, titles in layout(reading.charted()).items()
-        }
+        layout = self._charts.layout(reading)
         for writer in writers:
-            writer.add_custom_scalars(charts)
+            writer.add_custom_scalars(layout)
         self._is_written = True  # only now: one that failed is written with the next reading
 
 
@@ -234,36 +257,41 @@ class LoggerSink:
 
     Args:
         name: Name of the logger, for messages.
-        log: Function that hands a reading to the logger.
+        log: Function that hands the charted values to the logger, by name, with their step.
+        detail: "headline", "layers", or names of metrics whose means are headline values too.
         save: Function that flushes the logger.
         writers: Function that returns the logger's `SummaryWriter`s; None where it is not
             TensorBoard. They get the layout of the charts, and pictures.
-        prefix: Text that the logger puts before each tag, for instance "train/".
+
+    Raises:
+        ValueError: The detail is none of them.
     """
 
     def __init__(
         self,
         name: str,
-        log: Callable[[Reading], object],
+        log: Callable[[dict[str, float], int], object],
         *,
+        detail: Detail = HEADLINE,
         save: Callable[[], object] = lambda: None,
         writers: Callable[[], Iterable[Any]] | None = None,
-        prefix: str = "",
     ) -> None:
         self._name = name
         self._log = log
         self._save = save
         self._writers = writers
-        self._layout = ChartLayout(prefix)
+        self._charts = Charts(detail)
+        self._layout = ChartLayout(self._charts)
 
     def __str__(self) -> str:
         return self._name
 
     def write(self, reading: Reading) -> None:
-        """Hand the reading to the logger; before the first, write the layout of its charts."""
+        """Hand charted values to the logger; before the first, write the layout of their charts."""
         if self._writers is not None:
             self._layout.write_once(reading, self._writers())
-        self._log(reading)
+        if values := self._charts.select(reading):
+            self._log(values, reading.step)
 
     @property
     def shows_pictures(self) -> bool:

@@ -11,7 +11,7 @@ beside the geometry, its loss for instance.
 
 import functools
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 MEAN = "mean"
@@ -207,7 +207,7 @@ def parse(tag: str) -> Tag | None:
 
 
 def is_charted(tag: str) -> bool:
-    """Return whether charts show a tag: no single heads, no error parts of single layers.
+    """Return whether charts of all layers show a tag: no heads, no error parts of single layers.
 
     Example:
         >>> [is_charted(tag) for tag in ("twonn/layer_03", "twonn/mean/std", "twonn/layer_03/std")]
@@ -220,39 +220,39 @@ def is_charted(tag: str) -> bool:
     return parsed.head is None and (parsed.layer is None or not trust)
 
 
-def layout(names: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
+def layout(names: Iterable[str], shown_as: Mapping[str, str]) -> dict[str, dict[str, list[Any]]]:
     """Lay out charts for TensorBoard's custom scalars: all layers of a metric in one chart.
 
     Args:
         names: Tags that are charted.
+        shown_as: Names under which some of them are shown, by tag.
 
     Returns:
         Kind of chart and patterns of its tags, by category and title.
 
     Example:
-        >>> layout(["cosine/layer_01", "cosine/mean"])
-        {'geomon': {'cosine, by layer': ['Multiline', ['cosine/layer_[0-9]+$', 'cosine/mean$']]}}
+        >>> layout(["cosine/layer_01", "cosine/mean"], {"cosine/mean": "geomon/cosine"})["by layer"]
+        {'cosine': ['Multiline', ['cosine/layer_[0-9]+$', 'geomon/cosine$']]}
     """
     parsed = [tag for tag in map(parse, names) if tag is not None]
     charts: dict[str, list[Any]] = {}
     for stack in dict.fromkeys(tag.stack for tag in parsed):
-        charts |= _charts_of_stack([tag for tag in parsed if tag.stack == stack], stack)
-    return {"geomon": charts}
+        charts |= _charts_of_stack([tag for tag in parsed if tag.stack == stack], stack, shown_as)
+    return {"by layer": charts}
 
 
-def _charts_of_stack(parsed: list[Tag], stack: str) -> dict[str, list[Any]]:
+def _charts_of_stack(
+    parsed: list[Tag], stack: str, shown_as: Mapping[str, str]
+) -> dict[str, list[Any]]:
     prefix, name = (f"{stack}_", f"{stack}: ") if stack else ("", "")
-    metrics = dict.fromkeys(tag.metric for tag in parsed)
-    dimensions = [f"{metric}/{prefix}mean$" for metric in metrics if metric.startswith("twonn")]
     charts: dict[str, list[Any]] = {}
-    if dimensions:
-        title = f"{name}intrinsic dimension, mean over layers"
-        charts[title] = ["Multiline", [*dimensions, f"gride/{prefix}mean/k32$"]]
-    for metric in metrics:
+    for metric in dict.fromkeys(tag.metric for tag in parsed):
         if any(tag.metric == metric and not tag.part for tag in parsed):
-            patterns = [f"{metric}/{prefix}layer_[0-9]+$", f"{metric}/{prefix}mean$"]
-            charts[f"{name}{metric}, by layer"] = ["Multiline", patterns]
-    scales = [tag for tag in parsed if tag.metric == "gride"]
-    if scales:
-        charts[f"{name}gride, by scale"] = ["Multiline", [f"gride/{prefix}mean/k[0-9]+$"]]
+            mean = f"{metric}/{prefix}mean"
+            patterns = [f"{metric}/{prefix}layer_[0-9]+$", f"{shown_as.get(mean, mean)}$"]
+            charts[f"{name}{metric}"] = ["Multiline", patterns]
+    if any(tag.metric == "gride" for tag in parsed):
+        start = f"gride/{prefix}mean/k"
+        others = [f"{shown}$" for tag, shown in shown_as.items() if tag.startswith(start)]
+        charts[f"{name}gride, by scale"] = ["Multiline", [f"{start}[0-9]+$", *others]]
     return charts

@@ -5,11 +5,14 @@ import math
 
 import numpy as np
 import pytest
+from models import PlainDecoder, batch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb_file import wandb_rows, work_offline
 
 import geomon.record.sinks
-from geomon.record import Reading, Sink
+from geomon import Monitor, select
+from geomon.record import Reading, Sink, read
+from geomon.record.headline import Charts
 from geomon.record.sinks import (
     ChartLayout,
     LoggerSink,
@@ -62,9 +65,13 @@ def reading(step: int) -> Reading:
 
 
 def build(kind, tmp_path):
-    return kind(
-        *{TensorBoard: [tmp_path], WandB: [Run()], Memory: [], LoggerSink: ["Logger", id]}[kind]
-    )
+    arguments = {
+        TensorBoard: [tmp_path],
+        WandB: [Run()],
+        Memory: [],
+        LoggerSink: ["Logger", lambda values, step: None],
+    }
+    return kind(*arguments[kind])
 
 
 @pytest.mark.parametrize("kind", CLASSES)
@@ -84,7 +91,7 @@ def test_tensorboard_holds_charted_values_to_the_last_bit(tmp_path):
     sink.close()
     events = EventAccumulator(str(tmp_path))
     events.Reload()
-    tag = "twonn/mean"
+    tag = "geomon/twonn"
     assert events.Tags()["tensors"] == ["custom_scalars__config__", tag]
     found = events.Tensors(tag)
     assert [event.step for event in found] == [0, 5]
@@ -119,7 +126,7 @@ def test_nothing_is_lost_that_a_training_logs_to_wandb_itself(habit):
     assert not run.dropped
     kept = {name for row in run.rows for name in row if name.startswith("loss")}
     assert kept == {f"loss_{s}" for s in range(20) if HABITS[habit](s) is not None}
-    rows = {row["geomon/step"]: row["twonn/mean"] for row in run.rows if "geomon/step" in row}
+    rows = {row["geomon/step"]: row["geomon/twonn"] for row in run.rows if "geomon/step" in row}
     assert rows == {step: 0.1 + step for step in range(20)}
 
 
@@ -138,8 +145,8 @@ def test_alone_every_reading_is_a_row_at_once():
     run = Run()
     sink = WandB(run, alone=True)
     sink.write(reading(3))
-    assert run.rows == [{"twonn/mean": 3.1, "geomon/step": 3}]
-    assert run.metrics == [("geomon/step", None), ("twonn/mean", "geomon/step")]
+    assert run.rows == [{"geomon/twonn": 3.1, "geomon/step": 3}]
+    assert run.metrics == [("geomon/step", None), ("geomon/twonn", "geomon/step")]
 
 
 def test_a_run_to_which_nobody_else_logs_is_said_once(caplog):
@@ -160,7 +167,7 @@ def test_pictures_of_one_step_share_a_row():
     sink.close()
     run.end_row()
     assert [set(row) for row in run.rows] == [
-        {"twonn/mean", "geomon/step"},
+        {"geomon/twonn", "geomon/step"},
         {"heads/a", "heads/b", "geomon/step"},
     ]
 
@@ -180,7 +187,7 @@ def test_wandb_offline_has_every_row_of_both(habit, tmp_path, monkeypatch):
         f"loss_{s}" for s in range(20) if HABITS[habit](s) is not None
     }
     assert "last" in names
-    assert sorted(int(r["geomon/step"]) for r in rows if "twonn/mean" in r) == list(range(20))
+    assert sorted(int(r["geomon/step"]) for r in rows if "geomon/twonn" in r) == list(range(20))
 
 
 def test_a_disabled_run_holds_nothing():
@@ -192,6 +199,52 @@ def test_a_disabled_run_holds_nothing():
     sink.write(reading(30))  # nothing of the training's comes after it
     assert not sink._waiting
     run.finish()
+
+
+@pytest.mark.parametrize("kind", [TensorBoard, WandB, LoggerSink])
+def test_every_sink_shows_as_much_as_it_is_asked_for(kind, tmp_path):
+    whole = reading(1)
+    whole.values["cosine/layer_01"] = 0.5
+    shown = {"geomon/twonn": 1.1, "cosine/layer_01": 0.5}
+    given, run = [], Run()
+    sink = {
+        TensorBoard: lambda: TensorBoard(tmp_path, detail="layers"),
+        WandB: lambda: WandB(run, alone=True, detail="layers"),
+        LoggerSink: lambda: LoggerSink("L", lambda *row: given.append(row), detail="layers"),
+    }[kind]()
+    sink.write(whole)
+    sink.close()
+    if kind is TensorBoard:
+        events = EventAccumulator(str(tmp_path))
+        events.Reload()
+        assert set(events.Tags()["tensors"]) == {"custom_scalars__config__", *shown}
+    else:
+        assert (given or run.rows) == ([(shown, 1)] if given else [{**shown, "geomon/step": 1}])
+
+
+@pytest.mark.parametrize("kind", [TensorBoard, WandB, LoggerSink])
+def test_a_detail_that_does_not_exist_is_refused(kind, tmp_path):
+    with pytest.raises(ValueError, match="detail is 'headline', 'layers' or a tuple of names"):
+        kind(*{TensorBoard: [tmp_path], WandB: [], LoggerSink: ["L", max]}[kind], detail="layer")
+
+
+def test_the_configuration_of_a_wandb_run_describes_the_monitored_one(tmp_path, monkeypatch):
+    import wandb
+
+    work_offline(monkeypatch, tmp_path)
+    sink = WandB()  # before there is a run
+    model = PlainDecoder(layers=1)
+    metrics = select("variance")
+    with wandb.init(project="test", dir=str(tmp_path), config={"own": 1}) as run:
+        monitor = Monitor(model, metrics=metrics, directory=tmp_path, sinks=[sink], strict=True)
+        with monitor(0):
+            model(batch())
+        monitor.close()
+        (described,) = read(tmp_path).runs
+        found = dict(run.config)
+    assert found["own"] == 1
+    assert found["geomon"]["metrics"] == described["metrics"]
+    assert found["geomon"].keys() == monitor.describe().keys()
 
 
 def test_memory_is_bounded():
@@ -214,33 +267,30 @@ class Writer:
 
 def test_the_layout_of_charts_is_written_once_to_every_writer():
     first, second = Writer(), Writer()
-    layout = ChartLayout()
+    layout = ChartLayout(Charts())
     for step in range(2):
         layout.write_once(reading(step), [first, second])
-    title, chart = "intrinsic dimension, mean over layers", ["twonn/mean$", "gride/mean/k32$"]
     assert len(first.layouts) == len(second.layouts) == 1
-    assert first.layouts[0]["geomon"][title] == ["Multiline", chart]
-    prefixed = Writer()
-    ChartLayout("train/").write_once(reading(0), [prefixed])
-    assert prefixed.layouts[0]["geomon"][f"train/{title}"] == [
-        "Multiline", [f"train/{pattern}" for pattern in chart],
-    ]  # fmt: skip
+    charts = [curves for _, curves in first.layouts[0]["geomon"].values()]
+    assert charts == [["geomon/twonn$"], ["geomon/overhead$"]]
 
 
 def test_a_logger_gets_readings_pictures_and_the_layout_once():
     logged, saved, writer = [], [], Writer()
-    sink = LoggerSink(
-        "Board", logged.append, save=lambda: saved.append(1), writers=lambda: [writer]
-    )
+
+    def log(values, step):
+        logged.append((values, step))
+
+    sink = LoggerSink("Board", log, save=lambda: saved.append(1), writers=lambda: [writer])
     for step in range(2):
         sink.write(reading(step))
     sink.post("profile/a", "pixels", 3)
     sink.close()
-    assert [r.step for r in logged] == [0, 1]
+    assert logged == [({"geomon/twonn": 0.1 + step}, step) for step in range(2)]
     assert len(writer.layouts) == len(saved) == 1
     assert writer.images == [(("profile/a", "pixels", 3), {"dataformats": "HWC"})]
     assert str(sink) == "Board"
-    plain = LoggerSink("CSV", logged.append)
+    plain = LoggerSink("CSV", log)
     plain.write(reading(2))
     plain.post("profile/a", "pixels", 3)
     plain.close()
@@ -269,7 +319,7 @@ def test_a_layout_that_could_not_be_written_is_written_with_the_next_reading():
             if len(self.layouts) == 1:
                 raise OSError("gone")
 
-    writer, layout = Failing(), ChartLayout()
+    writer, layout = Failing(), ChartLayout(Charts())
     with pytest.raises(OSError, match="gone"):
         layout.write_once(reading(0), [writer])
     for step in (1, 2):

@@ -22,7 +22,7 @@ def test_what_a_training_logs_is_of_no_metric_and_no_stack(name):
     assert tags.is_of_run(tag)
     assert tags.is_charted(tag)
     assert tags.out_of_stack(tag, {"encoder", "reward"}) == ("", tag)
-    assert tags.layout([tag]) == {"geomon": {}}
+    assert tags.layout([tag], {}) == {"by layer": {}}
 
 
 @pytest.mark.parametrize("tag", ["geomon/seconds", "loss", "a/b/c", "a/layer_x", ""])
