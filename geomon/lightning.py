@@ -195,7 +195,10 @@ def _metrics_of(trainer: "L.Trainer", detail: Detail) -> Sink:
 
     def log(values: dict[str, float], step: int) -> None:
         trainer.callback_metrics.update(
-            {name: torch.tensor(value, dtype=torch.float32) for name, value in values.items()}
+            {
+                name: torch.tensor(value, dtype=torch.float32, device="cpu")
+                for name, value in values.items()
+            }
         )
 
     return LoggerSink("the trainer's callback_metrics", log, detail=detail)
