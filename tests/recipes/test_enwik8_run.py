@@ -84,7 +84,7 @@ def test_readings_are_shown_line_by_line_where_there_is_no_terminal(finished):
     assert [f"step {step}:" in out for step in range(7)] == [True] * 7
 
 
-def test_the_probe_looks_at_4096_characters_with_an_interval(finished):
+def test_a_reading_stands_on_4096_rows_and_has_an_interval(finished):
     folder, _ = finished
     for reading in read(folder):
         assert (reading.source, reading.mode, reading.tokens) == ("probe", "eval", 4096)
@@ -155,7 +155,7 @@ def test_ctrl_c_keeps_every_reading_and_ends_as_lightning_ends(tmp_path):
         (["--resume"], "no checkpoint and no settings"),
         (["--out", "pyproject.toml/run"], "cannot be written"),
         (["--heads", "3"], "cannot be shared among --heads 3"),
-        (["--context", "100000"], "choose at most 4096"),
+        (["--context", "100000"], "choose at most 8192"),
         (["--context", "5000", "--budget", "0.01"], "choose at most 2048"),
         (["--precision", "foo"], "check --accelerator, --devices, --strategy, --precision"),
         pytest.param(
