@@ -238,17 +238,20 @@ def _legend(panel: Axes, **style: Any) -> None:
 
 
 def _step_axis(panel: Axes, steps: Sequence[int]) -> None:
-    """Make the step axis logarithmic, with step 0 to the left of step 1."""
+    """Make the step axis logarithmic, with step 0 to the left of the first step after it."""
     _plain(panel)
     first, last = min(steps), max(steps)
     powers = [10**power for power in range(len(str(last)) + 1)]
+    after = min((step for step in steps if step > 0), default=1)
     if first > 0:
         panel.set_xscale("log")
         panel.set_xlim(first / 1.1, last * 1.1)
     else:
-        panel.set_xscale("symlog", linthresh=1, linscale=0.45)
-        panel.set_xlim(-0.25, max(last * 1.15, 1.5))
-    inside = [power for power in powers if first <= power <= last]
+        panel.set_xscale("symlog", linthresh=after, linscale=0.45)
+        panel.set_xlim(-0.25 * after, max(last * 1.15, 1.5 * after))
+    inside = [power for power in powers if max(first, after) <= power <= last]
+    if first == 0 and last > after and after * 2 <= min(inside, default=last):
+        inside.insert(0, after)
     panel.set_xticks([0] * (first == 0) + (inside or [last] * (last > 0)))
     panel.xaxis.set_minor_locator(NullLocator())
     panel.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))

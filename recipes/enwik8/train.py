@@ -28,9 +28,9 @@ from recipes.enwik8.model import CharacterDecoder
 from recipes.enwik8.presets import Preset
 from recipes.enwik8.windows import CharacterData, spread
 
-# Characters that a reading looks at, of which it measures 4,096 rows, the paper's least batch: rows
-# of more windows are less alike. Under a budget fewer, or the look at step 0 alone would take half a
-# per cent of the first 500 steps.
+# Characters that a reading looks at, of which it measures 4,096 rows, the paper's least batch:
+# rows of more windows are less alike. Under a budget fewer, or the look at step 0 alone would take
+# half a per cent of the first 500 steps.
 PROBE_TOKENS = 8192
 FRUGAL_PROBE_TOKENS = 2048
 # The intervals come from halves of the windows, and need no second batch.

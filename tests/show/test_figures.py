@@ -382,8 +382,10 @@ def test_noise_is_a_line_where_it_lies_within_the_panel(null, seen):
 @pytest.mark.parametrize(
     ("steps", "ticks", "scale"),
     [
-        ((0, 4, 32), ["0", "1", "10"], "symlog"),
-        ((0, 16, 1500), ["0", "1", "10", "100", "1,000"], "symlog"),
+        ((0, 1, 32), ["0", "1", "10"], "symlog"),
+        ((0, 4, 32), ["0", "4", "10"], "symlog"),
+        ((0, 16, 1500), ["0", "16", "100", "1,000"], "symlog"),
+        ((0, 80, 1500), ["0", "100", "1,000"], "symlog"),
         ((500, 700, 900), ["900"], "log"),
         ((50, 700, 2000), ["100", "1,000"], "log"),
     ],
@@ -395,7 +397,7 @@ def test_the_axis_of_steps_has_powers_of_ten_and_all_steps_inside(steps, ticks, 
     left, right = axes.get_xlim()
     assert left < steps[0] < steps[-1] < right
     assert right <= 1.2 * steps[-1]
-    assert left >= -0.3 if steps[0] == 0 else left >= steps[0] / 1.2
+    assert left >= -0.3 * steps[1] if steps[0] == 0 else left >= steps[0] / 1.2
 
 
 def test_axes_hold_all_values_and_leave_the_top_to_the_legend():
