@@ -297,7 +297,7 @@ def dimensions(rows: Array, unique: Array) -> dict[str, float]:
 
 def _without_rounding(log_ratios: Array) -> Array:
     """Equal spacings are equal but for the rounding of their distances."""
-    return np.where(log_ratios < 3.6e-15, 0.0, log_ratios)
+    return np.where(log_ratios < 1e-12, 0.0, log_ratios)
 
 
 def maximum_likelihood(x: Array, k: int) -> float:

@@ -16,8 +16,9 @@ SCALES = (1, 2, 4, 8, 16, 32)
 # Newton's steps: from the estimate by moments, five reach the last digit of float64.
 _NEWTON_STEPS = 6
 
-# Logarithms of the ratio of two distances that are equal: each is the root of a rounded sum.
-_ROUNDING = 16 * torch.finfo(torch.float64).eps
+# Logarithms of the ratio of two distances that are equal: each is the root of a rounded sum of
+# differences of rounded coordinates, which may be thousands of times as large as the distance.
+_ROUNDING = 1e-12
 
 # Digits after the point to which n (1 - discard) is exact: 500 (1 - 0.8) is 99.99999999999997.
 _DIGITS = 6
