@@ -55,7 +55,7 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
         self._step: _TrainingStep | None = None  # the step that is going on, if it is read
 
     def __getstate__(self) -> dict[str, Any]:
-        """No copy takes along the Trainer of the step that is going on."""
+        """Leave the Trainer out of copies: it is known during a step alone."""
         return {**vars(self), "_step": None}
 
     @property
@@ -115,7 +115,7 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
         self._session.close()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **event: Any) -> None:
-        """The loss of the step; the end, before the Trainer may load the best weights."""
+        """Log the loss, and end the run before the Trainer may load its best weights."""
         if self._step is not None:
             step, losses = self._step.number, self._step.losses
             self._forget_step()

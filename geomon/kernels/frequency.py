@@ -12,6 +12,7 @@ from torch import Tensor
 from geomon.kernels._blocks import in_blocks, require_rows
 from geomon.kernels.half_samples import GroupSums, HalfSamples
 from geomon.kernels.moments import drift_norm, mean_square_norm, variance
+from geomon.kernels.token_types import require_token_ids
 
 CLASSES = ("rare", "middle", "frequent")
 
@@ -56,11 +57,7 @@ def frequency_classes(token_ids: Tensor) -> Tensor:
         >>> frequency_classes(torch.tensor([8, 8, 8, 5, 5, 3])).tolist()
         [2, 2, 2, 1, 1, 0]
     """
-    if token_ids.ndim != 1 or len(token_ids) == 0 or token_ids.is_floating_point():
-        raise ValueError(
-            f"expected a token id for each row, integers [tokens], got {token_ids.dtype} "
-            f"{list(token_ids.shape)}"
-        )
+    require_token_ids(token_ids, len(token_ids) if token_ids.ndim else 0)
     _, kind, count = torch.unique(token_ids, return_inverse=True, return_counts=True)
     _, level, rows = torch.unique(count[kind], return_inverse=True, return_counts=True)
     # Twice the number of rows up to the middle of each level, in integers: nothing is rounded.
@@ -86,10 +83,7 @@ def moments_by_frequency(hidden: Tensor, token_ids: Tensor) -> list[ClassMoments
         [(9.0, 0.0), (4.0, 1.0), (1.0, 0.0)]
     """
     rows = require_rows(hidden)
-    if token_ids.shape != rows.shape[:1]:
-        raise ValueError(
-            f"expected a token id for each of {len(rows)} rows, got {list(token_ids.shape)}"
-        )
+    require_token_ids(token_ids, len(rows))
     classes = frequency_classes(token_ids)
     return [_moments(rows[classes == number], token_ids[classes == number]) for number in range(3)]
 

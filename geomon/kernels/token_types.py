@@ -152,6 +152,20 @@ def _scaled(values: Tensor) -> tuple[Tensor, Tensor]:
     return torch.ldexp(values, -exponent), exponent
 
 
+def require_token_ids(token_ids: Tensor, rows: int) -> None:
+    """Raise a `ValueError` unless there is a token id for each row, and a row.
+
+    Args:
+        token_ids: Type of each row, integers, [tokens].
+        rows: Number of rows.
+    """
+    if token_ids.shape != (rows,) or rows == 0 or token_ids.is_floating_point():
+        raise ValueError(
+            f"expected a token id for each of {max(rows, 1)} rows, integers [tokens], got "
+            f"{token_ids.dtype} {list(token_ids.shape)}"
+        )
+
+
 def token_types(hidden: Tensor, token_ids: Tensor) -> TokenTypes:
     """Count the rows of every token type, and compute the norm of their mean and their scatter.
 
@@ -170,11 +184,7 @@ def token_types(hidden: Tensor, token_ids: Tensor) -> TokenTypes:
         ([2.0, 1.0], [4.0, 100.0], [2.0, 0.0])
     """
     rows = require_rows(hidden)
-    if token_ids.shape != rows.shape[:1] or token_ids.is_floating_point():
-        raise ValueError(
-            f"expected a token id for each of {len(rows)} rows, integers [tokens], got "
-            f"{token_ids.dtype} {list(token_ids.shape)}"
-        )
+    require_token_ids(token_ids, len(rows))
     _, group, count = torch.unique(token_ids, return_inverse=True, return_counts=True)
     size = count.double()
     order = torch.arange(len(rows), dtype=torch.int64, device=rows.device)

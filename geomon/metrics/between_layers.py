@@ -45,14 +45,12 @@ class Comparison(NamedTuple):
     differences: list[float]
 
 
-class BetweenLayers:
-    """A metric that compares each layer with the one before it in its stack.
-
-    Its value at layer l is about what block l does; the first layer has none.
+class Comparing:
+    """A metric that compares a layer with another one, or with itself at another time.
 
     Args:
         keep: Function of views that returns what is kept of a layer; tensors on the host.
-        compare: Function of what was kept of a layer and of the next one.
+        compare: Function of what was kept earlier and of what is kept of the layer.
     """
 
     def __init__(self, keep: Callable[..., Any], compare: Callable[[Any, Any], Comparison]) -> None:
@@ -64,6 +62,13 @@ class BetweenLayers:
     def __call__(self, *views: Any) -> Any:
         """Return what is kept of a layer."""
         return self.keep(*views)
+
+
+class BetweenLayers(Comparing):
+    """A metric that compares each layer with the one before it in its stack.
+
+    Its value at layer l is about what block l does; the first layer has none.
+    """
 
 
 def compare_layers(

@@ -4,8 +4,7 @@ What is kept of each layer outlives its reading, so that the next one of the sam
 compared with it: a probe looks at the same tokens at every reading, and nothing else does.
 """
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,6 +13,7 @@ from torch import Tensor
 from geomon.kernels.half_samples import HalfSamples
 from geomon.kernels.neighbours import Neighbours
 from geomon.metrics.between_layers import (
+    Comparing,
     Comparison,
     NearRows,
     compare_near_rows,
@@ -62,25 +62,11 @@ INLINE = EarlierReading(
 )
 
 
-class BetweenReadings:
+class BetweenReadings(Comparing):
     """A metric that compares each layer with itself at the reading before, of the same probe.
 
     The first reading has no value of it.
-
-    Args:
-        keep: Function of views that returns what is kept of a layer; tensors on the host.
-        compare: Function of what was kept of a layer at the earlier reading and at this one.
     """
-
-    def __init__(self, keep: Callable[..., Any], compare: Callable[[Any, Any], Comparison]) -> None:
-        self.keep = keep
-        self.compare = compare
-        self.__signature__ = inspect.signature(keep)
-        self.__doc__ = inspect.getdoc(keep)
-
-    def __call__(self, *views: Any) -> Any:
-        """Return what is kept of a layer."""
-        return self.keep(*views)
 
 
 def compare_readings(

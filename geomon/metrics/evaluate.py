@@ -19,7 +19,7 @@ from geomon.metrics.across_layers import (
     null_values_at_last,
     query_null,
 )
-from geomon.metrics.between_layers import BetweenLayers, compare_layers
+from geomon.metrics.between_layers import BetweenLayers, Comparing, compare_layers
 from geomon.metrics.between_readings import (
     ALONE,
     BetweenReadings,
@@ -156,7 +156,7 @@ class Evaluator:
                 if layer.of_weights and captured_views(parameters(metric)) & OF_THE_BATCH:
                     continue
                 try:
-                    if isinstance(metric, BetweenLayers | BetweenReadings):
+                    if isinstance(metric, Comparing):
                         result.kept[name] = [views.apply(metric) for views in splits]
                         continue
                     result.parts[name] = _measure(metric, splits)

@@ -114,7 +114,7 @@ class HeldOut:
         return self._counts[0] >= rows and self._counts[1] >= min(_SEQUENCES, rows)
 
     def _draw(self, batches: Iterator[Any], group: RankGroup) -> bool:
-        """Draw this rank's next batch; returns whether every rank has one. A collective."""
+        """Take this rank's next batch, and return whether every rank has one: a collective."""
         number = len(self.batches)
         if self._drawn is None or self._drawn[0] != number:
             batch, failure = _next(batches, self._skipped)

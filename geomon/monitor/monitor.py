@@ -567,7 +567,7 @@ class Monitor:
         self._reactions.call(reading)
 
     def _takes_values(self, step: int) -> bool:
-        """Whether values of a step may belong into a reading: made, being made or due."""
+        """Whether a reading of a step is made, being made or due: it may hold logged values."""
         present = self._planner.step
         if step in self._pending or step == self._published:
             return True

@@ -323,7 +323,7 @@ def _device(name: str | None) -> torch.device:
 def _read(
     model: nn.Module, step: int, inputs: Any, options: dict[str, Any], history: Any
 ) -> tuple[Reading, dict[str, Any], Any]:
-    """Read the geometry of a model, beside the checkpoint before, and describe the run.
+    """Read a model, compare it with the checkpoint before, and describe the run.
 
     Raises:
         Exception: What the model or the reading failed with.

@@ -98,7 +98,7 @@ def test_the_margin_of_a_class_is_that_of_the_metric_on_the_halves():
 
 
 def test_bad_token_ids_are_refused():
-    with pytest.raises(ValueError, match="a token id for each row, integers"):
+    with pytest.raises(ValueError, match="a token id for each of 3 rows, integers"):
         frequency_classes(torch.ones(3))
     with pytest.raises(ValueError, match="a token id for each of 3 rows"):
         moments_by_frequency(torch.ones(3, 2), torch.arange(4))
