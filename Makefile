@@ -7,7 +7,10 @@ READY  := $(VENV)/ready
 # Flags for the recipe: make enwik8 ARGS="--arch llama --seed 1"
 ARGS ?=
 
-.PHONY: enwik8 test check format architectures bench clean help
+# Every folder of recipes/ that can be run is a target of the same name: make grokking
+RECIPES := $(patsubst recipes/%/__main__.py,%,$(wildcard recipes/*/__main__.py))
+
+.PHONY: $(RECIPES) test check format architectures bench clean help
 
 help:
 	@echo "make enwik8   train a character decoder on enwik8 and watch its geometry (ARGS=... are passed on)"
@@ -25,8 +28,8 @@ $(READY): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-enwik8: $(READY)
-	@$(BIN)/python -m recipes.enwik8 $(ARGS)
+$(RECIPES): $(READY)
+	@$(BIN)/python -m recipes.$@ $(ARGS)
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2

@@ -79,7 +79,8 @@ class Pictures:
 
     def _draw(self, reading: Reading) -> None:
         began = time.perf_counter()
-        from geomon.show import figures, panels  # imports matplotlib: only when it is needed
+        from geomon.show import figures  # imports matplotlib: only when it is needed
+        from geomon.show.figures import panels
 
         self._drawn.append(self._curves[-1])
         self._failure = None

@@ -9,7 +9,7 @@ import pytest
 
 from geomon.record import Reading, Readings
 from geomon.show.figures import as_image, geometry_figure, heads_figure, profile_figure, save
-from geomon.show.panels import colour_range, head_table, layers_and_heads, spread_steps
+from geomon.show.figures.panels import colour_range, head_table, layers_and_heads, spread_steps
 
 
 def panels(figure):

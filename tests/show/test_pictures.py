@@ -85,9 +85,9 @@ def test_it_is_a_sink(pictures):
 def test_without_matplotlib_it_says_what_to_install(make_readings, pictures, monkeypatch):
     import geomon.show
 
-    for name in ("figures", "panels"):
-        monkeypatch.delattr(geomon.show, name, raising=False)
-        monkeypatch.delitem(sys.modules, f"geomon.show.{name}", raising=False)
+    monkeypatch.delattr(geomon.show, "figures", raising=False)
+    for name in [name for name in sys.modules if name.startswith("geomon.show.figures")]:
+        monkeypatch.delitem(sys.modules, name)
     for name in [name for name in sys.modules if name.startswith("matplotlib")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)

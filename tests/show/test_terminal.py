@@ -180,7 +180,7 @@ def test_errors_decide_the_decimals(make_readings):
 )  # fmt: skip
 def test_the_age_of_a_reading_has_a_unit_that_fits(make_readings, monkeypatch, seconds, words):
     reading = make_readings((0,))[0]
-    monkeypatch.setattr("geomon.show.terminal.time.time", lambda: reading.time + seconds)
+    monkeypatch.setattr("geomon.show.terminal.overview.time.time", lambda: reading.time + seconds)
     assert shown([reading])[0].startswith(f"step 0 · {words} ago · probe, eval mode")
 
 

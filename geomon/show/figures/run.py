@@ -18,7 +18,7 @@ try:
 except ImportError as error:
     raise ImportError("figures need matplotlib: pip install 'geomon[figures]'") from error
 
-from geomon.show import panels
+from geomon.show.figures import panels
 
 
 def geometry_figure(readings: Readings, *, title: str | None = None) -> Figure:
