@@ -10,12 +10,13 @@ ARGS ?=
 # Every folder of recipes/ that can be run is a target of the same name: make grokking
 RECIPES := $(patsubst recipes/%/__main__.py,%,$(wildcard recipes/*/__main__.py))
 
-.PHONY: $(RECIPES) test check format architectures bench clean help
+.PHONY: $(RECIPES) test check format architectures api bench clean help
 
 help:
 	@echo "make enwik8   train a character decoder on enwik8 and watch its geometry (ARGS=... are passed on)"
 	@echo "make test     the whole test suite"
 	@echo "make check    lint, format and types"
+	@echo "make api      build/api/: the reference of every public name, from the docstrings"
 	@echo "make bench    what geomon costs, measured here"
 	@echo "make architectures   docs/architectures.md: what is seen of 67 models, checked against their own attention"
 
@@ -45,6 +46,10 @@ format: $(READY)
 
 architectures: $(READY)
 	@$(BIN)/python tests/test_architectures.py
+
+api: $(READY)
+	@$(BIN)/python -m pdoc --docformat google --no-show-source -o build/api geomon geomon.lightning geomon.huggingface
+	@echo "open build/api/index.html"
 
 bench: $(READY)
 	@$(BIN)/python -m benchmarks.reading_cost

@@ -12,16 +12,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
-from transformers.integrations import TensorBoardCallback, WandbCallback
-from transformers.trainer_callback import CallbackHandler
-
 from geomon.monitor import CallbackOptions, CallbackSession, show_callback_options
 from geomon.record import Sink
 from geomon.record.headline import Detail, without_layers
 from geomon.record.sinks import LoggerSink, WandB, post_to_each
 from geomon.record.tags import LOSS
 from geomon.show import Pictures
+
+try:
+    from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
+    from transformers.integrations import TensorBoardCallback, WandbCallback
+    from transformers.trainer_callback import CallbackHandler
+except ImportError as error:
+    raise ImportError(
+        f"the Trainer's callback needs transformers ({error}): pip install 'geomon[huggingface]'"
+    ) from error
 
 log = logging.getLogger("geomon")
 

@@ -25,7 +25,12 @@ if TYPE_CHECKING:
     import lightning as L
     from lightning.pytorch.loggers import Logger
 else:
-    L = importlib.import_module(next((name for name in _PACKAGES if find_spec(name)), _PACKAGES[0]))
+    try:
+        L = importlib.import_module(next(filter(find_spec, _PACKAGES), _PACKAGES[0]))
+    except ImportError as error:
+        raise ImportError(
+            f"the Lightning callback needs lightning ({error}): pip install 'geomon[lightning]'"
+        ) from error
 
 
 @show_callback_options

@@ -12,6 +12,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from importlib.util import find_spec
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -70,11 +71,16 @@ class TensorBoard:
 
     Raises:
         ValueError: The detail is none of them.
+        ImportError: tensorboard is missing.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, detail: Detail = HEADLINE) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ImportError(
+                f"TensorBoard's files need tensorboard ({error}): pip install 'geomon[tensorboard]'"
+            ) from error
         self._charts = Charts(detail)
         self._layout = ChartLayout(self._charts)
         self._writer = SummaryWriter(os.fspath(directory))
@@ -109,9 +115,12 @@ class WandB:
 
     Raises:
         ValueError: The detail is none of them.
+        ImportError: No run is given, and wandb is missing.
     """
 
     def __init__(self, run: Any = None, *, alone: bool = False, detail: Detail = HEADLINE) -> None:
+        if run is None and find_spec("wandb") is None:
+            raise ImportError("W&B's charts need wandb: pip install 'geomon[wandb]'")
         self._charts = Charts(detail)
         self._run: Any = None
         self._alone = alone
