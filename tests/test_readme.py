@@ -9,6 +9,7 @@ from described import described
 from geomon import METRICS, MORE_METRICS, describe
 
 ROOT = Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *ROOT.glob("recipes/*/*.md")])
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
@@ -29,17 +30,28 @@ def test_every_block_runs_by_itself(block, tmp_path, monkeypatch):
         assert values["peak_norm/mean"] > 1
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/metrics.md"])
-def test_every_metric_is_in_the_tables(page):
-    rows = re.findall(r"^\| (.*`.*) \|$", (ROOT / page).read_text(), flags=re.MULTILINE)
-    assert set(METRICS | MORE_METRICS) <= {
-        name for row in rows for name in re.findall(r"`(\w+)`", row)
-    }
+def test_every_metric_is_in_both_tables():
+    by_theme, one_by_one = (ROOT / "docs" / "metrics.md").read_text().split("## One by one")
+    for table in by_theme, one_by_one:
+        rows = re.findall(r"^\| (.*`.*) \|$", table, flags=re.MULTILINE)
+        names = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+        assert set(METRICS | MORE_METRICS) <= names
+    assert f"{len(METRICS | MORE_METRICS)} metrics" in README
 
 
-def test_every_link_leads_somewhere():
-    for target in re.findall(r"\]\((?!http)([^)#]+)", README):
-        assert (ROOT / target).exists(), target
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page):
+    for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_place_in_a_page_that_is_linked_is_there(page):
+    for target, place in re.findall(r"\]\((?!http)([^)#]*)#([^)]+)\)", page.read_text()):
+        linked = (page.parent / target) if target else page
+        heads = re.findall(r"^#+ (.*)$", linked.read_text(), flags=re.MULTILINE)
+        kept = [re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads]
+        assert place in kept, (target, place)
 
 
 def test_what_is_described_is_what_describe_says():

@@ -37,8 +37,9 @@ class every:  # noqa: N801  (reads as a function: schedule=every(100))
 class log_spaced:  # noqa: N801
     """Readings at `per_octave` steps between each power of two and the next.
 
-    Dense at first: the intrinsic dimension expands in the first hundred or two of steps. Never more
-    than `at_most` steps apart, so that long runs do not go dark. With `first` the readings between
+    Dense at first: the intrinsic dimension expands in the first hundred or two of steps. Where they
+    would be more than `at_most` steps apart, its multiples are read too, so that long runs do not
+    go dark. With `first` the readings between
     step 0 and that step are left out: half of a short run's readings lie there, and show little.
 
     Raises:
@@ -70,7 +71,8 @@ class log_spaced:  # noqa: N801
         near = any(
             round(2 ** (index / self.per_octave)) == step for index in range(octave - 1, octave + 2)
         )
-        return near or step % self.at_most == 0
+        wide = step * (2 ** (1 / self.per_octave) - 1) > self.at_most - 1  # to the next: rounded
+        return near or (wide and step % self.at_most == 0)
 
 
 def check_schedule(schedule: Schedule) -> Schedule:

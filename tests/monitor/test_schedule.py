@@ -31,6 +31,12 @@ def test_log_spaced_is_dense_at_first_and_even_on_a_log_axis():
     assert all(abs(ratio - 2**0.25) < 0.02 for ratio in late)
 
 
+def test_multiples_are_read_only_where_the_other_steps_lie_apart():
+    steps = fired(log_spaced(at_most=1000), 8001)
+    assert 1000 not in steps
+    assert set(steps) - set(fired(log_spaced(at_most=10**9), 8001)) == {6000, 7000, 8000}
+
+
 def test_schedules_survive_pickling_and_say_what_they_are():
     again = pickle.loads(pickle.dumps(log_spaced(2, at_most=50)))
     assert again == log_spaced(2, at_most=50)
