@@ -16,6 +16,7 @@ if missing := explain_missing():
 import typer
 from typer import Option
 
+from geomon.lightning import GeometryMonitor
 from recipes.enwik8.data import DataError
 from recipes.enwik8.presets import PRESETS, Preset, preset_for_hardware
 from recipes.enwik8.train import Machine, RecipeError, Settings, show, train
@@ -66,8 +67,8 @@ def main(
         Path | None, Option(help="Folder of the run. Default: runs/enwik8, runs/enwik8-2, ...")
     ] = None,
     budget: Annotated[
-        float | None,
-        Option(help="Largest share of the time for geomon, 0.05 for 5 %; else as scheduled."),
+        str | None,
+        Option(help="Largest share of the time for geomon, 0.05 or 5%; else as scheduled."),
     ] = None,
     resume: Annotated[
         bool, Option("--resume", help="Go on from the last checkpoint in --out.")
@@ -98,12 +99,12 @@ def main(
         show(result)
 
 
-def _check_numbers(*, budget: float | None, learning_rate: float | None) -> None:
+def _check_numbers(*, budget: str | None, learning_rate: float | None) -> None:
     """Raise a `RecipeError` for what no run can have, before anything is loaded."""
-    if budget is not None and not 0 < budget < 1:
-        raise RecipeError(
-            f"--budget {budget} is no share of the time: give one between 0 and 1, 0.05 for 5 %"
-        )
+    try:
+        GeometryMonitor(budget=budget)
+    except ValueError as error:
+        raise RecipeError(f"--budget: {error}") from error
     if learning_rate is not None and not 0 <= learning_rate < math.inf:
         raise RecipeError(
             f"--learning-rate {learning_rate} is no number from 0: give one like 0.001"

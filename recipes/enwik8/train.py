@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
-from geomon import Reading, Readings, log_spaced, read
+from geomon import Reading, Readings, read
 from geomon.analysis import summarise
 from geomon.lightning import GeometryMonitor
 from geomon.record import FILE_NAME
@@ -26,6 +26,7 @@ from recipes.enwik8.extras import explain_missing
 from recipes.enwik8.live import LiveView
 from recipes.enwik8.model import CharacterDecoder
 from recipes.enwik8.presets import Preset
+from recipes.enwik8.schedule import ReadingSteps
 from recipes.enwik8.windows import CharacterData, spread
 
 # Characters that a reading looks at, of which it measures 4,096 rows, the paper's least batch:
@@ -35,8 +36,6 @@ PROBE_TOKENS = 8192
 FRUGAL_PROBE_TOKENS = 2048
 # The intervals come from halves of the windows, and need no second batch.
 BATCHES = 1
-# Half of a run's readings on a logarithmic scale lie before this step, and show little that is new.
-LATEST_FIRST_READING = 32
 
 _CHECKPOINTS = "checkpoints"
 _SETTINGS = "settings.json"
@@ -66,7 +65,7 @@ class Machine:
     strategy: str
     compiled: bool
     logger: str
-    budget: float | None = None
+    budget: str | None = None
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ def train(
     live = LiveView(history)
     monitor = GeometryMonitor(
         probe=probe_windows(corpus, preset.context, machine.budget),
-        schedule=log_spaced(first=first_reading(preset.steps)),
+        schedule=ReadingSteps(preset.steps),
         batches=BATCHES,
         directory=folder,
         sinks=[live],
@@ -151,20 +150,10 @@ def show(result: Result) -> None:
         print(f"curves: tensorboard --logdir {result.folder}")
 
 
-def probe_windows(corpus: Corpus, context: int, budget: float | None) -> Any:
+def probe_windows(corpus: Corpus, context: int, budget: str | None) -> Any:
     """Held-out windows that every reading looks at, so that readings compare."""
     tokens = PROBE_TOKENS if budget is None else FRUGAL_PROBE_TOKENS
     return spread(corpus.validation, context, tokens // context)
-
-
-def first_reading(steps: int) -> int:
-    """First step that is read after step 0: a power of two of about a fortieth of the run.
-
-    Example:
-        >>> first_reading(6), first_reading(300), first_reading(1500), first_reading(20_000)
-        (1, 4, 32, 32)
-    """
-    return min(LATEST_FIRST_READING, 1 << max(0, (steps // 40).bit_length() - 1))
 
 
 def check_folder(folder: Path, settings: Settings, *, resume: bool) -> None:
@@ -207,7 +196,7 @@ def check_text(folder: Path, sha256: str) -> None:
         )
 
 
-def check_context(context: int, budget: float | None) -> None:
+def check_context(context: int, budget: str | None) -> None:
     """Raise a `RecipeError` where no window of the context fits into a probe."""
     tokens = PROBE_TOKENS if budget is None else FRUGAL_PROBE_TOKENS
     if context > tokens:

@@ -156,7 +156,7 @@ def test_ctrl_c_keeps_every_reading_and_ends_as_lightning_ends(tmp_path):
         (["--out", "pyproject.toml/run"], "cannot be written"),
         (["--heads", "3"], "cannot be shared among --heads 3"),
         (["--context", "100000"], "choose at most 8192"),
-        (["--context", "5000", "--budget", "0.01"], "choose at most 2048"),
+        (["--context", "5000", "--budget", "1%"], "choose at most 2048"),
         (["--precision", "foo"], "check --accelerator, --devices, --strategy, --precision"),
         pytest.param(
             ["--accelerator", "gpu"], "check --accelerator",
@@ -165,8 +165,9 @@ def test_ctrl_c_keeps_every_reading_and_ends_as_lightning_ends(tmp_path):
         (["--accelerator", "foo"], "check --accelerator"),
         (["--devices", "foo"], "check --accelerator, --devices"),
         (["--strategy", "foo"], "check --accelerator"),
-        (["--budget", "5"], "give one between 0 and 1"),
-        (["--budget", "nan"], "give one between 0 and 1"),
+        (["--budget", "5"], "between 0 and 1"),
+        (["--budget", "much"], "or '1%' for one per cent"),
+        (["--budget", "nan"], "between 0 and 1"),
         (["--learning-rate", "nan"], "is no number"),
     ],
 )  # fmt: skip

@@ -99,7 +99,7 @@ def test_windows_are_spread_from_the_first_character_to_the_last():
         spread(ids, 101, 1)
 
 
-@pytest.mark.parametrize(("budget", "tokens"), [(None, 8192), (0.01, 2048)])
+@pytest.mark.parametrize(("budget", "tokens"), [(None, 8192), ("1%", 2048)])
 def test_the_probe_is_smaller_under_a_budget(corpus, budget, tokens):
     assert probe_windows(corpus, 8, budget).numel() == tokens
     assert tokens in (PROBE_TOKENS, FRUGAL_PROBE_TOKENS)
