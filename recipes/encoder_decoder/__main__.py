@@ -35,11 +35,11 @@ def main(
         str | None, Option(help="enwik8 or a prefix of it, as `make enwik8` takes it.")
     ] = None,
     layers: Annotated[int, Option(min=3, help="Blocks of each model.")] = 6,
-    width: Annotated[int, Option(min=2, help="Width of the hidden states.")] = 64,
+    width: Annotated[int, Option(min=2, help="Width of the hidden states.")] = 48,
     heads: Annotated[int, Option(min=1, help="Heads of each attention.")] = 4,
     context: Annotated[int, Option(min=2, max=4096, help="Characters in a window.")] = 32,
     batch: Annotated[int, Option(min=1, help="Windows in a batch.")] = 16,
-    steps: Annotated[int, Option(min=1, help="Optimizer updates.")] = 600,
+    steps: Annotated[int, Option(min=1, help="Optimizer updates.")] = 400,
     processes: Annotated[int, Option(min=1, help="Trainings side by side.")] = 2,
 ) -> None:
     """Compare the anisotropy over depth of decoders and encoders that are otherwise alike."""

@@ -206,27 +206,30 @@ def _bell(runs: Runs) -> list[dict[str, Any]]:
 
 
 def _flat(runs: Runs) -> list[dict[str, Any]]:
-    published = "a profile uniform over depth"
-    quantity = "range of the anisotropy over depth, as a share of its mean"
+    """Whether encoders are flat, with the input of the first block and without it."""
+    found: list[dict[str, Any]] = []
+    for ending, first, words in (("", 0, "over depth"), ("_over_blocks", 1, "over the blocks")):
 
-    def of(end: Reading) -> float:
-        return relative_range(profile(end))
+        def of(end: Reading, first: int = first) -> float:
+            return relative_range(profile(end)[first:])
 
-    return [
-        {
-            "name": "encoder_flat",
-            "asserts": "The anisotropy of an encoder is uniform over depth.",
-            "published": published, "source": _SHAPE, "quantity": quantity, "below": FLAT,
-            "values": _ends(runs["encoder"], of),
-        },
-        {
-            "name": "encoder_flatter_than_decoder",
-            "asserts": "The profile of an encoder is flatter than that of a decoder.",
-            "published": "encoders uniform, decoders bell-shaped", "source": _SHAPE,
-            "quantity": f"{quantity}: decoder less encoder", "above": 0.0,
-            "values": _difference(runs["decoder"], runs["encoder"], of),
-        },
-    ]  # fmt: skip
+        quantity = f"range of the anisotropy {words}, as a share of its mean"
+        found += [
+            {
+                "name": f"encoder_flat{ending}",
+                "asserts": f"The anisotropy of an encoder is uniform {words}.",
+                "published": "a profile uniform over depth", "source": _SHAPE,
+                "quantity": quantity, "below": FLAT, "values": _ends(runs["encoder"], of),
+            },
+            {
+                "name": f"encoder_flatter_than_decoder{ending}",
+                "asserts": f"The profile of an encoder {words} is flatter than that of a decoder.",
+                "published": "encoders uniform, decoders bell-shaped", "source": _SHAPE,
+                "quantity": f"{quantity}: decoder less encoder", "above": 0.0,
+                "values": _difference(runs["decoder"], runs["encoder"], of),
+            },
+        ]  # fmt: skip
+    return found
 
 
 def _consistent(runs: Runs) -> list[dict[str, Any]]:

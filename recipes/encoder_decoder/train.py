@@ -43,7 +43,7 @@ class Training:
     size: Size
     steps: int
     batch: int
-    learning_rate: float = 2e-3
+    learning_rate: float = 3e-3
     warmup: int = 50
 
 

@@ -38,10 +38,10 @@ def main(
     width: Annotated[int, Option(min=2, help="Width of the hidden states.")] = 64,
     heads: Annotated[int, Option(min=1, help="Heads of each attention.")] = 4,
     context: Annotated[int, Option(min=2, max=4096, help="Characters in a window.")] = 32,
-    batch: Annotated[int, Option(min=1, help="Windows in a batch.")] = 32,
-    steps: Annotated[int, Option(min=1, help="Optimizer updates.")] = 400,
-    few: Annotated[int, Option(min=2, help="Characters of the few texts.")] = 8192,
-    distance: Annotated[int, Option(min=1, help="Steps between two readings.")] = 25,
+    batch: Annotated[int, Option(min=1, help="Windows in a batch.")] = 16,
+    steps: Annotated[int, Option(min=1, help="Optimizer updates.")] = 300,
+    few: Annotated[int, Option(min=2, help="Characters of the few texts.")] = 4096,
+    distance: Annotated[int, Option(min=1, help="Steps between two readings.")] = 20,
     processes: Annotated[int, Option(min=1, help="Trainings side by side.")] = 2,
 ) -> None:
     """Train on few texts and on plenty, and compare where the geometry and the loss turn."""

@@ -131,7 +131,7 @@ def test_records_as_published_agree_with_every_claim(tmp_path):
     write(tmp_path, {"decoder": (BELL, 0.5), **kinds})
     found = claims(tmp_path)
     assert {each.name: each.verdict for each in found if each.verdict != "agrees"} == {}
-    assert len({each.name for each in found}) == len(found) == 12
+    assert len({each.name for each in found}) == len(found) == 14
     assert {each.seconds for each in found} == {3 * 3 * 3.0 / 2}
 
 
@@ -142,7 +142,7 @@ def test_records_of_the_opposite_disagree(tmp_path):
     verdicts = {each.name: each.verdict for each in claims(tmp_path)}
     for name in (
         "decoder_bell", "decoder_bell_after_final_norm", "decoder_bell_without_massive_rows",
-        "decoder_peak_in_the_middle", "encoder_flat",
+        "decoder_peak_in_the_middle", "encoder_flat", "encoder_flat_over_blocks",
         "attention_makes_the_bell", "attention_raises_the_cosine",
     ):  # fmt: skip
         assert verdicts[name] == "disagrees", name
