@@ -120,3 +120,21 @@ def load_claims(folder: str | os.PathLike[str]) -> list[Claim]:
     return [
         Claim(**(each | {"values": tuple(each["values"])})) for each in json.loads(path.read_text())
     ]
+
+
+def verdict_lines(claims: Iterable[Claim]) -> list[str]:
+    """Write each claim in a line: verdict, name, mean with its 95 % interval, and what decides it.
+
+    Args:
+        claims: Claims of one experiment.
+    """
+    return [
+        f"{each.verdict:<9}  {each.name}: {each.measured.mean:.3g} ± {each.measured.margin:.2g} "
+        f"({each.measured.count} x {each.repeated}; {_ends(each)})"
+        for each in claims
+    ]
+
+
+def _ends(claim: Claim) -> str:
+    ends = {"above": claim.above, "below": claim.below}
+    return " and ".join(f"{word} {end:g}" for word, end in ends.items() if end is not None)

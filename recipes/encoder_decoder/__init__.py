@@ -1,0 +1,1 @@
+"""One transformer with and without the causal mask and attention: anisotropy over depth."""

@@ -1,0 +1,68 @@
+"""Turning points of curves: where one that fell begins to rise, and the other way round."""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+Kind = Literal["peak", "trough"]
+
+
+class TurningPoint(NamedTuple):
+    """An extremum that a curve leaves by more than its noise.
+
+    Attributes:
+        index: Index of the extremum.
+        kind: "peak" or "trough".
+    """
+
+    index: int
+    kind: Kind
+
+
+def turning_points(values: Sequence[float], share: float) -> list[TurningPoint]:
+    """Find the peaks and troughs that a curve leaves by a share of their value, alternately.
+
+    The first one is where the curve begins, or an extremum close to it in value.
+
+    Args:
+        values: Positive values of a curve, in order.
+        share: Change after an extremum that makes it a turning point, as a share of its value.
+
+    Returns:
+        Turning points, ascending.
+
+    Example:
+        >>> [point.index for point in turning_points([1.0, 3.0, 3.1, 2.0, 2.05, 4.0], 0.1)]
+        [0, 2, 3]
+    """
+    found: list[TurningPoint] = []
+    high = low = 0
+    for index, value in enumerate(values):
+        high = index if value > values[high] else high
+        low = index if value < values[low] else low
+        last = found[-1].kind if found else None
+        if last != "peak" and value < values[high] * (1 - share):
+            found.append(TurningPoint(high, "peak"))
+            low = index
+        elif last != "trough" and value > values[low] * (1 + share):
+            found.append(TurningPoint(low, "trough"))
+            high = index
+    return found
+
+
+def first_turn(values: Sequence[float], share: float, kind: Kind) -> int | None:
+    """Find the first trough that a peak comes before, or the first peak after a trough.
+
+    Args:
+        values: Positive values of a curve, in order.
+        share: Change after an extremum that makes it a turning point, as a share of its value.
+        kind: "peak" or "trough".
+
+    Returns:
+        Index of the extremum; None where the curve has none, or has not left it yet.
+
+    Example:
+        >>> first_turn([5.0, 3.0, 2.0, 2.5], 0.1, "trough")
+        2
+    """
+    later = turning_points(values, share)[1:]
+    return next((point.index for point in later if point.kind == kind), None)
