@@ -41,10 +41,10 @@ def draw(trainings: Mapping[str, Sequence[Training]], *, head_width: int) -> Fig
     _draw_entropy(panels[1, 1], trainings[TRANSFORMER])
     seeds = len(trainings[TRANSFORMER])
     captions = (
-        f"Mean cosine over depth, {seeds} seeds (dashed: untrained)",
-        "Drift against mean cosine, one mark per layer and seed",
+        f"Mean cosine over depth ({seeds} seeds)",
+        "Drift against mean cosine, by layer and seed",
         "Transformer: mean query against mean key",
-        f"Transformer: attention entropy, mean of {seeds} seeds",
+        f"Transformer: attention entropy ({seeds} seeds)",
     )
     for letter, caption, panel in zip("abcd", captions, panels.flat, strict=True):
         panel.set_title(f"$\\bf{{{letter}}}$   {caption}", loc="left", fontsize=11.5, pad=8)
@@ -64,12 +64,13 @@ def _draw_depth(panel: Axes, trainings: Mapping[str, Sequence[Training]]) -> Non
         _draw_mean(panel, depths, last, colour, label=words, marker=mark, ms=5)
         first = [each.profile("cosine", 0) for each in trainings[kind]]
         panel.plot(depths, np.mean(first, axis=0), color=colour, lw=1.3, ls=(0, (4, 2)))
-    panel.set_ylim(0, 1.35)
+    panel.plot([], [], color=_GREY, lw=1.3, ls=(0, (4, 2)), label="untrained, same colours")
+    panel.set_ylim(0, 1.5)
     panel.set_yticks([0, 0.25, 0.5, 0.75, 1])
     panel.xaxis.set_major_locator(MaxNLocator(integer=True))
     panel.set_xlabel("layer (0 = what enters the first block)", fontsize=10)
     panel.set_ylabel("mean cosine between rows of held-out images", fontsize=10)
-    panel.legend(loc="upper left", fontsize=9, ncols=2, edgecolor="none", handlelength=1.8)
+    panel.legend(loc="upper left", fontsize=9, edgecolor="none", handlelength=1.8)
 
 
 def _draw_drift(panel: Axes, trainings: Mapping[str, Sequence[Training]]) -> None:
@@ -91,8 +92,8 @@ def _draw_drift(panel: Axes, trainings: Mapping[str, Sequence[Training]]) -> Non
     panel.set_xlabel("drift: norm of the mean row (logarithmic)", fontsize=10)
     panel.set_ylabel("mean cosine between rows", fontsize=10)
     panel.legend(
-        loc="upper left", fontsize=8.5, edgecolor="none", handlelength=1.0,
-        title="Spearman correlation over layers, exact p of each seed", title_fontsize=8.5,
+        loc="upper left", fontsize=8.5, edgecolor="none", handlelength=1.0, handletextpad=0.3,
+        title="Spearman correlation over layers, exact p by seed", title_fontsize=8.5,
         alignment="left",
     )  # fmt: skip
 
@@ -101,19 +102,25 @@ def _draw_alignment(panel: Axes, trainings: Sequence[Training], head_width: int)
     steps = [reading.step for reading in trainings[0].readings]
     layers = list(trainings[0].readings.layers("qk_cosine"))
     colours = _colours(len(layers))
-    for (layer, head), values in trainings[0].heads("qk_cosine").items():
-        label = f"layer {layer}" if head == 0 else None
-        panel.plot(steps, values, color=colours[layers.index(layer)], lw=1.0, label=label)
+    for (layer, _), values in trainings[0].heads("qk_cosine").items():
+        panel.plot(steps, values, color=colours[layers.index(layer)], lw=1.0)
     alignments = [each.alignment() for each in trainings]
-    _draw_mean(panel, steps, alignments, "black", label="mean |cosine| over heads and seeds")
+    _draw_mean(
+        panel,
+        steps,
+        alignments,
+        "black",
+        label="mean |cosine| over heads and seeds, with its 95 % interval",
+    )
     chance = chance_alignment(head_width)
     panel.axhline(chance, color=_GREY, lw=1.2, ls=":", label="the same by chance")
     panel.axhline(0, color=_GREY, lw=0.7)
     _step_axis(panel, steps)
-    panel.set_ylim(-1.05, 1.75)
+    panel.set_ylim(-1.05, 1.5)
     panel.set_yticks([-1, -0.5, 0, 0.5, 1])
-    panel.set_ylabel("cosine of mean query and mean key,\none line per head of the first seed")
-    panel.legend(loc="upper left", fontsize=8.5, ncols=3, edgecolor="none", handlelength=1.6)
+    words = "cosine of mean query and mean key\n(thin: heads of the first seed, coloured as in d)"
+    panel.set_ylabel(words, fontsize=10)
+    panel.legend(loc="upper left", fontsize=9, edgecolor="none", handlelength=1.6)
 
 
 def _draw_entropy(panel: Axes, trainings: Sequence[Training]) -> None:
@@ -127,8 +134,10 @@ def _draw_entropy(panel: Axes, trainings: Sequence[Training]) -> None:
         panel.plot(steps, np.mean(of_seeds, axis=0), color=colour, lw=2, label=f"layer {layer}")
     panel.axhline(math.log(16), color=_GREY, lw=1.2, ls=":", label="uniform over 16 patches")
     _step_axis(panel, steps)
+    low, high = panel.get_ylim()
+    panel.set_ylim(low - 0.55 * (high - low), high)  # the legend stands below the curves
     panel.set_ylabel("attention entropy (nats)", fontsize=10)
-    panel.legend(loc="lower left", fontsize=9, edgecolor="none", handlelength=1.6)
+    panel.legend(loc="lower left", fontsize=9, ncols=2, edgecolor="none", handlelength=1.6)
 
 
 def _draw_mean(

@@ -56,7 +56,7 @@ def draw(
             if (step := run.generalised()) is not None:
                 panel.axvline(step, color=_BLUE, lw=0.9, ls=":", zorder=0)
         panel.set_ylabel(label, fontsize=10)
-        panel.set_ylim(bottom=0)
+        panel.set_ylim(0, None if name else 1.05)
         _plain(panel)
     _legend(panels[0], runs, controls)
     panels[2].set_xlabel("training step", fontsize=10)
