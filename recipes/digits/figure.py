@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -145,7 +146,7 @@ def _draw_mean(
     places: Sequence[int],
     curves: Sequence[Sequence[float]],
     colour: str,
-    **style: object,
+    **style: Any,
 ) -> None:
     """Draw the mean of several curves with its interval."""
     means = [estimate(values) for values in zip(*curves, strict=True)]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from geomon import Monitor, log_spaced, select
 from recipes.digits.data import Images, load
-from recipes.digits.model import CONVOLUTIONAL, TRANSFORMER, OneVectorPerImage, build
+from recipes.digits.model import CONVOLUTIONAL, TRANSFORMER, Classifier, OneVectorPerImage, build
 from recipes.study import is_finished, mark_finished
 
 # Folder of the readings with one row for each image, inside that of a convolutional network.
@@ -90,7 +90,7 @@ def train(kind: str, settings: Settings, seed: int, folder: Path) -> None:
 
 
 def _watched(
-    kind: str, model: nn.Module, folder: Path, images: int
+    kind: str, model: Classifier, folder: Path, images: int
 ) -> list[tuple[nn.Module, int, Path]]:
     """The models to watch, each with the rows of a reading and the folder of its record."""
     watched: list[tuple[nn.Module, int, Path]] = [(model, _ROWS, folder)]

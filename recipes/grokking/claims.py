@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from recipes.grokking.leads import Course, false_alarms, leads
 from recipes.study import Claim
@@ -40,7 +41,7 @@ def claims(
     """
     found = []
     for name, words in _WORDS.items():
-        same = {
+        same: dict[str, Any] = {
             "source": _SOURCE[name], "command": COMMAND, "picture": PICTURE,
             "differs": differs, "seconds": seconds,
         }  # fmt: skip

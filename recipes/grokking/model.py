@@ -1,5 +1,7 @@
 """A small decoder that answers questions, trained by Lightning."""
 
+from typing import Any
+
 import lightning as L
 import torch
 import torch.nn.functional as F
@@ -87,7 +89,7 @@ class Answerer(L.LightningModule):
         name = (TRAINING_ACCURACY, HELD_OUT_ACCURACY)[dataloader_idx]
         self.log(name, hits.mean(), batch_size=len(hits), add_dataloader_idx=False)
 
-    def configure_optimizers(self) -> dict[str, object]:
+    def configure_optimizers(self) -> Any:
         """AdamW as in Ruppik et al. (2506.01034)."""
         optimizer = torch.optim.AdamW(
             self.parameters(), lr=_LEARNING_RATE, betas=(0.9, 0.98), weight_decay=self.weight_decay
