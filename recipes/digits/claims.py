@@ -69,6 +69,18 @@ def _anisotropy(
             quantity=_BAR, values=values(CONVOLUTIONAL), below=1.0, **same,
         ),
         Claim(
+            name="convolutional_isotropy_grows_with_depth",
+            asserts="A convolutional network is more isotropic in its last layer than at first.",
+            published="ResNet-50 becomes more and more isotropic in deeper layers",
+            source="2401.12143, section 3.2, figure 4",
+            quantity="mean cosine at the last layer less that at the first, a row for each image",
+            values=tuple(
+                each.profile("cosine")[-1] - each.profile("cosine")[0]
+                for each in trainings[PER_IMAGE]
+            ),
+            below=0.0, **same,
+        ),
+        Claim(
             name="mixer_isotropic",
             asserts="A network of perceptrons, without attention, is isotropic at every layer.",
             published="implied, where anisotropy is inherent to self-attention; none was shown",

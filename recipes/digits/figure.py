@@ -158,7 +158,9 @@ def _draw_mean(
 
 def _step_axis(panel: Axes, steps: Sequence[int]) -> None:
     """Make the step axis logarithmic, with step 0 to the left of the first one after it."""
-    panel.set_xscale("symlog", linthresh=steps[1] if len(steps) > 1 else 1, linscale=0.4)
+    after = steps[1]
+    panel.set_xscale("symlog", linthresh=after, linscale=0.4)
+    panel.set_xlim(-0.25 * after, 1.1 * steps[-1])
     panel.set_xticks([*steps[:-2], steps[-1]] if len(steps) > 3 else steps)
     panel.xaxis.set_minor_locator(NullLocator())
     panel.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))

@@ -90,7 +90,7 @@ def test_the_command_leaves_records_claims_and_a_figure(folder):
     mean = math.fsum(abs(values[-1]) for values in heads.values()) / 6
     assert transformer.alignment()[-1] == pytest.approx(mean)
     claims = {claim.name: claim for claim in load_claims(folder)}
-    assert len(claims) == 12
+    assert len(claims) == 13
     entropies = transformer.layers("attention_entropy").values()
     largest = max(curve[-1] - curve[0] for curve in entropies)
     assert claims["vision_entropy_decays_at_every_layer"].values[1] == pytest.approx(largest)
