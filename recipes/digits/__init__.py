@@ -1,0 +1,1 @@
+"""Small networks on images of digits: which findings on text hold for vision."""

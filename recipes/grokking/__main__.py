@@ -1,0 +1,130 @@
+"""`python -m recipes.grokking`: does geometry foretell that a model generalises?"""
+
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+from recipes.enwik8.extras import explain_missing
+
+if missing := explain_missing("lightning", "matplotlib", "typer"):
+    print(missing, file=sys.stderr)
+    sys.exit(2)
+
+import typer
+from typer import Option
+
+from geomon.show.figures import save
+from recipes.grokking.claims import claims
+from recipes.grokking.figure import draw
+from recipes.grokking.leads import CURVES, MARGINS, Course, false_alarms, leads, load_course
+from recipes.grokking.train import Settings, train
+from recipes.study import (
+    Claim,
+    RunError,
+    new_folder,
+    run_side_by_side,
+    save_claims,
+    seconds_on_two_cores,
+)
+
+GENERALISES, CONTROL = "generalises", "control"
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def main(
+    seeds: Annotated[int, Option(min=1, help="Trainings of each kind.")] = 3,
+    out: Annotated[
+        Path | None,
+        Option(help="Folder of the records; one that was begun is gone on with. Default: new."),
+    ] = None,
+    modulus: Annotated[int, Option(min=5, help="Number that the remainders are of.")] = 59,
+    steps: Annotated[int, Option(min=1, help="Most updates of a training.")] = 2500,
+    interval: Annotated[int, Option(min=1, help="Steps from a reading to the next.")] = 100,
+    batch: Annotated[int, Option(min=1, help="Pairs in a batch.")] = 128,
+    weight_decay: Annotated[float, Option(min=0, help="Weight decay of AdamW.")] = 1.0,
+    fraction: Annotated[
+        float, Option(min=0.01, max=0.99, help="Share of the pairs to train on.")
+    ] = 0.5,
+    control_fraction: Annotated[
+        float, Option(min=0.01, max=0.99, help="The same for runs that are not to generalise.")
+    ] = 0.15,
+    processes: Annotated[int, Option(min=1, help="Trainings side by side.")] = 2,
+) -> None:
+    """Train on subtraction modulo a number, and watch until held-out pairs are answered."""
+    folder = new_folder("grokking") if out is None else out
+    settings = Settings(
+        modulus, steps, interval, batch, weight_decay, _probed(modulus, control_fraction)
+    )
+    folders = {
+        kind: [folder / kind / f"seed_{seed}" for seed in range(seeds)]
+        for kind in (GENERALISES, CONTROL)
+    }
+    jobs = [
+        (settings, share, seed, folders[kind][seed])
+        for seed in range(seeds)
+        for kind, share in ((GENERALISES, fraction), (CONTROL, control_fraction))
+    ]
+    print(f"{len(jobs)} trainings; geomon watch {jobs[0][-1]} shows the first", flush=True)
+    try:
+        run_side_by_side(train, jobs, processes=processes, report=_report)
+    except RunError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error
+    runs, controls = (list(map(load_course, folders[kind])) for kind in (GENERALISES, CONTROL))
+    figure = draw(runs, controls, fraction=fraction, control_fraction=control_fraction)
+    save(figure, folder / "grokking.png")
+    _show_leads(runs, controls)
+    if any(run.generalised() is not None for run in runs):
+        seconds = seconds_on_two_cores([each for kind in folders.values() for each in kind])
+        found = claims(runs, controls, differs=_differs(settings, fraction), seconds=seconds)
+        save_claims(found, folder)
+        _show_claims(found)
+    print(f"figure: {folder / 'grokking.png'}")
+
+
+def _probed(modulus: int, fraction: float) -> int:
+    """Pairs of a reading: all that the control trains on, for a power of two."""
+    return 1 << max(0, int(math.log2(fraction * modulus**2)))
+
+
+def _differs(settings: Settings, fraction: float) -> str:
+    return (
+        f"modulus {settings.modulus}, batch {settings.batch}, weight decay "
+        f"{settings.weight_decay:g} and train fraction {fraction:g} (published: 97, 512, 0.01 and "
+        "0.1 to 0.5), so that a run takes minutes"
+    )
+
+
+def _report(done: int, count: int) -> None:
+    print(f"{time.strftime('%H:%M:%S')}  {done} of {count} trainings done", flush=True)
+
+
+def _show_leads(runs: list[Course], controls: list[Course]) -> None:
+    """The steps of generalisation, and what the rule gives at each margin."""
+    solved = [run.generalised() for run in runs]
+    print(f"\nhalf of the held-out pairs are answered at steps {solved}")
+    best = max(max(c.held_out_accuracy[1:], default=math.nan) for c in controls)
+    print(f"the controls answer {best:.1%} at most")
+    for name in CURVES:
+        for margin in MARGINS:
+            line = f"  {name} {margin:4.0%} below the controls: leads"
+            line += f" {leads(runs, controls, name, margin)}"
+            if len(controls) > 1:
+                wrong = false_alarms(controls, name, margin)
+                line += f"; false alarms in {sum(wrong)} of {len(wrong)} controls"
+            print(line)
+
+
+def _show_claims(found: list[Claim]) -> None:
+    print()
+    for claim in found:
+        mean = claim.measured
+        print(f"  {claim.verdict:9}  {claim.name}: {mean.mean:.3g} (95 % margin {mean.margin:.2g})")
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m recipes.grokking")

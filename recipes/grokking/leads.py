@@ -1,0 +1,157 @@
+"""When a curve warns of generalisation, against runs that never generalise."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from geomon import Readings, read
+from geomon.record.tags import layer_tag, training_tag
+from recipes.grokking.model import HELD_OUT_ACCURACY, TRAINING_ACCURACY
+
+CURVES = ("local_dimension", "effective_rank_last")
+# Shares by which a value must be below the control's lowest.
+MARGINS = (0.0, 0.1, 0.2, 0.3)
+
+# Accuracy on training pairs from which they count as memorised, and on held-out pairs below which
+# nothing is generalised yet and from which it is.
+_MEMORISED, _NOT_YET, _GENERALISED = 0.95, 0.1, 0.5
+
+
+@dataclass(frozen=True)
+class Course:
+    """The curves of one training.
+
+    Attributes:
+        steps: Steps of the readings.
+        training_accuracy: Accuracy on training pairs at each step; NaN at step 0.
+        held_out_accuracy: Accuracy on held-out pairs at each step; NaN at step 0.
+        curves: Values at the last layer on training pairs, for each of `CURVES`.
+    """
+
+    steps: Sequence[int]
+    training_accuracy: Sequence[float]
+    held_out_accuracy: Sequence[float]
+    curves: dict[str, Sequence[float]]
+
+    def memorised(self) -> int | None:
+        """Step at which the training pairs are answered; None if they never are."""
+        return _first(self.steps, self.training_accuracy, _MEMORISED)
+
+    def generalised(self) -> int | None:
+        """Step at which half of the held-out pairs are answered; None if they never are."""
+        return _first(self.steps, self.held_out_accuracy, _GENERALISED)
+
+    def fall(self, name: str) -> float:
+        """Share of its highest value that a curve has left before generalisation.
+
+        At the last reading at which less than a tenth of the held-out pairs were answered; the last
+        one of all, then, where nothing is generalised.
+
+        Args:
+            name: One of `CURVES`.
+        """
+        before = [
+            number for number, value in enumerate(self.held_out_accuracy) if not value >= _NOT_YET
+        ]
+        values = self.curves[name][: before[-1] + 1]
+        return values[-1] / max(values)
+
+
+def load_course(folder: Path) -> Course:
+    """Read the curves of one training from its record.
+
+    Args:
+        folder: Folder of the record.
+    """
+    readings = read(folder)
+    return Course(
+        steps=[reading.step for reading in readings],
+        training_accuracy=_values(readings, training_tag(TRAINING_ACCURACY)),
+        held_out_accuracy=_values(readings, training_tag(HELD_OUT_ACCURACY)),
+        curves={
+            name: _values(readings, layer_tag(name, readings.layers(name)[-1])) for name in CURVES
+        },
+    )
+
+
+def alarm(course: Course, controls: Sequence[Course], name: str, margin: float) -> int | None:
+    """Find the step at which a curve is below all that the controls have had so far.
+
+    Runs are compared from memorisation on, each from its own: before it all curves rise.
+
+    Args:
+        course: Training that is watched.
+        controls: Trainings that never generalise.
+        name: One of `CURVES`.
+        margin: Share by which the value must be below the controls' lowest at the same or an
+            earlier step.
+
+    Returns:
+        The step; None if the curve never is below.
+    """
+    floor, values = math.inf, dict(zip(course.steps, course.curves[name], strict=True))
+    known = [(control.memorised(), control) for control in controls]
+    lowest = sorted(
+        (step, value)
+        for memorised, control in known
+        if memorised is not None
+        for step, value in zip(control.steps, control.curves[name], strict=True)
+        if step >= memorised
+    )
+    start = course.memorised()
+    if start is None or not lowest:
+        return None
+    for step, value in values.items():
+        while lowest and lowest[0][0] <= step:
+            floor = min(floor, lowest.pop(0)[1])
+        if step >= start and floor < math.inf and value < (1 - margin) * floor:
+            return step
+    return None
+
+
+def leads(
+    courses: Sequence[Course], controls: Sequence[Course], name: str, margin: float
+) -> list[int]:
+    """Count the steps from the alarm to generalisation; negative where the alarm comes later.
+
+    An alarm that has not come counts as one at the last step.
+
+    Args:
+        courses: Trainings; those that do not generalise are left out.
+        controls: Trainings that never generalise.
+        name: One of `CURVES`.
+        margin: Share by which the value must be below.
+    """
+    found = []
+    for course in courses:
+        generalised = course.generalised()
+        if generalised is not None:
+            step = alarm(course, controls, name, margin)
+            found.append(generalised - (course.steps[-1] if step is None else step))
+    return found
+
+
+def false_alarms(controls: Sequence[Course], name: str, margin: float) -> list[bool]:
+    """Apply the rule to each control in turn, against the other ones.
+
+    Of n controls one is the lowest at the end: without a margin at least one in n raises an alarm.
+
+    Args:
+        controls: Trainings that never generalise, two or more.
+        name: One of `CURVES`.
+        margin: Share by which the value must be below.
+    """
+    return [
+        alarm(control, [*controls[:number], *controls[number + 1 :]], name, margin) is not None
+        for number, control in enumerate(controls)
+    ]
+
+
+def _values(readings: Readings, tag: str) -> list[float]:
+    return [reading.values.get(tag, math.nan) for reading in readings]
+
+
+def _first(steps: Sequence[int], values: Sequence[float], least: float) -> int | None:
+    reached = zip(steps, values, strict=True)
+    return next((step for step, value in reached if value >= least), None)
