@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from scipy import special, stats  # type: ignore[import-untyped]
+from scipy import special  # type: ignore[import-untyped]
 
 from geomon.analysis.curves import single_source
 from geomon.record import Reading, tags
@@ -210,6 +210,8 @@ def _trend(cosines: dict[tuple[int, int], float]) -> tuple[float, float]:
     layers = [layer for layer, _ in cosines]
     if len(set(layers)) < 2 or len(set(cosines.values())) < 2:
         return math.nan, math.nan
+    from scipy import stats  # takes half a second, and is needed here alone
+
     found = stats.kendalltau(layers, list(cosines.values()))
     return float(found.statistic), float(found.pvalue)
 
@@ -218,13 +220,13 @@ def _signs(cosines: dict[tuple[int, int], float]) -> tuple[LayerSigns, ...]:
     by_layer: dict[int, list[float]] = {}
     for (layer, _), cosine in cosines.items():
         by_layer.setdefault(layer, []).append(cosine)
-    return tuple(
-        LayerSigns(
-            layer, positive, len(values), float(stats.binomtest(positive, len(values)).pvalue)
-        )
-        for layer, values in sorted(by_layer.items())
-        for positive in [sum(value > 0 for value in values)]
-    )
+    found = []
+    for layer, values in sorted(by_layer.items()):
+        positive = sum(value > 0 for value in values)
+        rarer = min(positive, len(values) - positive)
+        p_value = min(1.0, 2 * float(special.bdtr(rarer, len(values), 0.5)))
+        found.append(LayerSigns(layer, positive, len(values), p_value))
+    return tuple(found)
 
 
 def _of_heads(reading: Reading, metric: str) -> dict[tuple[int, int], float]:
