@@ -11,6 +11,7 @@ from geomon.analysis.curves import (
     single_source,
     standard_error,
 )
+from geomon.analysis.queries_keys import queries_and_keys
 from geomon.record import Reading, Readings, tags
 
 # Smallest change of a scale of gride, as a share, that is worth a sentence.
@@ -40,7 +41,8 @@ def summarise(readings: Iterable[Reading]) -> list[str]:
     if not selected:
         return ["No readings yet."]
     describers: tuple[Callable[[list[Reading]], list[str]], ...] = (
-        _dimension, _near_duplicates, _scales, _entropy, _alignment, _profile, _cost,
+        _dimension, _near_duplicates, _scales, _entropy, _alignment, _beyond_chance, _profile,
+        _cost,
     )  # fmt: skip
     sentences = [sentence for describe in describers for sentence in describe(selected)]
     sentences = sentences or [
@@ -211,6 +213,12 @@ def _alignment(readings: list[Reading]) -> list[str]:
         f"(above 0.5) in {along} of {len(cosines)} heads, and opposite ways (below -0.5) in "
         f"{against}."
     ]
+
+
+def _beyond_chance(readings: list[Reading]) -> list[str]:
+    """Describe which heads align beyond chance; nothing where the record has no null of heads."""
+    found = queries_and_keys(readings)
+    return found.words() if found is not None else []
 
 
 def _profile(readings: list[Reading]) -> list[str]:

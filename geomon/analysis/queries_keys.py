@@ -1,0 +1,281 @@
+"""Mean queries and keys of a run: which heads align beyond chance, from when on, and at what depth.
+
+Chance is two isotropic directions: their cosine c has c^2 ~ Beta(1/2, (width - 1)/2), whatever the
+number of tokens that the means were taken over. An untrained head is exactly that, since its mean
+query and its mean key are made by independent random matrices (Godey et al., 2401.12143, equation
+1).
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from scipy import special  # type: ignore[import-untyped]
+
+from geomon.analysis.curves import single_source
+from geomon.record import Reading, tags
+
+Direction = Literal["similar", "opposite", "chance"]
+
+_COSINE, _DOT = "qk_cosine", "qk_dot"
+_NULL = f"{_COSINE}/null_magnitude"
+# Probability of a head beyond the null by chance: that of one among all of them for the heads that
+# are named, and of the head itself for the step at which it leaves the null.
+_ALPHA = 0.05
+
+
+@dataclass(frozen=True)
+class HeadAlignment:
+    """Mean query against mean key of one head.
+
+    Attributes:
+        layer: Number of the layer.
+        head: Number of the head in it.
+        cosine: Cosine of mean query and mean key at the last step.
+        p_value: Probability of a cosine of at least that size between isotropic directions.
+        direction: "similar" or "opposite" where the cosine is beyond chance, with Holm's correction
+            over all heads; else "chance".
+        onset: First step from which the cosine has kept its sign and a p-value of its own below
+            .05 up to the last step; None for a head that is not beyond chance.
+    """
+
+    layer: int
+    head: int
+    cosine: float
+    p_value: float
+    direction: Direction
+    onset: int | None
+
+
+@dataclass(frozen=True)
+class LayerSigns:
+    """Signs of the cosines of one layer at the last step.
+
+    Attributes:
+        layer: Number of the layer.
+        positive: Number of heads with a cosine above 0.
+        heads: Number of heads.
+        p_value: Exact two-sided probability of signs at least as unequal, if both were as likely.
+    """
+
+    layer: int
+    positive: int
+    heads: int
+    p_value: float
+
+
+@dataclass(frozen=True)
+class QueriesKeys:
+    """Mean queries and keys of all heads of a run.
+
+    Attributes:
+        width: Width of one head.
+        heads: All heads, by layer.
+        layers: Signs by layer.
+        depth: Kendall's tau-b of layer and cosine over all heads: below 0 where cosines fall with
+            depth; NaN with one layer.
+        depth_p: Its two-sided p-value for independent heads.
+        dot: Mean |mean query . mean key| over heads at the first and at the last step; NaN where it
+            was not recorded.
+    """
+
+    width: int
+    heads: tuple[HeadAlignment, ...]
+    layers: tuple[LayerSigns, ...]
+    depth: float
+    depth_p: float
+    dot: tuple[float, float]
+
+    def of(self, direction: Direction) -> list[HeadAlignment]:
+        """List the heads of one direction, the largest cosine first.
+
+        Args:
+            direction: "similar", "opposite" or "chance".
+        """
+        chosen = [head for head in self.heads if head.direction == direction]
+        return sorted(chosen, key=lambda head: -abs(head.cosine))
+
+    def words(self) -> list[str]:
+        """Describe the heads in plain sentences."""
+        similar, opposite = self.of("similar"), self.of("opposite")
+        sentences = [
+            f"Beyond chance (isotropic directions of width {self.width}, 5 % over all "
+            f"{len(self.heads)} heads): mean query and mean key are similar in {len(similar)}"
+            f"{_onsets(similar)} and opposite in {len(opposite)}{_onsets(opposite)}."
+        ]
+        if self.depth_p < _ALPHA:
+            verb = "falls" if self.depth < 0 else "rises"
+            sentences.append(
+                f"Their cosine {verb} with depth (Kendall's tau {self.depth:+.2f}, "
+                f"p {_probability(self.depth_p)})."
+            )
+        first, last = self.dot
+        if first > 0 and math.isfinite(last):
+            sentences.append(
+                f"Mean |mean query . mean key| over heads: {first:.3g} at the start, {last:.3g} at "
+                "the end."
+            )
+        return sentences
+
+
+def queries_and_keys(
+    readings: Iterable[Reading], *, width: int | None = None
+) -> QueriesKeys | None:
+    """Find the heads whose mean query and mean key align beyond chance, and since when.
+
+    Args:
+        readings: Readings of a run, of one stack.
+        width: Width of one head; None to read it off the record's null.
+
+    Returns:
+        What was found at the last step with values of heads; None where the record has none, or
+        neither a null nor a width is known.
+
+    Raises:
+        ValueError: `width` is below 2.
+    """
+    if width is not None and width < 2:
+        raise ValueError(f"expected a head width of at least 2, got {width}")
+    measured = [(reading, _of_heads(reading, _COSINE)) for reading in single_source(readings)]
+    measured = [(reading, heads) for reading, heads in measured if heads]
+    if not measured:
+        return None
+    reading, last = measured[-1]
+    null = reading.values.get(_NULL, math.nan)
+    size = width if width is not None else _width_of(null) if math.isfinite(null) else None
+    if size is None or size < 2:
+        return None
+    p_values = {place: cosine_p_value(cosine, size) for place, cosine in last.items()}
+    beyond = _holm(list(p_values.values()))
+    heads = tuple(
+        _head(place, last[place], p_values[place], is_beyond, measured, size)
+        for place, is_beyond in zip(p_values, beyond, strict=True)
+    )
+    dots = [_mean_size(each) for each, _ in measured]
+    return QueriesKeys(size, heads, _signs(last), *_trend(last), (dots[0], dots[-1]))
+
+
+def cosine_p_value(cosine: float, width: int) -> float:
+    """Compute the probability of a cosine of at least that size between isotropic directions.
+
+    Two-sided: c^2 ~ Beta(1/2, (width - 1)/2).
+
+    Args:
+        cosine: Cosine, [-1, 1].
+        width: Number of dimensions, at least 2.
+
+    Example:
+        >>> round(cosine_p_value(0.5, 3), 6)  # on a sphere all cosines are equally likely
+        0.5
+    """
+    size = min(1.0, abs(cosine))
+    # (1 - c)(1 + c) keeps the digits that 1 - c^2 loses next to 1.
+    return float(special.betainc((width - 1) / 2, 0.5, (1 - size) * (1 + size)))
+
+
+def _head(
+    place: tuple[int, int],
+    cosine: float,
+    p_value: float,
+    is_beyond: bool,
+    measured: Sequence[tuple[Reading, dict[tuple[int, int], float]]],
+    width: int,
+) -> HeadAlignment:
+    if not is_beyond:
+        return HeadAlignment(*place, cosine, p_value, "chance", None)
+    onset = measured[-1][0].step
+    for reading, heads in reversed(measured):
+        value = heads.get(place, 0.0)
+        if value * cosine <= 0 or cosine_p_value(value, width) >= _ALPHA:
+            break
+        onset = reading.step
+    direction: Direction = "similar" if cosine > 0 else "opposite"
+    return HeadAlignment(*place, cosine, p_value, direction, onset)
+
+
+def _holm(p_values: Sequence[float]) -> list[bool]:
+    """Reject as many hypotheses as Holm's step-down procedure does at level .05."""
+    order = sorted(range(len(p_values)), key=p_values.__getitem__)
+    rejected = [False] * len(p_values)
+    for rank, index in enumerate(order):
+        if p_values[index] > _ALPHA / (len(p_values) - rank):
+            break
+        rejected[index] = True
+    return rejected
+
+
+def _trend(cosines: dict[tuple[int, int], float]) -> tuple[float, float]:
+    """Compute Kendall's tau-b of layer and cosine, and its p-value; NaN where one does not vary."""
+    layers = [layer for layer, _ in cosines]
+    if len(set(layers)) < 2 or len(set(cosines.values())) < 2:
+        return math.nan, math.nan
+    from scipy import stats  # takes half a second, and is needed here alone
+
+    found = stats.kendalltau(layers, list(cosines.values()))
+    return float(found.statistic), float(found.pvalue)
+
+
+def _signs(cosines: dict[tuple[int, int], float]) -> tuple[LayerSigns, ...]:
+    by_layer: dict[int, list[float]] = {}
+    for (layer, _), cosine in cosines.items():
+        by_layer.setdefault(layer, []).append(cosine)
+    found = []
+    for layer, values in sorted(by_layer.items()):
+        positive = sum(value > 0 for value in values)
+        rarer = min(positive, len(values) - positive)
+        p_value = min(1.0, 2 * float(special.bdtr(rarer, len(values), 0.5)))
+        found.append(LayerSigns(layer, positive, len(values), p_value))
+    return tuple(found)
+
+
+def _of_heads(reading: Reading, metric: str) -> dict[tuple[int, int], float]:
+    """Collect the finite values of heads, by layer and head in ascending order."""
+    found = {
+        (tag.layer, tag.head): value
+        for name, value in reading.values.items()
+        if name.startswith(f"{metric}/layer_")
+        and math.isfinite(value)
+        and (tag := tags.parse(name)) is not None
+        and tag.layer is not None
+        and tag.head is not None
+    }
+    return dict(sorted(found.items()))
+
+
+def _mean_size(reading: Reading) -> float:
+    """Average the absolute dot product of mean query and mean key over heads."""
+    sizes = [abs(value) for value in _of_heads(reading, _DOT).values()]
+    return math.fsum(sizes) / len(sizes) if sizes else math.nan
+
+
+def _width_of(magnitude: float) -> int:
+    """Find the width at which two isotropic directions have a mean absolute cosine.
+
+    E|cos| = Gamma(width / 2) / (sqrt(pi) Gamma((width + 1) / 2)), which falls with the width: about
+    sqrt(2 / (pi (width - 1/2))).
+    """
+    guess = round(2 / (math.pi * magnitude**2) + 0.5) if magnitude > 0 else 0
+    return min(
+        range(max(1, guess - 2), guess + 3),
+        key=lambda width: abs(_magnitude(width) - magnitude),
+        default=0,
+    )
+
+
+def _magnitude(width: int) -> float:
+    return math.exp(math.lgamma(width / 2) - math.lgamma((width + 1) / 2)) / math.sqrt(math.pi)
+
+
+def _onsets(heads: Sequence[HeadAlignment]) -> str:
+    """Say from which steps on the heads are beyond the null."""
+    steps = sorted(head.onset for head in heads if head.onset is not None)
+    if not steps:
+        return ""
+    if steps[0] == steps[-1]:
+        return f" (from step {steps[0]} on)"
+    return f" (from step {steps[0]} to {steps[-1]} on, median {steps[len(steps) // 2]})"
+
+
+def _probability(p_value: float) -> str:
+    return "below .001" if p_value < 0.001 else f"{p_value:.3f}".removeprefix("0")

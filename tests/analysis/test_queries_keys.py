@@ -1,0 +1,161 @@
+"""Mean queries and keys: chance, direction, onset and depth are found from the record alone."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from geomon import Reading
+from geomon.analysis.queries_keys import cosine_p_value, queries_and_keys
+from geomon.kernels.baselines import isotropic_cosine_magnitude
+from geomon.record import tags
+
+WIDTH = 32
+cosines = st.floats(-1, 1)
+
+
+def at(step, table, width=WIDTH, **more):
+    """A reading with a cosine for each head of each layer, [layers, heads]."""
+    values = {
+        tags.layer_tag("qk_cosine", layer, tags.head_part(head)): float(value)
+        for layer, row in enumerate(table, start=1)
+        for head, value in enumerate(row)
+    }
+    values["qk_cosine/null_magnitude"] = isotropic_cosine_magnitude(width)
+    return Reading(step, 0.0, 0.0, "probe", "eval", 64, 1, "float32", values | more)
+
+
+def chance(generator, shape, width=WIDTH):
+    one, other = generator.normal(size=(2, *shape, width))
+    return (one * other).sum(-1) / np.linalg.norm(one, axis=-1) / np.linalg.norm(other, axis=-1)
+
+
+@given(st.integers(2, 20_000))
+@settings(deadline=None)
+def test_the_width_of_heads_is_read_off_the_null(width):
+    found = queries_and_keys([at(0, [[0.3]], width)])
+    assert found is not None
+    assert found.width == width
+
+
+@given(cosines, st.integers(2, 3000))
+@settings(deadline=None)
+def test_the_p_value_is_the_tail_of_the_beta_distribution(cosine, width):
+    half = (width - 1) / 2
+    tail = 2 * stats.beta.sf((1 + abs(cosine)) / 2, half, half)
+    assert cosine_p_value(cosine, width) == pytest.approx(tail, rel=1e-6, abs=1e-300)
+
+
+def test_chance_alone_names_a_head_in_one_run_of_twenty():
+    generator = np.random.default_rng(0)
+    runs = [queries_and_keys([at(0, chance(generator, (4, 4)))]) for _ in range(400)]
+    named = np.mean([len(run.of("chance")) < 16 for run in runs])
+    assert 0.02 < named < 0.085
+    falls = np.mean([run.depth_p < 0.05 for run in runs])
+    assert 0.02 < falls < 0.085
+
+
+@given(st.lists(cosines, min_size=1, max_size=40))
+@settings(deadline=None)
+def test_the_named_heads_are_those_of_holm(values):
+    found = queries_and_keys([at(0, [values])])
+    p_values = np.array([cosine_p_value(value, WIDTH) for value in values])
+    order = np.argsort(p_values, kind="stable")
+    count = len(values)
+    adjusted = np.empty(count)
+    adjusted[order] = np.maximum.accumulate(p_values[order] * (count - np.arange(count)))
+    named = [head.direction != "chance" for head in found.heads]
+    clear = np.abs(adjusted - 0.05) > 1e-9  # a product and a quotient round differently
+    assert (np.array(named) == (adjusted <= 0.05))[clear].all()
+    for head in found.heads:
+        assert head.direction in ("chance", "similar" if head.cosine > 0 else "opposite")
+        assert (head.onset is None) == (head.direction == "chance")
+
+
+@given(st.integers(0, 5), st.sampled_from([-1, 1]), st.integers(0, 2**31))
+@settings(deadline=None, max_examples=40)
+def test_an_onset_is_the_step_from_which_a_head_stays_beyond_chance(number, sign, seed):
+    """Before it, a head may be beyond chance for a while: with the other sign, or not to stay."""
+    generator = np.random.default_rng(seed)
+    steps = [0, 8, 32, 128, 512, 2048]
+    readings = []
+    for index, step in enumerate(steps):
+        table = chance(generator, (2, 3))
+        table[1, 2] = sign * 0.9
+        if index == number - 1:
+            table[1, 2] = generator.choice([0.05, -sign * 0.9])
+        readings.append(at(step, table))
+    found = queries_and_keys(generator.permutation(np.array(readings, dtype=object)).tolist())
+    head = next(each for each in found.heads if (each.layer, each.head) == (2, 2))
+    assert head.direction == ("similar" if sign > 0 else "opposite")
+    assert head.onset == steps[number]
+
+
+@given(st.integers(0, 2**31))
+@settings(deadline=None, max_examples=40)
+def test_other_signs_exchange_similar_and_opposite(seed):
+    table = np.clip(3 * chance(np.random.default_rng(seed), (3, 4)), -1, 1)
+    one, other = queries_and_keys([at(0, table)]), queries_and_keys([at(0, -table)])
+    for mine, theirs in (("similar", "opposite"), ("opposite", "similar"), ("chance", "chance")):
+        places = [
+            [(h.layer, h.head) for h in run.of(d)] for run, d in ((one, mine), (other, theirs))
+        ]
+        assert places[0] == places[1]
+    assert one.depth == pytest.approx(-other.depth)
+    assert one.depth_p == pytest.approx(other.depth_p)
+    for layer, flipped in zip(one.layers, other.layers, strict=True):
+        assert layer.positive == layer.heads - flipped.positive
+        assert layer.p_value == pytest.approx(flipped.p_value)
+
+
+@given(st.lists(st.sampled_from([-0.5, 0.5]), min_size=1, max_size=30))
+@settings(deadline=None)
+def test_signs_of_a_layer_have_the_p_value_of_the_binomial_test(values):
+    (layer,) = queries_and_keys([at(0, [values])]).layers
+    assert layer.p_value == pytest.approx(stats.binomtest(layer.positive, len(values)).pvalue)
+
+
+def test_signs_of_layers_have_exact_p_values():
+    found = queries_and_keys([at(0, [[0.1] * 8, [0.1, -0.1] * 4, [-0.1] * 7 + [0.1]])])
+    assert [(layer.layer, layer.positive) for layer in found.layers] == [(1, 8), (2, 4), (3, 1)]
+    assert [layer.p_value for layer in found.layers] == pytest.approx([2 / 256, 1, 18 / 256])
+    assert found.depth < 0
+    assert found.depth_p < 0.001
+
+
+def test_the_words_say_what_was_found():
+    start = {"qk_dot/layer_01/head_0": 0.5, "qk_dot/layer_02/head_0": -1.5}
+    end = {"qk_dot/layer_01/head_0": 8.0, "qk_dot/layer_02/head_0": -4.0}
+    first, last = [[0.9] * 6, [0.0] * 6], [[0.9] * 6, [-0.9] * 6]
+    readings = [at(0, first, **start), at(64, first), at(128, last, **end)]
+    assert queries_and_keys(readings).words() == [
+        "Beyond chance (isotropic directions of width 32, 5 % over all 12 heads): mean query and "
+        "mean key are similar in 6 (from step 0 on) and opposite in 6 (from step 128 on).",
+        "Their cosine falls with depth (Kendall's tau -1.00, p below .001).",
+        "Mean |mean query . mean key| over heads: 1 at the start, 6 at the end.",
+    ]
+
+
+def test_the_words_stay_silent_on_what_is_not_decided():
+    words = queries_and_keys([at(0, [[0.1, -0.1], [0.1, -0.1]])]).words()
+    assert words == [
+        "Beyond chance (isotropic directions of width 32, 5 % over all 4 heads): mean query and "
+        "mean key are similar in 0 and opposite in 0."
+    ]
+
+
+def test_without_heads_or_without_a_width_there_is_nothing():
+    reading = at(0, [[0.9]])
+    assert queries_and_keys([]) is None
+    assert queries_and_keys([replace(reading, values={"twonn/mean": 3.0})]) is None
+    bare = replace(reading, values={"qk_cosine/layer_01/head_0": 0.9})
+    assert queries_and_keys([bare]) is None
+    assert queries_and_keys([bare], width=WIDTH).heads[0].direction == "similar"
+    lost = replace(reading, values=dict(reading.values) | {"qk_cosine/layer_01/head_0": math.nan})
+    assert queries_and_keys([lost]) is None
+    with pytest.raises(ValueError, match="at least 2, got 1"):
+        queries_and_keys([bare], width=1)
