@@ -80,6 +80,16 @@ class History:
         return (fourth - third) / (max(values) - min(values))
 
 
+def value_of(reading: Reading, tag: str) -> float:
+    """Look a value up.
+
+    Args:
+        reading: A reading.
+        tag: Name of the value.
+    """
+    return reading.values[tag]
+
+
 def over_layers(
     reading: Reading, metric: str, summary: Callable[[Sequence[float]], float] = fmean
 ) -> float:
@@ -91,6 +101,35 @@ def over_layers(
         summary: Function of the values.
     """
     return summary(profile_of(reading.values, metric)[1:])
+
+
+def changed(tag: str, begin: float, end: float) -> Callable[[History], float]:
+    """Make the function that computes `History.change` of one value between two moments.
+
+    Args:
+        tag: Name of a value above 0.
+        begin: Share of the training's steps at which the change begins.
+        end: Share at which it ends.
+    """
+    return lambda history: history.change(tag, begin, end)
+
+
+def at_end(measure: Callable[[Reading], float]) -> Callable[[History], float]:
+    """Make the function that measures the last reading.
+
+    Args:
+        measure: Function of a reading.
+    """
+    return lambda history: measure(history.last)
+
+
+def since_start(measure: Callable[[Reading], float]) -> Callable[[History], float]:
+    """Make the function that measures the last reading minus that at step 0.
+
+    Args:
+        measure: Function of a reading.
+    """
+    return lambda history: measure(history.last) - measure(history.first)
 
 
 def growth(history: History, metric: str) -> list[float]:

@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import lightning as L
@@ -22,7 +22,7 @@ from geomon.show import format_line
 from recipes.decoder.metrics import DECODER_METRICS
 from recipes.enwik8.data import load
 from recipes.enwik8.model import CharacterDecoder
-from recipes.enwik8.presets import Preset
+from recipes.enwik8.presets import PRESETS, Preset
 from recipes.enwik8.windows import CharacterData, spread
 
 # Windows that every reading looks at: the spectrum of their last tokens needs twice the width.
@@ -30,6 +30,9 @@ PROBE_WINDOWS = 256
 ROWS = 4096
 # Half of the readings on a logarithmic scale lie before this step, and show little that is new.
 FIRST_READING = 32
+PER_OCTAVE = 2
+# Half the length of the recipe enwik8: several seeds in the time of one.
+SIZES = replace(PRESETS["cpu"], steps=750, warmup=50)
 # Of its hidden states the papers' profiles end with those that the final norm has passed.
 EXTRA_LAYERS = ("final_norm",)
 
@@ -52,7 +55,7 @@ class Study:
         first: First step that is read after step 0.
     """
 
-    sizes: Preset
+    sizes: Preset = SIZES
     windows: int = PROBE_WINDOWS
     rows: int = ROWS
     first: int = FIRST_READING
@@ -103,6 +106,10 @@ def train_seeds(
     if not missing:
         return
     load(data, text="bytes", minimum=_characters(study))  # downloaded once, before the processes
+    if min(workers, len(missing)) == 1:
+        for seed in missing:
+            train_seed(study, seed, folder, data)
+        return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(workers, len(missing)), mp_context=context) as pool:
         waiting = [pool.submit(train_seed, study, s, folder, data) for s in missing]
@@ -137,7 +144,7 @@ def train_seed(study: Study, seed: int, folder: Path, data: str | None) -> None:
     monitor = GeometryMonitor(
         metrics=DECODER_METRICS,
         probe=spread(corpus.validation, sizes.context, study.windows),
-        schedule=log_spaced(first=study.first),
+        schedule=log_spaced(per_octave=PER_OCTAVE, first=study.first),
         tokens=study.rows,
         batches=1,
         extra_layers=EXTRA_LAYERS,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from functools import partial
 
-from recipes.decoder.history import History, over_layers, with_depth
+from recipes.decoder.history import History, at_end, over_layers, with_depth
 from recipes.decoder.questions.question import NORMED, Question
 
 _THEIRS = "pretrained models on subwords; our types are characters, our blocks norm their input"
@@ -90,7 +90,7 @@ def _shares() -> Iterator[Question]:
             asserts,
             published,
             quantity=f"Spearman's correlation of {metric} with the number of the layer, at the end",
-            measure=lambda h, metric=metric: with_depth(h.last, metric),
+            measure=at_end(partial(with_depth, metric=metric)),
             above=0 if sign > 0 else None,
             below=0 if sign < 0 else None,
         )

@@ -7,11 +7,14 @@ from geomon.kernels.baselines import isotropic_cosine_quantile
 from recipes.decoder.history import (
     Head,
     History,
+    at_end,
     growth,
     heads_of,
     onset,
     over_heads,
     over_layers,
+    since_start,
+    value_of,
 )
 from recipes.decoder.questions.question import MODELS, Question
 
@@ -77,7 +80,7 @@ def _drift() -> Iterator[Question]:
             "Layers whose mean is longer have a higher mean cosine.",
             "a correlation for all character models but two",
             quantity=f"{test.title()}'s correlation over layers of ||mean|| and cosine, at the end",
-            measure=lambda h, test=test: h.last.values[f"drift_cosine/{test}"],
+            measure=at_end(partial(value_of, tag=f"drift_cosine/{test}")),
             above=0,
         )
         yield ask(
@@ -85,7 +88,7 @@ def _drift() -> Iterator[Question]:
             "The correlation is significant.",
             "p < .05 for all character models but two",
             quantity=f"exact p-value of {test.title()}'s correlation, at the end",
-            measure=lambda h, test=test: h.last.values[f"drift_cosine/{test}_p"],
+            measure=at_end(partial(value_of, tag=f"drift_cosine/{test}_p")),
             below=0.05,
         )
 
@@ -189,7 +192,7 @@ def _queries_and_keys(chance: float) -> Iterator[Question]:
             "drift anisotropy emerges in the query and key representations",
             "2401.12143, section 5 (figure 11)",
             f"mean cosine over all pairs of {words}, mean over heads, at the end minus at step 0",
-            lambda h, metric=metric: over_layers(h.last, metric) - over_layers(h.first, metric),
+            since_start(partial(over_layers, metric=metric)),
             above=0,
         )
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from functools import partial
 
-from recipes.decoder.history import QUARTER, History, growth, over_layers
+from recipes.decoder.history import QUARTER, History, changed, growth, over_layers
 from recipes.decoder.questions.question import MODELS, Question
 
 _THEIRS = "pretrained decoders of billions of parameters on subwords"
@@ -63,7 +63,7 @@ def _dimension() -> Iterator[Question]:
             f"The intrinsic dimension rises sharply at first: {words}.",
             "a sharp rise in the initial stages",
             quantity="change from step 0 to a quarter of the steps, relative, mean over layers",
-            measure=lambda h, tag=tag: h.change(tag, 0, QUARTER),
+            measure=changed(tag, 0, QUARTER),
             above=0,
         )
         yield ask(
@@ -71,7 +71,7 @@ def _dimension() -> Iterator[Question]:
             f"It declines towards the end: {words}.",
             "a notable decline as training progresses",
             quantity="change from a quarter of the steps to the end, relative, mean over layers",
-            measure=lambda h, tag=tag: h.change(tag, QUARTER, 1),
+            measure=changed(tag, QUARTER, 1),
             below=0,
         )
 

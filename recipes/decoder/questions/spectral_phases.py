@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from recipes.decoder.history import QUARTER
+from recipes.decoder.history import QUARTER, changed
 from recipes.decoder.questions.question import NORMED, Question
 
 # Where the phases end is no number of the paper: here with the warm-up, and with the first quarter.
@@ -31,7 +31,7 @@ def questions(warmup: float) -> Iterator[Question]:
             "2509.23024, abstract",
             f"relative change of the last tokens' {'effective rank' if tag == rank else 'alpha'} "
             f"from {begin:.0%} to {end:.0%} of the steps",
-            lambda h, tag=tag, begin=begin, end=end: h.change(tag, begin, end),
+            changed(tag, begin, end),
             above=0 if sign > 0 else None,
             below=0 if sign < 0 else None,
             theirs=_THEIRS,
