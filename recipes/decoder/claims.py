@@ -1,0 +1,62 @@
+"""The assertions that the experiment decides, each by one number for each seed.
+
+Quantities and ends were written down from the papers' words before any run had ended. Where a paper
+gives no number, the end is the null, or a choice of ours that the quantity states.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from pathlib import Path
+
+from geomon import read
+from recipes.decoder.history import History
+from recipes.decoder.questions import questions_of
+from recipes.decoder.train import complete_seeds, load_study, seconds_taken
+from recipes.study import Claim
+
+COMMAND = "make decoder"
+PICTURE = "docs/pictures/decoder.png"
+
+
+def decoder_claims(folder: Path) -> tuple[list[Claim], list[str]]:
+    """Measure all claims on the complete records of a folder.
+
+    Args:
+        folder: Folder of the experiment.
+
+    Returns:
+        Claims, and the names of those that no seed could answer.
+
+    Raises:
+        StudyError: The folder holds no experiment, or no seed is complete.
+    """
+    seeds = complete_seeds(folder)
+    histories = [History(read(seed)) for seed in seeds]
+    seconds, sizes = seconds_taken(seeds), load_study(folder).sizes
+    ours = f"characters, {sizes.layers} layers of width {sizes.width}, {sizes.steps:,} steps"
+    claims, unanswered = [], []
+    for question in questions_of(sizes):
+        values = tuple(chain.from_iterable(_values(question.measure(h)) for h in histories))
+        if not values:
+            unanswered.append(question.name)
+            continue
+        words = {
+            name: value
+            for name, value in vars(question).items()
+            if name not in ("measure", "theirs")
+        }
+        claims.append(
+            Claim(
+                **words,
+                values=values,
+                command=COMMAND,
+                picture=PICTURE,
+                differs=f"here {ours}; there {question.theirs}",
+                seconds=seconds,
+            )
+        )
+    return claims, unanswered
+
+
+def _values(measured: float | Sequence[float]) -> Iterable[float]:
+    return (measured,) if isinstance(measured, float | int) else measured

@@ -1,0 +1,203 @@
+"""The curves behind the claims: means over seeds with their bands, single seeds thin."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
+from numpy.typing import NDArray
+
+from geomon import Reading, read
+from geomon.analysis.profile import profile_of
+from recipes.decoder.history import History, over_heads, over_layers, value_of
+from recipes.decoder.questions.question import NORMED
+from recipes.decoder.train import complete_seeds
+from recipes.study import estimate
+
+# Okabe and Ito's colours, which colour-blind readers can distinguish.
+_BLUE, _ORANGE, _GREEN, _PURPLE, _SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9"
+_GREY = "#767676"
+# Of layers, first to last; further layers begin anew.
+_BY_DEPTH = ("#56B4E9", "#0072B2", "#009E73", "#E69F00", "#D55E00", "#CC79A7")
+
+_Line = tuple[str, str, Callable[[Reading], float]]
+
+
+def decoder_figure(folder: Path) -> Figure:
+    """Draw the curves on which the claims stand, in nine panels.
+
+    Args:
+        folder: Folder of the experiment.
+
+    Raises:
+        StudyError: The folder holds no experiment, or no seed is complete.
+    """
+    histories = [History(read(seed)) for seed in complete_seeds(folder)]
+    last = histories[0].last
+    depth = len(profile_of(last.values, "anisotropy")) - 1
+    figure = Figure(figsize=(13.2, 11.0), dpi=80, layout="constrained")
+    axes = figure.subplots(3, 3)
+    over_training = partial(_over_training, histories=histories)
+
+    by_layer = partial(_by_layer, depth=depth)
+    over_training(axes[0, 0], by_layer("anisotropy"))
+    _label(axes[0, 0], "a", "Anisotropy", "share of variance in the first direction")
+    over_training(axes[0, 1], [
+        ("TwoNN, all tokens", _BLUE, partial(value_of, tag="twonn/mean")),
+        ("TwoNN, one per (character, position)", _ORANGE,
+         partial(value_of, tag="twonn_distinct/mean")),
+        ("Gride at scale 8", _GREEN, partial(value_of, tag="gride/mean/k8")),
+        ("Gride at scale 32", _PURPLE, partial(value_of, tag="gride/mean/k32")),
+    ])  # fmt: skip
+    axes[0, 1].set_yscale("log")
+    axes[0, 1].set_yticks([2, 3, 5, 10, 20, 30], ["2", "3", "5", "10", "20", "30"])
+    axes[0, 1].yaxis.set_minor_locator(NullLocator())
+    _label(axes[0, 1], "b", "Intrinsic dimension", "dimension, mean over layers (log)")
+    over_training(axes[0, 2], [
+        ("64 nearest rows", _ORANGE, partial(value_of, tag="local_anisotropy/mean")),
+        ("all rows", _BLUE, partial(value_of, tag="anisotropy/mean")),
+    ])  # fmt: skip
+    _null(axes[0, 2], last.values["local_anisotropy/null"], "64 rows of noise")
+    _null(axes[0, 2], last.values["anisotropy/null"], "all rows of noise")
+    _label(axes[0, 2], "c", "Local and global anisotropy", "anisotropy, mean over layers")
+
+    over_training(axes[1, 0], [
+        ("cosine, last layer", _BLUE, partial(_at_layer, metric="cosine", layer=depth)),
+        ("cosine, mean over layers", _SKY, partial(value_of, tag="cosine/mean")),
+        ("without the mean row", _ORANGE, partial(value_of, tag="cosine_centred/mean")),
+    ])  # fmt: skip
+    _null(axes[1, 0], last.values["cosine/isotropic_pair"], "95 % point, one isotropic pair")
+    _label(axes[1, 0], "d", "Mean cosine between tokens", "mean cosine")
+    _draw_drift(axes[1, 1], histories)
+    over_training(axes[1, 2], [
+        ("size, mean over all heads", "black",
+         partial(over_heads, metric="qk_cosine", size=True)),
+        ("layer 1, mean with sign", _BY_DEPTH[0],
+         partial(over_heads, metric="qk_cosine", layers=[1])),
+        (f"layer {depth}, mean with sign", _ORANGE,
+         partial(over_heads, metric="qk_cosine", layers=[depth])),
+    ])  # fmt: skip
+    _null(axes[1, 2], last.values["qk_cosine/null_magnitude"], "size by chance")
+    axes[1, 2].axhline(0, color=_GREY, lw=0.8)
+    _label(axes[1, 2], "f", "Mean query against mean key", "cosine")
+
+    over_training(axes[2, 0], by_layer("attention_entropy"))
+    _label(axes[2, 0], "g", "Attention entropy", "nats")
+    rank, alpha = (f"{name}/{NORMED}" for name in ("effective_rank_last", "alpha_last"))
+    over_training(axes[2, 1], [
+        ("effective rank", _BLUE, partial(value_of, tag=rank)),
+        ("10 x alpha (decay of the spectrum)", _ORANGE, lambda reading: 10 * reading.values[alpha]),
+    ])  # fmt: skip
+    _label(axes[2, 1], "h", "Spectrum of the last tokens", "after the final norm")
+    _draw_shares(axes[2, 2], histories)
+    return figure
+
+
+def _by_layer(metric: str, *, depth: int) -> list[_Line]:
+    return [
+        (f"layer {layer}", _BY_DEPTH[(layer - 1) % len(_BY_DEPTH)],
+         partial(_at_layer, metric=metric, layer=layer))
+        for layer in range(1, depth + 1)
+    ]  # fmt: skip
+
+
+def _at_layer(reading: Reading, metric: str, layer: int) -> float:
+    return over_layers(reading, metric, lambda profile: profile[layer - 1])
+
+
+def _over_training(panel: Axes, lines: Sequence[_Line], *, histories: Sequence[History]) -> None:
+    """Draw lines over training steps, on a logarithmic axis with step 0 at its left."""
+    steps = histories[0].steps
+    for label, colour, value in lines:
+        table = np.array([[value(reading) for reading in h.readings] for h in histories])
+        _draw(panel, steps, table, label, colour)
+    panel.set_xscale("symlog", linthresh=steps[1], linscale=0.5)
+    panel.set_xlim(0, steps[-1] * 1.1)
+    ticks = [0, steps[1], *(10**power for power in range(2, 7) if steps[1] < 10**power < steps[-1])]
+    panel.set_xticks(ticks)
+    panel.xaxis.set_minor_locator(NullLocator())
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
+    panel.set_xlabel("training step (logarithmic)")
+    panel.legend(fontsize=8.5, frameon=False)
+
+
+def _draw(
+    panel: Axes, x: Sequence[float], table: NDArray[np.float64], label: str, colour: str
+) -> None:
+    """Draw the mean over the rows of a table, its 95 % interval as a band, and each row thin."""
+    means = [estimate(column.tolist()) for column in table.T]
+    for row in table:
+        panel.plot(x, row, color=colour, lw=0.6, alpha=0.45)
+    if len(table) > 1:
+        panel.fill_between(
+            x, [e.low for e in means], [e.high for e in means], color=colour, alpha=0.15, lw=0
+        )
+    panel.plot(x, [e.mean for e in means], color=colour, lw=2.2, label=label)
+    # Where few seeds make a band wide, the curves themselves decide the axis.
+    low, high = panel.get_ylim() if panel.get_autoscale_on() is False else (np.inf, -np.inf)
+    low, high = min(low, float(table.min())), max(high, float(table.max()))
+    panel.set_ylim(low, high)
+
+
+def _draw_drift(panel: Axes, histories: Sequence[History]) -> None:
+    """Draw cosine against the norm of the mean, one line over depth for each seed, at the end."""
+    for seed, history in enumerate(histories):
+        drift, cosine = (profile_of(history.last.values, m) for m in ("drift_norm", "cosine"))
+        fit = {
+            name: history.last.values[f"drift_cosine/{name}"] for name in ("spearman", "spearman_p")
+        }
+        panel.plot(
+            drift, cosine, "o-", color=_BY_DEPTH[seed % len(_BY_DEPTH)], ms=5, lw=1.2,
+            label=f"seed {seed}: Spearman {fit['spearman']:.1f}, p = {fit['spearman_p']:.3f}",
+        )  # fmt: skip
+        if seed == 0:
+            for layer, place in enumerate(zip(drift, cosine, strict=True)):
+                panel.annotate(
+                    f"{layer}", place, xytext=(5, -9), textcoords="offset points", fontsize=8.5
+                )
+    panel.legend(fontsize=8.5, frameon=False)
+    panel.set_xlabel("norm of the mean row")
+    _label(panel, "e", "Drift and cosine over layers 0 to the last", "mean cosine")
+
+
+def _draw_shares(panel: Axes, histories: Sequence[History]) -> None:
+    """Draw how the mean squared norm is shared over depth, at the end."""
+    shares = [
+        ("mean row", _BLUE, "mean_share", ""),
+        ("between characters", _ORANGE, "between_share", "of_square"),
+        ("within a character", _GREEN, "within_share", "of_square"),
+    ]
+    layers = range(len(profile_of(histories[0].last.values, "mean_share")))
+    for label, colour, metric, part in shares:
+        suffix = f"/{part}" if part else ""
+        table = np.array(
+            [[h.last.values[f"{metric}/layer_{n:02d}{suffix}"] for n in layers] for h in histories]
+        )
+        _draw(panel, layers, table, label, colour)
+    panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+    panel.set_xlabel("layer (0 = what enters the first block)")
+    panel.set_ylim(0, 1)
+    panel.legend(fontsize=8.5, frameon=False)
+    _label(panel, "i", "Shares of the mean squared norm", "share, at the end")
+
+
+def _null(panel: Axes, value: float, label: str) -> None:
+    panel.axhline(value, color=_GREY, lw=1, ls=":")
+    low, high = panel.get_ylim()
+    panel.set_ylim(min(low, value), max(high, value))
+    panel.annotate(
+        label, (1, value), xycoords=("axes fraction", "data"), xytext=(-2, 2), ha="right",
+        textcoords="offset points", fontsize=8, color=_GREY,
+    )  # fmt: skip
+
+
+def _label(panel: Axes, letter: str, title: str, unit: str) -> None:
+    panel.set_title(f"$\\bf{{{letter}}}$   {title}", loc="left", fontsize=11)
+    panel.set_ylabel(unit)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.margins(y=0.08)
+    panel.grid(axis="y", color="#E6E6E6", lw=0.7)
+    panel.set_axisbelow(True)

@@ -1,0 +1,206 @@
+"""The values of one seed at moments of its training."""
+
+import math
+from collections.abc import Callable, Sequence
+from statistics import fmean
+
+import numpy as np
+from scipy import stats  # type: ignore[import-untyped]
+
+from geomon import Reading, Readings
+from geomon.analysis import single_source
+from geomon.analysis.profile import profile_of
+from geomon.record import tags
+
+# Part of the training after which its beginning is over. The papers name no step; a quarter is the
+# same for every curve, so that no curve chooses the moments that suit it.
+QUARTER = 0.25
+
+# Layer and number of a head.
+Head = tuple[int, int]
+
+
+class History:
+    """Values of one seed over training.
+
+    Args:
+        readings: Readings of the seed, step 0 among them.
+    """
+
+    def __init__(self, readings: Readings) -> None:
+        self.readings: Sequence[Reading] = single_source(readings)
+        self.steps = [reading.step for reading in self.readings]
+
+    @property
+    def first(self) -> Reading:
+        """Reading at step 0."""
+        return self.readings[0]
+
+    @property
+    def last(self) -> Reading:
+        """Reading at the end."""
+        return self.readings[-1]
+
+    def at(self, step: float, tag: str) -> float:
+        """Interpolate a value between readings, on a logarithmic axis of steps.
+
+        Args:
+            step: Training step.
+            tag: Name of the value.
+        """
+        values = [reading.values.get(tag, math.nan) for reading in self.readings]
+        return float(np.interp(math.log1p(step), np.log1p(self.steps), values))
+
+    def change(self, tag: str, begin: float, end: float) -> float:
+        """Compute a relative change between two parts of the training: last / first - 1.
+
+        Args:
+            tag: Name of a value above 0.
+            begin: Share of the training's steps at which the change begins.
+            end: Share at which it ends.
+        """
+        total = self.steps[-1]
+        return self.at(end * total, tag) / self.at(begin * total, tag) - 1
+
+    def late_drift(self, tag: str) -> float:
+        """Compute how much a value still moves at the end, as a share of its range over training.
+
+        The mean over the readings of the last quarter of steps, minus that over the quarter before:
+        0.25 for a value that grows by the same amount at every step, 0 for one that has settled.
+
+        Args:
+            tag: Name of the value.
+        """
+        values = [reading.values[tag] for reading in self.readings]
+        total = self.steps[-1]
+        third, fourth = (
+            fmean(v for s, v in zip(self.steps, values, strict=True) if low < s / total <= high)
+            for low, high in ((0.5, 0.75), (0.75, 1.0))
+        )
+        return (fourth - third) / (max(values) - min(values))
+
+
+def value_of(reading: Reading, tag: str) -> float:
+    """Look a value up.
+
+    Args:
+        reading: A reading.
+        tag: Name of the value.
+    """
+    return reading.values[tag]
+
+
+def over_layers(
+    reading: Reading, metric: str, summary: Callable[[Sequence[float]], float] = fmean
+) -> float:
+    """Summarise a metric over the outputs of the blocks, layer 0 left out.
+
+    Args:
+        reading: A reading.
+        metric: Name of the metric.
+        summary: Function of the values.
+    """
+    return summary(profile_of(reading.values, metric)[1:])
+
+
+def changed(tag: str, begin: float, end: float) -> Callable[[History], float]:
+    """Make the function that computes `History.change` of one value between two moments.
+
+    Args:
+        tag: Name of a value above 0.
+        begin: Share of the training's steps at which the change begins.
+        end: Share at which it ends.
+    """
+    return lambda history: history.change(tag, begin, end)
+
+
+def at_end(measure: Callable[[Reading], float]) -> Callable[[History], float]:
+    """Make the function that measures the last reading.
+
+    Args:
+        measure: Function of a reading.
+    """
+    return lambda history: measure(history.last)
+
+
+def since_start(measure: Callable[[Reading], float]) -> Callable[[History], float]:
+    """Make the function that measures the last reading minus that at step 0.
+
+    Args:
+        measure: Function of a reading.
+    """
+    return lambda history: measure(history.last) - measure(history.first)
+
+
+def growth(history: History, metric: str) -> list[float]:
+    """Compute the value at the end minus that at step 0, for each block's output.
+
+    Args:
+        history: Values over training.
+        metric: Name of the metric.
+    """
+    before, after = (
+        profile_of(reading.values, metric)[1:] for reading in (history.first, history.last)
+    )
+    return [last - first for first, last in zip(before, after, strict=True)]
+
+
+def with_depth(reading: Reading, metric: str) -> float:
+    """Compute Spearman's correlation of a metric with the number of the layer, from layer 0 on."""
+    profile = profile_of(reading.values, metric)
+    return float(stats.spearmanr(range(len(profile)), profile).statistic)
+
+
+def heads_of(reading: Reading, metric: str) -> dict[Head, float]:
+    """Collect the finite values of all heads.
+
+    Args:
+        reading: A reading.
+        metric: Name of a metric with a value for each head.
+    """
+    return {
+        (tag.layer, tag.head): value
+        for name, value in reading.values.items()
+        if name.startswith(f"{metric}/")
+        and (tag := tags.parse(name)) is not None
+        and tag.layer is not None
+        and tag.head is not None
+        and math.isfinite(value)
+    }
+
+
+def over_heads(
+    reading: Reading, metric: str, *, layers: Sequence[int] = (), size: bool = False
+) -> float:
+    """Average a metric over heads.
+
+    Args:
+        reading: A reading.
+        metric: Name of a metric with a value for each head.
+        layers: Layers whose heads count; none for all.
+        size: Whether the absolute values are averaged.
+    """
+    values = [
+        v for (layer, _), v in heads_of(reading, metric).items() if layer in layers or not layers
+    ]
+    return fmean(abs(value) if size else value for value in values)
+
+
+def onset(history: History, metric: str, head: Head, limit: float) -> float:
+    """Find from when on the value of a head stays beyond a limit, on the side where it ends.
+
+    Args:
+        history: Values over training.
+        metric: Name of a metric with a value for each head.
+        head: Layer and number of the head.
+        limit: Size that the value exceeds at the end.
+
+    Returns:
+        Share of the training's steps that were made by then, [0, 1].
+    """
+    values = [heads_of(reading, metric)[head] for reading in history.readings]
+    side = math.copysign(1, values[-1])
+    begun = len(values) - 1
+    while begun > 0 and side * values[begun - 1] > limit:
+        begun -= 1
+    return history.steps[begun] / history.steps[-1]

@@ -1,0 +1,97 @@
+"""What a curve does after the end of the demo, with its interval."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from geomon import Readings
+from geomon.analysis import Curve, Phase, curve_of
+from geomon.analysis.phase import Z
+
+# Steps of the recipe enwik8 on two cores, which the longer training is compared with.
+DEMO_STEPS = 1500
+
+# Name and tag of each value, in the order in which the page shows them.
+DIMENSIONS = {
+    "TwoNN, all tokens": "twonn/mean",
+    "TwoNN, one row per (character, position)": "twonn_distinct/mean",
+    **{f"Gride, scale {k}": f"gride/mean/k{k}" for k in (1, 2, 4, 8, 16, 32)},
+}
+OTHERS = {
+    "anisotropy": "anisotropy/mean",
+    "attention entropy (nats)": "attention_entropy/mean",
+    "mean cosine": "cosine/mean",
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """Change of one value between the end of the demo and the end of the record.
+
+    Attributes:
+        name: Name of the value.
+        peak: Largest value after step 0, and its step.
+        before: Value at the reading nearest to the end of the demo.
+        after: Value at the last reading.
+        margin: Half width of the 95 % interval of after - before.
+        phase: Phase at the end of the curve.
+    """
+
+    name: str
+    peak: tuple[float, int]
+    before: float
+    after: float
+    margin: float
+    phase: Phase
+
+    @property
+    def verdict(self) -> str:
+        """Whether the value falls or grows by more than its interval, or neither is decided."""
+        change = self.after - self.before
+        if abs(change) <= self.margin:
+            return "not decided"
+        return "falls" if change < 0 else "grows"
+
+
+def changes(readings: Readings, names: Iterable[str], *, since: int = DEMO_STEPS) -> list[Change]:
+    """Compare the end of a record with an earlier step, for each value that it holds.
+
+    The errors are the larger of those over sequences and of the scatter between readings. Both
+    readings look at the same sequences, so that the interval is rather too wide.
+
+    Args:
+        readings: Readings of a run.
+        names: Names of values in `DIMENSIONS` or `OTHERS`.
+        since: Step to compare with.
+    """
+    tags = DIMENSIONS | OTHERS
+    curves = {name: curve_of(readings, tags[name]) for name in names}
+    return [_change(name, curve, since) for name, curve in curves.items() if len(curve) > 1]
+
+
+def nearest(steps: list[int], step: int) -> int:
+    """Find the index of the step that is nearest on a logarithmic axis.
+
+    Args:
+        steps: Steps, ascending.
+        step: Step to look for.
+
+    Example:
+        >>> nearest([0, 1024, 1448, 1722], 1500)
+        2
+    """
+    return min(range(len(steps)), key=lambda i: abs(math.log1p(steps[i]) - math.log1p(step)))
+
+
+def _change(name: str, curve: Curve, since: int) -> Change:
+    begin = nearest(curve.steps, since)
+    errors = curve.robust_errors()
+    peak = max(range(1, len(curve)), key=lambda i: curve.values[i])
+    return Change(
+        name,
+        (curve.values[peak], curve.steps[peak]),
+        curve.values[begin],
+        curve.values[-1],
+        Z * math.hypot(errors[begin], errors[-1]),
+        curve.phase(),
+    )

@@ -1,0 +1,180 @@
+"""The claims of the decoder follow from its records, and its records from its seeds."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from geomon import Reading, Readings, read
+from geomon.kernels.token_types import token_types
+from recipes.decoder.__main__ import app
+from recipes.decoder.claims import decoder_claims
+from recipes.decoder.figure import decoder_figure
+from recipes.decoder.history import History, growth, onset, with_depth
+from recipes.decoder.metrics import norm_variance_slope_shuffled
+from recipes.decoder.questions import questions_of
+from recipes.decoder.train import SIZES, Study, seconds_taken, train_seeds
+from recipes.study.pictures import save_small
+
+TINY = Study(replace(SIZES, width=16, heads=2, context=16, batch=4, steps=8, warmup=2), 64, 512, 2)
+ARGUMENTS = [
+    "--width", "16", "--heads", "2", "--context", "16", "--batch", "4", "--steps", "8",
+    "--warmup", "2", "--windows", "64", "--rows", "512", "--first", "2", "--workers", "1",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def offline(tmp_path_factory):
+    """No data and no network: nothing listens on port 9."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ENWIK8", "")
+        patch.setenv("GEOMON_CACHE", str(tmp_path_factory.mktemp("cache")))
+        for name in ("http_proxy", "https_proxy"):
+            patch.setenv(name, "http://127.0.0.1:9")
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(offline, tmp_path_factory):
+    """Two trained seeds."""
+    path = tmp_path_factory.mktemp("study")
+    train_seeds(TINY, 2, folder=path, workers=1)
+    return path
+
+
+def history(course, steps=(0, 25, 50, 75, 100)):
+    """A history in which every tag has the value of its function at each step."""
+    readings = [
+        Reading(s, 0.0, 0.0, "probe", "eval", 512, 1, "float32", {t: f(s) for t, f in course.items()})
+        for s in steps
+    ]  # fmt: skip
+    return History(Readings([{}], readings))
+
+
+def answer(name, course):
+    (question,) = [each for each in questions_of(SIZES) if each.name == name]
+    return question.measure(history(course))
+
+
+def layers(metric, *functions):
+    return {f"{metric}/layer_{n:02d}": function for n, function in enumerate(functions)}
+
+
+def test_every_question_is_answered_by_every_seed_or_named(folder):
+    claims, unanswered = decoder_claims(folder)
+    names = [question.name for question in questions_of(TINY.sizes)]
+    assert len(set(names)) == len(names)
+    assert sorted([*(claim.name for claim in claims), *unanswered]) == sorted(names)
+    assert {claim.measured.count for claim in claims if claim.repeated == "seed"} == {2}
+    assert all("4 layers of width 16, 8 steps" in claim.differs for claim in claims)
+    assert all(claim.seconds > 0 for claim in claims)
+    assert not {name for name in unanswered if "heads" not in name}
+
+
+def test_seeds_differ_in_everything_but_the_text(folder):
+    one, other = (read(folder / f"seed_{seed}")[0] for seed in range(2))
+    assert one.tokens == other.tokens == 512
+    assert one.values["twonn/mean"] != other.values["twonn/mean"]
+
+
+def test_a_complete_seed_is_kept_and_an_ended_one_completed(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "study")
+    first, second = (tmp_path / "study" / f"seed_{n}" / "readings.jsonl" for n in range(2))
+    before, whole = first.read_bytes(), read(second.parent)
+    second.write_text("".join(second.read_text().splitlines(keepends=True)[:-1]))
+    train_seeds(TINY, 2, folder=tmp_path / "study", workers=1)
+    assert first.read_bytes() == before
+    assert read(second.parent)[-1].step == 8
+    tag = "anisotropy/mean"
+    assert read(second.parent)[-1].values[tag] == pytest.approx(whole[-1].values[tag])
+
+
+def test_the_picture_is_small(folder, tmp_path):
+    path = save_small(decoder_figure(folder), tmp_path / "a.png")
+    assert 30_000 < path.stat().st_size < 150_000
+
+
+def test_the_command_leaves_claims_and_refuses_other_sizes(folder):
+    result = CliRunner().invoke(app, [*ARGUMENTS, "--seeds", "2", "--out", str(folder)])
+    assert result.exit_code == 0, result.output
+    assert "anisotropy_grows" in result.output
+    assert len(json.loads((folder / "claims.json").read_text())) > 50
+    other = CliRunner().invoke(app, [*ARGUMENTS, "--steps", "9", "--out", str(folder)])
+    assert other.exit_code == 2
+    assert "with other sizes: choose another folder" in other.stderr
+    assert other.stderr.count("\n") == 1
+
+
+def test_a_change_is_read_between_readings():
+    linear = history({"a": lambda step: 1.0 + step})
+    assert linear.change("a", 0, 1) == pytest.approx(100)
+    assert linear.change("a", 0.25, 0.75) == pytest.approx(76 / 26 - 1)
+
+
+@pytest.mark.parametrize(
+    ("course", "drift"),
+    [(lambda step: step, 0.25), (lambda step: min(step, 50), 0), (lambda step: -step, -0.25)],
+)
+def test_late_drift_tells_growth_from_rest(course, drift):
+    assert history({"a": course}).late_drift("a") == pytest.approx(drift)
+
+
+def test_growing_in_the_mean_is_not_growing_at_every_layer():
+    course = layers("anisotropy", lambda s: 1 - s, lambda s: s, lambda s: s, lambda s: 1 - s / 9)
+    assert answer("anisotropy_grows", course) > 0
+    assert answer("anisotropy_grows_at_every_layer", course) < 0
+    assert growth(history(course), "anisotropy") == pytest.approx([100, 100, -100 / 9])
+
+
+def test_expansion_and_compression_are_asked_of_the_same_moments():
+    course = {"twonn/mean": lambda step: {0: 2, 25: 8}.get(step, 4)}
+    assert answer("twonn_expands", course) == pytest.approx(3)
+    assert answer("twonn_compresses", course) == pytest.approx(-0.5)
+
+
+def test_depth_counts_from_layer_0():
+    course = layers("mean_share", *(lambda _, n=n: n for n in (3, 1, 2, 4)))
+    assert with_depth(history(course).last, "mean_share") == pytest.approx(0.4)
+
+
+def test_the_onset_is_the_last_time_that_a_head_comes_beyond_chance():
+    cosines = dict(zip((0, 25, 50, 75, 100), (-0.9, 0.1, -0.5, -0.6, -0.7), strict=True))
+    heads = history({"qk_cosine/layer_01/head_0": cosines.get})
+    assert onset(heads, "qk_cosine", (1, 0), 0.3) == 0.5
+    assert onset(heads, "qk_cosine", (1, 0), 0.65) == 1
+    assert onset(heads, "qk_cosine", (1, 0), 0.05) == 0.5
+
+
+def test_heads_are_counted_on_their_side():
+    heads = {"head_0": 0.9, "head_1": -0.9, "head_2": 0.1, "head_3": -0.8}
+    course = {f"qk_cosine/layer_01/{name}": lambda _, v=v: v for name, v in heads.items()}
+    assert answer("almost_all_heads_align", course) == 0.75
+    assert answer("some_heads_opposite", course) == 0.5
+    assert answer("similar_heads_align_early", course) == [0]
+    assert len(answer("opposite_heads_align_late", course)) == 2
+
+
+def test_shuffled_types_show_what_arithmetic_alone_makes():
+    generator = torch.Generator().manual_seed(0)
+    types = torch.arange(40).repeat_interleave(25)
+    centres = torch.randn(40, 8, generator=generator).repeat_interleave(25, dim=0)
+    noise = torch.randn(1000, 8, generator=generator)
+    # The spread of a type grows with its distance from the origin: the opposite of a trade-off.
+    rows = centres * (1 + 0.5 * noise)
+    assert token_types(rows, types).norm_variance_slope().slope > 0
+    assert -1.5 < norm_variance_slope_shuffled(rows, types)[""] < 0
+    sphere = rows / rows.norm(dim=1, keepdim=True)
+    assert norm_variance_slope_shuffled(sphere, types)[""] == pytest.approx(-1, abs=0.05)
+
+
+def test_time_is_that_of_two_cores_which_take_the_next_seed(tmp_path):
+    seeds = [tmp_path / f"seed_{n}" for n in range(3)]
+    for seed, seconds in zip(seeds, (100, 60, 50), strict=True):
+        seed.mkdir()
+        (seed / "timing.json").write_text(json.dumps({"processor_seconds": seconds}))
+    assert seconds_taken(seeds) == 110
+    (seeds[1] / "timing.json").unlink()
+    assert seconds_taken(seeds) != seconds_taken(seeds)  # unknown
