@@ -3,12 +3,14 @@
 They are made of matplotlib's objects only: pyplot is not imported, no backend or setting changed.
 """
 
+import math
 import os
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from geomon.analysis.profile import uniform_entropy
 from geomon.record import Reading, Readings
 
 try:
@@ -72,12 +74,17 @@ def profile_figure(readings: Readings, metric: str = "anisotropy") -> Figure:
     return figure
 
 
-def heads_figure(reading: Reading, metric: str) -> Figure:
+def heads_figure(reading: Reading, metric: str, *, largest: float = math.nan) -> Figure:
     """Draw a metric of heads at one step as a matrix of layers and heads, for loggers.
+
+    The scale of cosines is -1 to 1, that of the attention entropy 0 to that of uniform attention,
+    where the two are known: pictures of several steps compare.
 
     Args:
         reading: Reading with the values.
         metric: Name of a metric with a value for each head.
+        largest: Attention entropy of uniform attention, in nats; NaN to estimate it from the
+            reading.
     """
     layers, count = panels.layers_and_heads(reading.values, metric)
     table = panels.head_table(reading, metric, layers, count)
@@ -91,6 +98,9 @@ def heads_figure(reading: Reading, metric: str) -> Figure:
         panels.show_message(panel, f"{metric} of heads: not measured")
         return figure
     colours, low, high = panels.colour_range(table, metric)
+    if metric == "attention_entropy":
+        uniform = uniform_entropy([reading]) if math.isnan(largest) else largest
+        low, high = (low, high) if math.isnan(uniform) else (0.0, uniform)
     image = panel.imshow(table, cmap=colours, vmin=low, vmax=high, aspect="auto")
     panel.set_facecolor("#DDDDDD")  # shows where a head has no value
     panels.matrix_axes(panel, layers, columns)
