@@ -25,6 +25,8 @@ _ALERT = "#A8488A"
 # Viridis without its pale end, which vanishes on white.
 _STEPS = ("#440154", "#404387", "#29788E", "#22A784", "#79D151", "#C2C21D")
 _PROFILES = len(_STEPS)
+# Ratio of the estimates above which their axis is logarithmic.
+_MAX_LINEAR_RATIO = 4.0
 _LABELS = {
     "twonn": "intrinsic dimension (TwoNN)",
     "anisotropy": "anisotropy (share of variance along the first direction)",
@@ -73,7 +75,10 @@ def _dimension(readings: Readings) -> go.Figure | None:
             axis.place(step), line={"color": _ALERT, "dash": "dot"},
             annotation={"text": kind_of(words), "font": {"color": _ALERT}},
         )  # fmt: skip
-    chart.update_layout(xaxis=axis.layout(), yaxis={"rangemode": "tozero"})
+    lowest, highest = (pick(v for _, c, _ in curves for v in c.values) for pick in (min, max))
+    far_apart = lowest > 0 and highest / lowest > _MAX_LINEAR_RATIO
+    scale = {"type": "log", "dtick": "D2"} if far_apart else {"rangemode": "tozero"}
+    chart.update_layout(xaxis=axis.layout(), yaxis=scale)
     return chart
 
 
@@ -83,7 +88,8 @@ def _band(axis: "_StepAxis", curve: Curve, colour: str) -> list[go.Scatter]:
     places = axis.places(curve.steps)
     pairs = list(zip(curve.values, curve.margins, strict=True))
     ends = [value + margin for value, margin in pairs]
-    ends += [value - margin for value, margin in reversed(pairs)]
+    # Not below 0.1, for a logarithmic axis.
+    ends += [max(value - margin, min(value, 0.1)) for value, margin in reversed(pairs)]
     return [
         go.Scatter(
             x=[*places, *reversed(places)], y=ends, fill="toself", mode="none",
@@ -130,7 +136,8 @@ def _layers(readings: Readings, metric: str) -> go.Figure | None:
     first = 0 if any(value is not None for value in table[0]) else 1
     # The dimension of layer 0 is often many times as high.
     blocks = [value for row in table[1:] for value in row if value is not None] or known
-    chart = _figure("")
+    beyond = max(known) > max(blocks)
+    chart = _figure("layer 0 lies beyond the colours" if beyond else "")
     chart.add_heatmap(
         z=table[first:], x=axis.edges(), y=list(range(first, depth)), colorscale="Cividis",
         zmin=min(0.0, *known), zmax=max(blocks), colorbar={"title": _side(_LABELS[metric])},
