@@ -148,7 +148,7 @@ def test_a_page_that_fails_leaves_the_others_as_they_are(make_readings, caplog):
             model(batch())
     monitor.close()
     assert [step for _, step in logged] == list(range(6))
-    assert sum("writing text for Board failed" in message for message in caplog.messages) == 1
+    assert any("writing text for Board failed" in message for message in caplog.messages)
 
 
 def test_pictures_wait_until_the_budget_pays_for_them(make_readings):

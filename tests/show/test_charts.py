@@ -43,7 +43,7 @@ def test_the_dimension_has_bands_and_true_steps(readings):
     ends = list(bands[0].y)
     assert ends[4] == pytest.approx(7.3 + 0.1)
     assert ends[-5] == pytest.approx(7.3 - 0.1)
-    assert list(chart.layout.xaxis.ticktext)[0] == "0"
+    assert next(iter(chart.layout.xaxis.ticktext)) == "0"
 
 
 def test_an_alert_is_a_line_with_its_name(readings):
