@@ -20,7 +20,7 @@ try:
 except ImportError as error:
     raise ImportError("figures need matplotlib: pip install 'geomon[figures]'") from error
 
-from geomon.show.figures import panels
+from geomon.show.figures import cards, panels
 
 
 def geometry_figure(readings: Readings, *, title: str | None = None) -> Figure:
@@ -69,8 +69,10 @@ def profile_figure(readings: Readings, metric: str = "anisotropy") -> Figure:
         readings: Readings of a run.
         metric: Name of a metric with a value at each layer.
     """
-    figure = Figure(figsize=(5.6, 3.8), dpi=120, layout="constrained")
-    panels.draw_profile(figure.subplots(), readings, metric)
+    figure = cards.card()
+    panel = figure.subplots()
+    panels.draw_profile(panel, readings, metric)
+    panel.yaxis.label.set_size(9)
     return figure
 
 
@@ -90,7 +92,7 @@ def heads_figure(reading: Reading, metric: str, *, largest: float = math.nan) ->
     table = panels.head_table(reading, metric, layers, count)
     rows, columns = table.shape
     width = min(max(2.6 + 0.55 * columns, 4.4), 8.5)
-    height = min(max(1.5 + 0.42 * rows, 2.6), 8.5)
+    height = min(max(1.3 + 0.32 * rows, 2.6), 8.5)
     figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
     panel = figure.subplots()
     panel.set_title(f"step {reading.step}", loc="left", fontsize=10)
