@@ -9,7 +9,8 @@ from geomon.metrics.last_tokens import at_last
 from geomon.monitor import Monitor, every, log_spaced
 from geomon.one_shot import geometry, measure
 from geomon.record import Reading, Readings, Sink, read
-from geomon.record.sinks import Memory, TensorBoard, WandB
+from geomon.record.sinks import Memory
+from geomon.show.loggers import TensorBoard, WandB
 from geomon.sweep import scan
 
 __version__ = version("geomon")

@@ -15,9 +15,9 @@ from typing import Any, Unpack
 from geomon.monitor import CallbackOptions, CallbackSession, show_callback_options
 from geomon.record import Sink
 from geomon.record.headline import Detail, without_layers
-from geomon.record.sinks import LoggerSink, WandB, post_to_each
+from geomon.record.sinks import LoggerSink
 from geomon.record.tags import LOSS
-from geomon.show import Pictures
+from geomon.show.loggers import BoardPages, WandB
 
 try:
     from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
@@ -79,10 +79,9 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
             for callback in _handler().callbacks
             if not isinstance(callback, PrinterCallback | ProgressCallback)
         ]
-        detail = self._session.options["detail"]
-        sinks = _sinks_of(reporting, detail, args, state, control, {"model": model, **event})
-        if self._session.options["pictures"] and (post := post_to_each(sinks)):
-            sinks.append(Pictures(post, affords=self._session.affords))
+        detail, pictures = self._session.options["detail"], self._session.options["pictures"]
+        event = {"model": model, **event}
+        sinks = _sinks_of(reporting, detail, args, state, control, event, pictures=pictures)
         trainer = _caller(Trainer)
         step, folder = state.global_step, args.output_dir
         self._session.start(model, step, folder, sinks, lambda: _validation_loader(trainer))
@@ -257,6 +256,8 @@ def _sinks_of(
     state: Any,
     control: Any,
     event: dict[str, Any],
+    *,
+    pictures: bool,
 ) -> list[Sink]:
     """Sinks that do what `Trainer.log` does: into the history, then to each callback.
 
@@ -292,17 +293,16 @@ def _sinks_of(
     ]
     for callback in callbacks:
         if isinstance(callback, WandbCallback):
-            sinks.append(WandB(detail=detail))
+            sinks.append(WandB(detail=detail, pictures=pictures))
             continue
-        is_board = isinstance(callback, TensorBoardCallback)
-        sinks.append(
-            LoggerSink(
-                type(callback).__name__,
-                functools.partial(draw if is_board else report, callback),
-                detail=detail,
-                writers=functools.partial(writers, callback) if is_board else None,
-            )
-        )
+        name = type(callback).__name__
+        if isinstance(callback, TensorBoardCallback):
+            board = functools.partial(writers, callback)
+            to_board = functools.partial(draw, callback)
+            sinks.append(BoardPages(name, to_board, board, detail=detail, pictures=pictures))
+        else:
+            to_callback = functools.partial(report, callback)
+            sinks.append(LoggerSink(name, to_callback, detail=detail))
     return sinks
 
 

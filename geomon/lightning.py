@@ -15,9 +15,9 @@ import torch
 from geomon.monitor import CallbackOptions, CallbackSession, show_callback_options
 from geomon.record import Sink
 from geomon.record.headline import Detail, without_layers
-from geomon.record.sinks import LoggerSink, WandB, post_to_each
+from geomon.record.sinks import LoggerSink
 from geomon.record.tags import LOSS
-from geomon.show import Pictures
+from geomon.show.loggers import BoardPages, WandB
 
 _PACKAGES = ("lightning", "pytorch_lightning")
 
@@ -86,14 +86,13 @@ class GeometryMonitor(L.Callback):
         """Find the blocks and open the record: on a resume the step is right only from here on."""
         folder = trainer.log_dir or trainer.default_root_dir  # a collective: every rank asks
         self._note_place(trainer)
-        detail = self._session.options["detail"]
-        sinks: list[Sink] = [
-            _sink_of(logger, self._axis_step, detail) for logger in trainer.loggers
+        detail, pictures = self._session.options["detail"], self._session.options["pictures"]
+        sinks = [
+            _sink_of(logger, self._axis_step, detail, pictures=pictures)
+            for logger in trainer.loggers
         ]
         if trainer.world_size == 1:  # readings are the first rank's, and all ranks decide alike
             sinks.append(_metrics_of(trainer, without_layers(detail)))
-        if self._session.options["pictures"] and (post := post_to_each(sinks)):
-            sinks.append(Pictures(post, affords=self._session.affords))
         step = trainer.global_step
         self._session.start(pl_module, step, folder, sinks, lambda: _validation_loaders(trainer))
         self._last_step = trainer.estimated_stepping_batches - 1
@@ -209,18 +208,23 @@ def _metrics_of(trainer: "L.Trainer", detail: Detail) -> Sink:
     return LoggerSink("the trainer's callback_metrics", log, detail=detail)
 
 
-def _sink_of(logger: "Logger", axis_step: Callable[[int], int], detail: Detail) -> Sink:
+def _sink_of(
+    logger: "Logger", axis_step: Callable[[int], int], detail: Detail, *, pictures: bool
+) -> Sink:
     """The sink that writes to one of the trainer's loggers, at a place for each step."""
     shown: Any = logger
     if _is_logger(logger, "WandbLogger"):
-        return WandB(shown.experiment, detail=detail)
+        return WandB(shown.experiment, detail=detail, pictures=pictures)
 
     def log(values: dict[str, float], step: int) -> None:
         logger.log_metrics(values, step=axis_step(step))
 
-    is_board = _is_logger(logger, "TensorBoardLogger")
-    writers = (lambda: [shown.experiment]) if is_board else None
-    return LoggerSink(type(logger).__name__, log, detail=detail, save=logger.save, writers=writers)
+    name = type(logger).__name__
+    if not _is_logger(logger, "TensorBoardLogger"):
+        return LoggerSink(name, log, detail=detail, save=logger.save)
+    return BoardPages(
+        name, log, lambda: [shown.experiment], detail=detail, pictures=pictures, save=logger.save
+    )
 
 
 def _is_logger(logger: object, name: str) -> bool:

@@ -106,8 +106,8 @@ def test_tensorboard_shows_what_the_record_holds(tmp_path, probe, detail):
         assert {event.step: event.value for event in events.Scalars(tag)} == values, tag
     steps = [*range(6)] + ([6] if probe else [])
     assert list(expected["geomon/variance"]) == steps
-    for name in ("heads/qk_cosine", "heads/attention_entropy"):
-        assert [event.step for event in events.Images(name)] == [0, 1, 2, 4, steps[-1]]
+    for name in ("6 query and key by head", "7 attention entropy by head"):
+        assert [event.step for event in events.Images(f"Geometry/{name}")] == [0, steps[-1]]
     charts = events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
     assert b"geomon/variance$" in charts
     assert (b"variance/layer_[0-9]+$" in charts) == (detail == "layers")
@@ -126,7 +126,7 @@ def test_wandb_offline_holds_what_the_record_holds(tmp_path, monkeypatch):
     for reading in read(tmp_path):
         for tag, value in charts.select(reading).items():
             assert float(shown[reading.step][tag]) == value
-    assert any("heads/qk_cosine" in row for row in rows)
+    assert any("geomon_charts/6_query_and_key_by_head" in row for row in rows)
 
 
 def test_other_callbacks_get_the_values_and_the_terminal_does_not(tmp_path, capsys):
@@ -425,7 +425,9 @@ def test_a_checkpoint_with_metrics_resumes_and_the_curves_go_on(tmp_path):
 
 @pytest.mark.parametrize("pictures", [True, False])
 def test_nothing_is_drawn_that_nobody_shows(tmp_path, pictures, monkeypatch):
-    monkeypatch.setattr("geomon.show.pictures.Pictures.write", lambda *_: pytest.fail("drawn"))
+    monkeypatch.setattr(
+        "geomon.show.loggers.pictures.Pictures.write", lambda *_: pytest.fail("drawn")
+    )
     report_to = "none" if pictures else "tensorboard"
     fit(tmp_path, [GeometryMonitor(pictures=pictures, **FEW)], steps=1, report_to=report_to)
 

@@ -22,6 +22,7 @@ import geomon
 from geomon import Memory, every, read, select
 from geomon.lightning import GeometryMonitor, _sink_of
 from geomon.record.headline import Charts
+from geomon.show.loggers import BoardPages
 
 FEW = {
     "metrics": select("variance", "attention_entropy", "qk_cosine"),
@@ -203,8 +204,13 @@ def test_tensorboard_shows_what_the_record_holds(tmp_path, detail):
         assert found.keys() == values.keys(), tag
         for step, value in values.items():
             assert found[step] == torch.tensor(value, dtype=torch.float32).item(), tag
-    images = {"profile/anisotropy", "heads/qk_cosine", "heads/attention_entropy"}
+    images = {f"Geometry/{name}" for name in (
+        "1 intrinsic dimension", "2 anisotropy over depth", "6 query and key by head",
+        "7 attention entropy by head",
+    )}  # fmt: skip
     assert images <= set(events.Tags()["images"])
+    texts = {"geomon/1 the run in words/text_summary", "geomon/4 model and options/text_summary"}
+    assert texts <= set(events.Tags()["tensors"])
 
 
 def test_wandb_offline_holds_what_the_record_holds(tmp_path, monkeypatch):
@@ -221,7 +227,7 @@ def test_wandb_offline_holds_what_the_record_holds(tmp_path, monkeypatch):
     for reading in readings:
         for tag, value in charts.select(reading).items():
             assert float(shown[reading.step][tag]) == value
-    assert any("heads/qk_cosine" in row for row in rows)
+    assert any("geomon_charts/6_query_and_key_by_head" in row for row in rows)
 
 
 class Validated(Decoder):
@@ -698,16 +704,17 @@ def test_the_other_package_of_lightning_is_served_by_itself(tmp_path):
     assert [reading.step for reading in record] == [0, 1, 2]
     events = EventAccumulator(str(tmp_path / "tb" / "x"))
     events.Reload()
-    assert {"profile/anisotropy", "heads/qk_cosine"} <= set(events.Tags()["images"])
+    images = {"Geometry/2 anisotropy over depth", "Geometry/6 query and key by head"}
+    assert images <= set(events.Tags()["images"])
     assert set(Charts().select(record[-1])) <= set(events.Tags()["scalars"])
 
 
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
 def test_loggers_of_both_packages_show_pictures(tmp_path, package):
     loggers = pytest.importorskip(f"{package}.loggers")
-    board = _sink_of(loggers.TensorBoardLogger(tmp_path), int, "headline")
-    table = _sink_of(loggers.CSVLogger(tmp_path), int, "headline")
-    assert (board.shows_pictures, table.shows_pictures) == (True, False)
+    board = _sink_of(loggers.TensorBoardLogger(tmp_path), int, "headline", pictures=True)
+    table = _sink_of(loggers.CSVLogger(tmp_path), int, "headline", pictures=True)
+    assert [isinstance(sink, BoardPages) for sink in (board, table)] == [True, False]
 
     class Own(loggers.WandbLogger):
         def __init__(self) -> None: ...
@@ -715,4 +722,4 @@ def test_loggers_of_both_packages_show_pictures(tmp_path, package):
         experiment = "a run"
 
     with pytest.raises(AttributeError, match="'str' object"):  # asked as a run of W&B is
-        _sink_of(Own(), int, "headline")
+        _sink_of(Own(), int, "headline", pictures=True)

@@ -15,7 +15,16 @@ def work_offline(monkeypatch, folder):
 
 
 def wandb_rows(folder):
-    """Read the rows of the history of the run in the folder, once its last record is on disk.
+    """Read the rows of the history of the run in the folder, once its last record is on disk."""
+    return [
+        {item.key or item.nested_key[0]: item.value_json for item in record.history.item}
+        for record in wandb_records(folder)
+        if record.HasField("history")
+    ]
+
+
+def wandb_records(folder):
+    """Read all records of the run in the folder, once its last one is on disk.
 
     W&B's own process writes the file, and may be a moment behind the run's `finish`.
     """
@@ -27,11 +36,7 @@ def wandb_rows(folder):
         except ValueError:  # cut in the middle of one
             records = []
         if records and records[-1].HasField("exit"):
-            return [
-                {item.key or item.nested_key[0]: item.value_json for item in record.history.item}
-                for record in records
-                if record.HasField("history")
-            ]
+            return records
         time.sleep(0.05)
     raise AssertionError(f"{path} has no end")
 

@@ -83,6 +83,16 @@ def alert_notes(reading: Reading) -> list[str]:
     return [note.removeprefix(_PREFIX) for note in reading.notes if is_alert(note)]
 
 
+def kind_of(words: str) -> str:
+    """Return the name of the rule in the words of an alert.
+
+    Example:
+        >>> kind_of("logit growth (layer 3, head 1): score 130; look there")
+        'logit growth'
+    """
+    return words.partition(" (")[0].partition(":")[0]
+
+
 def is_alert(note: str) -> bool:
     """Return whether a note of a reading is an alert.
 
@@ -413,4 +423,5 @@ __all__ = [
     "dimension_of",
     "find_alerts",
     "is_alert",
+    "kind_of",
 ]

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable
 
-from geomon.analysis.alerts import alert_notes
+from geomon.analysis.alerts import alert_notes, kind_of
 from geomon.analysis.curves import (
     Curve,
     curve_of,
@@ -56,8 +56,7 @@ def _alerts(readings: list[Reading]) -> list[str]:
     found: dict[str, list[tuple[int, str]]] = {}
     for reading in readings:
         for words in alert_notes(reading):
-            kind = words.partition(" (")[0].partition(":")[0]
-            found.setdefault(kind, []).append((reading.step, words))
+            found.setdefault(kind_of(words), []).append((reading.step, words))
     return [
         f"Alert at step {alerts[0][0]}"
         f"{f' (first of {len(alerts)})' if len(alerts) > 1 else ''}: {alerts[0][1]}."

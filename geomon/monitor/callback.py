@@ -70,14 +70,6 @@ class CallbackSession:
         """Share of the training's wall time that geomon took; NaN before training."""
         return math.nan if self.monitor is None else self.monitor.overhead
 
-    def affords(self, seconds: float) -> bool:
-        """Whether more of geomon's time would stay within the budget.
-
-        Args:
-            seconds: The additional time.
-        """
-        return self.monitor is None or self.monitor.affords(seconds)
-
     def summary(self) -> dict[str, Any]:
         """The options that tell one callback from another, in plain values."""
         given = self.options

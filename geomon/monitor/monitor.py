@@ -75,16 +75,17 @@ class Monitor:
             )
         self._warnings = Warnings(self._group, strict=options["strict"])
         record = self._make_record(options["directory"])
+        share = options["budget"]
+        assert not isinstance(share, str)  # of what is checked
+        self._budget = Budget(share, options["tokens"])
         self._writer = ReadingWriter(
-            record, options["sinks"], self._warnings, sink_timeout=options["sink_timeout"]
-        )
+            record, options["sinks"], self._warnings, sink_timeout=options["sink_timeout"],
+            affords=self._budget.affords,
+        )  # fmt: skip
         self._reactions = Reactions(
             options["alerts"], options["on_phase"], options["on_alert"], self._warnings
         )
         self._record = record
-        share = options["budget"]
-        assert not isinstance(share, str)  # of what is checked
-        self._budget = Budget(share, options["tokens"])
         self._planner = ReadingPlanner(
             _guard_schedule(options["schedule"], self._warnings, strict=options["strict"]),
             self._budget, self._group, source=self._source,

@@ -124,8 +124,9 @@ class CallbackOptions(MonitorOptions, total=False):
     """The keyword arguments of a callback.
 
     Args:
-        pictures: Whether loggers that show pictures get the run in one figure, the profile over
-            depth and the matrices of heads by layer, each time the step has doubled.
+        pictures: Whether loggers that show pictures get them: the intrinsic dimension over
+            training, anisotropy over depth, maps of layers and steps, and matrices of layers and
+            heads, each time the step has doubled, and the whole run at the end.
         detail: How much loggers show: "headline" for about a dozen values in the group `geomon/`;
             "layers" for every layer of every metric besides, in groups of their own; or names of
             metrics whose means are headline values too. The record holds everything. Sinks that are

@@ -14,7 +14,7 @@ from geomon.monitor.retries import FAILURES, Retries
 from geomon.monitor.time_limit import TimeLimitError, time_limit
 from geomon.record import Reading, Record, Sink
 from geomon.record.printable import printable
-from geomon.record.sinks import WandB
+from geomon.record.sinks import Affords, DescribedSink, parts_of
 
 log = logging.getLogger("geomon")
 
@@ -96,6 +96,7 @@ class ReadingWriter:
         sinks: Where readings go besides the record.
         warnings: Turns what goes wrong into warnings.
         sink_timeout: Largest duration of one call of a sink, in seconds.
+        affords: Function of a number of seconds that returns whether a sink may take them now.
     """
 
     def __init__(
@@ -105,9 +106,10 @@ class ReadingWriter:
         warnings: Warnings,
         *,
         sink_timeout: float,
+        affords: Affords,
     ) -> None:
         self._record = record
-        self._sinks = [(sink, Retries()) for sink in sinks]
+        self._sinks = [(sink, Retries()) for sink in parts_of(sinks, affords)]
         self._warnings = warnings
         self._sink_timeout = sink_timeout
 
@@ -129,7 +131,7 @@ class ReadingWriter:
                 f"{record.path} could not be read and is kept under another name",
             )
         for sink, _ in list(self._sinks):
-            if isinstance(sink, WandB):  # it has a place for it
+            if isinstance(sink, DescribedSink):
                 message = f"{_name_of(sink)} did not take the description of the run"
                 self._call(sink, functools.partial(sink.describe, description), message)
         return recorded
@@ -154,11 +156,14 @@ class ReadingWriter:
                 retries.note(succeeded=succeeded)
 
     def close(self) -> None:
-        """Write what could not be recorded before, and close the sinks; may be called again."""
+        """Write what could not be recorded before, and close the sinks; may be called again.
+
+        The last sink is closed first: what draws into a logger comes after it.
+        """
         if self._record is not None:
             path = self._record.path
             self._warnings.attempt(self._record.close, f"{path} is not complete")
-        for sink, _ in list(self._sinks):
+        for sink, _ in reversed(self._sinks):
             self._call(sink, sink.close, f"closing {_name_of(sink)} failed")
         self._sinks = []
 

@@ -92,6 +92,7 @@ _TAKEN = {"step", "seconds"}
 
 _DIMENSION = "intrinsic dimension: paper's, distinct tokens, scale 32"
 _INTERVAL = "intrinsic dimension, 95 % interval"
+_FIRST = "geomon: intrinsic dimension"  # the category of charts that comes first
 _TWONN = tags.mean_tag("twonn")
 
 # "Mean" is over the layers without layer 0, as in the tags `<metric>/mean`.
@@ -252,18 +253,23 @@ class Charts:
             Kind of chart and names of its curves, by category and title.
         """
         charts: dict[str, list[object]] = {}
+        intervals: dict[str, list[object]] = {}
         for stack, values, selected in self._by_stack(reading):
             before = f"{stack}: " if stack else ""
             ends = [headline_tag(name, stack) for name in ("twonn", "twonn_low", "twonn_high")]
             if not math.isnan(_bound(_TWONN, 1)(values)):
-                charts[f"{before}{_INTERVAL}"] = ["Margin", ends]
+                intervals[f"{before}{_INTERVAL}"] = ["Margin", ends]
             titles: dict[str, list[str]] = {}
             for name, headline in selected.items():
                 if headline.chart != _INTERVAL:
                     tag = f"{headline_tag(name, stack)}$"
                     titles.setdefault(f"{before}{headline.chart}", []).append(tag)
             charts |= {title: ["Multiline", names] for title, names in titles.items()}
-        laid_out: dict[str, dict[str, list[object]]] = {"geomon": charts}
+        # In one category TensorBoard draws the charts of intervals below all others.
+        laid_out: dict[str, dict[str, list[object]]] = {}
+        if intervals:
+            laid_out[_FIRST] = intervals
+        laid_out["geomon"] = charts
         if self._all:
             copied = {
                 source: headline_tag(name, stack)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from geomon.show.figures import geometry_figure, heads_figure, profile_figure, save
-    from geomon.show.pictures import Pictures
+    from geomon.show.loggers.pictures import Pictures
     from geomon.show.terminal import format_line, view
 
 __all__ = [
@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Pictures": "pictures",
+    "Pictures": "loggers.pictures",
     "format_line": "terminal",
     "geometry_figure": "figures",
     "heads_figure": "figures",

@@ -136,7 +136,6 @@ def test_before_training_every_call_does_nothing():
     session.discard()
     session.probe(0, last=True)
     session.finish()
-    assert session.affords(1e9)
     assert math.isnan(session.overhead)
 
 

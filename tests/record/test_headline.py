@@ -172,12 +172,16 @@ def test_stacks_have_groups_of_their_own_and_the_main_one_has_no_name():
 def test_the_layout_opens_on_the_dimension_with_its_interval(last):
     charts = Charts("layers")
     shown, layout = charts.select(last), charts.layout(last)
-    assert list(layout) == ["geomon", "by layer"]
-    first = next(iter(layout["geomon"].values()))
-    assert first == ["Margin", ["geomon/twonn", "geomon/twonn_low", "geomon/twonn_high"]]
-    drawn = {name.removesuffix("$") for _, names in layout["geomon"].values() for name in names}
+    assert list(layout) == ["geomon: intrinsic dimension", "geomon", "by layer"]
+    first = layout.pop("geomon: intrinsic dimension")
+    ends = ["geomon/twonn", "geomon/twonn_low", "geomon/twonn_high"]
+    assert list(first.values()) == [["Margin", ends]]
+    # TensorBoard draws charts of intervals below all others of their category.
+    assert {kind for charts in layout.values() for kind, _ in charts.values()} == {"Multiline"}
+    named = [name for _, names in layout["geomon"].values() for name in names]
+    drawn = {name.removesuffix("$") for name in named} | set(ends)
     assert drawn == {name for name in shown if name.startswith("geomon/")} - {"geomon/seconds"}
-    assert list(Charts().layout(last)) == ["geomon"]
+    assert list(Charts().layout(last)) == ["geomon: intrinsic dimension", "geomon"]
 
 
 TAGS = st.builds(

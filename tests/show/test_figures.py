@@ -471,3 +471,33 @@ def test_the_last_profile_is_the_thickest():
     *earlier, last = [line.get_linewidth() for line in profile.lines]
     assert len(set(earlier)) == 1
     assert last > earlier[0]
+
+
+def test_an_alert_is_a_line_at_its_step_and_the_legend_says_which(make_readings):
+    readings = list(make_readings())
+    notes = ["alert: rank collapse (layer 2): down to 1.2", "a note"]
+    readings[4] = replace(readings[4], notes=notes)
+    readings[6] = replace(readings[6], notes=["alert: logit growth: 130"])
+    figure = geometry_figure(Readings([], readings))
+    as_image(figure)
+    over_training = [panels(figure)[index] for index in (0, 2, 3)]
+    for panel in over_training:
+        at = {line.get_xdata()[0] for line in panel.lines if line.get_color() == "#A8488A"}
+        assert at == {128, 512}
+    shown = [text.get_text() for text in panels(figure)[0].get_legend().get_texts()]
+    assert "alert at step 128: rank collapse (first of 2)" in shown
+    profile = panels(figure)[1]
+    assert not [line for line in profile.lines if line.get_color() == "#A8488A"]
+
+
+@pytest.mark.parametrize("layers", [2, 4])
+def test_the_scale_of_entropy_reaches_from_nothing_to_uniform_attention(layers):
+    values = {}
+    for layer in range(1, layers + 1):
+        place = f"layer_{layer:02d}/head_0"
+        values[f"attention_entropy/{place}"] = 3.0 / layer
+        values[f"attention_entropy_normalised/{place}"] = 0.75 / layer
+    reading = Reading(0, 1.0, 0.5, "inline", "train", 64, 1, "float32", values)
+    for largest, expected in ((float("nan"), 4.0), (5.0, 5.0)):
+        image = heads_figure(reading, "attention_entropy", largest=largest).axes[0].images[0]
+        assert (image.norm.vmin, image.norm.vmax) == pytest.approx((0.0, expected))

@@ -1,11 +1,24 @@
-import math
 import sys
 
 import numpy as np
 import pytest
 
-from geomon.record import Sink
+from geomon.record import Reading, Readings, Sink
 from geomon.show import Pictures
+from geomon.show.figures import as_image, cards
+
+DIMENSION, PROFILE, LAYERS, HEADS, WHOLE = (
+    "Geometry/1 intrinsic dimension",
+    "Geometry/2 anisotropy over depth",
+    [
+        "Geometry/3 intrinsic dimension by layer",
+        "Geometry/4 anisotropy by layer",
+        "Geometry/5 attention entropy by layer",
+    ],
+    ["Geometry/6 query and key by head", "Geometry/7 attention entropy by head"],
+    "Geometry/8 whole run",
+)
+TWONN = {f"twonn/layer_{layer:02d}": [5.0] * 9 for layer in range(3)}
 
 
 @pytest.fixture
@@ -18,64 +31,55 @@ def pictures(posted):
     return Pictures(lambda name, image, step: posted.append((name, image, step)))
 
 
-def test_draws_each_time_the_step_has_doubled_and_at_the_end(make_readings, pictures, posted):
-    steps = (0, 1, 2, 3, 4, 5, 6, 7)
-    for reading in make_readings(steps, layers=2, heads=2):
+def test_cards_come_at_first_and_the_whole_run_at_the_end(make_readings, pictures, posted):
+    steps = (0, 4, 16, 20, 40)
+    curves = {"twonn/mean": [3.0] * 5} | {tag: row[:5] for tag, row in TWONN.items()}
+    for reading in make_readings(steps, curves=curves, layers=2, heads=2):
         pictures.write(reading)
-    assert [step for name, _, step in posted if name == "profile/anisotropy"] == [0, 1, 2, 4]
     pictures.close()
-    assert [step for name, _, step in posted if name == "profile/anisotropy"] == [0, 1, 2, 4, 7]
+    first = [DIMENSION, PROFILE, *HEADS]
+    later = [DIMENSION, PROFILE, *LAYERS, *HEADS]
+    assert [(name, step) for name, _, step in posted] == [
+        *((name, 0) for name in first),
+        *((name, 16) for name in later),
+        *((name, 40) for name in later),
+        (WHOLE, 40),
+    ]
     count = len(posted)
     pictures.close()
     assert len(posted) == count
-
-
-def test_posts_the_profile_and_each_metric_of_heads(make_readings, pictures, posted):
-    pictures.write(make_readings((0,))[0])
-    names = [name for name, _, _ in posted]
-    assert names == ["profile/anisotropy", "heads/qk_cosine", "heads/attention_entropy"]
     for _, image, _ in posted:
         assert image.dtype == np.uint8
         assert image.ndim == 3
         assert image.std() > 5
+    names = {name for name, _, _ in posted}
+    assert sorted(names) == [DIMENSION, PROFILE, *LAYERS, *HEADS, WHOLE]  # as loggers show them
 
 
-def test_a_last_reading_already_drawn_is_not_drawn_again(make_readings, pictures, posted):
-    pictures.write(make_readings((0,))[0])
+def test_cards_are_of_the_size_of_a_card(make_readings, pictures, posted):
+    pictures.write(make_readings((16,))[0])
+    assert len(posted) > 4
+    for _, image, _ in posted:
+        height, width, _ = image.shape
+        assert width < 900
+        assert height < width
+
+
+def test_at_the_end_what_was_drawn_is_not_drawn_again(make_readings, pictures, posted):
+    pictures.write(make_readings((16,))[0])
     count = len(posted)
     pictures.close()
-    assert len(posted) == count
+    assert [name for name, _, _ in posted[count:]] == [WHOLE]
 
 
 def test_what_is_missing_is_not_posted(make_readings, pictures, posted):
-    pictures.write(make_readings((0,), without=["anisotropy", "qk_cosine"])[0])
-    assert [name for name, _, _ in posted] == ["heads/attention_entropy"]
+    pictures.write(
+        make_readings(
+            (0,), without=["anisotropy", "qk_cosine", "twonn", "twonn_distinct", "gride"]
+        )[0]
+    )
+    assert [name for name, _, _ in posted] == [HEADS[1]]
     Pictures(lambda *_: pytest.fail("nothing was written")).close()
-
-
-def test_memory_grows_with_the_logarithm_of_the_run(make_readings, posted):
-    pictures = Pictures(lambda *_: None, metrics=())
-    steps = range(300)
-    curves = {"twonn/mean": [1.0] * 300} | {
-        name: [1.0] * 300
-        for name in ("twonn_distinct/mean", "gride/mean/k1", "gride/mean/k32")
-    } | {name: [1.0] * 300 for name in ("attention_entropy/mean", "geomon/overhead")}  # fmt: skip
-    for reading in make_readings(steps, curves=curves, layers=2, heads=1):
-        pictures.write(reading)
-    kept = pictures._curves
-    assert [reading.step for reading in kept][:9] == [0, 1, 2, 3, 4, 5, 6, 8, 10]
-    assert len(kept) < 5 * math.log2(300)
-    assert len(pictures._drawn) == 2 + int(math.log2(300))
-    assert "geomon/overhead" not in kept[-1].values
-    assert "twonn/mean" in kept[-1].values
-
-
-def test_the_whole_run_in_one_figure_comes_first(make_readings, pictures, posted):
-    for reading in make_readings((0, 1, 8, 16, 32), layers=2, heads=2):
-        pictures.write(reading)
-    shown = [(name, step) for name, _, step in posted if name.startswith("Overview")]
-    assert shown == [("Overview/geometry", 16), ("Overview/geometry", 32)]
-    assert min(name for name, _, _ in posted) == "Overview/geometry"
 
 
 def test_it_is_a_sink(pictures):
@@ -105,5 +109,29 @@ def test_a_picture_that_is_not_taken_keeps_no_other_from_being_posted(make_readi
 
     with pytest.raises(OSError, match="gone"):
         Pictures(post).write(make_readings((16,))[0])
-    assert len(posted) == 4
-    assert len(set(posted)) == 4
+    assert posted == [DIMENSION, PROFILE, *LAYERS[1:], *HEADS]
+
+
+def map_of(readings, metric):
+    figure = cards.layers_figure(readings, metric)
+    as_image(figure)
+    return figure.axes[0].collections[0]
+
+
+def test_a_map_has_a_column_for_each_step_and_the_scale_of_the_blocks(make_readings):
+    curves = TWONN | {"twonn/layer_00": [40.0] * 9, "twonn/layer_02": [5.0] * 8 + [8.0]}
+    mesh = map_of(make_readings(curves=curves, layers=2), "twonn")
+    table = np.asarray(mesh.get_array())
+    assert table.shape == (3, 9)
+    assert table[:, -1].tolist() == [40.0, 5.0, 8.0]
+    assert (mesh.norm.vmin, mesh.norm.vmax) == (0.0, 8.0)
+    edges = mesh.get_coordinates()[0, :, 0]
+    steps = [reading.step for reading in make_readings()]
+    assert all(low < step < high for low, step, high in zip(edges, steps, edges[1:], strict=False))
+
+
+def test_a_map_of_one_step_or_of_nothing_is_drawn_too(make_readings):
+    assert np.asarray(map_of(make_readings((0,)), "anisotropy").get_array()).shape == (5, 1)
+    empty = Readings([], [Reading(0, 1.0, 0.5, "inline", "train", 64, 1, "float32", {})])
+    texts = cards.layers_figure(empty, "twonn").axes[0].texts
+    assert [text.get_text() for text in texts] == ["twonn: not measured"]

@@ -1,5 +1,6 @@
 """Panels of the figures: functions that draw readings into given matplotlib axes."""
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from numpy.typing import NDArray
 
 from geomon.analysis import Curve, curve_of, mean_abs_over_heads, single_source
+from geomon.analysis.alerts import alert_notes, kind_of
 from geomon.record import Reading, Readings, tags
 
 # Keyword arguments of matplotlib for how something is drawn.
@@ -19,6 +21,7 @@ Style = dict[str, Any]
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish.
 _BLUE, _ORANGE, _GREEN, _GREY = "#0072B2", "#D55E00", "#009E73", "#767676"
+_PURPLE = "#A8488A"  # darker than theirs: it is a thin line
 # Viridis (for steps) and plasma (for layers) without their pale ends, which vanish on white.
 STEPS = LinearSegmentedColormap.from_list(
     "steps", ["#440154", "#404387", "#29788E", "#22A784", "#79D151", "#C2C21D"]
@@ -39,6 +42,59 @@ AXIS_LABELS = {
     "twonn": "intrinsic dimension (TwoNN)",
     "cosine": "mean cosine between tokens",
 }
+
+
+def draw_layer_map(panel: Axes, readings: Readings, metric: str) -> None:
+    """Draw a metric at every layer (rows) and step (columns) as colours, from 0 where it can be.
+
+    The scale is that of the layers without layer 0, whose dimension is often many times as high.
+
+    Args:
+        panel: Axes of matplotlib.
+        readings: Readings of a run.
+        metric: Name of a metric with a value at each layer.
+    """
+    layers = readings.layers(metric)
+    measured = [
+        reading
+        for reading in single_source(readings)
+        if any(math.isfinite(value) for value in _by_layer(reading, metric, layers))
+    ]
+    if not measured:
+        show_message(panel, f"{metric}: not measured")
+        return
+    steps = [reading.step for reading in measured]
+    table = np.array([_by_layer(reading, metric, layers) for reading in measured]).T
+    _step_axis(panel, steps)
+    panel.grid(visible=False)
+    blocks = table[1:] if layers[0] == 0 and np.isfinite(table[1:]).any() else table
+    colours, low, high = colour_range(blocks, metric)
+    low = 0.0 if low > 0 else low
+    mesh = panel.pcolormesh(
+        _edges(steps), np.arange(len(layers) + 1) - 0.5, table, cmap=colours, vmin=low,
+        vmax=max(high, low + 1e-9),
+    )  # fmt: skip
+    exceeded = bool(np.nanmax(table) > high)
+    panel.set_facecolor("#DDDDDD")  # shows where a layer has no value
+    panel.set_xlim(*_edges(steps)[[0, -1]])
+    ticks = range(0, len(layers), math.ceil(len(layers) / MAX_NAMED))
+    panel.set_yticks(list(ticks), labels=[str(layers[tick]) for tick in ticks])
+    panel.set_ylabel("layer", fontsize=10)
+    bar = panel.figure.colorbar(mesh, ax=panel, pad=0.02, extend="max" if exceeded else "neither")
+    bar.set_label(AXIS_LABELS.get(metric, metric), fontsize=9)
+    bar.ax.tick_params(labelsize=8.5, length=2)
+    bar.outline.set_visible(False)
+
+
+def _edges(steps: Sequence[int]) -> NDArray[np.float64]:
+    """Return the ends of the columns of steps on a logarithmic axis, one more than steps."""
+    if len(steps) == 1:
+        return np.array([steps[0] - 0.5, steps[0] + 0.5])
+    inner = [
+        math.sqrt(one * other) if one > 0 else other / 2 for one, other in itertools.pairwise(steps)
+    ]
+    first = steps[0] ** 2 / inner[0] if steps[0] > 0 else -inner[0] / 2
+    return np.array([first, *inner, steps[-1] ** 2 / inner[-1]])
 
 
 def spread_steps(steps: Sequence[int], most: int = _MAX_PROFILES) -> list[int]:
@@ -63,8 +119,14 @@ def spread_steps(steps: Sequence[int], most: int = _MAX_PROFILES) -> list[int]:
     return [sorted(steps)[index] for index in sorted(nearest)]
 
 
-def draw_dimension(panel: Axes, readings: Readings) -> None:
-    """Draw both variants of TwoNN with their intervals, and the largest scale of Gride."""
+def draw_dimension(panel: Axes, readings: Readings, *, legend_above: bool = False) -> None:
+    """Draw both variants of TwoNN with their intervals, and the largest scale of Gride.
+
+    Args:
+        panel: Axes of matplotlib.
+        readings: Readings of a run.
+        legend_above: Whether the legend stands above the panel, instead of in its top quarter.
+    """
     scales = [t.part for name in readings.tags() if (t := tags.parse(name)) and t.metric == "gride"]
     largest = max((part for part in scales if part[1:].isdigit()), key=_scale, default="")
     paper = curve_of(readings, tags.mean_tag("twonn"))
@@ -96,12 +158,17 @@ def draw_dimension(panel: Axes, readings: Readings) -> None:
         if any(curve.errors):
             panel.fill_between(curve.steps, *_band(curve), color=colour, alpha=0.22, lw=0)
     _step_axis(panel, [step for _, curve, _ in drawn for step in curve.steps])
-    _dimension_axis(panel, [curve for _, curve, _ in drawn])
+    mark_alerts(panel, readings, named=True)
+    curves = [curve for _, curve, _ in drawn]
+    lines = len(panel.get_legend_handles_labels()[1]) + 1
+    _dimension_axis(panel, curves, lines=0 if legend_above else max(lines, 4))
     _draw_null(panel, readings, "twonn", label="twonn of noise of this n and width")
     banded = any(error for _, curve, _ in drawn for error in curve.errors)
-    words = "intrinsic dimension" + " (band: 95 % interval)" * banded
+    gap = "\n" if legend_above else " "
+    words = "intrinsic dimension" + f"{gap}(band: 95 % interval)" * banded
     panel.set_ylabel(words, fontsize=10)
-    _legend(panel, labelcolor="linecolor")
+    place: Style = {"loc": "lower left", "bbox_to_anchor": (-0.06, 1.01)} if legend_above else {}
+    _legend(panel, labelcolor="linecolor", **place)
 
 
 def draw_profile(panel: Axes, readings: Readings, metric: str) -> None:
@@ -160,6 +227,7 @@ def draw_heads_over_training(
     panel.axhline(0, color=_GREY, lw=0.8, zorder=0)
     dot: Style = {"marker": "o", "ms": 5} if len(mean) == 1 else {}
     panel.plot(mean.steps, mean.values, color="white", lw=4.5, **dot)
+    mark_alerts(panel, readings)
     label = "mean |cosine| over all heads"
     panel.plot(mean.steps, mean.values, color="black", lw=2.4, label=label, **dot)
     _step_axis(panel, steps)
@@ -191,6 +259,7 @@ def draw_layers_over_training(
     _step_axis(panel, [step for curve in curves.values() for step in curve.steps])
     highest = max(max(curve.values) for curve in curves.values() if len(curve))
     panel.set_ylim(0, 1.08 * highest if highest > 0 else 1)
+    mark_alerts(panel, readings)
     panel.set_ylabel(AXIS_LABELS.get(metric, metric), fontsize=10)
 
 
@@ -232,9 +301,31 @@ def _draw_null(panel: Axes, readings: Readings, metric: str, *, label: str = "")
     )  # fmt: skip
 
 
+def mark_alerts(panel: Axes, readings: Readings, *, named: bool = False) -> None:
+    """Mark the steps of alerts with vertical lines, on an axis of steps.
+
+    Args:
+        panel: Axes of matplotlib.
+        readings: Readings of a run.
+        named: Whether the legend says how many there are, and what the first one is.
+    """
+    alerts = [(reading.step, words) for reading in readings for words in alert_notes(reading)]
+    label = None
+    if named and alerts:
+        step, words = min(alerts)
+        label = f"alert at step {step:,}: {kind_of(words)}"
+        label += f" (first of {len(alerts)})" * (len(alerts) > 1)
+    for step in sorted({step for step, _ in alerts}):
+        panel.axvline(step, color=_PURPLE, lw=1.4, ls=(0, (2, 1.5)), zorder=1, label=label)
+        label = None
+
+
 def _legend(panel: Axes, **style: Any) -> None:
-    style = {"fontsize": 9, "handlelength": 1.6, "borderaxespad": 0.1, "framealpha": 1} | style
-    panel.legend(loc="upper left", edgecolor="none", facecolor="white", **style)
+    style = {
+        "loc": "upper left", "fontsize": 9, "handlelength": 1.6, "borderaxespad": 0.1,
+        "framealpha": 1,
+    } | style  # fmt: skip
+    panel.legend(edgecolor="none", facecolor="white", **style)
 
 
 def _step_axis(panel: Axes, steps: Sequence[int]) -> None:
@@ -258,10 +349,13 @@ def _step_axis(panel: Axes, steps: Sequence[int]) -> None:
     panel.set_xlabel("training step (logarithmic)", fontsize=10)
 
 
-def _dimension_axis(panel: Axes, curves: Sequence[Curve]) -> None:
+def _dimension_axis(panel: Axes, curves: Sequence[Curve], *, lines: int) -> None:
     """Scale the axis of dimensions: from zero, or logarithmic where the curves lie far apart.
 
-    The top quarter is left free for the legend.
+    Args:
+        panel: Axes of matplotlib.
+        curves: What is drawn.
+        lines: Number of lines of a legend, for which the top is left free.
     """
     by_step: dict[int, list[float]] = {}
     for curve in curves:
@@ -270,10 +364,10 @@ def _dimension_axis(panel: Axes, curves: Sequence[Curve]) -> None:
     low, high = (pick(v for row in by_step.values() for v in row) for pick in (min, max))
     ratio = max(max(row) / min(row) for row in by_step.values()) if low > 0 else 1.0
     if ratio <= _MAX_LINEAR_RATIO:
-        panel.set_ylim(min(0, low), max(high, 1e-9) * 1.36)
+        panel.set_ylim(min(0, low), max(high, 1e-9) * (1.06 + 0.075 * lines))
         return
     panel.set_yscale("log")
-    panel.set_ylim(low / 1.25, high * (high / low) ** 0.46)
+    panel.set_ylim(low / 1.25, high * (high / low) ** (0.06 + 0.1 * lines))
     panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
     panel.yaxis.set_minor_locator(NullLocator())
     panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

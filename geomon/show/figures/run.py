@@ -3,12 +3,14 @@
 They are made of matplotlib's objects only: pyplot is not imported, no backend or setting changed.
 """
 
+import math
 import os
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from geomon.analysis.profile import uniform_entropy
 from geomon.record import Reading, Readings
 
 try:
@@ -18,7 +20,7 @@ try:
 except ImportError as error:
     raise ImportError("figures need matplotlib: pip install 'geomon[figures]'") from error
 
-from geomon.show.figures import panels
+from geomon.show.figures import cards, panels
 
 
 def geometry_figure(readings: Readings, *, title: str | None = None) -> Figure:
@@ -67,23 +69,30 @@ def profile_figure(readings: Readings, metric: str = "anisotropy") -> Figure:
         readings: Readings of a run.
         metric: Name of a metric with a value at each layer.
     """
-    figure = Figure(figsize=(5.6, 3.8), dpi=120, layout="constrained")
-    panels.draw_profile(figure.subplots(), readings, metric)
+    figure = cards.card()
+    panel = figure.subplots()
+    panels.draw_profile(panel, readings, metric)
+    panel.yaxis.label.set_size(9)
     return figure
 
 
-def heads_figure(reading: Reading, metric: str) -> Figure:
+def heads_figure(reading: Reading, metric: str, *, largest: float = math.nan) -> Figure:
     """Draw a metric of heads at one step as a matrix of layers and heads, for loggers.
+
+    The scale of cosines is -1 to 1, that of the attention entropy 0 to that of uniform attention,
+    where the two are known: pictures of several steps compare.
 
     Args:
         reading: Reading with the values.
         metric: Name of a metric with a value for each head.
+        largest: Attention entropy of uniform attention, in nats; NaN to estimate it from the
+            reading.
     """
     layers, count = panels.layers_and_heads(reading.values, metric)
     table = panels.head_table(reading, metric, layers, count)
     rows, columns = table.shape
     width = min(max(2.6 + 0.55 * columns, 4.4), 8.5)
-    height = min(max(1.5 + 0.42 * rows, 2.6), 8.5)
+    height = min(max(1.3 + 0.32 * rows, 2.6), 8.5)
     figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
     panel = figure.subplots()
     panel.set_title(f"step {reading.step}", loc="left", fontsize=10)
@@ -91,6 +100,9 @@ def heads_figure(reading: Reading, metric: str) -> Figure:
         panels.show_message(panel, f"{metric} of heads: not measured")
         return figure
     colours, low, high = panels.colour_range(table, metric)
+    if metric == "attention_entropy":
+        uniform = uniform_entropy([reading]) if math.isnan(largest) else largest
+        low, high = (low, high) if math.isnan(uniform) else (0.0, uniform)
     image = panel.imshow(table, cmap=colours, vmin=low, vmax=high, aspect="auto")
     panel.set_facecolor("#DDDDDD")  # shows where a head has no value
     panels.matrix_axes(panel, layers, columns)

@@ -1,0 +1,193 @@
+"""Pages of TensorBoard: headline values, the layout of their charts, pictures and text."""
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from geomon.analysis import summarise
+from geomon.analysis.alerts import alert_notes, is_alert
+from geomon.record import Reading, Readings, Sink
+from geomon.record.headline import HEADLINE, Detail, check_detail
+from geomon.record.sinks import Affords, LoggerSink
+from geomon.show.loggers.history import RunDrawer
+from geomon.show.loggers.parts import Pages
+from geomon.show.loggers.pictures import Pictures
+
+Writers = Callable[[], Iterable[Any]]
+
+_GUIDE = """**Where to look.** *Custom Scalars* opens on the intrinsic dimension with its 95 %
+interval; *Images* shows it over training, beside maps of layers, steps and heads; *Time Series* has
+both, as the groups `Geometry` and `geomon`. Readings are few: set *Smoothing* to 0.
+"""
+_NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
+
+
+class BoardPages(Pages):
+    """Sink that fills the pages of TensorBoard through a logger's writers.
+
+    Args:
+        name: Name of the logger, for messages.
+        log: Function that hands the charted values to the logger, by name, with their step.
+        writers: Function that returns the logger's `SummaryWriter`s.
+        detail: "headline", "layers", or names of metrics whose means are headline values too.
+        pictures: Whether pictures are drawn, which takes matplotlib.
+        save: Function that flushes the logger.
+
+    Raises:
+        ValueError: The detail is none of them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        log: Callable[[dict[str, float], int], object],
+        writers: Writers,
+        *,
+        detail: Detail = HEADLINE,
+        pictures: bool = True,
+        save: Callable[[], object] = lambda: None,
+    ) -> None:
+        super().__init__()
+        self._name = name
+        self._writers = writers
+        self._pictures = pictures
+        self._scalars = LoggerSink(name, log, detail=detail, save=save, writers=writers)
+
+    def __str__(self) -> str:
+        return self._name
+
+    def _make_parts(self, affords: Affords) -> Iterator[Sink]:
+        yield self._scalars
+        yield BoardText(self._writers, name=self._name)
+        if self._pictures:
+            yield Pictures(self._post, name=self._name, affords=affords)
+
+    def _post(self, name: str, image: NDArray[np.uint8], step: int) -> None:
+        for writer in self._writers():
+            writer.add_image(name, image, step, dataformats="HWC")
+
+
+class TensorBoard(BoardPages):
+    """Sink that writes event files of TensorBoard, for loops without a logger.
+
+    The pages are those of the callbacks: headline values and the layout of their charts, pictures,
+    and text (docs/tensorboard.md).
+
+    Args:
+        directory: Folder of the event files.
+        detail: "headline" for about a dozen values, in the group `geomon/`; "layers" for all that
+            are charted; or names of metrics whose means are headline values too.
+        pictures: Whether pictures are drawn, each time the step has doubled and at the end, which
+            takes matplotlib.
+
+    Raises:
+        ValueError: The detail is none of them.
+        ImportError: tensorboard is missing.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        detail: Detail = HEADLINE,
+        pictures: bool = True,
+    ) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ImportError(
+                f"TensorBoard's files need tensorboard ({error}): pip install 'geomon[tensorboard]'"
+            ) from error
+        check_detail(detail)  # before a file is opened
+        self._writer = SummaryWriter(os.fspath(directory))
+        super().__init__(
+            type(self).__name__, self._log, lambda: [self._writer],
+            detail=detail, pictures=pictures, save=self._writer.close,
+        )  # fmt: skip
+
+    def _log(self, values: Mapping[str, float], step: int) -> None:
+        for tag, value in values.items():
+            # The old style rounds to float32.
+            self._writer.add_scalar(tag, value, step, new_style=True, double_precision=True)
+        self._writer.flush()
+
+
+class BoardText(RunDrawer):
+    """Sink that writes the text of TensorBoard: the run in words, its alerts and its notes.
+
+    An alert is written at its reading, and so is a note, unless it differs from an earlier one in
+    numbers only. The run in words is written each time its step has doubled, and at the end.
+
+    Args:
+        writers: Function that returns the `SummaryWriter`s.
+        name: Name of the logger, for messages.
+    """
+
+    def __init__(self, writers: Writers, *, name: str = "TensorBoard") -> None:
+        super().__init__(affords=lambda seconds: True, first_cost=0.0)
+        self._writers = writers
+        self._name = name
+        self._described: Mapping[str, Any] | None = None
+        self._noted: set[str] = set()
+
+    def __str__(self) -> str:
+        return f"writing text for {self._name}"
+
+    def describe(self, description: Mapping[str, Any]) -> None:
+        """Take the description of the run, which is written with the first reading.
+
+        Args:
+            description: Description of the run, as the record holds it.
+        """
+        self._described = description
+
+    def write(self, reading: Reading) -> None:
+        """Write what is new in the notes of a reading, and at some readings the run in words."""
+        if self._described is not None:
+            self._post("geomon/4 model and options", _table(self._described), reading.step)
+            self._described = None
+        if alerts := alert_notes(reading):
+            self._post("geomon/2 alerts", _bullets(alerts), reading.step)
+        kinds = {_NUMBER.sub("", note): note for note in reading.notes if not is_alert(note)}
+        if new := [note for kind, note in kinds.items() if kind not in self._noted]:
+            self._post("geomon/3 notes", _bullets(new), reading.step)
+        self._noted |= kinds.keys()
+        super().write(reading)
+
+    def _draw(self, readings: Readings, reading: Reading, *, fresh: bool, last: bool) -> None:
+        if fresh:
+            words = f"{_bullets(summarise(readings))}\n\n{_GUIDE}"
+            self._post("geomon/1 the run in words", words, reading.step)
+
+    def _post(self, name: str, text: str, step: int) -> None:
+        for writer in self._writers():
+            writer.add_text(name, text, step)
+
+
+def _bullets(sentences: Iterable[str]) -> str:
+    return "\n".join(f"- {_escape(sentence)}" for sentence in sentences)
+
+
+def _table(description: Mapping[str, Any]) -> str:
+    """Format the description of a run as a table; long lists by their length."""
+    rows = "".join(f"| {_escape(name)} | {_cell(value)} |\n" for name, value in description.items())
+    return f"| | |\n|---|---|\n{rows}"
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        listed = ", ".join(map(str, value))
+        return _escape(listed if len(listed) < 120 else f"{len(value)}: {listed}")
+    return _escape(str(value))
+
+
+def _escape(text: str) -> str:
+    """Protect what Markdown would read as its own, underscores in names for instance."""
+    return re.sub(r"([\\`*_{}\[\]<>|#])", r"\\\1", text.replace("\n", " "))
+
+
+__all__ = ["BoardPages", "TensorBoard"]

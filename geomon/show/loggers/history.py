@@ -1,0 +1,121 @@
+"""What pages of a run that goes on are made of: few of its readings, more of them early on."""
+
+import abc
+import time
+from dataclasses import replace
+
+from geomon.analysis.alerts import is_alert
+from geomon.record import Reading, Readings, tags
+from geomon.record.sinks import Affords
+
+# What pages draw and describe of a reading: a large model's has tens of thousands of values.
+_SHOWN = (
+    "twonn", "twonn_distinct", "gride", "anisotropy", "qk_cosine", "attention_entropy",
+    "attention_entropy_normalised",
+)  # fmt: skip
+# Smallest ratio of the steps of two readings kept. Four readings for each octave of steps make
+# about a hundred in a long run; 0.99 allows for rounded steps.
+_KEPT_RATIO = 2 ** (1 / 4) * 0.99
+# First step at which a run is drawn again: before it, the curves are flat.
+_SECOND = 16
+
+
+class RunHistory:
+    """Readings of the main stack of a run, thinned: memory grows with the logarithm of the steps.
+
+    A reading with an alert is kept in any case.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[Reading] = []
+        self._last: Reading | None = None
+
+    @property
+    def last(self) -> Reading | None:
+        """The last reading, with all its values; None before the first."""
+        return self._last
+
+    def add(self, reading: Reading) -> None:
+        """Take the next reading.
+
+        Args:
+            reading: A reading.
+        """
+        self._last = last = Readings([], [reading]).of_stack()[0]
+        spaced = not self._kept or last.step >= _KEPT_RATIO * self._kept[-1].step
+        if spaced or any(map(is_alert, last.notes)):
+            self._kept.append(_select_shown(last))
+
+    def readings(self) -> Readings:
+        """Return the readings that are kept, and the last one."""
+        kept = list(self._kept)
+        if self._last is not None and self._last.step != kept[-1].step:
+            kept.append(_select_shown(self._last))
+        return Readings([], kept)
+
+
+def _select_shown(reading: Reading) -> Reading:
+    parsed = {tag: tags.parse(tag) for tag in reading.values}
+    selected = {tag for tag, parts in parsed.items() if parts and parts.metric in _SHOWN}
+    nulls = {f"{metric}/null" for metric in _SHOWN} & reading.values.keys()
+    return replace(reading, values={tag: reading.values[tag] for tag in selected | nulls})
+
+
+class RunDrawer(abc.ABC):
+    """Sink that draws a run at first, each time its step has doubled, and when it is closed.
+
+    The number of drawings grows with the logarithm of the steps.
+
+    Args:
+        affords: Function of a number of seconds that returns whether drawing may take them now; if
+            not, the next reading is tried.
+        first_cost: Seconds expected for the first drawing, which imports what it draws with.
+    """
+
+    def __init__(self, *, affords: Affords, first_cost: float) -> None:
+        self._affords = affords
+        self._cost = first_cost
+        self._history = RunHistory()
+        self._drawn_at = -1
+
+    def write(self, reading: Reading) -> None:
+        """Draw the run if the step is at least twice that of the last drawing.
+
+        Raises:
+            Exception: What drawing has raised.
+        """
+        self._history.add(reading)
+        if self._drawn_at < 0 or reading.step >= max(_SECOND, 2 * self._drawn_at):
+            self._draw_if_afforded(last=False)
+
+    def close(self) -> None:
+        """Draw the end of the run; may be called more than once."""
+        if self._history.last is not None:
+            self._draw_if_afforded(last=True)
+            self._history = RunHistory()
+
+    def _draw_if_afforded(self, *, last: bool) -> None:
+        reading = self._history.last
+        if reading is None or not self._affords(self._cost):
+            return
+        fresh = reading.step != self._drawn_at
+        self._drawn_at = reading.step
+        began = time.perf_counter()
+        try:
+            self._draw(self._history.readings(), reading, fresh=fresh, last=last)
+        finally:
+            self._cost = time.perf_counter() - began
+
+    @abc.abstractmethod
+    def _draw(self, readings: Readings, reading: Reading, *, fresh: bool, last: bool) -> None:
+        """Draw a run.
+
+        Args:
+            readings: Readings so far, thinned.
+            reading: The last reading, with all its values.
+            fresh: Whether there has been a reading since the last drawing.
+            last: Whether this is the last drawing of the run.
+        """
+
+
+__all__ = ["RunDrawer", "RunHistory"]

@@ -1,0 +1,330 @@
+"""Pages of W&B: rows beside the training's own, charts, the summary, alerts; all of it offline."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from models import PlainDecoder, batch
+from wandb_file import wandb_records, wandb_rows, work_offline
+
+from geomon import Monitor, WandB, read, select
+from geomon.capture.snapshot import Note
+from geomon.record import Reading, Sink
+from geomon.show.loggers.wandb_run import WandBAlerts, WandBRows, WandBSummary
+
+
+class Run:
+    """The counting of W&B: what is logged below the counter is dropped."""
+
+    def __init__(self):
+        self.rows, self.metrics, self.dropped, self.step, self._row = [], {}, [], 0, {}
+        self.summary, self.alerts = {}, []
+
+    def define_metric(self, name, step_metric=None, hidden=None):
+        self.metrics[name] = step_metric, hidden
+
+    def alert(self, **given):
+        self.alerts.append(given)
+
+    def log(self, row, step=None, commit=None):
+        if step is not None and step < self.step:
+            self.dropped.append(row)
+            return
+        if step is not None and step > self.step:
+            self.end_row()
+            self.step = step
+        self._row |= row
+        if commit or (commit is None and step is None):
+            self.end_row()
+            self.step += 1
+
+    def end_row(self):
+        if self._row:
+            self.rows.append(self._row)
+        self._row = {}
+
+
+def reading(step, value=None, notes=(), source="inline"):
+    values = {"twonn/mean": 0.1 + step if value is None else value, "twonn/mean/margin": 0.2}
+    return Reading(step, 1.0, 0.1, source, "train", 8, 1, "float32", values, list(notes))
+
+
+def rows_of(run, **options):
+    return WandBRows(run, **{"alone": False, "detail": "headline", **options})
+
+
+# How a training logs to W&B itself: the step (or the counter) of its row after a training step.
+HABITS = {
+    "every step, by number": lambda step: {"step": step},
+    "every step, counted": lambda step: {},
+    "every fifth step": lambda step: {"step": step} if step % 5 == 4 else None,
+    "every epoch of ten": lambda step: {"step": step // 10} if step % 10 == 9 else None,
+    "never": lambda step: None,
+    "rows in two calls": lambda step: {"commit": step % 2 == 1},
+}
+
+
+def log_as_a_training(run, sink, habit, steps=20):
+    for step in range(steps):
+        sink.write(reading(step))
+        given = HABITS[habit](step)
+        if given is not None:
+            run.log({f"loss_{step}": float(step)}, **given)
+    sink.close()
+
+
+@pytest.mark.parametrize("habit", HABITS)
+def test_nothing_is_lost_that_a_training_logs_to_wandb_itself(habit):
+    run = Run()
+    log_as_a_training(run, WandB(run, pictures=False), habit)
+    run.end_row()
+    assert not run.dropped
+    kept = {name for row in run.rows for name in row if name.startswith("loss")}
+    assert kept == {f"loss_{s}" for s in range(20) if HABITS[habit](s) is not None}
+    rows = {row["geomon/step"]: row["geomon/twonn"] for row in run.rows if "geomon/step" in row}
+    assert rows == {step: 0.1 + step for step in range(20)}
+
+
+def test_the_newest_reading_is_shown_first():
+    run = Run()
+    sink = rows_of(run)
+    for step in range(5):
+        sink.write(reading(step))
+    run.log({"loss": 1.0})
+    sink.write(reading(5))
+    run.log({"loss": 1.0})
+    assert [row["geomon/step"] for row in run.rows] == [0, 5]
+
+
+def test_alone_every_reading_is_a_row_at_once():
+    run = Run()
+    rows_of(run, alone=True).write(replace(reading(3), values={"twonn/mean": 3.1}))
+    assert run.rows == [{"geomon/twonn": 3.1, "geomon/step": 3}]
+
+
+def test_values_have_the_axis_of_readings_and_ends_of_the_interval_no_panel():
+    run = Run()
+    rows_of(run, detail="layers").write(
+        replace(reading(0), values={**reading(0).values, "own_low/layer_01": 1.0})
+    )
+    assert run.metrics == {
+        "geomon/step": (None, True),
+        "geomon/twonn": ("geomon/step", False),
+        "geomon/twonn_low": ("geomon/step", True),
+        "geomon/twonn_high": ("geomon/step", True),
+        "own_low/layer_01": ("geomon/step", False),
+        "twonn/mean/margin": ("geomon/step", False),
+    }
+
+
+def test_a_run_to_which_nobody_else_logs_is_said_once(caplog):
+    sink = WandB(Run(), pictures=False)
+    with caplog.at_level("WARNING", "geomon"):
+        for step in range(20):
+            sink.write(reading(step))
+    assert [m for m in caplog.messages if "WandB(run, alone=True)" in m] == caplog.messages
+    assert len(caplog.messages) == 1
+
+
+def test_values_and_charts_of_one_step_share_the_row_that_is_open():
+    run = Run()
+    sink = rows_of(run)
+    sink.write(reading(3))
+    for name in ("charts/a", "charts/b"):
+        sink.log({name: "chart"}, 3)
+    run.log({"loss": 1.0})
+    sink.write(reading(4))
+    sink.log({"charts/a": "chart"}, 4)
+    run.log({"loss": 2.0})
+    shown = {"geomon/twonn", "geomon/twonn_low", "geomon/twonn_high", "geomon/step", "loss"}
+    assert [set(row) for row in run.rows] == [
+        {*shown, "charts/a", "charts/b"}, {*shown, "charts/a"},
+    ]  # fmt: skip
+
+
+PEAKED = {0: 2.0, 8: 4.0, 16: 6.0, 32: 8.0, 64: 6.0, 128: 4.0, 256: 3.0}
+
+
+def test_the_summary_holds_phase_peak_and_last_value_and_is_kept_up_to_date():
+    run = Run()
+    summary = WandBSummary(rows_of(run))
+    found = []
+    for step, value in PEAKED.items():
+        summary.write(reading(step, value))
+        summary.write(reading(step, 1.0, source="probe") if step == 0 else reading(step, math.nan))
+        found.append(dict(run.summary))
+    assert found[3]["geomon/phase"] == "expanding"
+    assert found[3]["geomon/peak_step"] is None
+    assert run.summary == {
+        "geomon/alerts": 0, "geomon/phase": "compressing", "geomon/peak_step": 32,
+        "geomon/peak": 8.0, "geomon/final": 3.0,
+    }  # fmt: skip
+    summary.close()
+
+
+def test_without_the_dimension_the_summary_counts_alerts_alone():
+    run = Run()
+    WandBSummary(rows_of(run)).write(reading(0, math.nan, ["alert: rank collapse: x", "a note"]))
+    assert run.summary == {"geomon/alerts": 1}
+
+
+def test_alerts_are_sent_with_their_step_and_no_other_notes():
+    run = Run()
+    sender = WandBAlerts(rows_of(run))
+    words = "rank collapse (layer 4): effective rank of the hidden states down to 1.20"
+    sender.write(reading(8, notes=["a note"]))
+    sender.write(reading(9, notes=["a note", f"alert: {words}", f"alert: {'x' * 100}"]))
+    sender.close()
+    first, second = run.alerts
+    assert (first["title"], first["text"]) == ("geomon: rank collapse", f"Step 9: {words}")
+    assert first["level"] == "WARN"
+    assert first["wait_duration"] >= 60
+    assert len(second["title"]) < 64
+
+
+def test_an_alert_that_cannot_be_sent_stops_neither_training_nor_values(caplog):
+    class Refusing(Run):
+        def alert(self, **given):
+            raise OSError("no network")
+
+    run, model = Refusing(), PlainDecoder(layers=1)
+    sinks = [WandB(run, alone=True, pictures=False)]
+    monitor = Monitor(
+        model, metrics=select("variance"), directory=None, sinks=sinks, schedule=lambda step: True
+    )
+    monitor._reactions.find_alerts = lambda reading: [Note("alert: x", "alert: rank collapse: x")]
+    for step in range(3):
+        with monitor(step):
+            model(batch())
+    monitor.close()
+    assert [row["geomon/step"] for row in run.rows] == [0, 1, 2]
+    assert any("sending alerts to W&B failed" in m and "no network" in m for m in caplog.messages)
+
+
+@pytest.mark.parametrize("pictures", [True, False])
+def test_the_pages_are_sinks_that_close_twice(pictures):
+    run = Run()
+    sink = WandB(run, alone=True, pictures=pictures)
+    assert isinstance(sink, Sink)
+    sink.write(replace(reading(0), values={}))
+    sink.close()
+    sink.close()
+
+
+def test_a_detail_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match="detail is 'headline', 'layers' or a tuple of names"):
+        WandB(Run(), detail="layer")
+
+
+@pytest.mark.parametrize("habit", ["every step, by number", "every epoch of ten"])
+def test_wandb_offline_has_every_row_of_both(habit, tmp_path, monkeypatch):
+    import wandb
+
+    work_offline(monkeypatch, tmp_path)
+    run = wandb.init(project="test", dir=str(tmp_path))
+    log_as_a_training(run, WandB(run, pictures=False), habit)
+    run.log({"last": 1.0}, step=int(run.step))  # what is waiting has not moved the counter
+    run.finish()
+    rows = wandb_rows(tmp_path)
+    names = {name for row in rows for name in row}
+    assert {n for n in names if n.startswith("loss_")} == {
+        f"loss_{s}" for s in range(20) if HABITS[habit](s) is not None
+    }
+    assert "last" in names
+    assert sorted(int(r["geomon/step"]) for r in rows if "geomon/twonn" in r) == list(range(20))
+
+
+def test_a_disabled_run_holds_nothing():
+    import wandb
+
+    run = wandb.init(project="test", mode="disabled")
+    rows = rows_of(run)
+    log_as_a_training(run, rows, "every step, by number")
+    rows.write(reading(30))  # nothing of the training's comes after it
+    assert not rows._waiting
+    run.finish()
+
+
+SECTIONS = {
+    "geomon": {"twonn", "twonn_distinct", "gride_k32", "anisotropy_max",
+               "attention_entropy", "qk_cosine_size"},
+    "geomon_charts": {
+        "1_intrinsic_dimension", "2_anisotropy_over_depth", "4_anisotropy_by_layer",
+        "5_attention_entropy_by_layer", "6_query_and_key_by_head", "7_attention_entropy_by_head",
+    },
+}  # fmt: skip
+
+
+def test_offline_the_file_has_panels_in_sections_configuration_summary_and_alerts(
+    tmp_path, monkeypatch, make_readings
+):
+    import wandb
+
+    work_offline(monkeypatch, tmp_path)
+    readings = list(make_readings(without=["geomon"], layers=2, heads=2))
+    readings[5] = replace(readings[5], notes=["alert: rank collapse (layer 2): down to 1.2"])
+    run = wandb.init(project="test", dir=str(tmp_path), config={"own": 1})
+    sink = WandB(run)
+    sink.describe({"model": "Decoder", "layers": ["a", "b"]})
+    for each in readings:
+        sink.write(each)
+        run.log({"loss": 1.0}, step=each.step)
+    sink.close()
+    run.finish()
+    records = wandb_records(tmp_path)
+
+    panels = {}
+    for record in records:
+        metric = record.metric
+        if record.HasField("metric") and metric.name and not metric.options.hidden:
+            assert metric.step_metric == "geomon/step"
+            panels.setdefault(metric.name.partition("/")[0], set()).add(
+                metric.name.partition("/")[2]
+            )
+    assert panels == SECTIONS
+    assert len(panels["geomon"]) <= 12
+
+    config = {item.key: json.loads(item.value_json) for r in records for item in r.config.update
+              if r.HasField("config")} | {
+        item.key: json.loads(item.value_json) for r in records if r.HasField("run")
+        for item in r.run.config.update
+    }  # fmt: skip
+    assert config["own"] == 1
+    assert config["geomon"] == {"model": "Decoder", "layers": ["a", "b"]}
+
+    summary = {}
+    for record in records:
+        if record.HasField("summary"):
+            for item in record.summary.update:
+                summary[item.key or "/".join(item.nested_key)] = json.loads(item.value_json)
+    numbers = {key: summary[key] for key in ("geomon/phase", "geomon/peak_step", "geomon/alerts")}
+    assert numbers == {"geomon/phase": "compressing", "geomon/peak_step": 256, "geomon/alerts": 1}
+    assert summary["geomon/peak"] == 7.4
+    assert summary["geomon/final"] == 5.3
+
+    (alert,) = [record.alert for record in records if record.HasField("alert")]
+    assert alert.title == "geomon: rank collapse"
+    assert alert.text.startswith("Step 256: rank collapse (layer 2)")
+
+    media = [json.loads(path.read_text()) for path in tmp_path.rglob("*.plotly.json")]
+    assert {trace["type"] for chart in media for trace in chart["data"]} == {"scatter", "heatmap"}
+
+
+def test_the_configuration_of_a_wandb_run_describes_the_monitored_one(tmp_path, monkeypatch):
+    import wandb
+
+    work_offline(monkeypatch, tmp_path)
+    sink = WandB()  # before there is a run
+    model = PlainDecoder(layers=1)
+    metrics = select("variance")
+    with wandb.init(project="test", dir=str(tmp_path), config={"own": 1}) as run:
+        monitor = Monitor(model, metrics=metrics, directory=tmp_path, sinks=[sink], strict=True)
+        with monitor(0):
+            model(batch())
+        monitor.close()
+        (described,) = read(tmp_path).runs
+        found = dict(run.config)
+    assert found["own"] == 1
+    assert found["geomon"]["metrics"] == described["metrics"]
+    assert found["geomon"].keys() == monitor.describe().keys()
