@@ -4,8 +4,9 @@ import math
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from geomon.analysis import single_source
 from geomon.record import Reading, Readings
@@ -14,8 +15,11 @@ from geomon.show.figures import panels
 # What the figures show where no metric is asked for.
 _BY_LAYER = ("twonn", "anisotropy", "cosine", "attention_entropy")
 _BY_HEAD = ("attention_entropy", "qk_cosine")
+_SHORT = {"attention_entropy": "Entropy", "qk_cosine": "Cosine"}
 _MOST_STEPS = 3
-_MOST_TICKS = 8
+_MOST_TICKS = 10
+# Ratio of the largest value to the smallest above which colours are logarithmic.
+_MOST_LINEAR = 12.0
 
 
 def map_figure(readings: Readings, metric: str | None = None) -> Figure:
@@ -58,12 +62,13 @@ def _draw_map(panel: Axes, readings: Readings, metric: str) -> None:
     colours, low, high = panels.colour_range(table, metric, panels.largest(selected[-1], metric))
     if colours == "RdBu_r" and np.nanmin(table) >= 0:  # a cosine of one sign shows more this way
         colours, low, high = "cividis", 0.0, float(np.nanmax(table))
+    wide = low > 0 and high > _MOST_LINEAR * low
+    norm = LogNorm(low, high) if wide else Normalize(low, high)
     image = panel.imshow(
-        table, cmap=colours, vmin=low, vmax=high, aspect="auto", origin="lower",
-        interpolation="nearest",
-    )  # fmt: skip
+        table, cmap=colours, norm=norm, aspect="auto", origin="lower", interpolation="nearest"
+    )
     panel.set_facecolor("#DDDDDD")  # shows where a layer has no value
-    ticks = sorted({round(i * (len(selected) - 1) / _MOST_TICKS) for i in range(_MOST_TICKS + 1)})
+    ticks = range(0, len(selected), math.ceil(len(selected) / _MOST_TICKS))
     panel.set_xticks(ticks, labels=[f"{selected[tick].step:,}" for tick in ticks])
     every = math.ceil(len(layers) / 12)
     panel.set_yticks(range(0, len(layers), every), labels=[str(n) for n in layers[::every]])
@@ -74,7 +79,13 @@ def _draw_map(panel: Axes, readings: Readings, metric: str) -> None:
     bar = panel.figure.colorbar(image, ax=panel, pad=0.02)
     bar.ax.tick_params(labelsize=8.5, length=2)
     bar.outline.set_visible(False)  # type: ignore[operator]
-    bar.ax.yaxis.set_major_locator(MaxNLocator(nbins=6))
+    if wide:
+        bar.set_label("logarithmic", fontsize=9)
+        bar.ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        bar.ax.yaxis.set_minor_locator(NullLocator())
+    else:
+        bar.ax.yaxis.set_major_locator(MaxNLocator(nbins=6))
 
 
 def heads_over_training_figure(readings: Readings, metric: str | None = None) -> Figure:
@@ -119,7 +130,7 @@ def heads_over_training_figure(readings: Readings, metric: str | None = None) ->
             panels.matrix_axes(panel, layers, count)
             if max(len(layers), count) <= 6:
                 panels.annotate(panel, table, image)
-            panels.caption(panel, next(letters), f"step {reading.step:,}")
+            panels.caption(panel, next(letters), f"{_SHORT.get(name, name)}, step {reading.step:,}")
         for panel in row[len(chosen) :]:
             panel.set_visible(False)
         if image is not None:

@@ -150,7 +150,9 @@ def draw_dimension(panel: Axes, readings: Readings) -> None:
     _dimension_axis(panel, [curve for _, curve, _ in drawn])
     _draw_null(panel, readings, "twonn", label="twonn of noise of this n and width")
     banded = any(error for _, curve, _ in drawn for error in curve.errors)
-    words = "intrinsic dimension" + " (band: 95 % interval)" * banded
+    said = ["band: 95 % interval"] * banded
+    said += ["logarithmic"] * (panel.get_yscale() == "log")
+    words = "intrinsic dimension" + f" ({', '.join(said)})" * bool(said)
     panel.set_ylabel(words, fontsize=10)
     legend(panel, labelcolor="linecolor")
 
@@ -168,13 +170,13 @@ def draw_loss(panel: Axes, readings: Readings) -> None:
     axis = panel.twinx()
     axis.set_zorder(panel.get_zorder() - 1)
     panel.patch.set_visible(False)
-    axis.plot(loss.steps, loss.values, color=GREY, lw=1.2, ls=(0, (1, 1)))
+    axis.plot(loss.steps, loss.values, color=GREY, lw=1.2, ls="-.")
     low, high = min(loss.values), max(loss.values)
     axis.set_ylim(max(0, low - 0.15 * (high - low)), high + 0.45 * (high - low))
     axis.spines[["top", "left"]].set_visible(False)
     axis.spines["right"].set_color(GREY)
     axis.tick_params(labelsize=9, length=3, colors=GREY)
-    axis.set_ylabel("training loss (dotted)", fontsize=9.5, color=GREY)
+    axis.set_ylabel("training loss (dash-dotted)", fontsize=9.5, color=GREY)
 
 
 def draw_profile(panel: Axes, readings: Readings, metric: str) -> None:

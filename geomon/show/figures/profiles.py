@@ -40,7 +40,7 @@ def dimension_figure(readings: Readings) -> Figure:
     panels.caption(axes[0], "a", "Variants over training, mean over layers")
     if by_scale:
         _draw_scales(axes[1], by_scale)
-        panels.caption(axes[1], "b", "Dimension at each scale (gride)")
+        panels.caption(axes[1], "b", "Dimension at each scale (gride), mean over layers")
     return figure
 
 
@@ -118,7 +118,9 @@ def _draw_layers(panel: Axes, readings: Readings) -> None:
     colours = panels.colours_of(len(layers), LAYERS)
     panel.scatter(drift, cosine, c=colours, s=46, zorder=2)
     for layer, x, y in zip(layers, drift, cosine, strict=True):
-        panel.annotate(str(layer), (x, y), xytext=(5, 4), textcoords="offset points", fontsize=8.5)
+        panel.annotate(
+            str(layer), (x, y), xytext=(7, -11), textcoords="offset points", fontsize=8.5
+        )
     panels.plain(panel)
     panel.margins(0.12)
     panel.set_xlabel("norm of the mean row (drift)", fontsize=10)
@@ -143,10 +145,12 @@ def _draw_p_values(panel: Axes, curves: dict[str, object], layers: int) -> None:
         steps += curve.steps  # type: ignore[attr-defined]
         values = [max(value, 1e-16) for value in curve.values]  # type: ignore[attr-defined]
         lowest = min([lowest, *values])
-        style = {"marker": "o", "ms": 3.5}
+        style = {"marker": "o", "ms": 3.5, "ls": "-" if colour == BLUE else "--"}
         panel.plot(curve.steps, values, color=colour, label=name.capitalize(), **style)  # type: ignore[attr-defined]
     panels.step_axis(panel, steps)
     panel.set_yscale("log")
+    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    panel.yaxis.set_minor_locator(NullLocator())
     panel.axhline(0.05, color=GREY, lw=1, ls=":")
     panel.text(
         0.99, 0.05, ".05 ", transform=panel.get_yaxis_transform(), ha="right", va="bottom",
@@ -156,7 +160,7 @@ def _draw_p_values(panel: Axes, curves: dict[str, object], layers: int) -> None:
         lowest = min(lowest, smallest)
         panel.axhline(smallest, color=GREY, lw=1, ls="--")
         panel.text(
-            0.01, smallest, f" least possible with {layers} layers: {smallest:.2g}", va="bottom",
+            0.01, smallest, f" least possible with {layers} layers: {smallest:.2g}", va="top",
             transform=panel.get_yaxis_transform(), fontsize=8.5, color=GREY,
         )  # fmt: skip
     panel.set_ylim(lowest / 2.5, 2.5)

@@ -60,9 +60,6 @@ class HeadHistory:
         norms = np.linalg.norm(self.mean_query, axis=1) * np.linalg.norm(self.mean_key, axis=1)
         return np.divide(products, norms, out=np.full_like(products, np.nan), where=norms > 0)
 
-    def __str__(self) -> str:
-        return f"layer {self.layer}, head {self.head} (cosine {_signed(self.cosines[-1])})"
-
 
 def means_figure(readings: Readings) -> Figure:
     """Draw how the mean query and the mean key of two heads move over training, in three planes.
@@ -92,11 +89,8 @@ def means_figure(readings: Readings) -> Figure:
                 _draw_path(panel, path @ basis.T, colour, one.steps)
             _label_plane(panel, shares)
             panels.caption(panel, next(letters), f"plane of {name}")
-        row[0].text(
-            -0.3, 0.5, f"{one}", transform=row[0].transAxes, rotation=90, ha="center",
-            va="center", fontsize=10.5, weight="bold",
-        )  # fmt: skip
-    _colour_words(axes[0, 0], "mean query", "mean key")
+        _name_row(row[0], one, heads, -0.32)
+    _colour_words(axes[0, 0], "mean query", "mean key", "oo")
     first, last = heads[0].steps[0], heads[0].steps[-1]
     _title(
         figure,
@@ -147,11 +141,8 @@ def clouds_figure(readings: Readings) -> Figure:
             panels.caption(
                 panel, next(letters), f"step {step:,}: cosine {_signed(one.cosines[at])}"
             )
-        row[0].text(
-            -0.42, 0.5, f"layer {one.layer}, head {one.head}", transform=row[0].transAxes,
-            rotation=90, ha="center", va="center", fontsize=10.5, weight="bold",
-        )  # fmt: skip
-    _colour_words(axes[0, 0], "queries", "keys")
+        _name_row(row[0], one, heads, -0.42)
+    _colour_words(axes[0, 0], "queries", "keys", "o^")
     _title(figure, "Queries and keys of single tokens, and their means (arrows from the origin)")
     return figure
 
@@ -214,14 +205,14 @@ def _words_of_cosines(
         return f"{panels.AXIS_LABELS.get(metric, metric)}: a line for each of {heads} heads{some}"
     above, below = int((last > band).sum()), int((last < -band).sum())
     return (
-        f"Of {heads} heads{some}, at the last step {above} similar (blue), {below} opposite (red), "
+        f"Of {heads} heads{some} {above} are similar at the end (orange), {below} opposite (blue), "
         f"{heads - above - below} within the band of chance (95 %, ±{band:.2f})"
     )
 
 
 def _colour(value: float, band: float) -> str:
     limit = band if math.isfinite(band) else 0.0
-    return BLUE if value > limit else VERMILLION if value < -limit else GREY
+    return VERMILLION if value > limit else BLUE if value < -limit else GREY
 
 
 def _chance(reading: Reading, metric: str) -> float:
@@ -334,10 +325,23 @@ def _label_plane(panel: Axes, shares: Floats, *, outer: bool = True) -> None:
         axis.set_major_locator(MaxNLocator(nbins=5))
 
 
-def _colour_words(panel: Axes, of_queries: str, of_keys: str) -> None:
+def _name_row(panel: Axes, one: HeadHistory, heads: Sequence[HeadHistory], place: float) -> None:
+    """Write beside a row of panels which head it is of, and why that one."""
+    words = f"layer {one.layer}, head {one.head}, cosine {_signed(one.cosines[-1])}"
+    if len(heads) > 1:
+        words = f"{'most similar' if one is heads[0] else 'most opposite'} head\n{words}"
+    panel.text(
+        place, 0.5, words, transform=panel.transAxes, rotation=90, ha="center", va="center",
+        fontsize=10,
+    )  # fmt: skip
+
+
+def _colour_words(panel: Axes, of_queries: str, of_keys: str, markers: str) -> None:
     handles = [
         Line2D([], [], color=colour, marker=marker, ls="", ms=6, label=words)
-        for words, colour, marker in ((of_queries, BLUE, "o"), (of_keys, VERMILLION, "^"))
+        for words, colour, marker in zip(
+            (of_queries, of_keys), (BLUE, VERMILLION), markers, strict=True
+        )
     ]
     panel.legend(handles=handles, fontsize=9, loc="best", edgecolor="none", facecolor="white")
 
