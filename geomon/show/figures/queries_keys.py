@@ -94,8 +94,8 @@ def means_figure(readings: Readings) -> Figure:
     first, last = heads[0].steps[0], heads[0].steps[-1]
     _title(
         figure,
-        f"Mean query and mean key from step {first:,} (open) to step {last:,} (filled): "
-        "an arrow for each reading",
+        f"Mean query and mean key from step {first:,} (open) to step {last:,} (filled), "
+        "arrows from reading to reading",
     )
     return figure
 
