@@ -27,11 +27,11 @@ _LARGEST_HALF = float(np.finfo(np.float16).max)
 
 
 def _queries(projected_query: Tensor) -> Tensor:
-    return projected_query[_spread(len(projected_query), ROWS)]
+    return _few(projected_query)
 
 
 def _keys(projected_key: Tensor) -> Tensor:
-    return projected_key[_spread(len(projected_key), ROWS)]
+    return _few(projected_key)
 
 
 def _mean_query(mean_query: Tensor) -> Tensor:
@@ -66,6 +66,11 @@ def _frequent(token_types: TokenTypes) -> Tensor:
     """Index of the most frequent token types, in ascending order of id."""
     order = token_types.rows.argsort(descending=True, stable=True)
     return order[:TYPES].sort().values
+
+
+def _few(rows: Tensor) -> Tensor:
+    places = _spread(len(rows), ROWS)
+    return rows[torch.tensor(places, dtype=torch.int64, device=rows.device)]
 
 
 def _spread(count: int, most: int) -> list[int]:

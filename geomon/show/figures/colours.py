@@ -20,6 +20,7 @@ STEPS = LinearSegmentedColormap.from_list(
 LAYERS = LinearSegmentedColormap.from_list(
     "layers", ["#0D0887", "#6A00A8", "#B12A90", "#E16462", "#F3A03A"]
 )
+GRID = "#E6E6E6"
 # The group of what stands on a coloured field: it keeps its colour on a dark page.
 ON_FIELD = "on a coloured field"
 
@@ -38,12 +39,14 @@ def darken(figure: Figure) -> None:
         figure: Figure that is drawn in its colours for a white page.
     """
     figure.patch.set_facecolor(_on_dark("white"))
-    ink = _on_dark("black")
-    for axes in figure.axes:
-        axes.tick_params(axis="both", which="both", colors=ink, grid_color=_on_dark("#E6E6E6"))
     for artist in figure.findobj():
         if artist is not figure.patch and artist.get_gid() != ON_FIELD:
             _darken_one(artist)
+    # Ticks that are made when the figure is drawn get these colours too.
+    for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            ink = axis.label.get_color()
+            axis.set_tick_params(which="both", colors=ink, grid_color=_on_dark(GRID))
 
 
 def _darken_one(artist: Artist) -> None:
@@ -78,6 +81,8 @@ def _on_dark(colour: Any) -> tuple[float, float, float, float] | str:
     if isinstance(colour, str) and colour in ("none", "auto"):
         return colour
     red, green, blue, alpha = to_rgba(colour)
+    if alpha == 0:
+        return "none"
     if max(red, green, blue) - min(red, green, blue) < 0.02:
         grey = _DARK_INK + (_DARK_PAPER - _DARK_INK) * red
         return grey, grey, grey, alpha

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from geomon.analysis import Curve, curve_of, mean_abs_over_heads, single_source
 from geomon.record import Reading, Readings, tags
-from geomon.show.figures.colours import BLUE, GREEN, GREY, ON_FIELD, STEPS, VERMILLION
+from geomon.show.figures.colours import BLUE, GREEN, GREY, GRID, ON_FIELD, STEPS, VERMILLION
 
 # Keyword arguments of matplotlib for how something is drawn.
 Style = dict[str, Any]
@@ -152,7 +152,7 @@ def draw_dimension(panel: Axes, readings: Readings) -> None:
     banded = any(error for _, curve, _ in drawn for error in curve.errors)
     said = ["band: 95 % interval"] * banded
     said += ["logarithmic"] * (panel.get_yscale() == "log")
-    words = "intrinsic dimension" + f" ({', '.join(said)})" * bool(said)
+    words = "intrinsic dimension" + f"\n({', '.join(said)})" * bool(said)
     panel.set_ylabel(words, fontsize=10)
     legend(panel, labelcolor="linecolor")
 
@@ -276,7 +276,7 @@ def plain(panel: Axes) -> None:
     """Style the axes of a panel: two spines, faint horizontal lines."""
     panel.spines[["top", "right"]].set_visible(False)
     panel.tick_params(labelsize=9.5, length=3)
-    panel.grid(axis="y", color="#E6E6E6", lw=0.7)
+    panel.grid(axis="y", color=GRID, lw=0.7)
     panel.set_axisbelow(True)
 
 
