@@ -273,8 +273,9 @@ def test_the_title_says_model_size_steps_and_loss(run, make_readings):
         "Synthetic, 1.23 million parameters, 4 blocks, steps 0 to 1,500, loss 5.00 → 2.00"
     )
     assert draw("run", run).get_suptitle() == title_of(run)
-    acting = Readings([{"model": "a\x1b[2J\u202eb", "layers": 3}], make_readings().readings)
+    acting = Readings([{"model": "a\x1b[2J\u202e$b^$", "layers": 3}], make_readings((0,)).readings)
     assert title_of(acting).isprintable()
+    small(draw("run", acting))
     assert title_of(Readings([], [])) is None
     losses = [a for a in draw("run", run).axes if "training loss" in a.get_ylabel()]
     assert list(losses[0].lines[0].get_ydata()) == run.series("training/loss")[1]

@@ -70,7 +70,7 @@ def _darken_one(artist: Artist) -> None:
                 (artist.get_facecolor, artist.set_facecolor),
                 (artist.get_edgecolor, artist.set_edgecolor),
             ):
-                put([_on_dark(colour) for colour in np.atleast_2d(get())])  # type: ignore[arg-type]
+                put([_on_dark(colour) for colour in np.atleast_2d(get())])
         elif isinstance(artist.cmap, ListedColormap) and artist.cmap.N <= 64:
             listed = [_on_dark(colour) for colour in artist.cmap(np.arange(artist.cmap.N))]
             artist.set_cmap(ListedColormap(listed))

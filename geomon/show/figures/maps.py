@@ -78,7 +78,7 @@ def _draw_map(panel: Axes, readings: Readings, metric: str) -> None:
     panel.spines[:].set_visible(False)
     bar = panel.figure.colorbar(image, ax=panel, pad=0.02)
     bar.ax.tick_params(labelsize=8.5, length=2)
-    bar.outline.set_visible(False)  # type: ignore[operator]
+    bar.outline.set_visible(False)
     if wide:
         bar.set_label("logarithmic", fontsize=9)
         bar.ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -139,7 +139,7 @@ def heads_over_training_figure(readings: Readings, metric: str | None = None) ->
             full = name == "attention_entropy" and math.isfinite(most)
             bar.set_label(f"{words}\n0 to uniform attention" if full else words, fontsize=9)
             bar.ax.tick_params(labelsize=8.5, length=2)
-            bar.outline.set_visible(False)  # type: ignore[operator]
+            bar.outline.set_visible(False)
     return figure
 
 

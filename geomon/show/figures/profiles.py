@@ -1,12 +1,13 @@
 """Metrics over depth at several steps, the dimension by variant and scale, drift against cosine."""
 
 import math
+from collections.abc import Mapping
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
-from geomon.analysis import curve_of, single_source
+from geomon.analysis import Curve, curve_of, single_source
 from geomon.analysis.profile import bulge, peak_depth, profile_of
 from geomon.record import Readings, tags
 from geomon.show.figures import panels
@@ -138,15 +139,15 @@ def _draw_layers(panel: Axes, readings: Readings) -> None:
     )  # fmt: skip
 
 
-def _draw_p_values(panel: Axes, curves: dict[str, object], layers: int) -> None:
+def _draw_p_values(panel: Axes, curves: Mapping[str, Curve], layers: int) -> None:
     smallest = 2 / math.factorial(layers) if layers <= 9 else 0.0
     lowest, steps = 0.05, []
     for (name, curve), colour in zip(curves.items(), (BLUE, VERMILLION), strict=True):
-        steps += curve.steps  # type: ignore[attr-defined]
-        values = [max(value, 1e-16) for value in curve.values]  # type: ignore[attr-defined]
+        steps += curve.steps
+        values = [max(value, 1e-16) for value in curve.values]
         lowest = min([lowest, *values])
-        style = {"marker": "o", "ms": 3.5, "ls": "-" if colour == BLUE else "--"}
-        panel.plot(curve.steps, values, color=colour, label=name.capitalize(), **style)  # type: ignore[attr-defined]
+        style: panels.Style = {"marker": "o", "ms": 3.5, "ls": "-" if colour == BLUE else "--"}
+        panel.plot(curve.steps, values, color=colour, label=name.capitalize(), **style)
     panels.step_axis(panel, steps)
     panel.set_yscale("log")
     panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

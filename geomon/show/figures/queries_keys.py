@@ -178,7 +178,7 @@ def cosines_figure(readings: Readings, metric: str = "qk_cosine") -> Figure:
     steps = [reading.step for reading in selected]
     for panel, layer, values in zip(axes.flat, shown, table.transpose(1, 2, 0), strict=False):
         for line in values:
-            style = {"marker": "o", "ms": 3} if len(steps) == 1 else {}
+            style: panels.Style = {"marker": "o", "ms": 3} if len(steps) == 1 else {}
             panel.plot(steps, line, color=_colour(line[-1], band), lw=1.2, alpha=0.85, **style)
         panels.step_axis(panel, steps)
         panel.set_xlabel("")

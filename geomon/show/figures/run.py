@@ -68,7 +68,8 @@ def title_of(readings: Readings) -> str | None:
     if readings.mixed_at is not None or not len(readings):
         return None
     run = readings.runs[-1] if readings.runs else {}
-    parts = [printable(str(run["model"]))] if "model" in run else []
+    name = printable(str(run.get("model", ""))).replace("$", r"\$")  # or it would be a formula
+    parts = [name] if name else []
     if isinstance(run.get("parameters"), int):
         parts.append(f"{_rounded(run['parameters'])} parameters")
     if isinstance(run.get("layers"), list):

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import Colormap
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
@@ -66,14 +67,14 @@ def _shares(
 
 
 def _draw(
-    panel: Axes, spectra: dict[str, NDArray[np.float64]], colours: object, label: str
+    panel: Axes, spectra: dict[str, NDArray[np.float64]], colours: Colormap, label: str
 ) -> None:
     known = {name: values[values > 1e-9] for name, values in spectra.items()}
-    chosen = panels.colours_of(len(known), colours)  # type: ignore[arg-type]
+    chosen = panels.colours_of(len(known), colours)
     for colour, values in zip(chosen, known.values(), strict=True):
         panel.plot(np.arange(1, len(values) + 1), values, color=colour, lw=1.6)
     panels.plain(panel)
     panel.set_xscale("log")
     panel.set_yscale("log")
     panel.set_xlabel("rank of the eigenvalue (logarithmic)", fontsize=10)
-    panels.colour_bar(panel, list(known), colours, label)  # type: ignore[arg-type]
+    panels.colour_bar(panel, list(known), colours, label)
