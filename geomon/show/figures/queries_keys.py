@@ -56,9 +56,10 @@ class HeadHistory:
     @property
     def cosines(self) -> Floats:
         """Cosine of mean query and mean key at each step; NaN where one of them is 0."""
-        products = (self.mean_query * self.mean_key).sum(axis=1)
-        norms = np.linalg.norm(self.mean_query, axis=1) * np.linalg.norm(self.mean_key, axis=1)
-        return np.divide(products, norms, out=np.full_like(products, np.nan), where=norms > 0)
+        with np.errstate(invalid="ignore", over="ignore"):
+            products = (self.mean_query * self.mean_key).sum(axis=1)
+            norms = np.linalg.norm(self.mean_query, axis=1) * np.linalg.norm(self.mean_key, axis=1)
+            return np.divide(products, norms, out=np.full_like(products, np.nan), where=norms > 0)
 
 
 def means_figure(readings: Readings) -> Figure:
@@ -86,7 +87,7 @@ def means_figure(readings: Readings) -> Figure:
         for panel, (name, rows) in zip(row, spans, strict=True):
             basis, shares = _plane(rows, one)
             for path, colour in ((one.mean_query, BLUE), (one.mean_key, VERMILLION)):
-                _draw_path(panel, path @ basis.T, colour, one.steps)
+                _draw_path(panel, path[np.isfinite(path).all(axis=1)] @ basis.T, colour)
             _label_plane(panel, shares)
             panels.caption(panel, next(letters), f"plane of {name}")
         _name_row(row[0], one, heads, -0.32)
@@ -130,8 +131,12 @@ def clouds_figure(readings: Readings) -> Figure:
                 (one.queries[at], one.mean_query[at], BLUE, "o"),
                 (one.keys[at], one.mean_key[at], VERMILLION, "^"),
             ):
-                flat, centre = rows @ basis.T, mean @ basis.T
-                panel.plot(*flat.T, marker, color=colour, ms=3.6, alpha=0.55, mew=0, zorder=2)
+                if len(rows):
+                    dots: panels.Style = {"ms": 3.6, "alpha": 0.55, "mew": 0, "zorder": 2}
+                    panel.plot(*(rows @ basis.T).T, marker, color=colour, **dots)
+                if not np.isfinite(mean).all():
+                    continue
+                centre = mean @ basis.T
                 panel.annotate(
                     "", centre, (0, 0), zorder=3,
                     arrowprops={"arrowstyle": "-|>", "color": colour, "lw": 1.8, "shrinkA": 0,
@@ -218,7 +223,7 @@ def _colour(value: float, band: float) -> str:
 def _chance(reading: Reading, metric: str) -> float:
     """The size that 95 % of the cosines of two random directions stay below; NaN where unknown."""
     mean = reading.values.get(f"{metric}/null_magnitude", math.nan)
-    if not 0 < mean < 2 / math.pi:  # that of a width of 2 or more
+    if not 0 < mean < 0.7:  # .64 is that of a width of 2
         return math.nan
     width = round(2 / (math.pi * mean**2) + 0.5)  # E|cos|^2 is 2 / (pi (d - 1/2)), nearly
     return math.sqrt(stats.beta.ppf(0.95, 0.5, (width - 1) / 2))
@@ -299,7 +304,7 @@ def _plane(rows: Sequence[Floats], one: HeadHistory) -> tuple[Floats, Floats]:
     return basis * signs[:, None], shares
 
 
-def _draw_path(panel: Axes, path: Floats, colour: str, steps: Sequence[int]) -> None:
+def _draw_path(panel: Axes, path: Floats, colour: str) -> None:
     for start, end in itertools.pairwise(path):
         panel.annotate(
             "", end, start,
