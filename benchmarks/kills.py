@@ -208,6 +208,10 @@ def check(folder: Path, shown: set[int], *, deaths: int = 0) -> int:
     missing = set(range(max(steps))) - set(steps)
     assert len(missing) <= deaths, f"lost: {sorted(missing)}"
     assert record.mixed_at is None, f"mixed from line {record.mixed_at}"
+    for path in (folder / "arrays").glob("step_*.npz"):
+        step, source = int(path.stem.split("_")[1]), path.stem.split("_")[2]
+        assert "mean_query/layer_03" in record.arrays(step, source), f"{path} is not whole"
+        assert step in steps, f"arrays of step {step} without its reading"
     return max(steps) + 1
 
 
@@ -246,6 +250,7 @@ def run(folder: Path, kind: str, kills: int, seed: int) -> Report:
     report.readings = len(read(folder))
     report.left_out = first + 2 - report.readings
     assert not list(folder.glob("readings.*.jsonl")), "it started over"
+    assert not list(folder.glob("arrays/.*.part")), "what was begun is still there"
     return report
 
 

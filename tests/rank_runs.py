@@ -202,20 +202,23 @@ def same_rows(ranks: RankGroup, folder: Path) -> dict:
     seen = Snapshot(layers, PassInfo(len(layers[0].captured["hidden"]), "train", "float32"))
     model = Decoder()
     job = ReadingJob(
-        0, "inline", [seen], join_ranks(model), Evaluator(METRICS | MORE, 2, strict=True),
+        0, "inline", [seen], join_ranks(model),
+        Evaluator(METRICS | MORE, 2, strict=True, keeps_arrays=True),
         tokens=48, rows=48, seconds=0.0,
     )  # fmt: skip
     while not job.complete:
         job.measure_next()
     job.finish()
     result = job.result()
+    arrays = {tag: array.tolist() for tag, array in job.arrays.items()}
     ids = torch.randint(0, VOCABULARY, (8, LENGTH), generator=generator)
     own = ids.chunk(ranks.size)[ranks.rank]
     monitor, memory = monitor_of(model, metrics=METRICS, tokens=400, batches=1)
     with monitor(0):
         model(own, attention_mask=torch.ones_like(own, dtype=torch.bool))
     split = measured(memory.readings[0]) if ranks.rank == 0 else None
-    return {"rows": None if result is None else measured(result), "batch": split}
+    rows = None if result is None else measured(result)
+    return {"rows": rows, "batch": split, "arrays": arrays}
 
 
 def probes(ranks: RankGroup, folder: Path) -> dict:

@@ -23,13 +23,14 @@ ARROWS = {
     "sweep": {"monitor", "metrics", "record"},
 }
 # Modules that are faces of their own: the data of a pass, the notes on values, their intervals,
-# metrics of the last tokens, what a reading is compared with, the names of values, which of them
-# charts show, where they go, what makes text of unknown origin fit for a terminal, the kinds of
-# alerts, the commands of pages, the shape of profiles and the alignment of queries and keys.
+# metrics of the last tokens, what a reading is compared with, arrays beside the record, the names
+# of values, which of them charts show, where they go, what makes text of unknown origin fit for a
+# terminal, the kinds of alerts, the commands of pages, the shape of profiles and the alignment of
+# queries and keys.
 DOORS = {
     "analysis.alerts", "capture.snapshot", "capture.unchanged", "metrics.between_readings",
-    "metrics.cautions", "metrics.intervals", "metrics.last_tokens", "record.headline",
-    "record.tags", "record.sinks", "record.printable", "show.commands", "analysis.profile",
+    "metrics.cautions", "metrics.intervals", "metrics.last_tokens", "record.arrays",
+    "record.headline", "record.tags", "record.sinks", "record.printable", "show.commands", "analysis.profile",
     "analysis.queries_keys",
 }  # fmt: skip
 # Kernels are imported by module: a face would load the neighbour search with every one.

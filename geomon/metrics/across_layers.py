@@ -192,6 +192,21 @@ def query_null(metrics: Mapping[str, object], queries: Sequence[int]) -> dict[st
     return {"mean_query_share/null": statistics.fmean(1 / count for count in queries)}
 
 
+def entropy_null(metrics: Mapping[str, object], log_visible: Sequence[float]) -> dict[str, float]:
+    """Compute the entropy of attention that weighs all visible keys alike.
+
+    `attention_entropy/null`: mean over layers of the mean logarithm of the number of visible keys,
+    in nats; the most that the entropy can be.
+
+    Args:
+        metrics: Metrics that are measured; only their nulls are returned.
+        log_visible: Mean logarithm of the number of keys that a sampled query sees, at each layer.
+    """
+    if "attention_entropy" not in metrics or not log_visible:
+        return {}
+    return {"attention_entropy/null": statistics.fmean(log_visible)}
+
+
 def head_nulls(metrics: Mapping[str, object], heads: int, width: int) -> dict[str, float]:
     """Compute what the absolute cosine of mean query and mean key has by chance.
 

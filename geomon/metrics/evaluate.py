@@ -8,17 +8,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from geomon.capture.snapshot import CAPTURED, OF_THE_BATCH, Layer, Note, group_by_layer
 from geomon.kernels.half_samples import FEWEST_SEQUENCES, margin
 from geomon.metrics.across_layers import (
     across_layers,
+    entropy_null,
     head_nulls,
     null_values,
     null_values_at_last,
     query_null,
 )
+from geomon.metrics.arrays import arrays_of, join_arrays
 from geomon.metrics.between_layers import BetweenLayers, Comparing, compare_layers
 from geomon.metrics.between_readings import (
     ALONE,
@@ -52,11 +55,13 @@ class Evaluation:
         values: Values by tag; NaN for what could not be measured.
         notes: Remarks for the reader of the values.
         explained: Tags of values that are missing for a reason which a note gives.
+        arrays: Arrays for figures, by tag.
     """
 
     values: dict[str, float] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
     explained: set[str] = field(default_factory=set)
+    arrays: dict[str, NDArray[Any]] = field(default_factory=dict)
 
 
 @dataclass
@@ -79,6 +84,10 @@ class LayerValues:
         without_interval: For each metric whose interval failed, what it raised.
         heads: Number of query heads as projected, and the width of one; None where unknown.
         queries: Number of sampled queries that see a key; None where unknown.
+        log_visible: Mean logarithm of the number of keys that a sampled query sees, over queries
+            and heads: the entropy of uniform attention; None where unknown.
+        arrays: Arrays for figures by name, of the first split of the rows.
+        without_arrays: What taking the arrays raised; "" for nothing.
     """
 
     stack: str
@@ -94,6 +103,9 @@ class LayerValues:
     without_interval: dict[str, str] = field(default_factory=dict)
     heads: tuple[int, int] | None = None
     queries: int | None = None
+    log_visible: float | None = None
+    arrays: dict[str, NDArray[Any]] = field(default_factory=dict)
+    without_arrays: str = ""
 
 
 @dataclass(frozen=True)
@@ -110,11 +122,13 @@ class Evaluator:
         metrics: Checked metrics by name.
         batches: Largest number of splits.
         strict: Whether to raise what a metric raises, instead of a missing value.
+        keeps_arrays: Whether arrays for figures are taken of each layer.
     """
 
     metrics: Mapping[str, Metric]
     batches: int
     strict: bool = False
+    keeps_arrays: bool = False
 
     @property
     def views(self) -> set[str]:
@@ -147,6 +161,7 @@ class Evaluator:
             result.sequences = len(layer.captured["sequences"].unique())
         result.has_token_ids = "token_ids" in layer.captured
         result.heads, result.queries = _sizes_of_attention(layer)
+        result.log_visible = _log_visible(layer)
         device = "cpu" if hidden is None else hidden.device.type
         splits = split_rows(layer, rows, self.batches)
         with torch.no_grad(), torch.autocast(device, enabled=False):
@@ -168,7 +183,17 @@ class Evaluator:
                     result.failed[name] = str(error) or type(error).__name__
                 else:
                     result.differences[name] = self._compare(name, splits, result)
+            self._take_arrays(splits[0], result)
         return result
+
+    def _take_arrays(self, views: LayerViews, result: LayerValues) -> None:
+        """Take the arrays of a layer; a failure costs them alone, and is noted."""
+        try:
+            result.arrays = arrays_of(views) if self.keeps_arrays else {}
+        except Exception as error:
+            if self.strict:
+                raise
+            result.without_arrays = str(error) or type(error).__name__
 
     def _compare(
         self, name: str, splits: list[LayerViews], result: LayerValues
@@ -221,6 +246,7 @@ class Evaluator:
             result.explained |= {tags.in_stack(tag, stack) for tag in part.explained}
             name = f"{stack}: " if stack else ""
             result.notes += [Note(name + note.kind, name + note.text) for note in part.notes]
+        result.arrays = join_arrays((one.stack, one.index, one.arrays) for one in measured)
         return result
 
     def keep_for_next(self, measured: Sequence[LayerValues]) -> Kept:
@@ -260,6 +286,16 @@ def _sizes_of_attention(layer: Layer) -> tuple[tuple[int, int] | None, int | Non
     return heads, queries
 
 
+def _log_visible(layer: Layer) -> float | None:
+    """Average the logarithm of the number of visible keys over queries that see one."""
+    visible = layer.captured.get("visible")
+    if not isinstance(visible, Tensor) or visible.ndim != 4:
+        return None
+    keys = visible.sum(dim=3).double()
+    known = keys[keys > 0]
+    return float(known.log().mean()) if len(known) else None
+
+
 def _combine_stack(
     layers: list[LayerValues],
     metrics: Mapping[str, Metric],
@@ -270,6 +306,9 @@ def _combine_stack(
 ) -> Evaluation:
     result = Evaluation()
     reasons: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for layer in layers:
+        if layer.without_arrays:
+            reasons["arrays for figures", layer.without_arrays].append(layer.index)
     for name, metric in metrics.items():
         if isinstance(metric, BetweenLayers):
             layers = compare_layers(name, metric, layers, strict=strict)
@@ -310,6 +349,8 @@ def _combine_stack(
         result.values |= head_nulls(metrics, *heads.pop())
     queries = [layer.queries for layer in layers if layer.queries is not None]
     result.values |= query_null(metrics, queries)
+    uniform = [layer.log_visible for layer in layers if layer.log_visible is not None]
+    result.values |= entropy_null(metrics, uniform)
     result.notes = group_by_layer(_join_metrics(reasons)) + cautions(result.values)
     result.notes += _few_sequences(layers) + _few_last_tokens(metrics, layers, result.values)
     return result

@@ -525,6 +525,14 @@ class LayerViews:
         )
         return LayerViews(replace(self._layer, captured=captured, missing=missing), _LAST)
 
+    def has(self, name: str) -> bool:
+        """Return whether a view of these rows was captured, or has been computed already.
+
+        Args:
+            name: Name of a view.
+        """
+        return name in self._layer.captured or name in self._derived
+
     def apply(self, function: Callable[..., Any]) -> Any:
         """Call a function with the views that its parameters name.
 

@@ -10,6 +10,7 @@ from geomon.distributed import RankFailedError, RankGroup, gather, merge_layers
 from geomon.metrics import Evaluator, LayerValues
 from geomon.metrics.between_readings import INLINE, EarlierReading, Kept
 from geomon.record import Reading, tags
+from geomon.record.arrays import Arrays
 
 # Rows on which the cost of a layer is learned before anything is measured, and what that costs
 # itself, about: half of the capture of all layers and rows, and at least so many seconds a metric.
@@ -71,6 +72,7 @@ class ReadingJob:
 
     Attributes:
         notes: Remarks for the reader of the numbers, once the job is finished.
+        arrays: Arrays for figures by tag, once the job is finished.
 
     Raises:
         RankFailedError: A rank has no snapshot, or other layers. A single rank raises its own
@@ -113,6 +115,7 @@ class ReadingJob:
         self._measured: list[LayerValues] = []
         self._failure: Exception | None = None
         self.notes: list[Note] = []
+        self.arrays: Arrays = {}
         self._reading: Reading | None = None
         self.seconds = seconds + time.perf_counter() - began
 
@@ -229,6 +232,7 @@ class ReadingJob:
         if self._history is not None:
             self._history.keep(self.step, self._evaluator.keep_for_next(measured))
         tokens = min(info.tokens, self.rows * self._evaluator.batches)
+        self.arrays = evaluation.arrays
         self.notes = [*info.notes, *evaluation.notes, *self._notes_on_rows(tokens)]
         self.seconds += time.perf_counter() - began
         return Reading(

@@ -64,7 +64,10 @@ class Monitor:
         self._options = options = check_options(options, type(self).__name__)
         self._model = model
         self._anatomy = find_anatomy(model, options["blocks"])
-        self._evaluator = Evaluator(options["metrics"], options["batches"], options["strict"])
+        self._evaluator = Evaluator(
+            options["metrics"], options["batches"], options["strict"],
+            keeps_arrays=options["arrays"] and options["directory"] is not None,
+        )  # fmt: skip
         self._views = self._evaluator.views
         self._source = "inline" if options["probe"] is None else "probe"
         self._group = self._join_ranks() if options["gather"] else find_ranks()
@@ -563,7 +566,7 @@ class Monitor:
         for note in notes:
             self._warnings.warn(note.text, kind=note.kind)
         reading = replace(reading, notes=[note.text for note in notes])
-        self._writer.write(reading)
+        self._writer.write(reading, job.arrays)
         self._budget.spend(time.perf_counter() - began)
         self._reactions.call(reading)
 

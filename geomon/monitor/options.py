@@ -51,6 +51,10 @@ class MonitorOptions(TypedDict, total=False):
             these names, until the next step. The callbacks take the loss by themselves (`loss`),
             and values of these names from what the trainer logs: `log=("val_loss",)`.
         directory: Folder in which the first rank writes `readings.jsonl`.
+        arrays: Whether arrays that figures need stand in files beside the record, in `arrays/`:
+            mean queries and keys, a few single ones, eigenvalues, moments of token types. They are
+            taken from what metrics compute, about a megabyte of a reading at most; of readings less
+            than 5 % apart only some have them.
         sinks: Objects with `write(reading)` and `close()` that get every reading too, on the first
             rank.
         budget: Largest share of the time since the first step that geomon may take, 0.01 or "1%"
@@ -104,6 +108,7 @@ class MonitorOptions(TypedDict, total=False):
     probe: Any
     log: Sequence[str]
     directory: str | os.PathLike[str] | None
+    arrays: bool
     sinks: Sequence[Sink]
     budget: float | str | None
     gather: bool
@@ -151,6 +156,7 @@ DEFAULTS: MonitorOptions = {
     "probe": None,
     "log": (),
     "directory": "geomon",
+    "arrays": True,
     "sinks": (),
     "budget": None,
     "gather": True,
@@ -237,6 +243,8 @@ def _check(options: _Options, defaults: MonitorOptions, owner: str) -> _Options:
     ):
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
             raise ValueError(f"{name} is a number of seconds above 0, got {seconds!r}")
+    if not isinstance(options["arrays"], bool):
+        raise ValueError(f"arrays is True or False, got {options['arrays']!r}")
     check_alerts(options["alerts"])
     for name, hook in (("on_phase", options["on_phase"]), ("on_alert", options["on_alert"])):
         if hook is not None and not callable(hook):

@@ -13,6 +13,7 @@ from geomon.distributed import RankFailedError, RankGroup, RanksLostError
 from geomon.monitor.retries import FAILURES, Retries
 from geomon.monitor.time_limit import TimeLimitError, time_limit
 from geomon.record import Reading, Record, Sink
+from geomon.record.arrays import Arrays
 from geomon.record.printable import printable
 from geomon.record.sinks import Affords, DescribedSink, parts_of
 
@@ -136,17 +137,25 @@ class ReadingWriter:
                 self._call(sink, functools.partial(sink.describe, description), message)
         return recorded
 
-    def write(self, reading: Reading) -> None:
+    def write(self, reading: Reading, arrays: Arrays | None = None) -> None:
         """Write a reading: to the record first, so that what has been shown is never lost.
 
         Args:
             reading: The reading.
+            arrays: Arrays for figures by tag, which only the record takes.
         """
         if self._record is not None:
             record = self._record
-            self._warnings.attempt(
+            written = self._warnings.attempt(
                 lambda: record.write(reading), f"{record.path} could not be written"
             )
+            if written and arrays:
+                self._warnings.attempt(
+                    lambda: record.write_arrays(reading, arrays),
+                    f"arrays for figures could not be written to {record.arrays.path}, the record "
+                    "goes on without them",
+                    once=True,
+                )
         for sink, retries in list(self._sinks):
             if retries.is_due:
                 pauses = retries.failures + 1 >= FAILURES

@@ -17,6 +17,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from geomon.record.arrays import ArrayFolder, Arrays
 from geomon.record.lock import FolderLock, lock_folder
 from geomon.record.reading import Reading, Readings, SequenceCheck
 
@@ -48,7 +49,9 @@ class Record:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.path = Path(directory) / FILE_NAME
+        self.arrays = ArrayFolder.beside(self.path)
         self._is_foreign = False  # whether the file on disk belongs to another run
+        self._begins = False  # whether the file has no readings, so that arrays are of another run
         self._opening: str | None = None  # the line that describes this run
         self._pending: deque[str] = deque()
         self._lock: FolderLock | None = None
@@ -56,6 +59,7 @@ class Record:
             self._take_lock()
             with self.path.open("a"):
                 pass
+            self.arrays.remove_parts()
         except OSError as error:
             raise ValueError(
                 f"directory={str(directory)!r} cannot be written ({error.strerror}): give a folder "
@@ -89,10 +93,12 @@ class Record:
         try:
             earlier = _parse(self.path, to_continue=True).readings
         except FileNotFoundError:  # removed since: it is made again
+            self._begins = True
             return set()
         except ValueError:
             self._is_foreign = True
             raise
+        self._begins = not earlier
         self._is_foreign = bool(earlier) and step <= earlier[0].step and not resumes
         return set() if self._is_foreign else {(item.step, item.source) for item in earlier}
 
@@ -110,6 +116,23 @@ class Record:
         if len(self._pending) > _MAX_PENDING:
             del self._pending[1]  # the first may be the line that opens the run
         self._write_pending()
+
+    def write_arrays(self, reading: Reading, arrays: Arrays) -> None:
+        """Write the arrays of a reading that is written, in a file beside the record.
+
+        Of readings close to one another only some have arrays, and none whose line is not written.
+
+        Args:
+            reading: The reading.
+            arrays: Arrays by tag.
+
+        Raises:
+            OSError: The file cannot be written; what was there is unchanged.
+        """
+        if self._pending or self._is_foreign or not arrays:
+            return
+        if self.arrays.takes(reading.step, reading.source):
+            self.arrays.write(reading.step, reading.source, arrays)
 
     def close(self) -> None:
         """Write what could not be written before, and let other processes write in the folder.
@@ -135,10 +158,14 @@ class Record:
 
     def _write_pending(self) -> None:
         self._take_lock()
-        if self._is_foreign:
-            with contextlib.suppress(FileNotFoundError):
-                self.path.rename(_free_name(self.path))
-            self._is_foreign = False
+        if self._is_foreign or self._begins:
+            free = _free_name(self.path)
+            self.arrays.move(ArrayFolder.beside(free))
+            self._begins = False
+            if self._is_foreign:
+                with contextlib.suppress(FileNotFoundError):
+                    self.path.rename(free)
+                self._is_foreign = False
         while self._pending:
             self._append(self._pending[0])
 
@@ -251,7 +278,7 @@ def _parse(path: Path, *, to_continue: bool = False) -> Readings:
         contents = list(parse_lines(lines, path, check, first=1))
     readings = [content for content in contents if isinstance(content, Reading)]
     runs = [content for content in contents if not isinstance(content, Reading)]
-    return Readings(runs, readings, check.mixed_at)
+    return Readings(runs, readings, check.mixed_at, ArrayFolder.beside(path))
 
 
 def _whole_lines(file: BinaryIO, path: Path, *, to_continue: bool) -> Iterator[bytes]:
@@ -290,6 +317,8 @@ def _truncate_torn_line(file: FileIO) -> int:
 def _free_name(path: Path) -> Path:
     """Find a free path beside the given one: `readings.1.jsonl`, `readings.2.jsonl` and so on."""
     number = 1
-    while (name := path.with_stem(f"{path.stem}.{number}")).exists():
+    while (name := path.with_stem(f"{path.stem}.{number}")).exists() or ArrayFolder.beside(
+        name
+    ).path.exists():
         number += 1
     return name

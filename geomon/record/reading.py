@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from numpy.typing import NDArray
+
 from geomon.record import tags
+from geomon.record.arrays import ArrayFolder
 
 
 @dataclass(frozen=True)
@@ -143,11 +146,13 @@ class Readings:
         readings: Readings in the order in which they were written.
         mixed_at: Number of the line from which the file holds the readings of two runs at once;
             None for one run (see `SequenceCheck`).
+        folder: Folder of the arrays beside the record; None where there is no record.
     """
 
     runs: list[dict[str, Any]]
     readings: list[Reading]
     mixed_at: int | None = None
+    folder: ArrayFolder | None = None
 
     def __len__(self) -> int:
         return len(self.readings)
@@ -166,6 +171,28 @@ class Readings:
             f"From line {self.mixed_at} on, two runs wrote into this record at once: its curves "
             "mix both. Give each run a folder of its own."
         ]
+
+    def arrays(self, step: int, source: str | None = None) -> dict[str, NDArray[Any]]:
+        """Read the arrays that stand beside the record for a step, by tag; nothing is kept of them.
+
+        `mean_query/layer_03` and `mean_key/...` are means over rows as projected, [heads, width];
+        `queries/...` and `keys/...` a few of these rows, [rows, heads, width]; `eigenvalues/...`
+        the largest of the covariance of the hidden states; `type_ids/...`, `type_rows/...`,
+        `type_square_of_mean/...` and `type_scatter/...` moments of the most frequent token types.
+
+        Args:
+            step: Step of a reading.
+            source: "inline" or "probe"; None for that of the last reading of the step.
+
+        Raises:
+            FileNotFoundError: There are no arrays of that step.
+            ValueError: The file is damaged.
+        """
+        sources = [reading.source for reading in self if reading.step == step]
+        chosen = sources[-1] if source is None and sources else source or "inline"
+        if self.folder is None:
+            raise FileNotFoundError(f"no arrays of step {step}: these readings are of no record")
+        return self.folder.read(step, chosen)
 
     def tags(self) -> list[str]:
         """List all tags, in order of first appearance."""
@@ -214,7 +241,8 @@ class Readings:
         if names == [""]:
             return self
         selected = [_select_stack(reading, chosen, names) for reading in self]
-        return replace(self, readings=selected)
+        folder = self.folder and self.folder.of_stack(chosen, names)
+        return replace(self, readings=selected, folder=folder)
 
 
 class SequenceCheck:

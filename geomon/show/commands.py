@@ -1,7 +1,7 @@
 """Commands on the record of a run: `geomon watch`, `geomon figure` and `geomon summary`."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     import typer
     from rich.console import Console
 
+# Kinds of figures, that of the run first; matplotlib is loaded only to draw them.
+_KINDS = (
+    "run", "dimension", "profiles", "map", "heads", "cosines", "means", "clouds", "drift", "norms",
+    "spectra",
+)  # fmt: skip
 # Seconds between two looks at the file.
 _POLL = 0.5
 # Seconds after which the view is drawn again without a new reading, because it shows an age.
@@ -50,14 +55,34 @@ def add_commands(app: "typer.Typer") -> None:
     @app.command()
     def figure(
         directory: Annotated[Path, folder],
-        out: Annotated[
-            Path | None, typer.Option(help="Where to write; by default geometry.png in DIR.")
+        kind: Annotated[
+            list[str] | None,
+            typer.Option(help=f"What to draw: {', '.join(_KINDS)}. May be given several times."),
         ] = None,
+        every: Annotated[
+            bool, typer.Option("--all", help="Draw every kind that the run can give.")
+        ] = False,
+        metric: Annotated[
+            str | None, typer.Option(help="Metric of profiles, map, heads or cosines.")
+        ] = None,
+        out: Annotated[
+            Path | None,
+            typer.Option(
+                help="Where to write: the file of one figure, or the folder of several. By default "
+                "geometry.png in DIR for the run, and DIR/figures for the others."
+            ),
+        ] = None,
+        dark: Annotated[bool, typer.Option("--dark", help="For a dark page.")] = False,
         stack: Annotated[str | None, one_stack] = None,
     ) -> None:
-        """Draw the picture of a run: geometry.png."""
+        """Draw figures of a run: geometry.png, or others by --kind."""
         with exit_on_bad_input():
-            typer.echo(printable(f"wrote {write_figure(directory, out, stack)}"))
+            kinds = list(_KINDS) if every else kind or [_KINDS[0]]
+            figures = write_figures(
+                directory, kinds, out, stack, metric=metric, dark=dark, skip=every
+            )
+            for line in figures:
+                typer.echo(printable(line))
 
     @app.command()
     def summary(
@@ -68,29 +93,61 @@ def add_commands(app: "typer.Typer") -> None:
             typer.echo("\n".join(map(printable, summarise(_load(directory, stack)))))
 
 
-def write_figure(directory: Path, out: Path | None = None, stack: str | None = None) -> Path:
-    """Write the figure of a run.
+def write_figures(
+    directory: Path,
+    kinds: Sequence[str],
+    out: Path | None = None,
+    stack: str | None = None,
+    *,
+    metric: str | None = None,
+    dark: bool = False,
+    skip: bool = False,
+) -> Iterator[str]:
+    """Write figures of a run, one after another.
 
     Args:
         directory: Folder of the run, or the path of its file.
-        out: Path of the figure; None for `geometry.png` beside the record.
+        kinds: Names of the kinds of figures.
+        out: Path of the figure, or of the folder of several; None for `geometry.png` beside the
+            record, and `figures/` for others than that of the run.
         stack: Name of the stack to draw, for a model with several; None for the main one.
+        metric: Name of the metric to draw, for kinds that take one.
+        dark: Whether the figures are for a dark page.
+        skip: Whether a kind that the run cannot give is left out, with a line that says why.
 
-    Returns:
-        Path of the figure.
+    Yields:
+        A line on each figure.
 
     Raises:
         FileNotFoundError: The folder holds no record.
-        ValueError: The record has no readings or no such stack, or `out` does not end like the name
-            of a picture.
+        ValueError: The record has no readings or no such stack, there is no such kind, the run
+            cannot give it, or `out` does not end like the name of a picture.
         ImportError: matplotlib is missing.
     """
     readings = _load(directory, stack)
-    from geomon.show.figures import geometry_figure, save
+    from geomon.show.figures import KINDS, draw, save
+    from geomon.show.figures.panels import NotMeasuredError
 
-    figure = geometry_figure(readings)
     folder = directory if directory.is_dir() else directory.parent
-    return save(figure, out or folder / "geometry.png")
+    ending = "_dark" if dark else ""
+    for kind in kinds:
+        takes = len(kinds) == 1 or (kind in KINDS and KINDS[kind].takes_metric)
+        wanted = metric if takes else None
+        try:
+            figure = draw(kind, readings, wanted)
+        except NotMeasuredError as error:
+            if not skip:
+                raise
+            yield f"no {kind}: {error}"
+            continue
+        name = f"{kind}_{metric}{ending}.png" if wanted else f"{kind}{ending}.png"
+        if out is not None:
+            path = out / name if len(kinds) > 1 else out
+        elif kind == _KINDS[0]:
+            path = folder / f"geometry{ending}.png"
+        else:
+            path = folder / "figures" / name
+        yield f"wrote {save(figure, path, dark=dark)}"
 
 
 def print_view(directory: Path, stack: str | None = None) -> None:

@@ -116,6 +116,9 @@ def test_a_reading_is_that_of_one_process_on_the_rows_of_all_ranks(found, case):
 
 def test_one_two_and_four_ranks_read_the_same(found, alone):
     assert largest_difference(found[0]["same_rows"]["rows"], alone["same_rows"]["rows"]) == 0
+    arrays = found[0]["same_rows"]["arrays"]
+    assert len(arrays) == 5 * 6
+    assert arrays == alone["same_rows"]["arrays"]
     # A batch that is split over ranks is drawn in another order: rounding, and no more; some
     # margins are computed in float32. Of equal rows the first stands for all, and with the
     # order the half in which it is.

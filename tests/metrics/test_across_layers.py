@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from geomon.capture.snapshot import Layer
 from geomon.kernels.dimension import twonn
 from geomon.kernels.neighbours import nearest
 from geomon.kernels.spectrum import anisotropy, spectrum
+from geomon.metrics import Evaluator
 from geomon.metrics.across_layers import (
     across_layers,
     correlation,
@@ -71,6 +73,26 @@ def test_nulls_are_what_noise_gives():
     assert 15 < found["twonn/null"] < 32
     assert null_values(select("variance"), 1000, 32) == {}
     assert null_values(METRICS, 2, 32) == {}
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_uniform_attention_has_the_entropy_of_the_null(causal):
+    """Scores that are all 0, some sequences shorter than others."""
+    length, lengths = 12, torch.tensor([12, 5, 1])
+    visible = torch.arange(length) < lengths[:, None]
+    visible = (visible[:, None, :, None] & visible[:, None, None, :]).expand(3, 1, length, length)
+    if causal:
+        visible = visible & torch.ones(length, length, dtype=torch.bool).tril()
+    query = torch.zeros(3, 2, length, 4)
+    captured = {"query": query, "key": query, "visible": visible, "scale": 0.5}
+    captured |= {"bias": None, "softcap": None, "sink": None}
+    found = Evaluator(select("attention_entropy"), 1, strict=True).evaluate(
+        [Layer(1, "block", captured, sources=frozenset({"attention"}))], 64
+    )
+    assert found.values["attention_entropy/null"] > 1
+    assert found.values["attention_entropy/mean"] == pytest.approx(
+        found.values["attention_entropy/null"], rel=1e-9
+    )
 
 
 @pytest.mark.parametrize(("rows", "width"), [(200, 8), (1024, 32), (9742, 12)])

@@ -245,6 +245,44 @@ def test_a_record_that_cannot_be_written_never_ends_a_run(tmp_path, caplog, monk
     assert [r.step for r in read(tmp_path)] == list(range(7))
 
 
+def test_arrays_stand_beside_the_record(tmp_path):
+    for name, options in (("with", {}), ("without", {"arrays": False})):
+        model = PlainDecoder()
+        seen = monitor(model, tmp_path / name, metrics=METRICS, schedule=every(2), **options)
+        train(model, seen, steps=4)
+        seen.close()
+    readings = read(tmp_path / "with")
+    assert sorted(path.name for path in (tmp_path / "with" / "arrays").iterdir()) == [
+        "step_000000_inline.npz", "step_000002_inline.npz",
+    ]  # fmt: skip
+    for reading in readings:
+        found = readings.arrays(reading.step)
+        mean = found["mean_query/layer_02"]
+        norms = [reading.values[f"query_mean_norm/layer_02/head_{head}"] for head in range(4)]
+        np.testing.assert_allclose(np.linalg.norm(mean, axis=1), norms, rtol=1e-5)
+    assert not (tmp_path / "without" / "arrays").exists()
+    for reading, other in zip(readings, read(tmp_path / "without"), strict=True):
+        timeless = (
+            {t: v for t, v in r.values.items() if "geomon/" not in t} for r in (reading, other)
+        )
+        np.testing.assert_equal(*timeless)
+
+
+def test_arrays_that_cannot_be_written_are_a_warning_once(tmp_path, caplog, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    model = PlainDecoder()
+    seen = monitor(model, tmp_path, strict=False, schedule=every(1), metrics=select("anisotropy"))
+    with caplog.at_level(logging.WARNING, "geomon"), monkeypatch.context() as patch:
+        patch.setattr(np, "savez", full)
+        train(model, seen, steps=3)
+    train(model, seen, steps=1, start=3)
+    assert len([m for m in caplog.messages if "arrays for figures could not be written" in m]) == 1
+    assert [r.step for r in read(tmp_path)] == [0, 1, 2, 3]
+    assert read(tmp_path).arrays(3)["eigenvalues/layer_01"].shape == (32,)
+
+
 def test_a_resume_on_a_full_disk_knows_what_is_recorded(tmp_path, monkeypatch):
     model = PlainDecoder()
     train(model, monitor(model, tmp_path, schedule=every(1)), steps=3)

@@ -40,6 +40,7 @@ WRONG = [
     ({"budget": [0.01]}, r"or None for no limit, got \[0.01\]"),
     ({"max_capture_mb": 0}, "max_capture_mb is a number above 0, or None, got 0"),
     ({"max_capture_mb": float("nan")}, "max_capture_mb is a number above 0, or None, got nan"),
+    ({"arrays": "yes"}, "arrays is True or False, got 'yes'"),
     ({"sink_timeout": 0}, "sink_timeout is a number of seconds above 0, got 0"),
     ({"rank_timeout": "1"}, "rank_timeout is a number of seconds above 0, got '1'"),
     ({"schedule": lambda step: False}, "fires at none of the steps"),

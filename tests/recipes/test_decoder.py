@@ -48,7 +48,9 @@ def folder(offline, tmp_path_factory):
 def history(course, steps=(0, 25, 50, 75, 100)):
     """A history in which every tag has the value of its function at each step."""
     readings = [
-        Reading(s, 0.0, 0.0, "probe", "eval", 512, 1, "float32", {t: f(s) for t, f in course.items()})
+        Reading(
+            s, 0.0, 0.0, "probe", "eval", 512, 1, "float32", {t: f(s) for t, f in course.items()}
+        )
         for s in steps
     ]  # fmt: skip
     return History(Readings([{}], readings))

@@ -8,27 +8,21 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import BoundaryNorm, Colormap, LinearSegmentedColormap, ListedColormap
+from matplotlib.colors import BoundaryNorm, Colormap, ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from numpy.typing import NDArray
 
 from geomon.analysis import Curve, curve_of, mean_abs_over_heads, single_source
 from geomon.analysis.alerts import alert_notes, kind_of
+from geomon.analysis.profile import uniform_entropy
 from geomon.record import Reading, Readings, tags
+from geomon.show.figures.colours import BLUE, GREEN, GREY, GRID, ON_FIELD, PURPLE, STEPS, VERMILLION
 
 # Keyword arguments of matplotlib for how something is drawn.
 Style = dict[str, Any]
 
-# Okabe and Ito's colours, which colour-blind readers can distinguish.
-_BLUE, _ORANGE, _GREEN, _GREY = "#0072B2", "#D55E00", "#009E73", "#767676"
-_PURPLE = "#A8488A"  # darker than theirs: it is a thin line
-# Viridis (for steps) and plasma (for layers) without their pale ends, which vanish on white.
-STEPS = LinearSegmentedColormap.from_list(
-    "steps", ["#440154", "#404387", "#29788E", "#22A784", "#79D151", "#C2C21D"]
-)
-LAYERS = LinearSegmentedColormap.from_list(
-    "layers", ["#0D0887", "#6A00A8", "#B12A90", "#E16462", "#F3A03A"]
-)
 # Largest number of steps at which profiles are drawn.
 _MAX_PROFILES = 7
 # Largest number of colours that a colour bar names one by one.
@@ -41,7 +35,64 @@ AXIS_LABELS = {
     "attention_entropy": "attention entropy (nats)",
     "twonn": "intrinsic dimension (TwoNN)",
     "cosine": "mean cosine between tokens",
+    "drift_norm": "norm of the mean row",
+    "effective_rank": "effective rank",
+    "qk_dot": "mean query · mean key",
 }
+# What the null of a metric is, where it is another one than that of noise.
+NULLS = {"attention_entropy": "uniform attention"}
+
+
+class NotMeasuredError(ValueError):
+    """A run cannot give a figure; the message says in one line what was not measured."""
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Make an empty figure, in inches, whose panels are laid out when it is drawn."""
+    layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08, wspace=0.03, hspace=0.04)
+    return Figure(figsize=(width, height), dpi=160, layout=layout)
+
+
+def caption(panel: Axes, letter: str, words: str) -> None:
+    """Write the letter of a panel and what it shows above it."""
+    panel.set_title(f"$\\bf{{{letter}}}$   {words}", loc="left", fontsize=11.5, pad=8)
+
+
+def last_with(readings: Readings, metric: str) -> Reading:
+    """Return the last reading that has values of a metric.
+
+    Raises:
+        NotMeasuredError: None has.
+    """
+    for reading in reversed(single_source(readings)):
+        if any(math.isfinite(reading.values[t]) for t in _of_metric(reading, metric)):
+            return reading
+    raise NotMeasuredError(f"{metric} was not measured in this run")
+
+
+def arrays_by_step(readings: Readings, name: str, most: int) -> dict[int, dict[str, NDArray[Any]]]:
+    """Read the arrays that stand beside a record at a few steps, evenly spaced in logarithm.
+
+    Args:
+        readings: Readings of a run.
+        name: Name of an array; steps without it are left out.
+        most: Largest number of steps.
+    """
+    if readings.folder is None:
+        return {}
+    selected = single_source(readings)
+    kept = set(readings.folder.steps(selected[0].source)) if selected else set()
+    known = [reading.step for reading in selected if reading.step in kept]
+    found = {step: readings.arrays(step, selected[0].source) for step in spread_steps(known, most)}
+    return {
+        step: arrays
+        for step, arrays in found.items()
+        if any(tag.startswith(f"{name}/") for tag in arrays)
+    }
+
+
+def _of_metric(reading: Reading, metric: str) -> list[str]:
+    return [tag for tag in reading.values if tag.startswith(f"{metric}/")]
 
 
 def draw_layer_map(panel: Axes, readings: Readings, metric: str) -> None:
@@ -58,14 +109,14 @@ def draw_layer_map(panel: Axes, readings: Readings, metric: str) -> None:
     measured = [
         reading
         for reading in single_source(readings)
-        if any(math.isfinite(value) for value in _by_layer(reading, metric, layers))
+        if any(math.isfinite(value) for value in by_layer(reading, metric, layers))
     ]
     if not measured:
         show_message(panel, f"{metric}: not measured")
         return
     steps = [reading.step for reading in measured]
-    table = np.array([_by_layer(reading, metric, layers) for reading in measured]).T
-    _step_axis(panel, steps)
+    table = np.array([by_layer(reading, metric, layers) for reading in measured]).T
+    step_axis(panel, steps)
     panel.grid(visible=False)
     blocks = table[1:] if layers[0] == 0 and np.isfinite(table[1:]).any() else table
     colours, low, high = colour_range(blocks, metric)
@@ -131,14 +182,14 @@ def draw_dimension(panel: Axes, readings: Readings, *, legend_above: bool = Fals
     largest = max((part for part in scales if part[1:].isdigit()), key=_scale, default="")
     paper = curve_of(readings, tags.mean_tag("twonn"))
     candidates = [
-        ("twonn, all tokens (the paper's)", paper, _BLUE),
+        ("twonn, all tokens (the paper's)", paper, BLUE),
         (
             "twonn_distinct, one per (token, position)",
-            curve_of(readings, tags.mean_tag("twonn_distinct")), _ORANGE,
+            curve_of(readings, tags.mean_tag("twonn_distinct")), VERMILLION,
         ),
         (
             f"gride at scale {_scale(largest)}, all tokens",
-            curve_of(readings, tags.mean_tag("gride", largest)), _GREEN,
+            curve_of(readings, tags.mean_tag("gride", largest)), GREEN,
         ),
     ]  # fmt: skip
     drawn = [candidate for candidate in candidates if len(candidate[1])]
@@ -147,7 +198,7 @@ def draw_dimension(panel: Axes, readings: Readings, *, legend_above: bool = Fals
         return
     for name, curve, colour in drawn:
         label = name
-        style: Style = {"lw": 2.0} if colour != _GREEN else {"lw": 1.2, "ls": (0, (4, 2))}
+        style: Style = {"lw": 2.0} if colour != GREEN else {"lw": 1.2, "ls": (0, (4, 2))}
         style |= {"marker": "o", "ms": 4} if len(curve) == 1 else {}
         peak = curve.phase() if curve is paper else None
         if peak and peak.name in ("peak", "compressing"):
@@ -157,18 +208,41 @@ def draw_dimension(panel: Axes, readings: Readings, *, legend_above: bool = Fals
         panel.plot(curve.steps, curve.values, color=colour, label=label, **style)
         if any(curve.errors):
             panel.fill_between(curve.steps, *_band(curve), color=colour, alpha=0.22, lw=0)
-    _step_axis(panel, [step for _, curve, _ in drawn for step in curve.steps])
+    step_axis(panel, [step for _, curve, _ in drawn for step in curve.steps])
     mark_alerts(panel, readings, named=True)
     curves = [curve for _, curve, _ in drawn]
     lines = len(panel.get_legend_handles_labels()[1]) + 1
     _dimension_axis(panel, curves, lines=0 if legend_above else max(lines, 4))
     _draw_null(panel, readings, "twonn", label="twonn of noise of this n and width")
     banded = any(error for _, curve, _ in drawn for error in curve.errors)
-    gap = "\n" if legend_above else " "
-    words = "intrinsic dimension" + f"{gap}(band: 95 % interval)" * banded
+    said = ["band: 95 % interval"] * banded
+    said += ["logarithmic"] * (panel.get_yscale() == "log")
+    words = "intrinsic dimension" + f"\n({', '.join(said)})" * bool(said)
     panel.set_ylabel(words, fontsize=10)
     place: Style = {"loc": "lower left", "bbox_to_anchor": (-0.06, 1.01)} if legend_above else {}
-    _legend(panel, labelcolor="linecolor", **place)
+    legend(panel, labelcolor="linecolor", **place)
+
+
+def draw_loss(panel: Axes, readings: Readings) -> None:
+    """Draw the loss of the training behind a panel over steps, with an axis of its own.
+
+    Args:
+        panel: Axes with steps, which are drawn already.
+        readings: Readings of a run; nothing is drawn where they have no loss.
+    """
+    loss = curve_of(readings, tags.training_tag(tags.LOSS))
+    if len(loss) < 2:
+        return
+    axis = panel.twinx()
+    axis.set_zorder(panel.get_zorder() - 1)
+    panel.patch.set_visible(False)
+    axis.plot(loss.steps, loss.values, color=GREY, lw=1.2, ls="-.")
+    low, high = min(loss.values), max(loss.values)
+    axis.set_ylim(max(0, low - 0.15 * (high - low)), high + 0.45 * (high - low))
+    axis.spines[["top", "left"]].set_visible(False)
+    axis.spines["right"].set_color(GREY)
+    axis.tick_params(labelsize=9, length=3, colors=GREY)
+    axis.set_ylabel("training loss (dash-dotted)", fontsize=9.5, color=GREY)
 
 
 def draw_profile(panel: Axes, readings: Readings, metric: str) -> None:
@@ -177,7 +251,7 @@ def draw_profile(panel: Axes, readings: Readings, metric: str) -> None:
     measured = [
         reading
         for reading in single_source(readings)
-        if any(math.isfinite(v) for v in _by_layer(reading, metric, layers))
+        if any(math.isfinite(v) for v in by_layer(reading, metric, layers))
     ]
     if not layers or not measured:
         show_message(panel, f"{metric}: not measured")
@@ -188,13 +262,13 @@ def draw_profile(panel: Axes, readings: Readings, metric: str) -> None:
     for colour, reading in zip(colours, drawn, strict=True):
         width = 2.4 if reading is drawn[-1] else 1.6
         dots = 3.5 if len(layers) <= MAX_NAMED else 0
-        values = _by_layer(reading, metric, layers)
+        values = by_layer(reading, metric, layers)
         panel.plot(layers, values, color=colour, lw=width, marker="o", ms=dots)
-    _plain(panel)
+    plain(panel)
     panel.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=9, min_n_ticks=1))
     panel.set_xlabel("layer (0 = what enters the first block)", fontsize=10)
     panel.set_ylabel(AXIS_LABELS.get(metric, metric), fontsize=10)
-    if all(v >= 0 for r in drawn for v in _by_layer(r, metric, layers) if math.isfinite(v)):
+    if all(v >= 0 for r in drawn for v in by_layer(r, metric, layers) if math.isfinite(v)):
         panel.set_ylim(bottom=0)
     _draw_null(panel, readings, metric)
     colour_bar(panel, [f"{reading.step}" for reading in drawn], STEPS, "step")
@@ -224,17 +298,17 @@ def draw_heads_over_training(
     style |= {"marker": "o", "ms": 3} if len(steps) == 1 else {}
     for row, layer in enumerate(layers):
         panel.plot(steps, values[:, row], color=colours[layer], **style)
-    panel.axhline(0, color=_GREY, lw=0.8, zorder=0)
+    panel.axhline(0, color=GREY, lw=0.8, zorder=0)
     dot: Style = {"marker": "o", "ms": 5} if len(mean) == 1 else {}
     panel.plot(mean.steps, mean.values, color="white", lw=4.5, **dot)
     mark_alerts(panel, readings)
     label = "mean |cosine| over all heads"
     panel.plot(mean.steps, mean.values, color="black", lw=2.4, label=label, **dot)
-    _step_axis(panel, steps)
+    step_axis(panel, steps)
     panel.set_ylim(-1.05, 1.3)
     panel.set_yticks([-1, -0.5, 0, 0.5, 1])
     panel.set_ylabel(AXIS_LABELS.get(metric, metric), fontsize=10)
-    _legend(panel)
+    legend(panel)
 
 
 def draw_layers_over_training(
@@ -256,17 +330,21 @@ def draw_layers_over_training(
         style: Style = {"marker": "o", "ms": 3.5} if len(curve) == 1 else {}
         style["lw"] = 1.8 if len(curves) <= 8 else 1.1
         panel.plot(curve.steps, curve.values, color=colours[layer], **style)
-    _step_axis(panel, [step for curve in curves.values() for step in curve.steps])
+    step_axis(panel, [step for curve in curves.values() for step in curve.steps])
     highest = max(max(curve.values) for curve in curves.values() if len(curve))
-    panel.set_ylim(0, 1.08 * highest if highest > 0 else 1)
+    if metric == "attention_entropy":
+        highest = max([highest, *readings.series(f"{metric}/null")[1][-1:]])
+    panel.set_ylim(0, 1.12 * highest if highest > 0 else 1)
     mark_alerts(panel, readings)
     panel.set_ylabel(AXIS_LABELS.get(metric, metric), fontsize=10)
+    _draw_null(panel, readings, metric, words=NULLS.get(metric, "noise"))
 
 
-def _plain(panel: Axes) -> None:
+def plain(panel: Axes) -> None:
+    """Style the axes of a panel: two spines, faint horizontal lines."""
     panel.spines[["top", "right"]].set_visible(False)
     panel.tick_params(labelsize=9.5, length=3)
-    panel.grid(axis="y", color="#E6E6E6", lw=0.7)
+    panel.grid(axis="y", color=GRID, lw=0.7)
     panel.set_axisbelow(True)
 
 
@@ -274,10 +352,12 @@ def show_message(panel: Axes, message: str) -> None:
     """Write a message into a panel that has nothing to draw."""
     panel.set(xticks=[], yticks=[])
     panel.spines[:].set_color("#CCCCCC")
-    panel.text(0.5, 0.5, message, transform=panel.transAxes, ha="center", va="center", color=_GREY)
+    panel.text(0.5, 0.5, message, transform=panel.transAxes, ha="center", va="center", color=GREY)
 
 
-def _draw_null(panel: Axes, readings: Readings, metric: str, *, label: str = "") -> None:
+def _draw_null(
+    panel: Axes, readings: Readings, metric: str, *, label: str = "", words: str = "noise"
+) -> None:
     """Draw a faint line at the value of rows without structure, if it lies within the panel.
 
     Args:
@@ -285,19 +365,20 @@ def _draw_null(panel: Axes, readings: Readings, metric: str, *, label: str = "")
         readings: Readings of a run.
         metric: Name of the metric.
         label: Name of the line in the legend; "" for a text beside the line instead.
+        words: Beginning of that text.
     """
     _, nulls = readings.series(f"{metric}/null")
     low, high = panel.get_ylim()
     if not nulls or not low < nulls[-1] < high:
         return
     named = f"{label}: {nulls[-1]:.2g}" if label else None
-    panel.axhline(nulls[-1], color=_GREY, lw=0.9, ls=":", zorder=0, label=named)
+    panel.axhline(nulls[-1], color=GREY, lw=0.9, ls=":", zorder=0, label=named)
     if named:
         return
     panel.annotate(
-        f"noise: {nulls[-1]:.2g}", (1, nulls[-1]), xycoords=("axes fraction", "data"),
+        f"{words}: {nulls[-1]:.2g}", (1, nulls[-1]), xycoords=("axes fraction", "data"),
         xytext=(-2, 2), textcoords="offset points", ha="right", va="bottom", fontsize=8,
-        color=_GREY,
+        color=GREY,
     )  # fmt: skip
 
 
@@ -316,21 +397,25 @@ def mark_alerts(panel: Axes, readings: Readings, *, named: bool = False) -> None
         label = f"alert at step {step:,}: {kind_of(words)}"
         label += f" (first of {len(alerts)})" * (len(alerts) > 1)
     for step in sorted({step for step, _ in alerts}):
-        panel.axvline(step, color=_PURPLE, lw=1.4, ls=(0, (2, 1.5)), zorder=1, label=label)
+        panel.axvline(step, color=PURPLE, lw=1.4, ls=(0, (2, 1.5)), zorder=1, label=label)
         label = None
 
 
-def _legend(panel: Axes, **style: Any) -> None:
+def legend(panel: Axes, **style: Any) -> None:
+    """Add a legend at the upper left."""
     style = {
-        "loc": "upper left", "fontsize": 9, "handlelength": 1.6, "borderaxespad": 0.1,
+        "fontsize": 9,
+        "handlelength": 1.6,
+        "borderaxespad": 0.1,
         "framealpha": 1,
-    } | style  # fmt: skip
+        "loc": "upper left",
+    } | style
     panel.legend(edgecolor="none", facecolor="white", **style)
 
 
-def _step_axis(panel: Axes, steps: Sequence[int]) -> None:
+def step_axis(panel: Axes, steps: Sequence[int]) -> None:
     """Make the step axis logarithmic, with step 0 to the left of the first step after it."""
-    _plain(panel)
+    plain(panel)
     first, last = min(steps), max(steps)
     powers = [10**power for power in range(len(str(last)) + 1)]
     after = min((step for step in steps if step > 0), default=1)
@@ -430,13 +515,32 @@ def head_table(
     return np.array(rows, dtype=float).reshape(len(layers), count)
 
 
-def colour_range(table: NDArray[np.float64], metric: str) -> tuple[str, float, float]:
-    """Choose a colour map and its limits: around zero for cosines and where signs differ."""
+def colour_range(
+    table: NDArray[np.float64], metric: str, most: float = math.nan
+) -> tuple[str, float, float]:
+    """Choose a colour map and its limits: around zero for cosines and where signs differ.
+
+    Args:
+        table: Values.
+        metric: Name of the metric.
+        most: Largest value that the metric can have; then the scale runs from 0 to it. NaN where
+            there is none.
+    """
+    if math.isfinite(most):
+        return "cividis", 0.0, most
     low, high = float(np.nanmin(table)), float(np.nanmax(table))
     if metric.endswith("cosine") or low < 0:
         limit = 1.0 if metric.endswith("cosine") else max(-low, high)
         return "RdBu_r", -limit, limit
     return "cividis", low, high
+
+
+def largest(reading: Reading, metric: str) -> float:
+    """Return the largest value that a metric can have; NaN where there is none, or not known."""
+    if metric == "attention_entropy":
+        null = reading.values.get(f"{metric}/null", math.nan)
+        return uniform_entropy([reading]) if math.isnan(null) else null
+    return 1.0 if metric == "attention_entropy_normalised" else math.nan
 
 
 def matrix_axes(panel: Axes, layers: Sequence[int], heads: int) -> None:
@@ -459,10 +563,12 @@ def annotate(panel: Axes, table: NDArray[np.float64], image: Any) -> None:
         dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.5
         colour = "white" if dark else "black"
         style: Style = {"ha": "center", "va": "center", "fontsize": 8.5, "color": colour}
+        style["gid"] = ON_FIELD
         panel.text(column, row, f"{value:.2f}".replace("-", "−"), **style)
 
 
-def _by_layer(reading: Reading, metric: str, layers: Sequence[int]) -> list[float]:
+def by_layer(reading: Reading, metric: str, layers: Sequence[int]) -> list[float]:
+    """Collect the values of a metric at layers; NaN where there is none."""
     return [reading.values.get(tags.layer_tag(metric, layer), math.nan) for layer in layers]
 
 

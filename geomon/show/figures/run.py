@@ -10,17 +10,17 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from geomon.analysis.profile import uniform_entropy
-from geomon.record import Reading, Readings
+from geomon.record import Reading, Readings, tags
+from geomon.record.printable import printable
 
 try:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
 except ImportError as error:
     raise ImportError("figures need matplotlib: pip install 'geomon[figures]'") from error
 
 from geomon.show.figures import cards, panels
+from geomon.show.figures.colours import LAYERS, darken
 
 
 def geometry_figure(readings: Readings, *, title: str | None = None) -> Figure:
@@ -34,32 +34,60 @@ def geometry_figure(readings: Readings, *, title: str | None = None) -> Figure:
         readings: Readings of a run.
         title: Text above the panels; None for no title.
     """
-    layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08, wspace=0.03, hspace=0.04)
-    figure = Figure(figsize=(10.4, 7.4), dpi=160, layout=layout)
+    figure = panels.new_figure(10.4, 7.4)
     axes = figure.subplots(2, 2)
     panels.draw_dimension(axes[0, 0], readings)
+    panels.draw_loss(axes[0, 0], readings)
     panels.draw_profile(axes[0, 1], readings, "anisotropy")
     layers = sorted({*readings.layers("qk_cosine"), *readings.layers("attention_entropy")})
-    colours = dict(zip(layers, panels.colours_of(len(layers), panels.LAYERS), strict=True))
+    colours = dict(zip(layers, panels.colours_of(len(layers), LAYERS), strict=True))
     panels.draw_heads_over_training(axes[1, 0], readings, "qk_cosine", colours)
     panels.draw_layers_over_training(axes[1, 1], readings, "attention_entropy", colours)
     if layers:
-        panels.colour_bar(
-            axes[1, 1], [str(layer) for layer in layers], panels.LAYERS, "layer (c and d)"
-        )
+        panels.colour_bar(axes[1, 1], [str(layer) for layer in layers], LAYERS, "layer (c and d)")
     captions = (
         "Intrinsic dimension, mean over layers",
         "Anisotropy over depth",
         "Mean query against mean key, one line per head",
         "Attention entropy, one line per layer",
     )
-    for letter, caption, panel in zip("abcd", captions, axes.flat, strict=True):
-        panel.set_title(f"$\\bf{{{letter}}}$   {caption}", loc="left", fontsize=11.5, pad=8)
+    for letter, words, panel in zip("abcd", captions, axes.flat, strict=True):
+        panels.caption(panel, letter, words)
     if title is None and readings.mixed_at is not None:
         title = "Two runs wrote into this record at once: its curves mix both"
     if title:
         figure.suptitle(title, fontsize=13, x=0.012, ha="left")
     return figure
+
+
+def title_of(readings: Readings) -> str | None:
+    """Say in one line what was trained, how far, and what its loss was; None if nothing is known.
+
+    Args:
+        readings: Readings of a run.
+    """
+    if readings.mixed_at is not None or not len(readings):
+        return None
+    run = readings.runs[-1] if readings.runs else {}
+    name = printable(str(run.get("model", ""))).replace("$", r"\$")  # or it would be a formula
+    parts = [name] if name else []
+    if isinstance(run.get("parameters"), int):
+        parts.append(f"{_rounded(run['parameters'])} parameters")
+    if isinstance(run.get("layers"), list):
+        parts.append(f"{len(run['layers'])} blocks")
+    steps = sorted(reading.step for reading in readings)
+    parts.append(f"steps {steps[0]:,} to {steps[-1]:,}")
+    _, losses = readings.series(tags.training_tag(tags.LOSS))
+    if losses:
+        parts.append(f"loss {losses[0]:.2f} → {losses[-1]:.2f}")
+    return ", ".join(parts)
+
+
+def _rounded(count: int) -> str:
+    for size, word in ((10**9, "billion"), (10**6, "million")):
+        if count >= size:
+            return f"{count / size:.3g} {word}"
+    return f"{count:,}"
 
 
 def profile_figure(readings: Readings, metric: str = "anisotropy") -> Figure:
@@ -99,10 +127,8 @@ def heads_figure(reading: Reading, metric: str, *, largest: float = math.nan) ->
     if not np.isfinite(table).any():
         panels.show_message(panel, f"{metric} of heads: not measured")
         return figure
-    colours, low, high = panels.colour_range(table, metric)
-    if metric == "attention_entropy":
-        uniform = uniform_entropy([reading]) if math.isnan(largest) else largest
-        low, high = (low, high) if math.isnan(uniform) else (0.0, uniform)
+    most = panels.largest(reading, metric) if math.isnan(largest) else largest
+    colours, low, high = panels.colour_range(table, metric, most)
     image = panel.imshow(table, cmap=colours, vmin=low, vmax=high, aspect="auto")
     panel.set_facecolor("#DDDDDD")  # shows where a head has no value
     panels.matrix_axes(panel, layers, columns)
@@ -115,12 +141,13 @@ def heads_figure(reading: Reading, metric: str, *, largest: float = math.nan) ->
     return figure
 
 
-def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
+def save(figure: Figure, path: str | os.PathLike[str], *, dark: bool = False) -> Path:
     """Write a figure to a file, whose folder is made and whose format follows its ending.
 
     Args:
         figure: Figure of matplotlib.
         path: Path of the file, for instance "geometry.png".
+        dark: Whether the figure is changed into one for a dark page.
 
     Returns:
         Path of the file.
@@ -131,7 +158,9 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, facecolor="white")
+    if dark:
+        darken(figure)
+    figure.savefig(path, facecolor=figure.get_facecolor() if dark else "white")
     return path
 
 

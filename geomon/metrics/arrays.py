@@ -1,0 +1,148 @@
+"""Arrays that figures need beside the values: taken from views that metrics have computed already.
+
+Nothing is captured and no view is computed for them, so that they cost a copy.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from geomon.kernels.token_types import TokenTypes
+from geomon.metrics.views import LayerViews, parameters
+from geomon.record import tags
+
+# Rows of queries and of keys for each head, and bytes of one reading above which they are fewer.
+ROWS = 32
+MOST_BYTES = 2**20
+# Eigenvalues and token types of one layer.
+EIGENVALUES = 256
+TYPES = 256
+
+_LARGEST_HALF = float(np.finfo(np.float16).max)
+
+
+def _queries(projected_query: Tensor) -> Tensor:
+    return _few(projected_query)
+
+
+def _keys(projected_key: Tensor) -> Tensor:
+    return _few(projected_key)
+
+
+def _mean_query(mean_query: Tensor) -> Tensor:
+    return mean_query
+
+
+def _mean_key(mean_key: Tensor) -> Tensor:
+    return mean_key
+
+
+def _eigenvalues(spectrum: Tensor) -> Tensor:
+    return spectrum[:EIGENVALUES]
+
+
+def _type_ids(token_types: TokenTypes, token_ids: Tensor) -> Tensor:
+    return token_ids.unique()[_frequent(token_types)]
+
+
+def _type_rows(token_types: TokenTypes) -> Tensor:
+    return token_types.rows[_frequent(token_types)]
+
+
+def _type_square_of_mean(token_types: TokenTypes) -> Tensor:
+    return token_types.m[_frequent(token_types)]
+
+
+def _type_scatter(token_types: TokenTypes) -> Tensor:
+    return token_types.scatter[_frequent(token_types)]
+
+
+def _frequent(token_types: TokenTypes) -> Tensor:
+    """Index of the most frequent token types, in ascending order of id."""
+    order = token_types.rows.argsort(descending=True, stable=True)
+    return order[:TYPES].sort().values
+
+
+def _few(rows: Tensor) -> Tensor:
+    places = _spread(len(rows), ROWS)
+    return rows[torch.tensor(places, dtype=torch.int64, device=rows.device)]
+
+
+def _spread(count: int, most: int) -> list[int]:
+    """Choose at most so many of a number of rows, evenly spaced."""
+    taken = min(count, most)
+    return [index * count // taken for index in range(taken)]
+
+
+# An array by its name, as a function of views.
+ARRAYS: dict[str, Callable[..., Tensor]] = {
+    "mean_query": _mean_query,  # of each head, as projected, [heads, head width]
+    "mean_key": _mean_key,  # of each key head, [key heads, head width]
+    "queries": _queries,  # a few rows, [rows, heads, head width]
+    "keys": _keys,  # of the same tokens, [rows, key heads, head width]
+    "eigenvalues": _eigenvalues,  # the largest of the covariance, descending
+    "type_ids": _type_ids,  # the most frequent token types, ascending
+    "type_rows": _type_rows,  # number of rows of each of them
+    "type_square_of_mean": _type_square_of_mean,  # squared norm of the mean of each
+    "type_scatter": _type_scatter,  # sum of the squared distances from it
+}
+# Those of which there are fewer rows where a reading would be too large.
+_ROWS_OF = ("queries", "keys")
+
+
+def arrays_of(views: LayerViews) -> dict[str, NDArray[Any]]:
+    """Take the arrays of a layer whose views are there already.
+
+    Args:
+        views: Views of the layer, after all metrics have read them.
+
+    Returns:
+        Arrays by name; float32, and float16 for single rows where their range allows.
+    """
+    return {
+        name: _plain(views.apply(function), single_rows=name in _ROWS_OF)
+        for name, function in ARRAYS.items()
+        if all(views.has(view) for view in parameters(function))
+    }
+
+
+def _plain(values: Tensor, *, single_rows: bool) -> NDArray[Any]:
+    values = values.detach().cpu()
+    if not values.is_floating_point():
+        return values.numpy().copy()
+    largest = values.abs().max().item() if values.numel() else 0.0
+    half = single_rows and (math.isnan(largest) or largest <= _LARGEST_HALF)
+    return values.to(torch.float16 if half else torch.float32).numpy().copy()
+
+
+def join_arrays(
+    layers: Iterable[tuple[str, int, Mapping[str, NDArray[Any]]]],
+) -> dict[str, NDArray[Any]]:
+    """Join the arrays of all layers of a reading, with fewer single rows where it is too large.
+
+    Args:
+        layers: Stack, depth and arrays of each layer.
+
+    Returns:
+        Arrays by tag.
+    """
+    found = {
+        tags.in_stack(tags.layer_tag(name, index), stack): array
+        for stack, index, arrays in layers
+        for name, array in arrays.items()
+    }
+    of_rows = [tag for tag in found if tag.split("/")[0] in _ROWS_OF]
+    others = sum(array.nbytes for tag, array in found.items() if tag not in of_rows)
+    one_each = sum(found[tag][0].nbytes for tag in of_rows if len(found[tag]))
+    rows = max(0, MOST_BYTES - others) // one_each if one_each else 0
+    for tag in of_rows:
+        found[tag] = found[tag][_spread(len(found[tag]), rows) if rows else []]
+    return {tag: array for tag, array in found.items() if array.size}
+
+
+__all__ = ["ARRAYS", "arrays_of", "join_arrays"]

@@ -1,0 +1,75 @@
+"""The kinds of figures that a run can give, by name."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from matplotlib.figure import Figure
+
+from geomon.record import Readings
+from geomon.show.figures.maps import heads_over_training_figure, map_figure
+from geomon.show.figures.norms import norms_figure
+from geomon.show.figures.profiles import dimension_figure, drift_figure, profiles_figure
+from geomon.show.figures.queries_keys import clouds_figure, cosines_figure, means_figure
+from geomon.show.figures.run import geometry_figure, title_of
+from geomon.show.figures.spectra import spectra_figure
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of figure.
+
+    Attributes:
+        about: What it shows, in words for a list.
+        draw: Function of readings that draws it; also of a metric where it `takes_metric`.
+        takes_metric: Whether it can be drawn of another metric than by default.
+    """
+
+    about: str
+    draw: Callable[..., Figure]
+    takes_metric: bool = False
+
+
+def _run_figure(readings: Readings) -> Figure:
+    return geometry_figure(readings, title=title_of(readings))
+
+
+KINDS: dict[str, Kind] = {
+    "run": Kind("the run in four panels", _run_figure),
+    "dimension": Kind("intrinsic dimension: variants over training, scales", dimension_figure),
+    "profiles": Kind("dimension and anisotropy over depth", profiles_figure, takes_metric=True),
+    "map": Kind("metrics by layer and step", map_figure, takes_metric=True),
+    "heads": Kind(
+        "metrics by head and layer at three steps", heads_over_training_figure, takes_metric=True
+    ),
+    "cosines": Kind(
+        "cosine of mean query and mean key of each head", cosines_figure, takes_metric=True
+    ),
+    "means": Kind("paths of mean queries and keys of two heads", means_figure),
+    "clouds": Kind("single queries and keys of two heads", clouds_figure),
+    "drift": Kind("norm of the mean row against cosine across layers", drift_figure),
+    "norms": Kind("norm against variance of token types, shares over depth", norms_figure),
+    "spectra": Kind("eigenvalues by rank", spectra_figure),
+}
+
+
+def draw(kind: str, readings: Readings, metric: str | None = None) -> Figure:
+    """Draw a kind of figure.
+
+    Args:
+        kind: Name of the kind, in `KINDS`.
+        readings: Readings of a run.
+        metric: Name of the metric to draw; None for the kind's own.
+
+    Raises:
+        NotMeasuredError: The run cannot give it.
+        ValueError: There is no such kind, or it takes no metric.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"no figure is called {kind!r}: there are {', '.join(KINDS)}")
+    found = KINDS[kind]
+    if metric is None:
+        return found.draw(readings)
+    if not found.takes_metric:
+        able = ", ".join(name for name, one in KINDS.items() if one.takes_metric)
+        raise ValueError(f"the figure {kind!r} takes no metric: {able} do")
+    return found.draw(readings, metric)

@@ -1,0 +1,145 @@
+"""Norm against variance of token types, and shares of the mean square norm over depth.
+
+After the figures of Yamagiwa and Shimodaira (2409.11253): M, the squared norm of a mean, and V, the
+variance about it, sum to Q, the mean square norm.
+"""
+
+import math
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from geomon.analysis import single_source
+from geomon.record import Reading, Readings, tags
+from geomon.show.figures import panels
+from geomon.show.figures.colours import BLUE, GREEN, GREY, VERMILLION
+
+# Rows of a type below which its mean and variance say little: the authors' limit.
+_FEWEST = 10
+# The parts of Q, from below: common mean, between types, within types.
+_SHARES = (
+    ("mean_share", "", "common mean, M / Q", VERMILLION),
+    ("between_share", "of_square", "between token types, V_B / Q", GREEN),
+    ("within_share", "of_square", "within token types, V_W / Q", BLUE),
+)
+
+
+def norms_figure(readings: Readings) -> Figure:
+    """Draw variance against squared norm of token types, and shares of the mean square over depth.
+
+    Args:
+        readings: Readings of a run.
+
+    Raises:
+        NotMeasuredError: Neither moments of token types nor the shares were recorded.
+    """
+    found = panels.arrays_by_step(readings, "type_rows", 2)
+    step = max(found, default=None)
+    arrays = {} if step is None else found[step]
+    layers = _three(sorted(_layers_of(arrays)))
+    shares = [r for r in single_source(readings) if _has_shares(r, readings)]
+    if not layers and not shares:
+        raise panels.NotMeasuredError(
+            "token types were not measured in this run (within_variance, mean_share ...): the "
+            "model was given no token ids, or the metrics were not chosen"
+        )
+    rows = bool(layers) + bool(shares)
+    figure = panels.new_figure(11.2, 0.6 + 3.8 * rows)
+    axes = iter(figure.subplots(rows, 3, squeeze=False))
+    letters = iter("abcdef")
+    if layers:
+        row = next(axes)
+        for panel, layer in zip(row, layers, strict=False):
+            words = _draw_types(panel, arrays, layer)
+            panels.caption(panel, next(letters), f"Layer {layer}, step {step:,}{words}")
+        for panel in row[len(layers) :]:
+            panel.set_visible(False)
+        panels.legend(row[0], loc="upper right")
+    if shares:
+        row = next(axes)
+        for panel, reading in zip(row, (shares[0], shares[-1]), strict=False):
+            _draw_shares(panel, reading, readings.layers("mean_share"))
+            panels.caption(panel, next(letters), f"Parts of Q over depth, step {reading.step:,}")
+        panels.draw_profile(row[2], readings, "within_share")
+        row[2].set_ylabel("within types of all variance, V_W / V", fontsize=10)
+        panels.caption(row[2], next(letters), "What context does to tokens")
+    return figure
+
+
+def _draw_types(panel: Axes, arrays: dict[str, NDArray[np.generic]], layer: int) -> str:
+    """Draw a dot for each token type; returns what the line through them is."""
+    rows, square, scatter = (
+        np.asarray(arrays[tags.layer_tag(name, layer)], dtype=np.float64)
+        for name in ("type_rows", "type_square_of_mean", "type_scatter")
+    )
+    frequent = rows >= _FEWEST
+    count = rows[frequent]
+    variance = scatter[frequent] / (count - 1)
+    norm = square[frequent] - variance / count
+    panels.plain(panel)
+    panel.set_xlabel("squared norm of the type's mean, M", fontsize=10)
+    panel.set_ylabel("variance about it, V", fontsize=10)
+    if len(count) < 3:
+        panels.show_message(panel, f"fewer than 3 token types come {_FEWEST} times")
+        return ""
+    size = 10 + 60 * np.sqrt(count / count.max())
+    panel.scatter(norm, variance, s=size, color=BLUE, alpha=0.6, lw=0, zorder=2)
+    total = norm + variance
+    ends = np.array([norm.min(), norm.max()])
+    middle = total.mean()
+    low, high = variance.min(), variance.max()
+    panel.plot(ends, middle - ends, color=GREY, lw=1, ls="--", label="M + V = mean of Q (slope −1)")
+    panel.set_ylim(min(0.0, low), high * 1.35 if high > 0 else 1.0)
+    panel.margins(x=0.08)
+    if norm.std() == 0:
+        return ""
+    slope, offset = np.polyfit(norm, variance, 1)
+    panel.plot(ends, slope * ends + offset, color=VERMILLION, lw=1.6, label="least squares")
+    fit = np.corrcoef(norm, variance)[0, 1] ** 2
+    control = total.std() / total.mean()
+    panel.text(
+        0.03, 0.03, f"slope {slope:+.2f}, R² {fit:.2f}\n".replace("-", "−")
+        + f"control: Q varies by {100 * control:.0f} %", transform=panel.transAxes, fontsize=9,
+        va="bottom",
+    )  # fmt: skip
+    return f", {len(count)} token types"
+
+
+def _draw_shares(panel: Axes, reading: Reading, layers: list[int]) -> None:
+    below = np.zeros(len(layers))
+    for metric, part, words, colour in _SHARES:
+        values = [reading.values.get(tags.layer_tag(metric, n, part), math.nan) for n in layers]
+        height = np.nan_to_num(np.array(values))
+        panel.bar(layers, height, bottom=below, width=0.82, color=colour, label=words)
+        below = below + height
+    panels.plain(panel)
+    panel.set_ylim(0, 1.42)
+    panel.set_yticks([0, 0.25, 0.5, 0.75, 1])
+    every = math.ceil(len(layers) / 12)
+    panel.set_xticks(layers[::every])
+    panel.set_xlabel("layer (0 = what enters the first block)", fontsize=10)
+    panel.set_ylabel("share of the mean square norm", fontsize=10)
+    panels.legend(panel)
+
+
+def _has_shares(reading: Reading, readings: Readings) -> bool:
+    tags_of = [tags.layer_tag("mean_share", layer) for layer in readings.layers("mean_share")]
+    other = [tags.layer_tag("within_share", layer) for layer in readings.layers("within_share")]
+    return all(
+        any(math.isfinite(reading.values.get(tag, math.nan)) for tag in each)
+        for each in (tags_of, other)
+    )
+
+
+def _layers_of(arrays: dict[str, NDArray[np.generic]]) -> set[int]:
+    parsed = [tags.parse(tag) for tag in arrays if tag.startswith("type_rows/")]
+    return {tag.layer for tag in parsed if tag is not None and tag.layer is not None}
+
+
+def _three(layers: list[int]) -> list[int]:
+    """The first layer, one in the middle and the last."""
+    if len(layers) <= 3:
+        return layers
+    return [layers[0], layers[len(layers) // 2], layers[-1]]

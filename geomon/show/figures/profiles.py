@@ -1,0 +1,208 @@
+"""Metrics over depth at several steps, the dimension by variant and scale, drift against cosine."""
+
+import math
+from collections.abc import Mapping
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
+
+from geomon.analysis import Curve, curve_of, single_source
+from geomon.analysis.profile import bulge, peak_depth, profile_of
+from geomon.record import Readings, tags
+from geomon.show.figures import panels
+from geomon.show.figures.colours import BLUE, GREY, LAYERS, STEPS, VERMILLION
+
+# What the profiles figure shows where no metric is asked for.
+_PROFILES = ("twonn", "anisotropy")
+
+
+def dimension_figure(readings: Readings) -> Figure:
+    """Draw the intrinsic dimension over training in all variants, and by scale at several steps.
+
+    After figure 2 of Razzhigaev et al. (2311.05928).
+
+    Args:
+        readings: Readings of a run.
+
+    Raises:
+        NotMeasuredError: No variant was measured.
+    """
+    variants = [name for name in ("twonn", "twonn_distinct", "gride") if readings.layers(name)]
+    if not variants:
+        raise panels.NotMeasuredError(
+            "the intrinsic dimension (twonn, twonn_distinct, gride) was not measured in this run"
+        )
+    by_scale = _dimension_by_scale(readings)
+    figure = panels.new_figure(11.0 if by_scale else 6.4, 4.3)
+    axes = figure.subplots(1, 2 if by_scale else 1, squeeze=False)[0]
+    panels.draw_dimension(axes[0], readings)
+    panels.draw_loss(axes[0], readings)
+    panels.caption(axes[0], "a", "Variants over training, mean over layers")
+    if by_scale:
+        _draw_scales(axes[1], by_scale)
+        panels.caption(axes[1], "b", "Dimension at each scale (gride), mean over layers")
+    return figure
+
+
+def profiles_figure(readings: Readings, metric: str | None = None) -> Figure:
+    """Draw metrics over depth at several steps.
+
+    After figures 1 and 3 of Razzhigaev et al. (2311.05928) and figures 1 to 4 of Godey et al.
+    (2401.12143).
+
+    Args:
+        readings: Readings of a run.
+        metric: Name of a metric with a value at each layer; None for the dimension and the
+            anisotropy.
+
+    Raises:
+        NotMeasuredError: No such metric was measured.
+    """
+    wanted = _PROFILES if metric is None else (metric,)
+    metrics = [name for name in wanted if readings.layers(name)]
+    if not metrics:
+        raise panels.NotMeasuredError(f"{' and '.join(wanted)}: not measured in this run")
+    figure = panels.new_figure(0.6 + 5.2 * len(metrics), 4.2)
+    axes = figure.subplots(1, len(metrics), squeeze=False)[0]
+    for letter, panel, name in zip("ab", axes, metrics, strict=False):
+        panels.draw_profile(panel, readings, name)
+        if len(readings.layers(name)) > 1:
+            profile = profile_of(panels.last_with(readings, name).values, name)
+            words = f"peak at depth {peak_depth(profile):.2f}, bulge {bulge(profile):+.2f}"
+            panels.caption(panel, letter, f"At the last step: {words.replace('-', '−')}")
+    figure.supxlabel(
+        "depth 0 is the first layer, 1 the last; bulge: (middle − ends) / ends, above 0 for a bell",
+        fontsize=8.5, color=GREY,
+    )  # fmt: skip
+    return figure
+
+
+def drift_figure(readings: Readings) -> Figure:
+    """Draw the norm of the mean row against the mean cosine across layers, with p-values.
+
+    After figures 5 and 16 of Godey et al. (2401.12143).
+
+    Args:
+        readings: Readings of a run.
+
+    Raises:
+        NotMeasuredError: `drift_norm` or `cosine` was not measured, or at fewer than 4 layers.
+    """
+    for name in ("drift_norm", "cosine"):
+        if not readings.layers(name):
+            raise panels.NotMeasuredError(f"{name} was not measured in this run")
+    p_values = {
+        name: curve_of(readings, f"drift_cosine/{name}_p") for name in ("spearman", "pearson")
+    }
+    if not any(map(len, p_values.values())):
+        raise panels.NotMeasuredError(
+            "the correlation of drift_norm and cosine needs 4 layers that vary or more"
+        )
+    figure = panels.new_figure(10.8, 4.3)
+    across, over = figure.subplots(1, 2)
+    _draw_layers(across, readings)
+    _draw_p_values(over, p_values, len(readings.layers("cosine")))
+    panels.caption(over, "b", "Two-sided p-value of the correlation over layers")
+    return figure
+
+
+def _draw_layers(panel: Axes, readings: Readings) -> None:
+    reading = panels.last_with(readings, "drift_cosine")
+    layers = [
+        layer
+        for layer in readings.layers("cosine")
+        if math.isfinite(reading.values.get(tags.layer_tag("drift_norm", layer), math.nan))
+    ]
+    drift, cosine = (panels.by_layer(reading, name, layers) for name in ("drift_norm", "cosine"))
+    panel.plot(drift, cosine, color=GREY, lw=0.8, zorder=1)
+    colours = panels.colours_of(len(layers), LAYERS)
+    panel.scatter(drift, cosine, c=colours, s=46, zorder=2)
+    for layer, x, y in zip(layers, drift, cosine, strict=True):
+        panel.annotate(
+            str(layer), (x, y), xytext=(7, -11), textcoords="offset points", fontsize=8.5
+        )
+    panels.plain(panel)
+    panel.margins(0.12)
+    panel.set_xlabel("norm of the mean row (drift)", fontsize=10)
+    panel.set_ylabel("mean cosine between tokens", fontsize=10)
+    found = [
+        f"{words} {reading.values[f'drift_cosine/{name}']:+.2f}, "
+        f"p = {reading.values[f'drift_cosine/{name}_p']:.2g}"
+        for name, words in (("spearman", "Spearman"), ("pearson", "Pearson"))
+        if math.isfinite(reading.values.get(f"drift_cosine/{name}", math.nan))
+    ]
+    panels.caption(panel, "a", f"A dot for each layer at step {reading.step:,}")
+    panel.text(
+        0.03, 0.97, "\n".join(found).replace("-0", "−0"), transform=panel.transAxes, va="top",
+        fontsize=9.5,
+    )  # fmt: skip
+
+
+def _draw_p_values(panel: Axes, curves: Mapping[str, Curve], layers: int) -> None:
+    smallest = 2 / math.factorial(layers) if layers <= 9 else 0.0
+    lowest, steps = 0.05, []
+    for (name, curve), colour in zip(curves.items(), (BLUE, VERMILLION), strict=True):
+        steps += curve.steps
+        values = [max(value, 1e-16) for value in curve.values]
+        lowest = min([lowest, *values])
+        style: panels.Style = {"marker": "o", "ms": 3.5, "ls": "-" if colour == BLUE else "--"}
+        panel.plot(curve.steps, values, color=colour, label=name.capitalize(), **style)
+    panels.step_axis(panel, steps)
+    panel.set_yscale("log")
+    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    panel.yaxis.set_minor_locator(NullLocator())
+    panel.axhline(0.05, color=GREY, lw=1, ls=":")
+    panel.text(
+        0.99, 0.05, ".05 ", transform=panel.get_yaxis_transform(), ha="right", va="bottom",
+        fontsize=8.5, color=GREY,
+    )  # fmt: skip
+    if smallest > 0:
+        lowest = min(lowest, smallest)
+        panel.axhline(smallest, color=GREY, lw=1, ls="--")
+        panel.text(
+            0.01, smallest, f" least possible with {layers} layers: {smallest:.2g}", va="top",
+            transform=panel.get_yaxis_transform(), fontsize=8.5, color=GREY,
+        )  # fmt: skip
+    panel.set_ylim(lowest / 2.5, 2.5)
+    how = "exact, by permutations" if smallest else "of normal series"
+    panel.set_ylabel(f"p-value ({how}; logarithmic)", fontsize=10)
+    panels.legend(panel)
+
+
+def _dimension_by_scale(readings: Readings) -> dict[int, dict[int, float]]:
+    """Mean dimension by scale, for a few steps."""
+    found = {}
+    for reading in single_source(readings):
+        by_scale = {
+            int(tag.part[1:]): value
+            for name, value in reading.values.items()
+            if name.startswith("gride/")
+            and (tag := tags.parse(name)) is not None
+            and tag.layer is None
+            and tag.part[1:].isdigit()
+            and math.isfinite(value)
+        }
+        if len(by_scale) > 1:
+            found[reading.step] = dict(sorted(by_scale.items()))
+    return {step: found[step] for step in panels.spread_steps(list(found))}
+
+
+def _draw_scales(panel: Axes, by_step: dict[int, dict[int, float]]) -> None:
+    colours = panels.colours_of(len(by_step), STEPS)
+    for colour, by_scale in zip(colours, by_step.values(), strict=True):
+        panel.plot([*by_scale], [*by_scale.values()], color=colour, marker="o", ms=3.5, lw=1.8)
+    panels.plain(panel)
+    scales = sorted({scale for by_scale in by_step.values() for scale in by_scale})
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(scales)
+    panel.xaxis.set_minor_locator(NullLocator())
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda scale, _: f"{scale:.0f}"))
+    panel.set_ylim(bottom=0)
+    panel.set_xlabel("scale k: distances to neighbours k and 2k (logarithmic)", fontsize=10)
+    panel.set_ylabel("intrinsic dimension", fontsize=10)
+    panel.yaxis.set_major_locator(MaxNLocator(nbins=7))
+    panels.colour_bar(panel, [f"{step}" for step in by_step], STEPS, "step")
+
+
+__all__ = ["dimension_figure", "drift_figure", "profiles_figure"]

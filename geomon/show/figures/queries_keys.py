@@ -1,0 +1,366 @@
+"""Queries and keys over training: their means, single ones, and the cosine of the means.
+
+After figures 11 to 14 and 19 to 23 of Godey et al. (2401.12143). Queries and keys are as projected,
+before any rotation by position.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
+from scipy import stats  # type: ignore[import-untyped]
+
+from geomon.analysis import single_source
+from geomon.record import Reading, Readings, tags
+from geomon.show.figures import panels
+from geomon.show.figures.colours import BLUE, GREY, VERMILLION
+
+Floats = NDArray[np.float64]
+
+# Readings whose means are joined by arrows, and those whose clouds are drawn.
+_MOST_ARROWS = 14
+_MOST_CLOUDS = 4
+# Layers that have a panel of their own.
+_MOST_LAYERS = 12
+
+
+@dataclass(frozen=True)
+class HeadHistory:
+    """Queries and keys of one head over training.
+
+    Attributes:
+        layer: Number of the layer.
+        head: Number of the query head.
+        steps: Steps with arrays, ascending.
+        mean_query: Mean query at each step, [steps, width].
+        mean_key: Mean key of the head's key head at each step, [steps, width].
+        queries: A few queries at each step, [rows, width] each.
+        keys: A few keys at each step, [rows, width] each.
+    """
+
+    layer: int
+    head: int
+    steps: list[int]
+    mean_query: Floats
+    mean_key: Floats
+    queries: list[Floats]
+    keys: list[Floats]
+
+    @property
+    def cosines(self) -> Floats:
+        """Cosine of mean query and mean key at each step; NaN where one of them is 0."""
+        with np.errstate(invalid="ignore", over="ignore"):
+            products = (self.mean_query * self.mean_key).sum(axis=1)
+            norms = np.linalg.norm(self.mean_query, axis=1) * np.linalg.norm(self.mean_key, axis=1)
+            return np.divide(products, norms, out=np.full_like(products, np.nan), where=norms > 0)
+
+
+def means_figure(readings: Readings) -> Figure:
+    """Draw how the mean query and the mean key of two heads move over training, in three planes.
+
+    The planes are those of the two leading singular directions, not centred, of queries and keys of
+    all steps together, of the keys alone and of the queries alone.
+
+    Args:
+        readings: Readings of a run.
+
+    Raises:
+        NotMeasuredError: No mean queries and keys stand beside the record.
+    """
+    heads = _similar_and_opposite(readings, _MOST_ARROWS)
+    figure = panels.new_figure(11.4, 0.6 + 3.6 * len(heads))
+    axes = figure.subplots(len(heads), 3, squeeze=False)
+    letters = iter("abcdef")
+    for row, one in zip(axes, heads, strict=True):
+        spans = (
+            ("queries and keys", [*one.queries, *one.keys]),
+            ("keys alone", one.keys),
+            ("queries alone", one.queries),
+        )
+        for panel, (name, rows) in zip(row, spans, strict=True):
+            basis, shares = _plane(rows, one)
+            for path, colour in ((one.mean_query, BLUE), (one.mean_key, VERMILLION)):
+                _draw_path(panel, path[np.isfinite(path).all(axis=1)] @ basis.T, colour)
+            _label_plane(panel, shares)
+            panels.caption(panel, next(letters), f"plane of {name}")
+        _name_row(row[0], one, heads, -0.32)
+    _colour_words(axes[0, 0], "mean query", "mean key", "oo")
+    first, last = heads[0].steps[0], heads[0].steps[-1]
+    _title(
+        figure,
+        f"Mean query and mean key from step {first:,} (open) to step {last:,} (filled), "
+        "arrows from reading to reading",
+    )
+    return figure
+
+
+def clouds_figure(readings: Readings) -> Figure:
+    """Draw single queries and keys of two heads at a few steps, in the plane of all of them.
+
+    The plane is that of the two leading singular directions, not centred, of queries and keys of
+    all steps together.
+
+    Args:
+        readings: Readings of a run.
+
+    Raises:
+        NotMeasuredError: No queries and keys stand beside the record.
+    """
+    heads = _similar_and_opposite(readings, _MOST_ARROWS)
+    if not any(len(rows) for rows in heads[0].queries):
+        raise panels.NotMeasuredError(
+            "no single queries and keys stand beside the record: the model has so many heads that "
+            "only their means fit"
+        )
+    shown = panels.spread_steps(heads[0].steps, _MOST_CLOUDS)
+    figure = panels.new_figure(1.2 + 2.9 * len(shown), 0.8 + 2.9 * len(heads))
+    axes = figure.subplots(len(heads), len(shown), squeeze=False, sharex="row", sharey="row")
+    letters = iter("abcdefgh")
+    for row, one in zip(axes, heads, strict=True):
+        basis, shares = _plane([*one.queries, *one.keys], one)
+        for panel, step in zip(row, shown, strict=True):
+            at = one.steps.index(step)
+            for rows, mean, colour, marker in (
+                (one.queries[at], one.mean_query[at], BLUE, "o"),
+                (one.keys[at], one.mean_key[at], VERMILLION, "^"),
+            ):
+                if len(rows):
+                    dots: panels.Style = {"ms": 3.6, "alpha": 0.55, "mew": 0, "zorder": 2}
+                    panel.plot(*(rows @ basis.T).T, marker, color=colour, **dots)
+                if not np.isfinite(mean).all():
+                    continue
+                centre = mean @ basis.T
+                panel.annotate(
+                    "", centre, (0, 0), zorder=3,
+                    arrowprops={"arrowstyle": "-|>", "color": colour, "lw": 1.8, "shrinkA": 0,
+                                "shrinkB": 0},
+                )  # fmt: skip
+            _label_plane(panel, shares, outer=panel is row[0])
+            panels.caption(
+                panel, next(letters), f"step {step:,}: cosine {_signed(one.cosines[at])}"
+            )
+        _name_row(row[0], one, heads, -0.42)
+    _colour_words(axes[0, 0], "queries", "keys", "o^")
+    _title(figure, "Queries and keys of single tokens, and their means (arrows from the origin)")
+    return figure
+
+
+def cosines_figure(readings: Readings, metric: str = "qk_cosine") -> Figure:
+    """Draw a metric of heads over training, one panel for each layer.
+
+    Of `qk_cosine` the band of chance is drawn: 95 % of the cosines of two directions that have
+    nothing to do with one another lie in it.
+
+    Args:
+        readings: Readings of a run.
+        metric: Name of a metric with a value for each head.
+
+    Raises:
+        NotMeasuredError: The heads have no value of the metric.
+    """
+    layers, count = panels.layers_and_heads(readings.tags(), metric)
+    selected = [
+        reading
+        for reading in single_source(readings)
+        if np.isfinite(panels.head_table(reading, metric, layers, count)).any()
+    ]
+    if not layers or not selected:
+        raise panels.NotMeasuredError(f"{metric} of single heads was not measured in this run")
+    shown = _spread(layers, _MOST_LAYERS)
+    table = np.stack([panels.head_table(one, metric, shown, count) for one in selected])
+    band = _chance(selected[-1], metric)
+    columns = min(4, len(shown))
+    rows = math.ceil(len(shown) / columns)
+    figure = panels.new_figure(1.0 + 2.7 * columns, 1.3 + 2.3 * rows)
+    axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
+    steps = [reading.step for reading in selected]
+    for panel, layer, values in zip(axes.flat, shown, table.transpose(1, 2, 0), strict=False):
+        for line in values:
+            style: panels.Style = {"marker": "o", "ms": 3} if len(steps) == 1 else {}
+            panel.plot(steps, line, color=_colour(line[-1], band), lw=1.2, alpha=0.85, **style)
+        panels.step_axis(panel, steps)
+        panel.set_xlabel("")
+        panel.axhline(0, color=GREY, lw=0.8, zorder=0)
+        if math.isfinite(band):
+            panel.axhspan(-band, band, color=GREY, alpha=0.18, lw=0, zorder=0)
+        panel.set_title(f"layer {layer}", loc="left", fontsize=10.5)
+        if metric == "qk_cosine":
+            panel.set_ylim(-1.05, 1.05)
+    for panel in list(axes.flat)[len(shown) :]:
+        panel.set_visible(False)
+    figure.supxlabel("training step (logarithmic)", fontsize=10)
+    figure.supylabel(panels.AXIS_LABELS.get(metric, metric), fontsize=10)
+    _title(figure, _words_of_cosines(table[-1], metric, band, len(layers), len(shown)))
+    return figure
+
+
+def _words_of_cosines(
+    last: Floats, metric: str, band: float, layers: int, shown: int
+) -> str:  # fmt: skip
+    heads = int(np.isfinite(last).sum())
+    some = f" ({shown} of {layers} layers)" if shown < layers else ""
+    if not math.isfinite(band):
+        return f"{panels.AXIS_LABELS.get(metric, metric)}: a line for each of {heads} heads{some}"
+    above, below = int((last > band).sum()), int((last < -band).sum())
+    return (
+        f"Of {heads} heads{some} {above} are similar at the end (orange), {below} opposite (blue), "
+        f"{heads - above - below} within the band of chance (95 %, ±{band:.2f})"
+    )
+
+
+def _colour(value: float, band: float) -> str:
+    limit = band if math.isfinite(band) else 0.0
+    return VERMILLION if value > limit else BLUE if value < -limit else GREY
+
+
+def _chance(reading: Reading, metric: str) -> float:
+    """The size that 95 % of the cosines of two random directions stay below; NaN where unknown."""
+    mean = reading.values.get(f"{metric}/null_magnitude", math.nan)
+    if not 0 < mean < 0.7:  # .64 is that of a width of 2
+        return math.nan
+    width = round(2 / (math.pi * mean**2) + 0.5)  # E|cos|^2 is 2 / (pi (d - 1/2)), nearly
+    return math.sqrt(stats.beta.ppf(0.95, 0.5, (width - 1) / 2))
+
+
+# -- heads, and what stands beside the record ------------------------------------------------------
+
+
+def _similar_and_opposite(readings: Readings, most: int) -> list[HeadHistory]:
+    """The head whose mean query and mean key are most similar at the end, and the most opposite."""
+    found = list(_histories(readings, most))
+    known = [one for one in found if math.isfinite(one.cosines[-1])]
+    if not known:
+        raise panels.NotMeasuredError(
+            "no mean queries and keys stand beside the record: a Monitor with arrays=True keeps "
+            "them where qk_cosine or qk_dot is measured"
+        )
+    highest = max(known, key=lambda one: one.cosines[-1])
+    lowest = min(known, key=lambda one: one.cosines[-1])
+    return [highest] if highest is lowest else [highest, lowest]
+
+
+def _histories(readings: Readings, most: int) -> Iterator[HeadHistory]:
+    """All heads that have arrays at every one of a few steps."""
+    by_step = panels.arrays_by_step(readings, "mean_query", most)
+    steps = sorted(by_step)
+    if not steps:
+        return
+    for tag, last in by_step[steps[-1]].items():
+        name, _, place = tag.partition("/")
+        parsed = tags.parse(tag)
+        key_tag = f"mean_key/{place}"
+        if name != "mean_query" or parsed is None or parsed.layer is None:
+            continue
+        if not all(tag in by_step[step] and key_tag in by_step[step] for step in steps):
+            continue
+        key_heads = len(by_step[steps[-1]][key_tag])
+        for head in range(len(last)):
+            key = head * key_heads // len(last)
+            yield HeadHistory(
+                parsed.layer, head, steps,
+                np.stack([_floats(by_step[step][tag])[head] for step in steps]),
+                np.stack([_floats(by_step[step][key_tag])[key] for step in steps]),
+                [_rows(by_step[step], f"queries/{place}", head) for step in steps],
+                [_rows(by_step[step], f"keys/{place}", key) for step in steps],
+            )  # fmt: skip
+
+
+def _floats(array: NDArray[np.generic]) -> Floats:
+    return np.asarray(array, dtype=np.float64)
+
+
+def _rows(arrays: dict[str, NDArray[np.generic]], tag: str, head: int) -> Floats:
+    """Single queries or keys of a head, [rows, width]; those that are not finite are left out."""
+    if tag not in arrays:
+        return np.zeros((0, 0))
+    rows = _floats(arrays[tag])[:, head]
+    return rows[np.isfinite(rows).all(axis=1)]
+
+
+# -- planes ----------------------------------------------------------------------------------------
+
+
+def _plane(rows: Sequence[Floats], one: HeadHistory) -> tuple[Floats, Floats]:
+    """Two leading directions of rows, [2, width], and their shares of the mean square.
+
+    Where no single rows are kept, those of the means. The last mean key has no negative coordinate.
+    """
+    kept = [each for each in rows if len(each)]
+    whole = np.concatenate(kept) if kept else np.concatenate([one.mean_query, one.mean_key])
+    whole = whole[np.isfinite(whole).all(axis=1)]
+    _, values, directions = np.linalg.svd(whole, full_matrices=False)
+    basis, shares = np.zeros((2, whole.shape[1])), np.zeros(2)
+    count = min(2, len(directions))
+    basis[:count] = directions[:count]
+    shares[:count] = (values**2 / max(float((values**2).sum()), 1e-300))[:count]
+    signs = np.where(one.mean_key[-1] @ basis.T < 0, -1.0, 1.0)
+    return basis * signs[:, None], shares
+
+
+def _draw_path(panel: Axes, path: Floats, colour: str) -> None:
+    for start, end in itertools.pairwise(path):
+        panel.annotate(
+            "", end, start,
+            arrowprops={"arrowstyle": "-|>", "color": colour, "lw": 1.3, "shrinkA": 0,
+                        "shrinkB": 0, "mutation_scale": 9},
+        )  # fmt: skip
+    panel.plot(*path.T, color=colour, lw=0)  # for the limits of the axes
+    panel.plot(*path[0], "o", ms=6, mfc="white", mec=colour, mew=1.5, zorder=4)
+    panel.plot(*path[-1], "o", ms=6.5, color=colour, zorder=4)
+
+
+def _label_plane(panel: Axes, shares: Floats, *, outer: bool = True) -> None:
+    panels.plain(panel)
+    panel.grid(visible=False)
+    panel.margins(0.12)
+    panel.axhline(0, color=GREY, lw=0.7, zorder=0)
+    panel.axvline(0, color=GREY, lw=0.7, zorder=0)
+    panel.locator_params(nbins=5)
+    panel.set_xlabel(f"1st direction ({100 * shares[0]:.0f} % of squares)", fontsize=9.5)
+    if outer:
+        panel.set_ylabel(f"2nd direction ({100 * shares[1]:.0f} %)", fontsize=9.5)
+    for axis in (panel.xaxis, panel.yaxis):
+        axis.set_major_locator(MaxNLocator(nbins=5))
+
+
+def _name_row(panel: Axes, one: HeadHistory, heads: Sequence[HeadHistory], place: float) -> None:
+    """Write beside a row of panels which head it is of, and why that one."""
+    words = f"layer {one.layer}, head {one.head}, cosine {_signed(one.cosines[-1])}"
+    if len(heads) > 1:
+        words = f"{'most similar' if one is heads[0] else 'most opposite'} head\n{words}"
+    panel.text(
+        place, 0.5, words, transform=panel.transAxes, rotation=90, ha="center", va="center",
+        fontsize=10,
+    )  # fmt: skip
+
+
+def _colour_words(panel: Axes, of_queries: str, of_keys: str, markers: str) -> None:
+    handles = [
+        Line2D([], [], color=colour, marker=marker, ls="", ms=6, label=words)
+        for words, colour, marker in zip(
+            (of_queries, of_keys), (BLUE, VERMILLION), markers, strict=True
+        )
+    ]
+    panel.legend(handles=handles, fontsize=9, loc="best", edgecolor="none", facecolor="white")
+
+
+def _title(figure: Figure, words: str) -> None:
+    figure.suptitle(words, fontsize=12, x=0.012, ha="left")
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.2f}".replace("-", "−")
+
+
+def _spread(items: Sequence[int], most: int) -> list[int]:
+    """At most so many of the items, evenly spaced, the first and the last among them."""
+    if len(items) <= most:
+        return list(items)
+    return [items[index * (len(items) - 1) // (most - 1)] for index in range(most)]

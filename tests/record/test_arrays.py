@@ -1,0 +1,208 @@
+import errno
+import itertools
+import os
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays_of
+
+from geomon.record import FILE_NAME, Reading, Record, read
+from geomon.record.arrays import ArrayFolder
+
+
+def reading(step: int, source: str = "probe") -> Reading:
+    values = {"m/layer_00": 1.0, "m/layer_01": 2.0, "m/mean": 2.0}
+    return Reading(step, 1.0, 0.5, source, "eval", 64, 1, "float32", values)
+
+
+def some(number: float) -> dict[str, np.ndarray]:
+    return {"mean_query/layer_01": np.full((2, 3), number, np.float32)}
+
+
+def began(folder, step: int = 0, **facts) -> Record:
+    record = Record(folder)
+    record.begin(step, {"model": "m"}, **facts)
+    return record
+
+
+def write(record: Record, step: int, number: float, source: str = "probe") -> None:
+    record.write(reading(step, source))
+    record.write_arrays(reading(step, source), some(number))
+
+
+def number_of(folder, step: int, source: str | None = None) -> float:
+    return float(read(folder).arrays(step, source)["mean_query/layer_01"][0, 0])
+
+
+@settings(max_examples=20)
+@given(
+    st.dictionaries(
+        st.sampled_from(["mean_query/layer_01", "keys/decoder_layer_10", "eigenvalues/layer_00"]),
+        arrays_of.arrays(
+            st.sampled_from([np.float16, np.float32, np.int64]),
+            arrays_of.array_shapes(max_dims=3, max_side=4),
+        ),
+        min_size=1,
+    )
+)
+def test_arrays_come_back_as_they_were(tmp_path_factory, content):
+    folder = ArrayFolder(tmp_path_factory.mktemp("run") / "arrays")
+    folder.write(128, "probe", content)
+    found = folder.read(128, "probe")
+    assert found.keys() == content.keys()
+    for tag, array in content.items():
+        assert found[tag].dtype == array.dtype
+        np.testing.assert_array_equal(found[tag], array)
+
+
+def test_both_readings_of_a_step_have_their_own(tmp_path):
+    record = began(tmp_path)
+    write(record, 8, 1.0, "inline")
+    write(record, 8, 2.0, "probe")
+    assert sorted(os.listdir(tmp_path / "arrays")) == [
+        "step_000008_inline.npz", "step_000008_probe.npz",
+    ]  # fmt: skip
+    assert number_of(tmp_path, 8) == 2.0  # of the last reading of the step
+    assert number_of(tmp_path, 8, "inline") == 1.0
+
+
+def test_a_run_that_begins_anew_keeps_the_arrays_of_the_old_one(tmp_path):
+    write(began(tmp_path), 0, 1.0)
+    write(began(tmp_path), 0, 2.0)
+    write(began(tmp_path), 0, 3.0)
+    assert number_of(tmp_path, 0) == 3.0
+    assert number_of(tmp_path / "readings.1.jsonl", 0) == 1.0
+    assert number_of(tmp_path / "readings.2.jsonl", 0) == 2.0
+
+
+def test_arrays_without_their_record_are_set_aside(tmp_path):
+    write(began(tmp_path), 128, 1.0)
+    (tmp_path / FILE_NAME).unlink()
+    record = began(tmp_path)
+    write(record, 0, 2.0)
+    write(record, 130, 3.0)  # next to a step of the old run
+    assert ArrayFolder(tmp_path / "arrays").steps("probe") == [0, 130]
+    assert ArrayFolder(tmp_path / "arrays.1").steps("probe") == [128]
+
+
+def test_a_resumed_run_goes_on_in_the_same_folder(tmp_path):
+    record = began(tmp_path)
+    for step in (0, 10, 20):
+        write(record, step, step)
+    (tmp_path / "arrays" / "step_000020_probe.npz").unlink()  # killed before it was written
+    resumed = began(tmp_path, 15)
+    write(resumed, 20, 1.5)
+    write(resumed, 30, 2.5)
+    assert [number_of(tmp_path, step) for step in (0, 10, 20, 30)] == [0, 10, 1.5, 2.5]
+    assert not (tmp_path / "arrays.1").exists()
+
+
+def test_the_same_step_is_replaced(tmp_path):
+    folder = ArrayFolder(tmp_path / "arrays")
+    folder.write(4, "probe", some(1.0))
+    folder.write(4, "probe", some(2.0))
+    assert folder.read(4, "probe")["mean_query/layer_01"][0, 0] == 2.0
+    assert os.listdir(folder.path) == ["step_000004_probe.npz"]
+
+
+def test_of_readings_close_together_only_some_have_arrays(tmp_path):
+    record = began(tmp_path)
+    for step in range(0, 8_001, 10):
+        record.arrays.path.mkdir(exist_ok=True)
+        if record.arrays.takes(step, "probe"):
+            (record.arrays.path / f"step_{step:06d}_probe.npz").touch()
+    kept = record.arrays.steps("probe")
+    assert kept[:5] == [0, 10, 20, 30, 40]
+    assert 60 < len(kept) < 130
+    assert max(b / a for a, b in itertools.pairwise(kept) if a > 200) < 1.1
+
+
+def test_what_is_of_somebody_else_is_left_alone(tmp_path):
+    theirs = tmp_path / "arrays"
+    theirs.mkdir()
+    np.savez(theirs / "step_000000_probe.npz", own=np.arange(3))
+    (theirs / "weights.bin").write_bytes(b"weights")
+    before = {path.name: path.read_bytes() for path in theirs.iterdir()}
+    folder = ArrayFolder(theirs)
+    with pytest.raises(FileExistsError, match="is not a file of geomon's and is kept"):
+        folder.write(0, "probe", some(1.0))
+    assert {path.name: path.read_bytes() for path in theirs.iterdir()} == before
+    folder.write(1, "probe", some(1.0))
+    folder.move(ArrayFolder(tmp_path / "arrays.1"))
+    assert (theirs / "weights.bin").read_bytes() == b"weights"
+
+
+def test_a_file_called_arrays_is_left_alone(tmp_path):
+    (tmp_path / "arrays").write_text("mine")
+    record = began(tmp_path)
+    record.write(reading(0))
+    with pytest.raises(OSError):  # noqa: PT011  (another on each system)
+        record.write_arrays(reading(0), some(1.0))
+    assert (tmp_path / "arrays").read_text() == "mine"
+    assert [r.step for r in read(tmp_path)] == [0]
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()])
+def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch, error):
+    folder = ArrayFolder(tmp_path / "arrays")
+    folder.write(4, "probe", some(1.0))
+
+    def fails(file, **content):
+        file.write(b"half of it")
+        raise error
+
+    monkeypatch.setattr(np, "savez", fails)
+    for step in (4, 8):
+        with pytest.raises(type(error)):
+            folder.write(step, "probe", some(2.0))
+    assert os.listdir(folder.path) == ["step_000004_probe.npz"]
+    assert folder.read(4, "probe")["mean_query/layer_01"][0, 0] == 1.0
+
+
+def test_the_rest_of_a_killed_write_is_no_array_and_is_removed(tmp_path):
+    """Kills in the middle of readings are in `benchmarks.kills`, a part of which is a test."""
+    record = began(tmp_path)
+    write(record, 0, 1.0)
+    record.close()
+    rest = record.arrays.path / ".step_000008_probe.npz.part"
+    others = record.arrays.path / ".weights.npz.part"
+    for path in (rest, others):
+        path.write_bytes(b"half of it")
+    assert record.arrays.steps("probe") == [0]
+    Record(tmp_path)
+    assert sorted(os.listdir(record.arrays.path)) == [others.name, "step_000000_probe.npz"]
+
+
+def test_no_arrays_stand_beside_a_line_that_waits(tmp_path, monkeypatch):
+    record = began(tmp_path)
+    with monkeypatch.context() as full:
+        full.setattr(Record, "_append", lambda *line: (_ for _ in ()).throw(OSError("full")))
+        with pytest.raises(OSError, match="full"):
+            record.write(reading(0))
+        record.write_arrays(reading(0), some(1.0))
+    assert not (tmp_path / "arrays").exists()
+
+
+def test_what_is_not_there_or_damaged_is_one_clear_line(tmp_path):
+    write(began(tmp_path), 0, 1.0)
+    with pytest.raises(FileNotFoundError, match=r"no arrays of step 7 at .*arrays=True keeps them"):
+        read(tmp_path).arrays(7)
+    with pytest.raises(FileNotFoundError, match=r"no arrays of source '\.\./x'"):
+        read(tmp_path).arrays(0, "../x")
+    path = tmp_path / "arrays" / "step_000000_probe.npz"
+    for content in (b"", b"half of it", path.read_bytes()[:-30], b"\x80\x04N."):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"cannot be read .* the record does without it"):
+            read(tmp_path).arrays(0)
+
+
+def test_of_several_stacks_one_is_read_under_plain_tags(tmp_path):
+    record = began(tmp_path)
+    values = {"m/encoder_layer_01": 1.0, "m/decoder_layer_01": 2.0}
+    both = Reading(0, 1.0, 0.5, "probe", "eval", 64, 1, "float32", values)
+    record.write(both)
+    record.write_arrays(both, {f"keys/{s}_layer_01": np.ones(1) for s in ("encoder", "decoder")})
+    assert list(read(tmp_path).of_stack("encoder").arrays(0)) == ["keys/layer_01"]
+    assert list(read(tmp_path).arrays(0)) == ["keys/encoder_layer_01", "keys/decoder_layer_01"]

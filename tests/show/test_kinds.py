@@ -1,0 +1,345 @@
+"""Figures by kind: what a run can give, what they show, and what they say where it cannot."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from typer.testing import CliRunner
+
+from geomon.cli import make_app
+from geomon.kernels.baselines import isotropic_cosine_magnitude
+from geomon.kernels.token_types import token_types
+from geomon.record import Readings, Record, read, tags
+from geomon.show import commands
+from geomon.show.figures import KINDS, as_image, draw, geometry_figure
+from geomon.show.figures.colours import darken
+from geomon.show.figures.panels import NotMeasuredError
+from geomon.show.figures.queries_keys import (
+    _chance,
+    _plane,
+    _similar_and_opposite,
+)
+from geomon.show.figures.run import title_of
+
+LAYERS, HEADS, WIDTH, ROWS = 4, 4, 8, 6
+STEPS = (0, 16, 128, 1500)
+
+
+def more_values(progress: float) -> dict[str, float]:
+    """What the synthetic runs of other tests lack."""
+    found = {"attention_entropy/null": 3.1, "qk_cosine/null_magnitude": 0.3}
+    found |= {"drift_cosine/spearman": 0.9, "drift_cosine/pearson": 0.8}
+    found |= {"drift_cosine/spearman_p": 0.083, "drift_cosine/pearson_p": 0.017}
+    found["training/loss"] = 5 - 3 * progress
+    for layer in range(LAYERS + 1):
+        shares = {"mean_share": 0.2 + 0.1 * layer * progress, "between_share": 0.3}
+        for name, value in shares.items():
+            found[tags.layer_tag(name, layer)] = found[tags.layer_tag(name, layer, "of_square")] = (
+                value
+            )
+        rest = 1 - sum(shares.values())
+        found[tags.layer_tag("within_share", layer)] = 0.5
+        found[tags.layer_tag("within_share", layer, "of_square")] = rest
+        found |= {
+            tags.layer_tag(n, layer): 0.1 * (layer + 1) for n in ("drift_norm", "cosine", "twonn")
+        }
+        found[tags.layer_tag("variance", layer)] = 10.0
+    for scale in (2, 4, 8):
+        found[tags.mean_tag("gride", f"k{scale}")] = 3.0 + scale
+    return found
+
+
+def arrays_at(progress: float) -> dict[str, np.ndarray]:
+    """Mean queries and keys of head h of layer l at a planted angle, growing."""
+    generator = np.random.default_rng(3)
+    found = {}
+    for layer in range(LAYERS + 1):
+        eigenvalues = np.sort(generator.exponential(size=WIDTH))[::-1]
+        counts = generator.integers(10, 40, 12)
+        found |= {
+            tags.layer_tag("eigenvalues", layer): eigenvalues,
+            tags.layer_tag("type_ids", layer): np.arange(12),
+            tags.layer_tag("type_rows", layer): counts,
+            tags.layer_tag("type_square_of_mean", layer): 5 + generator.random(12),
+            tags.layer_tag("type_scatter", layer): counts * (2 + generator.random(12)),
+        }
+        if layer == 0:
+            continue
+        angles = np.pi * (np.arange(HEADS) + HEADS * (layer - 1)) / (HEADS * LAYERS)
+        query = np.zeros((HEADS, WIDTH))
+        key = np.zeros((HEADS // 2, WIDTH))  # two query heads share a key head
+        key[:, 0] = 1 + progress
+        query[:, 0], query[:, 1] = np.cos(angles), np.sin(angles)
+        query *= 1 + 2 * progress
+        found[tags.layer_tag("mean_query", layer)] = query.astype(np.float32)
+        found[tags.layer_tag("mean_key", layer)] = key.astype(np.float32)
+        for name, mean in (("queries", query), ("keys", key)):
+            noise = 0.3 * generator.standard_normal((ROWS, *mean.shape))
+            found[tags.layer_tag(name, layer)] = (mean + noise).astype(np.float16)
+    return found
+
+
+def write_run(folder, readings: Readings, *, with_arrays: bool = True) -> Readings:
+    record = Record(folder)
+    facts = {"model": "Synthetic", "parameters": 1_234_567, "layers": ["block"] * LAYERS}
+    record.begin(readings[0].step, facts)
+    last = max(readings[-1].step, 1)
+    for reading in readings:
+        progress = reading.step / last
+        whole = replace(reading, values={**more_values(progress), **reading.values})
+        record.write(whole)
+        if with_arrays:
+            record.write_arrays(whole, arrays_at(progress))
+    record.close()
+    return read(folder)
+
+
+@pytest.fixture
+def run(make_readings, tmp_path):
+    return write_run(tmp_path, make_readings(STEPS, layers=LAYERS, heads=HEADS))
+
+
+def words_of(figure) -> str:
+    texts = [text.get_text() for axes in figure.axes for text in axes.texts]
+    titles = [axes.get_title(loc="left") for axes in figure.axes]
+    return " | ".join([figure.get_suptitle(), *titles, *texts])
+
+
+def small(figure) -> np.ndarray:
+    figure.dpi = 45
+    return as_image(figure)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_is_drawn_and_can_be_for_a_dark_page(run, kind):
+    figure = draw(kind, run)
+    assert "not measured" not in words_of(figure)
+    darken(figure)
+    image = small(figure)
+    assert image.std() > 5
+    assert image[0, 0].max() < 30
+    assert (image.min(axis=2) > 150).any()  # what is written is light
+
+
+def test_each_kind_is_drawn_of_one_reading(make_readings, tmp_path):
+    one = write_run(tmp_path, make_readings((0,), layers=LAYERS, heads=HEADS))
+    figures = {kind: draw(kind, one) for kind in KINDS}
+    for kind in ("means", "drift"):
+        image = small(figures[kind])
+        assert image.std() > 3
+        assert image[0, 0].min() == 255
+
+
+@pytest.mark.parametrize("kind", ["heads", "cosines"])
+def test_large_models_are_drawn(make_readings, kind):
+    figure = draw(kind, make_readings((0, 16), layers=30, heads=20))
+    assert len([axes for axes in figure.axes if axes.get_visible()]) <= 13
+    assert "20" in words_of(figure) or kind == "heads"
+
+
+def test_the_commands_know_all_kinds():
+    assert tuple(KINDS) == commands._KINDS
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "run"])
+def test_a_run_that_cannot_give_a_figure_says_what_was_not_measured(make_readings, kind):
+    bare = make_readings(
+        without=["twonn", "twonn_distinct", "gride", "anisotropy", "qk_cosine", "attention_entropy"]
+    )
+    for readings in (bare, Readings([], [])):
+        with pytest.raises(NotMeasuredError) as raised:
+            draw(kind, readings)
+        text = str(raised.value)
+        assert "not measured" in text or "stand beside the record" in text or "layers" in text
+        assert "\n" not in text
+
+
+# -- queries and keys ------------------------------------------------------------------------------
+
+
+def test_the_most_similar_and_the_most_opposite_head_are_found(run):
+    similar, opposite = _similar_and_opposite(run, 5)
+    assert (similar.layer, similar.head) == (1, 0)
+    assert (opposite.layer, opposite.head) == (LAYERS, HEADS - 1)
+    assert similar.cosines == pytest.approx([1.0] * 4, abs=1e-6)
+    angle = math.pi * (HEADS * LAYERS - 1) / (HEADS * LAYERS)
+    assert opposite.cosines == pytest.approx([math.cos(angle)] * 4, abs=1e-6)
+    assert similar.steps[0] == 0
+    assert similar.steps[-1] == 1500
+    words = words_of(draw("means", run))
+    assert "most similar head\nlayer 1, head 0, cosine +1.00" in words
+    assert "most opposite head\nlayer 4, head 3, cosine −0.98" in words
+
+
+def test_the_plane_of_rows_in_a_plane_keeps_their_lengths_and_angles(run):
+    one = _similar_and_opposite(run, 3)[1]
+    flat = np.random.default_rng(0).standard_normal((50, 2))
+    basis = np.linalg.qr(np.random.default_rng(1).standard_normal((WIDTH, WIDTH)))[0][:2]
+    rows = flat @ basis
+    found, shares = _plane([rows], one)
+    assert shares.sum() == pytest.approx(1)
+    projected = rows @ found.T
+    np.testing.assert_allclose(projected @ projected.T, flat @ flat.T, atol=1e-9)
+    assert (one.mean_key[-1] @ found.T >= 0).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_rows_that_are_not_finite_are_left_out(run, bad):
+    for step in run.folder.steps("probe"):
+        arrays = run.arrays(step)
+        arrays["queries/layer_01"][0, 0] = bad
+        arrays["mean_query/layer_02"][1] = bad
+        run.folder.write(step, "probe", arrays)
+    for kind in ("means", "clouds"):
+        small(draw(kind, run))
+
+
+def test_means_alone_are_enough_for_their_paths(run):
+    for step in run.folder.steps("probe"):
+        arrays = run.arrays(step)
+        kept = {t: a for t, a in arrays.items() if not t.startswith(("queries", "keys"))}
+        run.folder.write(step, "probe", kept)
+    assert small(draw("means", run)).std() > 3
+    with pytest.raises(NotMeasuredError, match="only their means fit"):
+        draw("clouds", run)
+
+
+@pytest.mark.parametrize("width", [2, 3, 8, 32, 64, 128, 256])
+def test_the_band_of_chance_is_that_of_two_random_directions(make_readings, width):
+    reading = make_readings()[-1]
+    values = {"qk_cosine/null_magnitude": isotropic_cosine_magnitude(width)}
+    band = _chance(replace(reading, values=values), "qk_cosine")
+    # (cos + 1) / 2 follows a Beta distribution (Godey et al., appendix B).
+    half = (width - 1) / 2
+    assert band == pytest.approx(2 * stats.beta.ppf(0.975, half, half) - 1, abs=1e-9)
+    assert math.isnan(_chance(reading, "qk_cosine"))
+
+
+def test_heads_are_counted_by_the_band(run):
+    words = words_of(draw("cosines", run))
+    assert "Of 16 heads 8 are similar at the end" in words
+    assert "8 opposite" in words
+    assert "0 within the band of chance" in words
+
+
+# -- other figures ---------------------------------------------------------------------------------
+
+
+def test_the_line_through_token_types_is_that_of_the_metric(make_readings, tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 9, (400,), generator=generator)
+    scale = 1 + torch.arange(9)[ids, None] / 3
+    hidden = scale * torch.randn(400, 6, generator=generator) + ids[:, None] / 5
+    found = token_types(hidden, ids)
+    fit = found.norm_variance_slope()
+    run = write_run(tmp_path, make_readings((0,)), with_arrays=False)
+    arrays = {"type_ids": ids.unique(), "type_rows": found.rows, "type_square_of_mean": found.m}
+    arrays["type_scatter"] = found.scatter
+    run.folder.write(0, "probe", {f"{n}/layer_01": a.numpy() for n, a in arrays.items()})
+    words = words_of(draw("norms", run)).replace("−", "-")
+    assert f"slope {fit.slope.item():+.2f}, R² {fit.r_squared.item():.2f}" in words
+    assert f"Q varies by {100 * fit.q_variation.item():.0f} %" in words
+    assert f"{int(fit.types)} token types" in words
+
+
+def test_shares_of_a_layer_sum_to_one(run):
+    panel = next(axes for axes in draw("norms", run).axes if "Parts of Q" in axes.get_title("left"))
+    bars = panel.patches
+    heights = np.array([bar.get_height() for bar in bars]).reshape(3, LAYERS + 1)
+    assert heights.sum(axis=0) == pytest.approx(np.ones(LAYERS + 1))
+
+
+def test_uniform_attention_is_drawn_and_is_the_end_of_the_scale(run):
+    entropy = next(
+        a for a in geometry_figure(run).axes if a.get_title("left").endswith("per layer")
+    )
+    assert [text.get_text() for text in entropy.texts] == ["uniform attention: 3.1"]
+    assert entropy.get_ylim()[1] > 3.1
+    heads = draw("heads", run)
+    limits = [axes.images[0].get_clim() for axes in heads.axes if axes.images]
+    assert limits == [(0.0, 3.1)] * 3 + [(-1.0, 1.0)] * 3
+
+
+def test_spectra_are_shares_of_the_whole_variance(run):
+    panel = draw("spectra", run).axes[0]
+    expected = run.arrays(1500)["eigenvalues/layer_00"]
+    total = max(10.0, expected.sum())
+    np.testing.assert_allclose(panel.lines[0].get_ydata(), expected / total)
+    assert (panel.get_xscale(), panel.get_yscale()) == ("log", "log")
+
+
+def test_the_title_says_model_size_steps_and_loss(run, make_readings):
+    assert title_of(run) == (
+        "Synthetic, 1.23 million parameters, 4 blocks, steps 0 to 1,500, loss 5.00 → 2.00"
+    )
+    assert draw("run", run).get_suptitle() == title_of(run)
+    acting = Readings([{"model": "a\x1b[2J\u202e$b^$", "layers": 3}], make_readings((0,)).readings)
+    assert title_of(acting).isprintable()
+    small(draw("run", acting))
+    assert title_of(Readings([], [])) is None
+    losses = [a for a in draw("run", run).axes if "training loss" in a.get_ylabel()]
+    assert list(losses[0].lines[0].get_ydata()) == run.series("training/loss")[1]
+
+
+def test_on_a_dark_page_greys_are_turned_and_fields_keep_their_words(run):
+    figure = draw("heads", run)
+    panel = next(axes for axes in figure.axes if axes.images)
+    on_fields = [text.get_color() for text in panel.texts]
+    darken(figure)
+    assert [text.get_color() for text in panel.texts] == on_fields
+    assert sum(figure.get_facecolor()[:3]) < 0.3
+    assert min(panel.title.get_color()[:3]) > 0.9
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(make_app(), ["figure", *map(str, arguments)])
+
+
+def test_figures_are_written_by_kind(run, tmp_path):
+    result = invoke(tmp_path, "--kind", "drift", "--kind", "map", "--metric", "cosine", "--dark")
+    assert result.stdout.splitlines() == [
+        f"wrote {tmp_path / 'figures' / 'drift_dark.png'}",
+        f"wrote {tmp_path / 'figures' / 'map_cosine_dark.png'}",
+    ]
+    other = tmp_path / "else.svg"
+    assert invoke(tmp_path, "--kind", "profiles", "--out", other).exit_code == 0
+    assert "<svg" in other.read_text()[:1000]
+
+
+def test_all_draws_what_the_run_can_give_and_says_the_rest_in_a_line(
+    make_readings, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("geomon.show.figures.save", lambda figure, path, dark: path)
+    write_run(tmp_path, make_readings(without=["qk_cosine"]), with_arrays=False)
+    result = invoke(tmp_path, "--all")
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert len(lines) == len(KINDS)
+    missing = [line.split(":")[0] for line in lines if line.startswith("no ")]
+    assert missing == ["no cosines", "no means", "no clouds", "no spectra"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--kind", "nothing"], "no figure is called 'nothing': there are run, dimension"),
+        (
+            ["--kind", "drift", "--metric", "cosine"],
+            "'drift' takes no metric: profiles, map, heads",
+        ),
+        (["--kind", "map", "--metric", "nothing"], "nothing: not measured in this run"),
+        (["--kind", "means"], "no mean queries and keys stand beside the record"),
+    ],
+)
+def test_bad_input_is_one_clear_line(make_readings, tmp_path, arguments, words):
+    write_run(tmp_path, make_readings(STEPS), with_arrays=False)
+    result = invoke(tmp_path, *arguments)
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert result.stderr.count("\n") == 1
