@@ -150,3 +150,13 @@ def test_importing_geomon_loads_nothing_optional_and_says_nothing():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
     assert done.stderr == ""
+
+
+def test_every_public_name_is_there_and_listed():
+    import geomon
+
+    assert set(geomon.__all__) <= set(dir(geomon))
+    for name in geomon.__all__:
+        assert getattr(geomon, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        geomon.nothing  # noqa: B018
