@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from geomon.cli import make_app
 from geomon.record import FILE_NAME, read
-from geomon.show import commands, geometry_figure
+from geomon.show import geometry_figure
+from geomon.show.terminal import live
 
 
 @pytest.fixture
@@ -110,11 +111,11 @@ def test_nothing_of_a_record_acts_on_the_terminal(make_readings, tmp_path, comma
 def test_nothing_of_a_record_acts_on_the_terminal_while_it_is_followed(
     make_readings, tmp_path, monkeypatch, terminal
 ):
-    monkeypatch.setattr(commands, "_POLL", 0.001)
+    monkeypatch.setattr(live, "_POLL", 0.001)
     corrupt_text(tmp_path / FILE_NAME, make_readings())
     console = Console(file=io.StringIO(), force_terminal=terminal, width=100, color_system=None)
     looks = iter(range(3))
-    commands.follow(tmp_path, console=console, keep_going=lambda: next(looks, None) is not None)
+    live.follow([tmp_path], console=console, keep_going=lambda: next(looks, None) is not None)
     assert "\x1b]0" not in console.file.getvalue()
     assert "\x1b[2J" not in console.file.getvalue()
     assert not set(ACTING) & set(console.file.getvalue()) - set("\x1b\r\n[];titleabc31mlnd02J")
@@ -122,7 +123,7 @@ def test_nothing_of_a_record_acts_on_the_terminal_while_it_is_followed(
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_pages_say_that_two_runs_write_at_once(make_readings, tmp_path, monkeypatch, terminal):
-    monkeypatch.setattr(commands, "_POLL", 0.001)
+    monkeypatch.setattr(live, "_POLL", 0.001)
     lines = [reading.line() for reading in make_readings() for _ in range(2)]
     (tmp_path / FILE_NAME).write_text("\n".join(lines) + "\n")
     for command in (["summary"], ["watch", "--once"]):
@@ -130,7 +131,7 @@ def test_pages_say_that_two_runs_write_at_once(make_readings, tmp_path, monkeypa
         assert "From line 2 on, two runs wrote into this record at once" in " ".join(output.split())
     console = Console(file=io.StringIO(), force_terminal=terminal, width=150)
     looks = iter(range(3))
-    commands.follow(tmp_path, console=console, keep_going=lambda: next(looks, None) is not None)
+    live.follow([tmp_path], console=console, keep_going=lambda: next(looks, None) is not None)
     assert "two runs wrote into this record" in console.file.getvalue()
     title = geometry_figure(read(tmp_path)).get_suptitle()
     assert title.startswith("Two runs wrote into this record at once")
@@ -139,7 +140,7 @@ def test_pages_say_that_two_runs_write_at_once(make_readings, tmp_path, monkeypa
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_run_is_waited_for_and_followed(make_readings, tmp_path, monkeypatch, terminal):
-    monkeypatch.setattr(commands, "_POLL", 0.001)
+    monkeypatch.setattr(live, "_POLL", 0.001)
     readings = make_readings()
     looks = iter(range(len(readings) + 2))
 
@@ -152,7 +153,7 @@ def test_a_run_is_waited_for_and_followed(make_readings, tmp_path, monkeypatch, 
 
     output = io.StringIO()
     console = Console(file=output, width=80, force_terminal=terminal, color_system=None)
-    commands.follow(tmp_path, console=console, keep_going=keep_going)
+    live.follow([tmp_path], console=console, keep_going=keep_going)
     text = output.getvalue()
     assert text.startswith(f"waiting for {tmp_path / FILE_NAME}")
     if terminal:
@@ -170,7 +171,7 @@ def test_ctrl_c_ends_the_watch_quietly(run):
         raise KeyboardInterrupt
 
     before = threading.active_count()
-    commands.follow(run, console=Console(file=output, force_terminal=False), keep_going=keep_going)
+    live.follow([run], console=Console(file=output, force_terminal=False), keep_going=keep_going)
     assert output.getvalue() == ""
     assert threading.active_count() == before
 
@@ -211,18 +212,18 @@ def test_the_view_is_drawn_anew_at_its_pace_and_for_each_reading(make_readings, 
         drawn.append((now[0] - 100, len(readings)))
         return ""
 
-    monkeypatch.setattr(commands, "time", Time)
-    monkeypatch.setattr(commands, "_REFRESH", 10)
-    monkeypatch.setattr("geomon.show.terminal.view", view)
+    monkeypatch.setattr(live, "time", Time)
+    monkeypatch.setattr(live, "_REFRESH", 10)
+    monkeypatch.setattr("geomon.show.terminal.live.view", view)
     console = Console(file=io.StringIO(), force_terminal=True)
-    commands.follow(run, console=console, keep_going=keep_going)
+    live.follow([run], console=console, keep_going=keep_going)
     assert drawn == [(0, 9), (11, 9), (15, 10), (26, 10), (37, 10)]
 
 
 def test_a_record_is_looked_at_at_the_pace_of_the_poll(run, monkeypatch):
     slept, looks = [], iter(range(4))
-    monkeypatch.setattr(commands.time, "sleep", slept.append)
+    monkeypatch.setattr(live.time, "sleep", slept.append)
     console = Console(file=io.StringIO(), force_terminal=False, width=80)
-    commands.follow(run, console=console, keep_going=lambda: next(looks, None) is not None)
-    assert slept == [commands._POLL] * 4
-    assert 0.1 <= commands._POLL <= 5
+    live.follow([run], console=console, keep_going=lambda: next(looks, None) is not None)
+    assert slept == [live._POLL] * 4
+    assert 0.1 <= live._POLL <= 5

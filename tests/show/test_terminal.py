@@ -79,9 +79,7 @@ def test_noise_is_drawn_flat(values, margin):
     assert set(spark(values, 10, margin)) == {"▄"}
 
 
-@given(
-    values=st.lists(st.floats(-300, 300), min_size=2, max_size=60), width=st.integers(2, 40)
-)
+@given(values=st.lists(st.floats(-300, 300), min_size=2, max_size=60), width=st.integers(2, 40))
 @settings(deadline=None, max_examples=50)
 def test_where_the_printed_ends_agree_so_do_those_of_the_line(values, width):
     ends = [*values, values[0] + 1e-6]

@@ -247,10 +247,12 @@ def _mean(reading: Reading, metric: str) -> float:
 
 
 def percent(share: float) -> str:
+    """Format a share as a percentage, with a decimal below ten."""
     return f"{share * 100:.1f} %" if share < 0.1 else f"{share * 100:.0f} %"
 
 
 def ago(seconds: float) -> str:
+    """Format how long ago something was, in a unit that suits."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit} ago"
