@@ -164,6 +164,81 @@ def test_a_run_is_waited_for_and_followed(make_readings, tmp_path, monkeypatch, 
         ]
 
 
+def test_several_runs_are_printed_and_followed_with_their_names(
+    make_readings, run, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(live, "_POLL", 0.001)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / FILE_NAME).write_text(make_readings((0,))[0].line() + "\n")
+    printed = invoke("watch", run, other, "--once").stdout.splitlines()
+    assert printed[0] == run.name
+    assert "other" in printed
+    assert sum("intrinsic dimension" in line for line in printed) == 2
+    for terminal, words in ((False, "other: step 0: ID 2.5"), (True, "other\n")):
+        console = Console(file=io.StringIO(), width=80, force_terminal=terminal, color_system=None)
+        looks = iter(range(2))
+        live.follow([run, other], console=console, keep_going=lambda: next(looks, None) is not None)  # noqa: B023
+        assert words in "\n".join(x.rstrip() for x in console.file.getvalue().splitlines())
+
+
+def test_a_dumb_terminal_gets_lines(run, monkeypatch):
+    monkeypatch.setattr(live, "_POLL", 0.001)
+    monkeypatch.setenv("TERM", "dumb")
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    looks = iter(range(2))
+    live.follow([run], console=console, keep_going=lambda: next(looks, None) is not None)
+    lines = console.file.getvalue().splitlines()
+    assert [line.split(":")[0] for line in lines][:2] == ["step 0", "step 16"]
+    assert "\x1b" not in console.file.getvalue()
+
+
+class Terminal(io.StringIO):
+    """Standard output and input of a terminal, of an encoding."""
+
+    def __init__(self, encoding):
+        super().__init__()
+        self._encoding = encoding
+
+    encoding = property(lambda self: self._encoding)
+
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("encoding", "has_textual", "words"),
+    [
+        ("utf-8", True, "the application"),
+        (
+            "utf-8",
+            False,
+            "a plain view is shown: the application needs textual and textual-plotext",
+        ),
+        ("ascii", True, "_.-~==+*#"),
+    ],
+)
+def test_a_terminal_gets_what_it_can_draw(run, monkeypatch, encoding, has_textual, words):
+    terminal = Terminal(encoding)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "stdin", terminal)
+    monkeypatch.setattr(live, "_POLL", 0.001)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    if not has_textual:
+        monkeypatch.setitem(sys.modules, "textual.app", None)
+        monkeypatch.delitem(sys.modules, "geomon.show.terminal.app", raising=False)
+    else:
+        from geomon.show.terminal import app
+
+        monkeypatch.setattr(app.WatchApp, "run", lambda self, **_: print("the application"))
+    looks = iter(range(2))
+    live.follow([run], keep_going=lambda: next(looks, None) is not None)
+    assert words in terminal.getvalue()
+    assert ("the application" in terminal.getvalue()) == (encoding == "utf-8")
+    shows_view = encoding == "ascii" or not has_textual
+    assert ("intrinsic dimension" in terminal.getvalue()) == shows_view
+
+
 def test_ctrl_c_ends_the_watch_quietly(run):
     output = io.StringIO()
 

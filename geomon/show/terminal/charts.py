@@ -168,7 +168,7 @@ def _draw(
     plot.xlim(first, last)
     plot.ylim(low, high)
     plot.xticks([mark for mark, _ in marks], [text for _, text in marks])
-    shown = axis_marks(low, high, max(3, rows // 3))
+    shown = axis_marks(low, high, max(4, rows // 3))
     plot.yticks([mark for mark, _ in shown], [text for _, text in shown])
     plot.xaxes(True, False)
     plot.yaxes(True, False)
@@ -369,8 +369,9 @@ def _hex(colour: Colour | None) -> str | None:
 
 
 def _legend(scale: Scale, columns: int, *, coloured: bool) -> Text:
-    words = "   columns: layers, rows: heads   "
-    text = Text(words if len(words) + 20 <= columns else "   ", style="dim")
+    known = ("   columns: layers, rows: heads   ", " by layer  ", "")
+    room = columns - 12 - len(number(scale.low)) - len(number(scale.high))
+    text = Text(next(words for words in known if len(words) <= max(room, 0)), style="dim")
     text.append(f"{number(scale.low)} ", style="dim")
     for step in range(10):
         value = scale.low + (step + 0.5) / 10 * (scale.high - scale.low)

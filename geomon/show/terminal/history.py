@@ -41,6 +41,7 @@ class Watched:
         contents: What charts can show.
         alerts: Step and words of each alert.
         latest: What the last look has found.
+        is_looked_at: Whether there was a look at the file.
     """
 
     def __init__(self, directory: Path, stack: str | None = None, name: str = "") -> None:
@@ -50,6 +51,7 @@ class Watched:
         self.contents = Contents([], {}, [])
         self.alerts: list[tuple[int, str]] = []
         self.latest = Look([], [], waiting=True)
+        self.is_looked_at = False
         self._new_follower = lambda: Follower(directory, stack)
         self._follower = self._new_follower()
         self._refused: tuple[int, int] | None = None
@@ -66,15 +68,14 @@ class Watched:
         try:
             state = self.path.stat()
         except OSError:
-            if self.latest.waiting or self.latest.readings:
+            if self.is_looked_at:
                 return None  # not there yet, or on its way: a synced file is replaced by a new one
             return Look([], [], waiting=True)
         key = state.st_size, state.st_mtime_ns
         if key == self._refused:
             return None
         try:
-            before = self._follower.readings
-            new = self._follower.look()
+            before, new = self._read()
         except (OSError, ValueError) as error:
             self._follower = self._new_follower()
             self._refused = key if isinstance(error, ValueError) else None
@@ -90,12 +91,28 @@ class Watched:
         remarks = Readings([], [], self._follower.mixed_at).remarks()
         return Look(list(readings), remarks)
 
+    def _read(self) -> tuple[list[Reading], list[Reading]]:
+        """Return all readings before this look, and the new ones.
+
+        A file that was written anew in its place, as some tools that synchronise folders do, does
+        not go on where it ended before: it is then read from its start.
+        """
+        before = self._follower.readings
+        try:
+            return before, self._follower.look()
+        except ValueError:
+            if not before:
+                raise
+            self._follower = self._new_follower()
+            return before, self._follower.look()
+
     def take(self, look: Look) -> None:
         """Take what a look has found: the run's curves go on, or begin anew with a new record.
 
         Args:
             look: What `look` has returned.
         """
+        self.is_looked_at = True
         known, readings = len(self.latest.readings), look.readings
         goes_on = _begins_with(readings, self.latest.readings)
         selected = single_source(readings)
@@ -112,7 +129,9 @@ class Watched:
     def _collect(self, new: Iterable[Reading]) -> None:
         """Add the alerts and the tags of new readings."""
         for reading in new:
-            self.alerts += [(reading.step, printable(words)) for words in alert_notes(reading)]
+            self.alerts += [
+                (reading.step, printable(" ".join(words.split()))) for words in alert_notes(reading)
+            ]
             if len(reading.values) not in self._sizes:  # the same tags as a reading before
                 self._sizes.add(len(reading.values))
                 self._names |= dict.fromkeys(reading.values)

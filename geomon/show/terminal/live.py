@@ -60,9 +60,9 @@ def follow(
     Raises:
         ValueError: A file is not a record, or a model has no such stack.
     """
-    console, given = console or Console(), console
+    is_given, console = console is not None, console or Console()
     lines = not console.is_terminal or console.is_dumb_terminal
-    if not lines and given is None and _can_draw(console):
+    if not lines and not is_given and _can_draw(console):
         try:
             from geomon.show.terminal.app import WatchApp
         except ImportError as error:

@@ -87,9 +87,9 @@ def axis_range(values: Sequence[float], margins: Sequence[float]) -> tuple[float
     size = max(map(abs, values))
     least = max(_DIGITS * last_digit(size), _MARGINS * typical(margins), 2 * FLAT * size)
     if high - low < least:
-        middle = (low + high) / 2
+        middle, is_positive = (low + high) / 2, low >= 0
         low, high = middle - least / 2, middle + least / 2
-        if low < 0 <= min(values):
+        if low < 0 and is_positive:
             low, high = 0.0, high - low
     return low, high
 
