@@ -1,17 +1,23 @@
-"""geomon: watch the geometry of a transformer's representations while it trains."""
+"""geomon: watch the geometry of a transformer's representations while it trains.
 
+Names are imported on first use: the commands that look at a record do not wait for torch.
+"""
+
+from importlib import import_module
 from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
-from geomon.description import describe
-from geomon.metrics import METRICS, MORE_METRICS, select
-from geomon.metrics.intervals import with_interval
-from geomon.metrics.last_tokens import at_last
-from geomon.monitor import Monitor, every, log_spaced
-from geomon.one_shot import geometry, measure
-from geomon.record import Reading, Readings, Sink, read
-from geomon.record.sinks import Memory
-from geomon.show.loggers import TensorBoard, WandB
-from geomon.sweep import scan
+if TYPE_CHECKING:
+    from geomon.description import describe
+    from geomon.metrics import METRICS, MORE_METRICS, select
+    from geomon.metrics.intervals import with_interval
+    from geomon.metrics.last_tokens import at_last
+    from geomon.monitor import Monitor, every, log_spaced
+    from geomon.one_shot import geometry, measure
+    from geomon.record import Reading, Readings, Sink, read
+    from geomon.record.sinks import Memory
+    from geomon.show.loggers import TensorBoard, WandB
+    from geomon.sweep import scan
 
 __version__ = version("geomon")
 
@@ -37,3 +43,37 @@ __all__ = [
     "select",
     "with_interval",
 ]
+
+_MODULES = {
+    "METRICS": "metrics",
+    "MORE_METRICS": "metrics",
+    "Memory": "record.sinks",
+    "Monitor": "monitor",
+    "Reading": "record",
+    "Readings": "record",
+    "Sink": "record",
+    "TensorBoard": "show.loggers",
+    "WandB": "show.loggers",
+    "at_last": "metrics.last_tokens",
+    "describe": "description",
+    "every": "monitor",
+    "geometry": "one_shot",
+    "log_spaced": "monitor",
+    "measure": "one_shot",
+    "read": "record",
+    "scan": "sweep",
+    "select": "metrics",
+    "with_interval": "metrics.intervals",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,5 +1,6 @@
 """The command line as a whole: `geomon scan`; the commands of pages are in show/test_commands."""
 
+import subprocess
 import sys
 
 import pytest
@@ -61,6 +62,20 @@ def test_bad_input_ends_in_one_line_and_exit_code_2(run, tmp_path, arguments, wo
     assert words in result.stderr
     assert result.stderr.count("\n") == 1
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize("command", [[], ["watch"], ["figure"], ["summary"], ["scan"]], ids=str)
+def test_help_waits_for_nothing_heavy(command):
+    """Torch alone takes seconds to load: help is printed without it, and without any drawing."""
+    heavy = {"torch", "scipy", "faiss", "matplotlib", "plotly", "pandas", "textual", "plotext"}
+    code = (
+        "import sys, atexit; from geomon.cli import main; "
+        f"sys.argv = {['geomon', *command, '--help']!r}; "
+        f"atexit.register(lambda: print('loaded', sorted({heavy!r} & set(sys.modules)))); main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "Usage: geomon" in done.stdout
+    assert done.stdout.endswith("loaded []\n")
 
 
 def test_without_transformers_it_says_what_to_install(run, tmp_path, monkeypatch):

@@ -30,8 +30,8 @@ ARROWS = {
 DOORS = {
     "analysis.alerts", "capture.snapshot", "capture.unchanged", "metrics.between_readings",
     "metrics.cautions", "metrics.intervals", "metrics.last_tokens", "record.arrays",
-    "record.headline", "record.tags", "record.sinks", "record.printable", "show.commands", "analysis.profile",
-    "analysis.queries_keys",
+    "record.headline", "record.tags", "record.sinks", "record.printable", "show.commands",
+    "analysis.profile", "analysis.queries_keys",
 }  # fmt: skip
 # Kernels are imported by module: a face would load the neighbour search with every one.
 WITHOUT_A_FACE = {"kernels"}
@@ -152,3 +152,13 @@ def test_importing_geomon_loads_nothing_optional_and_says_nothing():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
     assert done.stderr == ""
+
+
+def test_every_public_name_is_there_and_listed():
+    import geomon
+
+    assert set(geomon.__all__) <= set(dir(geomon))
+    for name in geomon.__all__:
+        assert getattr(geomon, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        geomon.nothing  # noqa: B018

@@ -1,28 +1,22 @@
 """Commands on the record of a run: `geomon watch`, `geomon figure` and `geomon summary`."""
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from geomon.analysis import summarise
-from geomon.record import FILE_NAME, Follower, Readings, read
+from geomon.record import FILE_NAME, Readings, read
 from geomon.record.printable import printable
 
 if TYPE_CHECKING:
     import typer
-    from rich.console import Console
 
 # Kinds of figures, that of the run first; matplotlib is loaded only to draw them.
 _KINDS = (
     "run", "dimension", "profiles", "map", "heads", "cosines", "means", "clouds", "drift", "norms",
     "spectra",
 )  # fmt: skip
-# Seconds between two looks at the file.
-_POLL = 0.5
-# Seconds after which the view is drawn again without a new reading, because it shows an age.
-_REFRESH = 5.0
 
 
 def add_commands(app: "typer.Typer") -> None:
@@ -44,13 +38,21 @@ def add_commands(app: "typer.Typer") -> None:
 
     @app.command()
     def watch(
-        directory: Annotated[Path, folder],
-        once: Annotated[bool, typer.Option("--once", help="Show the present, and leave.")] = False,
+        directories: Annotated[
+            list[Path],
+            typer.Argument(
+                help=f"Folders of runs, with their {FILE_NAME} in them; they may appear later.",
+                metavar="DIR...",
+            ),
+        ],
+        once: Annotated[bool, typer.Option("--once", help="Print the present, and leave.")] = False,
         stack: Annotated[str | None, one_stack] = None,
     ) -> None:
-        """Follow a run live, until Ctrl-C."""
+        """Follow runs live: charts in a terminal (q quits), a line per reading on a pipe."""
         with exit_on_bad_input():
-            print_view(directory, stack) if once else follow(directory, stack)
+            from geomon.show.terminal import follow, print_view
+
+            print_view(directories, stack) if once else follow(directories, stack)
 
     @app.command()
     def figure(
@@ -148,94 +150,6 @@ def write_figures(
         else:
             path = folder / "figures" / name
         yield f"wrote {save(figure, path, dark=dark)}"
-
-
-def print_view(directory: Path, stack: str | None = None) -> None:
-    """Print the view of a run once.
-
-    Args:
-        directory: Folder of the run, or the path of its file.
-        stack: Name of the stack to show, for a model with several; None for the main one.
-
-    Raises:
-        FileNotFoundError: The folder holds no record.
-        ValueError: The file is not a record, or the model has no such stack.
-    """
-    from rich.console import Console
-
-    from geomon.show.terminal import view
-
-    Console().print(view(read(directory).of_stack(stack)))
-
-
-def follow(
-    directory: Path,
-    stack: str | None = None,
-    *,
-    console: "Console | None" = None,
-    keep_going: Callable[[], bool] = lambda: True,
-) -> None:
-    """Show a run while it is recorded: a view that is updated, or a line per reading on a pipe.
-
-    Args:
-        directory: Folder of the run, which may appear later.
-        stack: Name of the stack to show, for a model with several; None for the main one.
-        console: Console of rich; None for standard output.
-        keep_going: Function that returns whether to go on, called before each look at the file.
-
-    Raises:
-        ValueError: The file is not a record, or the model has no such stack.
-    """
-    from rich.console import Console
-
-    console = console or Console()
-    follower = Follower(directory, stack)
-    if not follower.path.is_file():
-        console.print(
-            printable(f"waiting for {follower.path} (Ctrl-C ends)"),
-            soft_wrap=True,
-            markup=False,
-            highlight=False,
-        )
-    try:
-        show = _update_view if console.is_terminal else _print_lines
-        show(follower, console, keep_going)
-    except KeyboardInterrupt:
-        console.show_cursor()
-
-
-def _update_view(follower: Follower, console: "Console", keep_going: Callable[[], bool]) -> None:
-    from rich.live import Live
-
-    from geomon.show.terminal import view
-
-    with Live(console=console, auto_refresh=False) as live:
-        drawn = -_REFRESH
-        while keep_going():
-            if follower.look() or time.monotonic() - drawn > _REFRESH:
-                drawn = time.monotonic()
-                if follower.path.is_file():
-                    live.update(view(_followed(follower)), refresh=True)
-            time.sleep(_POLL)
-
-
-def _print_lines(follower: Follower, console: "Console", keep_going: Callable[[], bool]) -> None:
-    from geomon.show.terminal import format_line
-
-    said = False
-    while keep_going():
-        texts = [format_line(new, follower.readings) for new in follower.look()]
-        remarks = _followed(follower).remarks()
-        if not said:
-            texts += remarks
-            said = bool(remarks)
-        for text in texts:
-            console.print(printable(text), soft_wrap=True, markup=False, highlight=False)
-        time.sleep(_POLL)
-
-
-def _followed(follower: Follower) -> Readings:
-    return Readings([], follower.readings, follower.mixed_at)
 
 
 def _load(directory: Path, stack: str | None) -> Readings:

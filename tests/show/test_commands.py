@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from geomon.cli import make_app
 from geomon.record import FILE_NAME, read
-from geomon.show import commands, geometry_figure
+from geomon.show import geometry_figure
+from geomon.show.terminal import live
 
 
 @pytest.fixture
@@ -110,11 +111,11 @@ def test_nothing_of_a_record_acts_on_the_terminal(make_readings, tmp_path, comma
 def test_nothing_of_a_record_acts_on_the_terminal_while_it_is_followed(
     make_readings, tmp_path, monkeypatch, terminal
 ):
-    monkeypatch.setattr(commands, "_POLL", 0.001)
+    monkeypatch.setattr(live, "_POLL", 0.001)
     corrupt_text(tmp_path / FILE_NAME, make_readings())
     console = Console(file=io.StringIO(), force_terminal=terminal, width=100, color_system=None)
     looks = iter(range(3))
-    commands.follow(tmp_path, console=console, keep_going=lambda: next(looks, None) is not None)
+    live.follow([tmp_path], console=console, keep_going=lambda: next(looks, None) is not None)
     assert "\x1b]0" not in console.file.getvalue()
     assert "\x1b[2J" not in console.file.getvalue()
     assert not set(ACTING) & set(console.file.getvalue()) - set("\x1b\r\n[];titleabc31mlnd02J")
@@ -122,7 +123,7 @@ def test_nothing_of_a_record_acts_on_the_terminal_while_it_is_followed(
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_pages_say_that_two_runs_write_at_once(make_readings, tmp_path, monkeypatch, terminal):
-    monkeypatch.setattr(commands, "_POLL", 0.001)
+    monkeypatch.setattr(live, "_POLL", 0.001)
     lines = [reading.line() for reading in make_readings() for _ in range(2)]
     (tmp_path / FILE_NAME).write_text("\n".join(lines) + "\n")
     for command in (["summary"], ["watch", "--once"]):
@@ -130,7 +131,7 @@ def test_pages_say_that_two_runs_write_at_once(make_readings, tmp_path, monkeypa
         assert "From line 2 on, two runs wrote into this record at once" in " ".join(output.split())
     console = Console(file=io.StringIO(), force_terminal=terminal, width=150)
     looks = iter(range(3))
-    commands.follow(tmp_path, console=console, keep_going=lambda: next(looks, None) is not None)
+    live.follow([tmp_path], console=console, keep_going=lambda: next(looks, None) is not None)
     assert "two runs wrote into this record" in console.file.getvalue()
     title = geometry_figure(read(tmp_path)).get_suptitle()
     assert title.startswith("Two runs wrote into this record at once")
@@ -139,7 +140,7 @@ def test_pages_say_that_two_runs_write_at_once(make_readings, tmp_path, monkeypa
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_run_is_waited_for_and_followed(make_readings, tmp_path, monkeypatch, terminal):
-    monkeypatch.setattr(commands, "_POLL", 0.001)
+    monkeypatch.setattr(live, "_POLL", 0.001)
     readings = make_readings()
     looks = iter(range(len(readings) + 2))
 
@@ -152,7 +153,7 @@ def test_a_run_is_waited_for_and_followed(make_readings, tmp_path, monkeypatch, 
 
     output = io.StringIO()
     console = Console(file=output, width=80, force_terminal=terminal, color_system=None)
-    commands.follow(tmp_path, console=console, keep_going=keep_going)
+    live.follow([tmp_path], console=console, keep_going=keep_going)
     text = output.getvalue()
     assert text.startswith(f"waiting for {tmp_path / FILE_NAME}")
     if terminal:
@@ -163,6 +164,81 @@ def test_a_run_is_waited_for_and_followed(make_readings, tmp_path, monkeypatch, 
         ]
 
 
+def test_several_runs_are_printed_and_followed_with_their_names(
+    make_readings, run, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(live, "_POLL", 0.001)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / FILE_NAME).write_text(make_readings((0,))[0].line() + "\n")
+    printed = invoke("watch", run, other, "--once").stdout.splitlines()
+    assert printed[0] == run.name
+    assert "other" in printed
+    assert sum("intrinsic dimension" in line for line in printed) == 2
+    for terminal, words in ((False, "other: step 0: ID 2.5"), (True, "other\n")):
+        console = Console(file=io.StringIO(), width=80, force_terminal=terminal, color_system=None)
+        looks = iter(range(2))
+        live.follow([run, other], console=console, keep_going=lambda: next(looks, None) is not None)  # noqa: B023
+        assert words in "\n".join(x.rstrip() for x in console.file.getvalue().splitlines())
+
+
+def test_a_dumb_terminal_gets_lines(run, monkeypatch):
+    monkeypatch.setattr(live, "_POLL", 0.001)
+    monkeypatch.setenv("TERM", "dumb")
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    looks = iter(range(2))
+    live.follow([run], console=console, keep_going=lambda: next(looks, None) is not None)
+    lines = console.file.getvalue().splitlines()
+    assert [line.split(":")[0] for line in lines][:2] == ["step 0", "step 16"]
+    assert "\x1b" not in console.file.getvalue()
+
+
+class Terminal(io.StringIO):
+    """Standard output and input of a terminal, of an encoding."""
+
+    def __init__(self, encoding):
+        super().__init__()
+        self._encoding = encoding
+
+    encoding = property(lambda self: self._encoding)
+
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("encoding", "has_textual", "words"),
+    [
+        ("utf-8", True, "the application"),
+        (
+            "utf-8",
+            False,
+            "a plain view is shown: the application needs textual and textual-plotext",
+        ),
+        ("ascii", True, "_.-~==+*#"),
+    ],
+)
+def test_a_terminal_gets_what_it_can_draw(run, monkeypatch, encoding, has_textual, words):
+    terminal = Terminal(encoding)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "stdin", terminal)
+    monkeypatch.setattr(live, "_POLL", 0.001)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    if not has_textual:
+        monkeypatch.setitem(sys.modules, "textual.app", None)
+        monkeypatch.delitem(sys.modules, "geomon.show.terminal.app", raising=False)
+    else:
+        from geomon.show.terminal import app
+
+        monkeypatch.setattr(app.WatchApp, "run", lambda self, **_: print("the application"))
+    looks = iter(range(2))
+    live.follow([run], keep_going=lambda: next(looks, None) is not None)
+    assert words in terminal.getvalue()
+    assert ("the application" in terminal.getvalue()) == (encoding == "utf-8")
+    shows_view = encoding == "ascii" or not has_textual
+    assert ("intrinsic dimension" in terminal.getvalue()) == shows_view
+
+
 def test_ctrl_c_ends_the_watch_quietly(run):
     output = io.StringIO()
 
@@ -170,7 +246,7 @@ def test_ctrl_c_ends_the_watch_quietly(run):
         raise KeyboardInterrupt
 
     before = threading.active_count()
-    commands.follow(run, console=Console(file=output, force_terminal=False), keep_going=keep_going)
+    live.follow([run], console=Console(file=output, force_terminal=False), keep_going=keep_going)
     assert output.getvalue() == ""
     assert threading.active_count() == before
 
@@ -211,18 +287,18 @@ def test_the_view_is_drawn_anew_at_its_pace_and_for_each_reading(make_readings, 
         drawn.append((now[0] - 100, len(readings)))
         return ""
 
-    monkeypatch.setattr(commands, "time", Time)
-    monkeypatch.setattr(commands, "_REFRESH", 10)
-    monkeypatch.setattr("geomon.show.terminal.view", view)
+    monkeypatch.setattr(live, "time", Time)
+    monkeypatch.setattr(live, "_REFRESH", 10)
+    monkeypatch.setattr("geomon.show.terminal.live.view", view)
     console = Console(file=io.StringIO(), force_terminal=True)
-    commands.follow(run, console=console, keep_going=keep_going)
+    live.follow([run], console=console, keep_going=keep_going)
     assert drawn == [(0, 9), (11, 9), (15, 10), (26, 10), (37, 10)]
 
 
 def test_a_record_is_looked_at_at_the_pace_of_the_poll(run, monkeypatch):
     slept, looks = [], iter(range(4))
-    monkeypatch.setattr(commands.time, "sleep", slept.append)
+    monkeypatch.setattr(live.time, "sleep", slept.append)
     console = Console(file=io.StringIO(), force_terminal=False, width=80)
-    commands.follow(run, console=console, keep_going=lambda: next(looks, None) is not None)
-    assert slept == [commands._POLL] * 4
-    assert 0.1 <= commands._POLL <= 5
+    live.follow([run], console=console, keep_going=lambda: next(looks, None) is not None)
+    assert slept == [live._POLL] * 4
+    assert 0.1 <= live._POLL <= 5

@@ -3,11 +3,13 @@ import time
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rich.console import Console
 
 from geomon.analysis.alerts import Alert
 from geomon.record import Reading, Readings
-from geomon.show.terminal import format_line, spark, view
+from geomon.show.terminal import format_line, scales, spark, view
 
 ALL = ["twonn", "twonn_distinct", "gride", "anisotropy", "qk_cosine", "attention_entropy", "geomon"]
 
@@ -62,6 +64,35 @@ def test_the_profile_is_described_by_its_ends_and_its_highest_layer(make_reading
 
 def test_the_spark_line_follows_the_curve(make_readings):
     assert "▁▁▂▅██▇▆▅" in row(shown(make_readings()), "intrinsic dimension")
+
+
+@pytest.mark.parametrize(
+    ("values", "margin"),
+    [
+        ([5.36, 5.44, 5.41, 5.35], 0.0),  # all are printed as 5.4
+        ([5.0, 5.4, 4.9, 5.2, 5.5, 5.1], 0.35),  # within twice the margin
+        ([0.001, 0.004, 0.002], 0.0),  # 0.00
+        ([1201.0, 1210.0, 1205.0], 0.0),
+    ],
+)
+def test_noise_is_drawn_flat(values, margin):
+    assert set(spark(values, 10, margin)) == {"▄"}
+
+
+@given(values=st.lists(st.floats(-300, 300), min_size=2, max_size=60), width=st.integers(2, 40))
+@settings(deadline=None, max_examples=50)
+def test_where_the_printed_ends_agree_so_do_those_of_the_line(values, width):
+    ends = [*values, values[0] + 1e-6]
+    line = spark(ends, width)
+    assert len(line) == min(width, len(ends))
+    if scales.number(ends[0]) == scales.number(ends[-1]):
+        assert line[0] == line[-1]
+
+
+def test_the_dimension_of_a_run_that_only_scatters_is_drawn_flat(make_readings):
+    scatter = {"twonn/mean": [5.2, 5.4, 5.3, 5.5, 5.2, 5.4, 5.3, 5.2, 5.4]}
+    text = row(shown(make_readings(curves=scatter, error=0.3)), "intrinsic dimension")
+    assert "▄" * 9 in text
 
 
 def test_the_width_can_be_given(make_readings):
@@ -214,7 +245,7 @@ def test_sparks_average_neighbours_and_go_from_the_least_to_the_most():
     assert spark([8, 0], 2) == "█▁"
     assert spark([0.0, 0.0], 2) == "▄▄"
     assert spark([100, 101.9], 2) == "▄▄"  # 1.9 %
-    assert spark([100, 102.1], 2) == "▁█"
+    assert spark([100, 102.6], 2) == "▁█"
     assert spark([-1.0, 1.0], 2) == "▁█"
     assert spark([1.0], 0) == ""
     assert spark([3.0, 1.0, 2.0], 5) == "█▁▅"

@@ -4,12 +4,12 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from geomon.analysis import Curve, curve_of, mean_abs_over_heads, single_source
 from geomon.analysis.alerts import alert_notes, is_alert
 from geomon.record import Reading, Readings, tags
 from geomon.record.printable import printable
+from geomon.show.terminal.scales import FLAT, number, thin, typical, with_margin
 
 try:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -22,8 +22,6 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 _ASCII = str.maketrans(_BLOCKS + "·±→−–", "_.-~=+*#|+>--")
 # Widths in characters: of labels, of values, and of spark lines at most and at least.
 _LABEL, _VALUE, _MAX_SPARK, _MIN_SPARK = 20, 13, 28, 6
-# A curve whose range is below this share of its largest value is drawn flat: it is only noise.
-_FLAT = 0.02
 
 
 def view(readings: Readings | Sequence[Reading], *, width: int | None = None) -> "View":
@@ -63,12 +61,16 @@ def format_line(reading: Reading, readings: Readings | Sequence[Reading]) -> str
     return f"step {reading.step}: " + (", ".join(measured) or f"{len(reading.values)} values")
 
 
-def spark(values: Sequence[float], width: int) -> str:
+def spark(values: Sequence[float], width: int, margin: float = 0.0) -> str:
     """Draw values as a line of block characters; neighbouring values are averaged to fit.
+
+    Values are drawn as they are printed: where the printed ends agree, so do those of the line. A
+    range within the margins of error is drawn flat.
 
     Args:
         values: Values from left to right.
         width: Largest number of characters.
+        margin: Typical half width of the 95 % intervals of the values; 0 where it is unknown.
 
     Example:
         >>> spark([1, 2, 4, 8, 8, 4], 6)
@@ -76,14 +78,12 @@ def spark(values: Sequence[float], width: int) -> str:
     """
     if not values or width < 1:
         return ""
-    count = min(width, len(values))
-    edges = [round(index * len(values) / count) for index in range(count + 1)]
-    means = [sum(values[low:high]) / (high - low) for low, high in pairwise(edges)]
-    low, high = min(means), max(means)
-    if high - low <= _FLAT * max(abs(high), abs(low)):
-        return _BLOCKS[3] * count
+    shown = [float(number(value)) for value in thin(values, width)]
+    low, high = min(shown), max(shown)
+    if high - low <= max(FLAT * max(abs(high), abs(low)), 2 * margin):
+        return _BLOCKS[3] * len(shown)
     top = len(_BLOCKS) - 1
-    return "".join(_BLOCKS[round((value - low) / (high - low) * top)] for value in means)
+    return "".join(_BLOCKS[round((value - low) / (high - low) * top)] for value in shown)
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _lines(readings: list[Reading], width: int) -> Iterator[Text]:
         words = Text(phase.words(), style=_COLOURS.get(phase.name, ""))
         yield Text(" " * max(2, min(_LABEL, width - words.cell_len))).append_text(words)
     if len(distinct):
-        after = f"{distinct.phase().name}, from {_number(distinct.values[0])}"
+        after = f"{distinct.phase().name}, from {number(distinct.values[0])}"
         after = after if len(distinct) > 1 else ""
         yield _row("· distinct tokens", _with_margin(distinct), distinct, after, width)
     yield _anisotropy(last, width)
@@ -138,11 +138,11 @@ def _lines(readings: list[Reading], width: int) -> Iterator[Text]:
     after = f"{share.replace('%', ' %')} of its start" if share else ""
     yield _row("attention entropy", _unit(entropy, " nats"), entropy, after, width)
     size = mean_abs_over_heads(selected, "qk_cosine")
-    after = f"from {_number(size.values[0])}" if len(size) > 1 else ""
+    after = f"from {number(size.values[0])}" if len(size) > 1 else ""
     yield _row("|cos| of mean q, k", _unit(size, ""), size, after, width)
     loss = curve_of(selected, tags.training_tag(tags.LOSS))
     if len(loss):
-        after = f"from {_number(loss.values[0])}" if len(loss) > 1 else ""
+        after = f"from {number(loss.values[0])}" if len(loss) > 1 else ""
         yield _row("training loss", _unit(loss, ""), loss, after, width)
     yield from _last_alert(readings)
     notes = [note for note in last.notes if not is_alert(note)]
@@ -165,9 +165,9 @@ _COLOURS = {"expanding": "green", "peak": "yellow", "compressing": "cyan"}
 
 def _heading(reading: Reading, width: int) -> Iterator[Text]:
     overhead = reading.values.get(tags.OVERHEAD, math.nan)
-    parts = [_ago(time.time() - reading.time), f"{reading.source}, {reading.mode} mode"]
+    parts = [ago(time.time() - reading.time), f"{reading.source}, {reading.mode} mode"]
     if math.isfinite(overhead):
-        parts.append(f"geomon's share of the time {_percent(overhead)}")
+        parts.append(f"geomon's share of the time {percent(overhead)}")
     heading = Text(f"step {reading.step:,}", style="bold")
     heading.append("".join(f" · {part}" for part in parts), style="not bold dim")
     if heading.cell_len <= width:
@@ -187,7 +187,8 @@ def _row(label: str, value: str, curve: Curve, after: str, width: int) -> Text:
     text.append(f"{value:<{_VALUE}}", style="bold")
     columns = width - _LABEL - _VALUE - 1
     after = f"  {after}" if after and columns - len(after) - 2 >= _MIN_SPARK else ""
-    text.append(" " + spark(curve.values, min(columns - len(after), _MAX_SPARK)), style="blue")
+    line = spark(curve.values, min(columns - len(after), _MAX_SPARK), typical(curve.margins))
+    text.append(" " + line, style="blue")
     return text.append(after, style="dim")
 
 
@@ -201,12 +202,12 @@ def _anisotropy(reading: Reading, width: int) -> Text:
     ]
     if not profile:
         return text.append("not measured", style="dim")
-    left, right = f"{_number(profile[0][1])} ", f" {_number(profile[-1][1])}"
+    left, right = f"{number(profile[0][1])} ", f" {number(profile[-1][1])}"
     top = max(profile, key=lambda pair: pair[1])
     columns = width - _LABEL - len(left) - len(right)
-    after = f"  highest {_number(top[1])} at layer {top[0]} of {profile[-1][0]}"
+    after = f"  highest {number(top[1])} at layer {top[0]} of {profile[-1][0]}"
     if columns - len(after) < _MIN_SPARK:
-        after = f"  max {_number(top[1])} at {top[0]}"
+        after = f"  max {number(top[1])} at {top[0]}"
     if columns - len(after) < _MIN_SPARK:
         after = ""
     bars = spark([value for _, value in profile], columns - len(after))
@@ -215,16 +216,12 @@ def _anisotropy(reading: Reading, width: int) -> Text:
 
 
 def _with_margin(curve: Curve) -> str:
-    """Format the last value and the half width of its interval, with decimals according to that."""
-    if not len(curve):
-        return ""
-    value, margin = curve.values[-1], curve.margins[-1]
-    decimals = 2 if 0 < margin < 0.095 and abs(value) < 100 else 1
-    return f"{value:.{decimals}f} ± {margin:.{decimals}f}" if margin else _number(value)
+    """Format the last value of a curve and the half width of its interval."""
+    return with_margin(curve.values[-1], curve.margins[-1]) if len(curve) else ""
 
 
 def _unit(curve: Curve, unit: str) -> str:
-    return f"{_number(curve.values[-1])}{unit}" if len(curve) else ""
+    return f"{number(curve.values[-1])}{unit}" if len(curve) else ""
 
 
 def _has_start(curve: Curve) -> bool:
@@ -242,25 +239,20 @@ def _dimension_part(reading: Reading, past: Curve) -> str:
 
 
 def _part(name: str, value: float) -> str:
-    return f"{name} {_number(value)}" if math.isfinite(value) else ""
+    return f"{name} {number(value)}" if math.isfinite(value) else ""
 
 
 def _mean(reading: Reading, metric: str) -> float:
     return reading.values.get(tags.mean_tag(metric), math.nan)
 
 
-def _number(value: float) -> str:
-    """Format a value with two decimals below one, one below a hundred, and else none."""
-    return (
-        f"{value:.2f}" if abs(value) < 1 else f"{value:.1f}" if abs(value) < 100 else f"{value:.0f}"
-    )
-
-
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
+    """Format a share as a percentage, with a decimal below ten."""
     return f"{share * 100:.1f} %" if share < 0.1 else f"{share * 100:.0f} %"
 
 
-def _ago(seconds: float) -> str:
+def ago(seconds: float) -> str:
+    """Format how long ago something was, in a unit that suits."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit} ago"
