@@ -1,13 +1,25 @@
 """A reading holds the values measured at one step; readings, those of a whole run."""
 
+import functools
 import json
 import math
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from geomon.record import tags
+from geomon.record.columns import (
+    Layout,
+    Values,
+    distinct_layouts,
+    layout_of,
+    read_values,
+    write_values,
+)
 
 
 @dataclass(frozen=True)
@@ -55,12 +67,13 @@ class Reading:
         return layers_of(self.values, metric)
 
     def line(self) -> str:
-        """Format the reading as one line of JSON; a value that is not finite becomes null."""
-        content = asdict(self)
-        content["values"] = {
-            tag: value if math.isfinite(value) else None for tag, value in self.values.items()
-        }
-        return json.dumps(content, allow_nan=False)
+        """Format the reading as one line of JSON; a value that is not finite becomes null.
+
+        With thousands of values those of the layers stand there in a short form (see
+        `geomon.record.columns`).
+        """
+        content = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return json.dumps(content | write_values(self.values), allow_nan=False)
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Reading":
@@ -75,10 +88,7 @@ class Reading:
         _check_fields(content)
         fields = {name: content[name] for name in cls.__dataclass_fields__ if name in content}
         fields["time"], fields["seconds"] = float(content["time"]), float(content["seconds"])
-        fields["values"] = {
-            tag: math.nan if value is None else float(value)
-            for tag, value in content["values"].items()
-        }
+        fields["values"] = read_values(content)
         return cls(**fields)
 
 
@@ -169,7 +179,8 @@ class Readings:
 
     def tags(self) -> list[str]:
         """List all tags, in order of first appearance."""
-        return list(dict.fromkeys(tag for reading in self for tag in reading.values))
+        layouts = distinct_layouts(reading.values for reading in self)
+        return list(dict.fromkeys(tag for names in layouts for tag in names))
 
     def series(self, tag: str) -> tuple[list[int], list[float]]:
         """Collect the steps and values of a tag, steps ascending, without missing values.
@@ -186,6 +197,22 @@ class Readings:
             if not math.isnan(reading.values.get(tag, math.nan))
         )
         return [step for step, _ in points], [value for _, value in points]
+
+    def table(self, names: Sequence[str]) -> NDArray[np.float64]:
+        """Arrange values as a table: a row for each reading, in order, a column for each tag.
+
+        Args:
+            names: Tags.
+
+        Returns:
+            Values, float64 [readings, tags]; NaN where a reading has none.
+        """
+        table = np.full((len(self), len(names)), np.nan)
+        for row, reading in zip(table, self, strict=True):
+            values = Values.of(reading.values)
+            columns, positions = values.layout.positions(tuple(names))
+            row[columns] = values.array[positions]
+        return table
 
     def layers(self, metric: str) -> list[int]:
         """List the layers for which any reading has tags of the metric, ascending."""
@@ -273,10 +300,18 @@ def main_stack(names: Iterable[str]) -> str:
 
 
 def _select_stack(reading: Reading, stack: str, names: list[str]) -> Reading:
-    split = {tag: tags.out_of_stack(tag, names) for tag in reading.values}
+    values = Values.of(reading.values)
+    positions, layout = _of_stack(values.layout, stack, tuple(names))
+    return replace(reading, values=values.select(positions, layout))
+
+
+@functools.lru_cache(maxsize=256)
+def _of_stack(layout: Layout, stack: str, names: tuple[str, ...]) -> tuple[list[int], Layout]:
+    """Positions of the values of a stack, and their tags without its name."""
+    split = [tags.out_of_stack(tag, names) for tag in layout.tags]
     selected = {
-        plain: reading.values[tag]
-        for tag, (own, plain) in split.items()
+        plain: position
+        for position, (tag, (own, plain)) in enumerate(zip(layout.tags, split, strict=True))
         if own == stack or tags.is_of_run(tag)
     }
-    return replace(reading, values=selected)
+    return list(selected.values()), layout_of(tuple(selected))
