@@ -1,12 +1,15 @@
 """A reading holds the values measured at one step; readings, those of a whole run."""
 
+import difflib
 import functools
 import json
 import math
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from html import escape
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +23,10 @@ from geomon.record.columns import (
     read_values,
     write_values,
 )
+from geomon.record.printable import printable
+
+if TYPE_CHECKING:
+    import pandas
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,22 @@ class Reading:
     dtype: str
     values: Mapping[str, float]
     notes: list[str] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        notes = f", {len(self.notes)} note{'s' * (len(self.notes) != 1)}" if self.notes else ""
+        return f"Reading(step {self.step:,}, {self.source}, {len(self.values):,} values{notes})"
+
+    def _repr_html_(self) -> str:
+        """Show the headline values and the notes in a notebook."""
+        from geomon.record.headline import HEADLINES, Charts, headline_tag
+
+        words = {headline_tag(headline.name): headline.words for headline in HEADLINES}
+        rows = "".join(
+            f"<tr><td>{escape(words.get(tag, tag))}</td><td>{value:.4g}</td></tr>"
+            for tag, value in Charts().headlines(self).items()
+        )
+        notes = "".join(f"<li>{escape(printable(note))}</li>" for note in self.notes)
+        return f"<p>{escape(repr(self))}</p><table>{rows}</table><ul>{notes}</ul>"
 
     def charted(self) -> dict[str, float]:
         """Select what charts can show of all layers: no NaN, no single heads.
@@ -144,6 +167,20 @@ def _check_fields(content: object) -> None:
             raise ValueError(f"'{name}' is {reprlib.repr(content[name])}, expected {expected}")
 
 
+class Series(NamedTuple):
+    """Values of a tag over training.
+
+    Attributes:
+        steps: Training steps, ascending.
+        values: Values, one for each step.
+        margins: Half widths of their 95 % intervals; NaN where unknown.
+    """
+
+    steps: list[int]
+    values: list[float]
+    margins: list[float]
+
+
 @dataclass(frozen=True)
 class Readings:
     """Sequence of the readings of a run.
@@ -165,8 +202,64 @@ class Readings:
     def __iter__(self) -> Iterator[Reading]:
         return iter(self.readings)
 
-    def __getitem__(self, index: int) -> Reading:
-        return self.readings[index]
+    @overload
+    def __getitem__(self, key: int) -> Reading: ...
+
+    @overload
+    def __getitem__(self, key: str) -> Series: ...
+
+    def __getitem__(self, key: int | str) -> Reading | Series:
+        """Return the reading at an index, or the curve of a tag.
+
+        Args:
+            key: Index of a reading, or name of a value: "twonn/mean".
+
+        Raises:
+            IndexError: There is no such reading.
+            KeyError: No reading has a value of that name.
+        """
+        if not isinstance(key, str):
+            return self.readings[key]
+        steps, values = self.series(key)
+        known = () if steps else self.tags()
+        if not steps and key not in known:
+            close = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
+            advice = f": did you mean {' or '.join(map(repr, close))}?" if close else ""
+            raise KeyError(f"no reading has a value called {key!r}{advice}")
+        widths = dict(zip(*self.series(f"{key}/{tags.margin_part()}"), strict=True))
+        return Series(steps, values, [widths.get(step, math.nan) for step in steps])
+
+    def __repr__(self) -> str:
+        if not self.readings:
+            return "Readings(none yet)"
+        steps = [reading.step for reading in self]
+        model = f"{self.runs[-1]['model']}, " if self.runs and "model" in self.runs[-1] else ""
+        count = f"{len(self):,} reading{'s' * (len(self) != 1)}"
+        tags_of_all = f"{len(self.tags()):,} tags"
+        return printable(
+            f"Readings({model}{count}, steps {min(steps):,} to {max(steps):,}, {tags_of_all})"
+        )
+
+    def _repr_html_(self) -> str:
+        """Show the run in words and in a picture in a notebook."""
+        # Pages know of records, and not the other way round: this one is looked for by its name,
+        # when a notebook asks for it.
+        return str(import_module("geomon.show.notebook").html_of(self))
+
+    def to_pandas(self) -> "pandas.DataFrame":
+        """Build a data frame with a row for each value.
+
+        Returns:
+            Columns step, source, metric, stack, layer, head, part and value; layer and head are
+            missing where a value is of none. What is no metric stands under its group: metric
+            "training" and part "loss", say.
+
+        Raises:
+            ImportError: pandas is missing.
+        """
+        from geomon.record.export import to_pandas
+
+        return to_pandas(self)
 
     def remarks(self) -> list[str]:
         """List what a page says before it shows the run, in sentences; mostly nothing."""

@@ -77,6 +77,17 @@ def add_commands(app: "typer.Typer") -> None:
             typer.echo(printable(f"wrote {path} ({size:.1f} MB): open it in a browser"))
 
     @app.command()
+    def export(
+        directory: Annotated[Path, folder],
+        out: Annotated[Path, typer.Option("--out", "-o", help="File: .csv or .parquet.")],
+    ) -> None:
+        """Write all values of a run to a table, a row for each: CSV or Parquet."""
+        with exit_on_bad_input():
+            from geomon.record.export import export as write
+
+            typer.echo(printable(f"wrote {write(read(directory), out)}"))
+
+    @app.command()
     def summary(
         directory: Annotated[Path, folder], stack: Annotated[str | None, one_stack] = None
     ) -> None:

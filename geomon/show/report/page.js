@@ -83,7 +83,7 @@
   const CONFIG = { responsive: true, displaylogo: false, displayModeBar: false };
   const draw = (id, traces, more) => Plotly.react(id, traces, layout(more), CONFIG);
   const valueAxis = (text) => ({
-    title: { text }, gridcolor: style("--rule"), zeroline: false, automargin: true,
+    title: { text: plain(text) }, gridcolor: style("--rule"), zeroline: false, automargin: true,
   });
 
   // -- curves over training ------------------------------------------------------------------
@@ -254,7 +254,7 @@
       type: "heatmap", x: heads, y: layers, z: rows[at],
       zmin: signed ? -limit : 0, zmax: signed ? limit : high || 1,
       colorscale: signed ? [[0, "#2166AC"], [0.5, "#F7F7F7"], [1, "#B2182B"]] : "Cividis",
-      colorbar: { title: { text: metric, side: "right" }, thickness: 12, outlinewidth: 0 },
+      colorbar: { title: { text: plain(metric), side: "right" }, thickness: 12, outlinewidth: 0 },
       hovertemplate: "layer %{y}, head %{x}: <b>%{z:.4g}</b><extra></extra>", xgap: 1, ygap: 1,
     }], {
       margin: { l: 58, r: 14, t: 12, b: 44 },
