@@ -6,18 +6,22 @@ file aside, unchanged, and to begin a fresh one. Besides, random bytes of good r
 what is read then may still be a record, and nothing but a ValueError may be raised.
 """
 
+import base64
 import json
 import random
+import struct
 import sys
 import tempfile
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
+from unittest import mock
 
 import typer
 
-from geomon.record import FILE_NAME, Follower, Reading, Record, read
+from geomon.record import FILE_NAME, Follower, Reading, Record, columns, read
 from geomon.record.jsonl import MAX_LINE
 from geomon.record.printable import printable
 
@@ -28,17 +32,17 @@ FIELDS = (*COUNTS, *NUMBERS, *TEXTS, "values")
 
 
 def good_lines(chance: random.Random) -> list[bytes]:
-    """A record of one run, without the ends of the lines."""
+    """A record of one run, in the plain or the short form, without the ends of the lines."""
     lines = [json.dumps({"run": {"model": "Decoder", "from_step": 0, "layers": ["blocks.0"]}})]
     for index in range(chance.randint(2, 6)):
         values = {f"twonn/layer_{layer:02d}": chance.uniform(1, 20) for layer in range(8)}
         values["twonn/mean"] = float("nan")
-        lines.append(
-            Reading(
-                10 * index, 1.7e9 + index, 0.5, "probe", "eval", 8192, 1, "float32", values,
-                ["few rows: estimates stand on 64"],
-            ).line()
+        reading = Reading(
+            10 * index, 1.7e9 + index, 0.5, "probe", "eval", 8192, 1, "float32", values,
+            ["few rows: estimates stand on 64"],
         )  # fmt: skip
+        with mock.patch.object(columns, "SHORT_FROM", chance.choice([1, columns.SHORT_FROM])):
+            lines.append(reading.line())
     return [line.encode() for line in lines]
 
 
@@ -105,6 +109,37 @@ def _nested(chance: random.Random, line: bytes) -> bytes:
     return chance.choice([nested, line.replace(b"8192", nested)])
 
 
+def _packed(chance: random.Random, line: bytes) -> bytes:
+    """Make the short form of the values one that nothing writes."""
+    content = json.loads(line)
+    data = struct.pack("<2d", 1.5, float("nan"))
+    packed: Any = {
+        "tags": [[["a"], ["layer_01"], ["", "/std"]]],
+        "crc32": zlib.crc32(data),
+        "float64": base64.b64encode(data).decode(),
+    }
+    endless = struct.pack("<2d", 1.5, float("inf"))
+    pools: dict[str, list[Any]] = {
+        "": [None, 5, [], "a word", {}],
+        "tags": [None, 5, [5], [[]], [[["a"], ["layer_01"]]], [[["a"], ["layer_01"], [5, 6]]],
+                 [[["a", "a"], ["layer_01"], [""]]], [["a", "b", "c"]], [],
+                 [[["a"] * 9999, ["b"] * 9999, ["c"] * 9999]]],
+        "crc32": [None, True, 1.5, "a word", packed["crc32"] + 1, -1],
+        "float64": [None, 5, "", "a word", packed["float64"][:-4], packed["float64"] * 2,
+                    packed["float64"].replace("=", ""), "é" * 24, "A" * 24],
+    }  # fmt: skip
+    name = chance.choice([*pools, "missing", "infinity"])
+    if name == "":
+        packed = chance.choice(pools[name])
+    elif name == "missing":
+        del packed[chance.choice(list(packed))]
+    elif name == "infinity":
+        packed |= {"crc32": zlib.crc32(endless), "float64": base64.b64encode(endless).decode()}
+    else:
+        packed[name] = chance.choice(pools[name])
+    return json.dumps(content | {"packed": packed}).encode()
+
+
 def _shape(chance: random.Random, line: bytes) -> bytes:
     """Write JSON that is neither a reading nor the description of a run."""
     return chance.choice(
@@ -145,6 +180,7 @@ KINDS: dict[str, Callable[[random.Random, bytes], bytes]] = {
     "a number that is none": _constant,
     "a missing field": _missing,
     "nested too deeply": _nested,
+    "a short form that is wrong": _packed,
     "JSON of another shape": _shape,
     "a line that was cut": _cut,
     "two lines in one": _joined,

@@ -31,7 +31,6 @@ def make_app() -> "typer.Typer":
 
     app = typer.Typer(
         help="Look at what geomon recorded of a training run, or scan the checkpoints of a model.",
-        add_completion=False,
         no_args_is_help=True,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,

@@ -62,7 +62,8 @@ def test_the_packages_hold_modules_alone():
         cwd=ROOT, capture_output=True, text=True, check=False,
     ).stdout.split()  # fmt: skip
     kinds = {name for name in listed if not name.endswith((".py", "/README.md"))}
-    assert kinds == {"geomon/py.typed"}
+    page = {f"geomon/show/report/page.{kind}" for kind in ("html", "css", "js")}
+    assert kinds == {"geomon/py.typed", *page}
 
 
 def test_dependencies_say_why():

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from geomon.analysis.phase import Phase, Z, exceeds_errors, find_phase, robust_errors
-from geomon.record import Reading, tags
+from geomon.record import Reading, Readings, tags
 
 
 @dataclass(frozen=True)
@@ -113,16 +113,17 @@ def mean_abs_over_heads(readings: Iterable[Reading], metric: str) -> Curve:
         readings: Readings of a run.
         metric: Name of a metric with values of heads.
     """
+    selected = Readings([], single_source(readings))
+    names = [
+        name
+        for name in selected.tags()
+        if name.startswith(f"{metric}/layer_")
+        and (parsed := tags.parse(name)) is not None
+        and parsed.head is not None
+    ]
     steps, means = [], []
-    for reading in single_source(readings):
-        sizes = [
-            abs(value)
-            for tag, value in reading.values.items()
-            if tag.startswith(f"{metric}/layer_")
-            and math.isfinite(value)
-            and (parsed := tags.parse(tag)) is not None
-            and parsed.head is not None
-        ]
+    for reading, row in zip(selected, selected.table(names), strict=True):
+        sizes = [abs(value) for value in row.tolist() if math.isfinite(value)]
         if sizes:
             steps.append(reading.step)
             means.append(statistics.fmean(sizes))

@@ -12,6 +12,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from html import escape
 from typing import Any
 
 import numpy as np
@@ -93,6 +94,10 @@ class Phase:
         if self.name == "steady":
             return "steady within its errors"
         return "too few readings to tell" if self.name == "unknown" else self.name
+
+    def _repr_html_(self) -> str:
+        """Show the phase in words in a notebook."""
+        return f"<p><b>{escape(self.name)}</b>: {escape(self.words() + self.span())}</p>"
 
     def span(self) -> str:
         """Format the steps between which the peak lies; "" where that is one step or unknown.

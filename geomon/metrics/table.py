@@ -5,7 +5,7 @@ A metric is a function whose required parameter names say which views it reads
 "" is the value itself.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -314,18 +314,26 @@ MORE_METRICS: dict[str, Metric] = {
 }
 
 
-def check_metrics(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-    """A copy of `metrics` after checking every name and every view that it asks for.
+def check_metrics(metrics: Mapping[str, Metric] | Sequence[str]) -> dict[str, Metric]:
+    """A dict of `metrics` after checking every name and every view that it asks for.
+
+    Args:
+        metrics: Functions by name, or names of metrics as `select` takes them.
 
     Raises:
-        ValueError: No metric at all, a name that cannot be a tag, or an unknown view.
-        TypeError: Not a mapping from names to functions.
+        ValueError: No metric at all, a name that cannot be a tag or is none of a metric, or an
+            unknown view.
+        TypeError: Neither a mapping from names to functions nor a sequence of names.
     """
+    named = isinstance(metrics, Sequence) and not isinstance(metrics, str)
+    if named and all(isinstance(name, str) for name in metrics):
+        metrics = select(*metrics)
     if not isinstance(metrics, Mapping):
+        advice = f" (write [{metrics!r}])" if isinstance(metrics, str) else ""
         raise TypeError(
-            f"metrics is a dict from names to functions, got {type(metrics).__name__}: "
-            'choose by name with select("anisotropy", "twonn"), or add your own with '
-            'METRICS | {"name": function}'
+            "metrics is a dict from names to functions, or a list of names, got "
+            f"{type(metrics).__name__}{advice}: choose by name, "
+            '["anisotropy", "twonn"], or add your own with METRICS | {"name": function}'
         )
     if not metrics:
         raise ValueError("metrics is empty: give at least one, or leave the default, METRICS")

@@ -12,11 +12,13 @@ import platform
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from html import escape
 from importlib.metadata import version
-from typing import Any, SupportsIndex, Unpack
+from pathlib import Path
+from typing import Any, Self, SupportsIndex, Unpack
 
 import torch
 from torch import nn
@@ -46,7 +48,8 @@ from geomon.monitor.output import ReadingWriter, Warnings
 from geomon.monitor.planner import ReadingPlanner
 from geomon.monitor.reactions import Reactions
 from geomon.monitor.schedule import Schedule, first_steps
-from geomon.record import Record, read, tags
+from geomon.record import Reading, Readings, Record, read, tags
+from geomon.record.printable import printable
 
 _NOTHING = nullcontext()  # what a step that is not due gets
 
@@ -64,8 +67,11 @@ class Monitor:
         self._options = options = check_options(options, type(self).__name__)
         self._model = model
         self._anatomy = find_anatomy(model, options["blocks"])
+        metrics, schedule = options["metrics"], options["schedule"]
+        assert isinstance(metrics, Mapping)  # of what is checked
+        assert callable(schedule)
         self._evaluator = Evaluator(
-            options["metrics"], options["batches"], options["strict"],
+            metrics, options["batches"], options["strict"],
             keeps_arrays=options["arrays"] and options["directory"] is not None,
         )  # fmt: skip
         self._views = self._evaluator.views
@@ -90,7 +96,7 @@ class Monitor:
         )
         self._record = record
         self._planner = ReadingPlanner(
-            _guard_schedule(options["schedule"], self._warnings, strict=options["strict"]),
+            _guard_schedule(schedule, self._warnings, strict=options["strict"]),
             self._budget, self._group, source=self._source,
             layers=len(self._anatomy.blocks) + 1,
         )  # fmt: skip
@@ -104,6 +110,7 @@ class Monitor:
         self._finished: deque[ReadingJob] = deque()  # those of them that are measured
         self._entered: int | None = None  # the step whose `with` is open, where inputs are probed
         self._published: int | None = None  # step of the last reading that has been
+        self._latest: Reading | None = None  # that reading, with what it has been written with
         # The last readings of the monitor's own inputs (a sweep hands it on from one monitor to the
         # next), and of those that are given to `probe`. A function of the model may run it on other
         # inputs each time.
@@ -266,6 +273,43 @@ class Monitor:
         self._read(
             number, "probe", capture, began=time.perf_counter(), copies=copies, history=history
         )
+
+    def __enter__(self) -> Self:
+        """Return the monitor, which is closed at the end of the `with`."""
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        """Close the monitor, however the `with` ends."""
+        self.close()
+
+    def __repr__(self) -> str:
+        options = self._options
+        parts = [
+            type(self._model).__name__,
+            f"{len(self._anatomy.blocks)} blocks",
+            f"{len(options['metrics'])} metrics",
+            f"schedule={options['schedule']!r}",
+            "no record" if self.path is None else f"record={str(self.path)!r}",
+            "nothing read yet" if self._latest is None else f"last step {self._latest.step:,}",
+        ]
+        return printable(f"Monitor({', '.join(parts)})")
+
+    def _repr_html_(self) -> str:
+        """Show what has been recorded so far in a notebook."""
+        recorded = Readings([], [] if self._latest is None else [self._latest])
+        if self.path is not None and self.path.is_file():
+            recorded = read(self.path)
+        return f"<p>{escape(repr(self))}</p>{recorded._repr_html_()}"
+
+    @property
+    def latest(self) -> Reading | None:
+        """The last reading that was recorded; None before the first, and on other ranks."""
+        return self._latest
+
+    @property
+    def path(self) -> Path | None:
+        """Path of the record; None where nothing is recorded, and on other ranks."""
+        return None if self._record is None else self._record.path
 
     def close(self) -> None:
         """Finish what is being measured, and close record and sinks; may be called more than once.
@@ -566,6 +610,7 @@ class Monitor:
         for note in notes:
             self._warnings.warn(note.text, kind=note.kind)
         reading = replace(reading, notes=[note.text for note in notes])
+        self._latest = reading
         self._writer.write(reading, job.arrays)
         self._budget.spend(time.perf_counter() - began)
         self._reactions.call(reading)
@@ -606,8 +651,10 @@ class Monitor:
     def _join_ranks(self) -> RankGroup:
         """The ranks, connected if all were built with the same options; a collective."""
         options = self._options
+        schedule = options["schedule"]
+        assert callable(schedule)  # of what is checked
         compared = {
-            "schedule": first_steps(options["schedule"]),
+            "schedule": first_steps(schedule),
             "metrics": list(options["metrics"]),
             "probe": options["probe"] is not None,
             "layers": [block.name for block in self._anatomy.blocks],

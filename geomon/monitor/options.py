@@ -32,10 +32,12 @@ class MonitorOptions(TypedDict, total=False):
     """The keyword arguments of a monitor.
 
     Args:
-        metrics: Metrics to measure: a dict from a name to a function of views. `METRICS` are all
-            that geomon measures by default; `select` chooses some by name.
-        schedule: Function from a step to whether a reading is due; None for `log_spaced()`. Step 0
-            always is due. A step that is due and that training jumps over is read at the next one.
+        metrics: Metrics to measure: a dict from a name to a function of views, or a list of names,
+            ["twonn", "anisotropy"]. `METRICS` are all that geomon measures by default; `select`
+            makes a dict of some by name.
+        schedule: Function from a step to whether a reading is due, or a number of steps, 100 for
+            `every(100)`; None for `log_spaced()`. Step 0 always is due. A step that is due and that
+            training jumps over is read at the next one.
         tokens: Number of rows of hidden states in one split of the estimate.
         batches: Largest number of splits, from which the deviation of each estimate is computed.
         probe: Fixed inputs. At due steps they are passed through the model in an extra pass, in
@@ -101,8 +103,8 @@ class MonitorOptions(TypedDict, total=False):
             written.
     """
 
-    metrics: Mapping[str, Metric]
-    schedule: Schedule | None
+    metrics: Mapping[str, Metric] | Sequence[str]
+    schedule: Schedule | int | None
     tokens: int
     batches: int
     probe: Any
@@ -210,7 +212,7 @@ def check_callback_options(options: CallbackOptions, owner: str) -> CallbackOpti
     """
     given = cast("CallbackOptions", {**CALLBACK_DEFAULTS, **options})
     checked = _check(given, CALLBACK_DEFAULTS, owner)
-    checked["detail"] = _check_detail(checked["detail"], checked["metrics"])
+    checked["detail"] = _check_detail(checked["detail"], list(checked["metrics"]))
     return checked
 
 
@@ -311,7 +313,7 @@ def check_budget(share: Any) -> float | None:
     return value
 
 
-def _check_detail(detail: Detail, metrics: Mapping[str, Metric]) -> Detail:
+def _check_detail(detail: Detail, metrics: Sequence[str]) -> Detail:
     """The detail of charts, checked: the metrics that it names are measured."""
     detail = check_detail(detail)
     unknown = [] if isinstance(detail, str) else [name for name in detail if name not in metrics]

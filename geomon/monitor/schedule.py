@@ -75,16 +75,21 @@ class log_spaced:  # noqa: N801
         return near or (wide and step % self.at_most == 0)
 
 
-def check_schedule(schedule: Schedule) -> Schedule:
-    """Give `schedule` back after seeing it fire.
+def check_schedule(schedule: Schedule | int) -> Schedule:
+    """Give a schedule back after seeing it fire; a number of steps as the schedule `every`.
+
+    Args:
+        schedule: Function from a step to whether a reading is due, or a number of steps.
 
     Raises:
         ValueError: It fires at none of the first steps, or does not take a step.
     """
+    if isinstance(schedule, int) and not isinstance(schedule, bool) and schedule > 0:
+        schedule = every(schedule)
     if not callable(schedule):
         raise ValueError(
             f"schedule is {schedule!r}: expected a function from a step to a bool, such as "
-            "every(100) or log_spaced()"
+            "every(100) or log_spaced(), or a number of steps, 1 or more"
         )
     if not any(schedule(step) for step in range(_HORIZON + 1)):
         raise ValueError(

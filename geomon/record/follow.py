@@ -48,18 +48,15 @@ class Follower:
             self._lines, self._check = 0, SequenceCheck()
         if status.st_size == self._offset:
             return []
+        new: list[Reading] = []
         with self.path.open("rb") as file:
             file.seek(self._offset)
-            content = file.read()
-        end = content.rfind(b"\n") + 1
-        if len(content) - end > MAX_LINE:
-            end = len(content)  # refused as too long
-        lines = content[:end].split(b"\n")
-        lines = lines if lines[-1] else lines[:-1]
-        parsed = list(parse_lines(lines, self.path, self._check, first=self._lines + 1))
-        new = [item for item in parsed if isinstance(item, Reading)]
-        self._offset += end
-        self._lines += len(lines)
+            # A line at a time: a record that grew for long is larger than the memory for it.
+            while (line := file.readline(MAX_LINE + 1)).endswith(b"\n") or len(line) > MAX_LINE:
+                parsed = parse_lines([line], self.path, self._check, first=self._lines + 1)
+                new += [item for item in parsed if isinstance(item, Reading)]
+                self._offset += len(line)
+                self._lines += 1
         new = Readings([], new).of_stack(self._stack).readings if new else new
         self.readings += new
         return new

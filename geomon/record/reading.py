@@ -1,16 +1,33 @@
 """A reading holds the values measured at one step; readings, those of a whole run."""
 
+import difflib
+import functools
 import json
 import math
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from html import escape
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
+import numpy as np
 from numpy.typing import NDArray
 
 from geomon.record import tags
 from geomon.record.arrays import ArrayFolder
+from geomon.record.columns import (
+    Layout,
+    Values,
+    distinct_layouts,
+    layout_of,
+    read_values,
+    write_values,
+)
+from geomon.record.printable import printable
+
+if TYPE_CHECKING:
+    import pandas
 
 
 @dataclass(frozen=True)
@@ -42,6 +59,22 @@ class Reading:
     values: Mapping[str, float]
     notes: list[str] = field(default_factory=list)
 
+    def __repr__(self) -> str:
+        notes = f", {len(self.notes)} note{'s' * (len(self.notes) != 1)}" if self.notes else ""
+        return f"Reading(step {self.step:,}, {self.source}, {len(self.values):,} values{notes})"
+
+    def _repr_html_(self) -> str:
+        """Show the headline values and the notes in a notebook."""
+        from geomon.record.headline import HEADLINES, Charts, headline_tag
+
+        words = {headline_tag(headline.name): headline.words for headline in HEADLINES}
+        rows = "".join(
+            f"<tr><td>{escape(words.get(tag, tag))}</td><td>{value:.4g}</td></tr>"
+            for tag, value in Charts().headlines(self).items()
+        )
+        notes = "".join(f"<li>{escape(printable(note))}</li>" for note in self.notes)
+        return f"<p>{escape(repr(self))}</p><table>{rows}</table><ul>{notes}</ul>"
+
     def charted(self) -> dict[str, float]:
         """Select what charts can show of all layers: no NaN, no single heads.
 
@@ -58,12 +91,13 @@ class Reading:
         return layers_of(self.values, metric)
 
     def line(self) -> str:
-        """Format the reading as one line of JSON; a value that is not finite becomes null."""
-        content = asdict(self)
-        content["values"] = {
-            tag: value if math.isfinite(value) else None for tag, value in self.values.items()
-        }
-        return json.dumps(content, allow_nan=False)
+        """Format the reading as one line of JSON; a value that is not finite becomes null.
+
+        With thousands of values those of the layers stand there in a short form (see
+        `geomon.record.columns`).
+        """
+        content = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return json.dumps(content | write_values(self.values), allow_nan=False)
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Reading":
@@ -78,10 +112,7 @@ class Reading:
         _check_fields(content)
         fields = {name: content[name] for name in cls.__dataclass_fields__ if name in content}
         fields["time"], fields["seconds"] = float(content["time"]), float(content["seconds"])
-        fields["values"] = {
-            tag: math.nan if value is None else float(value)
-            for tag, value in content["values"].items()
-        }
+        fields["values"] = read_values(content)
         return cls(**fields)
 
 
@@ -137,6 +168,20 @@ def _check_fields(content: object) -> None:
             raise ValueError(f"'{name}' is {reprlib.repr(content[name])}, expected {expected}")
 
 
+class Series(NamedTuple):
+    """Values of a tag over training.
+
+    Attributes:
+        steps: Training steps, ascending.
+        values: Values, one for each step.
+        margins: Half widths of their 95 % intervals; NaN where unknown.
+    """
+
+    steps: list[int]
+    values: list[float]
+    margins: list[float]
+
+
 @dataclass(frozen=True)
 class Readings:
     """Sequence of the readings of a run.
@@ -160,8 +205,64 @@ class Readings:
     def __iter__(self) -> Iterator[Reading]:
         return iter(self.readings)
 
-    def __getitem__(self, index: int) -> Reading:
-        return self.readings[index]
+    @overload
+    def __getitem__(self, key: int) -> Reading: ...
+
+    @overload
+    def __getitem__(self, key: str) -> Series: ...
+
+    def __getitem__(self, key: int | str) -> Reading | Series:
+        """Return the reading at an index, or the curve of a tag.
+
+        Args:
+            key: Index of a reading, or name of a value: "twonn/mean".
+
+        Raises:
+            IndexError: There is no such reading.
+            KeyError: No reading has a value of that name.
+        """
+        if not isinstance(key, str):
+            return self.readings[key]
+        steps, values = self.series(key)
+        known = () if steps else self.tags()
+        if not steps and key not in known:
+            close = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
+            advice = f": did you mean {' or '.join(map(repr, close))}?" if close else ""
+            raise KeyError(f"no reading has a value called {key!r}{advice}")
+        widths = dict(zip(*self.series(f"{key}/{tags.margin_part()}"), strict=True))
+        return Series(steps, values, [widths.get(step, math.nan) for step in steps])
+
+    def __repr__(self) -> str:
+        if not self.readings:
+            return "Readings(none yet)"
+        steps = [reading.step for reading in self]
+        model = f"{self.runs[-1]['model']}, " if self.runs and "model" in self.runs[-1] else ""
+        count = f"{len(self):,} reading{'s' * (len(self) != 1)}"
+        tags_of_all = f"{len(self.tags()):,} tags"
+        return printable(
+            f"Readings({model}{count}, steps {min(steps):,} to {max(steps):,}, {tags_of_all})"
+        )
+
+    def _repr_html_(self) -> str:
+        """Show the run in words and in a picture in a notebook."""
+        # Pages know of records, and not the other way round: this one is looked for by its name,
+        # when a notebook asks for it.
+        return str(import_module("geomon.show.notebook").html_of(self))
+
+    def to_pandas(self) -> "pandas.DataFrame":
+        """Build a data frame with a row for each value.
+
+        Returns:
+            Columns step, source, metric, stack, layer, head, part and value; layer and head are
+            missing where a value is of none. What is no metric stands under its group: metric
+            "training" and part "loss", say.
+
+        Raises:
+            ImportError: pandas is missing.
+        """
+        from geomon.record.export import to_pandas
+
+        return to_pandas(self)
 
     def remarks(self) -> list[str]:
         """List what a page says before it shows the run, in sentences; mostly nothing."""
@@ -196,7 +297,8 @@ class Readings:
 
     def tags(self) -> list[str]:
         """List all tags, in order of first appearance."""
-        return list(dict.fromkeys(tag for reading in self for tag in reading.values))
+        layouts = distinct_layouts(reading.values for reading in self)
+        return list(dict.fromkeys(tag for names in layouts for tag in names))
 
     def series(self, tag: str) -> tuple[list[int], list[float]]:
         """Collect the steps and values of a tag, steps ascending, without missing values.
@@ -213,6 +315,22 @@ class Readings:
             if not math.isnan(reading.values.get(tag, math.nan))
         )
         return [step for step, _ in points], [value for _, value in points]
+
+    def table(self, names: Sequence[str]) -> NDArray[np.float64]:
+        """Arrange values as a table: a row for each reading, in order, a column for each tag.
+
+        Args:
+            names: Tags.
+
+        Returns:
+            Values, float64 [readings, tags]; NaN where a reading has none.
+        """
+        table = np.full((len(self), len(names)), np.nan)
+        for row, reading in zip(table, self, strict=True):
+            values = Values.of(reading.values)
+            columns, positions = values.layout.positions(tuple(names))
+            row[columns] = values.array[positions]
+        return table
 
     def layers(self, metric: str) -> list[int]:
         """List the layers for which any reading has tags of the metric, ascending."""
@@ -301,10 +419,18 @@ def main_stack(names: Iterable[str]) -> str:
 
 
 def _select_stack(reading: Reading, stack: str, names: list[str]) -> Reading:
-    split = {tag: tags.out_of_stack(tag, names) for tag in reading.values}
+    values = Values.of(reading.values)
+    positions, layout = _of_stack(values.layout, stack, tuple(names))
+    return replace(reading, values=values.select(positions, layout))
+
+
+@functools.lru_cache(maxsize=256)
+def _of_stack(layout: Layout, stack: str, names: tuple[str, ...]) -> tuple[list[int], Layout]:
+    """Positions of the values of a stack, and their tags without its name."""
+    split = [tags.out_of_stack(tag, names) for tag in layout.tags]
     selected = {
-        plain: reading.values[tag]
-        for tag, (own, plain) in split.items()
+        plain: position
+        for position, (tag, (own, plain)) in enumerate(zip(layout.tags, split, strict=True))
         if own == stack or tags.is_of_run(tag)
     }
-    return replace(reading, values=selected)
+    return list(selected.values()), layout_of(tuple(selected))

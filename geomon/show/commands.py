@@ -32,6 +32,7 @@ def add_commands(app: "typer.Typer") -> None:
     import typer
 
     folder = typer.Argument(help=f"Folder of a run, with its {FILE_NAME} in it.", metavar="DIR")
+    folders = typer.Argument(help="Folders of runs.", metavar="DIR...")
     one_stack = typer.Option(
         help="Of a model with several stacks, the one to show: encoder, decoder."
     )
@@ -85,6 +86,33 @@ def add_commands(app: "typer.Typer") -> None:
             )
             for line in figures:
                 typer.echo(printable(line))
+
+    @app.command()
+    def report(
+        directories: Annotated[list[Path], folders],
+        out: Annotated[Path, typer.Option("--out", "-o", help="Where to write.")] = Path(
+            "report.html"
+        ),
+        stack: Annotated[str | None, one_stack] = None,
+    ) -> None:
+        """Write a page on one run or several that works without network: report.html."""
+        with exit_on_bad_input():
+            from geomon.show.report import load_runs, write_report
+
+            path = write_report(load_runs(directories, stack), out)
+            size = path.stat().st_size / 1e6
+            typer.echo(printable(f"wrote {path} ({size:.1f} MB): open it in a browser"))
+
+    @app.command()
+    def export(
+        directory: Annotated[Path, folder],
+        out: Annotated[Path, typer.Option("--out", "-o", help="File: .csv or .parquet.")],
+    ) -> None:
+        """Write all values of a run to a table, a row for each: CSV or Parquet."""
+        with exit_on_bad_input():
+            from geomon.record.export import export as write
+
+            typer.echo(printable(f"wrote {write(read(directory), out)}"))
 
     @app.command()
     def summary(

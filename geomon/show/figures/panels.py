@@ -292,7 +292,7 @@ def draw_heads_over_training(
     selected = single_source(readings)
     steps = [reading.step for reading in selected]
     layers, count = layers_and_heads(readings.tags(), metric)
-    values = np.stack([head_table(reading, metric, layers, count) for reading in selected])
+    values = head_tables(selected, metric, layers, count)
     many = len(layers) * count > 64
     style: Style = {"lw": 0.6 if many else 1.0, "alpha": 0.4 if many else 0.75}
     style |= {"marker": "o", "ms": 3} if len(steps) == 1 else {}
@@ -507,12 +507,24 @@ def head_table(
         layers: Numbers of the layers.
         count: Number of heads.
     """
+    return head_tables([reading], metric, layers, count)[0]
+
+
+def head_tables(
+    readings: Sequence[Reading], metric: str, layers: Sequence[int], count: int
+) -> NDArray[np.float64]:
+    """Arrange the values of heads in tables [readings, layers, heads]; NaN where there is none.
+
+    Args:
+        readings: Readings with the values.
+        metric: Name of the metric.
+        layers: Numbers of the layers.
+        count: Number of heads.
+    """
     heads = [tags.head_part(head) for head in range(count)]
-    rows = [
-        [reading.values.get(tags.layer_tag(metric, layer, head), math.nan) for head in heads]
-        for layer in layers
-    ]
-    return np.array(rows, dtype=float).reshape(len(layers), count)
+    names = [tags.layer_tag(metric, layer, head) for layer in layers for head in heads]
+    table = Readings([], list(readings)).table(names)
+    return table.reshape(len(readings), len(layers), count)
 
 
 def colour_range(

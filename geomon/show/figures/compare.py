@@ -1,0 +1,85 @@
+"""The figure of two runs: their dimension over steps, and their differences with intervals."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from geomon.analysis import curve_of
+from geomon.analysis.compare import Difference
+from geomon.record import Readings, tags
+from geomon.show.figures import panels
+
+# Blue and vermillion of Okabe and Ito, and a grey.
+_COLOURS, _GREY = ("#0072B2", "#D55E00"), "#767676"
+_MOST = 24  # differences that are drawn: the largest against their errors
+
+
+def compare_figure(
+    runs: tuple[Readings, Readings], names: tuple[str, str], differences: Sequence[Difference]
+) -> Figure:
+    """Draw two runs: the dimension over training, and the differences that have an interval.
+
+    Args:
+        runs: Readings of the two runs.
+        names: Names of the runs.
+        differences: What `geomon.analysis.compare.compare` found.
+    """
+    drawn = [each for each in differences if math.isfinite(each.margin) and each.first]
+    drawn = sorted(drawn, key=lambda each: -abs(each.change) / each.margin)[:_MOST][::-1]
+    figure = Figure(figsize=(12.5, max(4.2, 1.2 + 0.26 * len(drawn))), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(1, 1.1))
+    _draw_dimension(left, runs, names)
+    if drawn:
+        _draw_differences(right, drawn, names)
+    else:
+        panels.show_message(right, "no difference whose error is known")
+    return figure
+
+
+def _draw_dimension(panel: Any, runs: tuple[Readings, Readings], names: tuple[str, str]) -> None:
+    tag = tags.mean_tag("twonn")
+    curves = [curve_of(run, tag) for run in runs]
+    if not any(map(len, curves)):
+        panels.show_message(panel, "twonn: not measured")
+        return
+    for curve, name, colour in zip(curves, names, _COLOURS, strict=True):
+        if not len(curve):
+            continue
+        panel.plot(curve.steps, curve.values, color=colour, lw=2, label=name)
+        pairs = list(zip(curve.values, curve.margins, strict=True))
+        low, high = [v - m for v, m in pairs], [v + m for v, m in pairs]
+        panel.fill_between(curve.steps, low, high, color=colour, alpha=0.2, lw=0)
+    panel.set_xscale("symlog", linthresh=1)
+    panel.set_ylim(bottom=0)
+    panel.set_xlabel("training step (logarithmic)")
+    panel.set_ylabel("intrinsic dimension, twonn (band: 95 % interval)")
+    panel.grid(axis="y", color="#E6E6E6", lw=0.7)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.legend(frameon=False, loc="lower right")
+
+
+def _draw_differences(panel: Any, drawn: Sequence[Difference], names: tuple[str, str]) -> None:
+    for row, each in enumerate(drawn):
+        share, width = 100 * each.change / abs(each.first), 100 * each.margin / abs(each.first)
+        beyond = each.verdict in ("higher", "lower")
+        colour = _COLOURS[each.change > 0] if beyond else _GREY
+        panel.errorbar(
+            share, row, xerr=width, fmt="o", color=colour, ms=5, capsize=2.5, lw=1.4,
+            mfc=colour if beyond else "white",
+        )  # fmt: skip
+    panel.axvline(0, color=_GREY, lw=0.9)
+    panel.set_yticks(range(len(drawn)), labels=[each.tag for each in drawn], fontsize=8.5)
+    panel.set_ylim(-0.7, len(drawn) - 0.3)
+    steps = sorted({each.step for each in drawn})
+    at = f"step {steps[0]:,}" if len(steps) == 1 else f"steps {steps[0]:,} to {steps[-1]:,}"
+    panel.set_xlabel(
+        f"{names[1]} minus {names[0]}, % of {names[0]}, at {at}\n"
+        "(bars: 95 % interval over other sequences; filled: beyond it)"
+    )
+    panel.grid(axis="x", color="#E6E6E6", lw=0.7)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+__all__ = ["compare_figure"]

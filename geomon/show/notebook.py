@@ -1,0 +1,40 @@
+"""Runs in notebooks: their words and their picture, as HTML."""
+
+import base64
+import io
+from html import escape
+
+from geomon.analysis import summarise
+from geomon.record import Readings
+from geomon.record.printable import printable
+
+_PIXELS_PER_INCH = 80
+
+
+def html_of(readings: Readings) -> str:
+    """Build the summary and the picture of a run; the summary alone where matplotlib is missing.
+
+    Args:
+        readings: Readings of a run.
+    """
+    heading = f"<p><b>{escape(repr(readings))}</b></p>"
+    if not len(readings):
+        return heading
+    main = readings.of_stack()
+    words = "".join(f"<li>{escape(printable(text))}</li>" for text in summarise(main))
+    return f"{heading}<ul>{words}</ul>{_picture(main)}"
+
+
+def _picture(readings: Readings) -> str:
+    try:
+        from geomon.show.figures import geometry_figure
+    except ImportError:
+        return "<p>The picture needs matplotlib: pip install 'geomon[figures]'</p>"
+    file = io.BytesIO()
+    geometry_figure(readings).savefig(file, format="png", dpi=_PIXELS_PER_INCH)
+    data = base64.b64encode(file.getvalue()).decode()
+    source = f"data:image/png;base64,{data}"
+    return f'<img alt="geometry of the run" style="max-width: 100%" src="{source}">'
+
+
+__all__ = ["html_of"]

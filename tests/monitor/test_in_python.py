@@ -1,0 +1,88 @@
+"""What people type and see: names in place of functions, `with Monitor(...)`, one-line reprs."""
+
+import pytest
+import torch
+from torch import nn
+
+from geomon import Monitor, every, read
+from geomon.analysis import Phase
+from geomon.metrics import check_metrics
+from geomon.monitor.schedule import check_schedule
+
+
+def model():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 16, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+def test_metrics_by_name_and_a_schedule_by_number(tmp_path):
+    batch = torch.randn(4, 16, 16)
+    watched = model()
+    with Monitor(
+        watched, metrics=["cosine", "anisotropy"], schedule=2, tokens=64, directory=tmp_path
+    ) as monitor:
+        assert monitor.latest is None
+        assert "nothing read yet" in repr(monitor)
+        for step in range(5):
+            with monitor(step):
+                watched(batch)
+        assert monitor.latest.step == 4
+        assert monitor.path == tmp_path / "readings.jsonl"
+        text = repr(monitor)
+        page = monitor._repr_html_()
+    assert text == (
+        f"Monitor(TransformerEncoder, 2 blocks, 2 metrics, schedule=every(steps=2), "
+        f"record={str(monitor.path)!r}, last step 4)"
+    )
+    assert "3 readings, steps 0 to 4" in page
+    recorded = read(tmp_path)
+    assert [reading.step for reading in recorded] == [0, 2, 4]
+    assert recorded[-1].values == monitor.latest.values
+    assert recorded.runs[0]["metrics"] == ["cosine", "anisotropy"]
+    assert recorded.runs[0]["schedule"] == "every(steps=2)"
+
+
+def test_the_monitor_is_closed_whatever_ends_the_with(tmp_path):
+    closed = []
+
+    class Sink:
+        def write(self, reading):
+            pass
+
+        def close(self):
+            closed.append(True)
+
+    with pytest.raises(RuntimeError, match="mine"):  # noqa: SIM117
+        with Monitor(model(), metrics=["cosine"], directory=None, sinks=[Sink()]) as monitor:
+            raise RuntimeError("mine")
+    assert closed
+    assert monitor.path is None
+    assert "no record" in repr(monitor)
+
+
+def test_a_number_of_steps_is_the_schedule_every():
+    assert check_schedule(100) == every(100)
+    for wrong in (0, -1, True, 1.5, "100"):
+        with pytest.raises(ValueError, match="number of steps"):
+            check_schedule(wrong)
+
+
+def test_names_of_metrics_are_checked():
+    assert list(check_metrics(("twonn", "cosine"))) == ["twonn", "cosine"]
+    with pytest.raises(ValueError, match="no metric is called 'twon'"):
+        check_metrics(["twon"])
+    with pytest.raises(TypeError, match=r"write \['twonn'\]"):
+        check_metrics("twonn")
+    with pytest.raises(ValueError, match="metrics is empty"):
+        check_metrics([])
+    with pytest.raises(TypeError, match="a list of names"):
+        check_metrics(["twonn", 3])
+
+
+def test_a_phase_is_words_in_a_notebook():
+    phase = Phase("peak", 128, 7.4, 0.0, 64, 256)
+    assert phase._repr_html_() == (
+        "<p><b>peak</b>: at its peak so far, 7.4 at step 128 (between 64 and 256)</p>"
+    )
+    assert "\n" not in repr(phase)

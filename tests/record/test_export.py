@@ -1,0 +1,164 @@
+import csv
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from geomon.cli import make_app
+from geomon.record import FILE_NAME, Reading, Readings, export, tags
+
+
+def reading(step, values, source="probe"):
+    return Reading(step, 1.0, 0.5, source, "eval", 64, 1, "float32", values)
+
+
+@pytest.fixture
+def run():
+    first = {
+        "twonn/layer_01": 0.1, "twonn/layer_01/margin": 1e-300, "twonn/mean": math.nan,
+        "qk_cosine/encoder_layer_02/head_3": -0.25, "gride/mean/k32": 6.0,
+        "anisotropy/null": 0.5, "geomon/seconds": 1.5, "training/val/loss": 3.0,
+    }  # fmt: skip
+    return Readings([], [reading(0, first), reading(8, {"twonn/mean": 7.0}, "inline")])
+
+
+EXPECTED = [
+    (0, "probe", "twonn", "", 1, None, "", 0.1),
+    (0, "probe", "twonn", "", 1, None, "margin", 1e-300),
+    (0, "probe", "twonn", "", None, None, "", None),
+    (0, "probe", "qk_cosine", "encoder", 2, 3, "", -0.25),
+    (0, "probe", "gride", "", None, None, "k32", 6.0),
+    (0, "probe", "anisotropy", "", None, None, "null", 0.5),
+    (0, "probe", "geomon", "", None, None, "seconds", 1.5),
+    (0, "probe", "training", "", None, None, "val/loss", 3.0),
+    (8, "inline", "twonn", "", None, None, "", 7.0),
+]
+
+
+def missing_as_none(frame):
+    rows = frame.astype(object).itertuples(index=False, name=None)
+    import pandas
+
+    return [tuple(None if pandas.isna(x) else x for x in row) for row in rows]
+
+
+def test_a_data_frame_has_a_row_for_each_value(run):
+    frame = run.to_pandas()
+    assert tuple(frame.columns) == export.COLUMNS
+    assert missing_as_none(frame) == EXPECTED
+    heads = frame[(frame.metric == "qk_cosine") & (frame["head"] == 3)]
+    assert heads.value.item() == -0.25
+    assert len(Readings([], []).to_pandas()) == 0
+
+
+def test_parquet_and_csv_hold_the_same_to_the_last_bit(run, tmp_path, monkeypatch):
+    import pandas
+
+    monkeypatch.setattr(export, "_ROWS", 4)
+    table = pandas.read_parquet(export.export(run, tmp_path / "new" / "values.parquet"))
+    assert missing_as_none(table) == EXPECTED
+    with export.export(run, tmp_path / "values.csv").open(newline="") as file:
+        rows = list(csv.reader(file))
+    assert tuple(rows[0]) == export.COLUMNS
+    texts = [["" if x is None else str(x) for x in row] for row in EXPECTED]
+    assert rows[1:] == texts
+    assert [float(row[-1]) for row in rows[1:] if row[-1]] == [r[-1] for r in EXPECTED if r[-1]]
+
+
+def test_a_run_is_written_in_parts_and_nothing_is_lost(make_readings, tmp_path, monkeypatch):
+    import pandas
+
+    readings = make_readings()
+    monkeypatch.setattr(export, "_ROWS", 100)
+    frame = pandas.read_parquet(export.export(readings, tmp_path / "values.parquet"))
+    assert len(frame) == sum(len(each.values) for each in readings)
+    pandas.testing.assert_frame_equal(
+        frame.astype(object).fillna(-1), readings.to_pandas().astype(object).fillna(-1)
+    )
+
+
+def test_the_command_writes_a_table(make_readings, tmp_path):
+    lines = [each.line() for each in make_readings()]
+    (tmp_path / FILE_NAME).write_text("\n".join(lines) + "\n")
+    out = tmp_path / "values.csv"
+    result = CliRunner().invoke(make_app(), ["export", str(tmp_path), "-o", str(out)])
+    assert result.stdout == f"wrote {out}\n"
+    assert len(out.read_text().splitlines()) == 1 + sum(len(r.values) for r in make_readings())
+    for bad, words in ((tmp_path / "a.xlsx", "ends in .csv or .parquet"), (tmp_path, "ends in")):
+        result = CliRunner().invoke(make_app(), ["export", str(tmp_path), "-o", str(bad)])
+        assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+        assert words in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("missing", "call"),
+    [("pandas", "run.to_pandas()"), ("pyarrow", "export(run, 'values.parquet')")],
+)
+def test_a_package_that_is_missing_is_named(missing, call, tmp_path):
+    code = (
+        f"import sys; sys.modules[{missing!r}] = None\n"
+        "from geomon.record import Readings\nfrom geomon.record.export import export\n"
+        f"run = Readings([], [])\ntry: {call}\nexcept ImportError as error: print(error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert "pip install 'geomon[export]'" in done.stdout
+
+
+def test_a_tag_gives_its_curve(make_readings):
+    readings = make_readings()
+    curve = readings["twonn/mean"]
+    assert (curve.steps, curve.values) == readings.series("twonn/mean")
+    assert curve.margins == [0.1] * len(readings)
+    assert all(map(math.isnan, readings["gride/mean/k1"].margins))
+    assert readings[-1].step == 1500
+    never = Readings([], [reading(0, {"a/mean": math.nan})])
+    assert never["a/mean"].steps == []
+
+
+@pytest.mark.parametrize(
+    ("tag", "advice"),
+    [("twon/mean", "did you mean 'twonn/mean'"), ("twonn", "did you mean"), ("\x00", "no reading")],
+)
+def test_an_unknown_tag_names_those_that_are_close(make_readings, tag, advice):
+    with pytest.raises(KeyError, match=advice):
+        make_readings()[tag]
+
+
+def test_readings_are_one_line_and_a_page_in_a_notebook(make_readings):
+    readings = make_readings(notes=["<b>few rows</b>"])
+    assert repr(readings) == (
+        f"Readings(Synthetic, 9 readings, steps 0 to 1,500, {len(readings.tags())} tags)"
+    )
+    assert repr(readings[1]) == f"Reading(step 16, probe, {len(readings[1].values)} values, 1 note)"
+    assert repr(Readings([], [])) == "Readings(none yet)"
+    page = readings._repr_html_()
+    assert "peak 7.4 at step 256" in page
+    assert 'src="data:image/png;base64,' in page
+    assert "<b>few" not in readings[0]._repr_html_()
+    assert "&lt;b&gt;few rows" in readings[0]._repr_html_()
+    assert "intrinsic dimension by TwoNN, mean" in readings[0]._repr_html_()
+    assert Readings([], [])._repr_html_() == "<p><b>Readings(none yet)</b></p>"
+
+
+def test_names_of_a_record_do_not_act_in_a_notebook(make_readings):
+    attack = "<script>alert(1)</script>"
+    readings = make_readings((0, 16), notes=[attack])
+    odd = [replace(each, source=attack, mode=attack) for each in readings]
+    run = Readings([{"model": attack}], odd)
+    for page in (run._repr_html_(), odd[0]._repr_html_()):
+        assert attack not in page
+        assert "&lt;script&gt;" in page
+
+
+def test_codes_of_a_column_are_those_of_its_names(run):
+    columns = export._columns(run.readings[:1])
+    codes, names = columns["metric"]
+    assert [names[code] for code in codes] == [row[2] for row in EXPECTED[:-1]]
+    assert np.isnan(columns["value"]).sum() == 1
+    assert tags.parse("twonn/mean").layer is None
