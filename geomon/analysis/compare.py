@@ -100,7 +100,7 @@ def _at_last_common(name: str, first: Curve, second: Curve) -> Difference | None
 
 
 def describe_differences(differences: Iterable[Difference], names: tuple[str, str]) -> list[str]:
-    """Describe differences in lines of text, those beyond the errors first.
+    r"""Describe differences in lines of text, those beyond the errors first.
 
     Args:
         differences: What `compare` found.
@@ -108,7 +108,7 @@ def describe_differences(differences: Iterable[Difference], names: tuple[str, st
 
     Example:
         >>> found = [Difference("twonn/mean", 100, 5.0, 6.0, 0.5)]
-        >>> print(*describe_differences(found, ("a", "b")), sep="\\n")
+        >>> print(*describe_differences(found, ("a", "b")), sep="\n")
         b against a, at step 100
         beyond the errors (95 %):
           twonn/mean: 5 -> 6, higher by 1 ± 0.5 (+20 %)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from recipes.claims.collect import Collection, experiment_of
 from recipes.study import Claim
+from recipes.study.claim import Verdict
 
 # Papers in the order in which the page shows them; others follow, by their number.
 PAPERS = {
@@ -22,7 +23,7 @@ PAPERS = {
 _NUMBER = re.compile(r"\d{4}\.\d{4,5}")
 _OTHERS = "Without a paper"
 
-_VERDICTS = ("agrees", "disagrees", "undecided")
+_VERDICTS: tuple[Verdict, ...] = ("agrees", "disagrees", "undecided")
 _HEAD = """# The claims, and what was measured here
 
 Every assertion of a paper that an experiment of this repository decides, one line for each: a

@@ -1,12 +1,14 @@
 """Turning points of curves: where one that fell begins to rise, and the other way round."""
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal
 
 Kind = Literal["peak", "trough"]
 
 
-class TurningPoint(NamedTuple):
+@dataclass(frozen=True)
+class TurningPoint:
     """An extremum that a curve leaves by more than its noise.
 
     Attributes:
