@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, KeysView
 from dataclasses import dataclass
 
 from geomon.analysis.phase import Phase, Z, exceeds_errors, find_phase, robust_errors
@@ -114,16 +114,21 @@ def mean_abs_over_heads(readings: Iterable[Reading], metric: str) -> Curve:
         metric: Name of a metric with values of heads.
     """
     steps, means = [], []
+    names: KeysView[str] | None = None
+    of_heads: list[str] = []
     for reading in single_source(readings):
-        sizes = [
-            abs(value)
-            for tag, value in reading.values.items()
-            if tag.startswith(f"{metric}/layer_")
-            and math.isfinite(value)
-            and (parsed := tags.parse(tag)) is not None
-            and parsed.head is not None
-        ]
+        if reading.values.keys() != names:  # a large model has thousands of tags, mostly the same
+            names = reading.values.keys()
+            of_heads = [tag for tag in names if _is_of_head(tag, metric)]
+        sizes = [abs(v) for tag in of_heads if math.isfinite(v := reading.values[tag])]
         if sizes:
             steps.append(reading.step)
             means.append(statistics.fmean(sizes))
     return Curve(steps, means, [0.0] * len(steps))
+
+
+def _is_of_head(tag: str, metric: str) -> bool:
+    if not tag.startswith(f"{metric}/layer_"):
+        return False
+    parsed = tags.parse(tag)
+    return parsed is not None and parsed.head is not None
