@@ -39,7 +39,10 @@ ONLY = {
     ("metrics", "record"): {"record.tags", "record"},
     ("distributed", "capture"): {"capture.snapshot"},
 }
-OPTIONAL = ("lightning", "transformers", "tensorboard", "wandb", "matplotlib", "rich", "typer")
+OPTIONAL = (
+    "lightning", "transformers", "tensorboard", "wandb", "matplotlib", "rich", "typer", "textual",
+    "plotext",
+)  # fmt: skip
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 USERS = [
