@@ -43,7 +43,7 @@ ONLY = {
 }
 OPTIONAL = (
     "lightning", "transformers", "tensorboard", "wandb", "matplotlib", "rich", "typer", "plotly",
-    "pandas", "pyarrow",
+    "pandas", "pyarrow", "textual", "plotext",
 )  # fmt: skip
 
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -246,6 +246,24 @@ def test_alerts_and_notes_come_newest_first_and_whole_on_a_page(make_readings, t
     run(story)
 
 
+def test_files_are_looked_at_beside_the_keys(make_readings, tmp_path):
+    """By a thread of its own: nothing but the number of pauses bounds how long it may take."""
+    folder = write(tmp_path / "a", make_readings((0, 16)))
+
+    async def story():
+        app = WatchApp([Watched(folder, None, "a")], poll=0.001)
+        async with app.run_test() as pilot:
+            for step in ("step 16", "step 1,500"):
+                for _ in range(5000):
+                    await pilot.pause(0.002)
+                    if step in text(app):
+                        break
+                assert step in text(app)
+                write(folder, make_readings())
+
+    run(story)
+
+
 @pytest.mark.parametrize("key", ["q", "ctrl+c"])
 def test_it_is_left_by_q_and_ctrl_c(make_readings, tmp_path, key):
     async def story():

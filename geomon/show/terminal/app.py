@@ -1,5 +1,6 @@
 """`geomon watch` as an application: runs that are recorded, as charts that keys change."""
 
+import contextlib
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -220,8 +221,9 @@ class WatchApp(App[str]):
         while not self._has_ended.is_set():
             for run in self.choices.runs:
                 look = run.look()
-                if look is not None and not self._has_ended.is_set():
-                    self.call_from_thread(self._take, run, look)
+                if look is not None:
+                    with contextlib.suppress(RuntimeError):  # the application has just ended
+                        self.call_later(self._take, run, look)
             self._has_ended.wait(poll)
 
     def look(self) -> None:

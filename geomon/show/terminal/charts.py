@@ -168,7 +168,7 @@ def _draw(
     plot.xlim(first, last)
     plot.ylim(low, high)
     plot.xticks([mark for mark, _ in marks], [text for _, text in marks])
-    shown = axis_marks(low, high, max(4, rows // 3))
+    shown = axis_marks(low, high, max(3, rows // 2) + 1)
     plot.yticks([mark for mark, _ in shown], [text for _, text in shown])
     plot.xaxes(True, False)
     plot.yaxes(True, False)
@@ -265,7 +265,7 @@ def scale_of(metric: str, lowest: float, highest: float) -> Scale:
         return Scale(-limit, limit)
     if highest <= 1 and not metric.endswith("entropy"):
         return Scale(0.0, 1.0)
-    return Scale(0.0, highest)
+    return Scale(0.0, highest or 1.0)
 
 
 def head_rows(reading: Reading, metric: str) -> tuple[list[int], list[list[float]]]:
@@ -384,13 +384,12 @@ def _legend(scale: Scale, columns: int, *, coloured: bool) -> Text:
 
 def _numbered(layers: Sequence[int], wide: int, left: int) -> str:
     """Write the numbers of layers below their fields, as many as there is room for."""
-    line = " " * left
+    line, end = " " * left, left + len(layers) * wide
     for index, layer in enumerate(layers):
-        start = left + index * wide
         name = str(layer)
-        middle = start + max(0, (wide - len(name)) // 2)
-        if len(line) <= middle and (middle == left or len(line) < middle or index == 0 or wide > 1):
-            line += " " * (middle - len(line)) + name
+        start = left + index * wide + max(0, (wide - len(name)) // 2)
+        if index == 0 or (start > len(line) and start + len(name) <= end):
+            line += " " * (start - len(line)) + name
     return line
 
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 FLAT = 0.02
 # Range of an axis at least, in units of the last printed digit and in typical margins.
 _DIGITS, _MARGINS = 10, 4
-_NICE = (1, 2, 2.5, 5, 10)
+_NICE = (1, 2, 2.5, 5)
 
 
 def number(value: float) -> str:
@@ -115,14 +115,18 @@ def axis_marks(low: float, high: float, count: int) -> list[tuple[float, str]]:
         >>> axis_marks(1.8, 7.6, 4)
         [(2.0, '2'), (4.0, '4'), (6.0, '6')]
     """
-    rough = (high - low) / count
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(nice * power for nice in _NICE if nice * power >= rough * (1 - 1e-9))
+    power = 10.0 ** (math.floor(math.log10((high - low) / count)) - 1)
+    steps = (nice * power * ten for ten in (1, 10, 100) for nice in _NICE)
+    step = next(step for step in steps if _count(low, high, step) <= count)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     decimals = max(0, -math.floor(math.log10(step) + 1e-9))
     if round(step, decimals) != round(step, decimals + 1):
         decimals += 1  # a step of 2.5, or of 0.25
     return [(index * step, _mark(index * step, decimals)) for index in range(first, last + 1)]
+
+
+def _count(low: float, high: float, step: float) -> int:
+    return math.floor(high / step + 1e-9) - math.ceil(low / step - 1e-9) + 1
 
 
 def _mark(value: float, decimals: int) -> str:
