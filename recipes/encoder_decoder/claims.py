@@ -111,7 +111,7 @@ def claims(folder: Path) -> list[Claim]:
     """
     runs = load_runs(folder)
     seconds = seconds_on_two_cores(seed / name for seed in _seed_folders(folder) for name in KINDS)
-    common = {
+    common: dict[str, Any] = {
         "command": "make encoder_decoder", "picture": _PICTURE, "differs": _DIFFERS,
         "seconds": seconds,
     }  # fmt: skip

@@ -124,7 +124,7 @@ def claims(folder: Path) -> list[Claim]:
     """
     runs = load_runs(folder)
     seconds = seconds_on_two_cores(seed / name for seed in _seed_folders(folder) for name in TEXTS)
-    common = {
+    common: dict[str, Any] = {
         "command": "make overfit", "picture": _PICTURE, "differs": _DIFFERS, "seconds": seconds,
     }  # fmt: skip
     found = [*_losses(runs), *_turns(runs)]

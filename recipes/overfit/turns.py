@@ -10,11 +10,11 @@ class TurningPoint(NamedTuple):
     """An extremum that a curve leaves by more than its noise.
 
     Attributes:
-        index: Index of the extremum.
+        place: Index of the extremum among the values.
         kind: "peak" or "trough".
     """
 
-    index: int
+    place: int
     kind: Kind
 
 
@@ -31,7 +31,7 @@ def turning_points(values: Sequence[float], share: float) -> list[TurningPoint]:
         Turning points, ascending.
 
     Example:
-        >>> [point.index for point in turning_points([1.0, 3.0, 3.1, 2.0, 2.05, 4.0], 0.1)]
+        >>> [point.place for point in turning_points([1.0, 3.0, 3.1, 2.0, 2.05, 4.0], 0.1)]
         [0, 2, 3]
     """
     found: list[TurningPoint] = []
@@ -65,4 +65,4 @@ def first_turn(values: Sequence[float], share: float, kind: Kind) -> int | None:
         2
     """
     later = turning_points(values, share)[1:]
-    return next((point.index for point in later if point.kind == kind), None)
+    return next((point.place for point in later if point.kind == kind), None)

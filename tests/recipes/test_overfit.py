@@ -26,17 +26,17 @@ shares = st.floats(0.01, 0.5)
 @given(curves, shares)
 def test_turning_points_alternate_and_are_left_by_the_share(values, share):
     points = turning_points(values, share)
-    assert all(one.index < other.index for one, other in pairwise(points))
+    assert all(one.place < other.place for one, other in pairwise(points))
     assert all(one.kind != other.kind for one, other in pairwise(points))
-    for place, point in enumerate(points):
-        end = points[place + 1].index if place + 1 < len(points) else len(values) - 1
-        between = values[point.index : end + 1]
+    for number, point in enumerate(points):
+        end = points[number + 1].place if number + 1 < len(points) else len(values) - 1
+        between = values[point.place : end + 1]
         if point.kind == "peak":
-            assert max(between) == values[point.index]
-            assert min(between) < values[point.index] * (1 - share)
+            assert max(between) == values[point.place]
+            assert min(between) < values[point.place] * (1 - share)
         else:
-            assert min(between) == values[point.index]
-            assert max(between) > values[point.index] * (1 + share)
+            assert min(between) == values[point.place]
+            assert max(between) > values[point.place] * (1 + share)
 
 
 @settings(deadline=None)
