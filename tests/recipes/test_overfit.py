@@ -54,6 +54,18 @@ def test_a_curve_that_goes_one_way_never_turns(values, share):
         assert first_turn(sorted(values, reverse=True), share, kind) is None
 
 
+@settings(deadline=None)
+@given(curves, shares, st.sampled_from(["peak", "trough"]))
+def test_what_must_come_after_the_other_kind_does(values, share, kind):
+    plain = first_turn(values, share, kind)
+    later = first_turn(values, share, kind, after_other=True)
+    inner = [point for point in turning_points(values, share) if point.place > 0]
+    if later is not None:
+        assert any(point.place < later and point.kind != kind for point in inner)
+        assert plain is not None
+        assert plain <= later
+
+
 def test_noise_below_the_share_is_no_turn():
     falling = [5.0, 4.0, 3.0, 3.02, 2.5, 2.52, 2.49]
     assert first_turn(falling, 0.02, "trough") is None
