@@ -8,7 +8,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from geomon.analysis.profile import bulge
 from recipes.encoder_decoder.claims import Runs, load_runs, mean_after_input, profile
-from recipes.study.drawing import BLUE, GREEN, GREY, ORANGE, draw_seeds, plain_axes
+from recipes.study.drawing import BLUE, GREEN, GREY, ORANGE, draw_seeds, explain_seeds, plain_axes
 
 _SHOWN = {
     "decoder": ("decoder: causal, next character", BLUE, "o"),
@@ -43,8 +43,7 @@ def draw(folder: Path) -> Figure:
     plain_axes(panels[1, 1], "d", "Mean over layers", step, "anisotropy")
     handles, labels = panels[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False, fontsize=10)
-    count = len(next(iter(runs.values())))
-    note = f"bold: mean of {count} seeds; band: 95 % interval of the mean; thin: each seed"
+    note = explain_seeds(len(next(iter(runs.values()))))
     figure.supxlabel(note, fontsize=9, color=GREY)
     return figure
 

@@ -89,7 +89,7 @@ def geometry_turn(readings: Readings, watched: Watched) -> int | None:
         watched: The metric.
     """
     steps, values = readings.series(last_layer(readings, watched.metric))
-    index = first_turn(values, _SHARE_OF_GEOMETRY, watched.kind)
+    index = first_turn(values, _SHARE_OF_GEOMETRY, watched.kind, after_other=True)
     return None if index is None else steps[index]
 
 

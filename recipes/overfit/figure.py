@@ -15,7 +15,7 @@ from recipes.overfit.claims import (
     load_runs,
     loss_turn,
 )
-from recipes.study.drawing import BLUE, GREY, ORANGE, draw_seeds, plain_axes
+from recipes.study.drawing import BLUE, GREY, ORANGE, draw_seeds, explain_seeds, plain_axes
 
 _SHOWN = {"few": ("few texts, many epochs", ORANGE), "plenty": ("plenty of text: control", BLUE)}
 _TITLES = {
@@ -36,7 +36,10 @@ def draw(folder: Path) -> Figure:
     panels = figure.subplots(2, 2)
     _draw_losses(panels[0, 0], runs)
     step = "training step"
-    plain_axes(panels[0, 0], "a", "Loss", step, "cross-entropy (nats per character)")
+    plain_axes(
+        panels[0, 0], "a", "Loss: held-out text solid, training text dashed", step,
+        "cross-entropy (nats per character)",
+    )  # fmt: skip
     for letter, panel, watched in zip("bcd", panels.flat[1:], WATCHED[:3], strict=True):
         title, label = _TITLES[watched.metric]
         for name, (words, colour) in _SHOWN.items():
@@ -57,8 +60,8 @@ def draw(folder: Path) -> Figure:
     handles, labels = panels[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False, fontsize=10)
     note = (
-        f"bold: mean of {len(runs['few'])} seeds; band: 95 % interval of the mean; thin: each "
-        "seed; dots: where a seed turns; dotted: where the held-out loss of few texts does"
+        f"{explain_seeds(len(runs['few']))}; dots: where a seed turns; dotted: where the held-out "
+        "loss of few texts does"
     )
     figure.supxlabel(note, fontsize=9, color=GREY)
     return figure
@@ -70,8 +73,7 @@ def _draw_losses(panel: Axes, runs: Runs) -> None:
         draw_seeds(panel, places, curves, colour=colour, label=words)
     for name, (_, colour) in _SHOWN.items():
         places, curves = _curves(runs, name, TRAIN)
-        label = "training text (a)" if name == "few" else ""
-        draw_seeds(panel, places, curves, colour=colour, label=label, lw=1.6, ls="--")
+        draw_seeds(panel, places, curves, colour=colour, label="", lw=1.6, ls="--")
     panel.set_ylim(bottom=0)
 
 

@@ -12,11 +12,11 @@ class TurningPoint:
     """An extremum that a curve leaves by more than its noise.
 
     Attributes:
-        index: Index of the extremum.
+        place: Index of the extremum among the values.
         kind: "peak" or "trough".
     """
 
-    index: int
+    place: int
     kind: Kind
 
 
@@ -33,7 +33,7 @@ def turning_points(values: Sequence[float], share: float) -> list[TurningPoint]:
         Turning points, ascending.
 
     Example:
-        >>> [point.index for point in turning_points([1.0, 3.0, 3.1, 2.0, 2.05, 4.0], 0.1)]
+        >>> [point.place for point in turning_points([1.0, 3.0, 3.1, 2.0, 2.05, 4.0], 0.1)]
         [0, 2, 3]
     """
     found: list[TurningPoint] = []
@@ -51,13 +51,16 @@ def turning_points(values: Sequence[float], share: float) -> list[TurningPoint]:
     return found
 
 
-def first_turn(values: Sequence[float], share: float, kind: Kind) -> int | None:
-    """Find the first trough that a peak comes before, or the first peak after a trough.
+def first_turn(
+    values: Sequence[float], share: float, kind: Kind, *, after_other: bool = False
+) -> int | None:
+    """Find the first peak or trough of a curve, where it does not begin.
 
     Args:
         values: Positive values of a curve, in order.
         share: Change after an extremum that makes it a turning point, as a share of its value.
         kind: "peak" or "trough".
+        after_other: Whether one of the other kind must come before, where the curve does not begin.
 
     Returns:
         Index of the extremum; None where the curve has none, or has not left it yet.
@@ -65,6 +68,9 @@ def first_turn(values: Sequence[float], share: float, kind: Kind) -> int | None:
     Example:
         >>> first_turn([5.0, 3.0, 2.0, 2.5], 0.1, "trough")
         2
+        >>> first_turn([5.0, 3.0, 6.0, 4.0, 5.0], 0.1, "trough", after_other=True)
+        3
     """
-    later = turning_points(values, share)[1:]
-    return next((point.index for point in later if point.kind == kind), None)
+    inner = [point for point in turning_points(values, share) if point.place > 0]
+    candidates = inner[1:] if after_other else inner  # kinds alternate
+    return next((point.place for point in candidates if point.kind == kind), None)

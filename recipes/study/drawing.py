@@ -58,3 +58,14 @@ def plain_axes(panel: Axes, letter: str, title: str, x_label: str, y_label: str)
     panel.tick_params(labelsize=9, length=3)
     panel.grid(axis="y", color="#E6E6E6", lw=0.7)
     panel.set_axisbelow(True)
+
+
+def explain_seeds(count: int) -> str:
+    """Say in words what `draw_seeds` draws.
+
+    Args:
+        count: Number of seeds.
+    """
+    if count == 1:
+        return "one seed, so no interval"
+    return f"bold: mean of {count} seeds; band: 95 % interval of the mean; thin: each seed"

@@ -26,17 +26,17 @@ shares = st.floats(0.01, 0.5)
 @given(curves, shares)
 def test_turning_points_alternate_and_are_left_by_the_share(values, share):
     points = turning_points(values, share)
-    assert all(one.index < other.index for one, other in pairwise(points))
+    assert all(one.place < other.place for one, other in pairwise(points))
     assert all(one.kind != other.kind for one, other in pairwise(points))
-    for place, point in enumerate(points):
-        end = points[place + 1].index if place + 1 < len(points) else len(values) - 1
-        between = values[point.index : end + 1]
+    for number, point in enumerate(points):
+        end = points[number + 1].place if number + 1 < len(points) else len(values) - 1
+        between = values[point.place : end + 1]
         if point.kind == "peak":
-            assert max(between) == values[point.index]
-            assert min(between) < values[point.index] * (1 - share)
+            assert max(between) == values[point.place]
+            assert min(between) < values[point.place] * (1 - share)
         else:
-            assert min(between) == values[point.index]
-            assert max(between) > values[point.index] * (1 + share)
+            assert min(between) == values[point.place]
+            assert max(between) > values[point.place] * (1 + share)
 
 
 @settings(deadline=None)
@@ -52,6 +52,18 @@ def test_a_curve_that_goes_one_way_never_turns(values, share):
     for kind in ("peak", "trough"):
         assert first_turn(sorted(values), share, kind) is None
         assert first_turn(sorted(values, reverse=True), share, kind) is None
+
+
+@settings(deadline=None)
+@given(curves, shares, st.sampled_from(["peak", "trough"]))
+def test_what_must_come_after_the_other_kind_does(values, share, kind):
+    plain = first_turn(values, share, kind)
+    later = first_turn(values, share, kind, after_other=True)
+    inner = [point for point in turning_points(values, share) if point.place > 0]
+    if later is not None:
+        assert any(point.place < later and point.kind != kind for point in inner)
+        assert plain is not None
+        assert plain <= later
 
 
 def test_noise_below_the_share_is_no_turn():
