@@ -42,7 +42,7 @@ def main(
         Option(help="Folder of the records; one that was begun is gone on with. Default: new."),
     ] = None,
     modulus: Annotated[int, Option(min=5, help="Number that the remainders are of.")] = 59,
-    steps: Annotated[int, Option(min=1, help="Most updates of a training.")] = 2500,
+    steps: Annotated[int, Option(min=1, help="Most updates of a training.")] = 3500,
     interval: Annotated[int, Option(min=1, help="Steps from a reading to the next.")] = 100,
     batch: Annotated[int, Option(min=1, help="Pairs in a batch.")] = 128,
     weight_decay: Annotated[float, Option(min=0, help="Weight decay of AdamW.")] = 1.0,
