@@ -81,6 +81,7 @@ def _draw_cosines(panel: Axes, seeds: Seeds) -> None:
             inset.plot(series.levels, np.subtract(leaving, entering), color=_ORANGE, lw=0.8)
     inset.axhline(0, color=_BLACK, lw=0.8)
     _style(inset, max(seeds[0][0].levels))
+    inset.set_xticks([tick for tick in (0, 0.5, 2, 8, 128) if tick <= max(seeds[0][0].levels)])
     inset.set_title("output − input, each draw", fontsize=9)
     inset.tick_params(labelsize=7)
 
@@ -112,7 +113,7 @@ def _draw_scores(panel: Axes, seeds: Seeds) -> None:
     panel.axhline(0, color="#767676", lw=0.8, zorder=0)
     panel.set_yscale("symlog", linthresh=0.01, linscale=0.6)
     panel.yaxis.set_minor_locator(NullLocator())
-    panel.set_ylabel("score (logarithmic beyond ±0.01)\nmedian and middle 90 %, each draw")
+    panel.set_ylabel("score: median and middle 90 %\n(logarithmic beyond ±0.01)")
 
 
 def _draw_weights(panel: Axes, seeds: Seeds, length: int) -> None:
@@ -145,9 +146,7 @@ def _draw_entropy(panel: Axes, seeds: Seeds, trained: tuple[Seeds, Seeds] | None
             transform=lambda values: np.maximum(1 - values, _LEAST),
         )  # fmt: skip
     panel.set_yscale("log")
-    panel.set_ylabel(
-        f"1 − entropy / log(keys), logarithmic\n(0 = uniform; {_LEAST:g} or less: at the edge)"
-    )
+    panel.set_ylabel(f"1 − entropy / log(keys)\n(logarithmic, from {_LEAST:g})")
     panel.legend(fontsize=9, edgecolor="none", loc="best")
 
 
