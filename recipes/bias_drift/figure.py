@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from numpy.typing import NDArray
 
 from recipes.bias_drift.block import Kind
@@ -16,7 +16,7 @@ from recipes.study import estimate
 # Okabe and Ito's colours, which colour-blind readers can distinguish.
 _BLACK, _BLUE, _ORANGE, _GREEN, _PINK = "#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 _TITLES = {"post_norm": "post-norm block (BERT, the paper's)", "pre_norm": "pre-norm block (GPT-2)"}
-# Below this difference from uniform attention, float32 scores are rounding alone.
+# Below this distance from uniform attention there is float32's rounding alone.
 _LEAST = 1e-8
 
 Seeds = Sequence[Sequence[Series]]
@@ -73,7 +73,17 @@ def _draw_cosines(panel: Axes, seeds: Seeds) -> None:
     ):
         _draw(panel, seeds, label, colour, style, metric, layer)
     panel.set(ylim=(-0.05, 1.05), ylabel="mean cosine")
-    panel.legend(fontsize=9, edgecolor="none", loc="lower right")
+    panel.legend(fontsize=9, edgecolor="none", loc="lower right", ncols=2)
+    inset = panel.inset_axes((0.5, 0.38, 0.47, 0.42))
+    for directions in seeds:
+        for series in directions:
+            entering, leaving = (series.values("cosine", layer) for layer in (INPUT, OUTPUT))
+            inset.plot(series.levels, np.subtract(leaving, entering), color=_ORANGE, lw=0.8)
+    inset.axhline(0, color=_BLACK, lw=0.8)
+    _style(inset, max(seeds[0][0].levels))
+    inset.set_xticks([tick for tick in (0, 0.5, 2, 8, 128) if tick <= max(seeds[0][0].levels)])
+    inset.set_title("output − input, each draw", fontsize=9)
+    inset.tick_params(labelsize=7)
 
 
 def _draw_norms(panel: Axes, seeds: Seeds) -> None:
@@ -86,28 +96,24 @@ def _draw_norms(panel: Axes, seeds: Seeds) -> None:
     ):
         _draw(panel, seeds, label, colour, style, metric, layer)
     panel.set(yscale="log", ylabel="norm (logarithmic)")
-    panel.legend(fontsize=9, edgecolor="none", loc="upper left")
+    panel.legend(fontsize=9, edgecolor="none", loc="lower right")
 
 
 def _draw_scores(panel: Axes, seeds: Seeds) -> None:
     """Draw the median and the middle 90 % of the scores, one line for each draw."""
     colours = (_BLACK, _BLUE, _ORANGE, _GREEN, _PINK)
-    label = "middle 90 % of the scores\n(one band per initialisation and direction)"
     number = 0
     for seed, directions in enumerate(seeds):
         for series in directions:
             low, middle, high = np.array(series.scores).T
             colour, style = colours[number % len(colours)], "-" if seed % 2 == 0 else "--"
             panel.plot(series.levels, middle, color=colour, lw=1.5, ls=style)
-            panel.fill_between(
-                series.levels, low, high, color=colour, alpha=0.25, lw=0, label=label
-            )
-            label, number = "", number + 1
+            panel.fill_between(series.levels, low, high, color=colour, alpha=0.25, lw=0)
+            number += 1
     panel.axhline(0, color="#767676", lw=0.8, zorder=0)
     panel.set_yscale("symlog", linthresh=0.01, linscale=0.6)
     panel.yaxis.set_minor_locator(NullLocator())
-    panel.set_ylabel("score (logarithmic beyond ±0.01)")
-    panel.legend(fontsize=9, edgecolor="none", loc="lower left")
+    panel.set_ylabel("score: median and middle 90 %\n(logarithmic beyond ±0.01)")
 
 
 def _draw_weights(panel: Axes, seeds: Seeds, length: int) -> None:
@@ -120,8 +126,11 @@ def _draw_weights(panel: Axes, seeds: Seeds, length: int) -> None:
     ):
         _draw(panel, seeds, label, colour, style, metric, OUTPUT, scale=length)
     panel.set_yscale("log")
+    panel.yaxis.set_major_locator(LogLocator(subs=(1, 1.25, 1.6, 2.5, 4, 6, 8)))
+    panel.yaxis.set_minor_locator(NullLocator())
+    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     panel.set_ylabel("weight × number of keys (logarithmic)")
-    panel.legend(fontsize=9, edgecolor="none", loc="upper left")
+    panel.legend(fontsize=9, edgecolor="none", loc="upper right")
 
 
 def _draw_entropy(panel: Axes, seeds: Seeds, trained: tuple[Seeds, Seeds] | None) -> None:
@@ -137,7 +146,7 @@ def _draw_entropy(panel: Axes, seeds: Seeds, trained: tuple[Seeds, Seeds] | None
             transform=lambda values: np.maximum(1 - values, _LEAST),
         )  # fmt: skip
     panel.set_yscale("log")
-    panel.set_ylabel("1 − entropy / log(keys)\n(logarithmic; 0 = uniform)")
+    panel.set_ylabel(f"1 − entropy / log(keys)\n(logarithmic, from {_LEAST:g})")
     panel.legend(fontsize=9, edgecolor="none", loc="best")
 
 
