@@ -297,7 +297,7 @@ def test_on_a_dark_page_greys_are_turned_and_fields_keep_their_words(run):
 def test_arrows_are_lightened_with_what_they_lead_to(run):
     panel = draw("means", run).axes[0]
     darken(panel.figure)
-    dots = {line.get_color() for line in panel.lines if line.get_marker() == "o"}
+    dots = {line.get_color() for line in panel.lines if line.get_markersize() == 6.5}
     arrows = {text.arrow_patch.get_edgecolor() for text in panel.texts if text.arrow_patch}
     assert len(dots) == 2
     assert arrows <= dots
