@@ -298,7 +298,8 @@ def test_arrows_are_lightened_with_what_they_lead_to(run):
     panel = draw("means", run).axes[0]
     darken(panel.figure)
     dots = {line.get_color() for line in panel.lines if line.get_markersize() == 6.5}
-    arrows = {text.arrow_patch.get_edgecolor() for text in panel.texts if text.arrow_patch}
+    patches = [getattr(text, "arrow_patch", None) for text in panel.texts]
+    arrows = {patch.get_edgecolor() for patch in patches if patch is not None}
     assert len(dots) == 2
     assert arrows <= dots
 
