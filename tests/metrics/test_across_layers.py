@@ -91,8 +91,8 @@ def test_uniform_attention_has_the_entropy_of_the_null(causal):
     )
     assert found.values["attention_entropy/null"] > 1
     assert found.values["attention_entropy/mean"] == pytest.approx(
-        found.values["attention_entropy/null"], rel=1e-9
-    )
+        found.values["attention_entropy/null"], rel=1e-6
+    )  # probabilities are float32
 
 
 @pytest.mark.parametrize(("rows", "width"), [(200, 8), (1024, 32), (9742, 12)])

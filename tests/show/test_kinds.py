@@ -137,7 +137,7 @@ def test_each_kind_is_drawn_of_one_reading(make_readings, tmp_path):
 def test_large_models_are_drawn(make_readings, kind):
     figure = draw(kind, make_readings((0, 16), layers=30, heads=20))
     assert len([axes for axes in figure.axes if axes.get_visible()]) <= 13
-    assert "20" in words_of(figure) or kind == "heads"
+    assert "12 of 30 layers" in words_of(figure) or kind == "heads"
 
 
 def test_the_commands_know_all_kinds():
@@ -292,6 +292,16 @@ def test_on_a_dark_page_greys_are_turned_and_fields_keep_their_words(run):
     assert [text.get_color() for text in panel.texts] == on_fields
     assert sum(figure.get_facecolor()[:3]) < 0.3
     assert min(panel.title.get_color()[:3]) > 0.9
+
+
+def test_arrows_are_lightened_with_what_they_lead_to(run):
+    panel = draw("means", run).axes[0]
+    darken(panel.figure)
+    dots = {line.get_color() for line in panel.lines if line.get_markersize() == 6.5}
+    patches = [getattr(text, "arrow_patch", None) for text in panel.texts]
+    arrows = {patch.get_edgecolor() for patch in patches if patch is not None}
+    assert len(dots) == 2
+    assert arrows <= dots
 
 
 # -- the command -----------------------------------------------------------------------------------

@@ -53,9 +53,9 @@ def darken(figure: Figure) -> None:
 def _darken_one(artist: Artist) -> None:
     if isinstance(artist, Text):
         artist.set_color(_on_dark(artist.get_color()))
-        box = artist.get_bbox_patch()
-        if box is not None:
-            _darken_one(box)
+        for part in (artist.get_bbox_patch(), getattr(artist, "arrow_patch", None)):
+            if part is not None:
+                _darken_one(part)
     elif isinstance(artist, Line2D):
         edge, face = artist.get_markeredgecolor(), artist.get_markerfacecolor()
         artist.set_color(_on_dark(artist.get_color()))

@@ -334,7 +334,7 @@ def draw_layers_over_training(
     highest = max(max(curve.values) for curve in curves.values() if len(curve))
     if metric == "attention_entropy":
         highest = max([highest, *readings.series(f"{metric}/null")[1][-1:]])
-    panel.set_ylim(0, 1.12 * highest if highest > 0 else 1)
+    panel.set_ylim(0, 1.08 * highest if highest > 0 else 1)
     mark_alerts(panel, readings)
     panel.set_ylabel(AXIS_LABELS.get(metric, metric), fontsize=10)
     _draw_null(panel, readings, metric, words=NULLS.get(metric, "noise"))
