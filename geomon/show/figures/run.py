@@ -72,7 +72,7 @@ def profile_figure(readings: Readings, metric: str = "anisotropy") -> Figure:
     figure = cards.card()
     panel = figure.subplots()
     panels.draw_profile(panel, readings, metric)
-    panel.yaxis.label.set_size(9)
+    panel.yaxis.label.set_fontsize(9)
     return figure
 
 
