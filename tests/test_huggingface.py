@@ -24,6 +24,7 @@ FEW = {
     "tokens": 64,
     "batches": 1,
     "strict": True,
+    "sink_timeout": 600.0,  # how long drawing takes says how busy the machine is
 }
 ROWS = [{"input_ids": row, "labels": row} for row in torch.cat([batch(seed=i) for i in range(8)])]
 

@@ -28,6 +28,7 @@ FEW = {
     "metrics": select("variance", "attention_entropy", "qk_cosine"),
     "tokens": 64,
     "strict": True,
+    "sink_timeout": 600.0,  # how long drawing takes says how busy the machine is
 }
 
 
@@ -186,8 +187,9 @@ def test_only_training_is_read(tmp_path):
 def test_tensorboard_shows_what_the_record_holds(tmp_path, detail):
     logger = TensorBoardLogger(tmp_path, name="tb", version="x")
     monitor = GeometryMonitor(
-        directory=tmp_path, probe=batch(16, 32), tokens=128, schedule=every(6), detail=detail
-    )
+        directory=tmp_path, probe=batch(16, 32), tokens=128, schedule=every(6), detail=detail,
+        sink_timeout=600,
+    )  # fmt: skip
     fit(tmp_path, [monitor], logger=logger)
     events = EventAccumulator(str(tmp_path / "tb" / "x"))
     events.Reload()

@@ -131,7 +131,7 @@ def test_a_page_that_fails_leaves_the_others_as_they_are(make_readings, caplog):
 
     writer, logged = Broken(), []
     pages = BoardPages("Board", lambda *row: logged.append(row), lambda: [writer])
-    with pytest.raises(ExceptionGroup, match="Board failed in part") as raised:
+    with pytest.raises(ExceptionGroup, match="Board failed in part: OSError: full") as raised:
         pages.write(make_readings((16,))[0])
     assert [str(error) for error in raised.value.exceptions] == ["full"]
     assert len(logged) == len(writer.layouts) == 1

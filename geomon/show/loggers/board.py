@@ -19,10 +19,12 @@ from geomon.show.loggers.pictures import Pictures
 
 Writers = Callable[[], Iterable[Any]]
 
-_GUIDE = """**Where to look.** *Custom Scalars* opens on the intrinsic dimension with its 95 %
-interval; *Images* shows it over training, beside maps of layers, steps and heads; *Time Series* has
-both, as the groups `Geometry` and `geomon`. Readings are few: set *Smoothing* to 0.
-"""
+# On one line, as TensorBoard keeps the ends of lines.
+_GUIDE = (
+    "**Where to look.** *Custom Scalars* opens on the intrinsic dimension with its 95 % interval; "
+    "*Images* shows it over training, beside maps of layers, steps and heads; *Time Series* has "
+    "both, as the groups `Geometry` and `geomon`. Readings are few: set *Smoothing* to 0."
+)
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 
 

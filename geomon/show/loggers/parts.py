@@ -19,6 +19,9 @@ class Pages(abc.ABC):
     def __init__(self) -> None:
         self._parts: list[Sink] | None = None
 
+    def __str__(self) -> str:
+        return type(self).__name__
+
     def parts(self, affords: Affords = lambda seconds: True) -> Sequence[Sink]:
         """Return the parts, in the order in which they are written; they are closed in reverse.
 
@@ -64,7 +67,8 @@ class Pages(abc.ABC):
             except Exception as error:  # the other parts are called all the same
                 failures.append(error)
         if failures:
-            raise ExceptionGroup(f"{self} failed in part", failures)
+            reasons = "; ".join(f"{type(error).__name__}: {error}" for error in failures)
+            raise ExceptionGroup(f"{self} failed in part: {reasons}", failures)
 
     @abc.abstractmethod
     def _make_parts(self, affords: Affords) -> Iterator[Sink]:
