@@ -25,12 +25,12 @@ ARROWS = {
 # Modules that are faces of their own: the data of a pass, the notes on values, their intervals,
 # metrics of the last tokens, what a reading is compared with, the names of values, which of them
 # charts show, their long form, where they go, what makes text of unknown origin fit for a terminal,
-# the kinds of alerts, the commands of pages and the shape of profiles.
+# the kinds of alerts, the commands of pages, two runs compared and the shape of profiles.
 DOORS = {
     "analysis.alerts", "capture.snapshot", "capture.unchanged", "metrics.between_readings",
     "metrics.cautions", "metrics.intervals", "metrics.last_tokens", "record.headline",
     "record.export", "record.tags", "record.sinks", "record.printable", "show.commands",
-    "analysis.profile",
+    "analysis.compare", "analysis.profile",
 }  # fmt: skip
 # Kernels are imported by module: a face would load the neighbour search with every one.
 WITHOUT_A_FACE = {"kernels"}
