@@ -80,7 +80,8 @@ def write_record(folder: Path, readings: int, layers: int, heads: int, *, plain:
             line = reading.line()
             if plain:
                 content = {key: x for key, x in json.loads(line).items() if key != "packed"}
-                line = json.dumps(content | {"values": dict(reading.values)}, allow_nan=False)
+                every = {n: x if math.isfinite(x) else None for n, x in reading.values.items()}
+                line = json.dumps(content | {"values": every}, allow_nan=False)
             file.write(line + "\n")
     return len(names)
 

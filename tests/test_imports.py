@@ -25,13 +25,13 @@ ARROWS = {
 # Modules that are faces of their own: the data of a pass, the notes on values, their intervals,
 # metrics of the last tokens, what a reading is compared with, arrays beside the record, the names
 # of values, which of them charts show, their long form, where they go, what makes text of unknown
-# origin fit for a terminal, the kinds of alerts, the commands of pages, the shape of profiles and
-# the alignment of queries and keys.
+# origin fit for a terminal, the kinds of alerts, the commands of pages, two runs compared, the
+# shape of profiles and the alignment of queries and keys.
 DOORS = {
     "analysis.alerts", "capture.snapshot", "capture.unchanged", "metrics.between_readings",
     "metrics.cautions", "metrics.intervals", "metrics.last_tokens", "record.arrays",
     "record.export", "record.headline", "record.tags", "record.sinks", "record.printable",
-    "show.commands", "analysis.profile", "analysis.queries_keys",
+    "show.commands", "analysis.compare", "analysis.profile", "analysis.queries_keys",
 }  # fmt: skip
 # Kernels are imported by module: a face would load the neighbour search with every one.
 WITHOUT_A_FACE = {"kernels"}

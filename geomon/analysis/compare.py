@@ -100,7 +100,7 @@ def _at_last_common(name: str, first: Curve, second: Curve) -> Difference | None
 
 
 def describe_differences(differences: Iterable[Difference], names: tuple[str, str]) -> list[str]:
-    r"""Describe differences in lines of text, those beyond the errors first.
+    """Describe differences in lines of text, those beyond the errors first.
 
     Args:
         differences: What `compare` found.
@@ -108,17 +108,20 @@ def describe_differences(differences: Iterable[Difference], names: tuple[str, st
 
     Example:
         >>> found = [Difference("twonn/mean", 100, 5.0, 6.0, 0.5)]
-        >>> print(*describe_differences(found, ("a", "b")), sep="\n")
+        >>> for line in describe_differences(found, ("a", "b"))[:3]:
+        ...     print(line)
         b against a, at step 100
-        beyond the errors (95 %):
+        beyond the errors (95 %; of 1 compared 0 would be so by chance):
           twonn/mean: 5 -> 6, higher by 1 ± 0.5 (+20 %)
     """
     found = list(differences)
     steps = sorted({each.step for each in found})
     at = f"step {steps[0]:,}" if len(steps) == 1 else f"steps {steps[0]:,} to {steps[-1]:,}"
     lines = [f"{names[1]} against {names[0]}, at {at}"]
+    tested = sum(math.isfinite(each.margin) for each in found)
+    chance = f"of {tested} compared {0.05 * tested:.0f} would be so by chance"
     groups = (
-        ("beyond the errors (95 %)", ("higher", "lower")),
+        (f"beyond the errors (95 %; {chance})", ("higher", "lower")),
         ("within the errors", ("within the errors",)),
         ("error unknown", ("error unknown",)),
     )
@@ -127,7 +130,8 @@ def describe_differences(differences: Iterable[Difference], names: tuple[str, st
         lines += [f"{title}:"] if members else []
         lines += [f"  {_line(each)}" for each in members]
     equal = sum(each.verdict == "equal" for each in found)
-    return [*lines, f"{equal} equal"] if equal else lines
+    lines += [f"{equal} equal"] if equal else []
+    return [*lines, "errors are those over other sequences: another seed changes a run too"]
 
 
 def _line(each: Difference) -> str:

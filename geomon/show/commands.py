@@ -104,6 +104,20 @@ def add_commands(app: "typer.Typer") -> None:
             typer.echo(printable(f"wrote {path} ({size:.1f} MB): open it in a browser"))
 
     @app.command()
+    def compare(
+        first: Annotated[Path, typer.Argument(help="Folder of a run.", metavar="DIR")],
+        second: Annotated[Path, typer.Argument(help="Folder of another.", metavar="DIR")],
+        out: Annotated[
+            Path | None, typer.Option("--out", "-o", help="Draw the differences: a picture.")
+        ] = None,
+        stack: Annotated[str | None, one_stack] = None,
+    ) -> None:
+        """Say in which values two runs differ by more than their errors, and draw it."""
+        with exit_on_bad_input():
+            for line in compare_runs(first, second, out, stack):
+                typer.echo(printable(line))
+
+    @app.command()
     def export(
         directory: Annotated[Path, folder],
         out: Annotated[Path, typer.Option("--out", "-o", help="File: .csv or .parquet.")],
@@ -178,6 +192,41 @@ def write_figures(
         else:
             path = folder / "figures" / name
         yield f"wrote {save(figure, path, dark=dark)}"
+
+
+def compare_runs(
+    first: Path, second: Path, out: Path | None = None, stack: str | None = None
+) -> list[str]:
+    """Compare two runs in words, and draw their differences.
+
+    Args:
+        first: Folder of a run, or the path of its file.
+        second: Folder of another run.
+        out: Path of the picture; None for none.
+        stack: Name of the stack to compare, for models with several; None for the main one.
+
+    Returns:
+        Lines of text.
+
+    Raises:
+        FileNotFoundError: A folder holds no record.
+        ValueError: A record has no readings or no such stack, the runs have no common step, or
+            `out` does not end like the name of a picture.
+        ImportError: matplotlib is missing, for a picture.
+    """
+    from geomon.analysis.compare import compare, describe_differences
+
+    runs = _load(first, stack), _load(second, stack)
+    names = (str(first), str(second))
+    found = compare(*runs)
+    lines = describe_differences(found, names)
+    if out is not None:
+        from geomon.show.figures import save
+        from geomon.show.figures.compare import compare_figure
+
+        short = (first.name, second.name) if first.name != second.name else names
+        lines.append(f"wrote {save(compare_figure(runs, short, found), out)}")
+    return lines
 
 
 def _load(directory: Path, stack: str | None) -> Readings:

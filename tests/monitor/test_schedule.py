@@ -55,7 +55,7 @@ def test_a_schedule_that_never_fires_is_refused():
     with pytest.raises(ValueError, match="fires at none of the steps"):
         check_schedule(lambda step: False)
     with pytest.raises(ValueError, match="expected a function"):
-        check_schedule(100)
+        check_schedule("100")
     late = lambda step: step == 90_000  # noqa: E731
     assert check_schedule(late) is late
 

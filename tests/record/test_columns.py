@@ -128,6 +128,18 @@ def test_a_record_of_both_forms_is_read_followed_and_gone_on_with(tmp_path, monk
     assert read(tmp_path).readings == written == follower.readings
 
 
+@pytest.mark.parametrize("short_from", [1, 10_000])
+def test_readings_of_the_same_tags_share_them(short_from, tmp_path, monkeypatch):
+    """What a reading takes in memory is 8 bytes for each value."""
+    monkeypatch.setattr(columns, "SHORT_FROM", short_from)
+    lines = [reading(large(2, 2, 2), step).line() for step in range(3)]
+    (tmp_path / FILE_NAME).write_text("\n".join(lines) + "\n")
+    run = read(tmp_path)
+    layouts = {id(each.values.layout) for each in run}
+    assert len(layouts) == len({id(each.values.layout) for each in run.of_stack()}) == 1
+    assert all(each.values.array.nbytes == 8 * len(each.values) for each in run)
+
+
 def test_stacks_are_selected_in_the_short_form_as_in_the_plain_one(short):
     values = {
         f"a/{stack}_{place}": float(n)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
 from geomon.analysis import curve_of
 from geomon.analysis.compare import Difference
@@ -53,6 +54,7 @@ def _draw_dimension(panel: Any, runs: tuple[Readings, Readings], names: tuple[st
         panel.fill_between(curve.steps, low, high, color=colour, alpha=0.2, lw=0)
     panel.set_xscale("symlog", linthresh=1)
     panel.set_ylim(bottom=0)
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
     panel.set_xlabel("training step (logarithmic)")
     panel.set_ylabel("intrinsic dimension, twonn (band: 95 % interval)")
     panel.grid(axis="y", color="#E6E6E6", lw=0.7)
@@ -75,8 +77,8 @@ def _draw_differences(panel: Any, drawn: Sequence[Difference], names: tuple[str,
     steps = sorted({each.step for each in drawn})
     at = f"step {steps[0]:,}" if len(steps) == 1 else f"steps {steps[0]:,} to {steps[-1]:,}"
     panel.set_xlabel(
-        f"{names[1]} minus {names[0]}, % of {names[0]}, at {at}\n"
-        "(bars: 95 % interval over other sequences; filled: beyond it)"
+        f"change from {names[0]} to {names[1]}, %, at {at}\n"
+        "bars: 95 % interval over other sequences; filled: 0 is outside"
     )
     panel.grid(axis="x", color="#E6E6E6", lw=0.7)
     panel.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,74 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from geomon.analysis.compare import Difference, compare, describe_differences
+from geomon.cli import make_app
+from geomon.record import FILE_NAME, Readings
+
+
+def by_tag(found):
+    return {each.tag: each for each in found}
+
+
+def test_runs_are_compared_at_their_last_common_step(make_readings):
+    first = make_readings()
+    second = make_readings((0, 16, 32, 64), curves={"twonn/mean": (2.5, 2.8, 3.3, 5.6)})
+    found = by_tag(compare(first, second))
+    twonn = found["twonn/mean"]
+    assert (twonn.step, twonn.first, twonn.second) == (64, 5.0, 5.6)
+    assert twonn.margin == pytest.approx(math.hypot(0.1, 0.1))
+    assert twonn.verdict == "higher"
+    assert found["twonn_distinct/mean"].verdict == "equal"
+    assert {"gride/mean/k1", "gride/mean/k32", "attention_entropy/mean"} <= found.keys()
+    assert not [tag for tag in found if "margin" in tag or "layer" in tag or "geomon" in tag]
+
+
+@pytest.mark.parametrize(
+    ("second", "margin", "verdict"),
+    [
+        (5.0, 0.1, "equal"), (5.2, 0.1, "higher"), (4.8, 0.1, "lower"),
+        (5.2, 0.2001, "within the errors"), (5.2, math.nan, "error unknown"),
+    ],
+)  # fmt: skip
+def test_a_difference_is_one_beyond_its_margin_only(second, margin, verdict):
+    assert Difference("a/mean", 1, 5.0, second, margin).verdict == verdict
+
+
+@given(first=st.floats(-1e6, 1e6), second=st.floats(-1e6, 1e6), margin=st.floats(0.0, 1e6))
+def test_the_other_way_round_the_verdict_is_the_opposite(first, second, margin):
+    opposite = {"higher": "lower", "lower": "higher"}
+    one = Difference("a/mean", 1, first, second, margin).verdict
+    assert Difference("a/mean", 1, second, first, margin).verdict == opposite.get(one, one)
+
+
+def test_a_run_beside_itself_has_no_difference(make_readings):
+    found = compare(make_readings(), make_readings())
+    assert {each.verdict for each in found} == {"equal"}
+    assert describe_differences(found, ("a", "b"))[1:-1] == [f"{len(found)} equal"]
+
+
+def test_runs_without_a_common_step_are_refused(make_readings):
+    with pytest.raises(ValueError, match="no value at the same step"):
+        compare(make_readings((0, 16)), Readings([], make_readings().readings[4:]))
+
+
+def test_the_command_says_and_draws_the_differences(make_readings, tmp_path):
+    for name, readings in (
+        ("a", make_readings()),
+        ("b", make_readings(curves={"twonn/mean": (2.5, 2.8, 3.3, 5, 7, 7, 6, 5.5, 4.0)})),
+    ):
+        (tmp_path / name).mkdir()
+        lines = [each.line() for each in readings]
+        (tmp_path / name / FILE_NAME).write_text("\n".join(lines) + "\n")
+    out = tmp_path / "compare.png"
+    folders = [str(tmp_path / name) for name in "ab"]
+    result = CliRunner().invoke(make_app(), ["compare", *folders, "-o", str(out)])
+    assert result.exit_code == 0, result.stderr
+    assert "twonn/mean: 5.3 -> 4, lower by 1.3 ± 0.14 (-25 %)" in result.stdout
+    assert out.stat().st_size > 10_000
+    result = CliRunner().invoke(make_app(), ["compare", folders[0], str(tmp_path / "no")])
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
