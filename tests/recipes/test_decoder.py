@@ -47,10 +47,10 @@ def folder(offline, tmp_path_factory):
 
 def history(course, steps=(0, 25, 50, 75, 100)):
     """A history in which every tag has the value of its function at each step."""
-    readings = [
-        Reading(s, 0.0, 0.0, "probe", "eval", 512, 1, "float32", {t: f(s) for t, f in course.items()})
-        for s in steps
-    ]  # fmt: skip
+    readings = []
+    for step in steps:
+        values = {tag: function(step) for tag, function in course.items()}
+        readings.append(Reading(step, 0.0, 0.0, "probe", "eval", 512, 1, "float32", values))
     return History(Readings([{}], readings))
 
 
