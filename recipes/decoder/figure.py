@@ -125,9 +125,13 @@ def _over_training(panel: Axes, lines: Sequence[_Line], *, histories: Sequence[H
 
 
 def _draw(
-    panel: Axes, x: Sequence[float], table: NDArray[np.float64], label: str, colour: str
+    panel: Axes, places: Sequence[float], table: NDArray[np.float64], label: str, colour: str
 ) -> None:
     """Draw the mean over the rows of a table, its 95 % interval as a band, and each row thin."""
+    measured = np.isfinite(table).all(axis=0)
+    if not measured.any():
+        return
+    x, table = np.asarray(places)[measured], table[:, measured]
     means = [estimate(column.tolist()) for column in table.T]
     for row in table:
         panel.plot(x, row, color=colour, lw=0.6, alpha=0.45)

@@ -19,10 +19,15 @@ from recipes.decoder.questions import questions_of
 from recipes.decoder.train import SIZES, Study, seconds_taken, train_seeds
 from recipes.study.pictures import save_small
 
-TINY = Study(replace(SIZES, width=16, heads=2, context=16, batch=4, steps=8, warmup=2), 64, 512, 2)
+TINY = Study(
+    replace(SIZES, width=32, heads=2, context=16, batch=4, steps=8, warmup=1),
+    windows=64,
+    rows=256,
+    first=4,
+)
 ARGUMENTS = [
-    "--width", "16", "--heads", "2", "--context", "16", "--batch", "4", "--steps", "8",
-    "--warmup", "2", "--windows", "64", "--rows", "512", "--first", "2", "--workers", "1",
+    "--width", "32", "--heads", "2", "--context", "16", "--batch", "4", "--steps", "8",
+    "--warmup", "1", "--windows", "64", "--rows", "256", "--first", "4", "--workers", "1",
 ]  # fmt: skip
 
 
@@ -69,14 +74,14 @@ def test_every_question_is_answered_by_every_seed_or_named(folder):
     assert len(set(names)) == len(names)
     assert sorted([*(claim.name for claim in claims), *unanswered]) == sorted(names)
     assert {claim.measured.count for claim in claims if claim.repeated == "seed"} == {2}
-    assert all("4 layers of width 16, 8 steps" in claim.differs for claim in claims)
+    assert all("4 layers of width 32, 8 steps" in claim.differs for claim in claims)
     assert all(claim.seconds > 0 for claim in claims)
     assert not {name for name in unanswered if "heads" not in name}
 
 
 def test_seeds_differ_in_everything_but_the_text(folder):
     one, other = (read(folder / f"seed_{seed}")[0] for seed in range(2))
-    assert one.tokens == other.tokens == 512
+    assert one.tokens == other.tokens == 256
     assert one.values["twonn/mean"] != other.values["twonn/mean"]
 
 
