@@ -1,6 +1,7 @@
 """The claims of the decoder follow from its records, and its records from its seeds."""
 
 import json
+import math
 import shutil
 from dataclasses import replace
 
@@ -125,6 +126,10 @@ def test_a_change_is_read_between_readings():
 )
 def test_late_drift_tells_growth_from_rest(course, drift):
     assert history({"a": course}).late_drift("a") == pytest.approx(drift)
+
+
+def test_late_drift_needs_a_reading_in_the_third_quarter():
+    assert math.isnan(history({"a": float}, steps=(0, 50, 100)).late_drift("a"))
 
 
 def test_growing_in_the_mean_is_not_growing_at_every_layer():
