@@ -87,7 +87,7 @@ def _summary(collection: Collection, papers: dict[str, list[Claim]]) -> str:
 
 
 def _counts(name: str, claims: Sequence[Claim]) -> str:
-    counts = Counter(claim.verdict for claim in claims)
+    counts: Counter[str] = Counter(claim.verdict for claim in claims)
     return _row([name, str(len(claims)), *(str(counts[verdict]) for verdict in _VERDICTS)])
 
 

@@ -4,6 +4,7 @@ Quantities and ends were written down from the papers' words before any run had 
 gives no number, the end is the null, or a choice of ours that the quantity states.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
@@ -59,4 +60,6 @@ def decoder_claims(folder: Path) -> tuple[list[Claim], list[str]]:
 
 
 def _values(measured: float | Sequence[float]) -> Iterable[float]:
-    return (measured,) if isinstance(measured, float | int) else measured
+    """Values of one seed; none where what is asked for could not be measured."""
+    values = (measured,) if isinstance(measured, float | int) else measured
+    return filter(math.isfinite, values)

@@ -61,7 +61,7 @@ def decoder_figure(folder: Path) -> Figure:
         ("all rows", _BLUE, partial(value_of, tag="anisotropy/mean")),
     ])  # fmt: skip
     _null(axes[0, 2], last.values["local_anisotropy/null"], "64 rows of noise")
-    _null(axes[0, 2], last.values["anisotropy/null"], "all rows of noise")
+    _null(axes[0, 2], last.values["anisotropy/null"], "all rows of noise", "--")
     _label(axes[0, 2], "c", "Local and global anisotropy", "anisotropy, mean over layers")
 
     over_training(axes[1, 0], [
@@ -125,9 +125,13 @@ def _over_training(panel: Axes, lines: Sequence[_Line], *, histories: Sequence[H
 
 
 def _draw(
-    panel: Axes, x: Sequence[float], table: NDArray[np.float64], label: str, colour: str
+    panel: Axes, places: Sequence[float], table: NDArray[np.float64], label: str, colour: str
 ) -> None:
     """Draw the mean over the rows of a table, its 95 % interval as a band, and each row thin."""
+    measured = np.isfinite(table).all(axis=0)
+    if not measured.any():
+        return
+    x, table = np.asarray(places)[measured], table[:, measured]
     means = [estimate(column.tolist()) for column in table.T]
     for row in table:
         panel.plot(x, row, color=colour, lw=0.6, alpha=0.45)
@@ -138,7 +142,8 @@ def _draw(
     panel.plot(x, [e.mean for e in means], color=colour, lw=2.2, label=label)
     # Where few seeds make a band wide, the curves themselves decide the axis.
     low, high = panel.get_ylim() if panel.get_autoscale_on() is False else (np.inf, -np.inf)
-    low, high = min(low, float(table.min())), max(high, float(table.max()))
+    spare = 0.04 * float(table.max() - table.min())
+    low, high = min(low, float(table.min()) - spare), max(high, float(table.max()) + spare)
     panel.set_ylim(low, high)
 
 
@@ -184,20 +189,17 @@ def _draw_shares(panel: Axes, histories: Sequence[History]) -> None:
     _label(panel, "i", "Shares of the mean squared norm", "share, at the end")
 
 
-def _null(panel: Axes, value: float, label: str) -> None:
-    panel.axhline(value, color=_GREY, lw=1, ls=":")
+def _null(panel: Axes, value: float, label: str, style: str = ":") -> None:
+    """Draw a grey line at what rows without structure give, and name it in the legend."""
+    panel.axhline(value, color=_GREY, lw=1.2, ls=style, label=f"{label}: {value:.2g}")
     low, high = panel.get_ylim()
     panel.set_ylim(min(low, value), max(high, value))
-    panel.annotate(
-        label, (1, value), xycoords=("axes fraction", "data"), xytext=(-2, 2), ha="right",
-        textcoords="offset points", fontsize=8, color=_GREY,
-    )  # fmt: skip
+    panel.legend(fontsize=8.5, frameon=False)
 
 
 def _label(panel: Axes, letter: str, title: str, unit: str) -> None:
     panel.set_title(f"$\\bf{{{letter}}}$   {title}", loc="left", fontsize=11)
     panel.set_ylabel(unit)
     panel.spines[["top", "right"]].set_visible(False)
-    panel.margins(y=0.08)
     panel.grid(axis="y", color="#E6E6E6", lw=0.7)
     panel.set_axisbelow(True)

@@ -70,14 +70,19 @@ class History:
 
         Args:
             tag: Name of the value.
+
+        Returns:
+            The share; NaN without a reading in the third quarter.
         """
         values = [reading.values[tag] for reading in self.readings]
         total = self.steps[-1]
         third, fourth = (
-            fmean(v for s, v in zip(self.steps, values, strict=True) if low < s / total <= high)
+            [v for s, v in zip(self.steps, values, strict=True) if low < s / total <= high]
             for low, high in ((0.5, 0.75), (0.75, 1.0))
         )
-        return (fourth - third) / (max(values) - min(values))
+        if not third:
+            return math.nan
+        return (fmean(fourth) - fmean(third)) / (max(values) - min(values))
 
 
 def value_of(reading: Reading, tag: str) -> float:

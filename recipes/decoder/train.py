@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import time
 import warnings
+import zipfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -172,10 +173,8 @@ def train_seed(study: Study, seed: int, folder: Path, data: str | None) -> None:
             ModelCheckpoint(checkpoints, save_last=True, save_top_k=0, every_n_train_steps=often),
         ],
     )
-    last = checkpoints / "last.ckpt"
-    trainer.fit(
-        model, CharacterData(corpus, sizes, seed=seed), ckpt_path=last if last.is_file() else None
-    )
+    data_module = CharacterData(corpus, sizes, seed=seed)
+    trainer.fit(model, data_module, ckpt_path=_resumable(checkpoints / "last.ckpt", sizes.steps))
     _add_seconds(own, time.process_time() - begun)
 
 
@@ -247,6 +246,17 @@ def _seconds_of(folder: Path) -> float:
         return float(json.loads((folder / _TIMING).read_text())["processor_seconds"])
     except (OSError, ValueError, KeyError):
         return math.nan
+
+
+def _resumable(checkpoint: Path, steps: int) -> Path | None:
+    """Return a checkpoint from which there is something to train; None to start at step 0.
+
+    The run may have been ended after its last step and before its last reading.
+    """
+    if not zipfile.is_zipfile(checkpoint):  # none, or one that was not written to its end
+        return None
+    state = torch.load(checkpoint, map_location="cpu", weights_only=False)
+    return checkpoint if state["global_step"] < steps else None
 
 
 def _add_seconds(folder: Path, seconds: float) -> None:

@@ -2,11 +2,10 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from geomon import Readings
 from geomon.analysis import Curve, Phase, curve_of
-from geomon.analysis.phase import Z
 
 # Steps of the recipe enwik8 on two cores, which the longer training is compared with.
 DEMO_STEPS = 1500
@@ -85,13 +84,13 @@ def nearest(steps: list[int], step: int) -> int:
 
 def _change(name: str, curve: Curve, since: int) -> Change:
     begin = nearest(curve.steps, since)
-    errors = curve.robust_errors()
+    margins = replace(curve, errors=curve.robust_errors()).margins
     peak = max(range(1, len(curve)), key=lambda i: curve.values[i])
     return Change(
         name,
         (curve.values[peak], curve.steps[peak]),
         curve.values[begin],
         curve.values[-1],
-        Z * math.hypot(errors[begin], errors[-1]),
+        math.hypot(margins[begin], margins[-1]),
         curve.phase(),
     )

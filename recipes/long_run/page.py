@@ -57,7 +57,7 @@ def render(readings: Readings, *, planned: int | None, page: Path, picture: Path
 _CAUTIONS = """## What this does not say
 
 - One seed. The intervals are over other windows of the text, and at least the scatter from reading
-  to reading; not over other weights: `make decoder` has seeds, for the length of the demo.
+  to reading; not over other weights: `make decoder` has seeds, for a shorter training.
 - Where the demo ends, its learning rate has come down to a tenth; here it is still near its highest
   at that step. The table compares two moments of this run, not this run with the demo.
 - Each value is one number for all layers: the mean over the outputs of the blocks.

@@ -1,6 +1,7 @@
 """The claims of the decoder follow from its records, and its records from its seeds."""
 
 import json
+import math
 import shutil
 from dataclasses import replace
 
@@ -19,10 +20,15 @@ from recipes.decoder.questions import questions_of
 from recipes.decoder.train import SIZES, Study, seconds_taken, train_seeds
 from recipes.study.pictures import save_small
 
-TINY = Study(replace(SIZES, width=16, heads=2, context=16, batch=4, steps=8, warmup=2), 64, 512, 2)
+TINY = Study(
+    replace(SIZES, width=32, heads=2, context=16, batch=4, steps=8, warmup=1),
+    windows=64,
+    rows=256,
+    first=4,
+)
 ARGUMENTS = [
-    "--width", "16", "--heads", "2", "--context", "16", "--batch", "4", "--steps", "8",
-    "--warmup", "2", "--windows", "64", "--rows", "512", "--first", "2", "--workers", "1",
+    "--width", "32", "--heads", "2", "--context", "16", "--batch", "4", "--steps", "8",
+    "--warmup", "1", "--windows", "64", "--rows", "256", "--first", "4", "--workers", "1",
 ]  # fmt: skip
 
 
@@ -47,12 +53,10 @@ def folder(offline, tmp_path_factory):
 
 def history(course, steps=(0, 25, 50, 75, 100)):
     """A history in which every tag has the value of its function at each step."""
-    readings = [
-        Reading(
-            s, 0.0, 0.0, "probe", "eval", 512, 1, "float32", {t: f(s) for t, f in course.items()}
-        )
-        for s in steps
-    ]  # fmt: skip
+    readings = []
+    for step in steps:
+        values = {tag: function(step) for tag, function in course.items()}
+        readings.append(Reading(step, 0.0, 0.0, "probe", "eval", 512, 1, "float32", values))
     return History(Readings([{}], readings))
 
 
@@ -71,14 +75,14 @@ def test_every_question_is_answered_by_every_seed_or_named(folder):
     assert len(set(names)) == len(names)
     assert sorted([*(claim.name for claim in claims), *unanswered]) == sorted(names)
     assert {claim.measured.count for claim in claims if claim.repeated == "seed"} == {2}
-    assert all("4 layers of width 16, 8 steps" in claim.differs for claim in claims)
+    assert all("4 layers of width 32, 8 steps" in claim.differs for claim in claims)
     assert all(claim.seconds > 0 for claim in claims)
     assert not {name for name in unanswered if "heads" not in name}
 
 
 def test_seeds_differ_in_everything_but_the_text(folder):
     one, other = (read(folder / f"seed_{seed}")[0] for seed in range(2))
-    assert one.tokens == other.tokens == 512
+    assert one.tokens == other.tokens == 256
     assert one.values["twonn/mean"] != other.values["twonn/mean"]
 
 
@@ -122,6 +126,10 @@ def test_a_change_is_read_between_readings():
 )
 def test_late_drift_tells_growth_from_rest(course, drift):
     assert history({"a": course}).late_drift("a") == pytest.approx(drift)
+
+
+def test_late_drift_needs_a_reading_in_the_third_quarter():
+    assert math.isnan(history({"a": float}, steps=(0, 50, 100)).late_drift("a"))
 
 
 def test_growing_in_the_mean_is_not_growing_at_every_layer():
