@@ -58,7 +58,7 @@ def draw(
         panel.set_ylabel(label, fontsize=10)
         panel.set_ylim(0, None if name else 1.05)
         _plain(panel)
-    _legend(panels[0], runs, controls)
+    _legend(panels[0], len(runs))
     panels[2].set_xlabel("training step", fontsize=10)
     panels[2].xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
     return figure
@@ -94,11 +94,13 @@ def _plain(panel: Axes) -> None:
     panel.set_axisbelow(True)
 
 
-def _legend(panel: Axes, runs: Sequence[Course], controls: Sequence[Course]) -> None:
+def _legend(panel: Axes, count: int) -> None:
     panel.plot([], [], color=_BLUE, lw=0.9, ls=":", label="a run answers half of them")
     below = "below all that the controls\nhave had until then"
     panel.plot([], [], "v", color="black", ms=7, mec="white", ls="", label=below)
-    seeds = f"{len(runs)} and {len(controls)} seeds (thin), means with 95 % intervals"
+    seeds = "one seed of each kind"
+    if count > 1:
+        seeds = f"{count} seeds of each kind (thin), means with 95 % intervals"
     panel.legend(
         loc="upper left", fontsize=9, framealpha=1, edgecolor="none", handlelength=1.6,
         title=seeds, title_fontsize=9, alignment="left",
