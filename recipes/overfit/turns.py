@@ -23,7 +23,9 @@ class TurningPoint:
 def turning_points(values: Sequence[float], share: float) -> list[TurningPoint]:
     """Find the peaks and troughs that a curve leaves by a share of their value, alternately.
 
-    The first one is where the curve begins, or an extremum close to it in value.
+    The first one is where the curve begins, or an extremum close to it in value. A peak is left
+    where the curve is below it by the factor 1 + share, a trough where it is above by the same
+    factor: with another one downwards a curve could pass its last trough unseen.
 
     Args:
         values: Positive values of a curve, in order.
@@ -42,7 +44,7 @@ def turning_points(values: Sequence[float], share: float) -> list[TurningPoint]:
         high = index if value > values[high] else high
         low = index if value < values[low] else low
         last = found[-1].kind if found else None
-        if last != "peak" and value < values[high] * (1 - share):
+        if last != "peak" and value * (1 + share) < values[high]:
             found.append(TurningPoint(high, "peak"))
             low = index
         elif last != "trough" and value > values[low] * (1 + share):

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -24,6 +24,7 @@ shares = st.floats(0.01, 0.5)
 
 @settings(deadline=None)
 @given(curves, shares)
+@example([5.0, 8.0, 4.0], 0.5)
 def test_turning_points_alternate_and_are_left_by_the_share(values, share):
     points = turning_points(values, share)
     assert all(one.place < other.place for one, other in pairwise(points))
@@ -33,7 +34,7 @@ def test_turning_points_alternate_and_are_left_by_the_share(values, share):
         between = values[point.place : end + 1]
         if point.kind == "peak":
             assert max(between) == values[point.place]
-            assert min(between) < values[point.place] * (1 - share)
+            assert min(between) * (1 + share) < values[point.place]
         else:
             assert min(between) == values[point.place]
             assert max(between) > values[point.place] * (1 + share)
