@@ -18,6 +18,8 @@ _SHOWN = (
 _KEPT_RATIO = 2 ** (1 / 4) * 0.99
 # First step at which a run is drawn again: before it, the curves are flat.
 _SECOND = 16
+# Largest share of the time that the drawings of a run take while it goes on.
+SHARE = 0.03
 
 
 class RunHistory:
@@ -64,7 +66,8 @@ def _select_shown(reading: Reading) -> Reading:
 class RunDrawer(abc.ABC):
     """Sink that draws a run at first, each time its step has doubled, and when it is closed.
 
-    The number of drawings grows with the logarithm of the steps.
+    The number of drawings grows with the logarithm of the steps. While the run goes on they take at
+    most 3 % of the time since the sink was made: of a run of a minute the end alone is drawn.
 
     Args:
         affords: Function of a number of seconds that returns whether drawing may take them now; if
@@ -77,15 +80,21 @@ class RunDrawer(abc.ABC):
         self._cost = first_cost
         self._history = RunHistory()
         self._drawn_at = -1
+        self._began = time.perf_counter()
+        self._spent = 0.0
 
     def write(self, reading: Reading) -> None:
-        """Draw the run if the step is at least twice that of the last drawing.
+        """Draw the run if the step is at least twice that of the last drawing, and time allows.
 
         Raises:
             Exception: What drawing has raised.
         """
         self._history.add(reading)
-        if self._drawn_at < 0 or reading.step >= max(_SECOND, 2 * self._drawn_at):
+        elapsed = time.perf_counter() - self._began
+        within_share = self._spent + self._cost <= SHARE * elapsed
+        if within_share and (
+            self._drawn_at < 0 or reading.step >= max(_SECOND, 2 * self._drawn_at)
+        ):
             self._draw_if_afforded(last=False)
 
     def close(self) -> None:
@@ -105,6 +114,7 @@ class RunDrawer(abc.ABC):
             self._draw(self._history.readings(), reading, fresh=fresh, last=last)
         finally:
             self._cost = time.perf_counter() - began
+            self._spent += self._cost
 
     @abc.abstractmethod
     def _draw(self, readings: Readings, reading: Reading, *, fresh: bool, last: bool) -> None:

@@ -99,3 +99,22 @@ def test_a_drawing_that_failed_is_made_again_when_the_step_has_doubled():
         drawer.write(reading(32))
     assert [step for step, _, _ in drawer.drawn] == [16, 32]
     Drawer().close()  # nothing was written
+
+
+def test_drawings_take_a_small_share_of_the_run_but_the_last_one_is_made(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("geomon.show.loggers.history.SHARE", 0.03)
+    monkeypatch.setattr("geomon.show.loggers.history.time.perf_counter", lambda: now[0])
+
+    class Slow(Drawer):
+        def _draw(self, readings, reading, *, fresh, last):
+            super()._draw(readings, reading, fresh=fresh, last=last)
+            now[0] += 1.0
+
+    drawer = Slow()  # 2 s are expected of the first drawing
+    for step in range(0, 200, 2):
+        now[0] = max(now[0], step)
+        drawer.write(reading(step))
+    assert [step for step, _, _ in drawer.drawn] == [68, 136]
+    drawer.close()
+    assert drawer.drawn[-1] == (198, True, True)
