@@ -89,7 +89,8 @@ def test_no_argument_is_needed(tmp_path):
 
 @pytest.mark.parametrize("detail", ["headline", "layers"])
 @pytest.mark.parametrize("probe", [None, {"input_ids": batch(seed=77)}], ids=["inline", "probe"])
-def test_tensorboard_shows_what_the_record_holds(tmp_path, probe, detail):
+def test_tensorboard_shows_what_the_record_holds(tmp_path, probe, detail, monkeypatch):
+    monkeypatch.setattr("geomon.show.loggers.history.SHARE", math.inf)  # the run takes a second
     fit(tmp_path, [GeometryMonitor(probe=probe, detail=detail, **FEW)], report_to="tensorboard")
     (folder,) = (tmp_path / "runs").iterdir()
     events = EventAccumulator(str(folder), {"images": 0})

@@ -11,8 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from scipy import special  # type: ignore[import-untyped]
-
 from geomon.analysis.curves import single_source
 from geomon.record import Reading, tags
 
@@ -169,6 +167,8 @@ def cosine_p_value(cosine: float, width: int) -> float:
         >>> round(cosine_p_value(0.5, 3), 6)  # on a sphere all cosines are equally likely
         0.5
     """
+    from scipy import special  # type: ignore[import-untyped]  # only where it is needed
+
     size = min(1.0, abs(cosine))
     # (1 - c)(1 + c) keeps the digits that 1 - c^2 loses next to 1.
     return float(special.betainc((width - 1) / 2, 0.5, (1 - size) * (1 + size)))
@@ -217,6 +217,8 @@ def _trend(cosines: dict[tuple[int, int], float]) -> tuple[float, float]:
 
 
 def _signs(cosines: dict[tuple[int, int], float]) -> tuple[LayerSigns, ...]:
+    from scipy import special  # only where it is needed
+
     by_layer: dict[int, list[float]] = {}
     for (layer, _), cosine in cosines.items():
         by_layer.setdefault(layer, []).append(cosine)

@@ -632,7 +632,9 @@ def test_bad_arguments_are_refused_when_the_monitor_is_built(wrong, message):
 
 def test_other_bad_arguments(tmp_path):
     with pytest.raises(TypeError, match="metrics is a dict"):
-        Monitor(PlainDecoder(), metrics=["twonn"], directory=None)
+        Monitor(PlainDecoder(), metrics=3, directory=None)
+    with pytest.raises(ValueError, match="no metric is called 'twon'"):
+        Monitor(PlainDecoder(), metrics=["twon"], directory=None)
     with pytest.raises(ValueError, match="no metric is called 'twon'; there are anisotropy"):
         select("twon")
     with pytest.raises(ValueError, match="no transformer blocks"):

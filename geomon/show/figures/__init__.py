@@ -1,5 +1,10 @@
 """Readings as matplotlib figures, for papers, pages and loggers."""
 
+try:
+    import matplotlib  # noqa: F401  (every file of this folder needs it)
+except ImportError as error:
+    raise ImportError("figures need matplotlib: pip install 'geomon[figures]'") from error
+
 from geomon.show.figures.kinds import KINDS, draw
 from geomon.show.figures.run import (
     as_image,

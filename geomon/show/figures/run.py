@@ -8,17 +8,12 @@ import os
 from pathlib import Path
 
 import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from geomon.record import Reading, Readings, tags
 from geomon.record.printable import printable
-
-try:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-except ImportError as error:
-    raise ImportError("figures need matplotlib: pip install 'geomon[figures]'") from error
-
 from geomon.show.figures import cards, panels
 from geomon.show.figures.colours import LAYERS, darken
 
