@@ -1,16 +1,14 @@
-"""Small models that tests share: one from transformers by each route, and plain torch ones."""
+"""Small models that tests share: one from transformers by each route, and plain torch ones.
+
+transformers is imported where it is asked for: a process with a plain model starts sooner.
+"""
+
+import functools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    BertConfig,
-    GPT2Config,
-    LlamaConfig,
-    MistralConfig,
-)
 
 VOCABULARY = 50
 
@@ -18,23 +16,31 @@ _SMALL = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
     "num_attention_heads": 4, "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
-CONFIGURATIONS = {
-    "gpt2": GPT2Config(
-        vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=3, n_head=4,
-        bos_token_id=None, eos_token_id=None,
-    ),
-    "llama": LlamaConfig(**_SMALL, num_key_value_heads=2, max_position_embeddings=64),
-    "mistral": MistralConfig(
-        **_SMALL, num_key_value_heads=2, max_position_embeddings=64, sliding_window=8
-    ),
-    "bert": BertConfig(**_SMALL, max_position_embeddings=64),
-}  # fmt: skip
+
+
+@functools.cache
+def configurations() -> dict[str, Any]:
+    from transformers import BertConfig, GPT2Config, LlamaConfig, MistralConfig
+
+    return {
+        "gpt2": GPT2Config(
+            vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=3, n_head=4,
+            bos_token_id=None, eos_token_id=None,
+        ),
+        "llama": LlamaConfig(**_SMALL, num_key_value_heads=2, max_position_embeddings=64),
+        "mistral": MistralConfig(
+            **_SMALL, num_key_value_heads=2, max_position_embeddings=64, sliding_window=8
+        ),
+        "bert": BertConfig(**_SMALL, max_position_embeddings=64),
+    }  # fmt: skip
 
 
 def transformer(name: str, attention: str = "sdpa") -> nn.Module:
+    from transformers import AutoModel, AutoModelForCausalLM
+
     torch.manual_seed(0)
     kind = AutoModel if name == "bert" else AutoModelForCausalLM
-    return kind.from_config(CONFIGURATIONS[name], attn_implementation=attention)
+    return kind.from_config(configurations()[name], attn_implementation=attention)
 
 
 class PlainBlock(nn.Module):

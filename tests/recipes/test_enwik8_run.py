@@ -23,6 +23,8 @@ from recipes.enwik8.presets import PRESETS, Preset
 from recipes.enwik8.train import RecipeError, _plain_errors
 
 ROOT = Path(__file__).parent.parent.parent
+# The text that CI has, where the text does not matter: what Python carries takes seconds to read.
+TEXT = os.environ.get("ENWIK8", "")
 TINY = ["--layers", "2", "--width", "32", "--heads", "2", "--batch", "8", "--preset", "cpu"]
 
 
@@ -131,7 +133,7 @@ def test_a_resumed_run_has_the_curves_of_an_uninterrupted_one(finished, tmp_path
 
 
 def test_ctrl_c_keeps_every_reading_and_ends_as_lightning_ends(tmp_path):
-    process = command("--out", tmp_path / "run", *TINY, "--steps", 100_000)
+    process = command("--out", tmp_path / "run", *TINY, "--steps", 100_000, ENWIK8=TEXT)
     assert process.stdout is not None
     shown = []
     for line in process.stdout:
@@ -254,7 +256,7 @@ def test_a_run_without_a_checkpoint_starts_over_by_resume(finished, tmp_path):
 def test_a_full_disk_in_the_middle_of_training_gets_one_clear_line(tmp_path):
     process = command(
         "--out", tmp_path / "run", *TINY, "--steps", 6, "--logger", "csv",
-        GEOMON_TEST_LIMIT="100000",
+        GEOMON_TEST_LIMIT="100000", ENWIK8=TEXT,
     )  # fmt: skip
     _, err = process.communicate(timeout=200)
     assert process.returncode == 2, err
