@@ -30,14 +30,6 @@ CURVES = {
 }
 
 
-def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Send the tests of what a module makes once to one process, where it is made once indeed."""
-    for item in items:
-        known = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", {})
-        if any(made[-1].scope == "module" for made in known.values() if made):
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
-
-
 @pytest.fixture(autouse=True)
 def _wandb_begins_anew():
     """W&B reads its environment once: the next test would write to the folder of this one."""
