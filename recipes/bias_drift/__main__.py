@@ -25,6 +25,7 @@ from recipes.enwik8.data import DataError, load
 from recipes.study import (
     Claim,
     RunError,
+    call,
     new_folder,
     run_side_by_side,
     save_claims,
@@ -118,7 +119,7 @@ def study(
             for kind, places in trained.items()
             for seed, place in enumerate(places)
         ]
-    run_side_by_side(_call, jobs, processes=processes, report=_reporter(time.perf_counter()))
+    run_side_by_side(call, jobs, processes=processes, report=_reporter(time.perf_counter()))
     return show(folder, sizes, untrained, trained)
 
 
@@ -167,10 +168,6 @@ def show(
     save_claims(claims, folder)
     save(draw(start, states, sizes.length), folder / "figure.png")
     return claims
-
-
-def _call(function: Callable[..., object], *arguments: object) -> None:
-    function(*arguments)
 
 
 def _reporter(began: float) -> Callable[[int, int], None]:

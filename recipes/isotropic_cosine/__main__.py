@@ -25,6 +25,7 @@ from recipes.isotropic_cosine.train import TOKENS, preset, train
 from recipes.study import (
     Claim,
     RunError,
+    call,
     new_folder,
     run_side_by_side,
     save_claims,
@@ -113,7 +114,7 @@ def study(
             for seed in range(seeds)
         ]
     began = time.perf_counter()
-    run_side_by_side(_call, jobs, processes=processes, report=_reporter(began))
+    run_side_by_side(call, jobs, processes=processes, report=_reporter(began))
     found = [load_quantiles(each) for each in folders]
     made = [*folders, *(place for places in trained.values() for place in places)]
     seconds = seconds_on_two_cores(made)
@@ -125,10 +126,6 @@ def study(
     save_claims(claims, folder)
     save(draw([quantiles for _, quantiles in found], watched), folder / "figure.png")
     return claims
-
-
-def _call(function: Callable[..., object], *arguments: object) -> None:
-    function(*arguments)
 
 
 def _reporter(began: float) -> Callable[[int, int], None]:

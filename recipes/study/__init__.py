@@ -3,6 +3,7 @@
 from recipes.study.claim import Claim, load_claims, save_claims, verdict_lines
 from recipes.study.runs import (
     RunError,
+    call,
     is_finished,
     mark_finished,
     new_folder,
@@ -15,6 +16,7 @@ __all__ = [
     "Claim",
     "Estimate",
     "RunError",
+    "call",
     "estimate",
     "is_finished",
     "load_claims",

@@ -77,6 +77,16 @@ def seconds_on_two_cores(folders: Iterable[Path]) -> float:
     return sum(json.loads((each / _FILE_NAME).read_text())["seconds"] for each in folders) / 2
 
 
+def call(function: Callable[..., object], *arguments: object) -> None:
+    """Call a function: for jobs of several functions, whose first argument is the function.
+
+    Args:
+        function: Function of a module.
+        arguments: Its arguments.
+    """
+    function(*arguments)
+
+
 def run_side_by_side(
     function: Callable[..., object],
     jobs: Iterable[tuple[Any, ...]],
@@ -87,14 +97,18 @@ def run_side_by_side(
     """Call a function with the arguments of each job, several at once, each on one thread.
 
     Args:
-        function: Function of a module; what it returns is ignored.
+        function: Function of a module, and not of the program's main one, which other processes do
+            not have; what it returns is ignored.
         jobs: Arguments of each call.
         processes: Number of processes; with 1 everything runs in this one.
         report: Function that is called with the number of finished calls and of all.
 
     Raises:
+        ValueError: The function is of a main module.
         Exception: The first error of a call; the calls that have not begun are given up.
     """
+    if function.__module__.rpartition(".")[2] == "__main__":
+        raise ValueError(f"{function.__name__} of a main module cannot be called elsewhere")
     everything = list(jobs)
     if processes == 1:
         for number, arguments in enumerate(everything, 1):

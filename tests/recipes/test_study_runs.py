@@ -46,3 +46,12 @@ def test_the_first_error_ends_the_experiment(tmp_path):
     mark_finished(tmp_path, {"a": 2}, 1.0)
     with pytest.raises(RunError, match="another a"):
         run_side_by_side(is_finished, jobs, processes=1, report=print)
+
+
+def test_a_function_that_other_processes_do_not_have_is_refused(tmp_path):
+    def own(*arguments):
+        raise AssertionError
+
+    own.__module__ = "recipes.x.__main__"  # as a command's own function is called in a test
+    with pytest.raises(ValueError, match="main module"):
+        run_side_by_side(own, [(1,)], processes=1, report=print)
