@@ -7,6 +7,7 @@ import pytest
 from described import described
 
 from geomon import METRICS, MORE_METRICS, describe
+from geomon.monitor.options import CALLBACK_DEFAULTS
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *ROOT.glob("recipes/*/*.md")])
@@ -37,6 +38,13 @@ def test_every_metric_is_in_both_tables():
         names = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
         assert set(METRICS | MORE_METRICS) <= names
     assert f"{len(METRICS | MORE_METRICS)} metrics" in README
+
+
+def test_every_option_has_a_line_on_its_page():
+    text = (ROOT / "docs" / "options.md").read_text()
+    named = {name for row in re.findall(r"^\|(.*?)\|", text, re.MULTILINE)
+             for name in re.findall(r"`(\w+)`", row)}  # fmt: skip
+    assert named >= set(CALLBACK_DEFAULTS)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

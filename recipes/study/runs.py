@@ -108,7 +108,10 @@ def run_side_by_side(
         Exception: The first error of a call; the calls that have not begun are given up.
     """
     if function.__module__.rpartition(".")[2] == "__main__":
-        raise ValueError(f"{function.__name__} of a main module cannot be called elsewhere")
+        raise ValueError(
+            f"{function.__name__} is defined in the program's main module, which other processes "
+            "do not have: define it in a module of its own"
+        )
     everything = list(jobs)
     if processes == 1:
         for number, arguments in enumerate(everything, 1):
