@@ -14,6 +14,12 @@ _Slices = tuple[slice, slice, slice]  # of sequences, heads and queries
 _Block = tuple[_Slices, Tensor, Tensor]  # place in the whole, scores, visibility
 ScoreBlocks = Iterable[_Block]
 
+# Parts into which the queries of long sequences are cut, and the fewest queries of one: under a
+# causal mask the keys after a part are left out, but every block costs some thirty calls.
+_PARTS, _FEWEST_QUERIES = 8, 32
+# Score, below the largest of its row, at which a weight is 0 in float32.
+_NO_WEIGHT = -1e4
+
 
 class AttentionRows(NamedTuple):
     """Reductions of softmax rows for the metrics: every field [heads, rows], float64.
@@ -379,7 +385,7 @@ def _expand(name: str, values: Tensor, shape: _Shape) -> Tensor:
 
 
 def _cuts(shape: _Shape, *, group: int) -> Iterator[_Slices]:
-    """Cut the scores into blocks: several sequences, or some queries of one group of heads.
+    """Cut the scores into blocks: several sequences, or a few queries of some heads of one.
 
     Args:
         shape: Shape of all scores.
@@ -387,19 +393,20 @@ def _cuts(shape: _Shape, *, group: int) -> Iterator[_Slices]:
     """
     sequences, heads, queries, keys = shape
     size = heads * queries * keys
-    if size <= _blocks.BLOCK:
+    if size <= _blocks.BLOCK // _PARTS:
         step = _blocks.rows_in_block(size)
         for first in range(0, sequences, step):
             yield slice(first, min(first + step, sequences)), slice(0, heads), slice(0, queries)
         return
-    step = _blocks.rows_in_block(group * keys)
+    rows = min(_blocks.rows_in_block(group * keys), max(_FEWEST_QUERIES, -(-queries // _PARTS)))
+    together = group * max(1, _blocks.rows_in_block(rows * keys) // group)
     for sequence in range(sequences):
-        for head in range(0, heads, group):
-            for start in range(0, queries, step):
+        for head in range(0, heads, together):
+            for start in range(0, queries, rows):
                 yield (
                     slice(sequence, sequence + 1),
-                    slice(head, head + group),
-                    slice(start, min(start + step, queries)),
+                    slice(head, min(head + together, heads)),
+                    slice(start, min(start + rows, queries)),
                 )
 
 
@@ -413,9 +420,11 @@ def score_blocks(
 ) -> Iterator[_Block]:
     """Compute the scores of a few rows at a time; query head h faces key head h // group.
 
-    A block is its place in the whole (slices of sequences, heads and queries), its scores and the
-    visibility of its keys. All blocks share one buffer, which the caller may overwrite: with a
-    buffer for each, the allocator keeps hundreds of megabytes in some processes.
+    A block is its place in the whole (slices of sequences, heads and queries), its scores, and the
+    visibility of its keys, which broadcasts to them. Keys after the last one that a query of the
+    block sees are left out: under a causal mask, nearly half of all. All blocks share one buffer,
+    which the caller may overwrite: with a buffer for each, the allocator keeps hundreds of
+    megabytes in some processes.
 
     Args:
         query: Queries as attended, [sequences, heads, queries, head width].
@@ -442,14 +451,17 @@ def score_blocks(
             faced = (sequences, heads)
             some = key[sequences, heads.start // group : heads.stop // group]
             facing = some.float().reshape(-1, keys, width).transpose(1, 2)
-        scores = buffer[: _rows_of(at) * keys].view(len(facing), -1, keys)
-        torch.bmm(query[at].float().reshape(len(facing), -1, width), facing, out=scores)
-        scores = scores.mul_(scale).view(*(part.stop - part.start for part in at), keys)
+        seen = _seen(visible, at)
+        reach = seen.shape[-1]
+        scores = buffer[: _rows_of(at) * reach].view(len(facing), -1, reach)
+        asking = query[at].float().reshape(len(facing), -1, width)
+        torch.bmm(asking, facing[:, :, :reach], out=scores)
+        scores = scores.mul_(scale).view(*(part.stop - part.start for part in at), reach)
         if softcap is not None:
             scores.div_(softcap).tanh_().mul_(softcap)
         if bias is not None:
-            scores += bias[at]
-        yield at, scores, visible[at]
+            scores += bias[at][..., :reach]
+        yield at, scores, seen
 
 
 def given_blocks(scores: Tensor, visible: Tensor) -> ScoreBlocks:
@@ -467,8 +479,28 @@ def given_blocks(scores: Tensor, visible: Tensor) -> ScoreBlocks:
             f"expected scores [sequences, heads, queries, keys], got {list(scores.shape)}"
         )
     shape = (scores.shape[0], scores.shape[1], scores.shape[2], scores.shape[3])
-    seen = _expand("visible", visible, shape)
-    return ((at, scores[at].to(torch.float32, copy=True), seen[at]) for at in _cuts(shape, group=1))
+    expanded = _expand("visible", visible, shape)
+    blocks = ((at, _seen(expanded, at)) for at in _cuts(shape, group=1))
+    return (
+        (at, scores[at][..., : seen.shape[-1]].to(torch.float32, copy=True), seen)
+        for at, seen in blocks
+    )
+
+
+def _seen(visible: Tensor, at: _Slices) -> Tensor:
+    """Take a block of the visibility, without repetitions, up to the last key that is seen.
+
+    Args:
+        visible: Expanded to the shape of the scores.
+        at: Place of the block.
+    """
+    block = visible[at]
+    repeated = [axis for axis, step in enumerate(block.stride()) if step == 0]
+    for axis in repeated:
+        if axis < 3:  # all keys stay
+            block = block.narrow(axis, 0, 1)
+    keys = block.flatten(0, 2).any(dim=0).nonzero()
+    return block[..., : max(1, int(keys[-1]) + 1 if len(keys) else 1)]
 
 
 def _rows_of(at: _Slices) -> int:
@@ -489,7 +521,8 @@ def _reduce(blocks: ScoreBlocks, shape: tuple[int, ...], sink: Tensor | None) ->
     """Reduce each row of the scores, block by block; the blocks are overwritten.
 
     H = log Z - sum_j A_j s_j on scores shifted by their maximum, so that large scores do not
-    cancel; a row that sees no key is 0 instead of NaN and is marked by its count.
+    cancel; a row that sees no key is 0 instead of NaN and is marked by its count. The weights are
+    never divided by Z one by one: every pass over the scores counts.
     """
     kept: dict[str, Tensor] = {}
     buffer = torch.empty(0, dtype=torch.float32, device="cpu")
@@ -506,31 +539,29 @@ def _reduce(blocks: ScoreBlocks, shape: tuple[int, ...], sink: Tensor | None) ->
         if buffer.numel() < scores.numel():
             buffer = scores.new_empty(scores.numel())
         weights = torch.exp(scores, out=buffer[: scores.numel()].view(scores.shape))
-        normaliser = weights.sum(dim=-1, keepdim=True)
-        if logit is not None:
-            normaliser += (logit - top).exp()
-        weights.div_(normaliser.clamp_(min=torch.finfo(weights.dtype).tiny))
+        normaliser = weights.sum(dim=-1)
+        taken = normaliser.new_zeros(()) if logit is None else (logit - top).exp_().squeeze(-1)
+        normaliser = normaliser.add_(taken).clamp_(min=torch.finfo(weights.dtype).tiny)
         first = visible.to(torch.uint8).argmax(dim=-1, keepdim=True)
-        kept["first"][at] = weights.gather(-1, first).squeeze(-1)
-        kept["maximum"][at] = weights.amax(dim=-1)
-        kept["minimum"][at] = weights.masked_fill(hidden, 1).amin(dim=-1).where(seen, 0)
-        # 0 log 0 = 0: a weight of 0 adds nothing to the mean score.
-        scores.masked_fill_(weights == 0, 0)
-        mean_score = scores.mul_(weights).sum(dim=-1)
+        at_first = weights.gather(-1, first.expand(*weights.shape[:-1], 1)).squeeze(-1)
+        kept["first"][at] = (at_first + taken) / normaliser
+        kept["maximum"][at] = ((top_score - top).exp_().squeeze(-1) / normaliser).where(seen, 0)
+        # Nothing is above 0: hidden keys are no minimum now. 0 log 0 = 0, where a score is -inf.
+        scores.masked_fill_(hidden, 0).clamp_(min=_NO_WEIGHT)
+        kept["minimum"][at] = (scores.amin(dim=-1).exp_() / normaliser).where(seen, 0)
+        weighted = scores.mul_(weights).sum(dim=-1)
         if logit is not None:
-            taken = ((logit - top).exp() / normaliser).squeeze(-1)
-            mean_score += taken * (logit - top).squeeze(-1)
-            kept["first"][at] += taken
+            weighted += taken * (logit - top).clamp_(min=_NO_WEIGHT).squeeze(-1)
             count = torch.where(seen, count + 1, 0)
         kept["visible"][at] = count.float()
-        entropy = normaliser.log().squeeze(-1) - mean_score
+        entropy = normaliser.log() - weighted / normaliser
         kept["entropy"][at] = entropy.clamp_(min=0).where(seen, 0)
     return AttentionRows(**{name: by_head(rows) for name, rows in kept.items()})
 
 
 def _extremes(blocks: ScoreBlocks, shape: tuple[int, ...], sink: Tensor | None) -> SequenceExtremes:
     """Gather the weights of whole sequences, NaN where they do not count, and reduce them."""
-    sequences, heads, queries, _ = shape
+    sequences, heads, queries, keys = shape
     kept: dict[str, Tensor] = {}
     parts: list[Tensor] = []
     for at, scores, visible in blocks:
@@ -538,12 +569,13 @@ def _extremes(blocks: ScoreBlocks, shape: tuple[int, ...], sink: Tensor | None) 
         if sink is not None:
             total = torch.logaddexp(total, sink.float()[at[1], None, None])
         counts = visible & (visible.sum(dim=-1, keepdim=True) > 1)
+        width = scores.shape[-1]
         weights = scores.sub_(total).exp_().masked_fill(~counts, math.nan)
         kept = kept or {
             name: scores.new_empty(sequences, heads, dtype=torch.float64)
             for name in SequenceExtremes._fields
         }
-        parts.append(weights)
+        parts.append(torch.nn.functional.pad(weights, (0, keys - width), value=math.nan))
         if at[2].stop < queries:  # further queries of this sequence follow
             continue
         every = torch.cat(parts, dim=2).flatten(2)
