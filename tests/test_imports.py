@@ -146,6 +146,17 @@ def test_no_folder_is_called_like_a_public_function():
     assert not {name for name in ARROWS if callable(getattr(geomon, name, None))}
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_module_imports_what_takes_longer_than_a_reading(path):
+    # scipy.stats takes a second: a function that needs it imports it, and scipy.special often does.
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            names = [alias.name for alias in getattr(node, "names", [])]
+        assert not [name for name in names if str(name).startswith("scipy.stats")]
+
+
 def test_importing_geomon_loads_nothing_optional_and_says_nothing():
     code = (
         "import sys, geomon, geomon.cli, geomon.show; "

@@ -19,7 +19,7 @@ _KEPT_RATIO = 2 ** (1 / 4) * 0.99
 # First step at which a run is drawn again: before it, the curves are flat.
 _SECOND = 16
 # Largest share of the time that the drawings of a run take while it goes on.
-SHARE = 0.03
+SHARE = 0.02
 
 
 class RunHistory:
@@ -67,7 +67,7 @@ class RunDrawer(abc.ABC):
     """Sink that draws a run at first, each time its step has doubled, and when it is closed.
 
     The number of drawings grows with the logarithm of the steps. While the run goes on they take at
-    most 3 % of the time since the sink was made: of a run of a minute the end alone is drawn.
+    most 2 % of the time since the sink was made: of a run of a minute the end alone is drawn.
 
     Args:
         affords: Function of a number of seconds that returns whether drawing may take them now; if

@@ -17,20 +17,20 @@ Post = Callable[[str, NDArray[np.uint8], int], object]
 # First step from which there is more to see of a run than its first reading.
 _FIRST_RUN = 16
 # Seconds expected for the first drawing, which imports matplotlib.
-_FIRST_COST = 3.0
+_FIRST_COST = 2.0
 
 
 class Pictures(RunDrawer):
     """Sink that draws readings and posts the pictures to a logger.
 
     It draws the first reading, each reading whose step is at least twice that of the last one
-    drawn, both as far as that takes at most 3 % of the time, and, when closed, the last reading.
-    The cards are the intrinsic dimension over training,
-    the profile of anisotropy over depth, maps of layers and steps, and matrices of layers and
-    heads; at the end the figure of the whole run besides. Their names are numbered, because loggers
-    sort them. For a model with several stacks, the main one is drawn. Memory and the number of
-    pictures grow with the logarithm of the steps. matplotlib is imported with the first picture, so
-    `write` raises an ImportError where it is missing.
+    drawn, both as far as that takes at most 2 % of the time, and, when closed, the last reading.
+    The cards are the intrinsic dimension over training, the profile of anisotropy over depth, maps
+    of layers and steps, and matrices of layers and heads; at the end the figure of the whole run
+    besides. Their names are numbered, because loggers sort them. For a model with several stacks,
+    the main one is drawn. Memory and the number of pictures grow with the logarithm of the steps.
+    matplotlib is imported with the first picture, so `write` raises an ImportError where it is
+    missing.
 
     Args:
         post: Function of a name, an image (uint8 [height, width, 3]) and a step, for instance
