@@ -241,22 +241,30 @@ def ratios_in_halves(
     Returns:
         The ratios at each scale.
     """
-    # The ways are the last dimension, so that each row's are copied as one piece.
-    member = halves.first[:, halves.group].T.contiguous()
-    own_half = member[own]
-    same = (member[indices] == own_half[:, None]) & distances.isfinite()[:, :, None]
-    kind = torch.uint8 if distances.shape[1] < 256 else torch.int64  # small numbers are faster
+    # The ways are the last dimension, so that those of a pair of groups are copied as one piece.
+    member = halves.first.T.contiguous()
+    together = (member[:, None] == member).flatten(0, 1)  # [groups x groups, ways]
+    together = torch.cat([together, torch.zeros_like(together[:1])])  # the last one never counts
+    group, own_group = halves.group[indices.T], halves.group[own]
+    pair = torch.where(distances.isfinite().T, own_group * len(member) + group, len(together) - 1)
+    neighbours = distances.shape[1]
+    ranks = sorted({rank for k in scales for rank in (k, 2 * k)})
+    small = neighbours * ranks[-1] < torch.iinfo(torch.int16).max
+    same = together.to(torch.int16 if small else torch.int64)[pair]  # [k, points, ways]
+    own_half = member[own_group]
     farthest = torch.where(distances.isfinite(), distances, 0).amax(dim=1, keepdim=True)
     logs = torch.cat([distances, farthest], dim=1).log()
-    ranks = sorted({rank for k in scales for rank in (k, 2 * k)})
-    count = torch.zeros(own_half.shape, dtype=kind, device=own_half.device)
-    places = {rank: torch.zeros_like(count) for rank in ranks}
-    for column in same.unbind(dim=1):
+    count = torch.zeros_like(same[0])
+    sums = {rank: torch.zeros_like(count) for rank in ranks}
+    for column in same:
         count += column
-        for rank in ranks:  # ends as the number of neighbours before the one of this rank
-            places[rank] += count < rank
+        for rank in ranks:
+            sums[rank] += count.clamp(rank - 1, rank)
+    # The number of neighbours before the one of a rank: of those at which the count is below it. By
+    # sums of bounded counts: a comparison takes ten times as long as a bound.
+    places = {rank: neighbours * rank - total for rank, total in sums.items()}
     found = {rank: logs.gather(1, place.long()) for rank, place in places.items()}
-    known = {rank: place < distances.shape[1] for rank, place in places.items()}
+    known = {rank: place < neighbours for rank, place in places.items()}
     first = own_half.T.contiguous()
     return [
         HalfRatios(
