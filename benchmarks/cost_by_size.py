@@ -1,4 +1,4 @@
-"""What a run of one and of eight GPUs pays, by the size of the model: measured layers, counted steps.
+"""What one and eight GPUs pay, by the size of the model: layers measured, steps counted.
 
 The time of a layer is measured here, on one core. The time of a training step is counted: 6
 floating-point operations for each parameter and token, at a rate that is given.
@@ -94,21 +94,13 @@ def _share(part: float, whole: float) -> str:
 def _seconds_of_layer(width: int, runs: int) -> float:
     """The median time of a layer of a model with one block, without that of the forward pass."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        GPT2Config(
-            vocab_size=1000,
-            n_positions=CONTEXT,
-            n_embd=width,
-            n_layer=1,
-            n_head=width // HEAD_WIDTH,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            bos_token_id=None,
-            eos_token_id=None,
-        )  # fmt: skip
-    )
-    inputs = {"input_ids": torch.randint(0, 1000, (TOKENS // CONTEXT, CONTEXT)), "use_cache": False}
+    configuration = GPT2Config(
+        vocab_size=1000, n_positions=CONTEXT, n_embd=width, n_layer=1, n_head=width // HEAD_WIDTH,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(configuration)
+    ids = torch.randint(0, 1000, (TOKENS // CONTEXT, CONTEXT))
+    inputs = {"input_ids": ids, "use_cache": False}
     taken: list[float] = []
     measure = Evaluator.measure_layer
 
