@@ -77,7 +77,7 @@ class Forks:
             socket.send_fds(self._line, [b"!"], [other.fileno(), stdout, stderr])
         request = {
             "what": what, "arguments": [str(each) for each in arguments],
-            "environment": dict(environment), "file_size": file_size,
+            "environment": {**environment, **ONE_THREAD}, "file_size": file_size,
         }  # fmt: skip
         line.sendall(json.dumps(request).encode())
         line.shutdown(socket.SHUT_WR)
@@ -136,7 +136,8 @@ def _become_program(answer: socket.socket, stdout: int, stderr: int) -> None:
     os._exit(0)
 
 
-def _run(request: dict[str, Any]) -> None:
+def _run(request: dict[str, Any]) -> dict[str, Any]:
+    """Run the program; its globals live as long as the process."""
     os.environ.clear()
     os.environ.update(request["environment"])
     # A shell that starts the suite in the background has it, and its children, ignore Ctrl-C.
@@ -147,9 +148,8 @@ def _run(request: dict[str, Any]) -> None:
     sys.argv = [what, *request["arguments"]]
     if what.endswith(".py"):
         sys.path.insert(0, str(Path(what).parent))
-        runpy.run_path(what, run_name="__main__")
-    else:
-        runpy.run_module(what, run_name="__main__", alter_sys=True)
+        return runpy.run_path(what, run_name="__main__")
+    return runpy.run_module(what, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":
@@ -159,4 +159,4 @@ if __name__ == "__main__":
     with answer.makefile() as asked:
         request = json.load(asked)
     _become_program(answer, stdout, stderr)
-    _run(request)
+    program = _run(request)
