@@ -33,7 +33,7 @@ $(RECIPES): $(READY)
 	@$(BIN)/python -m recipes.$@ $(ARGS)
 
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -3,33 +3,60 @@
 The programs are in `rank_runs.py`; each is started once on every rank, with a hard limit of time.
 """
 
+import functools
 import math
 import os
+import signal
 import socket
 import subprocess
-import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from forks import Forks
 from rank_runs import LAYERS, STEPS, STRATEGIES, resumed
 
 from geomon import read
 from geomon.distributed import RankGroup
 
-HERE = Path(__file__).parent.parent
+PROGRAM = Path(__file__).parent.parent / "rank_runs.py"
 LIMIT = 300.0  # seconds: a hang is a failure
 LONGER = 400.0  # where Lightning is imported
+# Lightning itself is not among them: it keeps the rank that it finds when it is imported.
+PREPARATION = """
+import contextlib
+import torch._dynamo, torch.distributed.checkpoint.state_dict, torch.distributed.fsdp
+import torch.distributed.tensor.parallel
+import rank_runs
+with contextlib.suppress(ImportError):
+    import torchmetrics
+    import geomon.huggingface
+    from transformers import Trainer
+"""
 
 
-def together(which: str, size: int, folder: Path, limit: float = LIMIT) -> list[dict]:
-    """What each rank found, in rank order."""
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def together(folder):
+    """Runs a program on every rank; what each found, in rank order."""
+    forks = Forks(PREPARATION)
+    yield partial(_together, forks, folder)
+    forks.close()
+
+
+def _together(
+    forks: Forks, folder: Path, which: str, size: int, *, limit: float = LIMIT
+) -> list[dict]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {
-        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]), "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test",
     }  # fmt: skip
@@ -37,23 +64,21 @@ def together(which: str, size: int, folder: Path, limit: float = LIMIT) -> list[
     processes = []
     try:
         for rank, log in enumerate(logs):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             with log.open("w") as output:
                 processes.append(
-                    subprocess.Popen(
-                        [sys.executable, str(HERE / "rank_runs.py"), which, str(folder)],
-                        env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
+                    forks.start(
+                        str(PROGRAM), which, folder, environment=os.environ | shared | own,
+                        stdout=output.fileno(), stderr=output.fileno(),
                     )
-                )
+                )  # fmt: skip
         until = time.monotonic() + limit
         codes = [process.wait(max(0.1, until - time.monotonic())) for process in processes]
     except subprocess.TimeoutExpired:
         codes = [None]
     finally:
         for process in processes:
-            process.kill()
-            process.wait()
+            process.send_signal(signal.SIGKILL)
     said = "\n".join(f"{log.name}:\n{log.read_text()[-2000:]}" for log in logs)
     assert codes == [0] * size, said
     return [
@@ -62,24 +87,15 @@ def together(which: str, size: int, folder: Path, limit: float = LIMIT) -> list[
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("ranks")
+def found_on(together):
+    """What a number of ranks found, by rank, then by the name of the run; started once."""
+    return functools.cache(lambda size: together("together" if size > 1 else "alone", size))
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
-def found(request, folder):
-    """Everything that one start on several ranks gives: by rank, then by the name of the run."""
-    return _found(request.param, folder)
-
-
-_FOUND: dict = {}
-
-
-def _found(size: int, folder: Path) -> list[dict]:
-    """Started once, when first asked for."""
-    if size not in _FOUND:
-        _FOUND[size] = together("together" if size > 1 else "alone", size, folder)
-    return _FOUND[size]
+def found(request, found_on):
+    """Everything that one start on several ranks gives."""
+    return found_on(request.param)
 
 
 def largest_difference(values, others) -> float:
@@ -133,9 +149,9 @@ def test_one_two_and_four_ranks_read_the_same(found, alone):
 
 
 @pytest.fixture(scope="module")
-def alone(folder):
+def alone(found_on):
     """The runs that one process can do as well."""
-    return _found(1, folder)[0]
+    return found_on(1)[0]
 
 
 def test_a_probe_is_the_first_ranks_and_the_same_on_any_number_of_ranks(found):
@@ -196,8 +212,8 @@ def test_every_strategy_reads_right_and_trains_as_without(found, strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_probes_at_any_point_of_a_step_leave_the_training_as_it_is(folder, strategy):
-    found = _found(2, folder)
+def test_probes_at_any_point_of_a_step_leave_the_training_as_it_is(found_on, strategy):
+    found = found_on(2)
     assert all(rank["probed_anywhere"][strategy] for rank in found)
     assert found[0]["probed_anywhere"][f"{strategy} readings"] == 12
 
@@ -208,9 +224,9 @@ def test_tensor_parallel_shards_are_refused_in_words(found):
     assert "'0.0.weight' is sharded by tensor parallelism" in notes[0]
 
 
-def test_a_run_goes_on_with_another_number_of_ranks(folder):
+def test_a_run_goes_on_with_another_number_of_ranks(found_on, folder):
     """Two ranks, then four, then one; each goes two steps back, as from a checkpoint."""
-    found = {size: _found(size, folder) for size in (2, 4)}
+    found = {size: found_on(size) for size in (2, 4)}
     resumed(RankGroup(), folder)
     record = read(folder / "resumed")
     assert [r.step for r in record] == list(range(15))
@@ -226,8 +242,8 @@ def test_a_run_goes_on_with_another_number_of_ranks(folder):
             assert rank["resumed"]["passes"] == [False] * (steps - 5) + [True] * 5
 
 
-def test_ranks_that_are_lost_end_the_gathering_and_not_the_run(folder):
-    first, second = together("lost", 2, folder)
+def test_ranks_that_are_lost_end_the_gathering_and_not_the_run(together):
+    first, second = together("lost", 2)
     for name in ("asleep", "dead"):
         here = first["lost"][name]
         assert here["steps"] == [0, 1, 3]  # the reading that was under way is left out
@@ -239,8 +255,8 @@ def test_ranks_that_are_lost_end_the_gathering_and_not_the_run(folder):
     assert any("rank 1 lost the other ranks" in m for m in second["lost"]["asleep"]["messages"])
 
 
-def test_ranks_that_do_not_keep_step_go_on_and_meet_again(folder):
-    first, second = together("irregular", 2, folder)
+def test_ranks_that_do_not_keep_step_go_on_and_meet_again(together):
+    first, second = together("irregular", 2)
     here, there = first["irregular"], second["irregular"]
     # A window that one rank missed costs that reading. That rank owes it and is ahead at step 3,
     # where it waits; they meet at step 4.
@@ -259,15 +275,15 @@ def test_ranks_that_do_not_keep_step_go_on_and_meet_again(folder):
     assert all(rank["waited"] < 15 for rank in (*here.values(), *there.values()))
 
 
-def test_ctrl_c_does_not_wait_for_the_other_ranks(folder):
-    first, _ = together("interrupted", 2, folder)
+def test_ctrl_c_does_not_wait_for_the_other_ranks(together):
+    first, _ = together("interrupted", 2)
     assert first["interrupted"]["seconds"] < 20  # of 25
     assert first["interrupted"]["hooks"] == 0
 
 
-def test_lightnings_strategies(folder):
+def test_lightnings_strategies(together):
     pytest.importorskip("lightning")
-    found = [rank["lightning"] for rank in together("lightning", 2, folder, LONGER)]
+    found = [rank["lightning"] for rank in together("lightning", 2, limit=LONGER)]
     names = [name for name in found[0] if name.startswith(("ddp", "fsdp2"))]
     assert len(names) == 8
     for name in names:
@@ -291,9 +307,9 @@ def test_lightnings_strategies(folder):
     assert "requires a GPU accelerator" in found[0]["fsdp1"]  # which is why it is tested in torch
 
 
-def test_the_trainers_validation_data_are_shared_by_its_ranks(folder):
+def test_the_trainers_validation_data_are_shared_by_its_ranks(together):
     pytest.importorskip("transformers")
-    found = [rank["trainer"] for rank in together("trainer", 2, folder, LONGER)]
+    found = [rank["trainer"] for rank in together("trainer", 2, limit=LONGER)]
     for rank in found:
         plain, watched = rank["plain"], rank["validation"]
         assert all(map(torch.equal, watched["end"], plain["end"]))

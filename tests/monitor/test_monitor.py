@@ -4,9 +4,8 @@ import gc
 import json
 import logging
 import math
+import os
 import pickle
-import subprocess
-import sys
 import time
 import weakref
 from pathlib import Path
@@ -15,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from forks import Forks
 from models import PlainDecoder, batch, transformer
 from torch import nn
 
@@ -427,7 +427,6 @@ def test_time_inside_a_charge_counts_once(monkeypatch):
 
 UNCLOSED = """
 import sys, time, logging
-sys.path.insert(0, {tests!r})
 import multiprocessing
 from models import PlainDecoder, batch
 from geomon import Monitor, every, select
@@ -439,7 +438,7 @@ def main(folder):
 
     model = PlainDecoder()
     monitor = Monitor(
-        model, metrics={{"slow": slow}}, tokens=64, schedule=every(1), background=True,
+        model, metrics={"slow": slow}, tokens=64, schedule=every(1), background=True,
         directory=folder,
     )
     for step in range(3):
@@ -469,17 +468,25 @@ else:
 """
 
 
+@pytest.fixture(scope="module")
+def forks():
+    forks = Forks("import models, geomon; geomon.Monitor")
+    yield forks
+    forks.close()
+
+
 @pytest.mark.parametrize("way", ["end", "exception", "exit", "dropped", "cycle", "child"])
-def test_background_readings_are_recorded_without_close(tmp_path, way):
-    code = UNCLOSED.format(tests=str(Path(__file__).parent.parent))
-    done = subprocess.run(
-        [sys.executable, "-c", code, way, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert [r.step for r in read(tmp_path)] == [0, 1, 2], done.stderr
-    assert done.returncode == {"exception": 1, "exit": 3}.get(way, 0), done.stderr
+def test_background_readings_are_recorded_without_close(forks, tmp_path, way):
+    program, said = tmp_path / "unclosed.py", tmp_path / "said"
+    program.write_text(UNCLOSED)
+    with said.open("w") as output:
+        process = forks.start(
+            str(program), way, tmp_path / "run", environment=os.environ,
+            stdout=output.fileno(), stderr=output.fileno(),
+        )  # fmt: skip
+    code = process.wait(300)
+    assert [r.step for r in read(tmp_path / "run")] == [0, 1, 2], said.read_text()
+    assert code == {"exception": 1, "exit": 3}.get(way, 0), said.read_text()
 
 
 def test_a_monitor_that_is_dropped_is_collected():

@@ -1,3 +1,4 @@
+import ast
 import importlib
 import platform
 import sysconfig
@@ -50,6 +51,63 @@ def test_order_is_fixed_and_nothing_is_imported(library: Path) -> None:
     _write(library / "a.py", '"""Module a.\n\n    Indented.\n    """\ndef f():\n    "In f."\n')
     _write(library / "package" / "c.py", 'class C:\n    """In C."""\n    def g(self):\n        1\n')
     assert _fresh() == b"Module a.\n\nIndented.\n\n\nIn f.\n\n\nModule b.\n\n\nIn C."
+
+
+NESTED = """
+class A:
+    "A"
+    def method(self):
+        "method"
+        async def inner():
+            "inner"
+for x in y:
+    def in_for(): "in_for"
+else:
+    def in_for_else(): "in_for_else"
+while x:
+    def in_while(): "in_while"
+else:
+    def in_while_else(): "in_while_else"
+if (lambda: 1)() if x else [lambda: 2 for x in y]:
+    def in_if(): "in_if"
+elif x:
+    def in_elif(): "in_elif"
+else:
+    def in_else(): "in_else"
+with x:
+    def in_with(): "in_with"
+try:
+    def in_try(): "in_try"
+except A:
+    def in_except(): "in_except"
+else:
+    def in_try_else(): "in_try_else"
+finally:
+    def in_finally(): "in_finally"
+try:
+    pass
+except* A:
+    def in_except_star(): "in_except_star"
+match x:
+    case 1:
+        def in_case(): "in_case"
+    case _:
+        def in_other_case(): "in_other_case"
+async def coroutine():
+    "coroutine"
+    async for x in y:
+        def in_async_for(): "in_async_for"
+    async with x:
+        def in_async_with(): "in_async_with"
+"""
+
+
+def test_definitions_are_found_in_every_statement_in_the_order_of_a_walk(library: Path) -> None:
+    _write(library / "a.py", NESTED)
+    definitions = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    names = [node.name for node in ast.walk(ast.parse(NESTED)) if isinstance(node, definitions)]
+    assert len(names) == NESTED.count("def ") + 1
+    assert _fresh().decode().split("\n\n\n") == names
 
 
 def test_duplicates_tests_and_invalid_sources_are_left_out(library: Path) -> None:

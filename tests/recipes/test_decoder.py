@@ -20,14 +20,15 @@ from recipes.decoder.questions import questions_of
 from recipes.decoder.train import SIZES, Study, seconds_taken, train_seeds
 from recipes.study.pictures import save_small
 
+# Batches of 64: the 512 windows of a validation are eight of them.
 TINY = Study(
-    replace(SIZES, width=32, heads=2, context=16, batch=4, steps=8, warmup=1),
+    replace(SIZES, width=32, heads=2, context=16, batch=64, steps=8, warmup=1),
     windows=64,
     rows=256,
     first=4,
 )
 ARGUMENTS = [
-    "--width", "32", "--heads", "2", "--context", "16", "--batch", "4", "--steps", "8",
+    "--width", "32", "--heads", "2", "--context", "16", "--batch", "64", "--steps", "8",
     "--warmup", "1", "--windows", "64", "--rows", "256", "--first", "4", "--workers", "1",
 ]  # fmt: skip
 

@@ -4,7 +4,6 @@ import errno
 import json
 import math
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forks import ONE_THREAD, Forks
 from typer.testing import CliRunner
 
 from geomon import read
@@ -23,33 +23,51 @@ from recipes.enwik8.presets import PRESETS, Preset
 from recipes.enwik8.train import RecipeError, _plain_errors
 
 ROOT = Path(__file__).parent.parent.parent
-# The text that CI has, where the text does not matter: what Python carries takes seconds to read.
-TEXT = os.environ.get("ENWIK8", "")
-TINY = ["--layers", "2", "--width", "32", "--heads", "2", "--batch", "8", "--preset", "cpu"]
+# Batches of 64: the 512 windows of a validation are eight of them.
+TINY = ["--layers", "2", "--width", "32", "--heads", "2", "--batch", "64", "--preset", "cpu"]
 
 
-def command(*arguments: object, **environment: str) -> subprocess.Popen[str]:
-    # Nothing listens on port 9: no network, whatever the machine has.
-    proxies = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
-    return subprocess.Popen(
-        [sys.executable, "-m", "recipes.enwik8", *map(str, arguments)], cwd=ROOT, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env={**os.environ, "ENWIK8": "", **proxies, **environment},
-        preexec_fn=lambda: _prepare(environment),  # noqa: PLW1509
-    )  # fmt: skip
+# Nothing listens on port 9: no network, whatever the machine has.
+OFFLINE = {"ENWIK8": "", **dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")}
+PREPARATION = """
+import lightning.pytorch.loggers, torch.utils.tensorboard, matplotlib.backends.backend_agg
+import transformers.models.gpt2.modeling_gpt2
+import recipes.enwik8.__main__
+from recipes.enwik8.builtin_text import builtin_text
+builtin_text()
+"""
 
 
-def _prepare(environment: dict[str, str]) -> None:
-    # A shell that starts the suite in the background has it, and its children, ignore Ctrl-C.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if limit := environment.get("GEOMON_TEST_LIMIT"):  # of a file, in bytes: no disk need be full
-        resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """Starts the command in a process that need not import anything."""
+    forks, folder = Forks(PREPARATION), tmp_path_factory.mktemp("stderr")
+
+    def started(*arguments: object, file_size: int | None = None, **environment: str) -> Command:
+        return Command(forks, folder, arguments, file_size, OFFLINE | environment)
+
+    yield started
+    forks.close()
 
 
-def run(*arguments: object, **environment: str) -> tuple[int, str, str]:
-    process = command(*arguments, **environment)
-    out, err = process.communicate(timeout=400)
-    return process.returncode, out, err
+class Command:
+    """The command, running: its process, what it prints as it comes, and its errors at the end."""
+
+    def __init__(self, forks, folder, arguments, file_size, environment) -> None:
+        self._errors = folder / f"{len(list(folder.iterdir()))}"
+        reader, writer = os.pipe()
+        with self._errors.open("w") as errors:
+            self.process = forks.start(
+                "recipes.enwik8", *arguments, environment=os.environ | environment,
+                stdout=writer, stderr=errors.fileno(), file_size=file_size,
+            )  # fmt: skip
+        os.close(writer)
+        self.lines = open(reader)  # noqa: SIM115
+
+    def end(self) -> tuple[int, str, str]:
+        with self.lines:
+            out = self.lines.read()
+        return self.process.wait(400), out, self._errors.read_text()
 
 
 def run_here(*arguments: object) -> tuple[int, str]:
@@ -62,11 +80,13 @@ def run_here(*arguments: object) -> tuple[int, str]:
 def finished(tmp_path_factory):
     """A run without data and without network, and its output."""
     folder = tmp_path_factory.mktemp("recipe")
-    code, out, err = run(
-        "--out", folder / "run", *TINY, "--steps", 6, GEOMON_CACHE=str(folder / "cache")
-    )
-    assert code == 0, err
-    return folder / "run", out
+    done = subprocess.run(
+        [sys.executable, "-m", "recipes.enwik8", "--out", folder / "run", *TINY, "--steps", "6"],
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=400,
+        env=os.environ | ONE_THREAD | OFFLINE | {"GEOMON_CACHE": str(folder / "cache")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return folder / "run", done.stdout
 
 
 def test_without_network_it_names_its_fallback_and_leaves_everything(finished):
@@ -109,19 +129,18 @@ def test_resume_needs_the_settings_of_the_run(finished):
     assert "seed was 0" in err
 
 
-def test_a_resumed_run_has_the_curves_of_an_uninterrupted_one(finished, tmp_path):
+def test_a_resumed_run_has_the_curves_of_an_uninterrupted_one(finished, start, tmp_path):
     folder, _ = finished
     cache = str(folder.parent / "cache")
     arguments = ["--out", tmp_path / "cut", *TINY, "--steps", 6]
-    process = command(*arguments, GEOMON_CACHE=cache)
-    assert process.stdout is not None
-    for line in process.stdout:  # a checkpoint at every step; stopped in the middle
+    command = start(*arguments, GEOMON_CACHE=cache)
+    for line in command.lines:  # a checkpoint at every step; stopped in the middle
         if line.startswith("step 3:"):
-            process.send_signal(signal.SIGKILL)
+            command.process.send_signal(signal.SIGKILL)
             break
-    process.communicate()
+    assert command.end()[0] == -signal.SIGKILL
     assert 3 <= len(read(tmp_path / "cut")) < 7
-    code, _, err = run(*arguments, "--resume", GEOMON_CACHE=cache)
+    code, _, err = start(*arguments, "--resume", GEOMON_CACHE=cache).end()
     assert code == 0, err
     whole, cut = read(folder), read(tmp_path / "cut")
     assert len(cut.runs) == 2
@@ -132,19 +151,18 @@ def test_a_resumed_run_has_the_curves_of_an_uninterrupted_one(finished, tmp_path
                 assert other.values[tag] == value, (one.step, tag)
 
 
-def test_ctrl_c_keeps_every_reading_and_ends_as_lightning_ends(tmp_path):
-    process = command("--out", tmp_path / "run", *TINY, "--steps", 100_000, ENWIK8=TEXT)
-    assert process.stdout is not None
+def test_ctrl_c_keeps_every_reading_and_ends_as_lightning_ends(start, tmp_path):
+    command = start("--out", tmp_path / "run", *TINY, "--steps", 100_000)
     shown = []
-    for line in process.stdout:
+    for line in command.lines:
         if line.startswith("step "):
             shown.append(int(line.split()[1].rstrip(":")))
         if len(shown) == 4:
-            process.send_signal(signal.SIGINT)
+            command.process.send_signal(signal.SIGINT)
             break
-    out, err = process.communicate(timeout=400)
+    code, out, err = command.end()
     assert f"interrupted: {tmp_path / 'run'} keeps every reading" in out
-    assert process.returncode == 1  # Lightning's own code for an interrupt
+    assert code == 1  # Lightning's own code for an interrupt
     assert "Traceback" not in err
     assert [r.step for r in read(tmp_path / "run")][:4] == shown == [0, 32, 45, 64]
 
@@ -236,7 +254,7 @@ def test_settings_that_cannot_be_read_get_one_clear_line(tmp_path, content):
     assert "choose another folder" in err
 
 
-def test_a_run_without_a_checkpoint_starts_over_by_resume(finished, tmp_path):
+def test_a_run_without_a_checkpoint_starts_over_by_resume(finished, start, tmp_path):
     """As Ctrl-C leaves it before the first checkpoint: settings, and a reading or two."""
     folder, _ = finished
     (tmp_path / "run").mkdir()
@@ -244,22 +262,18 @@ def test_a_run_without_a_checkpoint_starts_over_by_resume(finished, tmp_path):
     lines = (folder / "readings.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "run" / "readings.jsonl").write_text("".join(lines[:2]))
     cache = str(folder.parent / "cache")
-    code, out, err = run(
-        "--out", tmp_path / "run", *TINY, "--steps", 6, "--resume", GEOMON_CACHE=cache
-    )
+    arguments = ["--out", tmp_path / "run", *TINY, "--steps", 6, "--resume"]
+    code, out, err = start(*arguments, GEOMON_CACHE=cache).end()
     assert code == 0, err
     assert "no checkpoint yet: the run starts over at step 0" in out
     assert [r.step for r in read(tmp_path / "run")] == list(range(7))
     assert len(read(tmp_path / "run" / "readings.1.jsonl")) == 1
 
 
-def test_a_full_disk_in_the_middle_of_training_gets_one_clear_line(tmp_path):
-    process = command(
-        "--out", tmp_path / "run", *TINY, "--steps", 6, "--logger", "csv",
-        GEOMON_TEST_LIMIT="100000", ENWIK8=TEXT,
-    )  # fmt: skip
-    _, err = process.communicate(timeout=200)
-    assert process.returncode == 2, err
+def test_a_full_disk_in_the_middle_of_training_gets_one_clear_line(start, tmp_path):
+    arguments = ["--out", tmp_path / "run", *TINY, "--steps", 6, "--logger", "csv"]
+    code, _, err = start(*arguments, file_size=100_000).end()
+    assert code == 2, err
     last = err.splitlines()[-1]
     assert last.startswith("error: ")
     assert "make room, then go on with --resume --out" in last
@@ -268,25 +282,31 @@ def test_a_full_disk_in_the_middle_of_training_gets_one_clear_line(tmp_path):
 
 _WITHOUT = """
 import runpy, sys
-sys.modules[sys.argv.pop(1)] = None
-runpy.run_module("recipes.enwik8", run_name="__main__")
+names, out = sys.argv[1:]
+sys.modules |= dict.fromkeys(names.split(","))
+for name in names.split(","):
+    sys.argv[1:] = ["--out", out, *(["--logger", name] if name == "wandb" else [])]
+    try:
+        runpy.run_module("recipes.enwik8", run_name="__main__")
+    except SystemExit as end:
+        assert end.code == 2, end.code
 """
 
 
 @pytest.mark.parametrize(
-    "name", ["typer", "lightning", "transformers", "matplotlib", "requests", "tensorboard", "wandb"]
+    "names",
+    # Loggers are looked for after seconds of imports: one process is asked for both.
+    ["typer", "lightning", "transformers", "matplotlib", "requests", "tensorboard,wandb"],
 )
-def test_each_missing_extra_gets_one_clear_line(tmp_path, name):
-    arguments = ["--out", str(tmp_path / "x")]
-    if name == "wandb":
-        arguments += ["--logger", "wandb"]
+def test_each_missing_extra_gets_one_clear_line(tmp_path, names):
     done = subprocess.run(
-        [sys.executable, "-c", _WITHOUT, name, *arguments], cwd=ROOT, capture_output=True,
-        text=True, check=False,
+        [sys.executable, "-c", _WITHOUT, names, str(tmp_path / "x")], cwd=ROOT,
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {name} not installed: pip install 'geomon[all]'")
-    assert done.stderr.count("\n") == 1
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    for name, line in zip(names.split(","), lines, strict=True):
+        assert line.startswith(f"error: {name} not installed: pip install 'geomon[all]'")
     assert not (tmp_path / "x").exists()
 
 

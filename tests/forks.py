@@ -1,0 +1,162 @@
+"""Programs that start from a process which has imported what they need.
+
+Where a test needs a process of its own, most of its seconds are the imports of torch, Lightning and
+transformers. So one process imports them, once, and forks: what comes of it is a process like any
+other, with its own arguments, environment, streams and signals.
+"""
+
+import contextlib
+import json
+import os
+import resource
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+# With one thread in the process that forks no other can hold a lock that its forks inherit.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+_NUMBER = 8  # bytes of a number that is sent
+
+
+class Program:
+    """A running program."""
+
+    def __init__(self, line: socket.socket) -> None:
+        self._line = line
+        self._code: int | None = None
+        self.pid = _receive(line)
+
+    def is_running(self) -> bool:
+        return self._code is None and not select.select([self._line], [], [], 0)[0]
+
+    def send_signal(self, number: int) -> None:
+        if self.is_running():
+            os.kill(self.pid, number)
+
+    def wait(self, timeout: float) -> int:
+        """Its exit status, negative for a signal, within a number of seconds."""
+        if self._code is None:
+            if not select.select([self._line], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+            self._code = _receive(self._line)
+            self._line.close()
+        return self._code
+
+
+class Forks:
+    """A process that has run `preparation`, imports for instance, and starts programs."""
+
+    def __init__(self, preparation: str) -> None:
+        self._programs: list[Program] = []
+        self._line, other = socket.socketpair()
+        with other:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(other.fileno()), preparation],
+                pass_fds=[other.fileno()], stdin=subprocess.DEVNULL, cwd=ROOT,
+                env=os.environ | ONE_THREAD,
+            )  # fmt: skip
+
+    def start(
+        self, what: str, *arguments: object, environment: Mapping[str, str], stdout: int,
+        stderr: int, file_size: int | None = None,
+    ) -> Program:  # fmt: skip
+        """Start a module (`"package.module"`) or a file (`"folder/name.py"`) as a program.
+
+        Its streams are file descriptors; the size of a file that it writes can be limited, in
+        bytes: no disk need be full.
+        """
+        line, other = socket.socketpair()
+        with other:
+            socket.send_fds(self._line, [b"!"], [other.fileno(), stdout, stderr])
+        request = {
+            "what": what, "arguments": [str(each) for each in arguments],
+            "environment": {**environment, **ONE_THREAD}, "file_size": file_size,
+        }  # fmt: skip
+        line.sendall(json.dumps(request).encode())
+        line.shutdown(socket.SHUT_WR)
+        self._programs.append(Program(line))
+        return self._programs[-1]
+
+    def close(self) -> None:
+        for program in self._programs:  # none is left, unless a test has failed
+            program.send_signal(signal.SIGKILL)
+        self._line.close()
+        self._process.wait()
+
+
+def _receive(line: socket.socket) -> int:
+    number = line.recv(_NUMBER, socket.MSG_WAITALL)
+    if len(number) < _NUMBER:
+        raise RuntimeError("the process that forks has ended: its preparation failed, see stderr")
+    return int.from_bytes(number, signed=True)
+
+
+def _send(line: socket.socket, number: int) -> None:
+    line.sendall(number.to_bytes(_NUMBER, signed=True))
+
+
+def _serve(line: socket.socket) -> tuple[socket.socket, int, int]:
+    """Fork for every request until there are no more; returns in the forks only."""
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(line, 1, 3)
+        with contextlib.suppress(ChildProcessError):  # there was none yet
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if not message:
+            os._exit(0)
+        if os.fork() == 0:
+            line.close()
+            answer, stdout, stderr = descriptors
+            return socket.socket(fileno=answer), stdout, stderr
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _become_program(answer: socket.socket, stdout: int, stderr: int) -> None:
+    """Fork once more: one process runs the program, and the other tells how it ended."""
+    program = os.fork()
+    if program == 0:
+        answer.close()
+        for own, given in enumerate((stdout, stderr), start=1):
+            os.dup2(given, own)
+            os.close(given)
+        return
+    os.close(stdout)
+    os.close(stderr)
+    _send(answer, program)
+    _, status = os.waitpid(program, 0)
+    _send(answer, os.waitstatus_to_exitcode(status))
+    os._exit(0)
+
+
+def _run(request: dict[str, Any]) -> dict[str, Any]:
+    """Run the program; its globals live as long as the process."""
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    # A shell that starts the suite in the background has it, and its children, ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if limit := request["file_size"]:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    what = request["what"]
+    sys.argv = [what, *request["arguments"]]
+    if what.endswith(".py"):
+        sys.path.insert(0, str(Path(what).parent))
+        return runpy.run_path(what, run_name="__main__")
+    return runpy.run_module(what, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    exec(sys.argv[2])
+    answer, stdout, stderr = _serve(socket.socket(fileno=int(sys.argv[1])))
+    with answer.makefile() as asked:
+        request = json.load(asked)
+    _become_program(answer, stdout, stderr)
+    program = _run(request)
