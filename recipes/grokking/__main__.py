@@ -23,6 +23,7 @@ from recipes.grokking.train import Settings, train
 from recipes.study import (
     Claim,
     RunError,
+    estimate_share,
     new_folder,
     run_side_by_side,
     save_claims,
@@ -52,6 +53,10 @@ def main(
     control_fraction: Annotated[
         float, Option(min=0.01, max=0.99, help="The same for runs that are not to generalise.")
     ] = 0.15,
+    controls: Annotated[
+        int | None,
+        Option(min=1, help="Trainings that are not to generalise. Default: as many as --seeds."),
+    ] = None,
     processes: Annotated[int, Option(min=1, help="Trainings side by side.")] = 2,
 ) -> None:
     """Train on subtraction modulo a number, and watch until held-out pairs are answered."""
@@ -59,14 +64,17 @@ def main(
     settings = Settings(
         modulus, steps, interval, batch, weight_decay, _probed(modulus, control_fraction)
     )
+    counts = {GENERALISES: seeds, CONTROL: seeds if controls is None else controls}
+    shares = {GENERALISES: fraction, CONTROL: control_fraction}
     folders = {
-        kind: [folder / kind / f"seed_{seed}" for seed in range(seeds)]
-        for kind in (GENERALISES, CONTROL)
+        kind: [folder / kind / f"seed_{seed}" for seed in range(count)]
+        for kind, count in counts.items()
     }
     jobs = [
-        (settings, share, seed, folders[kind][seed])
-        for seed in range(seeds)
-        for kind, share in ((GENERALISES, fraction), (CONTROL, control_fraction))
+        (settings, shares[kind], seed, folders[kind][seed])
+        for seed in range(max(counts.values()))
+        for kind in counts
+        if seed < counts[kind]
     ]
     print(f"{len(jobs)} trainings; geomon watch {jobs[0][-1]} shows the first", flush=True)
     try:
@@ -74,13 +82,13 @@ def main(
     except RunError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
-    runs, controls = (list(map(load_course, folders[kind])) for kind in (GENERALISES, CONTROL))
-    figure = draw(runs, controls, fraction=fraction, control_fraction=control_fraction)
+    runs, others = (list(map(load_course, folders[kind])) for kind in (GENERALISES, CONTROL))
+    figure = draw(runs, others, fraction=fraction, control_fraction=control_fraction)
     save(figure, folder / "grokking.png")
-    _show_leads(runs, controls)
+    _show_leads(runs, others)
     if any(run.generalised() is not None for run in runs):
         seconds = seconds_on_two_cores([each for kind in folders.values() for each in kind])
-        found = claims(runs, controls, differs=_differs(settings, fraction), seconds=seconds)
+        found = claims(runs, others, differs=_differs(settings, fraction), seconds=seconds)
         save_claims(found, folder)
         _show_claims(found)
     print(f"figure: {folder / 'grokking.png'}")
@@ -114,8 +122,9 @@ def _show_leads(runs: list[Course], controls: list[Course]) -> None:
             line = f"  {name} {margin:4.0%} below the controls: leads"
             line += f" {leads(runs, controls, name, margin)}"
             if len(controls) > 1:
-                wrong = false_alarms(controls, name, margin)
-                line += f"; false alarms in {sum(wrong)} of {len(wrong)} controls"
+                wrong = estimate_share(false_alarms(controls, name, margin))
+                line += f"; false alarms in {wrong.so} of {wrong.count} controls "
+                line += f"({wrong.low:.2f} to {wrong.high:.2f})"
             print(line)
 
 

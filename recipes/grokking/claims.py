@@ -92,7 +92,8 @@ def claims(
                     published=_NO_RULE,
                     quantity="share of the controls, each left out in turn, that raise an alarm",
                     values=tuple(map(float, false_alarms(controls, name, margin=0.0))),
-                    repeated="control run left out",
+                    repeated="control",
+                    counted=True,
                     below=_TOLERATED,
                     **same,
                 )
