@@ -15,7 +15,7 @@ import typer
 from typer import Option
 
 from recipes.decoder.claims import decoder_claims
-from recipes.decoder.figure import decoder_figure
+from recipes.decoder.figure import decoder_figure, seeds_figure
 from recipes.decoder.train import (
     FIRST_READING,
     PROBE_WINDOWS,
@@ -83,6 +83,7 @@ def main(
         print(f"no value   {name}")
     print(f"claims: {save_claims(claims, folder)}")
     print(f"figure: {save_small(decoder_figure(folder), folder / 'decoder.png')}")
+    print(f"figure: {save_small(seeds_figure(folder), folder / 'decoder_seeds.png')}")
 
 
 def _free_folder() -> Path:

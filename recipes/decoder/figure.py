@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from geomon import Reading, read
 from geomon.analysis.profile import profile_of
+from geomon.show.figures import draw
 from recipes.decoder.history import History, over_heads, over_layers, value_of
 from recipes.decoder.questions.question import NORMED
 from recipes.decoder.train import complete_seeds
@@ -93,6 +94,20 @@ def decoder_figure(folder: Path) -> Figure:
     ])  # fmt: skip
     _label(axes[2, 1], "h", "Spectrum of the last tokens", "after the final norm")
     _draw_shares(axes[2, 2], histories)
+    return figure
+
+
+def seeds_figure(folder: Path) -> Figure:
+    """Draw mean query against mean key over training, a line for each seed.
+
+    Args:
+        folder: Folder of the experiment.
+
+    Raises:
+        StudyError: The folder holds no experiment, or no seed is complete.
+    """
+    figure = draw("stability", [read(seed) for seed in complete_seeds(folder)])
+    figure.set_dpi(80)
     return figure
 
 
