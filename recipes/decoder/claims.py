@@ -33,7 +33,7 @@ def decoder_claims(folder: Path) -> tuple[list[Claim], list[str]]:
         Claims, and the names of those that no seed could answer.
 
     Raises:
-        StudyError: The folder holds no experiment, or no seed is complete.
+        RunError: The folder holds no experiment, or no seed is complete.
     """
     seeds = complete_seeds(folder)
     histories = [History(read(seed)) for seed in seeds]

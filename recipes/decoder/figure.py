@@ -34,7 +34,7 @@ def decoder_figure(folder: Path) -> Figure:
         folder: Folder of the experiment.
 
     Raises:
-        StudyError: The folder holds no experiment, or no seed is complete.
+        RunError: The folder holds no experiment, or no seed is complete.
     """
     histories = [History(read(seed)) for seed in complete_seeds(folder)]
     last = histories[0].last
@@ -104,7 +104,7 @@ def seeds_figure(folder: Path) -> Figure:
         folder: Folder of the experiment.
 
     Raises:
-        StudyError: The folder holds no experiment, or no seed is complete.
+        RunError: The folder holds no experiment, or no seed is complete.
     """
     figure = draw("stability", [read(seed) for seed in complete_seeds(folder)])
     figure.set_dpi(80)
