@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from geomon import read
-from recipes.decoder.history import History
 from recipes.decoder.questions import Question, comparisons_of, questions_of
 from recipes.decoder.train import complete_seeds, load_study, seconds_taken
 from recipes.enwik8.presets import Preset
 from recipes.study import Claim
+from recipes.study.history import History
 
 COMMAND = "make decoder"
 PICTURE = "docs/pictures/decoder.png"

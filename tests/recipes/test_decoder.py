@@ -16,11 +16,11 @@ from geomon.kernels.token_types import token_types
 from recipes.decoder.__main__ import app
 from recipes.decoder.claims import decoder_claims
 from recipes.decoder.figure import decoder_figure, seeds_figure
-from recipes.decoder.history import History, growth, onset, with_depth
 from recipes.decoder.metrics import norm_variance_slope_shuffled
 from recipes.decoder.questions import comparisons_of, questions_of
 from recipes.decoder.questions.stability import one_sign_at_end, trend_correlations
 from recipes.decoder.train import SIZES, Study, seconds_taken, train_seeds
+from recipes.study.history import History, growth, onset, with_depth
 from recipes.study.pictures import save_small
 
 TINY = Study(

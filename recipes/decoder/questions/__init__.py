@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 
-from recipes.decoder.history import History
 from recipes.decoder.questions import (
     norm_of_mean,
     self_attention,
@@ -12,6 +11,7 @@ from recipes.decoder.questions import (
 )
 from recipes.decoder.questions.question import Question
 from recipes.enwik8.presets import Preset
+from recipes.study.history import History
 
 __all__ = ["Question", "comparisons_of", "questions_of"]
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from functools import partial
 
-from recipes.decoder.history import History, at_end, over_layers, with_depth
 from recipes.decoder.questions.question import NORMED, Question
+from recipes.study.history import History, at_end, over_layers, with_depth
 
 _THEIRS = "pretrained models on subwords; our types are characters, our blocks norm their input"
 

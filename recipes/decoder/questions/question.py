@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from recipes.decoder.history import History
+from recipes.study.history import History
 
 # What the papers' models are, where ours is a small decoder on characters.
 MODELS = "pretrained models of many kinds"

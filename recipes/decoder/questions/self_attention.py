@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from geomon.kernels.baselines import isotropic_cosine_quantile
-from recipes.decoder.history import (
+from recipes.decoder.questions.question import MODELS, Question
+from recipes.study.history import (
     Head,
     History,
     at_end,
@@ -16,7 +17,6 @@ from recipes.decoder.history import (
     since_start,
     value_of,
 )
-from recipes.decoder.questions.question import MODELS, Question
 
 _ENCODERS = "encoders trained on subwords for 2 million steps (MultiBERT)"
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from functools import partial
 
-from recipes.decoder.history import QUARTER, History, changed, growth, over_layers
 from recipes.decoder.questions.question import MODELS, Question
+from recipes.study.history import QUARTER, History, changed, growth, over_layers
 
 _THEIRS = "pretrained decoders of billions of parameters on subwords"
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from recipes.decoder.history import QUARTER, History, changed
 from recipes.decoder.questions.question import NORMED, Question
+from recipes.study.history import QUARTER, History, changed
 
 # Where the phases end is no number of the paper: here with the warm-up, and with the first quarter.
 _THEIRS = "OLMo and Pythia, whose phases end where the curves turn"

@@ -8,8 +8,8 @@ from statistics import fmean
 
 import numpy as np
 
-from recipes.decoder.history import History
 from recipes.decoder.questions.question import Question
+from recipes.study.history import History
 
 _THEIRS = "encoders trained on subwords for 2 million steps (MultiBERT)"
 
