@@ -7,12 +7,15 @@ query and its mean key are made by independent random matrices (Godey et al., 24
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from geomon.analysis.curves import single_source
-from geomon.record import Reading, tags
+from geomon.record import Reading, Readings, tags
 
 Direction = Literal["similar", "opposite", "chance"]
 
@@ -117,6 +120,23 @@ class QueriesKeys:
         return sentences
 
 
+@dataclass(frozen=True)
+class LayerAlignment:
+    """Mean query against mean key of one layer over training, its heads joined to one vector.
+
+    Attributes:
+        layer: Number of the layer.
+        width: Length of the vectors: number of query heads times width of one head.
+        steps: Steps with mean queries and mean keys, ascending.
+        cosines: Cosine of the two vectors at each step; NaN where one of them is 0 or not finite.
+    """
+
+    layer: int
+    width: int
+    steps: tuple[int, ...]
+    cosines: tuple[float, ...]
+
+
 def queries_and_keys(
     readings: Iterable[Reading], *, width: int | None = None
 ) -> QueriesKeys | None:
@@ -154,6 +174,56 @@ def queries_and_keys(
     return QueriesKeys(size, heads, _signs(last), *_trend(last), (dots[0], dots[-1]))
 
 
+def align_layers(readings: Readings) -> dict[int, LayerAlignment]:
+    """Compute the cosine of mean query and mean key of each layer, its heads joined to one vector.
+
+    Where several query heads share a key head, its mean key stands once for each of them (Godey et
+    al., 2401.12143, appendix D, figure 23).
+
+    Args:
+        readings: Readings of a run, of one stack.
+
+    Returns:
+        What was found by number of the layer; nothing where no mean queries and keys stand beside
+        the record.
+    """
+    selected = single_source(readings)
+    if readings.folder is None or not selected:
+        return {}
+    source = selected[0].source
+    kept = set(readings.folder.steps(source))
+    found: dict[int, dict[int, tuple[float, int]]] = {}
+    for step in [reading.step for reading in selected if reading.step in kept]:
+        arrays = readings.arrays(step, source)
+        for layer, cosine in _joined_cosines(arrays).items():
+            found.setdefault(layer, {})[step] = cosine
+    return {
+        layer: LayerAlignment(
+            layer,
+            width=next(reversed(by_step.values()))[1],
+            steps=tuple(by_step),
+            cosines=tuple(cosine for cosine, _ in by_step.values()),
+        )
+        for layer, by_step in sorted(found.items())
+    }
+
+
+def chance_limit(width: int, probability: float = 0.95) -> float:
+    """Compute the size below which cosines of isotropic directions lie with a probability.
+
+    Args:
+        width: Number of dimensions, at least 2.
+        probability: Probability, (0, 1).
+
+    Example:
+        >>> round(chance_limit(3), 6)  # on a sphere all cosines are equally likely
+        0.95
+    """
+    from scipy import special  # only where it is needed
+
+    return math.sqrt(float(special.betaincinv(0.5, (width - 1) / 2, probability)))
+
+
 def cosine_p_value(cosine: float, width: int) -> float:
     """Compute the probability of a cosine of at least that size between isotropic directions.
 
@@ -172,6 +242,31 @@ def cosine_p_value(cosine: float, width: int) -> float:
     size = min(1.0, abs(cosine))
     # (1 - c)(1 + c) keeps the digits that 1 - c^2 loses next to 1.
     return float(special.betainc((width - 1) / 2, 0.5, (1 - size) * (1 + size)))
+
+
+def _joined_cosines(arrays: Mapping[str, NDArray[Any]]) -> dict[int, tuple[float, int]]:
+    """Compute the cosine of joined mean queries and keys, with their width, by layer."""
+    found = {}
+    for tag, of_queries in arrays.items():
+        name, _, place = tag.partition("/")
+        parsed = tags.parse(tag)
+        of_keys = arrays.get(f"mean_key/{place}")
+        if name != "mean_query" or parsed is None or parsed.layer is None or of_keys is None:
+            continue
+        query = np.asarray(of_queries, dtype=np.float64)
+        shared = np.arange(len(query)) * len(of_keys) // len(query)
+        key = np.asarray(of_keys, dtype=np.float64)[shared]
+        found[parsed.layer] = (_cosine(query.ravel(), key.ravel()), query.size)
+    return found
+
+
+def _cosine(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
+    # Each is scaled by its largest entry first: the squares of long or short ones leave the range.
+    sizes = float(np.abs(one).max()), float(np.abs(other).max())
+    if not all(math.isfinite(size) and size > 0 for size in sizes):
+        return math.nan
+    one, other = one / sizes[0], other / sizes[1]
+    return float(one @ other / (np.linalg.norm(one) * np.linalg.norm(other)))
 
 
 def _head(

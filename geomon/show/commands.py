@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 # Kinds of figures, that of the run first; matplotlib is loaded only to draw them.
 _KINDS = (
-    "run", "dimension", "profiles", "map", "heads", "cosines", "means", "clouds", "drift", "norms",
-    "spectra",
+    "run", "dimension", "profiles", "map", "heads", "cosines", "means", "clouds", "stability",
+    "drift", "norms", "spectra",
 )  # fmt: skip
 
 
@@ -57,7 +57,14 @@ def add_commands(app: "typer.Typer") -> None:
 
     @app.command()
     def figure(
-        directory: Annotated[Path, folder],
+        directories: Annotated[
+            list[Path],
+            typer.Argument(
+                help=f"Folder of a run, with its {FILE_NAME} in it; folders of several runs for "
+                "the kind stability.",
+                metavar="DIR...",
+            ),
+        ],
         kind: Annotated[
             list[str] | None,
             typer.Option(help=f"What to draw: {', '.join(_KINDS)}. May be given several times."),
@@ -72,7 +79,8 @@ def add_commands(app: "typer.Typer") -> None:
             Path | None,
             typer.Option(
                 help="Where to write: the file of one figure, or the folder of several. By default "
-                "geometry.png in DIR for the run, and DIR/figures for the others."
+                "geometry.png in DIR for the run, and DIR/figures for the others; of several runs "
+                "in the first."
             ),
         ] = None,
         dark: Annotated[bool, typer.Option("--dark", help="For a dark page.")] = False,
@@ -82,7 +90,7 @@ def add_commands(app: "typer.Typer") -> None:
         with exit_on_bad_input():
             kinds = list(_KINDS) if every else kind or [_KINDS[0]]
             figures = write_figures(
-                directory, kinds, out, stack, metric=metric, dark=dark, skip=every
+                directories, kinds, out, stack, metric=metric, dark=dark, skip=every
             )
             for line in figures:
                 typer.echo(printable(line))
@@ -138,7 +146,7 @@ def add_commands(app: "typer.Typer") -> None:
 
 
 def write_figures(
-    directory: Path,
+    directories: Sequence[Path],
     kinds: Sequence[str],
     out: Path | None = None,
     stack: str | None = None,
@@ -147,38 +155,43 @@ def write_figures(
     dark: bool = False,
     skip: bool = False,
 ) -> Iterator[str]:
-    """Write figures of a run, one after another.
+    """Write figures of a run or of several, one after another.
 
     Args:
-        directory: Folder of the run, or the path of its file.
+        directories: Folder of the run, or the path of its file; several for kinds that lay runs
+            over one another.
         kinds: Names of the kinds of figures.
         out: Path of the figure, or of the folder of several; None for `geometry.png` beside the
-            record, and `figures/` for others than that of the run.
+            first record, and `figures/` for others than that of the run.
         stack: Name of the stack to draw, for a model with several; None for the main one.
         metric: Name of the metric to draw, for kinds that take one.
         dark: Whether the figures are for a dark page.
-        skip: Whether a kind that the run cannot give is left out, with a line that says why.
+        skip: Whether a kind that the runs cannot give is left out, with a line that says why.
 
     Yields:
         A line on each figure.
 
     Raises:
         FileNotFoundError: The folder holds no record.
-        ValueError: The record has no readings or no such stack, there is no such kind, the run
+        ValueError: The record has no readings or no such stack, there is no such kind, the runs
             cannot give it, or `out` does not end like the name of a picture.
         ImportError: matplotlib is missing.
     """
-    readings = _load(directory, stack)
+    runs = [_load(directory, stack) for directory in directories]
     from geomon.show.figures import KINDS, draw, save
     from geomon.show.figures.panels import NotMeasuredError
 
-    folder = directory if directory.is_dir() else directory.parent
+    first = directories[0]
+    folder = first if first.is_dir() else first.parent
     ending = "_dark" if dark else ""
     for kind in kinds:
+        if skip and len(runs) > 1 and not KINDS[kind].takes_runs:
+            yield f"no {kind}: it is of one run"
+            continue
         takes = len(kinds) == 1 or (kind in KINDS and KINDS[kind].takes_metric)
         wanted = metric if takes else None
         try:
-            figure = draw(kind, readings, wanted)
+            figure = draw(kind, runs, wanted)
         except NotMeasuredError as error:
             if not skip:
                 raise

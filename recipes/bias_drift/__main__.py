@@ -1,8 +1,7 @@
 """`python -m recipes.bias_drift`: a block under a common bias of its input."""
 
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -21,15 +20,23 @@ from recipes.bias_drift.claims import block_claims
 from recipes.bias_drift.figure import Seeds, draw
 from recipes.bias_drift.series import load_series
 from recipes.bias_drift.watch import Sizes, watch_trained, watch_untrained
-from recipes.enwik8.data import DataError, load
+from recipes.enwik8.data import load
 from recipes.study import (
     Claim,
     RunError,
     call,
     new_folder,
     run_side_by_side,
-    save_claims,
     seconds_on_two_cores,
+)
+from recipes.study.command import (
+    Out,
+    Processes,
+    SeedCount,
+    Text,
+    leave_results,
+    one_line_errors,
+    print_progress,
 )
 
 _DEFAULT = Sizes()
@@ -39,10 +46,8 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def main(
-    seeds: Annotated[int, Option(min=1, help="Number of initialisations.")] = 3,
-    out: Annotated[
-        Path | None, Option(help="Folder; what it holds already is not made again.")
-    ] = None,
+    seeds: SeedCount = 3,
+    out: Out = None,
     width: Annotated[int, Option(min=2, help="Width of the untrained block.")] = _DEFAULT.width,
     heads: Annotated[int, Option(min=1, help="Heads of the untrained block.")] = _DEFAULT.heads,
     sequences: Annotated[int, Option(min=1, help="Sequences.")] = _DEFAULT.sequences,
@@ -54,22 +59,16 @@ def main(
     steps: Annotated[
         int, Option(min=0, help="Steps of its training; 0 leaves it out.")
     ] = _DEFAULT.steps,
-    data: Annotated[str | None, Option(help="Text, as for recipes.enwik8.")] = None,
-    processes: Annotated[int, Option(min=1, help="Side by side.")] = 2,
+    data: Text = None,
+    processes: Processes = 2,
 ) -> None:
     """Read untrained and trained blocks as the bias of their input grows."""
-    try:
+    with one_line_errors():
         sizes = Sizes(width, heads, sequences, length, directions, trained_width, steps)
         check_heads(sizes)
         folder = out or new_folder("bias_drift")
         claims = study(folder, sizes, seeds=seeds, data=data, processes=processes)
-    except (DataError, RunError, OSError) as error:
-        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(2) from error
-    for claim in claims:
-        measured = claim.measured
-        typer.echo(f"{claim.verdict:<10} {claim.name}: {measured.mean:.4g} ± {measured.margin:.2g}")
-    typer.echo(f"figure: {folder / 'figure.png'}\nclaims: {folder / 'claims.json'}")
+        leave_results(claims, folder, figures=[folder / "figure.png"])
 
 
 def check_heads(sizes: Sizes) -> None:
@@ -89,7 +88,7 @@ def check_heads(sizes: Sizes) -> None:
 def study(
     folder: Path, sizes: Sizes, *, seeds: int, data: str | None, processes: int
 ) -> list[Claim]:
-    """Read all blocks, and write the figure and the claims.
+    """Read all blocks, draw the figure and measure the claims.
 
     Args:
         folder: Folder of the experiment.
@@ -119,7 +118,7 @@ def study(
             for kind, places in trained.items()
             for seed, place in enumerate(places)
         ]
-    run_side_by_side(call, jobs, processes=processes, report=_reporter(time.perf_counter()))
+    run_side_by_side(call, jobs, processes=processes, report=print_progress())
     return show(folder, sizes, untrained, trained)
 
 
@@ -129,7 +128,7 @@ def show(
     untrained: Mapping[Kind, Sequence[Path]],
     trained: Mapping[Kind, Sequence[Path]],
 ) -> list[Claim]:
-    """Write the figure and the claims from the records.
+    """Draw the figure and measure the claims from the records.
 
     Args:
         folder: Folder of the experiment.
@@ -165,16 +164,8 @@ def show(
                 kind, series, tokens=tokens, head_width=head_width, trained=is_trained,
                 seconds=seconds, differs=differs,
             )  # fmt: skip
-    save_claims(claims, folder)
     save(draw(start, states, sizes.length), folder / "figure.png")
     return claims
-
-
-def _reporter(began: float) -> Callable[[int, int], None]:
-    def report(done: int, total: int) -> None:
-        typer.echo(f"{done} of {total} parts, {time.perf_counter() - began:.0f} s")
-
-    return report
 
 
 if __name__ == "__main__":

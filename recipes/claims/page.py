@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from recipes.claims.collect import Collection, experiment_of
-from recipes.study import Claim
+from recipes.study import Claim, Share
 from recipes.study.claim import Verdict
 
 # Papers in the order in which the page shows them; others follow, by their number.
@@ -28,11 +28,11 @@ _HEAD = """# The claims, and what was measured here
 
 Every assertion of a paper that an experiment of this repository decides, one line for each: a
 sentence that asserts several things is several lines. The mean is over independent repetitions,
-with its 95 % interval by Student's t. A claim *agrees* where the whole interval lies within the
-limits in brackets, *disagrees* where the whole interval lies outside, and is *undecided*
-otherwise. Limits that a paper does not give are ours. Intervals miss 5 times in 100, so of many
-lines a few are wrong. What was published is a shape, or a number of the prose: the papers carry
-no tables.
+with its 95 % interval by Student's t; a share of the repetitions stands before its exact interval,
+that of Clopper and Pearson. A claim *agrees* where the whole interval lies within the limits in
+square brackets, *disagrees* where the whole interval lies outside, and is *undecided* otherwise.
+Limits that a paper does not give are ours. Intervals miss 5 times in 100, so of many lines a few
+are wrong. What was published is a shape, or a number of the prose: the papers carry no tables.
 
 `python -m recipes.claims` writes this page from the files `claims.json` that the experiments leave
 in `runs/`.
@@ -168,6 +168,8 @@ def mean_words(claim: Claim) -> str:
         '2.0 ± 2.5'
     """
     measured = claim.measured
+    if isinstance(measured, Share):
+        return f"{measured.mean:.2f} ({measured.low:.2f} to {measured.high:.2f})"
     if not math.isfinite(measured.margin):
         return f"{measured.mean:.3g}, one value"
     if measured.margin == 0:

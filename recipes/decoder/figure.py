@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 
 from geomon import Reading, read
 from geomon.analysis.profile import profile_of
-from recipes.decoder.history import History, over_heads, over_layers, value_of
+from geomon.show.figures import draw
 from recipes.decoder.questions.question import NORMED
 from recipes.decoder.train import complete_seeds
-from recipes.study import estimate
+from recipes.study.drawing import BLUE, GREEN, GREY, ORANGE, draw_seeds
+from recipes.study.history import History, over_heads, over_layers, value_of
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish.
-_BLUE, _ORANGE, _GREEN, _PURPLE, _SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9"
-_GREY = "#767676"
+_PURPLE, _SKY = "#CC79A7", "#56B4E9"
 # Of layers, first to last; further layers begin anew.
 _BY_DEPTH = ("#56B4E9", "#0072B2", "#009E73", "#E69F00", "#D55E00", "#CC79A7")
 
@@ -33,7 +33,7 @@ def decoder_figure(folder: Path) -> Figure:
         folder: Folder of the experiment.
 
     Raises:
-        StudyError: The folder holds no experiment, or no seed is complete.
+        RunError: The folder holds no experiment, or no seed is complete.
     """
     histories = [History(read(seed)) for seed in complete_seeds(folder)]
     last = histories[0].last
@@ -46,10 +46,10 @@ def decoder_figure(folder: Path) -> Figure:
     over_training(axes[0, 0], by_layer("anisotropy"))
     _label(axes[0, 0], "a", "Anisotropy", "share of variance in the first direction")
     over_training(axes[0, 1], [
-        ("TwoNN, all tokens", _BLUE, partial(value_of, tag="twonn/mean")),
-        ("TwoNN, one per (character, position)", _ORANGE,
+        ("TwoNN, all tokens", BLUE, partial(value_of, tag="twonn/mean")),
+        ("TwoNN, one per (character, position)", ORANGE,
          partial(value_of, tag="twonn_distinct/mean")),
-        ("Gride at scale 8", _GREEN, partial(value_of, tag="gride/mean/k8")),
+        ("Gride at scale 8", GREEN, partial(value_of, tag="gride/mean/k8")),
         ("Gride at scale 32", _PURPLE, partial(value_of, tag="gride/mean/k32")),
     ])  # fmt: skip
     axes[0, 1].set_yscale("log")
@@ -57,17 +57,17 @@ def decoder_figure(folder: Path) -> Figure:
     axes[0, 1].yaxis.set_minor_locator(NullLocator())
     _label(axes[0, 1], "b", "Intrinsic dimension", "dimension, mean over layers (log)")
     over_training(axes[0, 2], [
-        ("64 nearest rows", _ORANGE, partial(value_of, tag="local_anisotropy/mean")),
-        ("all rows", _BLUE, partial(value_of, tag="anisotropy/mean")),
+        ("64 nearest rows", ORANGE, partial(value_of, tag="local_anisotropy/mean")),
+        ("all rows", BLUE, partial(value_of, tag="anisotropy/mean")),
     ])  # fmt: skip
     _null(axes[0, 2], last.values["local_anisotropy/null"], "64 rows of noise")
     _null(axes[0, 2], last.values["anisotropy/null"], "all rows of noise", "--")
     _label(axes[0, 2], "c", "Local and global anisotropy", "anisotropy, mean over layers")
 
     over_training(axes[1, 0], [
-        ("cosine, last layer", _BLUE, partial(_at_layer, metric="cosine", layer=depth)),
+        ("cosine, last layer", BLUE, partial(_at_layer, metric="cosine", layer=depth)),
         ("cosine, mean over layers", _SKY, partial(value_of, tag="cosine/mean")),
-        ("without the mean row", _ORANGE, partial(value_of, tag="cosine_centred/mean")),
+        ("without the mean row", ORANGE, partial(value_of, tag="cosine_centred/mean")),
     ])  # fmt: skip
     _null(axes[1, 0], last.values["cosine/isotropic_pair"], "95 % point, one isotropic pair")
     _label(axes[1, 0], "d", "Mean cosine between tokens", "mean cosine")
@@ -77,22 +77,36 @@ def decoder_figure(folder: Path) -> Figure:
          partial(over_heads, metric="qk_cosine", size=True)),
         ("layer 1, mean with sign", _BY_DEPTH[0],
          partial(over_heads, metric="qk_cosine", layers=[1])),
-        (f"layer {depth}, mean with sign", _ORANGE,
+        (f"layer {depth}, mean with sign", ORANGE,
          partial(over_heads, metric="qk_cosine", layers=[depth])),
     ])  # fmt: skip
     _null(axes[1, 2], last.values["qk_cosine/null_magnitude"], "size by chance")
-    axes[1, 2].axhline(0, color=_GREY, lw=0.8)
+    axes[1, 2].axhline(0, color=GREY, lw=0.8)
     _label(axes[1, 2], "f", "Mean query against mean key", "cosine")
 
     over_training(axes[2, 0], by_layer("attention_entropy"))
     _label(axes[2, 0], "g", "Attention entropy", "nats")
     rank, alpha = (f"{name}/{NORMED}" for name in ("effective_rank_last", "alpha_last"))
     over_training(axes[2, 1], [
-        ("effective rank", _BLUE, partial(value_of, tag=rank)),
-        ("10 x alpha (decay of the spectrum)", _ORANGE, lambda reading: 10 * reading.values[alpha]),
+        ("effective rank", BLUE, partial(value_of, tag=rank)),
+        ("10 x alpha (decay of the spectrum)", ORANGE, lambda reading: 10 * reading.values[alpha]),
     ])  # fmt: skip
     _label(axes[2, 1], "h", "Spectrum of the last tokens", "after the final norm")
     _draw_shares(axes[2, 2], histories)
+    return figure
+
+
+def seeds_figure(folder: Path) -> Figure:
+    """Draw mean query against mean key over training, a line for each seed.
+
+    Args:
+        folder: Folder of the experiment.
+
+    Raises:
+        RunError: The folder holds no experiment, or no seed is complete.
+    """
+    figure = draw("stability", [read(seed) for seed in complete_seeds(folder)])
+    figure.set_dpi(80)
     return figure
 
 
@@ -127,19 +141,12 @@ def _over_training(panel: Axes, lines: Sequence[_Line], *, histories: Sequence[H
 def _draw(
     panel: Axes, places: Sequence[float], table: NDArray[np.float64], label: str, colour: str
 ) -> None:
-    """Draw the mean over the rows of a table, its 95 % interval as a band, and each row thin."""
+    """Draw the rows of a table where all of them are known, and their mean with its interval."""
     measured = np.isfinite(table).all(axis=0)
     if not measured.any():
         return
-    x, table = np.asarray(places)[measured], table[:, measured]
-    means = [estimate(column.tolist()) for column in table.T]
-    for row in table:
-        panel.plot(x, row, color=colour, lw=0.6, alpha=0.45)
-    if len(table) > 1:
-        panel.fill_between(
-            x, [e.low for e in means], [e.high for e in means], color=colour, alpha=0.15, lw=0
-        )
-    panel.plot(x, [e.mean for e in means], color=colour, lw=2.2, label=label)
+    x, table = np.asarray(places)[measured].tolist(), table[:, measured]
+    draw_seeds(panel, x, table.tolist(), colour=colour, label=label)
     # Where few seeds make a band wide, the curves themselves decide the axis.
     low, high = panel.get_ylim() if panel.get_autoscale_on() is False else (np.inf, -np.inf)
     spare = 0.04 * float(table.max() - table.min())
@@ -171,9 +178,9 @@ def _draw_drift(panel: Axes, histories: Sequence[History]) -> None:
 def _draw_shares(panel: Axes, histories: Sequence[History]) -> None:
     """Draw how the mean squared norm is shared over depth, at the end."""
     shares = [
-        ("mean row", _BLUE, "mean_share", ""),
-        ("between characters", _ORANGE, "between_share", "of_square"),
-        ("within a character", _GREEN, "within_share", "of_square"),
+        ("mean row", BLUE, "mean_share", ""),
+        ("between characters", ORANGE, "between_share", "of_square"),
+        ("within a character", GREEN, "within_share", "of_square"),
     ]
     layers = range(len(profile_of(histories[0].last.values, "mean_share")))
     for label, colour, metric, part in shares:
@@ -191,7 +198,7 @@ def _draw_shares(panel: Axes, histories: Sequence[History]) -> None:
 
 def _null(panel: Axes, value: float, label: str, style: str = ":") -> None:
     """Draw a grey line at what rows without structure give, and name it in the legend."""
-    panel.axhline(value, color=_GREY, lw=1.2, ls=style, label=f"{label}: {value:.2g}")
+    panel.axhline(value, color=GREY, lw=1.2, ls=style, label=f"{label}: {value:.2g}")
     low, high = panel.get_ylim()
     panel.set_ylim(min(low, value), max(high, value))
     panel.legend(fontsize=8.5, frameon=False)

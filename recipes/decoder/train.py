@@ -3,13 +3,11 @@
 import json
 import logging
 import math
-import multiprocessing
 import os
 import time
 import warnings
 import zipfile
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -25,6 +23,7 @@ from recipes.enwik8.data import load
 from recipes.enwik8.model import CharacterDecoder
 from recipes.enwik8.presets import PRESETS, Preset
 from recipes.enwik8.windows import CharacterData, spread
+from recipes.study import RunError, run_side_by_side
 
 # Windows that every reading looks at: the spectrum of their last tokens needs twice the width.
 PROBE_WINDOWS = 256
@@ -39,10 +38,6 @@ EXTRA_LAYERS = ("final_norm",)
 
 _SETTINGS = "settings.json"
 _TIMING = "timing.json"
-
-
-class StudyError(ValueError):
-    """The experiment cannot be made as asked; one line says what was expected and what to do."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +83,13 @@ def seed_folder(folder: Path, seed: int) -> Path:
 
 
 def train_seeds(
-    study: Study, seeds: int, *, folder: Path, data: str | None = None, workers: int = 2
+    study: Study,
+    seeds: int,
+    *,
+    folder: Path,
+    data: str | None = None,
+    workers: int = 2,
+    report: Callable[[int, int], object] = lambda done, count: None,
 ) -> None:
     """Train one model for each seed; records that are complete are kept, others gone on with.
 
@@ -98,24 +99,23 @@ def train_seeds(
         folder: Folder of the experiment.
         data: File with the text; None for that of the recipe `enwik8`.
         workers: Number of processes; each uses one thread.
+        report: Function that is called with the number of finished seeds and of all that were
+            missing.
 
     Raises:
-        StudyError: The folder holds an experiment of other sizes.
+        RunError: The folder holds an experiment of other sizes.
     """
     _keep_settings(folder, study)
     missing = [s for s in range(seeds) if not is_complete(seed_folder(folder, s), study.sizes)]
     if not missing:
         return
     load(data, text="bytes", minimum=_characters(study))  # downloaded once, before the processes
-    if min(workers, len(missing)) == 1:
-        for seed in missing:
-            train_seed(study, seed, folder, data)
-        return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(workers, len(missing)), mp_context=context) as pool:
-        waiting = [pool.submit(train_seed, study, s, folder, data) for s in missing]
-        for each in waiting:
-            each.result()
+    run_side_by_side(
+        train_seed,
+        [(study, seed, folder, data) for seed in missing],
+        processes=min(workers, len(missing)),
+        report=report,
+    )
 
 
 def is_complete(folder: Path, sizes: Preset) -> bool:
@@ -198,13 +198,13 @@ def load_study(folder: Path) -> Study:
     """Read what the experiment in a folder is.
 
     Raises:
-        StudyError: The folder holds no experiment.
+        RunError: The folder holds no experiment.
     """
     try:
         settings = json.loads((folder / _SETTINGS).read_text())
         return Study(**{**settings, "sizes": Preset(**settings["sizes"])})
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise StudyError(
+        raise RunError(
             f"{folder} holds no run of this experiment: begin with make decoder"
         ) from error
 
@@ -213,13 +213,13 @@ def complete_seeds(folder: Path) -> list[Path]:
     """List the folders of the seeds whose record is complete, in order.
 
     Raises:
-        StudyError: The folder holds no experiment, or no seed is complete.
+        RunError: The folder holds no experiment, or no seed is complete.
     """
     sizes = load_study(folder).sizes
     found = sorted(folder.glob("seed_*"), key=lambda path: int(path.name.removeprefix("seed_")))
     complete = [path for path in found if is_complete(path, sizes)]
     if not complete:
-        raise StudyError(
+        raise RunError(
             f"{folder} has no complete seed: go on with make decoder ARGS='--out {folder}'"
         )
     return complete
@@ -232,7 +232,7 @@ def _characters(study: Study) -> int:
 
 def _keep_settings(folder: Path, study: Study) -> None:
     if (folder / _SETTINGS).exists() and load_study(folder) != study:
-        raise StudyError(
+        raise RunError(
             f"--out {folder} holds this experiment with other sizes: choose another folder, or the "
             "same sizes"
         )

@@ -4,7 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from recipes.digits.findings import Training, chance_alignment, mean_over
+from geomon.kernels.baselines import isotropic_cosine_magnitude
+from recipes.digits.findings import Training, mean_over
 from recipes.digits.model import CONVOLUTIONAL, MIXER, TRANSFORMER
 from recipes.study import Claim
 
@@ -118,6 +119,7 @@ def _attention(
 ) -> list[Claim]:
     cosines = [list(each.layers("qk_cosine").values()) for each in trainings]
     entropies = [list(each.layers("attention_entropy").values()) for each in trainings]
+    chance = isotropic_cosine_magnitude(head_width)
     aligned, sharp = "2401.12143, section 5, figure 13", "2401.12143, section 5, figure 15"
     return [
         Claim(
@@ -127,7 +129,7 @@ def _attention(
             source=aligned,
             quantity="mean over heads of |cos(mean query, mean key)| at the end, over that of two "
             "random directions",
-            values=tuple(each.alignment()[-1] / chance_alignment(head_width) for each in trainings),
+            values=tuple(each.alignment()[-1] / chance for each in trainings),
             above=1.0, **same,
         ),
         Claim(

@@ -11,8 +11,9 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
+from geomon.kernels.baselines import isotropic_cosine_magnitude
 from recipes.digits.claims import PER_IMAGE
-from recipes.digits.findings import Training, chance_alignment
+from recipes.digits.findings import Training
 from recipes.digits.model import CONVOLUTIONAL, MIXER, TRANSFORMER
 from recipes.study import estimate
 
@@ -101,7 +102,7 @@ def _draw_drift(panel: Axes, trainings: Mapping[str, Sequence[Training]]) -> Non
 
 def _draw_alignment(panel: Axes, trainings: Sequence[Training], head_width: int) -> None:
     steps = [reading.step for reading in trainings[0].readings]
-    layers = list(trainings[0].readings.layers("qk_cosine"))
+    layers = list(trainings[0].layers("qk_cosine"))
     colours = _colours(len(layers))
     for (layer, _), values in trainings[0].heads("qk_cosine").items():
         panel.plot(steps, values, color=colours[layers.index(layer)], lw=1.0)
@@ -113,7 +114,7 @@ def _draw_alignment(panel: Axes, trainings: Sequence[Training], head_width: int)
         "black",
         label="mean |cosine| over heads and seeds, with its 95 % interval",
     )
-    chance = chance_alignment(head_width)
+    chance = isotropic_cosine_magnitude(head_width)
     panel.axhline(chance, color=_GREY, lw=1.2, ls=":", label="the same by chance")
     panel.axhline(0, color=_GREY, lw=0.7)
     _step_axis(panel, steps)

@@ -2,29 +2,17 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from geomon import Reading, Readings, read
+from geomon import read
 from geomon.analysis.profile import profile_of
-from geomon.record.tags import head_part, layer_tag, training_tag
+from geomon.record.tags import training_tag
 from recipes.digits.train import ACCURACY
+from recipes.study.history import Head, History, heads_of, over_heads
 
 
-@dataclass(frozen=True)
-class Training:
-    """The readings of one training.
-
-    Attributes:
-        readings: Readings, steps ascending.
-    """
-
-    readings: Readings
-
-    @property
-    def last(self) -> Reading:
-        """Reading after the last update."""
-        return self.readings[len(self.readings) - 1]
+class Training(History):
+    """Values of one training."""
 
     @property
     def accuracy(self) -> float:
@@ -38,7 +26,7 @@ class Training:
             metric: Name of the metric.
             number: Number of the reading; the last one if not given.
         """
-        return profile_of(self.readings[number % len(self.readings)].values, metric)
+        return profile_of(self.readings[number].values, metric)
 
     def anisotropy(self) -> float:
         """Largest mean cosine over layers, as a multiple of what is large for isotropic rows.
@@ -52,24 +40,18 @@ class Training:
         values = self.last.values
         return values["drift_cosine/spearman"], values["drift_cosine/spearman_p"]
 
-    def heads(self, metric: str) -> dict[tuple[int, int], list[float]]:
+    def heads(self, metric: str) -> dict[Head, list[float]]:
         """Values of each head over the readings, by layer and number of the head.
 
         Args:
             metric: Name of a metric with values of heads.
         """
-        found: dict[tuple[int, int], list[float]] = {}
-        for layer in self.readings.layers(metric):
-            head = 0
-            while (tag := layer_tag(metric, layer, head_part(head))) in self.last.values:
-                found[layer, head] = [each.values[tag] for each in self.readings]
-                head += 1
-        return found
+        by_reading = [heads_of(reading, metric) for reading in self.readings]
+        return {head: [values[head] for values in by_reading] for head in by_reading[-1]}
 
     def alignment(self) -> list[float]:
         """Mean over heads of |cos(mean query, mean key)| at each reading."""
-        heads = list(self.heads("qk_cosine").values())
-        return [math.fsum(map(abs, values)) / len(values) for values in zip(*heads, strict=True)]
+        return [over_heads(reading, "qk_cosine", size=True) for reading in self.readings]
 
     def layers(self, metric: str) -> dict[int, list[float]]:
         """Values of a metric over the readings, mean over heads, by layer.
@@ -77,9 +59,11 @@ class Training:
         Args:
             metric: Name of the metric.
         """
+        by_reading = [profile_of(reading.values, metric) for reading in self.readings]
         return {
-            layer: [each.values[layer_tag(metric, layer)] for each in self.readings]
-            for layer in self.readings.layers(metric)
+            layer: [profile[layer] for profile in by_reading]
+            for layer, value in enumerate(by_reading[-1])
+            if not math.isnan(value)
         }
 
 
@@ -90,19 +74,6 @@ def load_training(folder: Path) -> Training:
         folder: Folder of the record.
     """
     return Training(read(folder))
-
-
-def chance_alignment(width: int) -> float:
-    """Mean |cos| of two random directions.
-
-    Args:
-        width: Number of their dimensions, 2 or more.
-
-    Example:
-        >>> round(chance_alignment(64), 3)
-        0.1
-    """
-    return math.exp(math.lgamma(width / 2) - math.lgamma((width + 1) / 2)) / math.sqrt(math.pi)
 
 
 def mean_over(values: Sequence[Sequence[float]]) -> list[float]:

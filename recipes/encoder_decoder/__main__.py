@@ -1,7 +1,6 @@
 """`python -m recipes.encoder_decoder`: anisotropy over depth, with and without the causal mask."""
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 from recipes.enwik8.extras import explain_missing
@@ -18,34 +17,43 @@ from recipes.encoder_decoder.claims import claims, table
 from recipes.encoder_decoder.figure import draw
 from recipes.encoder_decoder.model import Size
 from recipes.encoder_decoder.train import KINDS, PROBE_CHARACTERS, Training, train
-from recipes.enwik8.data import DataError, load
-from recipes.study import RunError, new_folder, run_side_by_side, save_claims, verdict_lines
+from recipes.enwik8.data import load
+from recipes.study import new_folder, run_side_by_side
+from recipes.study.command import (
+    Batch,
+    Context,
+    Heads,
+    Out,
+    Processes,
+    SeedCount,
+    Steps,
+    Text,
+    Width,
+    check_heads,
+    leave_results,
+    one_line_errors,
+    print_progress,
+)
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.command()
 def main(
-    seeds: Annotated[int, Option(min=1, help="Number of seeds: 0, 1, ...")] = 3,
-    out: Annotated[
-        Path | None,
-        Option(help="Folder; what is complete there is kept. Default: runs/encoder_decoder, ..."),
-    ] = None,
-    data: Annotated[
-        str | None, Option(help="enwik8 or a prefix of it, as `make enwik8` takes it.")
-    ] = None,
+    seeds: SeedCount = 3,
+    out: Out = None,
+    data: Text = None,
     layers: Annotated[int, Option(min=3, help="Blocks of each model.")] = 6,
-    width: Annotated[int, Option(min=2, help="Width of the hidden states.")] = 48,
-    heads: Annotated[int, Option(min=1, help="Heads of each attention.")] = 4,
-    context: Annotated[int, Option(min=2, max=4096, help="Characters in a window.")] = 32,
-    batch: Annotated[int, Option(min=1, help="Windows in a batch.")] = 16,
-    steps: Annotated[int, Option(min=1, help="Optimizer updates.")] = 400,
-    processes: Annotated[int, Option(min=1, help="Trainings side by side.")] = 2,
+    width: Width = 48,
+    heads: Heads = 4,
+    context: Context = 32,
+    batch: Batch = 16,
+    steps: Steps = 400,
+    processes: Processes = 2,
 ) -> None:
     """Compare the anisotropy over depth of decoders and encoders that are otherwise alike."""
-    try:
-        if width % heads:
-            raise RunError(f"--width {width} cannot be shared among --heads {heads}: choose others")
+    with one_line_errors():
+        check_heads(width, heads)
         corpus = load(data, minimum=20 * (PROBE_CHARACTERS + context))
         print(f"text: {corpus.source}", flush=True)
         folder = out or new_folder("encoder_decoder")
@@ -58,16 +66,10 @@ def main(
                 for name in KINDS
             ],
             processes=processes,
-            report=lambda done, of: print(f"training {done} of {of} is complete", flush=True),
+            report=print_progress(),
         )
-        found = claims(folder)
-        save_claims(found, folder)
         picture = save(draw(folder), folder / "encoder_decoder.png")
-    except (DataError, RunError) as error:
-        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(2) from error
-    print("\n".join(["", *table(folder), "", *verdict_lines(found)]))
-    print(f"\nfigure: {picture}\nrecords: {folder}/seed_*/*; look at one with geomon watch")
+        leave_results(claims(folder), folder, figures=[picture], table=table(folder))
 
 
 if __name__ == "__main__":

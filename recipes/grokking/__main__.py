@@ -2,8 +2,6 @@
 
 import math
 import sys
-import time
-from pathlib import Path
 from typing import Annotated
 
 from recipes.enwik8.extras import explain_missing
@@ -20,13 +18,14 @@ from recipes.grokking.claims import claims
 from recipes.grokking.figure import draw
 from recipes.grokking.leads import CURVES, MARGINS, Course, false_alarms, leads, load_course
 from recipes.grokking.train import Settings, train
-from recipes.study import (
-    Claim,
-    RunError,
-    new_folder,
-    run_side_by_side,
-    save_claims,
-    seconds_on_two_cores,
+from recipes.study import estimate_share, new_folder, run_side_by_side, seconds_on_two_cores
+from recipes.study.command import (
+    Out,
+    Processes,
+    SeedCount,
+    leave_results,
+    one_line_errors,
+    print_progress,
 )
 
 GENERALISES, CONTROL = "generalises", "control"
@@ -36,11 +35,8 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def main(
-    seeds: Annotated[int, Option(min=1, help="Trainings of each kind.")] = 3,
-    out: Annotated[
-        Path | None,
-        Option(help="Folder of the records; one that was begun is gone on with. Default: new."),
-    ] = None,
+    seeds: SeedCount = 3,
+    out: Out = None,
     modulus: Annotated[int, Option(min=5, help="Number that the remainders are of.")] = 59,
     steps: Annotated[int, Option(min=1, help="Most updates of a training.")] = 3500,
     interval: Annotated[int, Option(min=1, help="Steps from a reading to the next.")] = 100,
@@ -52,38 +48,42 @@ def main(
     control_fraction: Annotated[
         float, Option(min=0.01, max=0.99, help="The same for runs that are not to generalise.")
     ] = 0.15,
-    processes: Annotated[int, Option(min=1, help="Trainings side by side.")] = 2,
+    controls: Annotated[
+        int | None,
+        Option(min=1, help="Trainings that are not to generalise. Default: as many as --seeds."),
+    ] = None,
+    processes: Processes = 2,
 ) -> None:
     """Train on subtraction modulo a number, and watch until held-out pairs are answered."""
     folder = new_folder("grokking") if out is None else out
     settings = Settings(
         modulus, steps, interval, batch, weight_decay, _probed(modulus, control_fraction)
     )
+    counts = {GENERALISES: seeds, CONTROL: seeds if controls is None else controls}
+    shares = {GENERALISES: fraction, CONTROL: control_fraction}
     folders = {
-        kind: [folder / kind / f"seed_{seed}" for seed in range(seeds)]
-        for kind in (GENERALISES, CONTROL)
+        kind: [folder / kind / f"seed_{seed}" for seed in range(count)]
+        for kind, count in counts.items()
     }
     jobs = [
-        (settings, share, seed, folders[kind][seed])
-        for seed in range(seeds)
-        for kind, share in ((GENERALISES, fraction), (CONTROL, control_fraction))
+        (settings, shares[kind], seed, folders[kind][seed])
+        for seed in range(max(counts.values()))
+        for kind in counts
+        if seed < counts[kind]
     ]
     print(f"{len(jobs)} trainings; geomon watch {jobs[0][-1]} shows the first", flush=True)
-    try:
-        run_side_by_side(train, jobs, processes=processes, report=_report)
-    except RunError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from error
-    runs, controls = (list(map(load_course, folders[kind])) for kind in (GENERALISES, CONTROL))
-    figure = draw(runs, controls, fraction=fraction, control_fraction=control_fraction)
-    save(figure, folder / "grokking.png")
-    _show_leads(runs, controls)
+    with one_line_errors():
+        run_side_by_side(train, jobs, processes=processes, report=print_progress())
+    runs, others = (list(map(load_course, folders[kind])) for kind in (GENERALISES, CONTROL))
+    figure = draw(runs, others, fraction=fraction, control_fraction=control_fraction)
+    picture = save(figure, folder / "grokking.png")
+    _show_leads(runs, others)
     if any(run.generalised() is not None for run in runs):
         seconds = seconds_on_two_cores([each for kind in folders.values() for each in kind])
-        found = claims(runs, controls, differs=_differs(settings, fraction), seconds=seconds)
-        save_claims(found, folder)
-        _show_claims(found)
-    print(f"figure: {folder / 'grokking.png'}")
+        found = claims(runs, others, differs=_differs(settings, fraction), seconds=seconds)
+        leave_results(found, folder, figures=[picture])
+    else:
+        print(f"no training generalised, so no claim is decided\nfigure: {picture}")
 
 
 def _probed(modulus: int, fraction: float) -> int:
@@ -99,10 +99,6 @@ def _differs(settings: Settings, fraction: float) -> str:
     )
 
 
-def _report(done: int, count: int) -> None:
-    print(f"{time.strftime('%H:%M:%S')}  {done} of {count} trainings done", flush=True)
-
-
 def _show_leads(runs: list[Course], controls: list[Course]) -> None:
     """The steps of generalisation, and what the rule gives at each margin."""
     solved = [run.generalised() for run in runs]
@@ -114,16 +110,10 @@ def _show_leads(runs: list[Course], controls: list[Course]) -> None:
             line = f"  {name} {margin:4.0%} below the controls: leads"
             line += f" {leads(runs, controls, name, margin)}"
             if len(controls) > 1:
-                wrong = false_alarms(controls, name, margin)
-                line += f"; false alarms in {sum(wrong)} of {len(wrong)} controls"
+                wrong = estimate_share(false_alarms(controls, name, margin))
+                line += f"; false alarms in {wrong.so} of {wrong.count} controls "
+                line += f"({wrong.low:.2f} to {wrong.high:.2f})"
             print(line)
-
-
-def _show_claims(found: list[Claim]) -> None:
-    print()
-    for claim in found:
-        mean = claim.measured
-        print(f"  {claim.verdict:9}  {claim.name}: {mean.mean:.3g} (95 % margin {mean.margin:.2g})")
 
 
 if __name__ == "__main__":

@@ -15,13 +15,20 @@ _WORDS = {
     "effective_rank_last": "effective rank at the last token",
 }
 _SOURCE = {
-    "local_dimension": "2506.01034, section on grokking",
+    # The authors' code names its experiments; their sections in the paper were not looked up.
+    "local_dimension": "2506.01034, abstract, experiment Local Dimensions Detect Grokking",
     "effective_rank_last": "none: a conjecture of this project",
 }
 _PUBLISHED = {
-    "local_dimension": "the mean drops before the accuracy on held-out pairs rises",
+    "local_dimension": "the mean drops as the accuracy on held-out pairs begins to rise",
     "effective_rank_last": "not published",
 }
+_PUBLISHED_CONTROL = {
+    "local_dimension": "it rises to the end at train fractions 0.1 and 0.15, which do not "
+    "generalise (figure in the authors' code)",
+    "effective_rank_last": "not published",
+}
+_NO_RULE = "not published: curves are shown, and no rule for a warning"
 # A fall is a loss of a tenth.
 _FALLEN = 0.9
 # Largest share of the control runs in which a warning may be false.
@@ -60,7 +67,7 @@ def claims(
             Claim(
                 name=f"{name}_stays_without_generalisation",
                 asserts=f"The {words} does not fall by a tenth in runs that never generalise.",
-                published="implied, where a fall is to foretell generalisation",
+                published=_PUBLISHED_CONTROL[name],
                 quantity=f"{words} at the end of the control, as a share of its highest value",
                 values=tuple(control.fall(name) for control in controls),
                 above=_FALLEN,
@@ -70,7 +77,7 @@ def claims(
                 name=f"{name}_leads_against_control",
                 asserts=f"The {words} is below all that the controls have had before half of the "
                 "held-out pairs are answered.",
-                published="not published: no control was shown",
+                published=_NO_RULE,
                 quantity="steps from the first such reading to an accuracy of 0.5",
                 values=tuple(map(float, leads(generalised, controls, name, margin=0.0))),
                 above=0.0,
@@ -82,10 +89,11 @@ def claims(
                 Claim(
                     name=f"{name}_raises_no_false_alarm",
                     asserts=f"The {words} of a control is not below all that the others have had.",
-                    published="not published: no control was shown",
+                    published=_NO_RULE,
                     quantity="share of the controls, each left out in turn, that raise an alarm",
                     values=tuple(map(float, false_alarms(controls, name, margin=0.0))),
-                    repeated="control run left out",
+                    repeated="control",
+                    counted=True,
                     below=_TOLERATED,
                     **same,
                 )

@@ -1,8 +1,7 @@
 """`python -m recipes.isotropic_cosine`: which cosine is large, at which width."""
 
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +15,7 @@ import typer
 from typer import Option
 
 from geomon.show import save
-from recipes.enwik8.data import DataError, load
+from recipes.enwik8.data import load
 from recipes.isotropic_cosine.claims import level_claims, quantile_claims
 from recipes.isotropic_cosine.figure import draw
 from recipes.isotropic_cosine.levels import Level, levels
@@ -24,12 +23,19 @@ from recipes.isotropic_cosine.simulate import ROWS, load_quantiles, simulate
 from recipes.isotropic_cosine.train import TOKENS, preset, train
 from recipes.study import (
     Claim,
-    RunError,
     call,
     new_folder,
     run_side_by_side,
-    save_claims,
     seconds_on_two_cores,
+)
+from recipes.study.command import (
+    Out,
+    Processes,
+    SeedCount,
+    Text,
+    leave_results,
+    one_line_errors,
+    print_progress,
 )
 
 WIDTHS = (16, 32, 64, 128, 256, 512, 768, 1024, 2048, 4096, 8192)
@@ -40,10 +46,8 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def main(
-    seeds: Annotated[int, Option(min=1, help="Number of repetitions.")] = 3,
-    out: Annotated[
-        Path | None, Option(help="Folder; what it holds already is not made again.")
-    ] = None,
+    seeds: SeedCount = 3,
+    out: Out = None,
     run: Annotated[
         list[Path] | None,
         Option(help="Folder of a run to draw in place of short trainings; may be repeated."),
@@ -53,24 +57,18 @@ def main(
         list[int] | None, Option(min=32, help="Widths of the decoders; default 32, 64, 128.")
     ] = None,
     steps: Annotated[int, Option(min=1, help="Steps of each decoder.")] = 150,
-    data: Annotated[str | None, Option(help="Text, as for recipes.enwik8.")] = None,
-    processes: Annotated[int, Option(min=1, help="Side by side.")] = 2,
+    data: Text = None,
+    processes: Processes = 2,
 ) -> None:
     """Simulate the cosine between isotropic rows, and draw watched models beside its curve."""
-    try:
+    with one_line_errors(ValueError):
         folder = out or new_folder("isotropic_cosine")
         folder.mkdir(parents=True, exist_ok=True)
         claims = study(
             folder, seeds=seeds, runs=run, rows=rows, widths=tuple(width or TRAINED), steps=steps,
             data=data, processes=processes,
         )  # fmt: skip
-    except (DataError, RunError, OSError, ValueError) as error:
-        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(2) from error
-    for claim in claims:
-        measured = claim.measured
-        typer.echo(f"{claim.verdict:<10} {claim.name}: {measured.mean:.4f} ± {measured.margin:.4f}")
-    typer.echo(f"figure: {folder / 'figure.png'}\nclaims: {folder / 'claims.json'}")
+        leave_results(claims, folder, figures=[folder / "figure.png"])
 
 
 def study(
@@ -84,7 +82,7 @@ def study(
     data: str | None,
     processes: int,
 ) -> list[Claim]:
-    """Simulate, train where no run is given, and write the figure and the claims.
+    """Simulate, train where no run is given, draw the figure and measure the claims.
 
     Args:
         folder: Folder of the experiment.
@@ -113,8 +111,7 @@ def study(
             for width, places in sorted(trained.items(), reverse=True)  # the longest ones first
             for seed in range(seeds)
         ]
-    began = time.perf_counter()
-    run_side_by_side(call, jobs, processes=processes, report=_reporter(began))
+    run_side_by_side(call, jobs, processes=processes, report=print_progress())
     found = [load_quantiles(each) for each in folders]
     made = [*folders, *(place for places in trained.values() for place in places)]
     seconds = seconds_on_two_cores(made)
@@ -123,16 +120,8 @@ def study(
         ways: list[list[Level]] = [levels(place) for place in places]
         claims += level_claims(width, ways, seconds)
         watched += ways
-    save_claims(claims, folder)
     save(draw([quantiles for _, quantiles in found], watched), folder / "figure.png")
     return claims
-
-
-def _reporter(began: float) -> Callable[[int, int], None]:
-    def report(done: int, total: int) -> None:
-        typer.echo(f"{done} of {total} parts, {time.perf_counter() - began:.0f} s")
-
-    return report
 
 
 if __name__ == "__main__":

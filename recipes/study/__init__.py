@@ -10,14 +10,16 @@ from recipes.study.runs import (
     run_side_by_side,
     seconds_on_two_cores,
 )
-from recipes.study.seeds import Estimate, estimate
+from recipes.study.seeds import Estimate, Share, estimate, estimate_share
 
 __all__ = [
     "Claim",
     "Estimate",
     "RunError",
+    "Share",
     "call",
     "estimate",
+    "estimate_share",
     "is_finished",
     "load_claims",
     "mark_finished",

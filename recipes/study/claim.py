@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from recipes.study.seeds import Estimate, estimate
+from recipes.study.seeds import Estimate, Share, estimate, estimate_share
 
 FILE_NAME = "claims.json"
 
@@ -31,6 +31,8 @@ class Claim:
         quantity: What is measured, with its unit.
         values: One value for each independent repetition.
         repeated: What one value is of: "seed", "head".
+        counted: Whether each value is 1 or 0, for something that is so or not, and their mean a
+            share: its interval is that of a count.
         above: Number that the mean must exceed for the claim to hold; None for no such end.
         below: Number that the mean must stay under for the claim to hold; None for no such end.
         picture: Path of the picture, from the top of the repository; empty for none.
@@ -51,6 +53,7 @@ class Claim:
     picture: str = ""
     differs: str = ""
     seconds: float = math.nan
+    counted: bool = False
 
     def __post_init__(self) -> None:
         """Check that something decides the claim.
@@ -66,9 +69,9 @@ class Claim:
             )
 
     @property
-    def measured(self) -> Estimate:
+    def measured(self) -> Estimate | Share:
         """Mean over the repetitions, with its 95 % interval."""
-        return estimate(self.values)
+        return estimate_share(self.values) if self.counted else estimate(self.values)
 
     @property
     def verdict(self) -> Verdict:
@@ -129,10 +132,16 @@ def verdict_lines(claims: Iterable[Claim]) -> list[str]:
         claims: Claims of one experiment.
     """
     return [
-        f"{each.verdict:<9}  {each.name}: {each.measured.mean:.3g} ± {each.measured.margin:.2g} "
+        f"{each.verdict:<9}  {each.name}: {_mean_words(each.measured)} "
         f"({each.measured.count} x {each.repeated}; {_ends(each)})"
         for each in claims
     ]
+
+
+def _mean_words(measured: Estimate | Share) -> str:
+    if isinstance(measured, Share):
+        return f"{measured.mean:.2f} ({measured.low:.2f} to {measured.high:.2f})"
+    return f"{measured.mean:.3g} ± {measured.margin:.2g}"
 
 
 def _ends(claim: Claim) -> str:

@@ -10,9 +10,15 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from geomon import Reading
-from geomon.analysis.queries_keys import cosine_p_value, queries_and_keys
+from geomon.analysis.queries_keys import (
+    _joined_cosines,
+    align_layers,
+    chance_limit,
+    cosine_p_value,
+    queries_and_keys,
+)
 from geomon.kernels.baselines import isotropic_cosine_magnitude
-from geomon.record import tags
+from geomon.record import Readings, Record, read, tags
 
 WIDTH = 32
 cosines = st.floats(-1, 1)
@@ -159,3 +165,72 @@ def test_without_heads_or_without_a_width_there_is_nothing():
     assert queries_and_keys([lost]) is None
     with pytest.raises(ValueError, match="at least 2, got 1"):
         queries_and_keys([bare], width=1)
+
+
+# -- heads of a layer joined to one vector ---------------------------------------------------------
+
+
+def beside(folder, means, layers=(1,)):
+    """A record whose arrays hold the same mean queries and keys at each layer, one pair a step."""
+    record = Record(folder)
+    record.begin(0, {})
+    for step, (query, key) in enumerate(means):
+        reading = at(step, [[0.0]])
+        record.write(reading)
+        arrays = {}
+        for layer in layers:
+            arrays[tags.layer_tag("mean_query", layer)] = np.asarray(query, dtype=np.float32)
+            arrays[tags.layer_tag("mean_key", layer)] = np.asarray(key, dtype=np.float32)
+        record.write_arrays(reading, arrays)
+    record.close()
+    return read(folder)
+
+
+def test_heads_are_joined_to_one_vector_and_shared_keys_repeated(tmp_path):
+    generator = np.random.default_rng(0)
+    query, key = generator.normal(size=(6, 5)), generator.normal(size=(2, 5))
+    found = align_layers(beside(tmp_path, [(query, key), (query, -key)], layers=(1, 4)))
+    whole = np.concatenate([key[0]] * 3 + [key[1]] * 3)  # heads 0 to 2 share key head 0
+    cosine = np.corrcoef(np.array([query.ravel(), whole]))  # of centred rows: not what is asked
+    expected = query.ravel() @ whole / np.linalg.norm(query) / np.linalg.norm(whole)
+    assert abs(cosine[0, 1] - expected) > 1e-3
+    assert list(found) == [1, 4]
+    assert found[4] == replace(found[1], layer=4)
+    assert (found[1].width, found[1].steps) == (30, (0, 1))
+    assert found[1].cosines == pytest.approx((expected, -expected), abs=1e-6)
+
+
+def test_heads_that_are_opposite_cancel_in_the_joined_vector(tmp_path):
+    query = [[1.0, 0.0], [0.0, 1.0]]
+    readings = beside(tmp_path, [(query, [[1.0, 0.0], [0.0, -1.0]]), (query, [[3.0, 0], [0, -1]])])
+    assert align_layers(readings)[1].cosines == pytest.approx((0, 2 / math.sqrt(20)), abs=1e-6)
+
+
+@given(st.sampled_from([1e-30, 1.0, 1e30]), st.sampled_from([1e-30, 1.0, 1e30]))
+@settings(deadline=None)
+def test_the_joined_cosine_does_not_depend_on_lengths(one, other):
+    pair = np.array([[1.0, 2.0]]), np.array([[2.0, -1.5]])
+    arrays = {"mean_query/layer_01": one * pair[0], "mean_key/layer_01": other * pair[1]}
+    ((cosine, width),) = _joined_cosines(arrays).values()
+    assert (cosine, width) == (pytest.approx(-1 / math.sqrt(5) / 2.5), 2)
+
+
+@pytest.mark.parametrize("bad", [0.0, math.nan, math.inf])
+def test_a_mean_without_direction_has_no_cosine(tmp_path, bad):
+    readings = beside(tmp_path, [([[1.0, 2.0]], [[bad, bad]])])
+    assert math.isnan(align_layers(readings)[1].cosines[0])
+
+
+def test_readings_without_arrays_have_no_joined_cosines(tmp_path):
+    assert align_layers(Readings([], [at(0, [[0.3]])])) == {}
+    assert align_layers(Readings([], [])) == {}
+    record = beside(tmp_path, [([[1.0]], [[1.0]])])
+    (tmp_path / "arrays" / "step_000000_probe.npz").unlink()
+    assert align_layers(record) == {}
+
+
+@given(st.integers(2, 20_000), st.floats(0.01, 0.99))
+@settings(deadline=None)
+def test_chance_is_beyond_its_limit_as_often_as_the_p_value_says(width, probability):
+    limit = chance_limit(width, probability)
+    assert cosine_p_value(limit, width) == pytest.approx(1 - probability, rel=1e-6)

@@ -45,6 +45,11 @@ def test_a_line_shows_all_that_decides_its_claim():
     assert "- **a**: characters here." in page(claim(differs="characters here"))
 
 
+def test_a_share_has_the_interval_of_a_count():
+    cells = row(page(claim(values=(1.0, 0.0, 1.0), counted=True, repeated="control")), "it_grows")
+    assert cells[3:5] == ["0.67 (0.09 to 0.99)<br>3 controls", "**agrees**"]
+
+
 def test_every_verdict_is_counted_by_paper_and_in_all():
     text = page(
         claim("a"),

@@ -5,19 +5,22 @@ import math
 import shutil
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from geomon import Reading, Readings, read
+from geomon.analysis.queries_keys import LayerAlignment
 from geomon.kernels.token_types import token_types
 from recipes.decoder.__main__ import app
 from recipes.decoder.claims import decoder_claims
-from recipes.decoder.figure import decoder_figure
-from recipes.decoder.history import History, growth, onset, with_depth
+from recipes.decoder.figure import decoder_figure, seeds_figure
 from recipes.decoder.metrics import norm_variance_slope_shuffled
-from recipes.decoder.questions import questions_of
+from recipes.decoder.questions import comparisons_of, questions_of
+from recipes.decoder.questions.stability import one_sign_at_end, trend_correlations
 from recipes.decoder.train import SIZES, Study, seconds_taken, train_seeds
+from recipes.study.history import History, growth, onset, with_depth
 from recipes.study.pictures import save_small
 
 # Batches of 64: the 512 windows of a validation are eight of them.
@@ -72,7 +75,7 @@ def layers(metric, *functions):
 
 def test_every_question_is_answered_by_every_seed_or_named(folder):
     claims, unanswered = decoder_claims(folder)
-    names = [question.name for question in questions_of(TINY.sizes)]
+    names = [question.name for question in (*questions_of(TINY.sizes), *comparisons_of(2))]
     assert len(set(names)) == len(names)
     assert sorted([*(claim.name for claim in claims), *unanswered]) == sorted(names)
     assert {claim.measured.count for claim in claims if claim.repeated == "seed"} == {2}
@@ -99,9 +102,11 @@ def test_a_complete_seed_is_kept_and_an_ended_one_completed(folder, tmp_path):
     assert read(second.parent)[-1].values[tag] == pytest.approx(whole[-1].values[tag])
 
 
-def test_the_picture_is_small(folder, tmp_path):
+def test_the_pictures_are_small(folder, tmp_path):
     path = save_small(decoder_figure(folder), tmp_path / "a.png")
     assert 30_000 < path.stat().st_size < 150_000
+    path = save_small(seeds_figure(folder), tmp_path / "b.png")
+    assert 10_000 < path.stat().st_size < 60_000
 
 
 def test_the_command_leaves_claims_and_refuses_other_sizes(folder):
@@ -113,6 +118,54 @@ def test_the_command_leaves_claims_and_refuses_other_sizes(folder):
     assert other.exit_code == 2
     assert "with other sizes: choose another folder" in other.stderr
     assert other.stderr.count("\n") == 1
+
+
+def test_seeds_are_compared_layer_by_layer(folder):
+    claims = {claim.name: claim for claim in decoder_claims(folder)[0]}
+    alike, signs = claims["seeds_align_alike"], claims["seeds_end_with_one_sign"]
+    assert alike.repeated == signs.repeated == "layer"
+    assert len(alike.values) == len(signs.values) == 4
+    assert all(-1 <= value <= 1 for value in alike.values)
+    assert signs.above == 0.5  # of two seeds every second layer has one sign by chance
+    assert list(comparisons_of(1)) == []
+
+
+def aligned(*curves):
+    """Histories of seeds whose layers have these curves, [seeds][layers][steps]."""
+    found = []
+    for layers in curves:
+        seed = history({})
+        seed.__dict__["alignment"] = {
+            number: LayerAlignment(number, 32, tuple(range(len(curve))), tuple(curve))
+            for number, curve in enumerate(layers, start=1)
+        }
+        found.append(seed)
+    return found
+
+
+def test_trends_are_alike_where_their_directions_are():
+    rise, fall, both = [0.0, 0.1, 0.4], [0.0, -0.2, -0.8], [0.1, -0.3, 0.2]
+    assert trend_correlations(aligned([rise, fall], [rise, fall])) == pytest.approx([1, 1])
+    assert trend_correlations(aligned([rise], [[-2 * v for v in rise]])) == pytest.approx([-1])
+    # Of three seeds with one against the other two: 1, -1 and -1.
+    against = [[-v for v in rise]]
+    assert trend_correlations(aligned([rise], [rise], against)) == pytest.approx([-1 / 3])
+    assert one_sign_at_end(aligned([rise, fall, rise], [both, fall, fall])) == [1, 1, 0]
+
+
+def test_layers_without_a_whole_curve_for_every_seed_are_left_out():
+    rise, torn = [0.0, 0.1, 0.4], [0.0, math.nan, 0.4]
+    assert len(trend_correlations(aligned([rise, torn], [rise, rise]))) == 1
+    assert len(one_sign_at_end(aligned([rise, rise], [rise]))) == 1
+    assert trend_correlations(aligned([[0.5] * 3], [rise])) == []
+
+
+def test_seeds_whose_signs_are_chance_have_no_correlation_on_average():
+    signs = np.random.default_rng(0).choice([-1, 1], (3, 4000))
+    curve = np.array([0.0, 0.3, 0.5])
+    seeds = aligned(*([list(sign * curve) for sign in row] for row in signs))
+    assert np.mean(trend_correlations(seeds)) == pytest.approx(0, abs=0.03)
+    assert np.mean(one_sign_at_end(seeds)) == pytest.approx(0.25, abs=0.03)
 
 
 def test_a_change_is_read_between_readings():

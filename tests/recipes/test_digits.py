@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from geomon import read
 from recipes.digits.__main__ import app
 from recipes.digits.data import load
-from recipes.digits.findings import chance_alignment, load_training
+from recipes.digits.findings import load_training
 from recipes.digits.model import CONVOLUTIONAL, OneVectorPerImage, build
 from recipes.study import load_claims
 
@@ -117,12 +117,3 @@ def test_bad_input_gets_one_clear_line(folder, arguments, message):
     assert result.exit_code == 2
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
-
-
-def test_chance_is_that_of_random_directions():
-    torch.manual_seed(0)
-    for width in (2, 16, 64):
-        one, other = torch.randn(2, 20_000, width, dtype=torch.float64)
-        drawn = torch.cosine_similarity(one, other).abs()
-        error = float(drawn.std()) / math.sqrt(len(drawn))
-        assert chance_alignment(width) == pytest.approx(float(drawn.mean()), abs=4 * error)

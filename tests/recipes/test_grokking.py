@@ -91,6 +91,11 @@ def test_claims_are_decided_by_the_curves():
         assert verdicts[f"{name}_stays_without_generalisation"] == "agrees"
         assert verdicts[f"{name}_leads_against_control"] in ("agrees", "undecided")
         assert verdicts[f"{name}_raises_no_false_alarm"] != "agrees"  # of two one is the lowest
+    found = {claim.name: claim for claim in claims(runs, controls, differs="")}
+    rate = found["local_dimension_raises_no_false_alarm"]
+    # Each is once below the other; two of two leave rates from .16 on.
+    assert (rate.repeated, rate.measured.so, rate.measured.count) == ("control", 2, 2)
+    assert rate.measured.low == pytest.approx(0.158, abs=1e-3)
     falling = [course([9.0, 9.0, 4.0, 3.0]), course([9.0, 9.0, 4.0, 3.1])]
     verdicts = {claim.name: claim.verdict for claim in claims(runs, falling, differs="")}
     assert verdicts["local_dimension_stays_without_generalisation"] == "disagrees"
@@ -98,8 +103,11 @@ def test_claims_are_decided_by_the_curves():
 
 @pytest.mark.filterwarnings("ignore:effective_rank_last. 64 sequences")  # of a tiny table
 def test_the_command_leaves_records_figure_and_nothing_twice(tmp_path):
-    result = CliRunner().invoke(app, [*TINY, "--out", str(tmp_path)])
+    result = CliRunner().invoke(app, [*TINY, "--controls", "3", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
+    assert "false alarms in 0 of 3 controls (0.00 to 0.71)" in result.output
+    for kind, count in (("generalises", 2), ("control", 3)):
+        assert len(list((tmp_path / kind).glob("seed_*/readings.jsonl"))) == count
     assert (tmp_path / "grokking.png").stat().st_size > 20_000
     record = tmp_path / "generalises" / "seed_1" / "readings.jsonl"
     readings = read(record.parent)

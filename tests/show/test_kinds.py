@@ -332,7 +332,7 @@ def test_all_draws_what_the_run_can_give_and_says_the_rest_in_a_line(
     lines = result.stdout.splitlines()
     assert len(lines) == len(KINDS)
     missing = [line.split(":")[0] for line in lines if line.startswith("no ")]
-    assert missing == ["no cosines", "no means", "no clouds", "no spectra"]
+    assert missing == ["no cosines", "no means", "no clouds", "no stability", "no spectra"]
 
 
 @pytest.mark.parametrize(

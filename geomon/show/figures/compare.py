@@ -27,6 +27,7 @@ def compare_figure(
         names: Names of the runs.
         differences: What `geomon.analysis.compare.compare` found.
     """
+    names = panels.literal(names[0]), panels.literal(names[1])
     drawn = [each for each in differences if math.isfinite(each.margin) and each.first]
     drawn = sorted(drawn, key=lambda each: -abs(each.change) / each.margin)[:_MOST][::-1]
     figure = Figure(figsize=(12.5, max(4.2, 1.2 + 0.26 * len(drawn))), layout="constrained")

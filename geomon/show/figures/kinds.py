@@ -1,6 +1,6 @@
 """The kinds of figures that a run can give, by name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from matplotlib.figure import Figure
@@ -12,6 +12,7 @@ from geomon.show.figures.profiles import dimension_figure, drift_figure, profile
 from geomon.show.figures.queries_keys import clouds_figure, cosines_figure, means_figure
 from geomon.show.figures.run import geometry_figure, title_of
 from geomon.show.figures.spectra import spectra_figure
+from geomon.show.figures.stability import stability_figure
 
 
 @dataclass(frozen=True)
@@ -20,13 +21,16 @@ class Kind:
 
     Attributes:
         about: What it shows, in words for a list.
-        draw: Function of readings that draws it; also of a metric where it `takes_metric`.
+        draw: Function that draws it, of the readings of a run, or of a sequence of runs where it
+            `takes_runs`; also of a metric where it `takes_metric`.
         takes_metric: Whether it can be drawn of another metric than by default.
+        takes_runs: Whether it lays several runs over one another.
     """
 
     about: str
     draw: Callable[..., Figure]
     takes_metric: bool = False
+    takes_runs: bool = False
 
 
 def _run_figure(readings: Readings) -> Figure:
@@ -46,30 +50,42 @@ KINDS: dict[str, Kind] = {
     ),
     "means": Kind("paths of mean queries and keys of two heads", means_figure),
     "clouds": Kind("single queries and keys of two heads", clouds_figure),
+    "stability": Kind(
+        "cosine of mean query and mean key of each layer, a line for each run",
+        stability_figure,
+        takes_runs=True,
+    ),
     "drift": Kind("norm of the mean row against cosine across layers", drift_figure),
     "norms": Kind("norm against variance of token types, shares over depth", norms_figure),
     "spectra": Kind("eigenvalues by rank", spectra_figure),
 }
 
 
-def draw(kind: str, readings: Readings, metric: str | None = None) -> Figure:
+def draw(kind: str, readings: Readings | Sequence[Readings], metric: str | None = None) -> Figure:
     """Draw a kind of figure.
 
     Args:
         kind: Name of the kind, in `KINDS`.
-        readings: Readings of a run.
+        readings: Readings of a run; of several runs for a kind that lays them over one another.
         metric: Name of the metric to draw; None for the kind's own.
 
     Raises:
         NotMeasuredError: The run cannot give it.
-        ValueError: There is no such kind, or it takes no metric.
+        ValueError: There is no such kind, it takes no metric, or it is of one run.
     """
     if kind not in KINDS:
         raise ValueError(f"no figure is called {kind!r}: there are {', '.join(KINDS)}")
     found = KINDS[kind]
+    runs = [readings] if isinstance(readings, Readings) else list(readings)
+    if not runs:
+        raise ValueError(f"the figure {kind!r} needs a run: give one")
+    if len(runs) > 1 and not found.takes_runs:
+        able = ", ".join(name for name, one in KINDS.items() if one.takes_runs)
+        raise ValueError(f"the figure {kind!r} is of one run: of several there is {able}")
+    subject = runs if found.takes_runs else runs[0]
     if metric is None:
-        return found.draw(readings)
+        return found.draw(subject)
     if not found.takes_metric:
         able = ", ".join(name for name, one in KINDS.items() if one.takes_metric)
         raise ValueError(f"the figure {kind!r} takes no metric: {able} do")
-    return found.draw(readings, metric)
+    return found.draw(subject, metric)

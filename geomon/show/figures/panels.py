@@ -18,6 +18,7 @@ from geomon.analysis import Curve, curve_of, mean_abs_over_heads, single_source
 from geomon.analysis.alerts import alert_notes, kind_of
 from geomon.analysis.profile import uniform_entropy
 from geomon.record import Reading, Readings, tags
+from geomon.record.printable import printable
 from geomon.show.figures.colours import BLUE, GREEN, GREY, GRID, ON_FIELD, PURPLE, STEPS, VERMILLION
 
 # Keyword arguments of matplotlib for how something is drawn.
@@ -168,6 +169,31 @@ def spread_steps(steps: Sequence[int], most: int = _MAX_PROFILES) -> list[int]:
     targets = np.linspace(logarithms[0], logarithms[-1], most)
     nearest = {int(np.abs(logarithms - target).argmin()) for target in targets}
     return [sorted(steps)[index] for index in sorted(nearest)]
+
+
+def spread_items(items: Sequence[int], most: int) -> list[int]:
+    """Choose at most so many of the items, evenly spaced, the first and the last among them.
+
+    Args:
+        items: Items to choose from.
+        most: Largest number of items chosen, at least 2.
+
+    Example:
+        >>> spread_items([1, 2, 3, 4, 5, 6, 7], 3)
+        [1, 4, 7]
+    """
+    if len(items) <= most:
+        return list(items)
+    return [items[index * (len(items) - 1) // (most - 1)] for index in range(most)]
+
+
+def literal(text: str) -> str:
+    """Make a text of unknown origin one that matplotlib writes as it stands.
+
+    Args:
+        text: Text, in which a dollar sign would begin a formula.
+    """
+    return printable(text).replace("$", r"\$")
 
 
 def draw_dimension(panel: Axes, readings: Readings, *, legend_above: bool = False) -> None:

@@ -15,9 +15,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
-from scipy import special  # type: ignore[import-untyped]
 
 from geomon.analysis import single_source
+from geomon.analysis.queries_keys import chance_limit
 from geomon.record import Reading, Readings, tags
 from geomon.show.figures import panels
 from geomon.show.figures.colours import BLUE, GREY, VERMILLION
@@ -173,7 +173,7 @@ def cosines_figure(readings: Readings, metric: str = "qk_cosine") -> Figure:
     ]
     if not layers or not selected:
         raise panels.NotMeasuredError(f"{metric} of single heads was not measured in this run")
-    shown = _spread(layers, _MOST_LAYERS)
+    shown = panels.spread_items(layers, _MOST_LAYERS)
     table = np.stack([panels.head_table(one, metric, shown, count) for one in selected])
     band = _chance(selected[-1], metric)
     columns = min(4, len(shown))
@@ -226,7 +226,7 @@ def _chance(reading: Reading, metric: str) -> float:
     if not 0 < mean < 0.7:  # .64 is that of a width of 2
         return math.nan
     width = round(2 / (math.pi * mean**2) + 0.5)  # E|cos|^2 is 2 / (pi (d - 1/2)), nearly
-    return math.sqrt(special.betaincinv(0.5, (width - 1) / 2, 0.95))
+    return chance_limit(width)
 
 
 # -- heads, and what stands beside the record ------------------------------------------------------
@@ -357,10 +357,3 @@ def _title(figure: Figure, words: str) -> None:
 
 def _signed(value: float) -> str:
     return f"{value:+.2f}".replace("-", "−")
-
-
-def _spread(items: Sequence[int], most: int) -> list[int]:
-    """At most so many of the items, evenly spaced, the first and the last among them."""
-    if len(items) <= most:
-        return list(items)
-    return [items[index * (len(items) - 1) // (most - 1)] for index in range(most)]

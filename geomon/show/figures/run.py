@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from geomon.record import Reading, Readings, tags
-from geomon.record.printable import printable
 from geomon.show.figures import cards, panels
 from geomon.show.figures.colours import LAYERS, darken
 
@@ -64,7 +63,7 @@ def title_of(readings: Readings) -> str | None:
     if readings.mixed_at is not None or not len(readings):
         return None
     run = readings.runs[-1] if readings.runs else {}
-    name = printable(str(run.get("model", ""))).replace("$", r"\$")  # or it would be a formula
+    name = panels.literal(str(run.get("model", "")))
     parts = [name] if name else []
     if isinstance(run.get("parameters"), int):
         parts.append(f"{_rounded(run['parameters'])} parameters")

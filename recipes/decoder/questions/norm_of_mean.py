@@ -3,20 +3,20 @@
 from collections.abc import Iterator
 from functools import partial
 
-from recipes.decoder.history import History, at_end, over_layers, with_depth
 from recipes.decoder.questions.question import NORMED, Question
+from recipes.study.history import History, at_end, over_layers, with_depth
 
 _THEIRS = "pretrained models on subwords; our types are characters, our blocks norm their input"
 
 
-def questions() -> Iterator[Question]:
+def questions() -> Iterator[Question[History]]:
     """List the questions of this paper."""
     yield from _norm_and_variance()
     yield from _shares()
 
 
-def _norm_and_variance() -> Iterator[Question]:
-    ask = partial(Question, source="2409.11253, abstract", theirs=_THEIRS)
+def _norm_and_variance() -> Iterator[Question[History]]:
+    ask = partial(Question[History], source="2409.11253, abstract", theirs=_THEIRS)
     yield ask(
         "mean_and_variance_make_the_norm",
         "Squared norm of the mean and variance add up to the mean squared norm.",
@@ -71,8 +71,8 @@ def _norm_and_variance() -> Iterator[Question]:
     )
 
 
-def _shares() -> Iterator[Question]:
-    ask = partial(Question, source="2409.11253, abstract", theirs=_THEIRS)
+def _shares() -> Iterator[Question[History]]:
+    ask = partial(Question[History], source="2409.11253, abstract", theirs=_THEIRS)
     for name, metric, asserts, published, sign in (
         ("mean_moves_away", "drift_norm", "In deeper layers the mean is farther from the origin.",
          "embeddings move farther from the origin", 1),

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from geomon.kernels.baselines import isotropic_cosine_quantile
-from recipes.decoder.history import (
+from recipes.decoder.questions.question import MODELS, Question
+from recipes.study.history import (
     Head,
     History,
     at_end,
@@ -16,12 +17,11 @@ from recipes.decoder.history import (
     since_start,
     value_of,
 )
-from recipes.decoder.questions.question import MODELS, Question
 
 _ENCODERS = "encoders trained on subwords for 2 million steps (MultiBERT)"
 
 
-def questions(width: int, head_width: int) -> Iterator[Question]:
+def questions(width: int, head_width: int) -> Iterator[Question[History]]:
     """List the questions of this paper.
 
     Args:
@@ -35,8 +35,8 @@ def questions(width: int, head_width: int) -> Iterator[Question]:
     yield from _attention()
 
 
-def _cosine(isotropic_pair: float) -> Iterator[Question]:
-    yield Question(
+def _cosine(isotropic_pair: float) -> Iterator[Question[History]]:
+    yield Question[History](
         "characters_are_anisotropic",
         "Models of characters are anisotropic in at least one layer.",
         "mean cosine far above 0 in at least one layer of each character model",
@@ -48,7 +48,7 @@ def _cosine(isotropic_pair: float) -> Iterator[Question]:
         theirs="pretrained ByT5, CANINE, MANTa-LM and CharacterBERT",
     )
     source = "2401.12143, section 2 (after Biś et al.)"
-    yield Question(
+    yield Question[History](
         "no_cosine_without_the_mean",
         "Without their mean, representations have no mean cosine.",
         "removing the average component leads to a nearly perfect isotropy",
@@ -58,7 +58,7 @@ def _cosine(isotropic_pair: float) -> Iterator[Question]:
         below=0.05,
         theirs=MODELS,
     )
-    yield Question(
+    yield Question[History](
         "isotropic_without_the_mean",
         "Without their mean, representations are nearly isotropic.",
         "removing the average component leads to a nearly perfect isotropy",
@@ -71,10 +71,12 @@ def _cosine(isotropic_pair: float) -> Iterator[Question]:
     )
 
 
-def _drift() -> Iterator[Question]:
+def _drift() -> Iterator[Question[History]]:
     theirs = "models of 12 layers and more; the smallest p-value of our 5 is .017"
     for test, source in (("spearman", "figure 5"), ("pearson", "figure 16")):
-        ask = partial(Question, source=f"2401.12143, section 3.3 ({source})", theirs=theirs)
+        ask = partial(
+            Question[History], source=f"2401.12143, section 3.3 ({source})", theirs=theirs
+        )
         yield ask(
             f"drift_goes_with_cosine_{test}",
             "Layers whose mean is longer have a higher mean cosine.",
@@ -93,8 +95,8 @@ def _drift() -> Iterator[Question]:
         )
 
 
-def _queries_and_keys(chance: float) -> Iterator[Question]:
-    ask = partial(Question, theirs=_ENCODERS)
+def _queries_and_keys(chance: float) -> Iterator[Question[History]]:
+    ask = partial(Question[History], theirs=_ENCODERS)
     yield ask(
         "queries_and_keys_align",
         "Mean queries and mean keys come to align along training.",
@@ -197,8 +199,8 @@ def _queries_and_keys(chance: float) -> Iterator[Question]:
         )
 
 
-def _attention() -> Iterator[Question]:
-    ask = partial(Question, source="2401.12143, section 5 (figure 15)", theirs=_ENCODERS)
+def _attention() -> Iterator[Question[History]]:
+    ask = partial(Question[History], source="2401.12143, section 5 (figure 15)", theirs=_ENCODERS)
     yield ask(
         "entropy_decays_at_every_layer",
         "Training decreases the entropy of attention in all layers.",
@@ -218,7 +220,7 @@ def _attention() -> Iterator[Question]:
         measure=lambda h: over_layers(h.last, "attention_entropy", _first_minus_second_half),
         below=0,
     )
-    yield Question(
+    yield Question[History](
         "alignment_makes_attention_sharp",
         "The drift of queries and keys is what makes attention sharp.",
         "larger scalar products facilitate sharp patterns",

@@ -3,21 +3,23 @@
 from collections.abc import Iterator
 from functools import partial
 
-from recipes.decoder.history import QUARTER, History, changed, growth, over_layers
 from recipes.decoder.questions.question import MODELS, Question
+from recipes.study.history import QUARTER, History, changed, growth, over_layers
 
 _THEIRS = "pretrained decoders of billions of parameters on subwords"
 
 
-def questions() -> Iterator[Question]:
+def questions() -> Iterator[Question[History]]:
     """List the questions of this paper."""
     yield from _anisotropy()
     yield from _dimension()
     yield from _local_isotropy()
 
 
-def _anisotropy() -> Iterator[Question]:
-    ask = partial(Question, source="2311.05928, section 4.2 (figures 3, 4)", theirs=_THEIRS)
+def _anisotropy() -> Iterator[Question[History]]:
+    ask = partial(
+        Question[History], source="2311.05928, section 4.2 (figures 3, 4)", theirs=_THEIRS
+    )
     yield ask(
         "anisotropy_grows",
         "The anisotropy of decoders grows during training.",
@@ -48,7 +50,7 @@ def _anisotropy() -> Iterator[Question]:
     )
 
 
-def _dimension() -> Iterator[Question]:
+def _dimension() -> Iterator[Question[History]]:
     variants = [
         ("twonn", "twonn/mean", "TwoNN on all tokens, the paper's"),
         ("twonn_distinct", "twonn_distinct/mean", "TwoNN on one row per (character, position)"),
@@ -57,7 +59,9 @@ def _dimension() -> Iterator[Question]:
         (f"gride_k{k}", f"gride/mean/k{k}", f"Gride at scale {k}") for k in (1, 2, 4, 8, 16, 32)
     ]
     for name, tag, words in variants:
-        ask = partial(Question, source="2311.05928, section 4.3 (figure 2)", theirs=_THEIRS)
+        ask = partial(
+            Question[History], source="2311.05928, section 4.3 (figure 2)", theirs=_THEIRS
+        )
         yield ask(
             f"{name}_expands",
             f"The intrinsic dimension rises sharply at first: {words}.",
@@ -76,8 +80,10 @@ def _dimension() -> Iterator[Question]:
         )
 
 
-def _local_isotropy() -> Iterator[Question]:
-    ask = partial(Question, source="2311.05928, section 3.1 (after Cai et al.)", theirs=MODELS)
+def _local_isotropy() -> Iterator[Question[History]]:
+    ask = partial(
+        Question[History], source="2311.05928, section 3.1 (after Cai et al.)", theirs=MODELS
+    )
     yield ask(
         "neighbourhoods_less_anisotropic",
         "Inside global anisotropy, neighbourhoods are more isotropic.",

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 
-from recipes.decoder.history import QUARTER, changed
 from recipes.decoder.questions.question import NORMED, Question
+from recipes.study.history import QUARTER, History, changed
 
 # Where the phases end is no number of the paper: here with the warm-up, and with the first quarter.
 _THEIRS = "OLMo and Pythia, whose phases end where the curves turn"
 
 
-def questions(warmup: float) -> Iterator[Question]:
+def questions(warmup: float) -> Iterator[Question[History]]:
     """List the questions of this paper.
 
     Args:
@@ -24,7 +24,7 @@ def questions(warmup: float) -> Iterator[Question]:
         ("rank_falls_at_last", rank, "rank falls in the third phase", QUARTER, 1, -1),
         ("alpha_grows_at_last", alpha, "spectrum decays faster in the third phase", QUARTER, 1, 1),
     ):  # fmt: skip
-        yield Question(
+        yield Question[History](
             name,
             f"The {words}.",
             "three phases, by the signs of both slopes",

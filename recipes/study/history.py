@@ -1,7 +1,8 @@
 """The values of one seed at moments of its training."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from statistics import fmean
 
 import numpy as np
@@ -10,6 +11,7 @@ from scipy import stats  # type: ignore[import-untyped]
 from geomon import Reading, Readings
 from geomon.analysis import single_source
 from geomon.analysis.profile import profile_of
+from geomon.analysis.queries_keys import LayerAlignment, align_layers
 from geomon.record import tags
 
 # Part of the training after which its beginning is over. The papers name no step; a quarter is the
@@ -28,6 +30,7 @@ class History:
     """
 
     def __init__(self, readings: Readings) -> None:
+        self._record = readings
         self.readings: Sequence[Reading] = single_source(readings)
         self.steps = [reading.step for reading in self.readings]
 
@@ -40,6 +43,11 @@ class History:
     def last(self) -> Reading:
         """Reading at the end."""
         return self.readings[-1]
+
+    @cached_property
+    def alignment(self) -> Mapping[int, LayerAlignment]:
+        """Mean query against mean key by layer, the heads of each joined to one vector."""
+        return align_layers(self._record)
 
     def at(self, step: float, tag: str) -> float:
         """Interpolate a value between readings, on a logarithmic axis of steps.

@@ -1,0 +1,92 @@
+"""Whether seeds agree on mean queries and keys (Godey et al., 2401.12143, appendix D)."""
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import combinations
+from statistics import fmean
+
+import numpy as np
+
+from recipes.decoder.questions.question import Question
+from recipes.study.history import History
+
+_THEIRS = "encoders trained on subwords for 2 million steps (MultiBERT)"
+
+
+def questions(seeds: int) -> Iterator[Question[Sequence[History]]]:
+    """List the questions of this appendix; none of a single seed.
+
+    Under the null each seed and layer takes its direction by chance, one sign or the other: curves
+    of two seeds have no correlation on average, and all seeds end with one sign in 1 layer of
+    2^(seeds - 1).
+
+    Args:
+        seeds: Number of seeds.
+    """
+    if seeds < 2:
+        return
+    ask = partial(
+        Question[Sequence[History]],
+        published="similar trends across seeds",
+        source="2401.12143, appendix D (figure 23)",
+        theirs=_THEIRS,
+        repeated="layer",
+    )
+    yield ask(
+        "seeds_align_alike",
+        "The cosine of mean query and mean key, the heads of a layer joined to one vector, follows "
+        "similar trends across seeds.",
+        quantity="correlation of two seeds' curves of that cosine over the readings, mean over "
+        "pairs of seeds (0 where directions are chance)",
+        measure=trend_correlations,
+        above=0,
+    )
+    yield ask(
+        "seeds_end_with_one_sign",
+        "At the end that cosine has the same sign for all seeds.",
+        quantity=f"share of layers in which it has, for {seeds} seeds (1 in {2 ** (seeds - 1)} "
+        "where signs are chance)",
+        measure=one_sign_at_end,
+        above=0.5 ** (seeds - 1),
+        counted=True,
+    )
+
+
+def trend_correlations(histories: Sequence[History]) -> list[float]:
+    """Correlate the curves of the joined cosine between seeds, for each layer.
+
+    Args:
+        histories: Values over training of two seeds or more, at the same steps.
+
+    Returns:
+        Pearson's correlation over the readings, mean over pairs of seeds, for each layer in which
+        the curves of all seeds are known and vary.
+    """
+    found = []
+    for curves in _curves(histories):
+        if all(np.ptp(curve) > 0 for curve in curves):
+            table = np.corrcoef(curves)
+            found.append(fmean(float(table[pair]) for pair in combinations(range(len(curves)), 2)))
+    return found
+
+
+def one_sign_at_end(histories: Sequence[History]) -> list[float]:
+    """Say for each layer whether the joined cosine ends with the same sign for all seeds.
+
+    Args:
+        histories: Values over training of two seeds or more.
+
+    Returns:
+        1 or 0 for each layer in which the curves of all seeds are known.
+    """
+    ends = [[curve[-1] for curve in curves] for curves in _curves(histories)]
+    return [float(min(values) > 0 or max(values) < 0) for values in ends]
+
+
+def _curves(histories: Sequence[History]) -> Iterator[list[tuple[float, ...]]]:
+    """The curve of each seed, for each layer in which all of them are known."""
+    for layer in sorted(set.intersection(*(set(each.alignment) for each in histories))):
+        curves = [each.alignment[layer].cosines for each in histories]
+        if all(math.isfinite(value) for curve in curves for value in curve):
+            yield curves
