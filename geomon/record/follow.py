@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from geomon.record.jsonl import FILE_NAME, MAX_LINE, parse_lines
+from geomon.record.jsonl import BUFFER, FILE_NAME, MAX_LINE, parse_lines
 from geomon.record.reading import Reading, Readings, SequenceCheck
 
 
@@ -49,7 +49,7 @@ class Follower:
         if status.st_size == self._offset:
             return []
         new: list[Reading] = []
-        with self.path.open("rb") as file:
+        with self.path.open("rb", buffering=BUFFER) as file:
             file.seek(self._offset)
             # A line at a time: a record that grew for long is larger than the memory for it.
             while (line := file.readline(MAX_LINE + 1)).endswith(b"\n") or len(line) > MAX_LINE:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from geomon.record.arrays import ArrayFolder, Arrays
+from geomon.record.columns import parse_json
 from geomon.record.lock import FolderLock, lock_folder
 from geomon.record.reading import Reading, Readings, SequenceCheck
 
@@ -28,6 +29,8 @@ _LOCK_NAME = ".readings.lock"
 _MAX_PENDING = 100
 # Longest line in bytes: a model of 1,000 layers and heads, ten times over, stays below it.
 MAX_LINE = 2**26
+# Bytes that are read at once: a line of a large model is longer than the usual 8 kB.
+BUFFER = 2**20
 # What every line of a record begins with.
 _BEGINNINGS = (b'{"run"', b'{"step"')
 _CHUNK = 2**16  # bytes
@@ -222,7 +225,7 @@ def parse_line(line: bytes) -> Reading | dict[str, Any]:
         ValueError: The line is neither of the two.
     """
     try:
-        content = json.loads(line.decode(), parse_constant=_refuse_constant)
+        content = parse_json(line)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if not isinstance(content, dict) or "run" not in content:
@@ -273,7 +276,7 @@ def _parse(path: Path, *, to_continue: bool = False) -> Readings:
     To continue the file, the last line too has to be of a record: it is going to be removed.
     """
     check = SequenceCheck()
-    with path.open("rb") as file:
+    with path.open("rb", buffering=BUFFER) as file:
         lines = _whole_lines(file, path, to_continue=to_continue)
         contents = list(parse_lines(lines, path, check, first=1))
     readings = [content for content in contents if isinstance(content, Reading)]
@@ -294,10 +297,6 @@ def _whole_lines(file: BinaryIO, path: Path, *, to_continue: bool) -> Iterator[b
                 f"line {number} of {path} is not a line of a record ({reprlib.repr(line)}): "
                 "expected what geomon writes; move the file away"
             )
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
 
 
 def _truncate_torn_line(file: FileIO) -> int:

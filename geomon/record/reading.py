@@ -135,7 +135,12 @@ def _is_text(value: object) -> bool:
 
 
 def _are_values(value: object) -> bool:
-    return isinstance(value, dict) and all(x is None or _is_number(x) for x in value.values())
+    if not isinstance(value, dict):
+        return False
+    # Of a long record millions: those of the two usual kinds are looked at all at once.
+    if {float, type(None)}.issuperset(map(type, value.values())):
+        return all(map(math.isfinite, filter(None, value.values())))
+    return all(x is None or _is_number(x) for x in value.values())
 
 
 def _are_notes(value: object) -> bool:
