@@ -83,13 +83,13 @@ def curve_of(readings: Iterable[Reading], tag: str) -> Curve:
         readings: Readings of a run.
         tag: Name of a value, for instance "twonn/mean".
     """
-    points = [
-        (reading.step, reading.values[tag], standard_error(reading, tag))
-        for reading in single_source(readings)
-        if math.isfinite(reading.values.get(tag, math.nan))
-    ]
-    steps, values, errors = map(list, zip(*points, strict=True)) if points else ([], [], [])
-    return Curve(steps, values, errors)
+    selected = Readings([], single_source(readings))
+    table = selected.table([tag, f"{tag}/{tags.margin_part()}", f"{tag}/std"])
+    rows = np.flatnonzero(np.isfinite(table[:, 0]))
+    values, margins, deviations = table[rows].T
+    deviations = np.where(np.isfinite(deviations), deviations, 0.0)
+    errors = np.where(np.isfinite(margins), margins / Z, deviations)
+    return Curve([selected[row].step for row in rows.tolist()], values.tolist(), errors.tolist())
 
 
 def standard_error(reading: Reading, tag: str) -> float:

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from geomon.analysis.curves import heads_of, single_source
-from geomon.record import Reading, Readings, tags
+from geomon.record import Reading, Readings
 
 Direction = Literal["similar", "opposite", "chance"]
 

@@ -330,10 +330,14 @@ class Readings:
         Returns:
             Values, float64 [readings, tags]; NaN where a reading has none.
         """
-        table = np.full((len(self), len(names)), np.nan)
+        wanted = tuple(names)
+        table = np.full((len(self), len(wanted)), np.nan)
+        layout: Layout | None = None
         for row, reading in zip(table, self, strict=True):
             values = Values.of(reading.values)
-            columns, positions = values.layout.positions(tuple(names))
+            if values.layout is not layout:
+                layout = values.layout
+                columns, positions = layout.positions(wanted)
             row[columns] = values.array[positions]
         return table
 

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
-from scipy import stats  # type: ignore[import-untyped]
+from scipy import special  # type: ignore[import-untyped]
 
 from geomon.analysis import single_source
 from geomon.record import Reading, Readings, tags
@@ -226,7 +226,7 @@ def _chance(reading: Reading, metric: str) -> float:
     if not 0 < mean < 0.7:  # .64 is that of a width of 2
         return math.nan
     width = round(2 / (math.pi * mean**2) + 0.5)  # E|cos|^2 is 2 / (pi (d - 1/2)), nearly
-    return math.sqrt(stats.beta.ppf(0.95, 0.5, (width - 1) / 2))
+    return math.sqrt(special.betaincinv(0.5, (width - 1) / 2, 0.95))
 
 
 # -- heads, and what stands beside the record ------------------------------------------------------

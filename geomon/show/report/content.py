@@ -250,7 +250,8 @@ def _points(curve: Curve) -> dict[str, list[Any]]:
         "y": [_rounded(curve.values[index]) for index in indices],
     }
     if any(curve.errors):
-        points["margin"] = [_rounded(curve.margins[index]) for index in indices]
+        margins = curve.margins
+        points["margin"] = [_rounded(margins[index]) for index in indices]
     return points
 
 
