@@ -303,7 +303,8 @@ def _blocks_of(content: object) -> tuple[Block, ...]:
 
 def _decode(packed: Mapping[str, Any], count: int) -> _Array:
     """Decode the numbers of a line, and check that they are those that were written."""
-    text, checksum = packed.get("float64"), packed.get("crc32")
+    text: Any = packed.get("float64")
+    checksum = packed.get("crc32")
     is_text = isinstance(text, str | bytes)
     if not is_text or isinstance(checksum, bool) or not isinstance(checksum, int):
         raise ValueError("'packed' has no 'float64' and 'crc32', expected text and a number")

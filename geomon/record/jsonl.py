@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 from geomon.record.arrays import ArrayFolder, Arrays
 from geomon.record.columns import parse_json
 from geomon.record.lock import FolderLock, lock_folder
-from geomon.record.reading import Reading, Readings, SequenceCheck
+from geomon.record.reading import LineCheck, Reading, Readings
 
 FILE_NAME = "readings.jsonl"
 _LOCK_NAME = ".readings.lock"
@@ -237,9 +237,12 @@ def parse_line(line: bytes) -> Reading | dict[str, Any]:
 
 
 def parse_lines(
-    lines: Iterable[bytes], path: Path, check: SequenceCheck, *, first: int
+    lines: Iterable[bytes], path: Path, check: LineCheck, *, first: int
 ) -> Iterator[Reading | dict[str, Any]]:
     """Parse successive whole lines of a record.
+
+    After a line that says that a newer version of geomon has written the record, an object of JSON
+    that is no reading is left out, and the check counts it.
 
     Args:
         lines: The lines.
@@ -259,6 +262,8 @@ def parse_lines(
                 raise ValueError(f"it is longer than {MAX_LINE:,} bytes")
             content = parse_line(line)
         except ValueError as error:
+            if len(line) <= MAX_LINE and _is_object(line) and check.leave_out():
+                continue
             raise ValueError(
                 f"line {number} of {path} is not a line of a record ({error}): expected what "
                 "geomon writes; move the file away"
@@ -266,8 +271,15 @@ def parse_lines(
         if isinstance(content, Reading):
             check.add(number, content)
         else:
-            check.begin_run()
+            check.begin_run(content)
         yield content
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(parse_json(line), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _parse(path: Path, *, to_continue: bool = False) -> Readings:
@@ -275,13 +287,15 @@ def _parse(path: Path, *, to_continue: bool = False) -> Readings:
 
     To continue the file, the last line too has to be of a record: it is going to be removed.
     """
-    check = SequenceCheck()
+    check = LineCheck()
     with path.open("rb", buffering=BUFFER) as file:
         lines = _whole_lines(file, path, to_continue=to_continue)
         contents = list(parse_lines(lines, path, check, first=1))
     readings = [content for content in contents if isinstance(content, Reading)]
     runs = [content for content in contents if not isinstance(content, Reading)]
-    return Readings(runs, readings, check.mixed_at, ArrayFolder.beside(path))
+    if to_continue and check.newer is not None and check.newer.left_out:
+        raise ValueError(f"{path}: {check.newer.words()}")
+    return Readings(runs, readings, check.mixed_at, ArrayFolder.beside(path), check.newer)
 
 
 def _whole_lines(file: BinaryIO, path: Path, *, to_continue: bool) -> Iterator[bytes]:
