@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 from geomon.analysis.phase import Phase, Z, exceeds_errors, find_phase, robust_errors
 from geomon.record import Reading, Readings, tags
 
@@ -81,13 +83,13 @@ def curve_of(readings: Iterable[Reading], tag: str) -> Curve:
         readings: Readings of a run.
         tag: Name of a value, for instance "twonn/mean".
     """
-    points = [
-        (reading.step, reading.values[tag], standard_error(reading, tag))
-        for reading in single_source(readings)
-        if math.isfinite(reading.values.get(tag, math.nan))
-    ]
-    steps, values, errors = map(list, zip(*points, strict=True)) if points else ([], [], [])
-    return Curve(steps, values, errors)
+    selected = Readings([], single_source(readings))
+    table = selected.table([tag, f"{tag}/{tags.margin_part()}", f"{tag}/std"])
+    rows = np.flatnonzero(np.isfinite(table[:, 0]))
+    values, margins, deviations = table[rows].T
+    deviations = np.where(np.isfinite(deviations), deviations, 0.0)
+    errors = np.where(np.isfinite(margins), margins / Z, deviations)
+    return Curve([selected[row].step for row in rows.tolist()], values.tolist(), errors.tolist())
 
 
 def standard_error(reading: Reading, tag: str) -> float:
@@ -114,17 +116,28 @@ def mean_abs_over_heads(readings: Iterable[Reading], metric: str) -> Curve:
         metric: Name of a metric with values of heads.
     """
     selected = Readings([], single_source(readings))
-    names = [
-        name
-        for name in selected.tags()
-        if name.startswith(f"{metric}/layer_")
-        and (parsed := tags.parse(name)) is not None
-        and parsed.head is not None
-    ]
+    table = np.abs(selected.table(list(heads_of(selected, metric).values())))
     steps, means = [], []
-    for reading, row in zip(selected, selected.table(names), strict=True):
-        sizes = [abs(value) for value in row.tolist() if math.isfinite(value)]
-        if sizes:
+    for reading, row, known in zip(selected, table, np.isfinite(table), strict=True):
+        if known.any():
             steps.append(reading.step)
-            means.append(statistics.fmean(sizes))
+            means.append(statistics.fmean(row[known].tolist()))
     return Curve(steps, means, [0.0] * len(steps))
+
+
+def heads_of(readings: Readings, metric: str) -> dict[tuple[int, int], str]:
+    """Find the tags of a metric's heads, by layer and head in ascending order.
+
+    Args:
+        readings: Readings of a run, of one stack.
+        metric: Name of a metric with values of heads.
+    """
+    found = {
+        (tag.layer, tag.head): name
+        for name in readings.tags()
+        if name.startswith(f"{metric}/layer_")
+        and (tag := tags.parse(name)) is not None
+        and tag.layer is not None
+        and tag.head is not None
+    }
+    return dict(sorted(found.items()))

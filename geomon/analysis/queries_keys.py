@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from geomon.analysis.curves import single_source
+from geomon.analysis.curves import heads_of, single_source
 from geomon.record import Reading, Readings, tags
 
 Direction = Literal["similar", "opposite", "chance"]
@@ -155,23 +155,33 @@ def queries_and_keys(
     """
     if width is not None and width < 2:
         raise ValueError(f"expected a head width of at least 2, got {width}")
-    measured = [(reading, _of_heads(reading, _COSINE)) for reading in single_source(readings)]
-    measured = [(reading, heads) for reading, heads in measured if heads]
-    if not measured:
+    selected = Readings([], single_source(readings))
+    places = heads_of(selected, _COSINE)
+    table = selected.table(list(places.values()))
+    rows = np.flatnonzero(np.isfinite(table).any(axis=1))
+    if not rows.size:
         return None
-    reading, last = measured[-1]
+    first, reading = selected[int(rows[0])], selected[int(rows[-1])]
     null = reading.values.get(_NULL, math.nan)
     size = width if width is not None else _width_of(null) if math.isfinite(null) else None
     if size is None or size < 2:
         return None
+    cosines = table[rows]
+    last = {
+        place: value
+        for place, value in zip(places, cosines[-1].tolist(), strict=True)
+        if math.isfinite(value)
+    }
     p_values = {place: cosine_p_value(cosine, size) for place, cosine in last.items()}
-    beyond = _holm(list(p_values.values()))
+    beyond = dict(zip(p_values, _holm(list(p_values.values())), strict=True))
+    steps = [selected[int(row)].step for row in rows]
     heads = tuple(
-        _head(place, last[place], p_values[place], is_beyond, measured, size)
-        for place, is_beyond in zip(p_values, beyond, strict=True)
+        _head(place, p_values[place], steps, column.tolist(), size, is_beyond=beyond[place])
+        for place, column in zip(places, cosines.T, strict=True)
+        if place in last
     )
-    dots = [_mean_size(each) for each, _ in measured]
-    return QueriesKeys(size, heads, _signs(last), *_trend(last), (dots[0], dots[-1]))
+    dots = _mean_size(first), _mean_size(reading)
+    return QueriesKeys(size, heads, _signs(last), *_trend(last), dots)
 
 
 def align_layers(readings: Readings) -> dict[int, LayerAlignment]:
@@ -219,7 +229,7 @@ def chance_limit(width: int, probability: float = 0.95) -> float:
         >>> round(chance_limit(3), 6)  # on a sphere all cosines are equally likely
         0.95
     """
-    from scipy import special  # only where it is needed
+    from scipy import special  # type: ignore[import-untyped]  # only where it is needed
 
     return math.sqrt(float(special.betaincinv(0.5, (width - 1) / 2, probability)))
 
@@ -237,7 +247,7 @@ def cosine_p_value(cosine: float, width: int) -> float:
         >>> round(cosine_p_value(0.5, 3), 6)  # on a sphere all cosines are equally likely
         0.5
     """
-    from scipy import special  # type: ignore[import-untyped]  # only where it is needed
+    from scipy import special  # only where it is needed
 
     size = min(1.0, abs(cosine))
     # (1 - c)(1 + c) keeps the digits that 1 - c^2 loses next to 1.
@@ -271,20 +281,22 @@ def _cosine(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
 
 def _head(
     place: tuple[int, int],
-    cosine: float,
     p_value: float,
-    is_beyond: bool,
-    measured: Sequence[tuple[Reading, dict[tuple[int, int], float]]],
+    steps: Sequence[int],
+    cosines: Sequence[float],
     width: int,
+    *,
+    is_beyond: bool,
 ) -> HeadAlignment:
+    cosine = cosines[-1]
     if not is_beyond:
         return HeadAlignment(*place, cosine, p_value, "chance", None)
-    onset = measured[-1][0].step
-    for reading, heads in reversed(measured):
-        value = heads.get(place, 0.0)
-        if value * cosine <= 0 or cosine_p_value(value, width) >= _ALPHA:
+    onset = steps[-1]
+    for step, value in zip(reversed(steps), reversed(cosines), strict=True):
+        # A NaN, of a head that was not measured then, is neither: the comparison is False.
+        if not value * cosine > 0 or cosine_p_value(value, width) >= _ALPHA:
             break
-        onset = reading.step
+        onset = step
     direction: Direction = "similar" if cosine > 0 else "opposite"
     return HeadAlignment(*place, cosine, p_value, direction, onset)
 
@@ -326,23 +338,11 @@ def _signs(cosines: dict[tuple[int, int], float]) -> tuple[LayerSigns, ...]:
     return tuple(found)
 
 
-def _of_heads(reading: Reading, metric: str) -> dict[tuple[int, int], float]:
-    """Collect the finite values of heads, by layer and head in ascending order."""
-    found = {
-        (tag.layer, tag.head): value
-        for name, value in reading.values.items()
-        if name.startswith(f"{metric}/layer_")
-        and math.isfinite(value)
-        and (tag := tags.parse(name)) is not None
-        and tag.layer is not None
-        and tag.head is not None
-    }
-    return dict(sorted(found.items()))
-
-
 def _mean_size(reading: Reading) -> float:
     """Average the absolute dot product of mean query and mean key over heads."""
-    sizes = [abs(value) for value in _of_heads(reading, _DOT).values()]
+    alone = Readings([], [reading])
+    row = alone.table(list(heads_of(alone, _DOT).values()))[0]
+    sizes = np.abs(row[np.isfinite(row)]).tolist()
     return math.fsum(sizes) / len(sizes) if sizes else math.nan
 
 

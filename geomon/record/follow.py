@@ -1,9 +1,14 @@
 """Following a record: new readings are read while the run goes on."""
 
 from pathlib import Path
+from typing import BinaryIO
 
-from geomon.record.jsonl import FILE_NAME, MAX_LINE, parse_lines
-from geomon.record.reading import Reading, Readings, SequenceCheck
+from geomon.record.jsonl import BUFFER, FILE_NAME, MAX_LINE, parse_lines
+from geomon.record.reading import LineCheck, Reading, Readings
+from geomon.record.versions import Newer
+
+# Bytes by which a file is recognised: two runs differ in the times and the numbers of a line.
+_SAMPLE = 4096
 
 
 class Follower:
@@ -21,17 +26,34 @@ class Follower:
     def __init__(self, directory: Path, stack: str | None = None) -> None:
         self._stack = stack
         self.path = directory if directory.suffix == ".jsonl" else directory / FILE_NAME
-        self.readings: list[Reading] = []
+        self.readings: list[Reading]
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self.readings = []
         self._inode, self._offset, self._lines = -1, 0, 0
-        self._check = SequenceCheck()
+        self._check = LineCheck()
+        self._state: tuple[int, int, int] | None = None  # of the file at the last look
+        self._head = self._tail = b""  # the first and the last bytes of what was read
 
     @property
     def mixed_at(self) -> int | None:
         """Line from which the file holds the readings of two runs at once; None for one run."""
         return self._check.mixed_at
 
+    @property
+    def newer(self) -> Newer | None:
+        """What a newer version of geomon has written; None where none has."""
+        return self._check.newer
+
+    def remarks(self) -> list[str]:
+        """List what a page says before it shows the run, in sentences; mostly nothing."""
+        return Readings([], [], self.mixed_at, newer=self.newer).remarks()
+
     def look(self) -> list[Reading]:
-        """Read what was written since the last call; a replaced file is read from its start.
+        """Read what was written since the last call.
+
+        A file that was replaced, or written anew in its place, is read from its start.
 
         Returns:
             The new readings.
@@ -43,13 +65,14 @@ class Follower:
             status = self.path.stat()
         except FileNotFoundError:
             return []
-        if status.st_ino != self._inode or status.st_size < self._offset:
-            self._inode, self._offset, self.readings = status.st_ino, 0, []
-            self._lines, self._check = 0, SequenceCheck()
-        if status.st_size == self._offset:
+        state = status.st_ino, status.st_size, status.st_mtime_ns
+        if state == self._state:
             return []
         new: list[Reading] = []
-        with self.path.open("rb") as file:
+        with self.path.open("rb", buffering=BUFFER) as file:
+            if not self._goes_on(status.st_ino, file):
+                self._begin_anew()
+            self._inode = status.st_ino
             file.seek(self._offset)
             # A line at a time: a record that grew for long is larger than the memory for it.
             while (line := file.readline(MAX_LINE + 1)).endswith(b"\n") or len(line) > MAX_LINE:
@@ -57,6 +80,19 @@ class Follower:
                 new += [item for item in parsed if isinstance(item, Reading)]
                 self._offset += len(line)
                 self._lines += 1
+                self._head = self._head or line[:_SAMPLE]
+                self._tail = line[-_SAMPLE:]
         new = Readings([], new).of_stack(self._stack).readings if new else new
         self.readings += new
+        self._state = state
         return new
+
+    def _goes_on(self, inode: int, file: BinaryIO) -> bool:
+        """Return whether the file still holds, where they were, the first and last bytes read."""
+        if inode != self._inode:
+            return False
+        file.seek(0)
+        if file.read(len(self._head)) != self._head:
+            return False
+        file.seek(self._offset - len(self._tail))
+        return file.read(len(self._tail)) == self._tail

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from geomon.record.arrays import ArrayFolder, Arrays
+from geomon.record.columns import parse_json
 from geomon.record.lock import FolderLock, lock_folder
-from geomon.record.reading import Reading, Readings, SequenceCheck
+from geomon.record.reading import LineCheck, Reading, Readings
 
 FILE_NAME = "readings.jsonl"
 _LOCK_NAME = ".readings.lock"
@@ -28,6 +29,8 @@ _LOCK_NAME = ".readings.lock"
 _MAX_PENDING = 100
 # Longest line in bytes: a model of 1,000 layers and heads, ten times over, stays below it.
 MAX_LINE = 2**26
+# Bytes that are read at once: a line of a large model is longer than the usual 8 kB.
+BUFFER = 2**20
 # What every line of a record begins with.
 _BEGINNINGS = (b'{"run"', b'{"step"')
 _CHUNK = 2**16  # bytes
@@ -222,7 +225,7 @@ def parse_line(line: bytes) -> Reading | dict[str, Any]:
         ValueError: The line is neither of the two.
     """
     try:
-        content = json.loads(line.decode(), parse_constant=_refuse_constant)
+        content = parse_json(line)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if not isinstance(content, dict) or "run" not in content:
@@ -234,9 +237,12 @@ def parse_line(line: bytes) -> Reading | dict[str, Any]:
 
 
 def parse_lines(
-    lines: Iterable[bytes], path: Path, check: SequenceCheck, *, first: int
+    lines: Iterable[bytes], path: Path, check: LineCheck, *, first: int
 ) -> Iterator[Reading | dict[str, Any]]:
     """Parse successive whole lines of a record.
+
+    After a line that says that a newer version of geomon has written the record, an object of JSON
+    that is no reading is left out, and the check counts it.
 
     Args:
         lines: The lines.
@@ -256,6 +262,8 @@ def parse_lines(
                 raise ValueError(f"it is longer than {MAX_LINE:,} bytes")
             content = parse_line(line)
         except ValueError as error:
+            if len(line) <= MAX_LINE and _is_object(line) and check.leave_out():
+                continue
             raise ValueError(
                 f"line {number} of {path} is not a line of a record ({error}): expected what "
                 "geomon writes; move the file away"
@@ -263,8 +271,15 @@ def parse_lines(
         if isinstance(content, Reading):
             check.add(number, content)
         else:
-            check.begin_run()
+            check.begin_run(content)
         yield content
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(parse_json(line), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _parse(path: Path, *, to_continue: bool = False) -> Readings:
@@ -272,13 +287,15 @@ def _parse(path: Path, *, to_continue: bool = False) -> Readings:
 
     To continue the file, the last line too has to be of a record: it is going to be removed.
     """
-    check = SequenceCheck()
-    with path.open("rb") as file:
+    check = LineCheck()
+    with path.open("rb", buffering=BUFFER) as file:
         lines = _whole_lines(file, path, to_continue=to_continue)
         contents = list(parse_lines(lines, path, check, first=1))
     readings = [content for content in contents if isinstance(content, Reading)]
     runs = [content for content in contents if not isinstance(content, Reading)]
-    return Readings(runs, readings, check.mixed_at, ArrayFolder.beside(path))
+    if to_continue and check.newer is not None and check.newer.left_out:
+        raise ValueError(f"{path}: {check.newer.words()}")
+    return Readings(runs, readings, check.mixed_at, ArrayFolder.beside(path), check.newer)
 
 
 def _whole_lines(file: BinaryIO, path: Path, *, to_continue: bool) -> Iterator[bytes]:
@@ -294,10 +311,6 @@ def _whole_lines(file: BinaryIO, path: Path, *, to_continue: bool) -> Iterator[b
                 f"line {number} of {path} is not a line of a record ({reprlib.repr(line)}): "
                 "expected what geomon writes; move the file away"
             )
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
 
 
 def _truncate_torn_line(file: FileIO) -> int:

@@ -25,6 +25,7 @@ from geomon.record.columns import (
     write_values,
 )
 from geomon.record.printable import printable
+from geomon.record.versions import Newer, is_newer
 
 if TYPE_CHECKING:
     import pandas
@@ -135,7 +136,12 @@ def _is_text(value: object) -> bool:
 
 
 def _are_values(value: object) -> bool:
-    return isinstance(value, dict) and all(x is None or _is_number(x) for x in value.values())
+    if not isinstance(value, dict):
+        return False
+    # Of a long record millions: those of the two usual kinds are looked at all at once.
+    if {float, type(None)}.issuperset(map(type, value.values())):
+        return all(map(math.isfinite, filter(None, value.values())))
+    return all(x is None or _is_number(x) for x in value.values())
 
 
 def _are_notes(value: object) -> bool:
@@ -190,14 +196,16 @@ class Readings:
         runs: Descriptions of the run, one for each start or resume.
         readings: Readings in the order in which they were written.
         mixed_at: Number of the line from which the file holds the readings of two runs at once;
-            None for one run (see `SequenceCheck`).
+            None for one run (see `LineCheck`).
         folder: Folder of the arrays beside the record; None where there is no record.
+        newer: What a newer version of geomon has written; None where none has.
     """
 
     runs: list[dict[str, Any]]
     readings: list[Reading]
     mixed_at: int | None = None
     folder: ArrayFolder | None = None
+    newer: Newer | None = None
 
     def __len__(self) -> int:
         return len(self.readings)
@@ -266,12 +274,15 @@ class Readings:
 
     def remarks(self) -> list[str]:
         """List what a page says before it shows the run, in sentences; mostly nothing."""
-        if self.mixed_at is None:
-            return []
-        return [
-            f"From line {self.mixed_at} on, two runs wrote into this record at once: its curves "
-            "mix both. Give each run a folder of its own."
-        ]
+        remarks = []
+        if self.mixed_at is not None:
+            remarks.append(
+                f"From line {self.mixed_at} on, two runs wrote into this record at once: its "
+                "curves mix both. Give each run a folder of its own."
+            )
+        if self.newer is not None:
+            remarks.append(self.newer.words())
+        return remarks
 
     def arrays(self, step: int, source: str | None = None) -> dict[str, NDArray[Any]]:
         """Read the arrays that stand beside the record for a step, by tag; nothing is kept of them.
@@ -325,10 +336,14 @@ class Readings:
         Returns:
             Values, float64 [readings, tags]; NaN where a reading has none.
         """
-        table = np.full((len(self), len(names)), np.nan)
+        wanted = tuple(names)
+        table = np.full((len(self), len(wanted)), np.nan)
+        layout: Layout | None = None
         for row, reading in zip(table, self, strict=True):
             values = Values.of(reading.values)
-            columns, positions = values.layout.positions(tuple(names))
+            if values.layout is not layout:
+                layout = values.layout
+                columns, positions = layout.positions(wanted)
             row[columns] = values.array[positions]
         return table
 
@@ -363,23 +378,39 @@ class Readings:
         return replace(self, readings=selected, folder=folder)
 
 
-class SequenceCheck:
-    """Finds where the lines of two runs are mixed, in a file that both have written at once.
+class LineCheck:
+    """Finds what a page has to say of a file as a whole, from its lines in order.
 
     One run writes the readings of a source with ascending steps. Where a step comes again or goes
     back, and no line says that a run has begun there, another one is writing too.
 
     Attributes:
         mixed_at: Number of the first line at which that is so; None for one run.
+        newer: What a newer version of geomon has written; None where none has.
     """
 
     def __init__(self) -> None:
         self.mixed_at: int | None = None
+        self.newer: Newer | None = None
         self._last: dict[str, int] = {}  # by source, the last step of the present run
 
-    def begin_run(self) -> None:
-        """Take a line that describes a run."""
+    def begin_run(self, description: Mapping[str, Any]) -> None:
+        """Take a line that describes a run.
+
+        Args:
+            description: What the line says of the run.
+        """
         self._last.clear()
+        version = description.get("geomon")
+        if isinstance(version, str) and is_newer(version):
+            left_out = self.newer.left_out if self.newer else 0
+            self.newer = Newer(version, left_out)
+
+    def leave_out(self) -> bool:
+        """Count a line that cannot be read; False where no newer version accounts for it."""
+        if self.newer is not None:
+            self.newer = self.newer._replace(left_out=self.newer.left_out + 1)
+        return self.newer is not None
 
     def add(self, number: int, reading: Reading) -> None:
         """Take the next reading of the file.

@@ -1,13 +1,15 @@
 """Commands on the record of a run: `geomon watch`, `geomon figure` and `geomon summary`."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from geomon.analysis import summarise
-from geomon.record import FILE_NAME, Readings, read
+from geomon.record import FILE_NAME, Readings
 from geomon.record.printable import printable
+from geomon.show.loading import load, load_all
 
 if TYPE_CHECKING:
     import typer
@@ -107,7 +109,9 @@ def add_commands(app: "typer.Typer") -> None:
         with exit_on_bad_input():
             from geomon.show.report import load_runs, write_report
 
-            path = write_report(load_runs(directories, stack), out)
+            runs = load_runs(directories, stack)
+            _say_remarks([run.path for run in runs], [run.readings for run in runs])
+            path = write_report(runs, out)
             size = path.stat().st_size / 1e6
             typer.echo(printable(f"wrote {path} ({size:.1f} MB): open it in a browser"))
 
@@ -134,7 +138,9 @@ def add_commands(app: "typer.Typer") -> None:
         with exit_on_bad_input():
             from geomon.record.export import export as write
 
-            typer.echo(printable(f"wrote {write(read(directory), out)}"))
+            readings = load_all(directory)
+            _say_remarks([directory], [readings])
+            typer.echo(printable(f"wrote {write(readings, out)}"))
 
     @app.command()
     def summary(
@@ -142,7 +148,7 @@ def add_commands(app: "typer.Typer") -> None:
     ) -> None:
         """Say in words what happened in a run."""
         with exit_on_bad_input():
-            typer.echo("\n".join(map(printable, summarise(_load(directory, stack)))))
+            typer.echo("\n".join(map(printable, summarise(load(directory, stack)))))
 
 
 def write_figures(
@@ -177,7 +183,8 @@ def write_figures(
             cannot give it, or `out` does not end like the name of a picture.
         ImportError: matplotlib is missing.
     """
-    runs = [_load(directory, stack) for directory in directories]
+    runs = [load(directory, stack) for directory in directories]
+    _say_remarks(directories, runs)
     from geomon.show.figures import KINDS, draw, save
     from geomon.show.figures.panels import NotMeasuredError
 
@@ -229,7 +236,8 @@ def compare_runs(
     """
     from geomon.analysis.compare import compare, describe_differences
 
-    runs = _load(first, stack), _load(second, stack)
+    runs = load(first, stack), load(second, stack)
+    _say_remarks([first, second], runs)
     names = (str(first), str(second))
     found = compare(*runs)
     lines = describe_differences(found, names)
@@ -242,12 +250,11 @@ def compare_runs(
     return lines
 
 
-def _load(directory: Path, stack: str | None) -> Readings:
-    """Read one stack of a record that has at least one reading."""
-    readings = read(directory)
-    if not len(readings):
-        raise ValueError(f"no readings yet in {directory}: try again when the run has begun")
-    return readings.of_stack(stack)
+def _say_remarks(paths: Sequence[Path], runs: Sequence[Readings]) -> None:
+    """Say on standard error what is to be known of records as a whole."""
+    for path, readings in zip(paths, runs, strict=True):
+        for remark in readings.remarks():
+            print(printable(f"geomon: {path}: {remark}"), file=sys.stderr)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ def html_of(readings: Readings) -> str:
     """
     heading = f"<p><b>{escape(repr(readings))}</b></p>"
     if not len(readings):
-        return heading
+        return heading + "".join(f"<p>{escape(printable(text))}</p>" for text in readings.remarks())
     main = readings.of_stack()
     words = "".join(f"<li>{escape(printable(text))}</li>" for text in summarise(main))
     return f"{heading}<ul>{words}</ul>{_picture(main)}"

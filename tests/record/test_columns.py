@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from geomon.record import FILE_NAME, Follower, Reading, Readings, Record, columns, read
-from geomon.record.columns import Values, layout_of
+from geomon.record.columns import SHORT_FROM, Values, layout_of, parse_json
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
 NAMES = st.builds(
@@ -186,3 +186,39 @@ def test_the_table_has_a_row_for_each_reading_and_a_column_for_each_tag(short_fr
     np.testing.assert_array_equal(run.table(names), expected)
     assert run.table([]).shape == (3, 0)
     assert Readings([], []).table(names).shape == (0, 4)
+
+
+def test_a_line_is_parsed_alike_with_and_without_its_numbers_cut_out():
+    run = {f"cosine/layer_{n:02d}": n / 7 for n in range(SHORT_FROM)} | {"twonn/mean": 2.0}
+    line = reading(run, notes=['a "float64": "b"}}']).line().encode()
+    content = parse_json(line)
+    assert isinstance(content["packed"]["float64"], bytes)
+    whole = json.loads(line)
+    assert content["packed"].pop("float64").decode() == whole["packed"].pop("float64")
+    assert content == whole
+    assert dict(Reading.from_json(parse_json(line)).values) == run
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"packed": {"float64": "AA\\/A", "tags": []}, "step": 1}',
+        '{"packed": {"float64": "AA\\/A"}}',
+        '{"packed": 1, "other": {"float64": "AAAA"}}',
+        '{"other": {"float64": "AAAA"}}',
+        '[{"a": {"float64": "AAAA"}}',
+        '{"packed": {"float64": "AAAA"}} more',
+        '{"packed": {"float64": "AAAA',
+    ],
+)
+def test_what_is_no_line_in_the_short_form_is_parsed_as_json_is(line):
+    try:
+        expected = json.loads(line)
+    except ValueError:
+        with pytest.raises(ValueError, match=r"."):
+            parse_json(line.encode())
+        return
+    found = parse_json(line.encode())
+    if isinstance(found.get("packed"), dict) and isinstance(found["packed"]["float64"], bytes):
+        found["packed"]["float64"] = found["packed"]["float64"].decode()
+    assert found == expected

@@ -1,3 +1,5 @@
+import os
+
 import pytest
 
 from geomon.record import FILE_NAME, Follower, follow, jsonl
@@ -28,6 +30,31 @@ def test_the_follower_begins_anew_with_a_new_record(make_readings, tmp_path):
     path.write_text(readings[0].line() + "\n")
     assert [reading.step for reading in follower.look()] == [0]
     assert len(follower.readings) == 1
+
+
+@pytest.mark.parametrize("count", [1, 3, 6])
+def test_the_follower_begins_anew_with_a_file_written_in_its_place(make_readings, tmp_path, count):
+    first, second = make_readings(), make_readings(error=0.2)
+    path = tmp_path / FILE_NAME
+    path.write_text("".join(reading.line() + "\n" for reading in first.readings[:3]))
+    follower = Follower(tmp_path)
+    assert len(follower.look()) == 3
+    inode = path.stat().st_ino
+    path.write_text("".join(reading.line() + "\n" for reading in second.readings[:count]))
+    assert path.stat().st_ino == inode
+    assert [reading.values["twonn/mean/margin"] for reading in follower.look()] == [0.2] * count
+    assert len(follower.readings) == count
+    assert follower.mixed_at is None
+
+
+def test_the_follower_goes_on_with_a_file_whose_time_alone_has_changed(make_readings, tmp_path):
+    path = tmp_path / FILE_NAME
+    path.write_text("".join(reading.line() + "\n" for reading in make_readings()))
+    follower = Follower(tmp_path)
+    before = follower.look()
+    os.utime(path, (1, 1))
+    assert follower.look() == []
+    assert follower.readings == before
 
 
 def test_the_follower_counts_lines_and_tells_runs_that_write_at_once(make_readings, tmp_path):

@@ -16,8 +16,9 @@ import numpy as np
 
 from geomon.analysis import Curve, curve_of, mean_abs_over_heads, single_source, summarise
 from geomon.analysis.alerts import alert_notes, is_alert
-from geomon.record import Readings, read, tags
+from geomon.record import Readings, tags
 from geomon.record.printable import printable
+from geomon.show.loading import load
 from geomon.show.report.glossary import MEANINGS
 
 # Largest numbers of steps in curves, and in what a slider moves over.
@@ -88,10 +89,7 @@ def load_runs(paths: Sequence[Path], stack: str | None = None) -> list[Run]:
     """
     runs = []
     for path, name in zip(paths, _names(paths), strict=True):
-        readings = read(path)
-        if not len(readings):
-            raise ValueError(f"no readings yet in {path}: try again when the run has begun")
-        runs.append(Run(name, path, readings.of_stack(stack)))
+        runs.append(Run(name, path, load(path, stack)))
     return runs
 
 
@@ -250,7 +248,8 @@ def _points(curve: Curve) -> dict[str, list[Any]]:
         "y": [_rounded(curve.values[index]) for index in indices],
     }
     if any(curve.errors):
-        points["margin"] = [_rounded(curve.margins[index]) for index in indices]
+        margins = curve.margins
+        points["margin"] = [_rounded(margins[index]) for index in indices]
     return points
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from geomon.analysis import Curve, Phase, single_source
 from geomon.analysis.alerts import alert_notes, is_alert
-from geomon.record import Follower, Reading, Readings
+from geomon.record import Follower, Reading
 from geomon.record.printable import printable
 from geomon.show.terminal.quantities import Contents, Quantity, contents_of
 
@@ -88,8 +88,7 @@ class Watched:
         fine = not self.latest.trouble and not self.latest.waiting
         if fine and not new and readings is before:
             return None
-        remarks = Readings([], [], self._follower.mixed_at).remarks()
-        return Look(list(readings), remarks)
+        return Look(list(readings), self._follower.remarks())
 
     def _read(self) -> tuple[list[Reading], list[Reading]]:
         """Return all readings before this look, and the new ones.

@@ -121,10 +121,10 @@ def _print_lines(
         for name, follower in zip(before, followers, strict=True):
             for new in follower.look():
                 _say(console, name + format_line(new, follower.readings))
-            for remark in _followed(follower).remarks():
-                if name not in said:
+            for remark in follower.remarks():
+                if name + remark not in said:
                     _say(console, name + remark)
-                    said.add(name)
+                    said.add(name + remark)
         time.sleep(_POLL)
 
 
@@ -139,7 +139,7 @@ def _side_by_side(directories: Sequence[Path], runs: Sequence[Readings]) -> Rend
 
 
 def _followed(follower: Follower) -> Readings:
-    return Readings([], follower.readings, follower.mixed_at)
+    return Readings([], follower.readings, follower.mixed_at, newer=follower.newer)
 
 
 def _say(console: Console, words: str) -> None:

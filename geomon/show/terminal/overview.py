@@ -25,7 +25,9 @@ _LABEL, _VALUE, _MAX_SPARK, _MIN_SPARK = 20, 13, 28, 6
 
 
 def view(readings: Readings | Sequence[Reading], *, width: int | None = None) -> "View":
-    """Build a view of the last reading and the history, for rich to print; at most 16 lines.
+    """Build a view of the last reading and the history, for rich to print.
+
+    It has at most 16 lines, and below them what is to be known of the record as a whole.
 
     Args:
         readings: Readings of a run so far.
@@ -101,9 +103,13 @@ class View:
     remarks: tuple[str, ...] = ()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Lay out the lines, each cut to the width."""
+        """Lay out the lines, each cut to the width; remarks go on in the next line."""
         width = min(self.width or options.max_width, options.max_width)
-        remarks = [Text(remark, style="red") for remark in self.remarks]
+        remarks = [
+            line
+            for remark in self.remarks
+            for line in Text(printable(remark), style="red").wrap(console, width)
+        ]
         for text in (*_lines(self.readings, width), *remarks):
             text.plain = printable(text.plain)  # nothing of a record acts on the terminal
             if options.ascii_only:
