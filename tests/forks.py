@@ -28,13 +28,13 @@ _NUMBER = 8  # bytes of a number that is sent
 class Program:
     """A running program."""
 
-    def __init__(self, line: socket.socket) -> None:
-        self._line = line
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
         self._code: int | None = None
-        self.pid = _receive(line)
+        self.pid = _receive(channel)
 
     def is_running(self) -> bool:
-        return self._code is None and not select.select([self._line], [], [], 0)[0]
+        return self._code is None and not select.select([self._channel], [], [], 0)[0]
 
     def send_signal(self, number: int) -> None:
         if self.is_running():
@@ -43,10 +43,10 @@ class Program:
     def wait(self, timeout: float) -> int:
         """Its exit status, negative for a signal, within a number of seconds."""
         if self._code is None:
-            if not select.select([self._line], [], [], timeout)[0]:
+            if not select.select([self._channel], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
-            self._code = _receive(self._line)
-            self._line.close()
+            self._code = _receive(self._channel)
+            self._channel.close()
         return self._code
 
 
@@ -55,7 +55,7 @@ class Forks:
 
     def __init__(self, preparation: str) -> None:
         self._programs: list[Program] = []
-        self._line, other = socket.socketpair()
+        self._channel, other = socket.socketpair()
         with other:
             self._process = subprocess.Popen(
                 [sys.executable, __file__, str(other.fileno()), preparation],
@@ -72,47 +72,52 @@ class Forks:
         Its streams are file descriptors; the size of a file that it writes can be limited, in
         bytes: no disk need be full.
         """
-        line, other = socket.socketpair()
-        with other:
-            socket.send_fds(self._line, [b"!"], [other.fileno(), stdout, stderr])
         request = {
             "what": what, "arguments": [str(each) for each in arguments],
             "environment": {**environment, **ONE_THREAD}, "file_size": file_size,
         }  # fmt: skip
-        line.sendall(json.dumps(request).encode())
-        line.shutdown(socket.SHUT_WR)
-        self._programs.append(Program(line))
+        channel, other = socket.socketpair()
+        try:
+            with other:
+                socket.send_fds(self._channel, [b"!"], [other.fileno(), stdout, stderr])
+            channel.sendall(json.dumps(request).encode())
+            channel.shutdown(socket.SHUT_WR)
+            self._programs.append(Program(channel))
+        except BaseException:
+            channel.close()
+            raise
         return self._programs[-1]
 
     def close(self) -> None:
         for program in self._programs:  # none is left, unless a test has failed
             program.send_signal(signal.SIGKILL)
-        self._line.close()
+            program.wait(60)
+        self._channel.close()
         self._process.wait()
 
 
-def _receive(line: socket.socket) -> int:
-    number = line.recv(_NUMBER, socket.MSG_WAITALL)
+def _receive(channel: socket.socket) -> int:
+    number = channel.recv(_NUMBER, socket.MSG_WAITALL)
     if len(number) < _NUMBER:
         raise RuntimeError("the process that forks has ended: its preparation failed, see stderr")
     return int.from_bytes(number, signed=True)
 
 
-def _send(line: socket.socket, number: int) -> None:
-    line.sendall(number.to_bytes(_NUMBER, signed=True))
+def _send(channel: socket.socket, number: int) -> None:
+    channel.sendall(number.to_bytes(_NUMBER, signed=True))
 
 
-def _serve(line: socket.socket) -> tuple[socket.socket, int, int]:
+def _serve(channel: socket.socket) -> tuple[socket.socket, int, int]:
     """Fork for every request until there are no more; returns in the forks only."""
     while True:
-        message, descriptors, _, _ = socket.recv_fds(line, 1, 3)
+        message, descriptors, _, _ = socket.recv_fds(channel, 1, 3)
         with contextlib.suppress(ChildProcessError):  # there was none yet
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         if not message:
             os._exit(0)
         if os.fork() == 0:
-            line.close()
+            channel.close()
             answer, stdout, stderr = descriptors
             return socket.socket(fileno=answer), stdout, stderr
         for descriptor in descriptors:
@@ -120,7 +125,7 @@ def _serve(line: socket.socket) -> tuple[socket.socket, int, int]:
 
 
 def _become_program(answer: socket.socket, stdout: int, stderr: int) -> None:
-    """Fork once more: one process runs the program, and the other tells how it ended."""
+    """Fork once more: one process runs the program, and the other reports its status."""
     program = os.fork()
     if program == 0:
         answer.close()
