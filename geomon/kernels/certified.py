@@ -66,7 +66,7 @@ class Certified(NamedTuple):
     Attributes:
         distances: True distances to the nearest, ascending, [wanted, k], float64.
         places: Which points those are, [wanted, k], int64.
-        certain: Which rows are certified, [wanted], bool; the others hold nothing.
+        certain: Which rows are certified, [wanted], bool; the others hold any numbers.
     """
 
     distances: Tensor
@@ -136,7 +136,7 @@ def search(
     short = coordinates(values, plan.directions)
     found = Certified(
         torch.empty(len(own), k, dtype=torch.float64, device="cpu"),
-        torch.empty(len(own), k, dtype=torch.int64, device="cpu"),
+        torch.zeros(len(own), k, dtype=torch.int64, device="cpu"),
         torch.zeros(len(own), dtype=torch.bool, device="cpu"),
     )
     generator = torch.Generator("cpu").manual_seed(0)

@@ -76,7 +76,9 @@ def test_bounds_are_distances_where_the_directions_hold_the_rows():
     rows = (normal(50, 5) @ basis.T).float()
     short = coordinates(rows, basis)
     assert short.shape == (50, 6)
-    torch.testing.assert_close(torch.cdist(short, short), torch.cdist(rows, rows))
+    torch.testing.assert_close(
+        torch.pdist(short.double()), torch.pdist(rows.double()), rtol=1e-6, atol=1e-6
+    )
 
 
 def test_the_rest_keeps_its_digits_where_it_is_small():
@@ -88,10 +90,10 @@ def test_the_rest_keeps_its_digits_where_it_is_small():
 
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, derandomize=True, max_examples=6)
+@settings(deadline=None, derandomize=True, max_examples=4)
 @given(seed=st.integers(0, 10**6), k=st.sampled_from([1, 2, 16, 100]))
 def test_hard_inputs_have_the_neighbours_of_all_pairs(kind, seed, k):
-    rows = KINDS[kind](np.random.default_rng(seed))[:600]
+    rows = KINDS[kind](np.random.default_rng(seed))[:400]
     got = nearest(rows, k)
     distances, indices = in_order(rows, min(k, len(rows) - 1))
     assert torch.equal(got.distances, distances)
@@ -116,14 +118,12 @@ def test_what_is_certified_is_right(kind):
 
 
 def test_a_nearer_row_within_the_rounding_is_not_passed_over():
-    # Two rows differ from the first by almost the same: which is nearer float32 cannot see.
-    width = 64
-    rows = 1e3 * normal(700, width)
-    rows[:60] = rows[0] + 1e-5 * normal(60, width, seed=3)
-    plan = Plan(directions(width, 31), 30, 0.0)
-    found = searched(rows, 2, plan)
+    # In float32 nobody can see which of the first 60 rows is nearer to another of them.
+    rows = 1e3 * normal(700, 64) * torch.arange(1, 65) ** -2.0
+    rows[:60] = rows[0] + 1e-5 * normal(60, 64, seed=3)
+    found = searched(rows, 2, Plan(torch.eye(64, 31, dtype=torch.float64), 30, 0.0))
     assert not found.certain[:60].any()
-    assert found.certain[60:].any()
+    assert found.certain[60:].double().mean() > 0.9
 
 
 @pytest.mark.parametrize("k", [2, 16, 100])
@@ -162,19 +162,21 @@ def test_noise_narrow_rows_and_few_rows_are_searched_in_all_coordinates(tokens, 
     assert choose(values, tokens if width == 512 else 256, 2) is None
 
 
-def test_a_first_block_that_is_hardly_certified_ends_the_search():
+@pytest.mark.parametrize(("least", "rows_searched"), [(0.5, 256), (0.0, 2000)])
+def test_a_first_block_that_is_hardly_certified_ends_the_search(least, rows_searched):
     rows = normal(2000, 96).float()
-    for least, begun in ((0.5, False), (0.0, True)):
-        found = searched(rows, 2, Plan(directions(96, 8), 10, least))
-        assert not found.certain.any() or begun
-        asked = []
-        ready = scale_rows(rows)
-        search(
-            ready.values, torch.arange(2000), 2, Plan(directions(96, 8), 10, least),
-            lambda own, near: distances_to(rows, own, near, 1.0), float(ready.frame.scale),
-            lambda *given: asked.append(len(given[0])) or faiss.knn(*given),
-        )  # fmt: skip
-        assert sum(asked) == (2000 if begun else 256)
+    ready = scale_rows(rows)
+    asked = []
+
+    def knn(queries, points, count):
+        asked.append(len(queries))
+        return faiss.knn(queries, points, count)
+
+    search(
+        ready.values, torch.arange(2000), 2, Plan(directions(96, 8), 10, least),
+        lambda own, near: distances_to(rows, own, near, 1.0), float(ready.frame.scale), knn,
+    )  # fmt: skip
+    assert sum(asked) == rows_searched
 
 
 def test_equal_distances_stand_in_order_of_the_index():
