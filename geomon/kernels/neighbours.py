@@ -11,6 +11,7 @@ The memory beyond the rows themselves is one float32 copy of them, the result, a
 MB.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -19,7 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from geomon.kernels import certified
 from geomon.kernels._blocks import row_blocks, rows_in_block
+from geomon.kernels._candidates import distances_to, nearest_first, norms
 
 faiss: Any
 try:
@@ -91,7 +94,9 @@ def scale_rows(rows: Tensor, among: Tensor | None = None) -> ScaledRows:
     points = _Points(rows, None if among is None or len(among) == len(rows) else among.contiguous())
     frame = _frame(rows)
     values = rows.new_empty((len(points), rows.shape[1]), dtype=torch.float32)
-    for target, block in zip(row_blocks(values), points.blocks(), strict=True):
+    step = rows_in_block(4 * rows.shape[1])  # a quarter of a block, which stays in the cache
+    blocks = zip(values.split(step), points.blocks(step), strict=True)
+    for target, block in blocks:
         target.copy_(frame(block))
     return ScaledRows(points.among, frame, values)
 
@@ -138,11 +143,32 @@ def nearest(
     points = _Points(rows, None if searched == len(rows) or among is None else among.contiguous())
     k = min(k, searched - 1)
     own = points.places(of)
-    count = min(k + 1 + _SLACK, searched)
     ready = scale_rows(rows, points.among) if scaled is None else scaled
     frame, values = ready.frame, ready.of(points.among)
+    plan = None
+    if faiss is not None and rows.device.type == "cpu":
+        plan = certified.choose(values, len(own), k)
+    if plan is None:
+        return _searched(points, frame, values, own, k)
+    found = certified.search(
+        values, own, k, plan, functools.partial(_apart, points, frame.unit), float(frame.scale),
+        faiss.knn,
+    )  # fmt: skip
+    near = Neighbours(found.distances, points.index(found.places))
+    left = (~found.certain).nonzero().squeeze(1)
+    if len(left) > 0:
+        for before, after in zip(near, _searched(points, frame, values, own[left], k), strict=True):
+            before[left] = after
+    return near
+
+
+def _searched(
+    points: "_Points", frame: "_Frame", values: Tensor, own: Tensor, k: int
+) -> Neighbours:
+    """Search the wanted points among all, in all coordinates."""
+    count = min(k + 1 + _SLACK, len(points))
     found = _ranked(points, own, _candidates(values, own, count), k, frame.unit)
-    if count < searched:
+    if count < len(points):
         unsure = _unsure(found, values, own, frame.scale, k)
         again = _certain(points, frame, own[unsure], found.distances[unsure, k - 1], k)
         for before, after in zip(found, again, strict=True):
@@ -314,11 +340,10 @@ class _Points:
     rows: Tensor
     among: Tensor | None
 
-    def blocks(self) -> Iterable[Tensor]:
-        """Cut the points into blocks."""
+    def blocks(self, step: int) -> Iterable[Tensor]:
+        """Cut the points into blocks of so many."""
         if self.among is None:
-            return row_blocks(self.rows)
-        step = rows_in_block(self.rows.shape[1])
+            return self.rows.split(step)
         return (self.rows[index] for index in self.among.split(step))
 
     def __len__(self) -> int:
@@ -351,10 +376,10 @@ def _frame(rows: Tensor) -> _Frame:
     """Choose the centre and the scale of a search."""
     # Any centre near most of the rows will do; a mean would be moved by a few massive rows.
     centre = rows[:: max(1, len(rows) // 255)].double().median(dim=0).values
-    largest = torch.zeros_like(centre)
-    for block in row_blocks(rows):
-        torch.maximum(largest, (block.double() - centre).abs_().amax(dim=0), out=largest)
-    reach = largest.max()
+    # The farthest from the centre is the largest or the smallest of a column: subtraction rounds
+    # both ways alike, and no other row has to be converted.
+    ends = torch.stack([rows.amax(dim=0), rows.amin(dim=0)]).double()
+    reach = (ends - centre).abs_().max()
     _, exponent = math.frexp(float(reach))
     unit = 1.0 if abs(exponent) <= _ORDINARY else 2.0 ** max(-_LARGEST, min(exponent, _LARGEST))
     return _Frame(centre, torch.where(reach > 0, reach, 1.0), unit)
@@ -394,7 +419,7 @@ def _squared(
     squared = queries.new_empty(len(part), len(points))
     step = rows_in_block(points.rows.shape[1])
     targets = zip(squared.split(step, dim=1), norms.split(step), strict=True)
-    for (target, norm), block in zip(targets, map(frame, points.blocks()), strict=True):
+    for (target, norm), block in zip(targets, map(frame, points.blocks(step)), strict=True):
         torch.sum(block.square(), dim=1, out=norm)
         target.copy_(torch.addmm(norm[None, :], queries, block.T, alpha=-2))
     return squared, norms
@@ -447,17 +472,13 @@ def _differences(points: _Points, one: Tensor, other: Tensor, unit: float) -> Te
     step = rows_in_block(points.rows.shape[1])
     for target, *pair in zip(apart.split(step), one.split(step), other.split(step), strict=True):
         x, y = (points.rows[points.index(place)].double() for place in pair)
-        _norm(x.sub_(y), unit, out=target)
+        norms(x.sub_(y), unit, out=target)
     return apart
 
 
-def _norm(differences: Tensor, unit: float, out: Tensor) -> None:
-    """Compute the norms of differences, in a unit in which their squares neither vanish nor end."""
-    if unit != 1:
-        differences.mul_(1 / unit)
-    torch.linalg.vector_norm(differences, dim=-1, out=out)
-    if unit != 1:
-        out.mul_(unit)
+def _apart(points: _Points, unit: float, own: Tensor, candidates: Tensor) -> Tensor:
+    """Compute the distances of wanted points to their candidates, [wanted, count]."""
+    return distances_to(points.rows, points.index(own), points.index(candidates), unit)
 
 
 def _ranked(points: _Points, own: Tensor, candidates: Tensor, k: int, unit: float) -> Neighbours:
@@ -466,29 +487,14 @@ def _ranked(points: _Points, own: Tensor, candidates: Tensor, k: int, unit: floa
     Returns:
         Neighbours, of shape [wanted, k + 1]; the last column is the farthest candidate.
     """
-    rows, wanted, candidates = points.rows, points.index(own), points.index(candidates)
-    count, width = candidates.shape[1], rows.shape[1]
-    distances = torch.empty(candidates.shape, dtype=torch.float64, device=rows.device)
-    step = rows_in_block(count * width)
-    # Allocated once: the allocator does not find again what is freed between blocks.
-    taken = rows.new_empty(min(step, len(wanted)) * count, width)
-    exact = torch.empty_like(taken, dtype=torch.float64)
-    for start in range(0, len(wanted), step):
-        block = candidates[start : start + step]
-        part = slice(0, block.numel())
-        torch.index_select(rows, 0, block.flatten(), out=taken[part])
-        difference = exact[part].copy_(taken[part]).view(len(block), count, width)
-        difference.sub_(rows[wanted[start : start + step], None])
-        _norm(difference, unit, out=distances[start : start + step])
-    distances.masked_fill_(candidates == wanted[:, None], torch.inf)  # sorts last
-    order = distances.sort(dim=1)
-    last = count - 1 - order.values[:, -1:].isinf().long()
+    count = candidates.shape[1]
+    # A row that is its own candidate is infinitely far from itself, and comes last.
+    values, order = nearest_first(_apart(points, unit, own, candidates), points.index(candidates))
+    last = count - 1 - values[:, -1:].isinf().long()
     kept = torch.cat(
         [torch.arange(k, dtype=torch.int64, device=last.device).expand(len(last), -1), last], dim=1
     )
-    return Neighbours(
-        order.values.gather(1, kept), candidates.gather(1, order.indices.gather(1, kept))
-    )
+    return Neighbours(values.gather(1, kept), order.gather(1, kept))
 
 
 def _unsure(found: Neighbours, scaled: Tensor, own: Tensor, scale: Tensor, k: int) -> Tensor:
@@ -506,4 +512,5 @@ def _unsure(found: Neighbours, scaled: Tensor, own: Tensor, scale: Tensor, k: in
     norm = torch.linalg.vector_norm(scaled, dim=1)[own].double()
     rounding = (4 + width**0.5) * torch.finfo(torch.float32).eps
     error = rounding * (norm.square() + (norm + farthest).square())
-    return (farthest.square() - kth.square() <= 2 * error).nonzero().squeeze(1)
+    unclear = farthest.square() - kth.square() <= 2 * error + certified.UNDERFLOW
+    return unclear.nonzero().squeeze(1)

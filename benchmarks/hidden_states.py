@@ -1,0 +1,115 @@
+"""Hidden states of GPT-2-like models along a short training on enwik8, kept in files.
+
+python -m benchmarks.hidden_states --out FOLDER
+"""
+
+import time
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import torch
+import typer
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from recipes.enwik8.data import Corpus, load
+
+CONTEXT, ROWS = 128, 4096
+
+
+class Training(NamedTuple):
+    """A model and how it is trained.
+
+    Attributes:
+        layers: Number of blocks.
+        heads: Heads of each.
+        sequences: Sequences of a batch, of 128 bytes each.
+        rate: Learning rate of AdamW after a warm-up of 10 steps.
+        steps: Steps after which the hidden states are kept.
+    """
+
+    layers: int
+    heads: int
+    sequences: int
+    rate: float
+    steps: tuple[int, ...]
+
+
+TRAININGS = {
+    128: Training(4, 4, 8, 1e-3, (0, 30, 100, 1000)),
+    384: Training(4, 6, 8, 6e-4, (0, 30, 100, 1000)),
+    768: Training(4, 12, 8, 6e-4, (0, 30, 100)),
+    2048: Training(2, 16, 4, 3e-4, (0, 30, 100)),
+}
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Folder for the files; those that exist are kept.")],
+    width: Annotated[list[int], typer.Option(help="Widths of the models.")] = list(TRAININGS),  # noqa: B006
+    steps: Annotated[int, typer.Option(help="Longest training.")] = 1000,
+) -> None:
+    """Train one model of each width, and keep rows of its first and of its last block."""
+    out.mkdir(parents=True, exist_ok=True)
+    corpus = load()
+    print(corpus.source, flush=True)
+    for one in width:
+        training = TRAININGS[one]
+        wanted = tuple(step for step in training.steps if step <= steps)
+        if not all(file_of(out, one, step, 1).exists() for step in wanted):
+            _train(out, corpus, one, training, wanted)
+
+
+def file_of(folder: Path, width: int, step: int, layer: int) -> Path:
+    """Name the file of the rows behind one block.
+
+    Args:
+        folder: Where the files are.
+        width: Width of the model.
+        step: Steps of training before.
+        layer: Number of the block, from 1.
+    """
+    return folder / f"width_{width}_step_{step:04d}_layer_{layer}.pt"
+
+
+def _train(
+    out: Path, corpus: Corpus, width: int, training: Training, wanted: tuple[int, ...]
+) -> None:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=len(corpus.symbols), n_positions=CONTEXT, n_embd=width, n_layer=training.layers,
+        n_head=training.heads, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+        bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=training.rate)
+    train = torch.from_numpy(corpus.train).long()
+    places = torch.Generator().manual_seed(0)
+    began = time.perf_counter()
+    for step in range(wanted[-1] + 1):
+        if step in wanted:
+            _keep(out, model, torch.from_numpy(corpus.validation).long(), width, step)
+        starts = torch.randint(len(train) - CONTEXT, (training.sequences,), generator=places)
+        batch = train[starts[:, None] + torch.arange(CONTEXT)]
+        for group in optimizer.param_groups:
+            group["lr"] = training.rate * min(1.0, (step + 1) / 10)
+        loss = model(batch, labels=batch).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step in wanted:
+            taken = time.perf_counter() - began
+            print(f"width {width}, step {step}: loss {loss:.3f}, {taken:.0f} s", flush=True)
+
+
+@torch.no_grad()
+def _keep(out: Path, model: torch.nn.Module, text: Tensor, width: int, step: int) -> None:
+    batch = text[: ROWS // CONTEXT * CONTEXT].view(-1, CONTEXT)
+    hidden = model(batch, output_hidden_states=True).hidden_states
+    # What the library returns last is behind the final norm: the last but one is a block's.
+    for layer in sorted({1, len(hidden) - 2}):
+        rows = hidden[layer].flatten(0, 1).contiguous()
+        torch.save(rows.float(), file_of(out, width, step, layer))
+
+
+if __name__ == "__main__":
+    typer.run(main)

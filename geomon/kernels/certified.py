@@ -1,0 +1,313 @@
+"""Nearest rows by lower bounds of their distances: exact where certified, at a part of the cost.
+
+With p orthonormal directions Q, a row x has the coordinates Q'x and one more, the norm of the rest
+|x - QQ'x|. The distance of two rows in these p + 1 coordinates is a *lower bound* of their
+distance, by Pythagoras and the triangle inequality, whatever the directions. So the rows are
+searched in p + 1 coordinates instead of all: candidates come in the order of their bounds, their
+true distances are computed, and a row is *certified* as soon as its k-th true distance is below the
+bound of the last candidate, by more than the rounding. A row that is not certified is left to
+another search.
+What is gained depends on the rows. A trial on a few hundred of them estimates how many candidates
+each row needs, and a count of operations chooses the number of directions and of candidates, or
+none of this; while searching, the first rows decide whether it goes on.
+"""
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from geomon.kernels._blocks import rows_in_block
+from geomon.kernels._candidates import nearest_first
+
+# Numbers of directions, and the widths from which on they are worth a trial. With the norm of the
+# rest these are 32, 64 ... coordinates; with 16, the product in FAISS takes longer than with 32.
+_WIDTHS = {31: 128, 63: 256, 127: 1024}
+_EXTRA = 8  # directions of the range finder beyond those that are kept
+# Rows of the trial, those of them from which the directions are made, and those that are tried.
+_POOL, _DIRECTING, _TRIED = 1024, 512, 128
+# Rows that are searched at a time; of the first block, which decides whether the search goes on.
+_QUERIES, _FIRST = 4096, 256
+# A cost of less than this share of the other search's is a gain; estimates are not better.
+_WORTH = 0.9
+# Nanoseconds on one core of 2024; only their ratios matter. For each pair of rows: of a coordinate,
+# and of comparing. For each row: of a candidate in the search, and of a coordinate of a candidate's
+# true distance. For each coordinate of a row: of reading it in float64.
+_PRODUCT, _COMPARISON = 0.0204, 1.1
+_CANDIDATE, _DIFFERENCE, _READING = 250.0, 1.0, 2.0
+
+# Squares in float32 of numbers up to 1 end at 1e-38; far above all that they lose together.
+UNDERFLOW = 1e-30
+
+Exact = Callable[[Tensor, Tensor], Tensor]
+"""Distances of points to candidates, [wanted] and [wanted, count] -> [wanted, count]."""
+
+
+class Plan(NamedTuple):
+    """How rows are searched by lower bounds.
+
+    Attributes:
+        directions: Orthonormal columns, [width, p], float64.
+        candidates: Largest number of candidates of a row, itself among them.
+        least: Share of certified rows below which the other search alone costs less.
+    """
+
+    directions: Tensor
+    candidates: int
+    least: float
+
+
+class Certified(NamedTuple):
+    """What the search by lower bounds found.
+
+    Attributes:
+        distances: True distances to the nearest, ascending, [wanted, k], float64.
+        places: Which points those are, [wanted, k], int64.
+        certain: Which rows are certified, [wanted], bool; the others hold any numbers.
+    """
+
+    distances: Tensor
+    places: Tensor
+    certain: Tensor
+
+
+def choose(values: Tensor, wanted: int, k: int) -> Plan | None:
+    """Choose directions and a number of candidates by a trial and a count of operations.
+
+    Args:
+        values: Points, centred, at most 1 in every coordinate, [points, width], float32.
+        wanted: Number of points whose neighbours are wanted.
+        k: Number of neighbours.
+
+    Returns:
+        The cheapest plan; None where nothing would be gained.
+    """
+    points, width = values.shape
+    pool = min(points, _POOL)
+    counts = [p for p, narrowest in _WIDTHS.items() if width >= narrowest and pool >= 4 * p]
+    rungs = [rung for rung in _rungs(k) if rung < pool]
+    if not counts or not rungs:
+        return None
+    full = _full_cost(points, width, k)
+    least = wanted * _short_cost(points, width, counts[0], rungs[:1], torch.zeros(1))
+    least += _coordinates_cost(points, width, counts[0])
+    if least + _directions_cost(pool, width, counts[-1] + _EXTRA) > _WORTH * wanted * full:
+        return None
+    generator = torch.Generator("cpu").manual_seed(0)
+    drawn = values[torch.randperm(points, generator=generator, device="cpu")[:pool]]
+    directions = _leading(drawn[:_DIRECTING], counts[-1], generator)
+    # Among more rows there are more candidates below the same bound, and nearer neighbours: between
+    # one and four times as many in 4,096 rows as in 1,024 of them, and about twice on most layers.
+    growth = (points / pool) ** 0.5
+    cheapest = _WORTH * wanted * full
+    plan = None
+    for p, within in zip(counts, _needed(drawn, directions, counts, k), strict=True):
+        need = growth * within
+        for tried in range(1, len(rungs) + 1):
+            short = _short_cost(points, width, p, rungs[:tried], need)
+            rest = float((need >= rungs[tried - 1]).double().mean()) * full
+            cost = _coordinates_cost(points, width, p) + wanted * (short + rest)
+            if cost < cheapest:
+                cheapest = cost
+                plan = Plan(directions[:, :p], rungs[tried - 1], min(short / full, 1.0))
+    return plan
+
+
+def search(
+    values: Tensor, own: Tensor, k: int, plan: Plan, exact: Exact, scale: float, knn: Any
+) -> Certified:
+    """Find the k nearest other points of some points, and say of which that is certain.
+
+    Among points at the same distance the one with the lowest place comes first.
+
+    Args:
+        values: Points, centred and divided by `scale`, at most 1 in every coordinate,
+            [points, width], float32.
+        own: Places of the points whose neighbours are wanted, [wanted].
+        k: Number of neighbours.
+        plan: Directions and number of candidates.
+        exact: True distances in float64, infinite from a point to itself.
+        scale: Number by which the points were divided.
+        knn: FAISS's search: queries, points and a number -> squared distances and places.
+    """
+    short = coordinates(values, plan.directions)
+    found = Certified(
+        torch.empty(len(own), k, dtype=torch.float64, device="cpu"),
+        torch.zeros(len(own), k, dtype=torch.int64, device="cpu"),
+        torch.zeros(len(own), dtype=torch.bool, device="cpu"),
+    )
+    generator = torch.Generator("cpu").manual_seed(0)
+    # In random order, so that the first block stands for all.
+    order = torch.randperm(len(own), generator=generator, device="cpu")
+    first = order[:_FIRST]
+    for block in (first, *order[_FIRST:].split(_QUERIES)):
+        mine = own[block]
+        near = knn(short[mine].numpy(), short.numpy(), min(plan.candidates, len(values)))
+        squared, candidates = map(torch.from_numpy, near)
+        norm = torch.linalg.vector_norm(short[mine], dim=1, dtype=torch.float64)
+        limit = _Limit(norm, values.shape[1], short.shape[1])
+        left = torch.arange(len(block), dtype=torch.int64, device="cpu")
+        apart = torch.empty(len(block), 0, dtype=torch.float64, device="cpu")
+        start = 0
+        for stop in _rungs(k):
+            if stop > candidates.shape[1]:
+                break
+            new = exact(mine[left], candidates[left, start:stop])
+            apart = torch.cat([apart, new], dim=1)
+            start = stop
+            kth = apart.kthvalue(k, dim=1).values / scale
+            sure = squared[left, stop - 1] > limit.of(kth, left)
+            done = left[sure]
+            distances, places = nearest_first(apart[sure], candidates[done, :stop])
+            rows = block[done]
+            found.distances[rows], found.places[rows] = distances[:, :k], places[:, :k]
+            found.certain[rows] = True
+            left, apart = left[~sure], apart[~sure]
+            if len(left) == 0:
+                break
+        if block is first and float(found.certain[first].double().mean()) < plan.least:
+            break
+    return found
+
+
+def coordinates(values: Tensor, directions: Tensor) -> Tensor:
+    """Compute the coordinates in which distances are lower bounds.
+
+    Args:
+        values: Points, [points, width], float32.
+        directions: Orthonormal columns, [width, p], float64.
+
+    Returns:
+        The coordinates along the directions, and the norm of the rest, [points, p + 1], float32.
+    """
+    p = directions.shape[1]
+    short = torch.empty(len(values), p + 1, dtype=torch.float32, device=values.device)
+    # The rest is a difference of squares, in which float32 would lose half of its digits.
+    step = rows_in_block(4 * values.shape[1])
+    for target, block in zip(short.split(step), values.split(step), strict=True):
+        exact = block.double()
+        along = exact @ directions
+        rest = exact.square_().sum(dim=1) - along.square().sum(dim=1)
+        target[:, :p].copy_(along)
+        target[:, p].copy_(rest.clamp_(min=0).sqrt_())
+    return short
+
+
+class _Limit(NamedTuple):
+    """Squared lower bound in float32 above which no point can be as near as a distance.
+
+    Let x be a wanted point, in exact numbers, and y one at a distance of at most t, so that
+    |y| <= |x| + t and |x| + |y| <= s = 2|x| + t.
+
+    Rounding to float32, before the coordinates and after, moves each of the two by at most
+    e / 2 = 2^-24 of its norm. In float64, the squares under the root of the last coordinate, the
+    products with the directions, and how far these are from orthonormal, lose a share of a few
+    w 2^-53 of the squared norm (w: width); of the root that is at most h = 2 sqrt(w 2^-52), which
+    exceeds everything else in float64 by far, the rounding of t too. So the computed coordinates of
+    the two are at most t + (e + h) s apart.
+    FAISS adds up at most 3m + 2 rounded terms for m coordinates, by the expansion of squares or by
+    differences: it is off by less than (m + 8) e s^2, with twice what is possible.
+    A point whose computed square is above the sum of both is farther than t.
+    """
+
+    norm: Tensor
+    width: int
+    count: int
+
+    def of(self, distance: Tensor, places: Tensor) -> Tensor:
+        """Compute the limit for some points, [places].
+
+        Args:
+            distance: Distance t of each, [places], float64.
+            places: Which of the points those are.
+        """
+        eps = torch.finfo(torch.float32).eps
+        reach = 2 * self.norm[places] + distance
+        moved = (eps + 2 * math.sqrt(self.width * torch.finfo(torch.float64).eps)) * reach
+        return (distance + moved).square() + (self.count + 8) * eps * reach.square() + UNDERFLOW
+
+
+def _rungs(k: int) -> list[int]:
+    """List the numbers of candidates, a row itself among them, after which it may be certified."""
+    rungs = [1 + k + max(1, k // 2)]
+    while rungs[-1] < max(60, 2 * k):
+        rungs.append(rungs[-1] + max(3, rungs[-1] // 2))
+    return rungs
+
+
+def _leading(drawn: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Find directions that carry most of the variance of some rows, the leading one first.
+
+    One step of a randomised range finder: any orthonormal directions give lower bounds.
+    """
+    norm = torch.linalg.vector_norm(drawn, dim=1, keepdim=True)
+    # A few massive rows would leave nothing of the others in float32.
+    drawn = drawn * (norm.median() / norm).nan_to_num(nan=1.0).clamp(max=1)
+    wide = min(count + _EXTRA, *drawn.shape)
+    start = torch.randn(
+        drawn.shape[1], wide, generator=generator, dtype=torch.float32, device="cpu"
+    )
+    basis = torch.linalg.qr((drawn.T @ (drawn @ start)).double()).Q
+    along = (drawn @ basis.float()).double()
+    order = torch.linalg.eigh(along.T @ along).eigenvectors.flip(1)
+    return basis @ order[:, :count]
+
+
+def _needed(drawn: Tensor, directions: Tensor, counts: list[int], k: int) -> list[Tensor]:
+    """Count the rows whose lower bound is within the k-th distance, by numbers of directions.
+
+    Args:
+        drawn: Some of the points, in random order, [pool, width], float32.
+        directions: Orthonormal columns, the leading one first, [width, p].
+        counts: Numbers of directions.
+        k: Number of neighbours.
+    """
+    tried = slice(0, _TRIED)
+    kth = torch.cdist(drawn[tried], drawn).kthvalue(k + 1, dim=1).values
+    along = drawn @ directions.float()
+    square = drawn.square().sum(dim=1)
+    found = []
+    for p in counts:
+        # In float32, and a thousandth for the rounding: the certificate takes account of it.
+        rest = (square - along[:, :p].square().sum(dim=1)).clamp(min=0).sqrt()
+        short = torch.cat([along[:, :p], rest[:, None]], dim=1)
+        within = torch.cdist(short[tried], short) <= 1.001 * kth[:, None]
+        found.append(within.sum(dim=1).double())
+    return found
+
+
+def _full_cost(points: int, width: int, k: int) -> float:
+    """Estimate the nanoseconds of a search among all coordinates, of one row."""
+    return points * (_PRODUCT * width + _COMPARISON) + _DIFFERENCE * width * (k + 3)
+
+
+def _short_cost(points: int, width: int, p: int, rungs: list[int], needed: Tensor) -> float:
+    """Estimate the nanoseconds of a search by lower bounds, of one row.
+
+    Args:
+        points: Number of points.
+        width: Their width.
+        p: Number of directions.
+        rungs: Numbers of candidates after which a row may be certified.
+        needed: Candidates that each of some rows needs.
+    """
+    compared = rungs[0] + sum(
+        float((needed >= before).double().mean()) * (after - before)
+        for before, after in itertools.pairwise(rungs)
+    )
+    searched = points * (_PRODUCT * (p + 1) + _COMPARISON) + _CANDIDATE * rungs[-1]
+    return searched + _DIFFERENCE * width * compared
+
+
+def _coordinates_cost(points: int, width: int, p: int) -> float:
+    """Estimate the nanoseconds of the coordinates of all points."""
+    return points * width * (_READING + 2 * _PRODUCT * p)
+
+
+def _directions_cost(pool: int, width: int, count: int) -> float:
+    """Estimate the nanoseconds of the directions and of the trial."""
+    products = (3 * _DIRECTING + pool) * width * count + _TRIED * pool * (width + count)
+    return _PRODUCT * (products + 8 * width * count**2 + 20 * count**3)
