@@ -154,7 +154,7 @@ def summarise_spectrum(hidden: Tensor) -> SpectrumSummary:
     law = kernels.power_law(largest)
     device = hidden.device
     return SpectrumSummary(
-        eigenvalues=largest.to(device) * (scale**2 / len(hidden)),
+        eigenvalues=largest.to(device) * scale / len(hidden) * scale,
         is_whole=False,
         anisotropy=_anisotropy(gauss, residual).to(device),
         effective_rank=_effective_rank(gauss, radau).to(device),
@@ -227,7 +227,7 @@ def _centred(hidden: Tensor) -> tuple[Tensor, float, float]:
     precise = hidden.device.type == "cpu" and torch.get_float32_matmul_precision() == "highest"
     dtype = torch.float32 if precise else torch.float64
     largest = max(abs(float(end)) for end in hidden.aminmax())  # no second matrix, as abs would be
-    scale = 2.0 ** math.frexp(largest)[1] if math.isfinite(largest) else 1.0
+    scale = math.ldexp(0.5, math.frexp(largest)[1]) if math.isfinite(largest) else 1.0
     centred = hidden.new_empty(hidden.shape, dtype=dtype)
     trace = hidden.new_zeros((), dtype=torch.float64)
     for target, block in zip(row_blocks(centred), centred_blocks(hidden), strict=True):
