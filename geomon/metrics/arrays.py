@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from geomon.kernels.spectrum_summary import EIGENVALUES, SpectrumSummary
 from geomon.kernels.token_types import TokenTypes
 from geomon.metrics.views import LayerViews, parameters
 from geomon.record import tags
@@ -19,8 +20,7 @@ from geomon.record import tags
 # Rows of queries and of keys for each head, and bytes of one reading above which they are fewer.
 ROWS = 32
 MOST_BYTES = 2**20
-# Eigenvalues and token types of one layer.
-EIGENVALUES = 256
+# Token types of one layer; there are as many eigenvalues.
 TYPES = 256
 
 _LARGEST_HALF = float(np.finfo(np.float16).max)
@@ -42,8 +42,8 @@ def _mean_key(mean_key: Tensor) -> Tensor:
     return mean_key
 
 
-def _eigenvalues(spectrum: Tensor) -> Tensor:
-    return spectrum[:EIGENVALUES]
+def _eigenvalues(spectrum_summary: SpectrumSummary) -> Tensor:
+    return spectrum_summary.eigenvalues[:EIGENVALUES]
 
 
 def _type_ids(token_types: TokenTypes, token_ids: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ from geomon.kernels.moments import mean_square_norm
 from geomon.kernels.neighbourhoods import LocalIsotropy
 from geomon.kernels.neighbours import nearest
 from geomon.kernels.scores import mean_query_share, score_mean, score_spread
-from geomon.kernels.spectrum import anisotropy, effective_rank, participation_ratio, power_law
+from geomon.kernels.spectrum_summary import Estimate, SpectrumSummary
 from geomon.kernels.token_types import TokenTypes
 from geomon.metrics.between_layers import neighbour_overlap
 from geomon.metrics.between_readings import neighbour_overlap_in_time
@@ -51,9 +51,39 @@ from geomon.record import tags
 Metric = Callable[..., Any]
 
 
-def anisotropy_no_sinks(ordinary_spectrum: Tensor) -> Tensor:
+def anisotropy(spectrum_summary: SpectrumSummary) -> dict[str, Tensor]:
+    """Share of the variance along the leading direction.
+
+    Part `error`, in wide layers alone: half the width of a 95 % interval of the estimate, for the
+    value that all eigenvalues give.
+    """
+    return _with_error(spectrum_summary.anisotropy)
+
+
+def anisotropy_no_sinks(ordinary_summary: SpectrumSummary) -> dict[str, Tensor]:
     """Anisotropy without the few rows of massive norm, which alone can drive it to 1."""
-    return anisotropy(ordinary_spectrum)
+    return _with_error(ordinary_summary.anisotropy)
+
+
+def effective_rank(spectrum_summary: SpectrumSummary) -> dict[str, Tensor]:
+    """Number of directions that the variance fills: exp of the entropy of its shares.
+
+    Part `error`: as in `anisotropy`.
+    """
+    return _with_error(spectrum_summary.effective_rank)
+
+
+def participation_ratio(spectrum_summary: SpectrumSummary) -> dict[str, Tensor]:
+    """Number of directions that the variance fills: 1 over the sum of its squared shares.
+
+    Part `error`: as in `anisotropy`.
+    """
+    return _with_error(spectrum_summary.participation_ratio)
+
+
+def _with_error(estimate: Estimate) -> dict[str, Tensor]:
+    parts = {"": estimate.value}
+    return parts if estimate.error is None else parts | {"error": estimate.error}
 
 
 def sink_share(sink_variance: float) -> float:
@@ -207,13 +237,13 @@ def gride(neighbours: Tensor, far_neighbours: Tensor) -> dict[str, Tensor]:
     return {f"k{k}": value for k, value in zip([*near, *far], estimates, strict=True)}
 
 
-def alpha(spectrum: Tensor) -> dict[str, Tensor]:
+def alpha(spectrum_summary: SpectrumSummary) -> dict[str, Tensor]:
     """Decay of the spectrum: minus the slope of log eigenvalue on log rank, ranks 11 to 100.
 
-    Part `r_squared`: how well a power law fits.
+    Part `r_squared`: how well a power law fits; part `error`: as in `anisotropy`.
     """
-    fit = power_law(spectrum)
-    return {"": fit.alpha, "r_squared": fit.r_squared}
+    parts = _with_error(spectrum_summary.alpha)
+    return parts | {"r_squared": spectrum_summary.r_squared}
 
 
 def local_dimension(local_dimensions: Tensor) -> dict[str, Tensor | float]:

@@ -60,6 +60,7 @@ from geomon.kernels.scores import (
     query_variances,
     score_moments,
 )
+from geomon.kernels.spectrum_summary import SpectrumSummary, summarise_spectrum
 from geomon.kernels.token_types import TokenTypes, token_types
 from geomon.kernels.type_halves import TypeHalves, type_halves
 
@@ -81,8 +82,26 @@ def _duplicates(hidden: Tensor, unique_rows: Tensor) -> float:
     return 1 - len(unique_rows) / len(hidden)
 
 
-def _ordinary_spectrum(hidden: Tensor, ordinary_rows: Tensor, spectrum: Tensor) -> Tensor:
-    return spectrum if bool(ordinary_rows.all()) else kernels.spectrum(hidden[ordinary_rows])
+def _spectrum(hidden: Tensor, spectrum_summary: SpectrumSummary) -> Tensor:
+    if spectrum_summary.is_whole:
+        return spectrum_summary.eigenvalues
+    return kernels.spectrum(hidden)
+
+
+def _ordinary_summary(
+    hidden: Tensor, ordinary_rows: Tensor, spectrum_summary: SpectrumSummary
+) -> SpectrumSummary:
+    if bool(ordinary_rows.all()):
+        return spectrum_summary
+    return summarise_spectrum(hidden[ordinary_rows])
+
+
+def _ordinary_spectrum(
+    hidden: Tensor, ordinary_rows: Tensor, ordinary_summary: SpectrumSummary
+) -> Tensor:
+    if ordinary_summary.is_whole:
+        return ordinary_summary.eigenvalues
+    return kernels.spectrum(hidden[ordinary_rows])
 
 
 def _sink_variance(hidden: Tensor, ordinary_rows: Tensor) -> float:
@@ -339,9 +358,11 @@ def _query_variances(
 
 DERIVED: dict[str, Callable[..., Any] | tuple[Callable[..., Any], ...]] = {
     "ordinary_rows": ordinary_rows,  # False for the few rows of massive norm
-    "ordinary_spectrum": _ordinary_spectrum,  # the same without the rows of massive norm
+    "ordinary_summary": _ordinary_summary,  # spectrum_summary without the rows of massive norm
+    "ordinary_spectrum": _ordinary_spectrum,  # spectrum without them
     "sink_variance": _sink_variance,  # share of the variance that those rows carry
-    "spectrum": kernels.spectrum,  # eigenvalues of the centred covariance, descending, [rank]
+    "spectrum": _spectrum,  # all eigenvalues of the centred covariance, descending, [rank]
+    "spectrum_summary": summarise_spectrum,  # what metrics read of them: SpectrumSummary
     "total_variance": variance,  # around the mean of all rows
     "token_types": token_types,  # count, norm of the mean and scatter of the rows of each
     "within": _within,  # variance around the mean of each row's token type

@@ -31,9 +31,9 @@ STEPS = "steps"
 
 # Parts that say how far a layer's value can be trusted. Charts of them for every layer would bury
 # the values, so charts show those of the mean only; the record holds all.
-_TRUST = frozenset(
-    {"std", "margin", ROWS, SEQUENCES, STEPS, "duplicates", "repeated", "rounding", "rows", "types"}
-)
+_TRUST = frozenset({"std", "margin", "error", ROWS, SEQUENCES, STEPS}) | {
+    "duplicates", "repeated", "rounding", "rows", "types",
+}  # fmt: skip
 
 
 def layer_tag(metric: str, layer: int, part: str = "") -> str:

@@ -69,7 +69,7 @@ def test_no_view_is_computed_and_none_captured_for_arrays(monkeypatch):
     kept = Evaluator(metrics, 1, keeps_arrays=True)
     assert kept.views == Evaluator(metrics, 1).views
     counted = []
-    for name in ("spectrum", "token_types"):
+    for name in ("spectrum_summary", "token_types"):
         function = DERIVED[name]
 
         def once(*views, _name=name, _function=function):
@@ -79,7 +79,7 @@ def test_no_view_is_computed_and_none_captured_for_arrays(monkeypatch):
         once.__signature__ = inspect.signature(function)
         monkeypatch.setitem(DERIVED, name, once)
     arrays_with(metrics)
-    assert sorted(counted) == ["spectrum", "token_types"]
+    assert sorted(counted) == ["spectrum_summary", "token_types"]
 
 
 def test_values_are_the_same_with_and_without_arrays():
@@ -146,7 +146,7 @@ def test_stacks_have_arrays_of_their_own():
 
 
 def test_arrays_that_cannot_be_taken_cost_nothing_but_themselves(monkeypatch):
-    def broken(spectrum):
+    def broken(spectrum_summary):
         raise ZeroDivisionError("by design")
 
     monkeypatch.setitem(ARRAYS, "eigenvalues", broken)

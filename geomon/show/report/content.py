@@ -220,7 +220,7 @@ def _curves(readings: Readings) -> dict[str, dict[str, list[Any]]]:
     curves = {}
     for name in readings.tags():
         tag = tags.parse(name)
-        trust = tag is not None and tag.part.rpartition("/")[2] in ("margin", "std")
+        trust = tag is not None and tag.part.rpartition("/")[2] in ("margin", "std", "error")
         wanted = tags.is_of_run(name) or (tag is not None and tag.layer is None and not trust)
         if wanted and name != tags.SECONDS:
             curves[name] = curve_of(readings, name)

@@ -1,0 +1,110 @@
+import pytest
+import torch
+
+from geomon import geometry
+from geomon.capture.snapshot import Layer
+from geomon.kernels import spectrum as kernels
+from geomon.kernels import spectrum_summary
+from geomon.metrics import METRICS, MORE_METRICS, Evaluator, select
+from geomon.metrics.views import DERIVED, LayerViews
+from geomon.record import tags
+
+SPECTRAL = ("anisotropy", "anisotropy_no_sinks", "effective_rank", "participation_ratio")
+WIDTH = 400
+
+
+@pytest.fixture
+def wide(monkeypatch):
+    """Rows of this width are wide: their summary is of 320 vectors, as at full width."""
+    monkeypatch.setattr(spectrum_summary, "WHOLE_SIDE", WIDTH - 1)
+
+
+def rows(count=900, massive=0):
+    generator = torch.Generator().manual_seed(5)
+    hidden = torch.randn(count, WIDTH, generator=generator) * torch.arange(1, WIDTH + 1) ** -0.4
+    # At even places, so that both halves of the rows have some.
+    hidden[: 2 * massive : 2] *= 200
+    hidden[count - 2 * massive :: 2] *= 200
+    return hidden
+
+
+def views_of(hidden):
+    return LayerViews(Layer(1, "block", {"hidden": hidden}))
+
+
+@pytest.mark.parametrize("massive", [0, 2])
+def test_values_of_wide_layers_have_an_error_and_are_within_it(massive, wide, monkeypatch):
+    hidden, metrics = rows(massive=massive), select(*SPECTRAL, "alpha")
+    found = geometry(hidden, metrics=metrics)
+    monkeypatch.setattr(spectrum_summary, "WHOLE_SIDE", WIDTH)
+    want = geometry(hidden, metrics=metrics)
+    assert found.keys() - want.keys() == {f"{name}/error" for name in metrics}
+    for name in metrics:
+        assert abs(found[name] - want[name]) <= 2 * found[f"{name}/error"], name
+        assert 0 < found[f"{name}/error"] < 0.02 * want[name], name
+    assert (found["anisotropy_no_sinks"] < 0.5 * found["anisotropy"]) == (massive > 0)
+
+
+def test_of_several_splits_the_error_is_that_of_one(wide):
+    evaluator = Evaluator(select("effective_rank"), 2)
+    layers = [Layer(index, "block", {"hidden": rows(1800)}) for index in (0, 1, 2)]
+    values = evaluator.evaluate(layers, 900).values
+    layer, mean = tags.layer_tag("effective_rank", 1), tags.mean_tag("effective_rank")
+    parts = [
+        spectrum_summary.summarise_spectrum(part).effective_rank for part in rows(1800).split(900)
+    ]
+    assert values[f"{layer}/error"] == pytest.approx(sum(float(part.error) for part in parts) / 2)
+    assert values[f"{mean}/error"] == pytest.approx(values[f"{layer}/error"])
+    assert f"{layer}/std" in values
+    assert not tags.is_charted(f"{layer}/error")
+
+
+def test_no_metric_of_a_wide_layer_asks_for_all_eigenvalues_but_the_one_that_needs_them(
+    wide, monkeypatch
+):
+    asked = []
+
+    def counted(hidden):
+        asked.append(hidden.shape)
+        return torch.linalg.eigvalsh(hidden.double().T.cov(correction=0)).flip(0).clamp(min=0)
+
+    monkeypatch.setattr(kernels, "spectrum", counted)
+    metrics = {
+        name: metric
+        for name, metric in (METRICS | MORE_METRICS).items()
+        if not name.endswith("_last") and name != "twonn_gaussian"
+    }
+    geometry(rows(massive=2), metrics=metrics)
+    assert asked == []
+    null = geometry(rows(), metrics=select("twonn_gaussian"))["twonn_gaussian"]
+    assert null > 5
+    assert asked == [(900, WIDTH)]
+
+
+def test_views_of_all_eigenvalues_are_those_also_in_wide_layers(wide):
+    hidden = rows(massive=2)
+    views = views_of(hidden)
+    ordinary = hidden[views["ordinary_rows"]]
+    assert len(ordinary) < len(hidden)
+    assert torch.equal(views["spectrum"], kernels.spectrum(hidden))
+    assert torch.equal(views["ordinary_spectrum"], kernels.spectrum(ordinary))
+    assert not views["spectrum_summary"].is_whole
+
+
+@pytest.mark.parametrize("massive", [0, 2])
+def test_narrow_layers_compute_their_eigenvalues_once(massive, monkeypatch):
+    counted = []
+    solver = torch.linalg.eigvalsh
+
+    def once(gram):
+        if len(gram) == WIDTH:
+            counted.append(gram)
+        return solver(gram)
+
+    monkeypatch.setattr(torch.linalg, "eigvalsh", once)
+    views = views_of(rows(massive=massive))
+    found = [views[name] for name in DERIVED if "spectrum" in name or "summary" in name]
+    assert len(found) == 4
+    assert len(counted) == (2 if massive else 1)
+    assert views["ordinary_spectrum"] is views["ordinary_summary"].eigenvalues
+    assert views["spectrum"] is views["spectrum_summary"].eigenvalues
