@@ -441,9 +441,13 @@ def score_blocks(
         if faced != (sequences, heads):  # keys in half precision are converted once
             faced = (sequences, heads)
             some = key[sequences, heads.start // group : heads.stop // group]
-            facing = some.float().reshape(-1, keys, width).transpose(1, 2)
+            facing = _blocks.as_factor(some.float()).reshape(-1, keys, width).transpose(1, 2)
         scores = buffer[: _rows_of(at) * keys].view(len(facing), -1, keys)
-        torch.bmm(query[at].float().reshape(len(facing), -1, width), facing, out=scores)
+        asking = _blocks.as_factor(query[at].float()).reshape(len(facing), -1, width)
+        if asking.dtype == scores.dtype:
+            torch.bmm(asking, facing, out=scores)
+        else:
+            scores.copy_(torch.bmm(asking, facing))
         scores = scores.mul_(scale).view(*(part.stop - part.start for part in at), keys)
         if softcap is not None:
             scores.div_(softcap).tanh_().mul_(softcap)
