@@ -1,4 +1,4 @@
-"""A pretended accelerator: tensors that say they are on a device, and whose numbers are on the host.
+"""A pretended accelerator: tensors that say they are on a device, with numbers of the host.
 
 Code that is run on them finds what it would on a CUDA device where that matters to geomon: tensors
 of two devices cannot be mixed, numpy cannot read them, integers have no matrix products, and

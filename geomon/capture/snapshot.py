@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+# Where rows stay unless an accelerator is to measure them.
+HOST = torch.device("cpu")
+
 # What each captured view is taken from: a window places only the hooks that are asked for.
 CAPTURED: dict[str, str] = {
     "hidden": "hidden",  # [tokens, width]

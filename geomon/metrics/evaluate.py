@@ -154,6 +154,10 @@ class Evaluator:
         Args:
             layer: The layer. Its derived views are freed when the method returns.
             rows: Number of rows of hidden states in one split.
+
+        Raises:
+            OutOfMemoryError: The device of the rows has not memory enough.
+            Exception: What a metric raised, where it is strict.
         """
         hidden = layer.captured.get("hidden")
         shape = None if hidden is None else (hidden.shape[0], hidden.shape[1])
@@ -177,6 +181,8 @@ class Evaluator:
                     result.parts[name] = _measure(metric, splits)
                 except MissingViewError as error:
                     result.unseen[name] = str(error)
+                except torch.OutOfMemoryError:  # no fault of the metric: elsewhere there is memory
+                    raise
                 except Exception as error:
                     if self.strict:
                         raise
@@ -190,6 +196,8 @@ class Evaluator:
         """Take the arrays of a layer; a failure costs them alone, and is noted."""
         try:
             result.arrays = arrays_of(views) if self.keeps_arrays else {}
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             if self.strict:
                 raise
@@ -211,6 +219,8 @@ class Evaluator:
             each = [by_part(views.apply(function)) for views in used]
         except MissingViewError:  # the sequences are not known
             return {}
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             if self.strict:
                 raise

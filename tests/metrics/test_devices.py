@@ -100,9 +100,9 @@ def tensors_of(view):
 def assert_alike(host, device, **tolerance):
     host, device = flat(host), flat(device)
     assert len(host) == len(device)
-    for one, other in zip(host, device, strict=True):
-        one, other = (torch.as_tensor(x).double() for x in (one, other))
-        torch.testing.assert_close(other, one, equal_nan=True, **tolerance)
+    for pair in zip(device, host, strict=True):
+        numbers = (torch.as_tensor(x).double() for x in pair)
+        torch.testing.assert_close(*numbers, equal_nan=True, **tolerance)
 
 
 @pytest.mark.parametrize("name", ALL)
