@@ -127,6 +127,7 @@ class ReadingJob:
         self._gathered.parts.clear()  # a layer's rows are freed once they are measured
         self._place = place
         self._device = HOST if place is None else place.device
+        self._failing: set[str] = set()  # metrics that fail on the host as well
         self._on_host: Note | None = None  # why a reading that has a device is not measured there
         if place is not None:
             why = place.why_not([layer for parts in self._left for layer in parts])
@@ -217,15 +218,24 @@ class ReadingJob:
             yield
 
     def _measure(self, place: int, rows: int) -> LayerValues:
-        """Measure a layer on its device; on the host, with all that follow, where memory ends."""
-        try:
+        """Measure a layer on its device; on the host, with all that follow, what fails there."""
+        if self._device == HOST:
             return self._evaluator.measure_layer(self._layer(place), rows)
+        try:
+            found = self._evaluator.measure_layer(self._layer(place), rows)
         except torch.OutOfMemoryError as error:
-            if self._device == HOST:
-                raise
-            reason = str(error).partition("\n")[0]
-        self._go_to_host(f"{self._device} has not memory enough ({reason})")
-        return self._evaluator.measure_layer(self._layer(place), rows)
+            name, why = "", f"{self._device} has not memory enough ({_first_line(error)})"
+        else:
+            failed = found.failed | found.without_interval
+            if failed.keys() <= self._failing:
+                return found
+            name = min(failed.keys() - self._failing)
+            why = f"{name} failed on {self._device} ({_first_line(failed[name])})"
+        on_host = self._evaluator.measure_layer(self._layer(place).to(HOST), rows)
+        self._failing |= on_host.failed.keys() | on_host.without_interval.keys()
+        if name not in self._failing:
+            self._go_to_host(why)
+        return on_host
 
     def _layer(self, place: int) -> Layer:
         """One of the layers that are left, with the rows of all ranks, where it is measured."""
@@ -331,6 +341,10 @@ class ReadingJob:
                 )
             )
         return notes
+
+
+def _first_line(error: object) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 __all__ = ["ProbeHistory", "ReadingJob"]

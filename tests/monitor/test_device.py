@@ -9,7 +9,7 @@ from accelerator import DEVICE, Accelerator
 from models import PlainDecoder, batch
 
 from geomon import Memory, Monitor, read, select
-from geomon.capture.snapshot import HOST, Layer
+from geomon.capture.snapshot import HOST
 from geomon.monitor import device as module
 from geomon.monitor.device import MeasuringDevice, check_device
 
@@ -21,10 +21,10 @@ def run(directory=None, *, steps=2, **options):
     """The readings of a short training, of a few metrics by default."""
     torch.manual_seed(0)
     model, memory = PlainDecoder(layers=2), Memory()
-    options = {"metrics": FEW, "tokens": 128, "schedule": lambda step: True} | options
-    monitor = Monitor(
-        model, directory=directory, sinks=[memory], strict=True, background=False, **options
-    )
+    options = {
+        "metrics": FEW, "tokens": 128, "strict": True, "schedule": lambda step: True,
+    } | options  # fmt: skip
+    monitor = Monitor(model, directory=directory, sinks=[memory], background=False, **options)
     for step in range(steps):
         with monitor(step):
             model(batch(16, 16, seed=step))
@@ -127,6 +127,31 @@ def test_where_memory_ends_in_a_metric_the_rest_is_measured_on_the_host():
     text = "measured on the host: meta has not memory enough (tried to allocate too much)"
     assert set(reading.notes) - set(on_host[0].notes) == {text}
     assert_same_values(on_host[0], reading)
+
+
+def test_a_metric_that_fails_on_the_device_alone_sends_the_reading_to_the_host():
+    def of_the_host(hidden):
+        if hidden.device == DEVICE:
+            raise NotImplementedError("it has no such operation")
+        return hidden.mean()
+
+    def nowhere(hidden):
+        seen.append(hidden.device)
+        raise ValueError("it never works")
+
+    seen = []
+    metrics = select("anisotropy") | {"nowhere": nowhere}
+    with Accelerator():
+        (failing,) = run(metrics=metrics, steps=1, batches=1, device=NAME, strict=False)
+        assert seen == [DEVICE, HOST, DEVICE, DEVICE]  # tried on the host once
+        metrics |= {"of_the_host": of_the_host}
+        (moved,) = run(metrics=metrics, steps=1, batches=1, device=NAME, strict=False)
+    assert not any("measured on the host" in note for note in failing.notes)
+    text = "measured on the host: of_the_host failed on meta (it has no such operation)"
+    assert text in moved.notes
+    assert not any("of_the_host, layer" in note for note in moved.notes)
+    assert math.isfinite(moved.values["of_the_host/mean"])
+    assert math.isnan(moved.values["nowhere/mean"])
 
 
 def test_deterministic_algorithms_are_left_to_the_host():
