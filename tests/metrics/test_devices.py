@@ -9,52 +9,15 @@ from dataclasses import fields, is_dataclass, replace
 import pytest
 import torch
 from accelerator import DEVICE, Accelerator
+from whole_layer import ROWS, normal, whole_layer
 
 from geomon import METRICS, MORE_METRICS
-from geomon.capture.snapshot import CAPTURED, Layer
 from geomon.kernels.half_samples import margin
 from geomon.kernels.neighbours import nearest
 from geomon.metrics import Evaluator
 from geomon.metrics.views import DERIVED, LayerViews, alternatives
 
 ALL = METRICS | MORE_METRICS
-SEQUENCES, LENGTH, WIDTH, HEADS, KEY_HEADS, HEAD_WIDTH = 16, 16, 24, 4, 2, 6
-ROWS = SEQUENCES * LENGTH
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def make_layer(*, by_hand=False):
-    """A layer with every captured view: copies, a massive row, hidden keys, a cap and a sink."""
-    hidden = normal(ROWS, WIDTH) * torch.linspace(0.1, 1, WIDTH) + 3
-    hidden[5], hidden[20:24] = hidden[9], hidden[30]
-    hidden[7] *= 40
-    sequences = torch.arange(ROWS) // LENGTH
-    positions = torch.arange(ROWS) % LENGTH
-    ids = torch.randint(0, 12, (ROWS,), generator=torch.Generator().manual_seed(1))
-    captured = {
-        "hidden": hidden, "token_ids": ids, "positions": positions, "sequences": sequences,
-        "precision": 2**-8,
-        "query": normal(SEQUENCES, HEADS, LENGTH, HEAD_WIDTH, seed=2),
-        "key": normal(SEQUENCES, KEY_HEADS, LENGTH, HEAD_WIDTH, seed=3),
-        "visible": torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()[None, None],
-        "bias": normal(1, HEADS, 1, LENGTH, seed=4), "scale": 0.4, "softcap": 8.0,
-        "sink": normal(HEADS, seed=5),
-        "scores": normal(SEQUENCES, HEADS, LENGTH, LENGTH, seed=6),
-        "max_logits": normal(HEADS, seed=7),
-        "projected_query": normal(ROWS, HEADS, HEAD_WIDTH, seed=8) + 0.3,
-        "projected_key": normal(ROWS, KEY_HEADS, HEAD_WIDTH, seed=9) + 0.2,
-        "query_sequences": sequences, "key_sequences": sequences,
-    }  # fmt: skip
-    rows = slice(LENGTH - 1, None, 3)
-    for name in ("hidden", "token_ids", "positions", "sequences"):
-        captured[f"last_{name}"] = captured[name][rows].clone()
-    captured["last_precision"] = 2**-8
-    assert captured.keys() == CAPTURED.keys()
-    left_out = ("query", "key", "bias", "scale", "softcap", "sink") if by_hand else ("scores",)
-    return Layer(1, "block", {n: v for n, v in captured.items() if n not in left_out})
 
 
 def put(layer, accelerator):
@@ -71,14 +34,14 @@ def is_of_heads(name):
 
 @pytest.fixture(scope="module")
 def on_host():
-    return Evaluator(ALL, 1, strict=True, keeps_arrays=True).measure_layer(make_layer(), ROWS)
+    return Evaluator(ALL, 1, strict=True, keeps_arrays=True).measure_layer(whole_layer(), ROWS)
 
 
 @pytest.fixture(scope="module")
 def on_device():
     evaluator = Evaluator(ALL, 1, strict=True, keeps_arrays=True)
     with Accelerator() as accelerator:
-        return evaluator.measure_layer(put(make_layer(), accelerator), ROWS)
+        return evaluator.measure_layer(put(whole_layer(), accelerator), ROWS)
 
 
 def flat(value):
@@ -136,7 +99,7 @@ def test_what_is_measured_on_a_device_leaves_nothing_there(on_device):
 def test_derived_views_stay_where_their_rows_are(by_hand):
     names = [name for name in DERIVED if not by_hand or len(alternatives(name)) > 1]
     with Accelerator() as accelerator, torch.no_grad():
-        views = LayerViews(put(make_layer(by_hand=by_hand), accelerator))
+        views = LayerViews(put(whole_layer(by_hand=by_hand), accelerator))
         found = {name: tensors_of(views[name]) for name in names}
         assert by_hand or views["sink_variance"] > 0.1  # the massive row is found
     assert sum(map(len, found.values())) > len(names) / 2
