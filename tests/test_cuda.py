@@ -1,14 +1,22 @@
 """What happens on an accelerator; skipped where there is none."""
 
+import gc
+import math
+
 import models
 import pytest
 import torch
+from whole_layer import ROWS, whole_layer
 
-from geomon import Memory, Monitor, select
+from geomon import METRICS, MORE_METRICS, Memory, Monitor, select
+from geomon.capture.attention import read_arguments
+from geomon.capture.max_logit import max_logits_of_call
 from geomon.kernels.attention import attention_rows
+from geomon.kernels.half_samples import margin
 from geomon.kernels.neighbours import nearest, unique_rows
 from geomon.kernels.spectrum import leading_share, spectrum
-from geomon.metrics.table import METRICS
+from geomon.metrics import Evaluator
+from geomon.monitor import device as measuring
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
@@ -82,3 +90,114 @@ def test_training_on_the_device_is_the_same_with_and_without():
         monitor.close()
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert torch.equal(*weights)
+
+
+# -- measured on the device -----------------------------------------------------------------------
+
+ALL = METRICS | MORE_METRICS
+
+
+@pytest.fixture
+def reduced_precision():
+    """What many trainings set: float32 products are rounded to TF32, or to bfloat16."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    yield
+    assert torch.get_float32_matmul_precision() == "medium"
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.fixture
+def untouched():
+    """Random state and memory of the device are what they were."""
+    gc.collect()
+    torch.manual_seed(0)  # as a test that trains begins
+    state, taken = torch.cuda.get_rng_state(), torch.cuda.memory_allocated()
+    yield
+    gc.collect()
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    # The libraries keep a workspace for each stream.
+    assert torch.cuda.memory_allocated() <= taken + 100e6
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.usefixtures("reduced_precision", "untouched")
+def test_every_metric_of_a_layer_agrees_with_the_host(by_hand):
+    layer = whole_layer(by_hand=by_hand)
+    host, device = (
+        Evaluator(ALL, 1, strict=not by_hand, keeps_arrays=True).measure_layer(one, ROWS)
+        for one in (layer, layer.to(torch.device("cuda")))
+    )
+    assert device.failed == host.failed
+    assert device.without_interval == host.without_interval == {}
+    assert device.parts.keys() == host.parts.keys()
+    for name, splits in host.parts.items():
+        of_heads = name.startswith(("attention_", "score_"))
+        for part, value in splits[0].items():
+            assert device.parts[name][0][part] == pytest.approx(
+                value, rel=1e-4 if of_heads else 1e-8, abs=1e-5 if of_heads else 1e-10, nan_ok=True
+            ), (name, part)
+    for name, parts in host.differences.items():
+        for part, differences in parts.items():
+            found = margin(device.differences[name][part])
+            assert found == pytest.approx(margin(differences), rel=1e-2, nan_ok=True), (name, part)
+
+
+@pytest.mark.usefixtures("reduced_precision")
+def test_reduced_precision_never_enters_a_distance_or_the_largest_logit():
+    rows = (normal(15, 1, 256) + 0.01 * normal(15, 40, 256, seed=1)).flatten(0, 1)
+    device, host = nearest(rows.cuda(), k=4), nearest(rows, k=4)
+    assert torch.equal(device.indices.cpu(), host.indices)
+    torch.testing.assert_close(device.distances.cpu(), host.distances, rtol=1e-12, atol=0)
+    query, key = normal(2, 4, 64, 64), normal(2, 4, 64, 64, seed=1)
+    found, expected = (
+        max_logits_of_call(read_arguments("sdpa", None, *pair, None, {}))
+        for pair in ((query.cuda(), key.cuda()), (query, key))
+    )
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-6, atol=1e-6)
+
+
+def trained(tmp_path=None, *, steps=4, **options):
+    """The readings of a short training on the device, and its weights."""
+    torch.manual_seed(0)
+    model, memory = models.PlainDecoder().cuda(), Memory()
+    options = {"metrics": METRICS, "tokens": 256, "schedule": lambda step: True} | options
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = Monitor(model, directory=tmp_path, sinks=[memory], strict=True, **options)
+    for step in range(steps):
+        with monitor(step):
+            loss = model(models.batch(32, seed=step).cuda()).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    monitor.close()
+    return memory.readings, torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.usefixtures("untouched")
+@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("probe", [None, models.batch(32)])
+def test_readings_on_the_device_are_those_on_the_host_of_the_same_rows(background, probe):
+    on_host, weights = trained(device="cpu", background=background, probe=probe)
+    on_device, same = trained(background=background, probe=probe)
+    assert torch.equal(weights, same)
+    assert [r.step for r in on_device] == [r.step for r in on_host] == [0, 1, 2, 3]
+    for host, device in zip(on_host, on_device, strict=True):
+        assert device.notes == host.notes
+        for tag, value in host.values.items():
+            if tag.startswith("geomon/"):
+                continue
+            close = 1e-2 if tag.endswith("margin") else 1e-4
+            assert device.values[tag] == pytest.approx(value, rel=close, abs=1e-5, nan_ok=True), tag
+
+
+def test_a_reading_without_memory_is_measured_on_the_host(monkeypatch):
+    monkeypatch.setattr(measuring, "_free_bytes", lambda device: 1e6)
+    (reading,), _ = trained(steps=1)
+    assert any(note.startswith("measured on the host: measuring") for note in reading.notes)
+    assert math.isfinite(reading.values["twonn/mean"])
+
+
+def test_the_free_memory_is_below_that_of_the_device():
+    free = measuring._free_bytes(torch.device("cuda", 0))
+    assert 0 < free <= torch.cuda.get_device_properties(0).total_memory

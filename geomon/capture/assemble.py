@@ -1,6 +1,8 @@
-"""Assembly: from what a window kept to layers, with their views on the host.
+"""Assembly: from what a window kept to layers, with their views on one device.
 
-For every view that a layer lacks, the reason is kept.
+What is decided here (padding, masks, layouts of projections) is decided on the host, on what is
+small. Rows, queries and keys go straight to the device on which they will be measured: where they
+were captured there, they are not moved. For every view that a layer lacks, the reason is kept.
 """
 
 import math
@@ -41,6 +43,7 @@ from geomon.capture.snapshot import (
     CAPTURED,
     EMBEDDING,
     FINAL_NORM,
+    HOST,
     SOURCES,
     UNEMBEDDING,
     Layer,
@@ -137,6 +140,7 @@ def build_snapshot(
     final_norm: bool = False,
     matrices: Iterable[Layer] = (),
     notes: Iterable[Note] = (),
+    device: torch.device = HOST,
 ) -> Snapshot:
     """Build the snapshot of a pass.
 
@@ -150,6 +154,7 @@ def build_snapshot(
         final_norm: Whether what the final norm of each stack returns is a layer too.
         matrices: Layers of matrices of weights, which follow the others.
         notes: Further notes, which follow those on the layers.
+        device: Where the captured views stay.
     """
     layers: list[Layer] = []
     remarks: list[Note] = []
@@ -157,7 +162,8 @@ def build_snapshot(
         stack_pass.settle_padding()
     run = [stack_pass for stack_pass in passes if stack_pass.block_calls]
     for stack_pass in run or passes:
-        builder = StackBuilder(stack_pass, sources, _OTHER_THREAD if other_thread else _NOT_RUN)
+        not_run = _OTHER_THREAD if other_thread else _NOT_RUN
+        builder = StackBuilder(stack_pass, sources, not_run, device)
         layers += builder.layers()
         for label in stack_pass.stack.side_labels:
             layers += builder.side_layers(label, side_stack_name(stack_pass, label, passes))
@@ -173,7 +179,7 @@ def build_snapshot(
     rows = [len(x.entered.indices) for x in run if x.entered is not None]
     dtype = str(first.dtype).removeprefix("torch.") if run else ""
     info = PassInfo(min(rows, default=0), first.mode, dtype, [*remarks, *notes])
-    return Snapshot([*layers, *matrices], info)
+    return Snapshot([layer.to(device) for layer in [*layers, *matrices]], info)
 
 
 def matrix_layer(name: str, module: nn.Module | None, sampler: RowSampler) -> Layer:
@@ -219,10 +225,14 @@ class StackBuilder:
         stack_pass: Pass through the stack.
         sources: Sources of the views that are wanted.
         not_run: Why views are missing where no block of the stack was run.
+        device: Where rows, queries and keys stay; what is small is on the host.
     """
 
-    def __init__(self, stack_pass: StackPass, sources: set[str], not_run: str) -> None:
+    def __init__(
+        self, stack_pass: StackPass, sources: set[str], not_run: str, device: torch.device
+    ) -> None:
         self._pass = stack_pass
+        self._device = device
         self._sources = sources
         self._not_run = _DROPPED if stack_pass.block_calls else not_run
         name = stack_pass.contradicted
@@ -366,14 +376,15 @@ class StackBuilder:
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """Make the captured views of sampled rows, without those that are not finite."""
         stack = self._pass.stack.name
-        hidden = kept.values.cpu()
-        finite = hidden.isfinite().all(dim=1)
+        hidden = kept.values.to(self._device)
+        finite = hidden.isfinite().all(dim=1).cpu()
         if not finite.all():
             lost = int((~finite).sum())
             remark = f"{lost} of {len(hidden)} rows are not finite and were left out"
             self._remark(subject, depth, remark, stack)
+            hidden = hidden[finite.to(self._device)]
         captured: dict[str, Any] = {
-            "hidden": hidden[finite],
+            "hidden": hidden,
             "precision": torch.finfo(self._pass.dtype).eps,
             "positions": self._positions(kept)[finite],
         }
@@ -427,7 +438,7 @@ class StackBuilder:
             return captured, missing
         attention = block.attentions[index] if index < len(block.attentions) else None
         try:
-            query, key = _split_projected(block_call, index, attention, self._pass)
+            query, key = _split_projected(block_call, index, attention, self._pass, self._device)
         except UndecidedError as error:
             if "query" not in captured:
                 return captured, missing | dict.fromkeys(_PROJECTED_VIEWS, str(error))
@@ -437,7 +448,8 @@ class StackBuilder:
             self._remark("projected Q and K", depth, remark, stack)
         else:
             sequences = self._projected_sequences(block_call, index)
-        captured |= {"projected_query": query.cpu(), "projected_key": key.cpu()}
+        captured["projected_query"] = query.to(self._device)
+        captured["projected_key"] = key.to(self._device)
         if sequences is not None:
             captured |= dict(zip(_PROJECTED_SEQUENCES, sequences, strict=True))
         return captured, missing
@@ -466,7 +478,7 @@ class StackBuilder:
             reason = f"attention is not rebuilt here: {refusal}"
         if call is not None:
             try:
-                captured = read_call(call, self._pass.valid_queries(call))
+                captured = read_call(call, self._pass.valid_queries(call), self._device)
                 captured |= self._max_logits(block_call.max_logits.get(index, ()))
             except NotUnderstoodError as error:
                 reason = f"attention is not rebuilt here: {error}"
@@ -493,9 +505,15 @@ class StackBuilder:
 
 
 def _split_projected(
-    block_call: BlockCall, index: int, attention: Attention | None, stack_pass: StackPass
+    block_call: BlockCall,
+    index: int,
+    attention: Attention | None,
+    stack_pass: StackPass,
+    device: torch.device,
 ) -> tuple[Tensor, Tensor]:
     """Split queries and keys as projected into heads, [rows, heads, head width] each.
+
+    A layout is decided on the host, by a few rows; the others are cut where they stay.
 
     Raises:
         UndecidedError: There are no projections, or their layout cannot be decided.
@@ -519,7 +537,7 @@ def _split_projected(
     same = call is not None and stack_pass.as_batch(query.shape, block_call) == call.shape
     if kind == "fused":
         evidence = _evidence(call) if call is not None and same else None
-        return split_fused(query.values.cpu(), sample, evidence, sizes)
+        return split_fused(query.values.to(device), sample, evidence, sizes)
     assert key is not None
     if kind == "latent":
         shared = block_call.projected.get((index, "shared"))
@@ -527,14 +545,14 @@ def _split_projected(
         if shared is None or call is None or not same or any(rows is None for rows in samples):
             raise UndecidedError("nothing was seen as attended that could verify the latent keys")
         return split_latent(
-            [rows.values.cpu() for rows in (query, key, shared)],
+            [rows.values.to(device) for rows in (query, key, shared)],
             [rows.cpu() for rows in samples if rows is not None],
             _evidence(call), sizes, attention.projections.latent_width,
         )  # fmt: skip
     gated = sizes.heads and query.values.shape[-1] == 2 * sizes.heads * (sizes.head_width or 0)
     evidence = _evidence(call) if call is not None and same and gated else None
     return split_separate(
-        query.values.cpu(), key.values.cpu(), sizes,
+        query.values.to(device), key.values.to(device), sizes,
         halves=kind == "halves", sample=sample, evidence=evidence,
     )  # fmt: skip
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from geomon.capture.sampling import RowSampler
-from geomon.capture.snapshot import at_places
+from geomon.capture.snapshot import HOST, at_places
 from geomon.capture.visibility import are_made_of, hidden_in_scores, hidden_keys
 
 NO_SCORES = (
@@ -230,12 +230,17 @@ def _sampled_rows(values: Tensor | None, sequences: Tensor, places: Tensor) -> T
 # -- reading -------------------------------------------------------------------------------------
 
 
-def read_call(call: AttentionCall | SoftmaxCall, valid: Tensor | None) -> dict[str, Any]:
-    """Make the captured views of a recorded call, on the host.
+def read_call(
+    call: AttentionCall | SoftmaxCall, valid: Tensor | None, device: torch.device = HOST
+) -> dict[str, Any]:
+    """Make the captured views of a recorded call.
+
+    Masks and scores are read on the host; queries and keys go where they stay at once.
 
     Args:
         call: The recorded call.
         valid: False where a sampled query is padding, [sequences, queries]; None without padding.
+        device: Where the views stay.
 
     Raises:
         NotUnderstoodError: The call has a mask or an option that cannot be rebuilt, or a softmax is
@@ -248,19 +253,20 @@ def read_call(call: AttentionCall | SoftmaxCall, valid: Tensor | None) -> dict[s
             raise NotUnderstoodError(NO_SCORES.format(keys=scores.shape[3]))
         visible = ~hidden_in_scores(scores, products)
         return {
-            "scores": scores,
-            "visible": visible if real is None else visible & real,
+            "scores": scores.to(device),
+            "visible": (visible if real is None else visible & real).to(device),
         }
-    query, key = call.given.query.cpu().float(), call.given.key.cpu().float()
+    query, key = (rows.to(device).float() for rows in (call.given.query, call.given.key))
     visible, bias = _visibility(call, key.shape[2])
+    sink = _sink_logits(call)
     return {
         "query": query,
         "key": key,
-        "visible": visible if real is None else visible & real,
-        "bias": bias,
+        "visible": (visible if real is None else visible & real).to(device),
+        "bias": None if bias is None else bias.to(device),
         "scale": call.given.scale,
         "softcap": call.given.softcap,
-        "sink": _sink_logits(call),
+        "sink": None if sink is None else sink.to(device),
     }
 
 

@@ -5,11 +5,14 @@ the views that are derived from captured ones are those of `geomon.metrics`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+# Where rows stay unless an accelerator is to measure them.
+HOST = torch.device("cpu")
 
 # What each captured view is taken from: a window places only the hooks that are asked for.
 CAPTURED: dict[str, str] = {
@@ -119,6 +122,25 @@ class Layer:
     stack: str = ""
     sources: frozenset[str] = SOURCES
     of_weights: bool = False
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """Devices of the captured tensors; more than one where not all of them were moved."""
+        return {value.device for value in self.captured.values() if isinstance(value, Tensor)}
+
+    def to(self, device: torch.device) -> "Layer":
+        """Return the layer with its captured tensors on a device; itself where they are there.
+
+        Args:
+            device: Any device of torch.
+        """
+        if self.devices <= {device}:
+            return self
+        moved = {
+            name: value.to(device) if isinstance(value, Tensor) else value
+            for name, value in self.captured.items()
+        }
+        return replace(self, captured=moved)
 
 
 @torch.no_grad()

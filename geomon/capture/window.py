@@ -62,6 +62,7 @@ from geomon.capture.snapshot import (
     CAPTURED,
     EMBEDDING,
     FINAL_NORM,
+    HOST,
     UNEMBEDDING,
     Layer,
     Note,
@@ -206,8 +207,11 @@ class Window:
             stack_pass.leaving = None
         self._settled = True
 
-    def snapshot(self) -> Snapshot:
-        """Build the snapshot: rows on the host, in float32, without those that are not finite.
+    def snapshot(self, device: torch.device = HOST) -> Snapshot:
+        """Build the snapshot: rows in float32, without those that are not finite.
+
+        Args:
+            device: Where the rows stay. On the device of the model they are not moved.
 
         Raises:
             Exception: The window could not be opened; the error is the one that was met there.
@@ -228,6 +232,7 @@ class Window:
             final_norm=FINAL_NORM in self._extra,
             other_thread=self._other_thread,
             notes=[*(Note(text, text) for text in texts), *self._memory.notes()],
+            device=device,
         )
 
     def _matrices(self) -> list[Layer]:

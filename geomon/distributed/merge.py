@@ -82,6 +82,8 @@ def take_share(
     places = order.expand(len(mine), -1)
     if each < shape[1]:
         places = ((order[:each] + shift) * (shape[1] / each)).long()
+    (device,) = layer.devices
+    sequences, places = sequences.to(device), places.to(device)
     changed: dict[str, Any] = {}
     if "query" in layer.captured:
         changed["query"] = at_places(layer.captured["query"][sequences], places)
@@ -188,8 +190,10 @@ def _grids(
     name: str, sized: Sequence[tuple[Mapping[str, Any], Shape]], queries: int, keys: int
 ) -> Tensor:
     """A grid of all parts, [sequences, heads (or 1), queries (or 1), keys]."""
-    none = torch.zeros(1, 1, 1, 1, dtype=torch.float32, device="cpu")
-    grids = [none if part.get(name) is None else part[name] for part, _ in sized]
+    given = [part.get(name) for part, _ in sized]
+    known = next(grid for grid in given if grid is not None)
+    none = known.new_zeros(1, 1, 1, 1, dtype=torch.float32)
+    grids = [none if grid is None else grid for grid in given]
     heads = max(grid.shape[1] for grid in grids)
     alike = all(grid.shape[2] == 1 for grid in grids) and all(
         shape[1] == queries for _, shape in sized

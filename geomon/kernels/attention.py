@@ -450,12 +450,15 @@ def score_blocks(
         if faced != (sequences, heads):  # keys in half precision are converted once
             faced = (sequences, heads)
             some = key[sequences, heads.start // group : heads.stop // group]
-            facing = some.float().reshape(-1, keys, width).transpose(1, 2)
+            facing = _blocks.as_factor(some.float()).reshape(-1, keys, width).transpose(1, 2)
         seen = _seen(visible, at)
         reach = seen.shape[-1]
         scores = buffer[: _rows_of(at) * reach].view(len(facing), -1, reach)
-        asking = query[at].float().reshape(len(facing), -1, width)
-        torch.bmm(asking, facing[:, :, :reach], out=scores)
+        asking = _blocks.as_factor(query[at].float()).reshape(len(facing), -1, width)
+        if asking.dtype == scores.dtype:
+            torch.bmm(asking, facing[:, :, :reach], out=scores)
+        else:
+            scores.copy_(torch.bmm(asking, facing[:, :, :reach]))
         scores = scores.mul_(scale).view(*(part.stop - part.start for part in at), reach)
         if softcap is not None:
             scores.div_(softcap).tanh_().mul_(softcap)

@@ -16,7 +16,7 @@ import torch
 from scipy import special  # type: ignore[import-untyped]
 from torch import Tensor
 
-from geomon.kernels._blocks import in_blocks, row_blocks
+from geomon.kernels._blocks import as_factor, in_blocks, row_blocks
 
 # Groups of sequences, a power of two. With 16 of them Student's factor is 2.13, with 8 it is 2.36:
 # more groups would gain little, and cost a way each.
@@ -401,7 +401,8 @@ def anisotropy_differences(hidden: Tensor, sums: GroupSums, halves: HalfSamples)
     start = torch.randn(
         hidden.shape[1], count, generator=generator, dtype=torch.float32, device="cpu"
     )
-    basis = start.to(hidden.device)
+    centred = as_factor(centred)
+    basis = start.to(centred)
     for _ in range(_STEPS):
         basis = torch.linalg.qr(centred.T @ (centred @ basis)).Q
     return _leading_share_differences((centred @ basis).double()[:, None], sums, halves)
@@ -433,7 +434,8 @@ def head_anisotropy_differences(
     for _ in range(_HEAD_STEPS):
         basis = torch.linalg.qr(scatter @ basis).Q
     centre = sums.rows.sum(dim=0) / sums.counts.sum()
-    along = (rows.transpose(0, 1) @ basis.to(rows.dtype)).double()
+    factor = as_factor(rows.transpose(0, 1))
+    along = (factor @ basis.to(factor.dtype)).double()
     inside = (along - (centre[:, None] @ basis)).transpose(0, 1)
     return _leading_share_differences(inside, sums, halves)
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from geomon.kernels import certified
-from geomon.kernels._blocks import row_blocks, rows_in_block
+from geomon.kernels._blocks import as_factor, row_blocks, rows_in_block
 from geomon.kernels._candidates import distances_to, nearest_first, norms
 
 faiss: Any
@@ -388,7 +388,7 @@ def _frame(rows: Tensor) -> _Frame:
 def _candidates(scaled: Tensor, own: Tensor, count: int) -> Tensor:
     """Find the `count` points nearest to each wanted one, itself among them, in float32."""
     if faiss is None or scaled.device.type != "cpu":
-        return _expanded(_Points(scaled, None), lambda points: points, own, count)
+        return _expanded(_Points(scaled, None), as_factor, own, count)
     found = [torch.empty(0, count, dtype=torch.int64, device="cpu")]
     points = scaled.numpy()
     whole = len(own) == len(scaled)

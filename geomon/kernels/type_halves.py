@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from geomon.kernels._blocks import column_blocks
+from geomon.kernels._blocks import as_factor, column_blocks
 from geomon.kernels.half_samples import HalfSamples
 
 
@@ -59,7 +59,7 @@ def type_halves(hidden: Tensor, token_ids: Tensor, halves: HalfSamples) -> TypeH
         about = (columns - start[kind]).float()
         squares.index_add_(0, cell, about.square().sum(dim=1))
         sums = about.new_zeros(types * groups, about.shape[1]).index_add_(0, cell, about)
-        sums = sums.view(types, groups, -1)
+        sums = as_factor(sums).view(types, groups, -1)
         shift = sums.sum(dim=1) / count[:, None]
         mean = start.double() + shift
         norm += mean.square().sum(dim=1)
@@ -68,7 +68,7 @@ def type_halves(hidden: Tensor, token_ids: Tensor, halves: HalfSamples) -> TypeH
         squares += (number * shift.square().sum(dim=1)[:, None] - 2 * along).flatten()
         sums -= number[:, :, None] * shift[:, None]
         inner += sums @ sums.transpose(1, 2)
-        outer += (sums @ mean.float()[:, :, None])[:, :, 0]
+        outer += (sums @ as_factor(mean.float())[:, :, None])[:, :, 0]
     rows = sides @ members.T.double()
     shift = ((sides @ inner.double()) * sides).sum(dim=2).T
     size = rows.clamp(min=1)

@@ -1,9 +1,10 @@
 """From layers to values: every metric at every layer, over splits of the rows."""
 
+import contextlib
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -153,6 +154,10 @@ class Evaluator:
         Args:
             layer: The layer. Its derived views are freed when the method returns.
             rows: Number of rows of hidden states in one split.
+
+        Raises:
+            OutOfMemoryError: The device of the rows has not memory enough.
+            Exception: What a metric raised, where it is strict.
         """
         hidden = layer.captured.get("hidden")
         shape = None if hidden is None else (hidden.shape[0], hidden.shape[1])
@@ -162,9 +167,8 @@ class Evaluator:
         result.has_token_ids = "token_ids" in layer.captured
         result.heads, result.queries = _sizes_of_attention(layer)
         result.log_visible = _log_visible(layer)
-        device = "cpu" if hidden is None else hidden.device.type
         splits = split_rows(layer, rows, self.batches)
-        with torch.no_grad(), torch.autocast(device, enabled=False):
+        with _plain_arithmetic(layer):
             for name, metric in self.metrics.items():
                 if not sources_of(metric) <= layer.sources:
                     continue
@@ -177,6 +181,8 @@ class Evaluator:
                     result.parts[name] = _measure(metric, splits)
                 except MissingViewError as error:
                     result.unseen[name] = str(error)
+                except torch.OutOfMemoryError:  # no fault of the metric: elsewhere there is memory
+                    raise
                 except Exception as error:
                     if self.strict:
                         raise
@@ -190,6 +196,8 @@ class Evaluator:
         """Take the arrays of a layer; a failure costs them alone, and is noted."""
         try:
             result.arrays = arrays_of(views) if self.keeps_arrays else {}
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             if self.strict:
                 raise
@@ -211,6 +219,8 @@ class Evaluator:
             each = [by_part(views.apply(function)) for views in used]
         except MissingViewError:  # the sequences are not known
             return {}
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             if self.strict:
                 raise
@@ -269,6 +279,17 @@ class Evaluator:
             rows: Number of rows of hidden states in one split.
         """
         return self.combine([self.measure_layer(layer, rows) for layer in layers], rows)
+
+
+@contextlib.contextmanager
+def _plain_arithmetic(layer: Layer) -> Iterator[None]:
+    """Leave autograd and autocast out, on the host too: nulls are computed there for any rows."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        for kind in sorted({"cpu", *(device.type for device in layer.devices)}):
+            if torch.amp.is_autocast_available(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def _sizes_of_attention(layer: Layer) -> tuple[tuple[int, int] | None, int | None]:

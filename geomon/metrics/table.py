@@ -215,7 +215,7 @@ def twonn_gaussian(spectrum: Tensor, unique_rows: Tensor) -> Tensor:
     What `twonn` has below it is structure beyond the second moments.
     """
     generator = torch.Generator("cpu").manual_seed(0)
-    sample = gaussian_like(spectrum.cpu(), len(unique_rows), generator)
+    sample = gaussian_like(spectrum, len(unique_rows), generator)
     return dimension.twonn(nearest(sample, k=2).distances)
 
 

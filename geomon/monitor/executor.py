@@ -141,9 +141,10 @@ class ReadingExecutor:
 def _measure(job: ReadingJob) -> None:
     """Measure a whole job; what is raised, even Ctrl-C in a metric, is kept with the job."""
     try:
-        while not job.complete:
-            job.measure_next()
-        job.finish()
+        with job.beside_training():
+            while not job.complete:
+                job.measure_next()
+            job.finish()
     except BaseException as error:
         job.fail(error)
 

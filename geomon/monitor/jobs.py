@@ -2,13 +2,24 @@
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
 
 from geomon.capture import QUERIES
-from geomon.capture.snapshot import Note, NotSeenError, Snapshot, explain_missing
+from geomon.capture.snapshot import (
+    HOST,
+    Layer,
+    Note,
+    NotSeenError,
+    Snapshot,
+    explain_missing,
+)
 from geomon.distributed import RankFailedError, RankGroup, gather, merge_layers
 from geomon.metrics import Evaluator, LayerValues
 from geomon.metrics.between_readings import INLINE, EarlierReading, Kept
+from geomon.monitor.device import MeasuringDevice
 from geomon.record import Reading, tags
 from geomon.record.arrays import Arrays
 
@@ -69,6 +80,7 @@ class ReadingJob:
         seconds: Time that the passes took from the training.
         copies: Whether the inputs of a probe are the same on every rank.
         history: The last reading of the same probe; None where the reading is not of a probe.
+        place: Where layers are measured; None for the host.
 
     Attributes:
         notes: Remarks for the reader of the numbers, once the job is finished.
@@ -94,6 +106,7 @@ class ReadingJob:
         seconds: float,
         copies: bool = True,
         history: ProbeHistory | None = None,
+        place: MeasuringDevice | None = None,
     ) -> None:
         began = time.perf_counter()
         self.step = step
@@ -112,6 +125,15 @@ class ReadingJob:
             raise NotSeenError(explain_missing(passes[0], evaluator.views) or "no block was run")
         self._left = deque(self._gathered.parts)
         self._gathered.parts.clear()  # a layer's rows are freed once they are measured
+        self._place = place
+        self._device = HOST if place is None else place.device
+        self._failing: set[str] = set()  # metrics that fail on the host as well
+        self._on_host: Note | None = None  # why a reading that has a device is not measured there
+        if place is not None:
+            why = place.why_not([layer for parts in self._left for layer in parts])
+            if why is not None:
+                self._go_to_host(why)
+        self._ready = None if place is None else place.mark_ready()
         self._measured: list[LayerValues] = []
         self._failure: Exception | None = None
         self.notes: list[Note] = []
@@ -171,7 +193,7 @@ class ReadingJob:
         rows = min(_TRIAL_ROWS, self.rows)
         for _ in range(2):  # the first warms up
             began = time.perf_counter()
-            self._evaluator.measure_layer(merge_layers(self._left[-1]), rows)
+            self._measure(-1, rows)
             taken = time.perf_counter() - began
             self.seconds += taken
         return rows, taken
@@ -183,12 +205,48 @@ class ReadingJob:
             Seconds that the layer took.
         """
         began = time.perf_counter()
-        layer = merge_layers(self._left[0])
-        self._measured.append(self._evaluator.measure_layer(layer, self.rows))
+        self._measured.append(self._measure(0, self.rows))
         self._left.popleft()  # only now: a layer that was interrupted is measured again
         taken = time.perf_counter() - began
         self.seconds += taken
         return taken
+
+    @contextmanager
+    def beside_training(self) -> Iterator[None]:
+        """Measure in this thread, inside the `with`, while another thread trains."""
+        with nullcontext() if self._place is None else self._place.beside_training(self._ready):
+            yield
+
+    def _measure(self, place: int, rows: int) -> LayerValues:
+        """Measure a layer on its device; on the host, with all that follow, what fails there."""
+        if self._device == HOST:
+            return self._evaluator.measure_layer(self._layer(place), rows)
+        try:
+            found = self._evaluator.measure_layer(self._layer(place), rows)
+        except torch.OutOfMemoryError as error:
+            name, why = "", f"{self._device} has not memory enough ({_first_line(error)})"
+        else:
+            failed = found.failed | found.without_interval
+            if failed.keys() <= self._failing:
+                return found
+            name = min(failed.keys() - self._failing)
+            why = f"{name} failed on {self._device} ({_first_line(failed[name])})"
+        on_host = self._evaluator.measure_layer(self._layer(place).to(HOST), rows)
+        self._failing |= on_host.failed.keys() | on_host.without_interval.keys()
+        if name not in self._failing:
+            self._go_to_host(why)
+        return on_host
+
+    def _layer(self, place: int) -> Layer:
+        """One of the layers that are left, with the rows of all ranks, where it is measured."""
+        return merge_layers(self._left[place]).to(self._device)
+
+    def _go_to_host(self, why: str) -> None:
+        """Move what is left to be measured to the host."""
+        self._left = deque(tuple(layer.to(HOST) for layer in parts) for parts in self._left)
+        self._device = HOST
+        text = f"measured on the host: {why}"
+        self._on_host = Note("measured on the host", text)
 
     def fail(self, error: BaseException) -> None:
         """Give the reading up.
@@ -234,6 +292,7 @@ class ReadingJob:
         tokens = min(info.tokens, self.rows * self._evaluator.batches)
         self.arrays = evaluation.arrays
         self.notes = [*info.notes, *evaluation.notes, *self._notes_on_rows(tokens)]
+        self.notes += [] if self._on_host is None else [self._on_host]
         self.seconds += time.perf_counter() - began
         return Reading(
             step=self.step,
@@ -282,6 +341,10 @@ class ReadingJob:
                 )
             )
         return notes
+
+
+def _first_line(error: object) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 __all__ = ["ProbeHistory", "ReadingJob"]

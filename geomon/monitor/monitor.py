@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from geomon.capture import Window, derive_seed, extra_pass, find_anatomy
-from geomon.capture.snapshot import Note, NotSeenError, Snapshot, explain_missing
+from geomon.capture.snapshot import HOST, Note, NotSeenError, Snapshot, explain_missing
 from geomon.distributed import (
     RankFailedError,
     RankGroup,
@@ -34,6 +34,7 @@ from geomon.distributed import (
 )
 from geomon.metrics import Evaluator
 from geomon.monitor.budget import Budget
+from geomon.monitor.device import MeasuringDevice
 from geomon.monitor.executor import ReadingExecutor
 from geomon.monitor.held_out import HeldOut, is_loader
 from geomon.monitor.jobs import ProbeHistory, ReadingJob
@@ -75,6 +76,7 @@ class Monitor:
             keeps_arrays=options["arrays"] and options["directory"] is not None,
         )  # fmt: skip
         self._views = self._evaluator.views
+        self._measuring_device = MeasuringDevice(options["device"], model)
         self._source = "inline" if options["probe"] is None else "probe"
         self._group = self._join_ranks() if options["gather"] else find_ranks()
         if options["budget"] is not None and self._group.members < self._group.size:
@@ -399,6 +401,7 @@ class Monitor:
             "seed": options["seed"],
             "world_size": self._group.size,
             "gather": self._group.connected,
+            "device": str(self._measuring_device.device),
         }
 
     # -- capturing -------------------------------------------------------------------------------
@@ -412,7 +415,7 @@ class Monitor:
             yield
 
         def capture() -> list[Snapshot]:
-            return [window.snapshot()]
+            return [window.snapshot(self._home())]
 
         self._read(step, "inline", capture, began=time.perf_counter() - window.seconds)
 
@@ -449,7 +452,7 @@ class Monitor:
         window = self._window(self._options["seed"], *place, rows=rows, windows=windows)
         self._opened = window, step
         left_out = extra_pass(self._model, inputs, window, around=around)
-        snapshot = window.snapshot()
+        snapshot = window.snapshot(self._home())
         if left_out:
             text = f"of each batch the model was given all but {left_out}, by what forward() takes"
             info = snapshot.info
@@ -500,6 +503,10 @@ class Monitor:
             max_mb=None if most is None else most / windows,
             extra_layers=self._options["extra_layers"],
         )  # fmt: skip
+
+    def _home(self) -> torch.device:
+        """Where the rows of a pass stay: those that are sent to other ranks go by the host."""
+        return HOST if self._group.connected else self._measuring_device.device
 
     def _rows(self) -> int:
         """Number of rows of hidden states that a reading keeps, over all splits and ranks."""
@@ -558,7 +565,7 @@ class Monitor:
             return ReadingJob(
                 step, source, passes, self._group, self._evaluator,
                 tokens=self._options["tokens"], rows=self._budget.rows, seconds=seconds,
-                copies=copies, history=history,
+                copies=copies, history=history, place=self._measuring_device,
             )  # fmt: skip
         finally:
             self._budget.spend_capture(time.perf_counter() - began)
@@ -642,11 +649,13 @@ class Monitor:
 
     def _run_notes(self) -> list[Note]:
         """Notes that hold for every reading."""
-        reason = self._group.why_not_connected
-        if reason is None:
-            return []
-        text = f"rows of the ranks are not gathered, those of rank 0 are measured: {reason}"
-        return [Note("not gathered", text)]
+        notes = []
+        if (reason := self._group.why_not_connected) is not None:
+            text = f"rows of the ranks are not gathered, those of rank 0 are measured: {reason}"
+            notes.append(Note("not gathered", text))
+        if (reason := self._measuring_device.why_host) is not None:
+            notes.append(Note("measured on the host", f"measured on the host: {reason}"))
+        return notes
 
     def _join_ranks(self) -> RankGroup:
         """The ranks, connected if all were built with the same options; a collective."""

@@ -16,6 +16,7 @@ from geomon.analysis import Phase
 from geomon.analysis.alerts import DEFAULT_ALERTS, Alert, check_alerts
 from geomon.capture.snapshot import check_extra_layers
 from geomon.metrics import METRICS, Metric, check_metrics
+from geomon.monitor.device import AUTO, check_device
 from geomon.monitor.held_out import HeldOut, is_loader
 from geomon.monitor.schedule import Schedule, check_schedule, log_spaced
 from geomon.record import Sink
@@ -76,6 +77,11 @@ class MonitorOptions(TypedDict, total=False):
         background: Whether rows are measured in a thread while the training goes on; None does so
             where the model is on an accelerator, which leaves the processor idle. Gathered rows are
             measured at once.
+        device: Where rows are measured: "auto" on the device of the model, if the training leaves
+            memory enough there; "cpu" on the host; or the name of an accelerator, "cuda:1". Rows of
+            a model on the same device are not copied. With several ranks each measures its share of
+            the layers on its own. A reading that its device has no memory for is measured on the
+            host, and says so.
         max_capture_mb: Largest memory of what one reading keeps of a pass, in millions of bytes:
             fewer rows, queries and keys are kept if need be, attention that does not fit is left
             out, and the reading says so. None for no limit.
@@ -116,6 +122,7 @@ class MonitorOptions(TypedDict, total=False):
     gather: bool
     rank_timeout: float
     background: bool | None
+    device: str
     max_capture_mb: float | None
     seed: int
     sink_timeout: float
@@ -164,6 +171,7 @@ DEFAULTS: MonitorOptions = {
     "gather": True,
     "rank_timeout": 60.0,
     "background": None,
+    "device": AUTO,
     "max_capture_mb": None,
     "seed": 0,
     "sink_timeout": 30.0,
@@ -236,6 +244,7 @@ def _check(options: _Options, defaults: MonitorOptions, owner: str) -> _Options:
     schedule = options["schedule"]
     options["schedule"] = check_schedule(log_spaced() if schedule is None else schedule)
     options["budget"] = check_budget(options["budget"])
+    options["device"] = check_device(options["device"])
     most = options["max_capture_mb"]
     if most is not None and not 0 < most <= math.inf:
         raise ValueError(f"max_capture_mb is a number above 0, or None, got {most!r}")

@@ -1,9 +1,11 @@
 """The largest logit, over all rows: held against all scores in float64."""
 
 import math
+from collections import Counter
 
 import pytest
 import torch
+from accelerator import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -200,3 +202,17 @@ def test_of_several_ranks_it_is_the_largest():
     merged = merge_layers(parts).captured["max_logits"]
     assert merged[[0, 2]].tolist() == [2.0, 3.0]
     assert merged[1].isnan()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_reduced_precision_of_products_does_not_enter_it(dtype):
+    """On a device that rounds float32 products to TF32, as the user's settings can have it."""
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(2, 2, 16, 32, generator=generator).to(dtype) for _ in range(2))
+    plain = read_arguments("sdpa", None, query, key, None, {})
+    expected = max_logits_of_call(plain)
+    with Accelerator() as accelerator:
+        on_device = read_arguments("sdpa", None, *map(accelerator.put, (query, key)), None, {})
+        found = max_logits_of_call(on_device).cpu()
+        assert not accelerator.waits - Counter({"_to_copy": 1})
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)

@@ -3,6 +3,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from accelerator import DEVICE, Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -325,3 +326,23 @@ def test_one_process_is_connected_to_nothing_and_refuses_nothing():
     model = torch.nn.Linear(3, 3)
     assert not join_ranks(model).connected
     assert why_not_gathered(model) is None
+
+
+def test_layers_are_merged_on_the_device_where_their_rows_are():
+    """One pass has a bias and a longer length, the other neither."""
+    parts = [
+        attention_layer(0, 2, 5, 7, bias=drawn(9, 1, HEADS, 5, 7)),
+        attention_layer(3, 3, 4, 6),
+    ]
+    shapes = [attention_shape(part) for part in parts]
+
+    def merged(parts):
+        return merge_layers([take_share(p, shapes, n, 28, 12) for n, p in enumerate(parts)])
+
+    expected = merged(parts).captured
+    with Accelerator():
+        found = merged([part.to(DEVICE) for part in parts])
+        assert found.devices == {DEVICE}
+        for name, value in expected.items():
+            same = found.captured[name]
+            assert same == value if name == "scale" else torch.equal(same.cpu(), value), name

@@ -1,0 +1,192 @@
+"""The device on which rows are measured, and the work that is done there beside the training."""
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from geomon.capture.snapshot import HOST, Layer
+
+AUTO = "auto"
+
+# What measuring a layer takes on a device beside its rows, estimated from above: so many times the
+# captured tensors (copies in float64, blocks of products), so many matrices [width, width] in
+# float64 (the covariance and what its eigenvalues need), and the libraries' own buffers.
+_COPIES, _MATRICES, _BUFFERS = 10, 5, 500e6
+# Share of the memory that the training leaves which measuring may take.
+_SHARE = 0.5
+
+_DETERMINISTIC = (
+    "torch.use_deterministic_algorithms is on, and medians and cumulative sums have no "
+    "deterministic form on a device"
+)
+
+
+class MeasuringDevice:
+    """Chooses where rows are measured: on the device of the model, a named one, or the host.
+
+    Args:
+        name: "auto" for the device of the model, or the name of a device.
+        model: The model that is watched, wherever it is moved later.
+
+    Raises:
+        ValueError: The named device is not there, or does not compute in float64.
+    """
+
+    def __init__(self, name: str, model: nn.Module) -> None:
+        self._model = model
+        self._chosen = None if name == AUTO else _open_device(name)
+        self._stream: Any = None
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which rows are measured, as far as is known before they are seen."""
+        own = self._of_model()
+        if self._chosen is None:
+            return HOST if self.why_host is not None else own
+        is_same_kind = self._chosen.type == own.type and torch.device(own.type) == self._chosen
+        return own if is_same_kind else self._chosen
+
+    @property
+    def why_host(self) -> str | None:
+        """Why rows are measured on the host though the model is on an accelerator; else None."""
+        own = self._of_model()
+        if self._chosen is not None or own == HOST or _computes_in_float64(own):
+            return None
+        return f"{own.type} does not compute in float64, in which distances are decided"
+
+    def why_not(self, layers: Sequence[Layer]) -> str | None:
+        """Say why layers cannot be measured on the device at present; None where they can.
+
+        Args:
+            layers: Layers that are to be measured, wherever their rows are.
+        """
+        device = self.device
+        if device == HOST:
+            return None
+        if torch.are_deterministic_algorithms_enabled():
+            return _DETERMINISTIC
+        free = None if self._chosen is not None else _free_bytes(device)
+        needed = max(map(_needed_bytes, layers), default=0.0)
+        if free is None or needed <= _SHARE * free:
+            return None
+        return (
+            f"measuring a layer takes up to {needed / 1e6:,.0f} MB, and the training leaves "
+            f"{max(0, free) / 1e6:,.0f} MB of {device}, of which half may be taken: fewer tokens, "
+            "or a smaller max_capture_mb, need less"
+        )
+
+    def mark_ready(self) -> Any:
+        """Mark what the training has queued on the device by now; None where nothing is queued."""
+        module = _streams_of(self.device)
+        return None if module is None else module.current_stream(self.device).record_event()
+
+    @contextlib.contextmanager
+    def beside_training(self, ready: Any) -> Iterator[None]:
+        """Queue work of this thread on a stream of its own: the training does not wait for it.
+
+        Args:
+            ready: What has to be done on the device before, as `mark_ready` returned it.
+        """
+        module = None if ready is None else _streams_of(self.device)
+        if module is None:
+            yield
+            return
+        if self._stream is None:  # one for all readings: every stream keeps memory of its own
+            self._stream = module.Stream(self.device)
+        with module.stream(self._stream):
+            self._stream.wait_event(ready)
+            try:
+                yield
+            finally:
+                self._stream.synchronize()  # rows are freed only when nothing reads them any more
+
+    def _of_model(self) -> torch.device:
+        """The device of the model; the host for one without numbers."""
+        own = next((p.device for p in self._model.parameters()), HOST)
+        return HOST if own.type == "meta" else own
+
+
+def check_device(name: Any) -> str:
+    """Return the name of a device, checked as far as can be without the device.
+
+    Args:
+        name: "auto", "cpu", or the name of a device of torch.
+
+    Raises:
+        ValueError: No device is called that.
+    """
+    if isinstance(name, torch.device):
+        name = str(name)
+    try:
+        if isinstance(name, str) and (name == AUTO or torch.device(name)):
+            return name
+    except RuntimeError:
+        pass
+    raise ValueError(
+        "device is 'auto' (that of the model), 'cpu', or the name of an accelerator, 'cuda' or "
+        f"'cuda:1', got {name!r}"
+    )
+
+
+def _open_device(name: str) -> torch.device:
+    """Compute something on a device, to see that it is there, and return it with its number.
+
+    Raises:
+        ValueError: It is not there, or does not compute in float64.
+    """
+    try:
+        tried = torch.zeros(1, dtype=torch.float64, device=name)
+        tried.item()
+    except Exception as error:  # each kind of device has its own
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ValueError(
+            f"device={name!r} cannot measure, which takes float64 ({reason}): leave device='auto', "
+            "or use 'cpu'"
+        ) from error
+    return tried.device
+
+
+@functools.lru_cache(maxsize=64)
+def _computes_in_float64(device: torch.device) -> bool:
+    try:
+        _open_device(str(device))
+    except ValueError:
+        return False
+    return True
+
+
+def _streams_of(device: torch.device) -> Any:
+    """The module of torch that makes streams of a device; None where it has none."""
+    module = None if device == HOST else getattr(torch, device.type, None)
+    return module if hasattr(module, "Stream") else None
+
+
+def _free_bytes(device: torch.device) -> float | None:
+    """Memory that a training leaves at its largest; None where a device does not say.
+
+    What torch holds for later is free too, but for what the training has taken before and will take
+    again: after the forward pass its gradients are still to come.
+    """
+    module: Any = getattr(torch, device.type, None)
+    if not hasattr(module, "mem_get_info"):
+        return None
+    free, _ = module.mem_get_info(device)
+    taken = module.memory_allocated(device)
+    held, to_come = module.memory_reserved(device), module.max_memory_allocated(device)
+    return float(free + (held - taken) - (to_come - taken))
+
+
+def _needed_bytes(layer: Layer) -> float:
+    """Memory that measuring a layer takes beside its rows, estimated from above."""
+    tensors = [value for value in layer.captured.values() if isinstance(value, Tensor)]
+    held = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    hidden = layer.captured.get("hidden")
+    width = 0 if hidden is None else hidden.shape[1]
+    return _COPIES * held + _MATRICES * 8 * width**2 + _BUFFERS
+
+
+__all__ = ["AUTO", "MeasuringDevice", "check_device"]

@@ -1,0 +1,90 @@
+"""Snapshots whose rows stay on a device (tests/accelerator.py): the views are those on the host."""
+
+import plain_models
+import pytest
+import torch
+from accelerator import DEVICE, Accelerator
+from models import PlainDecoder, batch
+
+from geomon.capture import Window, find_anatomy
+from geomon.capture.snapshot import CAPTURED, EXTRA_LAYERS
+from geomon.distributed.gather import _merge_passes
+
+
+def with_rows_that_are_not_finite():
+    model = PlainDecoder()
+    with torch.no_grad():
+        model.places.weight[3] = torch.inf
+    return model
+
+
+MODELS = {
+    "fused": (PlainDecoder, (batch(12, 16),), {}),
+    "by hand": (
+        lambda: plain_models.language_model(plain_models.CausalSelfAttention, "eager"),
+        (batch(12, 16),),
+        {},
+    ),
+    "multihead, padded": (
+        plain_models.encoder,
+        (torch.randn(6, 10, 32, generator=torch.Generator().manual_seed(0)),),
+        {"src_key_padding_mask": torch.arange(10) > torch.arange(4, 10)[:, None]},
+    ),
+    "not finite": (with_rows_that_are_not_finite, (batch(12, 16),), {}),
+}
+
+
+def look(name, seed=0):
+    build, inputs, named = MODELS[name]
+    torch.manual_seed(0)
+    model = build().eval()
+    window = Window(
+        find_anatomy(model), set(CAPTURED), rows=64, seed=seed, extra_layers=EXTRA_LAYERS
+    )
+    with torch.no_grad(), window:
+        model(*inputs, **named)
+    return window
+
+
+def assert_same(host, device):
+    assert [layer.missing for layer in host] == [layer.missing for layer in device]
+    for one, other in zip(host, device, strict=True):
+        assert one.captured.keys() == other.captured.keys()
+        assert other.devices <= {DEVICE}
+        for view, value in one.captured.items():
+            found = other.captured[view]
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(found.cpu().nan_to_num(), value.nan_to_num()), view
+                assert found.dtype == value.dtype
+            else:
+                assert found == value
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_views_on_a_device_are_those_on_the_host(name):
+    host = look(name).snapshot()
+    with Accelerator():
+        device = look(name).snapshot(DEVICE)
+        assert_same(host.layers, device.layers)
+    assert host.info == device.info
+    assert any(layer.captured for layer in host.layers)
+
+
+@pytest.mark.parametrize("name", ["fused", "by hand"])
+def test_passes_are_merged_on_the_device(name):
+    host = [look(name, seed).snapshot() for seed in range(3)]
+    with Accelerator():
+        device = [look(name, seed).snapshot(DEVICE) for seed in range(3)]
+        merged = _merge_passes(device, 64, 48)
+        assert_same(_merge_passes(host, 64, 48).layers, merged.layers)
+
+
+def test_a_layer_is_moved_once():
+    layer = look("fused").snapshot().layers[1]
+    with Accelerator() as accelerator:
+        moved = layer.to(DEVICE)
+        launches = accelerator.launches
+        assert moved.to(DEVICE) is moved
+        assert accelerator.launches == launches
+        assert moved.devices == {DEVICE}
+    assert layer.to(torch.device("cpu")) is layer

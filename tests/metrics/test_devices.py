@@ -1,0 +1,139 @@
+"""Metrics on rows that are on an accelerator: nothing meets the host, and the values are the same.
+
+The device is pretended (tests/accelerator.py); tests/test_cuda.py has a real one, where there is.
+"""
+
+import math
+from dataclasses import fields, is_dataclass, replace
+
+import pytest
+import torch
+from accelerator import DEVICE, Accelerator
+from whole_layer import ROWS, normal, whole_layer
+
+from geomon import METRICS, MORE_METRICS
+from geomon.kernels.half_samples import margin
+from geomon.kernels.neighbours import nearest
+from geomon.metrics import Evaluator
+from geomon.metrics.views import DERIVED, LayerViews, alternatives
+
+ALL = METRICS | MORE_METRICS
+
+
+def put(layer, accelerator):
+    moved = {
+        name: accelerator.put(value) if isinstance(value, torch.Tensor) else value
+        for name, value in layer.captured.items()
+    }
+    return replace(layer, captured=moved)
+
+
+def is_of_heads(name):
+    return name.startswith(("attention_", "score_"))
+
+
+@pytest.fixture(scope="module")
+def on_host():
+    return Evaluator(ALL, 1, strict=True, keeps_arrays=True).measure_layer(whole_layer(), ROWS)
+
+
+@pytest.fixture(scope="module")
+def on_device():
+    evaluator = Evaluator(ALL, 1, strict=True, keeps_arrays=True)
+    with Accelerator() as accelerator:
+        return evaluator.measure_layer(put(whole_layer(), accelerator), ROWS)
+
+
+def flat(value):
+    """Numbers and tensors of anything that is kept, in order."""
+    if isinstance(value, dict):
+        return [x for key in value for x in flat(value[key])]
+    if isinstance(value, list | tuple):
+        return [x for part in value for x in flat(part)]
+    return [value]
+
+
+def tensors_of(view):
+    """The tensors of a derived view, whatever kind of data class it is."""
+    if is_dataclass(view):
+        view = {field.name: getattr(view, field.name) for field in fields(view)}
+    return [value for value in flat(view) if isinstance(value, torch.Tensor)]
+
+
+def assert_alike(host, device, **tolerance):
+    host, device = flat(host), flat(device)
+    assert len(host) == len(device)
+    for pair in zip(device, host, strict=True):
+        numbers = (torch.as_tensor(x).double() for x in pair)
+        torch.testing.assert_close(*numbers, equal_nan=True, **tolerance)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_metric_of_rows_on_a_device_is_that_of_rows_on_the_host(name, on_host, on_device):
+    # Scores are float32: their products are added up in float64 on a device.
+    close = {"rtol": 1e-6, "atol": 1e-7} if is_of_heads(name) else {"rtol": 1e-9, "atol": 1e-12}
+    assert name in on_host.parts or name in on_host.kept
+    for kind in ("parts", "kept"):
+        host, device = getattr(on_host, kind), getattr(on_device, kind)
+        assert_alike(host.get(name, []), device.get(name, []), **close)
+    found = on_host.differences.get(name, {})
+    assert found.keys() == on_device.differences.get(name, {}).keys()
+    for part, differences in found.items():  # in float32 in part: a margin needs few digits
+        on_both = (margin(x) for x in (differences, on_device.differences[name][part]))
+        assert_alike(*on_both, rtol=1e-2, atol=0)
+
+
+def test_arrays_of_rows_on_a_device_are_those_of_rows_on_the_host(on_host, on_device):
+    assert on_host.arrays.keys() == on_device.arrays.keys()
+    for name, array in on_host.arrays.items():
+        assert_alike(torch.from_numpy(array), torch.from_numpy(on_device.arrays[name]), rtol=1e-3,
+                     atol=1e-6)  # fmt: skip
+
+
+def test_what_is_measured_on_a_device_leaves_nothing_there(on_device):
+    for value in flat([on_device.parts, on_device.kept, on_device.differences]):
+        assert not isinstance(value, torch.Tensor) or value.device.type == "cpu"
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_derived_views_stay_where_their_rows_are(by_hand):
+    names = [name for name in DERIVED if not by_hand or len(alternatives(name)) > 1]
+    with Accelerator() as accelerator, torch.no_grad():
+        views = LayerViews(put(whole_layer(by_hand=by_hand), accelerator))
+        found = {name: tensors_of(views[name]) for name in names}
+        assert by_hand or views["sink_variance"] > 0.1  # the massive row is found
+    assert sum(map(len, found.values())) > len(names) / 2
+    for name, tensors in found.items():
+        assert {tensor.device for tensor in tensors} <= {DEVICE}, name
+
+
+def test_reduced_precision_of_products_never_enters_a_distance():
+    """Rows of a tight cluster differ by less than 10 bits of their products distinguish."""
+    rows = normal(15, 1, 256) + 0.01 * normal(15, 40, 256, seed=1)
+    rows = rows.flatten(0, 1)
+    with Accelerator() as accelerator:
+        found = nearest(accelerator.put(rows), k=4)
+        distances, indices = found.distances.cpu(), found.indices.cpu()
+    exact = torch.cdist(rows.double(), rows.double(), compute_mode="donot_use_mm_for_euclid_dist")
+    exact = exact.fill_diagonal_(math.inf).sort(dim=1)
+    assert torch.equal(indices, exact.indices[:, :4])
+    torch.testing.assert_close(distances, exact.values[:, :4], rtol=1e-12, atol=0)
+
+
+def test_the_pretended_device_refuses_what_a_device_refuses():
+    """Otherwise the tests above would show nothing."""
+    with Accelerator() as accelerator:
+        rows = accelerator.put(normal(4, 3))
+        for mixed in (lambda: rows + normal(4, 3), lambda: rows @ normal(3, 4),
+                      lambda: rows[torch.tensor([1], device="cpu")],
+                      lambda: torch.cat([rows, normal(4, 3)])):  # fmt: skip
+            with pytest.raises(RuntimeError, match="one is on the host"):
+                mixed()
+        with pytest.raises((TypeError, RuntimeError)):
+            rows.numpy()
+        with pytest.raises(NotImplementedError):
+            rows.long() @ rows.long().T
+        before = sum(accelerator.waits.values())
+        assert not torch.equal((rows @ rows.T).cpu(), rows.cpu() @ rows.cpu().T)
+        float(rows.sum())
+        assert sum(accelerator.waits.values()) == before + 4

@@ -1,0 +1,237 @@
+"""Where rows are measured, on a pretended device (tests/accelerator.py) beside the host."""
+
+import contextlib
+import math
+
+import pytest
+import torch
+from accelerator import DEVICE, Accelerator
+from models import PlainDecoder, batch
+
+from geomon import Memory, Monitor, read, select
+from geomon.capture.snapshot import HOST
+from geomon.monitor import device as module
+from geomon.monitor.device import MeasuringDevice, check_device
+
+NAME = str(DEVICE)
+FEW = select("anisotropy", "twonn", "within_variance", "qk_cosine", "attention_entropy")
+
+
+def run(directory=None, *, steps=2, **options):
+    """The readings of a short training, of a few metrics by default."""
+    torch.manual_seed(0)
+    model, memory = PlainDecoder(layers=2), Memory()
+    options = {
+        "metrics": FEW, "tokens": 128, "strict": True, "schedule": lambda step: True,
+    } | options  # fmt: skip
+    monitor = Monitor(model, directory=directory, sinks=[memory], background=False, **options)
+    for step in range(steps):
+        with monitor(step):
+            model(batch(16, 16, seed=step))
+    monitor.close()
+    return memory.readings
+
+
+def without_cost(reading):
+    return {tag: x for tag, x in reading.values.items() if not tag.startswith("geomon/")}
+
+
+def assert_same_values(one, other):
+    one, other = without_cost(one), without_cost(other)
+    assert one.keys() == other.keys()
+    for tag, value in one.items():
+        wide = tag.endswith("margin")  # of which a part is computed in float32
+        assert other[tag] == pytest.approx(
+            value, rel=1e-2 if wide else 1e-6, abs=1e-7, nan_ok=True
+        ), tag
+
+
+# -- the option ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["auto", "cpu", "cuda", "cuda:1", torch.device("cpu")])
+def test_names_of_devices_are_taken(name):
+    assert check_device(name) == str(name)
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:x", "", None, 0, ["cuda"]])
+def test_what_names_no_device_is_refused_in_one_line(name):
+    with pytest.raises(ValueError, match=r"^device is 'auto' .*got [^\n]*$"):
+        Monitor(PlainDecoder(), directory=None, device=name)
+
+
+@pytest.mark.parametrize("name", ["cuda:99", "meta"])
+def test_a_device_that_is_not_there_is_refused_before_the_training(name):
+    with pytest.raises(ValueError, match=rf"^device='{name}' cannot measure[^\n]*use 'cpu'$"):
+        Monitor(PlainDecoder(), directory=None, device=name)
+
+
+def test_rows_of_a_model_on_the_host_are_measured_there(tmp_path):
+    (reading,) = run(tmp_path, metrics=["anisotropy"], steps=1)
+    assert not any("measured on the host" in note for note in reading.notes)
+    assert read(tmp_path).runs[0]["device"] == "cpu"
+
+
+# -- measuring on a device -------------------------------------------------------------------------
+
+
+def test_a_named_device_measures_and_gives_the_same_values(tmp_path):
+    metrics = FEW | select("neighbour_overlap", "twonn_gaussian")
+    on_host = run(metrics=metrics)
+    with Accelerator() as accelerator:
+        on_device = run(tmp_path, metrics=metrics, device=NAME)
+    assert accelerator.launches > 1000
+    assert [reading.notes for reading in on_device] == [reading.notes for reading in on_host]
+    for one, other in zip(on_host, on_device, strict=True):
+        assert_same_values(one, other)
+    assert read(tmp_path).runs[0]["device"] == NAME
+
+
+def test_the_batches_of_a_probe_are_merged_on_the_device():
+    def loader():
+        return torch.utils.data.DataLoader(batch(24, 16), batch_size=8)
+
+    on_host = run(probe=loader(), steps=1)
+    with Accelerator():
+        on_device = run(probe=loader(), steps=1, device=NAME)
+    assert_same_values(on_host[0], on_device[0])
+
+
+def test_without_memory_for_it_a_reading_is_measured_on_the_host(monkeypatch):
+    on_host = run(steps=1)
+    with Accelerator():
+        monkeypatch.setattr(module, "_free_bytes", lambda device: 3e6)
+        monkeypatch.setattr(MeasuringDevice, "_of_model", lambda self: DEVICE)
+        (reading,) = run(steps=1)
+    (note,) = set(reading.notes) - set(on_host[0].notes)
+    assert note.startswith("measured on the host: measuring a layer takes up to 5")
+    assert "leaves 3 MB of meta" in note
+    assert_same_values(on_host[0], reading)
+
+
+def test_where_memory_ends_in_a_metric_the_rest_is_measured_on_the_host():
+    seen = []
+
+    def greedy(hidden):
+        seen.append(hidden.device)
+        if len(seen) > 1 and hidden.device == DEVICE:
+            raise torch.OutOfMemoryError("tried to allocate too much\nand more of that")
+        return hidden.mean()
+
+    metrics = select("anisotropy", "attention_entropy") | {"greedy": greedy}
+    on_host = run(metrics=metrics, steps=1, batches=1)
+    seen.clear()
+    with Accelerator():
+        (reading,) = run(metrics=metrics, steps=1, batches=1, device=NAME)
+    assert seen == [DEVICE, DEVICE, HOST, HOST]  # the layer is measured again
+    text = "measured on the host: meta has not memory enough (tried to allocate too much)"
+    assert set(reading.notes) - set(on_host[0].notes) == {text}
+    assert_same_values(on_host[0], reading)
+
+
+def test_a_metric_that_fails_on_the_device_alone_sends_the_reading_to_the_host():
+    def of_the_host(hidden):
+        if hidden.device == DEVICE:
+            raise NotImplementedError("it has no such operation")
+        return hidden.mean()
+
+    def nowhere(hidden):
+        seen.append(hidden.device)
+        raise ValueError("it never works")
+
+    seen = []
+    metrics = select("anisotropy") | {"nowhere": nowhere}
+    with Accelerator():
+        (failing,) = run(metrics=metrics, steps=1, batches=1, device=NAME, strict=False)
+        assert seen == [DEVICE, HOST, DEVICE, DEVICE]  # tried on the host once
+        metrics |= {"of_the_host": of_the_host}
+        (moved,) = run(metrics=metrics, steps=1, batches=1, device=NAME, strict=False)
+    assert not any("measured on the host" in note for note in failing.notes)
+    text = "measured on the host: of_the_host failed on meta (it has no such operation)"
+    assert text in moved.notes
+    assert not any("of_the_host, layer" in note for note in moved.notes)
+    assert math.isfinite(moved.values["of_the_host/mean"])
+    assert math.isnan(moved.values["nowhere/mean"])
+
+
+def test_deterministic_algorithms_are_left_to_the_host():
+    with Accelerator():
+        torch.use_deterministic_algorithms(True)
+        try:
+            (reading,) = run(metrics=["twonn"], steps=1, device=NAME)
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert any("use_deterministic_algorithms is on" in note for note in reading.notes)
+    assert math.isfinite(reading.values["twonn/mean"])
+
+
+def test_a_device_without_float64_leaves_its_rows_to_the_host(monkeypatch):
+    monkeypatch.setattr(MeasuringDevice, "_of_model", lambda self: torch.device("cuda", 99))
+    (reading,) = run(metrics=["anisotropy"], steps=1)
+    assert (
+        "measured on the host: cuda does not compute in float64, in which distances are decided"
+    ) in reading.notes
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def test_what_a_training_will_take_again_is_not_free(monkeypatch):
+    class Module:
+        mem_get_info = staticmethod(lambda device: (10e9, 80e9))
+        memory_allocated = staticmethod(lambda device: 30e9)
+        memory_reserved = staticmethod(lambda device: 45e9)
+        max_memory_allocated = staticmethod(lambda device: 42e9)
+
+    monkeypatch.setattr(torch, "pretended", Module, raising=False)
+    device = type("Device", (), {"type": "pretended"})()
+    assert module._free_bytes(device) == 10e9 + 15e9 - 12e9
+
+
+# -- a stream beside the training's ----------------------------------------------------------------
+
+
+def test_the_background_works_on_one_stream_that_waits_for_the_rows(monkeypatch):
+    done = []
+
+    class Side:
+        def __init__(self, device):
+            done.append("made")
+
+        def wait_event(self, event):
+            done.append(f"waits for {event}")
+
+        def synchronize(self):
+            done.append("synchronized")
+
+    class Current:
+        def record_event(self):
+            return "the rows"
+
+    class Module:
+        Stream = Side
+        current_stream = staticmethod(lambda device: Current())
+
+        @staticmethod
+        @contextlib.contextmanager
+        def stream(stream):
+            done.append("entered")
+            yield
+            done.append("left")
+
+    monkeypatch.setattr(module, "_streams_of", lambda device: Module)
+    place = MeasuringDevice("auto", PlainDecoder())
+    for _ in range(2):
+        with place.beside_training(place.mark_ready()):
+            done.append("measured")
+    with pytest.raises(KeyError), place.beside_training("the rows"):
+        raise KeyError
+    once = ["entered", "waits for the rows", "measured", "synchronized", "left"]
+    assert done == ["made", *once, *once, "entered", "waits for the rows", "synchronized"]
+
+
+def test_the_host_has_no_stream():
+    place = MeasuringDevice("auto", PlainDecoder())
+    assert place.mark_ready() is None
+    with place.beside_training(None):
+        pass
