@@ -9,7 +9,7 @@ bound of the last candidate, by more than the rounding. A row that is not certif
 another search.
 What is gained depends on the rows. A trial on a few hundred of them estimates how many candidates
 each row needs, and a count of operations chooses the number of directions and of candidates, or
-none of this; while searching, the first rows decide whether it goes on.
+none of this; where few rows of a block of 4,096 are certified, the search ends with it.
 """
 
 import itertools
@@ -25,19 +25,22 @@ from geomon.kernels._candidates import nearest_first
 
 # Numbers of directions, and the widths from which on they are worth a trial. With the norm of the
 # rest these are 32, 64 ... coordinates; with 16, the product in FAISS takes longer than with 32.
-_WIDTHS = {31: 128, 63: 256, 127: 1024}
+_WIDTHS = {31: 256, 63: 256, 127: 1024}
 _EXTRA = 8  # directions of the range finder beyond those that are kept
 # Rows of the trial, those of them from which the directions are made, and those that are tried.
 _POOL, _DIRECTING, _TRIED = 1024, 512, 128
-# Rows that are searched at a time; of the first block, which decides whether the search goes on.
-_QUERIES, _FIRST = 4096, 256
+# Rows that are searched at a time. FAISS takes as many, and smaller products can be much slower.
+_QUERIES = 4096
 # A cost of less than this share of the other search's is a gain; estimates are not better.
-_WORTH = 0.9
+_WORTH = 0.85
 # Nanoseconds on one core of 2024; only their ratios matter. For each pair of rows: of a coordinate,
 # and of comparing. For each row: of a candidate in the search, and of a coordinate of a candidate's
 # true distance. For each coordinate of a row: of reading it in float64.
 _PRODUCT, _COMPARISON = 0.0204, 1.1
-_CANDIDATE, _DIFFERENCE, _READING = 250.0, 1.0, 2.0
+_CANDIDATE, _DIFFERENCE, _READING = 250.0, 1.1, 2.0
+# OpenBLAS has another way for products of fewer multiplications, here four times as slow. FAISS
+# multiplies with so many points at a time.
+_SMALL, _SLOWER, _POINTS = 1.3e8, 4.0, 1024
 
 # Squares in float32 of numbers up to 1 end at 1e-38; far above all that they lose together.
 UNDERFLOW = 1e-30
@@ -91,9 +94,9 @@ def choose(values: Tensor, wanted: int, k: int) -> Plan | None:
     rungs = [rung for rung in _rungs(k) if rung < pool]
     if not counts or not rungs:
         return None
-    full = _full_cost(points, width, k)
-    least = wanted * _short_cost(points, width, counts[0], rungs[:1], torch.zeros(1))
-    least += _coordinates_cost(points, width, counts[0])
+    full = _pairs_cost(points, wanted, width) + _DIFFERENCE * width * (k + 3)
+    least = _pairs_cost(points, wanted, counts[0] + 1) + _DIFFERENCE * width * rungs[0]
+    least = wanted * least + _coordinates_cost(points, width, counts[0])
     if least + _directions_cost(pool, width, counts[-1] + _EXTRA) > _WORTH * wanted * full:
         return None
     generator = torch.Generator("cpu").manual_seed(0)
@@ -107,7 +110,8 @@ def choose(values: Tensor, wanted: int, k: int) -> Plan | None:
     for p, within in zip(counts, _needed(drawn, directions, counts, k), strict=True):
         need = growth * within
         for tried in range(1, len(rungs) + 1):
-            short = _short_cost(points, width, p, rungs[:tried], need)
+            short = _pairs_cost(points, wanted, p + 1)
+            short += _candidates_cost(width, rungs[:tried], need)
             rest = float((need >= rungs[tried - 1]).double().mean()) * full
             cost = _coordinates_cost(points, width, p) + wanted * (short + rest)
             if cost < cheapest:
@@ -142,8 +146,7 @@ def search(
     generator = torch.Generator("cpu").manual_seed(0)
     # In random order, so that the first block stands for all.
     order = torch.randperm(len(own), generator=generator, device="cpu")
-    first = order[:_FIRST]
-    for block in (first, *order[_FIRST:].split(_QUERIES)):
+    for block in order.split(_QUERIES):
         mine = own[block]
         near = knn(short[mine].numpy(), short.numpy(), min(plan.candidates, len(values)))
         squared, candidates = map(torch.from_numpy, near)
@@ -168,7 +171,7 @@ def search(
             left, apart = left[~sure], apart[~sure]
             if len(left) == 0:
                 break
-        if block is first and float(found.certain[first].double().mean()) < plan.least:
+        if float(found.certain[block].double().mean()) < plan.least:
             break
     return found
 
@@ -279,18 +282,19 @@ def _needed(drawn: Tensor, directions: Tensor, counts: list[int], k: int) -> lis
     return found
 
 
-def _full_cost(points: int, width: int, k: int) -> float:
-    """Estimate the nanoseconds of a search among all coordinates, of one row."""
-    return points * (_PRODUCT * width + _COMPARISON) + _DIFFERENCE * width * (k + 3)
+def _pairs_cost(points: int, wanted: int, coordinates: int) -> float:
+    """Estimate the nanoseconds in which one row is compared with all points."""
+    product = _PRODUCT * coordinates
+    if min(wanted, _QUERIES) * _POINTS * coordinates < _SMALL:
+        product *= _SLOWER
+    return points * (product + _COMPARISON)
 
 
-def _short_cost(points: int, width: int, p: int, rungs: list[int], needed: Tensor) -> float:
-    """Estimate the nanoseconds of a search by lower bounds, of one row.
+def _candidates_cost(width: int, rungs: list[int], needed: Tensor) -> float:
+    """Estimate the nanoseconds that the candidates of one row take.
 
     Args:
-        points: Number of points.
-        width: Their width.
-        p: Number of directions.
+        width: Width of the rows.
         rungs: Numbers of candidates after which a row may be certified.
         needed: Candidates that each of some rows needs.
     """
@@ -298,8 +302,7 @@ def _short_cost(points: int, width: int, p: int, rungs: list[int], needed: Tenso
         float((needed >= before).double().mean()) * (after - before)
         for before, after in itertools.pairwise(rungs)
     )
-    searched = points * (_PRODUCT * (p + 1) + _COMPARISON) + _CANDIDATE * rungs[-1]
-    return searched + _DIFFERENCE * width * compared
+    return _CANDIDATE * rungs[-1] + _DIFFERENCE * width * compared
 
 
 def _coordinates_cost(points: int, width: int, p: int) -> float:

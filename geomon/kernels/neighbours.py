@@ -417,7 +417,7 @@ def _squared(
     norms = queries.new_empty(len(points))
     # One buffer for all blocks: the allocator would leave gaps between buffers of their own.
     squared = queries.new_empty(len(part), len(points))
-    step = rows_in_block(points.rows.shape[1])
+    step = rows_in_block(4 * points.rows.shape[1])
     targets = zip(squared.split(step, dim=1), norms.split(step), strict=True)
     for (target, norm), block in zip(targets, map(frame, points.blocks(step)), strict=True):
         torch.sum(block.square(), dim=1, out=norm)

@@ -162,8 +162,9 @@ def test_noise_narrow_rows_and_few_rows_are_searched_in_all_coordinates(tokens, 
     assert choose(values, tokens if width == 512 else 256, 2) is None
 
 
-@pytest.mark.parametrize(("least", "rows_searched"), [(0.5, 256), (0.0, 2000)])
-def test_a_first_block_that_is_hardly_certified_ends_the_search(least, rows_searched):
+@pytest.mark.parametrize(("least", "rows_searched"), [(0.5, 1000), (0.0, 2000)])
+def test_a_first_block_that_is_hardly_certified_ends_the_search(monkeypatch, least, rows_searched):
+    monkeypatch.setattr(certified, "_QUERIES", 1000)
     rows = normal(2000, 96).float()
     ready = scale_rows(rows)
     asked = []
