@@ -17,7 +17,13 @@ from scipy import special  # type: ignore[import-untyped]
 from torch import Tensor
 
 from geomon.kernels import spectrum as kernels
-from geomon.kernels._blocks import centred_blocks, require_rows, row_blocks
+from geomon.kernels._blocks import (
+    centred_blocks,
+    column_blocks,
+    require_rows,
+    row_blocks,
+    sum_of,
+)
 
 # Largest smaller side of which all eigenvalues are computed: up to there they are exact, and cost
 # no more than two or three times as much.
@@ -216,7 +222,7 @@ def _student(count: int) -> float:
 
 
 def _centred(hidden: Tensor) -> tuple[Tensor, float, float]:
-    """Centre rows in float64, and divide them by a power of two near their largest number.
+    """Centre rows in float64, and divide them by a power of two near the widest column's range.
 
     In float32 the error of a product is far below what is stated; float64 serves where products of
     float32 may be made of shorter numbers.
@@ -226,8 +232,8 @@ def _centred(hidden: Tensor) -> tuple[Tensor, float, float]:
     """
     precise = hidden.device.type == "cpu" and torch.get_float32_matmul_precision() == "highest"
     dtype = torch.float32 if precise else torch.float64
-    largest = max(abs(float(end)) for end in hidden.aminmax())  # no second matrix, as abs would be
-    scale = math.ldexp(0.5, math.frexp(largest)[1]) if math.isfinite(largest) else 1.0
+    widest = float((hidden.amax(dim=0).double() - hidden.amin(dim=0).double()).max())
+    scale = math.ldexp(0.5, math.frexp(widest)[1]) if math.isfinite(widest) else 1.0
     centred = hidden.new_empty(hidden.shape, dtype=dtype)
     trace = hidden.new_zeros((), dtype=torch.float64)
     for target, block in zip(row_blocks(centred), centred_blocks(hidden), strict=True):
@@ -244,7 +250,8 @@ def _quadratures(rows: Tensor, trace: float) -> tuple[_Quadrature, _Quadrature, 
         Both, and the residual of the first node.
     """
     images, first, last = _block_lanczos(rows)
-    projected = (images.double() @ images.double().T).cpu()  # positive semidefinite as it stands
+    # Positive semidefinite as it stands, and in float64: small eigenvalues are as exact as large.
+    projected = sum_of(b @ b.T for b in map(Tensor.double, column_blocks(images))).cpu()
     nodes, vectors = torch.linalg.eigh(projected)
     nodes, vectors = nodes.flip(0).clamp(min=0), vectors.flip(1)
     residuals = (last @ vectors[-_PROBES:]).norm(dim=0)
@@ -274,8 +281,9 @@ def _block_lanczos(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     images = rows.new_empty(len(basis), len(rows))
 
     def random() -> Tensor:
-        kind = {"dtype": torch.float32, "device": "cpu"}
-        normal = torch.randn(_PROBES, side, generator=generator, **kind).to(rows)  # type: ignore[call-overload]
+        normal = torch.randn(
+            _PROBES, side, generator=generator, dtype=torch.float32, device="cpu"
+        ).to(rows)
         return normal / normal.norm(dim=1, keepdim=True)
 
     block, first = _orthonormal(math.sqrt(side) * random())
