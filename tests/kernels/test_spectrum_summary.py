@@ -32,7 +32,7 @@ def rows_with(lambdas, tokens, seed=0):
 def few(monkeypatch):
     """A space of 128 vectors for sides of a few hundred: much is left to chance."""
     monkeypatch.setattr(module, "WHOLE_SIDE", 200)
-    monkeypatch.setattr(module, "_PROBES", 16)
+    monkeypatch.setattr(module, "_VECTORS", 16)
     monkeypatch.setattr(module, "_BLOCKS", 8)
 
 
@@ -84,13 +84,13 @@ def test_values_of_any_rows_are_within_their_stated_error(
     hidden = hidden + 10 * normal(width, seed=seed + 1)
     hidden[:massive] *= 100
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("WHOLE_SIDE", 200), ("_PROBES", 16), ("_BLOCKS", 8)):
+        for name, value in (("WHOLE_SIDE", 200), ("_VECTORS", 16), ("_BLOCKS", 8)):
             patch.setattr(module, name, value)
         assert_near(hidden.to(dtype))
 
 
 def test_an_error_covers_as_often_as_it_says(few):
-    """With the probes at rest the rows are turned: as good as other probes."""
+    """With the starting vectors at rest the rows are turned: as good as other starting vectors."""
     lambdas = torch.arange(1, 301).double() ** -1.0
     found = [summarise_spectrum(rows_with(lambdas, 302, seed=2 * seed)) for seed in range(40)]
     for name in ("effective_rank", "participation_ratio"):  # that of the anisotropy is a bound
