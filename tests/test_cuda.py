@@ -15,6 +15,7 @@ from geomon.kernels.attention import attention_rows
 from geomon.kernels.half_samples import margin
 from geomon.kernels.neighbours import nearest, unique_rows
 from geomon.kernels.spectrum import leading_share, spectrum
+from geomon.kernels.spectrum_summary import summarise_spectrum
 from geomon.metrics import Evaluator
 from geomon.monitor import device as measuring
 
@@ -29,6 +30,16 @@ def normal(*shape, seed=0):
 def test_kernels_of_rows_agree_with_the_host(kernel):
     rows = normal(600, 300) + 3
     torch.testing.assert_close(kernel(rows.cuda()).cpu(), kernel(rows), rtol=1e-9, atol=1e-12)
+
+
+def test_a_summary_of_the_spectrum_agrees_with_the_host():
+    rows = normal(1300, 1100) * torch.arange(1, 1101) ** -0.5 + 3
+    device, host = summarise_spectrum(rows.cuda()), summarise_spectrum(rows)
+    torch.testing.assert_close(device.eigenvalues.cpu(), host.eigenvalues, rtol=1e-4, atol=0)
+    for name in ("anisotropy", "effective_rank", "participation_ratio"):
+        found, want = getattr(device, name), getattr(host, name)
+        assert found.value.device.type == "cuda"
+        torch.testing.assert_close(found.value.cpu(), want.value, rtol=1e-5, atol=0)
 
 
 def test_neighbours_agree_with_the_host():

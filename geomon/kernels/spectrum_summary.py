@@ -2,10 +2,11 @@
 
 All eigenvalues of 4,096 rows of width 4,096 take seconds. Shares of the variance need less: the
 trace is a sum of squares, the leading eigenvalues converge in a small space, and a sum of f(lambda)
-over all others is an average of z^T f(M) z over random vectors z, the *probes* (stochastic Lanczos
-quadrature: Ubaru, Chen and Saad 2017). One run of block Lanczos from 32 probes gives all of it, as
-*nodes* and, for each probe, *weights*: z^T f(M) z is about the weighted sum of f over the nodes. M
-is the smaller Gram matrix of the centred rows; it is never computed.
+over all others is an average of z^T f(M) z over random vectors z, the *starting vectors*
+(stochastic Lanczos quadrature: Ubaru, Chen and Saad 2017). One run of block Lanczos from 32 of them
+gives all of it, as *nodes* and, for each starting vector, *weights*: z^T f(M) z is about the
+weighted sum of f over the nodes. M is the smaller Gram matrix of the centred rows; it is never
+computed.
 """
 
 import math
@@ -17,26 +18,32 @@ from scipy import special  # type: ignore[import-untyped]
 from torch import Tensor
 
 from geomon.kernels import spectrum as kernels
-from geomon.kernels._blocks import centred_blocks, require_rows, row_blocks
+from geomon.kernels._blocks import (
+    centred_blocks,
+    column_blocks,
+    require_rows,
+    row_blocks,
+    sum_of,
+)
 
-# Largest smaller side of which all eigenvalues are computed: up to there they are exact, and cost
-# no more than two or three times as much.
+# Largest smaller side of which all eigenvalues are computed. There they are exact, and cost 1.6
+# times as much; at 2,048 columns 3.5 times, at 4,096 nine times (4,096 rows, one thread).
 WHOLE_SIDE = 1024
 
 # Eigenvalues that a summary of wide rows holds.
 EIGENVALUES = 256
 
-# Probes, and blocks of the Krylov space. More blocks find more leading eigenvalues, which leave
-# less to chance; more probes average over more of it. By trial on some twenty spectra: 16 x 20
-# scatters more, 64 x 5 is biased where the eigenvalues span many decades.
-_PROBES, _BLOCKS = 32, 10
+# Starting vectors, and blocks of the Krylov space. More blocks find more leading eigenvalues, which
+# leave less to chance; more starting vectors average over more of it. By trial on some twenty
+# spectra: 16 x 20 scatters more, 64 x 5 is biased where the eigenvalues span many decades.
+_VECTORS, _BLOCKS = 32, 10
 
-# Seed of the probes. Rows that were made with the same one would be the probes themselves, and the
-# errors wrong: a number that nobody else takes.
+# Seed of the starting vectors, a number that nobody else takes: rows that were made with the same
+# one would begin with these vectors, and the errors would be wrong.
 _SEED = 5_170_883_294
 
 # A node is a single eigenvalue where its residual is below this share of it, and there are fewer
-# than `_PROBES` nodes within this share: of more equal eigenvalues a block finds only some.
+# than `_VECTORS` nodes within this share: of more equal eigenvalues a block finds only some.
 _CONVERGED = 1e-2
 
 # Nodes that rounding in float32 makes of eigenvalues of 0, as a share of the leading one: for each
@@ -53,7 +60,7 @@ _LEAST_OF_LEADING, _LEAST_OF_SQUARES, _LEAST_OF_ENTROPY = 1e-5, 1e-5, 1e-4
 # The same of the exponent of the power law, absolute: quantiles are no eigenvalues.
 _LEAST_OF_ALPHA = 5e-3
 
-# Groups of the probes that are compared for its error.
+# Groups of the starting vectors that are compared for its error.
 _GROUPS = 8
 
 
@@ -99,11 +106,11 @@ class SpectrumSummary(NamedTuple):
 
 
 class _Quadrature(NamedTuple):
-    """Nodes and weights of the probes, float64, on the host.
+    """Nodes and weights of the starting vectors, float64, on the host.
 
     Attributes:
         nodes: In units of `trace`, descending, [nodes].
-        weights: Of each probe; they sum to `side`, [probes, nodes].
+        weights: Of each starting vector; they sum to `side`, [starting vectors, nodes].
         single: True for nodes that are single eigenvalues, [nodes].
         side: Number of eigenvalues.
         trace: Sum of all eigenvalues.
@@ -125,9 +132,10 @@ def summarise_spectrum(hidden: Tensor) -> SpectrumSummary:
 
     The sums over eigenvalues are exact for those that have converged. What the others add is
     f(lambda) = a + b lambda + g(lambda) with the straight line that leaves least to g: the sums of
-    1 and of lambda are known, and only that of g is averaged over probes. The entropy is the middle
-    of Gauss quadrature, which is too high since -x log x is operator concave, and of Gauss-Radau
-    quadrature with a node at 0, which is too low; half their difference is part of its error.
+    1 and of lambda are known, and only that of g is averaged over starting vectors. The entropy is
+    the middle of Gauss quadrature, which is too high since -x log x is operator concave, and of
+    Gauss-Radau quadrature with a node at 0, which is too low; half their difference is part of its
+    error.
 
     Args:
         hidden: Rows, [tokens, width].
@@ -189,18 +197,18 @@ def _effective_rank(gauss: _Quadrature, radau: _Quadrature) -> Estimate:
     upper, spread = _sum_over(torch.special.entr, gauss)
     lower, _ = _sum_over(torch.special.entr, radau)
     value = ((upper + lower) / 2).exp().clamp(1, gauss.side)
-    off = _student(_PROBES) * spread + (upper - lower).abs() / 2
+    off = _student(_VECTORS) * spread + (upper - lower).abs() / 2
     return Estimate(value, value * (torch.expm1(off) + _LEAST_OF_ENTROPY))
 
 
 def _participation_ratio(gauss: _Quadrature) -> Estimate:
     squares, spread = _sum_over(torch.square, gauss)
     value = (1 / squares).clamp(1, gauss.side)
-    return Estimate(value, value * (_student(_PROBES) * spread / squares + _LEAST_OF_SQUARES))
+    return Estimate(value, value * (_student(_VECTORS) * spread / squares + _LEAST_OF_SQUARES))
 
 
 def _error_of_alpha(gauss: _Quadrature) -> Tensor:
-    """Compare the exponents that groups of the probes give: half the width of a 95 % interval."""
+    """Compare the exponents of groups of starting vectors: half the width of a 95 % interval."""
     found = torch.stack(
         [
             kernels.power_law(_largest(gauss._replace(weights=weights))).alpha
@@ -216,7 +224,7 @@ def _student(count: int) -> float:
 
 
 def _centred(hidden: Tensor) -> tuple[Tensor, float, float]:
-    """Centre rows in float64, and divide them by a power of two near their largest number.
+    """Centre rows in float64, and divide them by a power of two near the widest column's range.
 
     In float32 the error of a product is far below what is stated; float64 serves where products of
     float32 may be made of shorter numbers.
@@ -226,8 +234,8 @@ def _centred(hidden: Tensor) -> tuple[Tensor, float, float]:
     """
     precise = hidden.device.type == "cpu" and torch.get_float32_matmul_precision() == "highest"
     dtype = torch.float32 if precise else torch.float64
-    largest = max(abs(float(end)) for end in hidden.aminmax())  # no second matrix, as abs would be
-    scale = math.ldexp(0.5, math.frexp(largest)[1]) if math.isfinite(largest) else 1.0
+    widest = float((hidden.amax(dim=0).double() - hidden.amin(dim=0).double()).max())
+    scale = math.ldexp(0.5, math.frexp(widest)[1]) if math.isfinite(widest) else 1.0
     centred = hidden.new_empty(hidden.shape, dtype=dtype)
     trace = hidden.new_zeros((), dtype=torch.float64)
     for target, block in zip(row_blocks(centred), centred_blocks(hidden), strict=True):
@@ -244,15 +252,16 @@ def _quadratures(rows: Tensor, trace: float) -> tuple[_Quadrature, _Quadrature, 
         Both, and the residual of the first node.
     """
     images, first, last = _block_lanczos(rows)
-    projected = (images.double() @ images.double().T).cpu()  # positive semidefinite as it stands
+    # Positive semidefinite as it stands, and in float64: small eigenvalues are as exact as large.
+    projected = sum_of(b @ b.T for b in map(Tensor.double, column_blocks(images))).cpu()
     nodes, vectors = torch.linalg.eigh(projected)
     nodes, vectors = nodes.flip(0).clamp(min=0), vectors.flip(1)
-    residuals = (last @ vectors[-_PROBES:]).norm(dim=0)
+    residuals = (last @ vectors[-_VECTORS:]).norm(dim=0)
     single = _single(nodes, residuals)
     side = rows.shape[1]
 
     def quadrature(nodes: Tensor, vectors: Tensor) -> _Quadrature:
-        weights = (first.T @ vectors[:_PROBES]).square()
+        weights = (first.T @ vectors[:_VECTORS]).square()
         return _Quadrature(nodes, weights, single, side, trace)
 
     with_zero, turned = torch.linalg.eigh(_with_node_at_zero(projected))
@@ -261,27 +270,28 @@ def _quadratures(rows: Tensor, trace: float) -> tuple[_Quadrature, _Quadrature, 
 
 
 def _block_lanczos(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Build an orthonormal basis of the Krylov space of rows^T rows from random probes.
+    """Build an orthonormal basis of the Krylov space of rows^T rows from random starting vectors.
 
     Returns:
-        Product of each basis vector with the rows, [vectors, rows]; coefficients of the probes in
-        the first block of the basis, [probes, probes]; and those of what the last block's image has
-        beyond the basis. The last two in float64, on the host.
+        Product of each basis vector with the rows, [vectors, rows]; coefficients of the starting
+        vectors in the first block of the basis, square; and those of what the last block's image
+        has beyond the basis. The last two in float64, on the host.
     """
     side = rows.shape[1]
     generator = torch.Generator("cpu").manual_seed(_SEED)
-    basis = rows.new_empty(_BLOCKS * _PROBES, side)  # one vector in each row, as in `images`
+    basis = rows.new_empty(_BLOCKS * _VECTORS, side)  # one vector in each row, as in `images`
     images = rows.new_empty(len(basis), len(rows))
 
     def random() -> Tensor:
-        kind = {"dtype": torch.float32, "device": "cpu"}
-        normal = torch.randn(_PROBES, side, generator=generator, **kind).to(rows)  # type: ignore[call-overload]
+        normal = torch.randn(
+            _VECTORS, side, generator=generator, dtype=torch.float32, device="cpu"
+        ).to(rows)
         return normal / normal.norm(dim=1, keepdim=True)
 
     block, first = _orthonormal(math.sqrt(side) * random())
     last = first
     for step in range(_BLOCKS):
-        own = slice(step * _PROBES, (step + 1) * _PROBES)
+        own = slice(step * _VECTORS, (step + 1) * _VECTORS)
         basis[own] = block
         torch.mm(block, rows.T, out=images[own])
         block, last = _orthonormal_to(basis[: own.stop], images[own] @ rows, random)
@@ -297,7 +307,7 @@ def _orthonormal_to(
     be all that is left. Directions that are nothing else give way to random ones.
 
     Returns:
-        The directions, [probes, side], and the coefficients of the vectors in them.
+        The directions, [starting vectors, side], and the coefficients of the vectors in them.
     """
     directions, coefficients = _orthonormal(block - (block @ basis.T) @ basis)
     for _ in range(_PASSES):
@@ -322,11 +332,11 @@ def _with_node_at_zero(projected: Tensor) -> Tensor:
     The last diagonal block becomes B A^-1 B^T, with A the matrix without its last block and B what
     joins the two: its Schur complement is then 0.
     """
-    values, vectors = torch.linalg.eigh(projected[:-_PROBES, :-_PROBES])
-    joined = projected[-_PROBES:, :-_PROBES] @ vectors
+    values, vectors = torch.linalg.eigh(projected[:-_VECTORS, :-_VECTORS])
+    joined = projected[-_VECTORS:, :-_VECTORS] @ vectors
     joined = joined[:, values > 1e-9 * values[-1]]
     changed = projected.clone()
-    changed[-_PROBES:, -_PROBES:] = (joined / values[-joined.shape[1] :]) @ joined.T
+    changed[-_VECTORS:, -_VECTORS:] = (joined / values[-joined.shape[1] :]) @ joined.T
     return changed
 
 
@@ -334,9 +344,9 @@ def _single(nodes: Tensor, residuals: Tensor) -> Tensor:
     """Mark the leading nodes that are single eigenvalues; the first that is not ends them."""
     converged = residuals < _CONVERGED * nodes
     single = converged.cumprod(0).bool()
-    close = nodes[: 1 - _PROBES] - nodes[_PROBES - 1 :] <= _CONVERGED * nodes[: 1 - _PROBES]
-    for start in (close & single[: 1 - _PROBES]).nonzero().squeeze(1).tolist():
-        single[start : start + _PROBES] = False
+    close = nodes[: 1 - _VECTORS] - nodes[_VECTORS - 1 :] <= _CONVERGED * nodes[: 1 - _VECTORS]
+    for start in (close & single[: 1 - _VECTORS]).nonzero().squeeze(1).tolist():
+        single[start : start + _VECTORS] = False
     return single
 
 
@@ -346,7 +356,7 @@ def _sum_over(
     """Sum a function of the shares of the variance over all eigenvalues.
 
     Returns:
-        The sum, and its standard error by what the probes differ by.
+        The sum, and its standard error by what the starting vectors differ by.
     """
     shares = quadrature.nodes / quadrature.trace
     single = quadrature.single

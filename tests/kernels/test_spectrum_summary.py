@@ -32,7 +32,7 @@ def rows_with(lambdas, tokens, seed=0):
 def few(monkeypatch):
     """A space of 128 vectors for sides of a few hundred: much is left to chance."""
     monkeypatch.setattr(module, "WHOLE_SIDE", 200)
-    monkeypatch.setattr(module, "_PROBES", 16)
+    monkeypatch.setattr(module, "_VECTORS", 16)
     monkeypatch.setattr(module, "_BLOCKS", 8)
 
 
@@ -84,24 +84,21 @@ def test_values_of_any_rows_are_within_their_stated_error(
     hidden = hidden + 10 * normal(width, seed=seed + 1)
     hidden[:massive] *= 100
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("WHOLE_SIDE", 200), ("_PROBES", 16), ("_BLOCKS", 8)):
+        for name, value in (("WHOLE_SIDE", 200), ("_VECTORS", 16), ("_BLOCKS", 8)):
             patch.setattr(module, name, value)
         assert_near(hidden.to(dtype))
 
 
 def test_an_error_covers_as_often_as_it_says(few):
-    """With the probes at rest the rows are turned: as good as other probes."""
+    """With the starting vectors at rest the rows are turned: as good as other starting vectors."""
     lambdas = torch.arange(1, 301).double() ** -1.0
-    for name, function in VALUES.items():
-        want, inside, errors = function(lambdas).item(), 0, []
-        if name == "anisotropy":  # its error is a bound
-            continue
-        for seed in range(40):
-            estimate = getattr(summarise_spectrum(rows_with(lambdas, 302, seed=2 * seed)), name)
-            errors.append(abs(estimate.value.item() - want) / estimate.error.item())
-            inside += errors[-1] <= 1
-        assert inside >= 35, (name, inside)
-        assert max(errors) > 0.4, name  # an interval that is far too wide covers nothing of worth
+    found = [summarise_spectrum(rows_with(lambdas, 302, seed=2 * seed)) for seed in range(40)]
+    for name in ("effective_rank", "participation_ratio"):  # that of the anisotropy is a bound
+        want = VALUES[name](lambdas).item()
+        estimates = [getattr(summary, name) for summary in found]
+        errors = [abs(value.item() - want) / error.item() for value, error in estimates]
+        assert sum(error <= 1 for error in errors) >= 35, (name, errors)
+        assert max(errors) > 0.4, name  # an interval that is far too wide says nothing
 
 
 def test_at_full_size_the_values_are_close():
@@ -176,7 +173,7 @@ def test_the_scale_of_the_rows_changes_the_eigenvalues_alone(scale, few):
 
 def test_far_from_the_origin_nothing_changes(few):
     near = (normal(500, 260) * 1024).round() / 1024
-    one, other = summarise_spectrum(near), summarise_spectrum(near + 1e9)
+    one, other = summarise_spectrum(near), summarise_spectrum(near + 1e12)
     for name in VALUES:
         torch.testing.assert_close(
             getattr(other, name).value, getattr(one, name).value, rtol=1e-5, atol=0
