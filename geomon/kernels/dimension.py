@@ -245,16 +245,10 @@ def ratios_in_halves(
     member = halves.first[:, halves.group].T.contiguous()
     own_half = member[own]
     same = (member[indices] == own_half[:, None]) & distances.isfinite()[:, :, None]
-    kind = torch.uint8 if distances.shape[1] < 256 else torch.int64  # small numbers are faster
     farthest = torch.where(distances.isfinite(), distances, 0).amax(dim=1, keepdim=True)
     logs = torch.cat([distances, farthest], dim=1).log()
     ranks = sorted({rank for k in scales for rank in (k, 2 * k)})
-    count = torch.zeros(own_half.shape, dtype=kind, device=own_half.device)
-    places = {rank: torch.zeros_like(count) for rank in ranks}
-    for column in same.unbind(dim=1):
-        count += column
-        for rank in ranks:  # ends as the number of neighbours before the one of this rank
-            places[rank] += count < rank
+    places = _places_of(same, ranks)
     found = {rank: logs.gather(1, place.long()) for rank, place in places.items()}
     known = {rank: place < distances.shape[1] for rank, place in places.items()}
     first = own_half.T.contiguous()
@@ -268,6 +262,29 @@ def ratios_in_halves(
         )
         for k in scales
     ]
+
+
+def _places_of(same: Tensor, ranks: Sequence[int]) -> dict[int, Tensor]:
+    """Count the neighbours before the one of each rank among those that are of the same half.
+
+    Args:
+        same: True for a neighbour of the same half, [points, k, ways].
+        ranks: Ranks among these.
+
+    Returns:
+        [points, ways] for each rank, integers; k where fewer are of the same half.
+    """
+    if same.device.type != "cpu":  # there few operations count, and on the host small numbers
+        counts = same.cumsum(dim=1)
+        return {rank: (counts < rank).sum(dim=1) for rank in ranks}
+    kind = torch.uint8 if same.shape[1] < 256 else torch.int64
+    count = torch.zeros_like(same[:, 0], dtype=kind)
+    places = {rank: torch.zeros_like(count) for rank in ranks}
+    for column in same.unbind(dim=1):
+        count += column
+        for rank in ranks:
+            places[rank] += count < rank
+    return places
 
 
 def twonn_differences(ratios: HalfRatios, discard: float = 0.1) -> tuple[Tensor, Tensor]:
