@@ -101,20 +101,26 @@ def test_the_batches_of_a_probe_are_merged_on_the_device():
     assert_same_values(on_host[0], on_device[0])
 
 
-def test_rows_that_came_by_the_host_are_measured_on_the_device():
+@pytest.mark.parametrize("full", [False, True])
+def test_rows_that_came_by_the_host_are_measured_on_the_device(full):
     """As those of several ranks do: their group moves tensors of the host."""
     seen = []
 
     def devices(hidden, positions):
         seen.append({hidden.device, positions.device})
+        if full and hidden.device == DEVICE:
+            before.append(accelerator.launches)
+            raise torch.OutOfMemoryError("full")
         return hidden.mean()
+
+    before = []
 
     model = PlainDecoder(layers=1)
     evaluator = Evaluator({"devices": devices}, 1, strict=True)
     window = Window(find_anatomy(model), evaluator.views, rows=64, seed=0)
     with window:
         model(batch(8, 16))
-    with Accelerator():
+    with Accelerator() as accelerator:
         job = ReadingJob(
             0, "inline", [window.snapshot()], RankGroup(), evaluator, tokens=64, rows=64,
             seconds=0.0, place=MeasuringDevice(NAME, model),
@@ -122,7 +128,8 @@ def test_rows_that_came_by_the_host_are_measured_on_the_device():
         while not job.complete:
             job.measure_next()
         job.finish()
-    assert seen == [{DEVICE}, {DEVICE}]
+    assert seen == ([{DEVICE}, {HOST}, {HOST}] if full else [{DEVICE}, {DEVICE}])
+    assert not full or before == [accelerator.launches]  # nothing more is put there
     assert math.isfinite(job.result().values["devices/mean"])
 
 
