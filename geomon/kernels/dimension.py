@@ -250,19 +250,11 @@ def ratios_in_halves(
     neighbours = distances.shape[1]
     ranks = sorted({rank for k in scales for rank in (k, 2 * k)})
     small = neighbours * ranks[-1] < torch.iinfo(torch.int16).max
-    same = together.to(torch.int16 if small else torch.int64)[pair]  # [k, points, ways]
+    same = together.to(torch.int16 if small else torch.int64)[pair]
     own_half = member[own_group]
     farthest = torch.where(distances.isfinite(), distances, 0).amax(dim=1, keepdim=True)
     logs = torch.cat([distances, farthest], dim=1).log()
-    count = torch.zeros_like(same[0])
-    sums = {rank: torch.zeros_like(count) for rank in ranks}
-    for column in same:
-        count += column
-        for rank in ranks:
-            sums[rank] += count.clamp(rank - 1, rank)
-    # The number of neighbours before the one of a rank: of those at which the count is below it. By
-    # sums of bounded counts: a comparison takes ten times as long as a bound.
-    places = {rank: neighbours * rank - total for rank, total in sums.items()}
+    places = _places_of(same, ranks)
     found = {rank: logs.gather(1, place.long()) for rank, place in places.items()}
     known = {rank: place < neighbours for rank, place in places.items()}
     first = own_half.T.contiguous()
@@ -276,6 +268,31 @@ def ratios_in_halves(
         )
         for k in scales
     ]
+
+
+def _places_of(same: Tensor, ranks: Sequence[int]) -> dict[int, Tensor]:
+    """Count the neighbours before the one of each rank among those that are of the same half.
+
+    Args:
+        same: 1 for a neighbour of the same half, else 0, [k, points, ways], of a type that holds k
+            times the largest rank.
+        ranks: Ranks among these.
+
+    Returns:
+        [points, ways] for each rank, integers; k where fewer are of the same half.
+    """
+    if same.device.type != "cpu":  # there few operations count
+        counts = same.cumsum(dim=0)
+        return {rank: (counts < rank).sum(dim=0) for rank in ranks}
+    count = torch.zeros_like(same[0])
+    sums = {rank: torch.zeros_like(count) for rank in ranks}
+    for column in same:
+        count += column
+        for rank in ranks:
+            sums[rank] += count.clamp(rank - 1, rank)
+    # Those at which the count is below the rank, by sums of bounded counts: a comparison takes ten
+    # times as long as a bound.
+    return {rank: len(same) * rank - total for rank, total in sums.items()}
 
 
 def twonn_differences(ratios: HalfRatios, discard: float = 0.1) -> tuple[Tensor, Tensor]:

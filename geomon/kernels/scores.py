@@ -150,6 +150,7 @@ def query_variances(
     sequences, heads, queries, keys = shape = score_shape(query, key)
     seen = visible.expand(shape)
     group = halves.group.view(sequences, queries)[:, 0]
+    groups = group.tolist()  # read once: an index that is on a device would be waited for
     means = _mean_queries(query, seen.any(dim=3), group, halves)
     common = means.new_zeros(len(means), heads, halves.first.shape[1])
     own = common[0].clone()
@@ -162,7 +163,7 @@ def query_variances(
         some = slice(start, start + step)
         weights = alike[sequence, :, some].double()
         weights /= weights.sum(dim=2, keepdim=True).clamp_(min=1)
-        at = group[sequence]
+        at = groups[sequence]
         for number, face in enumerate(key[sequence]):
             heads_of = slice(number * heads // len(origin), (number + 1) * heads // len(origin))
             weight = weights if len(weights) == 1 else weights[heads_of]

@@ -220,9 +220,9 @@ class ReadingJob:
     def _measure(self, place: int, rows: int) -> LayerValues:
         """Measure a layer on its device; on the host, with all that follow, what fails there."""
         if self._device == HOST:
-            return self._evaluator.measure_layer(self._layer(place), rows)
+            return self._evaluator.measure_layer(self._layer(place, HOST), rows)
         try:
-            found = self._evaluator.measure_layer(self._layer(place), rows)
+            found = self._evaluator.measure_layer(self._layer(place, self._device), rows)
         except torch.OutOfMemoryError as error:
             name, why = "", f"{self._device} has not memory enough ({_first_line(error)})"
         else:
@@ -231,15 +231,15 @@ class ReadingJob:
                 return found
             name = min(failed.keys() - self._failing)
             why = f"{name} failed on {self._device} ({_first_line(failed[name])})"
-        on_host = self._evaluator.measure_layer(self._layer(place).to(HOST), rows)
+        on_host = self._evaluator.measure_layer(self._layer(place, HOST), rows)
         self._failing |= on_host.failed.keys() | on_host.without_interval.keys()
         if name not in self._failing:
             self._go_to_host(why)
         return on_host
 
-    def _layer(self, place: int) -> Layer:
-        """One of the layers that are left, with the rows of all ranks, where it is measured."""
-        return merge_layers(self._left[place]).to(self._device)
+    def _layer(self, place: int, device: torch.device) -> Layer:
+        """One of the layers that are left, with the rows of all ranks, on a device."""
+        return merge_layers(self._left[place]).to(device)
 
     def _go_to_host(self, why: str) -> None:
         """Move what is left to be measured to the host."""

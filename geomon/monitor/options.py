@@ -74,9 +74,9 @@ class MonitorOptions(TypedDict, total=False):
         rank_timeout: Largest time in seconds that a rank waits for the others, of which at most
             half of what the training's own process group waits is used. A rank that does not answer
             in time ends the gathering, never the run: the first rank goes on with its own rows.
-        background: Whether rows are measured in a thread while the training goes on; None does so
-            where the model is on an accelerator, which leaves the processor idle. Gathered rows are
-            measured at once.
+        background: Whether rows are measured in a thread while the training goes on, on an
+            accelerator on a stream of its own; None does so where the model is on an accelerator.
+            Gathered rows are measured at once.
         device: Where rows are measured: "auto" on the device of the model, if the training leaves
             memory enough there; "cpu" on the host; or the name of an accelerator, "cuda:1". Rows of
             a model on the same device are not copied. With several ranks each measures its share of

@@ -12,6 +12,7 @@ from accelerator import DEVICE, Accelerator
 from whole_layer import ROWS, normal, whole_layer
 
 from geomon import METRICS, MORE_METRICS
+from geomon.kernels.dimension import _places_of
 from geomon.kernels.half_samples import margin
 from geomon.kernels.neighbours import nearest
 from geomon.metrics import Evaluator
@@ -105,6 +106,15 @@ def test_derived_views_stay_where_their_rows_are(by_hand):
     assert sum(map(len, found.values())) > len(names) / 2
     for name, tensors in found.items():
         assert {tensor.device for tensor in tensors} <= {DEVICE}, name
+
+
+@pytest.mark.parametrize("neighbours", [1, 5, 300])
+def test_places_of_neighbours_in_a_half_are_the_same_on_both(neighbours):
+    same = normal(20, neighbours, 7) > 0.5
+    with Accelerator() as accelerator:
+        device = _places_of(accelerator.put(same), [1, 2, 4])
+        for rank, host in _places_of(same, [1, 2, 4]).items():
+            assert torch.equal(device[rank].cpu(), host.long())
 
 
 def test_reduced_precision_of_products_never_enters_a_distance():

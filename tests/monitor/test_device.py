@@ -9,9 +9,13 @@ from accelerator import DEVICE, Accelerator
 from models import PlainDecoder, batch
 
 from geomon import Memory, Monitor, read, select
+from geomon.capture import Window, find_anatomy
 from geomon.capture.snapshot import HOST
+from geomon.distributed import RankGroup
+from geomon.metrics import Evaluator
 from geomon.monitor import device as module
 from geomon.monitor.device import MeasuringDevice, check_device
+from geomon.monitor.jobs import ReadingJob
 
 NAME = str(DEVICE)
 FEW = select("anisotropy", "twonn", "within_variance", "qk_cosine", "attention_entropy")
@@ -95,6 +99,38 @@ def test_the_batches_of_a_probe_are_merged_on_the_device():
     with Accelerator():
         on_device = run(probe=loader(), steps=1, device=NAME)
     assert_same_values(on_host[0], on_device[0])
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_rows_that_came_by_the_host_are_measured_on_the_device(full):
+    """As those of several ranks do: their group moves tensors of the host."""
+    seen = []
+
+    def devices(hidden, positions):
+        seen.append({hidden.device, positions.device})
+        if full and hidden.device == DEVICE:
+            before.append(accelerator.launches)
+            raise torch.OutOfMemoryError("full")
+        return hidden.mean()
+
+    before = []
+
+    model = PlainDecoder(layers=1)
+    evaluator = Evaluator({"devices": devices}, 1, strict=True)
+    window = Window(find_anatomy(model), evaluator.views, rows=64, seed=0)
+    with window:
+        model(batch(8, 16))
+    with Accelerator() as accelerator:
+        job = ReadingJob(
+            0, "inline", [window.snapshot()], RankGroup(), evaluator, tokens=64, rows=64,
+            seconds=0.0, place=MeasuringDevice(NAME, model),
+        )  # fmt: skip
+        while not job.complete:
+            job.measure_next()
+        job.finish()
+    assert seen == ([{DEVICE}, {HOST}, {HOST}] if full else [{DEVICE}, {DEVICE}])
+    assert not full or before == [accelerator.launches]  # nothing more is put there
+    assert math.isfinite(job.result().values["devices/mean"])
 
 
 def test_without_memory_for_it_a_reading_is_measured_on_the_host(monkeypatch):
