@@ -1,7 +1,7 @@
-"""What several processes do together: run as a program by `test_ranks.py`, once on each rank.
+"""What several processes do together: run as a program by `test_group.py`, once on each rank.
 
 A small decoder with a padding mask, ragged batches, and the readings of one process on the rows of
-all ranks, put together here by hand. Only torch is imported: each process pays for its imports.
+all ranks, put together here by hand. Lightning and transformers are imported where they are needed.
 """
 
 import _thread
