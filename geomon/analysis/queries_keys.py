@@ -219,7 +219,7 @@ def chance_limit(width: int, probability: float = 0.95) -> float:
         >>> round(chance_limit(3), 6)  # on a sphere all cosines are equally likely
         0.95
     """
-    from scipy import special  # only where it is needed
+    from scipy import special  # type: ignore[import-untyped]  # only where it is needed
 
     return math.sqrt(float(special.betaincinv(0.5, (width - 1) / 2, probability)))
 
@@ -237,7 +237,7 @@ def cosine_p_value(cosine: float, width: int) -> float:
         >>> round(cosine_p_value(0.5, 3), 6)  # on a sphere all cosines are equally likely
         0.5
     """
-    from scipy import special  # type: ignore[import-untyped]  # only where it is needed
+    from scipy import special  # only where it is needed
 
     size = min(1.0, abs(cosine))
     # (1 - c)(1 + c) keeps the digits that 1 - c^2 loses next to 1.
