@@ -36,9 +36,10 @@ def one_line_errors(*more: type[Exception]) -> Iterator[None]:
     Args:
         more: Kinds of errors besides those of texts, folders and trainings.
     """
+    kinds: tuple[type[Exception], ...] = (DataError, RunError, OSError, *more)
     try:
         yield
-    except (DataError, RunError, OSError, *more) as error:
+    except kinds as error:
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(2) from error
 

@@ -45,7 +45,7 @@ class History:
         return self.readings[-1]
 
     @cached_property
-    def alignment(self) -> Mapping[int, LayerAlignment]:
+    def joined_heads(self) -> Mapping[int, LayerAlignment]:
         """Mean query against mean key by layer, the heads of each joined to one vector."""
         return align_layers(self._record)
 

@@ -135,7 +135,7 @@ def aligned(*curves):
     found = []
     for layers in curves:
         seed = history({})
-        seed.__dict__["alignment"] = {
+        seed.__dict__["joined_heads"] = {
             number: LayerAlignment(number, 32, tuple(range(len(curve))), tuple(curve))
             for number, curve in enumerate(layers, start=1)
         }

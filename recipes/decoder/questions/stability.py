@@ -46,7 +46,7 @@ def questions(seeds: int) -> Iterator[Question[Sequence[History]]]:
         "seeds_end_with_one_sign",
         "At the end that cosine has the same sign for all seeds.",
         quantity=f"share of layers in which it has, for {seeds} seeds (1 in {2 ** (seeds - 1)} "
-        "where signs are chance)",
+        "where signs are chance), at the last reading with arrays",
         measure=one_sign_at_end,
         above=0.5 ** (seeds - 1),
         counted=True,
@@ -66,7 +66,7 @@ def trend_correlations(histories: Sequence[History]) -> list[float]:
     found = []
     for curves in _curves(histories):
         if all(np.ptp(curve) > 0 for curve in curves):
-            table = np.corrcoef(curves)
+            table = np.atleast_2d(np.corrcoef(curves))
             found.append(fmean(float(table[pair]) for pair in combinations(range(len(curves)), 2)))
     return found
 
@@ -86,7 +86,7 @@ def one_sign_at_end(histories: Sequence[History]) -> list[float]:
 
 def _curves(histories: Sequence[History]) -> Iterator[list[tuple[float, ...]]]:
     """The curve of each seed, for each layer in which all of them are known."""
-    for layer in sorted(set.intersection(*(set(each.alignment) for each in histories))):
-        curves = [each.alignment[layer].cosines for each in histories]
+    for layer in sorted(set.intersection(*(set(each.joined_heads) for each in histories))):
+        curves = [each.joined_heads[layer].cosines for each in histories]
         if all(math.isfinite(value) for curve in curves for value in curve):
             yield curves
