@@ -61,10 +61,7 @@ FOLDERS: dict[str, list[str]] = {
         "test_loops.py", "monitor/test_resume.py",
     ],
     "geomon/record": ["record", "monitor/test_monitor.py", "monitor/test_resume.py"],
-    "geomon/show": [
-        "show/test_terminal.py", "show/test_figures.py", "show/test_pictures.py",
-        "show/test_cli.py", "show/test_face.py",
-    ],
+    "geomon/show": ["show"],
     "recipes/enwik8": [],
 }  # fmt: skip
 # Modules whose tests have another name than the module, or stand elsewhere.

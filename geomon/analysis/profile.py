@@ -6,9 +6,9 @@ functions give them for any metric, by the same definition.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from geomon.record import Reading, tags
+from geomon.record import tags
 
 
 def profile_of(values: Mapping[str, float], metric: str) -> list[float]:
@@ -81,39 +81,3 @@ def peak_depth(profile: Sequence[float]) -> float:
     if len(profile) < 2 or not known:
         return math.nan
     return -max(known)[1] / (len(profile) - 1)
-
-
-def uniform_entropy(readings: Iterable[Reading]) -> float:
-    """Estimate the attention entropy of a head that attends uniformly: mean log of visible keys.
-
-    A record holds the entropy of each head, in nats and as a share of log(visible keys). The ratio
-    of the two at the head that is nearest to uniform is taken; before training it is exact but for
-    rounding. No head is above it.
-
-    Args:
-        readings: Readings of a run.
-
-    Returns:
-        The entropy in nats; NaN where the two metrics were not measured.
-
-    Example:
-        >>> place = "layer_01/head_0"
-        >>> values = {
-        ...     f"attention_entropy/{place}": 3.0, f"attention_entropy_normalised/{place}": 0.75,
-        ... }
-        >>> uniform_entropy([Reading(0, 0.0, 0.0, "probe", "eval", 64, 1, "float32", values)])
-        4.0
-    """
-    share, entropy = "attention_entropy_normalised", "attention_entropy"
-    found = [
-        (value, reading.values.get(entropy + name.removeprefix(share), math.nan))
-        for reading in readings
-        for name, value in reading.values.items()
-        if name.startswith(f"{share}/") and value > 0
-        if (tag := tags.parse(name)) is not None and tag.head is not None
-    ]
-    known = [(value, nats) for value, nats in found if math.isfinite(nats)]
-    if not known:
-        return math.nan
-    nearest, nats = max(known)
-    return nats / nearest

@@ -5,9 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from geomon.analysis.profile import bulge, peak_depth, profile_of, uniform_entropy
+from geomon.analysis.profile import bulge, peak_depth, profile_of
 from geomon.metrics.across_layers import profile_shape
-from geomon.record import Reading
 
 VALUES = st.floats(-100, 100, allow_subnormal=False).map(lambda x: round(x, 3))
 PROFILES = st.lists(st.one_of(VALUES, st.just(math.nan)), min_size=1, max_size=20)
@@ -61,29 +60,3 @@ def test_a_profile_has_the_values_of_layers_alone():
     }  # fmt: skip
     assert profile_of(values, "cosine") == [0.1, 0.2]
     assert profile_of(values, "anisotropy") == []
-
-
-@given(
-    st.lists(st.floats(0.01, 1.0), min_size=1, max_size=6),
-    st.floats(0.5, 8.0),
-)
-def test_no_head_is_above_the_entropy_of_uniform_attention_at_one_number_of_keys(shares, nats):
-    # Heads over the same keys: entropy = share * log(keys).
-    values = {}
-    for head, share in enumerate(shares):
-        values[f"attention_entropy/layer_01/head_{head}"] = share * nats
-        values[f"attention_entropy_normalised/layer_01/head_{head}"] = share
-    reading = Reading(0, 0.0, 0.0, "probe", "eval", 64, 1, "float32", values)
-    assert uniform_entropy([reading, reading]) == pytest.approx(nats)
-
-
-def test_the_entropy_of_uniform_attention_is_unknown_where_a_metric_is_missing():
-    for values in (
-        {},
-        {"attention_entropy/layer_01/head_0": 1.0},
-        {"attention_entropy_normalised/layer_01/head_0": 0.5},
-        {"attention_entropy_normalised/layer_01/head_0": math.nan,
-         "attention_entropy/layer_01/head_0": 1.0},
-    ):  # fmt: skip
-        reading = Reading(0, 0.0, 0.0, "probe", "eval", 64, 1, "float32", values)
-        assert math.isnan(uniform_entropy([reading]))

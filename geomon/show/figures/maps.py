@@ -3,10 +3,7 @@
 import math
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from geomon.analysis import single_source
 from geomon.record import Reading, Readings
@@ -17,13 +14,10 @@ _BY_LAYER = ("twonn", "anisotropy", "cosine", "attention_entropy")
 _BY_HEAD = ("attention_entropy", "qk_cosine")
 _SHORT = {"attention_entropy": "Entropy", "qk_cosine": "Cosine"}
 _MOST_STEPS = 3
-_MOST_TICKS = 10
-# Ratio of the largest value to the smallest above which colours are logarithmic.
-_MOST_LINEAR = 12.0
 
 
 def map_figure(readings: Readings, metric: str | None = None) -> Figure:
-    """Draw metrics by layer and step as heat maps, one column for each reading.
+    """Draw metrics by layer and step as heat maps, with a column for each reading.
 
     Args:
         readings: Readings of a run.
@@ -41,51 +35,11 @@ def map_figure(readings: Readings, metric: str | None = None) -> Figure:
     figure = panels.new_figure(0.4 + 5.4 * columns, 0.5 + 3.2 * rows)
     axes = figure.subplots(rows, columns, squeeze=False)
     for letter, panel, name in zip("abcd", axes.flat, metrics, strict=False):
-        _draw_map(panel, readings, name)
+        panels.draw_layer_map(panel, readings, name, label="")
         panels.caption(panel, letter, panels.AXIS_LABELS.get(name, name).replace("\n", " "))
     for panel in list(axes.flat)[len(metrics) :]:
         panel.set_visible(False)
     return figure
-
-
-def _draw_map(panel: Axes, readings: Readings, metric: str) -> None:
-    layers = readings.layers(metric)
-    selected = [
-        reading
-        for reading in single_source(readings)
-        if any(math.isfinite(v) for v in panels.by_layer(reading, metric, layers))
-    ]
-    if not selected:
-        panels.show_message(panel, f"{metric}: no value")
-        return
-    table = np.array([panels.by_layer(reading, metric, layers) for reading in selected]).T
-    colours, low, high = panels.colour_range(table, metric, panels.largest(selected[-1], metric))
-    if colours == "RdBu_r" and np.nanmin(table) >= 0:  # a cosine of one sign shows more this way
-        colours, low, high = "cividis", 0.0, float(np.nanmax(table))
-    wide = low > 0 and high > _MOST_LINEAR * low
-    norm = LogNorm(low, high) if wide else Normalize(low, high)
-    image = panel.imshow(
-        table, cmap=colours, norm=norm, aspect="auto", origin="lower", interpolation="nearest"
-    )
-    panel.set_facecolor("#DDDDDD")  # shows where a layer has no value
-    ticks = range(0, len(selected), math.ceil(len(selected) / _MOST_TICKS))
-    panel.set_xticks(ticks, labels=[f"{selected[tick].step:,}" for tick in ticks])
-    every = math.ceil(len(layers) / 12)
-    panel.set_yticks(range(0, len(layers), every), labels=[str(n) for n in layers[::every]])
-    panel.tick_params(labelsize=9, length=2)
-    panel.set_xlabel("training step (one column for each reading)", fontsize=9.5)
-    panel.set_ylabel("layer", fontsize=9.5)
-    panel.spines[:].set_visible(False)
-    bar = panel.figure.colorbar(image, ax=panel, pad=0.02)
-    bar.ax.tick_params(labelsize=8.5, length=2)
-    bar.outline.set_visible(False)
-    if wide:
-        bar.set_label("logarithmic", fontsize=9)
-        bar.ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        bar.ax.yaxis.set_minor_locator(NullLocator())
-    else:
-        bar.ax.yaxis.set_major_locator(MaxNLocator(nbins=6))
 
 
 def heads_over_training_figure(readings: Readings, metric: str | None = None) -> Figure:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import BoundaryNorm, Colormap, ListedColormap
+from matplotlib.colors import BoundaryNorm, Colormap, ListedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from geomon.analysis import Curve, curve_of, mean_abs_over_heads, single_source
 from geomon.analysis.alerts import alert_notes, kind_of
-from geomon.analysis.profile import uniform_entropy
 from geomon.record import Reading, Readings, tags
 from geomon.record.printable import printable
 from geomon.show.figures.colours import BLUE, GREEN, GREY, GRID, ON_FIELD, PURPLE, STEPS, VERMILLION
@@ -30,6 +29,8 @@ _MAX_PROFILES = 7
 MAX_NAMED = 12
 # Ratio of the estimates at one step above which their axis is logarithmic.
 _MAX_LINEAR_RATIO = 4.0
+# Ratio of the largest value of a map to the smallest above which its colours are logarithmic.
+_MAX_LINEAR_COLOURS = 12.0
 AXIS_LABELS = {
     "anisotropy": "anisotropy (share of variance\nalong the first direction)",
     "qk_cosine": "cosine of mean query and mean key",
@@ -96,15 +97,20 @@ def _of_metric(reading: Reading, metric: str) -> list[str]:
     return [tag for tag in reading.values if tag.startswith(f"{metric}/")]
 
 
-def draw_layer_map(panel: Axes, readings: Readings, metric: str) -> None:
+def draw_layer_map(
+    panel: Axes, readings: Readings, metric: str, *, label: str | None = None
+) -> None:
     """Draw a metric at every layer (rows) and step (columns) as colours, from 0 where it can be.
 
-    The scale is that of the layers without layer 0, whose dimension is often many times as high.
+    The scale is that of the layers without layer 0, whose dimension is often many times as high. It
+    is logarithmic where their values lie far apart, and the entropy of attention reaches up to that
+    of uniform attention.
 
     Args:
         panel: Axes of matplotlib.
         readings: Readings of a run.
         metric: Name of a metric with a value at each layer.
+        label: Label of the colour bar; None for that of the metric.
     """
     layers = readings.layers(metric)
     measured = [
@@ -120,12 +126,15 @@ def draw_layer_map(panel: Axes, readings: Readings, metric: str) -> None:
     step_axis(panel, steps)
     panel.grid(visible=False)
     blocks = table[1:] if layers[0] == 0 and np.isfinite(table[1:]).any() else table
-    colours, low, high = colour_range(blocks, metric)
-    low = 0.0 if low > 0 else low
+    lowest = float(np.nanmin(blocks))
+    colours, low, high = colour_range(blocks, metric, largest(measured[-1], metric))
+    if lowest >= 0:  # a cosine of one sign shows more this way
+        colours, low, high = "cividis", 0.0, float(np.nanmax(blocks)) if low < 0 else high
+    wide = lowest > 0 and high > _MAX_LINEAR_COLOURS * lowest
+    norm = LogNorm(lowest, high) if wide else Normalize(low, max(high, low + 1e-9))
     mesh = panel.pcolormesh(
-        _edges(steps), np.arange(len(layers) + 1) - 0.5, table, cmap=colours, vmin=low,
-        vmax=max(high, low + 1e-9),
-    )  # fmt: skip
+        _edges(steps), np.arange(len(layers) + 1) - 0.5, table, cmap=colours, norm=norm
+    )
     exceeded = bool(np.nanmax(table) > high)
     panel.set_facecolor("#DDDDDD")  # shows where a layer has no value
     panel.set_xlim(*_edges(steps)[[0, -1]])
@@ -133,7 +142,12 @@ def draw_layer_map(panel: Axes, readings: Readings, metric: str) -> None:
     panel.set_yticks(list(ticks), labels=[str(layers[tick]) for tick in ticks])
     panel.set_ylabel("layer", fontsize=10)
     bar = panel.figure.colorbar(mesh, ax=panel, pad=0.02, extend="max" if exceeded else "neither")
-    bar.set_label(AXIS_LABELS.get(metric, metric), fontsize=9)
+    words = [AXIS_LABELS.get(metric, metric) if label is None else label, "logarithmic" * wide]
+    bar.set_label("\n".join(filter(None, words)), fontsize=9)
+    if wide:
+        bar.ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        bar.ax.yaxis.set_minor_locator(NullLocator())
     bar.ax.tick_params(labelsize=8.5, length=2)
     bar.outline.set_visible(False)
 
@@ -575,9 +589,8 @@ def colour_range(
 
 def largest(reading: Reading, metric: str) -> float:
     """Return the largest value that a metric can have; NaN where there is none, or not known."""
-    if metric == "attention_entropy":
-        null = reading.values.get(f"{metric}/null", math.nan)
-        return uniform_entropy([reading]) if math.isnan(null) else null
+    if metric == "attention_entropy":  # that of uniform attention
+        return reading.values.get(f"{metric}/null", math.nan)
     return 1.0 if metric == "attention_entropy_normalised" else math.nan
 
 

@@ -3,7 +3,6 @@
 They are made of matplotlib's objects only: pyplot is not imported, no backend or setting changed.
 """
 
-import math
 import os
 from pathlib import Path
 
@@ -98,7 +97,7 @@ def profile_figure(readings: Readings, metric: str = "anisotropy") -> Figure:
     return figure
 
 
-def heads_figure(reading: Reading, metric: str, *, largest: float = math.nan) -> Figure:
+def heads_figure(reading: Reading, metric: str) -> Figure:
     """Draw a metric of heads at one step as a matrix of layers and heads, for loggers.
 
     The scale of cosines is -1 to 1, that of the attention entropy 0 to that of uniform attention,
@@ -107,8 +106,6 @@ def heads_figure(reading: Reading, metric: str, *, largest: float = math.nan) ->
     Args:
         reading: Reading with the values.
         metric: Name of a metric with a value for each head.
-        largest: Attention entropy of uniform attention, in nats; NaN to estimate it from the
-            reading.
     """
     layers, count = panels.layers_and_heads(reading.values, metric)
     table = panels.head_table(reading, metric, layers, count)
@@ -121,8 +118,7 @@ def heads_figure(reading: Reading, metric: str, *, largest: float = math.nan) ->
     if not np.isfinite(table).any():
         panels.show_message(panel, f"{metric} of heads: not measured")
         return figure
-    most = panels.largest(reading, metric) if math.isnan(largest) else largest
-    colours, low, high = panels.colour_range(table, metric, most)
+    colours, low, high = panels.colour_range(table, metric, panels.largest(reading, metric))
     image = panel.imshow(table, cmap=colours, vmin=low, vmax=high, aspect="auto")
     panel.set_facecolor("#DDDDDD")  # shows where a head has no value
     panels.matrix_axes(panel, layers, columns)

@@ -113,8 +113,8 @@ class TensorBoard(BoardPages):
 
     def _log(self, values: Mapping[str, float], step: int) -> None:
         for tag, value in values.items():
-            # The old style rounds to float32.
-            self._writer.add_scalar(tag, value, step, new_style=True, double_precision=True)
+            # In float32: TensorBoard's data server, which is installed with it, shows no doubles.
+            self._writer.add_scalar(tag, value, step, new_style=True)
         self._writer.flush()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from geomon.analysis import Curve, curve_of, single_source
 from geomon.analysis.alerts import alert_notes, kind_of
-from geomon.analysis.profile import profile_of, uniform_entropy
+from geomon.analysis.profile import profile_of
 from geomon.record import Reading, Readings, tags
 
 try:
@@ -42,7 +42,7 @@ def charts_of(readings: Readings, reading: Reading) -> dict[str, go.Figure]:
         readings: Readings of the main stack of a run, thinned.
         reading: The last reading, with all its values.
     """
-    largest = uniform_entropy(readings)
+    uniform = reading.values.get("attention_entropy/null", math.nan)
     charts = {
         "1_intrinsic_dimension": _dimension(readings),
         "2_anisotropy_over_depth": _profile(readings, "anisotropy"),
@@ -50,7 +50,7 @@ def charts_of(readings: Readings, reading: Reading) -> dict[str, go.Figure]:
         "4_anisotropy_by_layer": _layers(readings, "anisotropy"),
         "5_attention_entropy_by_layer": _layers(readings, "attention_entropy"),
         "6_query_and_key_by_head": _heads(reading, "qk_cosine", -1.0, 1.0),
-        "7_attention_entropy_by_head": _heads(reading, "attention_entropy", 0.0, largest),
+        "7_attention_entropy_by_head": _heads(reading, "attention_entropy", 0.0, uniform),
     }
     return {name: chart for name, chart in charts.items() if chart is not None}
 

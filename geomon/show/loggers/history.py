@@ -11,7 +11,6 @@ from geomon.record.sinks import Affords
 # What pages draw and describe of a reading: a large model's has tens of thousands of values.
 _SHOWN = (
     "twonn", "twonn_distinct", "gride", "anisotropy", "qk_cosine", "attention_entropy",
-    "attention_entropy_normalised",
 )  # fmt: skip
 # Smallest ratio of the steps of two readings kept. Four readings for each octave of steps make
 # about a hundred in a long run; 0.99 allows for rounded steps.

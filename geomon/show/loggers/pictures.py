@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from geomon.analysis.profile import uniform_entropy
 from geomon.record import Reading, Readings
 from geomon.record.sinks import Affords
 from geomon.show.loggers.history import RunDrawer
@@ -86,7 +85,6 @@ def _figures(
             ("4 anisotropy by layer", "anisotropy"),
             ("5 attention entropy by layer", "attention_entropy"),
         )
-        largest = uniform_entropy(readings)
         for name, metric in maps:
             if began and readings.layers(metric):
                 yield f"Geometry/{name}", cards.layers_figure(readings, metric)
@@ -96,8 +94,7 @@ def _figures(
         )
         for name, metric in heads:
             if layers_and_heads(reading.values, metric)[0]:
-                figure = heads_figure(reading, metric, largest=largest)
-                yield f"Geometry/{name}", figure
+                yield f"Geometry/{name}", heads_figure(reading, metric)
     if last and began:
         yield "Geometry/8 whole run", geometry_figure(readings)
 

@@ -1,5 +1,10 @@
 """Pages of TensorBoard, as a plain loop has them: values, layout, pictures and text."""
 
+import json
+import subprocess
+import sys
+
+import numpy as np
 import pytest
 from models import PlainDecoder, batch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -42,7 +47,7 @@ class Writer:
         self.layouts.append(layout)
 
 
-def test_it_holds_charted_values_to_the_last_bit(tmp_path):
+def test_it_holds_charted_values_in_single_precision(tmp_path):
     sink = TensorBoard(tmp_path, pictures=False)
     assert isinstance(sink, Sink)
     for step in (0, 5):
@@ -51,7 +56,42 @@ def test_it_holds_charted_values_to_the_last_bit(tmp_path):
     sink.close()
     found = events_of(tmp_path).Tensors("geomon/twonn")
     assert [event.step for event in found] == [0, 5]
-    assert [event.tensor_proto.double_val[0] for event in found] == [0.1, 5.1]
+    values = [event.tensor_proto.float_val[0] for event in found]
+    assert values == [np.float32(0.1), np.float32(5.1)]
+
+
+# In a process of its own, with which the server ends.
+_SERVED = """
+import json, sys, time
+from tensorboard.context import RequestContext
+from tensorboard.data import server_ingester
+from tensorboard.util.grpc_util import ChannelCredsType
+ingester = server_ingester.SubprocessServerDataIngester(
+    server_binary=server_ingester.get_server_binary(), logdir=sys.argv[1], reload_interval=1,
+    channel_creds_type=ChannelCredsType.LOCAL,
+)
+ingester.start()
+question = {"experiment_id": "", "plugin_name": "scalars", "downsample": 10}
+runs, tries = {}, 0
+while not runs and tries < 20:  # it reads the files after it has started
+    time.sleep(0.2 * tries)
+    tries += 1
+    runs = ingester.data_provider.read_scalars(RequestContext(), **question)
+point = runs["run"]["geomon/twonn"][-1]
+print(json.dumps([point.step, point.value]))
+"""
+
+
+def test_the_data_server_of_tensorboard_shows_the_values(tmp_path):
+    """It comes with TensorBoard, reads files by default, and knows fewer types of numbers."""
+    sink = TensorBoard(tmp_path / "run", pictures=False)
+    sink.write(reading(5))
+    sink.close()
+    done = subprocess.run(
+        [sys.executable, "-c", _SERVED, str(tmp_path)],
+        capture_output=True, text=True, check=True, timeout=300,
+    )  # fmt: skip
+    assert json.loads(done.stdout) == [5, float(np.float32(5.1))]
 
 
 def test_a_detail_that_does_not_exist_is_refused_before_a_file_is_made(tmp_path):

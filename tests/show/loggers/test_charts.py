@@ -64,13 +64,7 @@ def test_maps_have_the_scale_of_the_blocks_and_matrices_one_that_stays(readings)
     (cosines,) = charts[NAMES[5]].data
     assert (cosines.zmin, cosines.zmax) == (-1.0, 1.0)
     assert [list(row) for row in cosines.z] == [pytest.approx([-0.7, 0.7, -0.7])] * 2
-    values = readings[-1].values
-    shares = {
-        tag.replace("entropy/", "entropy_normalised/"): value / 4.0
-        for tag, value in values.items()
-        if tag.startswith("attention_entropy/") and "head" in tag
-    }
-    last = replace(readings[-1], values={**values, **shares})
+    last = replace(readings[-1], values={**readings[-1].values, "attention_entropy/null": 4.0})
     (entropies,) = charts_of(Readings([], [last]), last)[NAMES[6]].data
     assert (entropies.zmin, entropies.zmax) == (0.0, pytest.approx(4.0))
 

@@ -492,12 +492,11 @@ def test_an_alert_is_a_line_at_its_step_and_the_legend_says_which(make_readings)
 
 @pytest.mark.parametrize("layers", [2, 4])
 def test_the_scale_of_entropy_reaches_from_nothing_to_uniform_attention(layers):
-    values = {}
-    for layer in range(1, layers + 1):
-        place = f"layer_{layer:02d}/head_0"
-        values[f"attention_entropy/{place}"] = 3.0 / layer
-        values[f"attention_entropy_normalised/{place}"] = 0.75 / layer
-    reading = Reading(0, 1.0, 0.5, "inline", "train", 64, 1, "float32", values)
-    for largest, expected in ((float("nan"), 4.0), (5.0, 5.0)):
-        image = heads_figure(reading, "attention_entropy", largest=largest).axes[0].images[0]
-        assert (image.norm.vmin, image.norm.vmax) == pytest.approx((0.0, expected))
+    values = {f"attention_entropy/layer_{n:02d}/head_0": 3.0 / n for n in range(1, layers + 1)}
+    for null, expected in (
+        ({"attention_entropy/null": 4.0}, (0.0, 4.0)),
+        ({}, (3.0 / layers, 3.0)),
+    ):
+        reading = Reading(0, 1.0, 0.5, "inline", "train", 64, 1, "float32", values | null)
+        image = heads_figure(reading, "attention_entropy").axes[0].images[0]
+        assert (image.norm.vmin, image.norm.vmax) == pytest.approx(expected)
