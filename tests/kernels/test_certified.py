@@ -142,12 +142,19 @@ def test_the_plan_finds_what_the_whole_search_finds(monkeypatch, k):
         assert [found.certain.double().mean() > 0.9 for found in asked] == [True]
 
 
-def test_some_rows_among_some_by_lower_bounds():
-    rows = decaying(6000, 256, power=1.2)
-    among = torch.arange(0, 6000, 2)
+def test_some_rows_among_some_by_lower_bounds(monkeypatch):
+    rows = decaying(3000, 96, power=1.5)
+    among = torch.arange(0, 3000, 2)
     of = among[::3]
-    assert choose(scale_rows(rows, among).values, len(of), 2) is not None
+    asked = []
+
+    def plan(values, wanted, k):
+        asked.append((len(values), wanted, k))
+        return Plan(torch.eye(96, 40, dtype=torch.float64), 20, 0.0)
+
+    monkeypatch.setattr(certified, "choose", plan)
     got = nearest(rows, 2, of=of, among=among)
+    assert asked == [(1500, 500, 2)]
     exact = rows.double()
     pairs = torch.cdist(exact[of], exact[among], compute_mode="donot_use_mm_for_euclid_dist")
     pairs[pairs == 0] = math.inf
