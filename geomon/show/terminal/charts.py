@@ -168,7 +168,8 @@ def _draw(
     plot.xlim(first, last)
     plot.ylim(low, high)
     plot.xticks([mark for mark, _ in marks], [text for _, text in marks])
-    shown = axis_marks(low, high, max(3, rows // 2) + 1)
+    # Three rows apart at least: marks are rounded to rows, and nearer ones look unevenly spaced.
+    shown = axis_marks(low, high, max(3, rows // 3))
     plot.yticks([mark for mark, _ in shown], [text for _, text in shown])
     plot.xaxes(True, False)
     plot.yaxes(True, False)
