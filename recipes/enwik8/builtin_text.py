@@ -62,7 +62,8 @@ def _docstrings(library: Path) -> Iterator[str]:
 def _statements(tree: ast.Module) -> Iterator[ast.AST]:
     """Yield the tree and its statements, level by level, as `ast.walk` does for all nodes.
 
-    Seven nodes of eight are expressions, which hold no definition and would take as long as parsing.
+    Seven nodes of eight are expressions: they hold no definition, and would take as long as the
+    parsing.
     """
     level: list[ast.AST] = [tree]
     while level:
