@@ -101,6 +101,20 @@ def test_an_error_covers_as_often_as_it_says(few):
         assert max(errors) > 0.4, name  # an interval that is far too wide says nothing
 
 
+def test_the_error_of_the_entropy_holds_what_a_coarse_quadrature_adds(monkeypatch):
+    """Three blocks and many decades: Gauss quadrature alone is nearly two intervals too high."""
+    monkeypatch.setattr(module, "WHOLE_SIDE", 200)
+    monkeypatch.setattr(module, "_BLOCKS", 3)
+    lambdas = torch.exp(-torch.arange(1, 401).double() / 60)
+    want = whole.effective_rank(lambdas).item()
+    inside = 0
+    for seed in range(8):
+        rows = rows_with(lambdas, 900, seed=2 * seed)
+        value, error = summarise_spectrum(rows).effective_rank
+        inside += abs(value.item() - want) <= error.item()
+    assert inside >= 7
+
+
 def test_at_full_size_the_values_are_close():
     hidden = normal(1300, 1100) * torch.arange(1, 1101) ** -0.5
     assert_near(hidden.float(), at_most=0.01)
