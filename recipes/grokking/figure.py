@@ -58,7 +58,7 @@ def draw(
         panel.set_ylabel(label, fontsize=10)
         panel.set_ylim(0, None if name else 1.05)
         _plain(panel)
-    _legend(panels[0], len(runs))
+    _legend(panels[0], len(runs), len(controls))
     panels[2].set_xlabel("training step", fontsize=10)
     panels[2].xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
     return figure
@@ -94,14 +94,17 @@ def _plain(panel: Axes) -> None:
     panel.set_axisbelow(True)
 
 
-def _legend(panel: Axes, count: int) -> None:
+def _legend(panel: Axes, runs: int, controls: int) -> None:
     panel.plot([], [], color=_BLUE, lw=0.9, ls=":", label="a run answers half of them")
     below = "below all that the controls\nhave had until then"
     panel.plot([], [], "v", color="black", ms=7, mec="white", ls="", label=below)
-    seeds = "one seed of each kind"
-    if count > 1:
-        seeds = f"{count} seeds of each kind (thin), means with 95 % intervals"
+    if runs == controls:
+        counts = f"{runs} seeds of each kind" if runs > 1 else "one seed of each kind"
+    else:
+        of_runs = f"{runs} runs" if runs > 1 else "one run"
+        counts = f"{of_runs} and " + (f"{controls} controls" if controls > 1 else "one control")
+    several = " (thin), means with 95 % intervals" if max(runs, controls) > 1 else ""
     panel.legend(
         loc="upper left", fontsize=9, framealpha=1, edgecolor="none", handlelength=1.6,
-        title=seeds, title_fontsize=9, alignment="left",
+        title=f"{counts}{several}", title_fontsize=9, alignment="left",
     )  # fmt: skip

@@ -13,6 +13,7 @@ from geomon import read
 from recipes.grokking.__main__ import app
 from recipes.grokking.claims import claims
 from recipes.grokking.data import split, table
+from recipes.grokking.figure import draw
 from recipes.grokking.leads import CURVES, Course, alarm, false_alarms, leads
 from recipes.study import load_claims
 
@@ -99,6 +100,21 @@ def test_claims_are_decided_by_the_curves():
     falling = [course([9.0, 9.0, 4.0, 3.0]), course([9.0, 9.0, 4.0, 3.1])]
     verdicts = {claim.name: claim.verdict for claim in claims(runs, falling, differs="")}
     assert verdicts["local_dimension_stays_without_generalisation"] == "disagrees"
+
+
+@pytest.mark.parametrize(
+    ("runs", "controls", "words"),
+    [
+        (1, 1, "one seed of each kind"),
+        (2, 2, "2 seeds of each kind (thin), means with 95 % intervals"),
+        (1, 3, "one run and 3 controls (thin), means with 95 % intervals"),
+    ],
+)
+def test_the_legend_counts_both_kinds(runs, controls, words):
+    solved = course([9.0, 9.0, 4.0, 3.0], held_out=[math.nan, 0.0, 0.05, 0.8])
+    others = [course([9.0, 9.0, 8.0, 8.0])] * controls
+    figure = draw([solved] * runs, others, fraction=0.5, control_fraction=0.1)
+    assert figure.axes[0].get_legend().get_title().get_text() == words
 
 
 @pytest.mark.filterwarnings("ignore:effective_rank_last. 64 sequences")  # of a tiny table
