@@ -305,7 +305,7 @@ def failures(ranks: RankGroup, folder: Path) -> dict:
     }  # fmt: skip
 
 
-def broken_window(self):
+def broken_window(self, device=None):
     raise OSError("no window here")
 
 
