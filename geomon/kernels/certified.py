@@ -218,7 +218,7 @@ class _Limit(NamedTuple):
 
     norm: Tensor
     width: int
-    count: int
+    size: int
 
     def of(self, distance: Tensor, places: Tensor) -> Tensor:
         """Compute the limit for some points, [places].
@@ -230,7 +230,7 @@ class _Limit(NamedTuple):
         eps = torch.finfo(torch.float32).eps
         reach = 2 * self.norm[places] + distance
         moved = (eps + 8 * math.sqrt(self.width * torch.finfo(torch.float64).eps)) * reach
-        return (distance + moved).square() + (self.count + 8) * eps * reach.square() + UNDERFLOW
+        return (distance + moved).square() + (self.size + 8) * eps * reach.square() + UNDERFLOW
 
 
 def _rungs(k: int) -> list[int]:
