@@ -106,7 +106,7 @@ def _by_lower_bounds(rows: Tensor, k: int) -> tuple[Neighbours, int]:
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(width, (width + 1) // 2, generator=generator, dtype=torch.float64)
     plan = certified.Plan(torch.linalg.qr(start).Q, 3 * k + 20, 0.0)
-    counts = []
+    counts: list[int] = []
 
     def search(*given: Any) -> certified.Certified:
         found = by_bounds(*given)

@@ -74,10 +74,10 @@ def _line(rows: Tensor, runs: int) -> list[str]:
     contenders: dict[str, Callable[[], object]] = {"product": lambda: rows @ rows.T}
     for name in ("geomon, k = 2", "DADApy, k = 2", "scikit-dimension"):
         try:
-            contender = speed.CONTENDERS["dimension"][name]()
+            answer = speed.CONTENDERS["dimension"][name]()
         except ImportError:
             continue
-        contenders[name] = functools.partial(speed.quiet, contender, array)
+        contenders[name] = functools.partial(speed.quiet, answer, array)
     contenders["k = 16"] = lambda: nearest(rows, 16)
     contenders["k = 16, whole"] = lambda: _whole(rows)
     times: dict[str, list[float]] = {name: [] for name in contenders}

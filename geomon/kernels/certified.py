@@ -206,19 +206,19 @@ class _Limit(NamedTuple):
     |y| <= |x| + t and |x| + |y| <= s = 2|x| + t.
 
     Rounding to float32, before the coordinates and after, moves each of the two by at most
-    e / 2 = 2^-24 of its norm. In float64, the squares under the root of the last coordinate, the
-    products with the directions, and how far these are from orthonormal, lose a share of a few
-    w 2^-53 of the squared norm (w: width); of the root that is at most h = 2 sqrt(w 2^-52), which
-    exceeds everything else in float64 by far, the rounding of t too. So the computed coordinates of
-    the two are at most t + (e + h) s apart.
-    FAISS adds up at most 3m + 2 rounded terms for m coordinates, by the expansion of squares or by
-    differences: it is off by less than (m + 8) e s^2, with twice what is possible.
+    e / 2 = 2^-24 of its norm. In float64, the difference of squares under the root of the last
+    coordinate is off by at most 2 w (1 + sqrt(p)) 2^-53 of the squared norm (w: width), and by as
+    much again where the directions are not quite orthonormal; its root by the root of that, which
+    h = 8 sqrt(w 2^-52) exceeds for p up to 200. Everything else in float64 is far smaller, the
+    rounding of t too. So the computed coordinates of the two are at most t + (e + h) s apart.
+    FAISS adds up m products of m coordinates for each of two norms and a product, in any order, or
+    m squared differences: it is off by less than (m + 8) e s^2, twice what is possible.
     A point whose computed square is above the sum of both is farther than t.
     """
 
     norm: Tensor
     width: int
-    columns: int
+    size: int
 
     def of(self, distance: Tensor, places: Tensor) -> Tensor:
         """Compute the limit for some points, [places].
@@ -229,8 +229,8 @@ class _Limit(NamedTuple):
         """
         eps = torch.finfo(torch.float32).eps
         reach = 2 * self.norm[places] + distance
-        moved = (eps + 2 * math.sqrt(self.width * torch.finfo(torch.float64).eps)) * reach
-        return (distance + moved).square() + (self.columns + 8) * eps * reach.square() + UNDERFLOW
+        moved = (eps + 8 * math.sqrt(self.width * torch.finfo(torch.float64).eps)) * reach
+        return (distance + moved).square() + (self.size + 8) * eps * reach.square() + UNDERFLOW
 
 
 def _rungs(k: int) -> list[int]:

@@ -77,10 +77,10 @@ class MonitorOptions(TypedDict, total=False):
         background: Whether rows are measured in a thread while the training goes on, on an
             accelerator on a stream of its own; None does so where the model is on an accelerator.
             Gathered rows are measured at once.
-        device: Where rows are measured: "auto" on the device of the model, if the training leaves
-            memory enough there; "cpu" on the host; or the name of an accelerator, "cuda:1". Rows of
-            a model on the same device are not copied. With several ranks each measures its share of
-            the layers on its own. A reading that its device has no memory for is measured on the
+        device: Where rows are measured: "cpu" on the host; "auto" on the device of the model, if
+            the training leaves memory enough there; or the name of an accelerator, "cuda:1". Rows
+            of a model on the same device are not copied. With several ranks each measures its share
+            of the layers on its own. A reading that its device has no memory for is measured on the
             host, and says so.
         max_capture_mb: Largest memory of what one reading keeps of a pass, in millions of bytes:
             fewer rows, queries and keys are kept if need be, attention that does not fit is left
@@ -171,7 +171,7 @@ DEFAULTS: MonitorOptions = {
     "gather": True,
     "rank_timeout": 60.0,
     "background": None,
-    "device": AUTO,
+    "device": "cpu",
     "max_capture_mb": None,
     "seed": 0,
     "sink_timeout": 30.0,
