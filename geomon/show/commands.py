@@ -254,7 +254,7 @@ def _say_remarks(paths: Sequence[Path], runs: Sequence[Readings]) -> None:
     """Say on standard error what is to be known of records as a whole."""
     for path, readings in zip(paths, runs, strict=True):
         for remark in readings.remarks():
-            print(printable(f"geomon: {path}: {remark}"), file=sys.stderr)
+            sys.stderr.write(printable(f"geomon: {path}: {remark}") + "\n")
 
 
 @contextmanager
