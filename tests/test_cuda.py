@@ -174,6 +174,7 @@ def trained(tmp_path=None, *, steps=4, **options):
     model, memory = models.PlainDecoder().cuda(), Memory()
     options = {"metrics": METRICS, "tokens": 256, "schedule": lambda step: True} | options
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"device": "auto"} | options
     monitor = Monitor(model, directory=tmp_path, sinks=[memory], strict=True, **options)
     for step in range(steps):
         with monitor(step):

@@ -16,7 +16,7 @@ from geomon.analysis import Phase
 from geomon.analysis.alerts import DEFAULT_ALERTS, Alert, check_alerts
 from geomon.capture.snapshot import check_extra_layers
 from geomon.metrics import METRICS, Metric, check_metrics
-from geomon.monitor.device import AUTO, check_device
+from geomon.monitor.device import check_device
 from geomon.monitor.held_out import HeldOut, is_loader
 from geomon.monitor.schedule import Schedule, check_schedule, log_spaced
 from geomon.record import Sink

@@ -16,6 +16,7 @@ from geomon.metrics import Evaluator
 from geomon.monitor import device as module
 from geomon.monitor.device import MeasuringDevice, check_device
 from geomon.monitor.jobs import ReadingJob
+from geomon.monitor.options import DEFAULTS
 
 NAME = str(DEVICE)
 FEW = select("anisotropy", "twonn", "within_variance", "qk_cosine", "attention_entropy")
@@ -27,6 +28,7 @@ def run(directory=None, *, steps=2, **options):
     model, memory = PlainDecoder(layers=2), Memory()
     options = {
         "metrics": FEW, "tokens": 128, "strict": True, "schedule": lambda step: True,
+        "device": "auto",
     } | options  # fmt: skip
     monitor = Monitor(model, directory=directory, sinks=[memory], background=False, **options)
     for step in range(steps):
@@ -68,6 +70,10 @@ def test_what_names_no_device_is_refused_in_one_line(name):
 def test_a_device_that_is_not_there_is_refused_before_the_training(name):
     with pytest.raises(ValueError, match=rf"^device='{name}' cannot measure[^\n]*use 'cpu'$"):
         Monitor(PlainDecoder(), directory=None, device=name)
+
+
+def test_the_host_measures_unless_another_device_is_asked_for():
+    assert DEFAULTS["device"] == "cpu"  # measuring on a GPU has not been run on one
 
 
 def test_rows_of_a_model_on_the_host_are_measured_there(tmp_path):
