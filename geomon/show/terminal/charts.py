@@ -26,6 +26,8 @@ _GREY: Colour = (120, 120, 120)
 PEAK: Colour = (230, 159, 0)
 # Share of a line's colour in that of its band.
 _DIM = 0.6
+# How many times the highest block layer 0 may be before its point is left out of a profile.
+_FAR_ABOVE = 2
 
 # From low to high: cividis without its darkest end; and blue, black, orange around zero.
 _RISING: tuple[Colour, ...] = (
@@ -55,6 +57,16 @@ class Line:
     margins: list[float]
     colour: Colour
     marker: str = "braille"
+
+    def from_x(self, x: float) -> "Line":
+        """Return the part of the line from a place on.
+
+        Args:
+            x: The place.
+        """
+        start = bisect_left(self.xs, x)
+        xs, values, margins = self.xs[start:], self.values[start:], self.margins[start:]
+        return Line(xs, values, margins, self.colour, self.marker)
 
 
 def line_of(curve: Curve, colour: Colour, marker: str, *, logarithmic: bool) -> Line:
@@ -132,6 +144,9 @@ def draw_profile(
 ) -> None:
     """Draw values over depth.
 
+    The axis of values is that of the blocks. Where layer 0, the embedding, lies far above it, its
+    mark says how high, and no point is drawn there: it would flatten all others.
+
     Args:
         plot: Plot of plotext, which is cleared.
         lines: Values of layers, each line of one step or run.
@@ -141,7 +156,15 @@ def draw_profile(
     columns, rows = size
     every = math.ceil(len(layers) / max(2, columns // 5))
     marks = [(float(layer), str(layer)) for layer in layers[::every]]
-    _draw(plot, lines, columns, rows, (layers[0], layers[-1]), marks, None)
+    ends = layers[0], layers[-1]
+    drawn = [line.from_x(1.0) for line in lines]
+    highest = max((value for line in drawn for value in line.values), default=math.nan)
+    first = max((line.values[0] for line in lines if line.xs[:1] == [0.0]), default=-math.inf)
+    if first > _FAR_ABOVE * highest > 0:
+        marks[0] = (0.0, f"0: {number(first)}↑")
+    else:
+        drawn = list(lines)
+    _draw(plot, drawn, columns, rows, ends, marks, None)
 
 
 def _draw(

@@ -17,6 +17,31 @@ def drawn(line, columns, rows, **options):
     return plot.uncolorize(plot.build()).rstrip("\n").split("\n")
 
 
+def profile(values, columns=60, rows=12):
+    """The lines of a profile over depth."""
+    plot = Plot()
+    places = [float(layer) for layer in range(len(values))]
+    line = Line(places, values, [0.0] * len(values), charts.RUNS[0])
+    charts.draw_profile(plot, [line], (columns, rows), layers=range(len(values)))
+    plot._set_size(columns, rows)
+    return plot.uncolorize(plot.build()).rstrip("\n").split("\n")
+
+
+def test_layer_0_does_not_flatten_the_blocks():
+    lines = profile([25.0, 1.0, 3.0, 6.0, 2.0])
+    assert "0: 25.0↑" in lines[-1]
+    marks = [float(line.split("┤")[0]) for line in lines if "┤" in line]
+    assert max(marks) <= 6
+    highest = next(row for row, line in enumerate(lines) if any(c > "⠀" for c in line[6:]))
+    assert highest <= 1  # the curve of the blocks fills the chart
+
+
+@pytest.mark.parametrize("first", [5.0, 11.0, -30.0])
+def test_layer_0_near_the_blocks_is_drawn_with_them(first):
+    lines = profile([first, 1.0, 3.0, 6.0, 2.0])
+    assert "↑" not in "".join(lines)
+
+
 values = st.one_of(st.floats(-1, 3), st.just(math.nan))
 
 
