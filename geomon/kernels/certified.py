@@ -100,7 +100,9 @@ def choose(values: Tensor, wanted: int, k: int) -> Plan | None:
     if least + _directions_cost(pool, width, counts[-1] + _EXTRA) > _WORTH * wanted * full:
         return None
     generator = torch.Generator("cpu").manual_seed(0)
-    drawn = values[torch.randperm(points, generator=generator, device="cpu")[:pool]]
+    drawn = values[
+        torch.randperm(points, generator=generator, dtype=torch.int64, device="cpu")[:pool]
+    ]
     directions = _leading(drawn[:_DIRECTING], counts[-1], generator)
     # Among more rows there are more candidates below the same bound, and nearer neighbours: between
     # one and four times as many in 4,096 rows as in 1,024 of them, and about twice on most layers.
@@ -145,7 +147,7 @@ def search(
     )
     generator = torch.Generator("cpu").manual_seed(0)
     # In random order, so that the first block stands for all.
-    order = torch.randperm(len(own), generator=generator, device="cpu")
+    order = torch.randperm(len(own), generator=generator, dtype=torch.int64, device="cpu")
     for block in order.split(_QUERIES):
         mine = own[block]
         near = knn(short[mine].numpy(), short.numpy(), min(plan.candidates, len(values)))

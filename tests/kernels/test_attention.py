@@ -363,7 +363,7 @@ def test_the_size_of_the_block_bounds_the_temporaries(monkeypatch, key_heads):
     inputs = (query, key, visible, bias)
     with LargestNewTensor(*inputs) as at_once:
         attention_rows(query, key, visible, 0.3, bias)
-    assert at_once.bytes == 2 * 4 * 4 * 64 * 1024  # both sequences
+    assert at_once.bytes == 4 * 4 * 32 * 1024  # four heads, half of the queries of a sequence
     monkeypatch.setattr(_blocks, "BLOCK", 4 * 16 * 1024)
     with LargestNewTensor(*inputs) as in_blocks:
         attention_rows(query, key, visible, 0.3, bias)
