@@ -41,7 +41,7 @@ LEAST_SECONDS = 90.0
 # file that is named like the module always comes before these.
 FOLDERS: dict[str, list[str]] = {
     "geomon": ["test_one_shot.py", "test_description.py"],
-    "geomon/analysis": ["analysis", "show/test_terminal.py"],
+    "geomon/analysis": ["analysis", "show/terminal/test_overview.py"],
     "geomon/capture": [
         "capture/test_attention.py", "capture/test_snapshot.py", "capture/test_first_pass.py",
         "capture/test_qkv.py", "capture/anatomy", "test_one_shot.py", "capture/test_window.py",
