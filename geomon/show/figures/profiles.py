@@ -161,7 +161,7 @@ def _draw_p_values(panel: Axes, curves: Mapping[str, Curve], layers: int) -> Non
         lowest = min(lowest, smallest)
         panel.axhline(smallest, color=GREY, lw=1, ls="--")
         panel.text(
-            0.01, smallest, f" least possible with {layers} layers: {smallest:.2g}", va="top",
+            0.01, 0.9 * smallest, f" least possible with {layers} layers: {smallest:.2g}", va="top",
             transform=panel.get_yaxis_transform(), fontsize=8.5, color=GREY,
         )  # fmt: skip
     panel.set_ylim(lowest / 2.5, 2.5)

@@ -73,6 +73,21 @@ def test_the_profile_is_drawn_at_the_first_and_the_last_step(make_readings):
         assert line == [reading.values[f"anisotropy/layer_{layer:02d}"] for layer in range(5)]
 
 
+@pytest.mark.parametrize("first", [2.5, 30.0])
+def test_layer_0_leaves_the_axis_where_it_would_flatten_the_blocks(first):
+    values = {f"twonn/layer_{layer:02d}": value for layer, value in enumerate([first, 2, 4, 3])}
+    reading = Reading(
+        step=0, time=0.0, seconds=0.0, source="probe", mode="eval", tokens=64, world_size=1,
+        dtype="float32", values=values, notes=(),
+    )  # fmt: skip
+    figure = profile_figure(Readings([], [reading]), "twonn")
+    (axes, *_) = figure.axes
+    top = axes.get_ylim()[1]
+    assert ("↑ layer 0: 30" in words(figure)) == (first > 8)
+    assert 4 <= top < 5
+    assert list(axes.lines[0].get_ydata()) == [first, 2, 4, 3]  # nothing is taken away
+
+
 def test_steps_are_spread_evenly_in_their_logarithm():
     assert spread_steps([5, 3]) == [3, 5]
     spread = spread_steps(list(range(10_001)))
