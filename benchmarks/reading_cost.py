@@ -28,9 +28,13 @@ COLUMNS = (
 )  # fmt: skip
 
 # Where the time of a reading goes: the views that are computed for it, and its metrics.
-SEARCH = ("nearest", "far_neighbours", "distinct_neighbours", "unique_rows", "distinct")
+SEARCH = (
+    "nearest", "far_nearest", "distinct_nearest", "distinct_half_ratios", "scaled_rows",
+    "unique_rows", "distinct",
+)  # fmt: skip
 PARTS = dict.fromkeys(SEARCH, "neighbours") | {
-    "spectrum": "spectrum", "attention": "attention", "token_types": "token types",
+    "spectrum": "spectrum", "spectrum_summary": "spectrum", "ordinary_summary": "spectrum",
+    "attention": "attention", "token_types": "token types",
     "ordinary_rows": "sinks", "gride": "dimension", "twonn": "dimension",
     "twonn_distinct": "dimension",
 }  # fmt: skip
@@ -43,6 +47,9 @@ def main(
     runs: Annotated[int, typer.Option(help="Pairs of a step and a reading of each kind.")] = 9,
 ) -> None:
     """Time training steps and readings in turn, and print the ratios of their medians."""
+    unknown = PARTS.keys() - geomon.metrics.views.DERIVED.keys() - METRICS.keys()
+    if unknown:
+        raise SystemExit(f"no view and no metric has the name {', '.join(sorted(unknown))}")
     table = Table(title=f"One reading of all {len(METRICS)} metrics on {TOKENS:,} tokens")
     for column in COLUMNS:
         table.add_column(column, justify="right")
