@@ -164,7 +164,7 @@ def with_depth(reading: Reading, metric: str) -> float:
     return float(stats.spearmanr(range(len(profile)), profile).statistic)
 
 
-def heads_of(reading: Reading, metric: str) -> dict[Head, float]:
+def head_values(reading: Reading, metric: str) -> dict[Head, float]:
     """Collect the finite values of all heads.
 
     Args:
@@ -194,7 +194,7 @@ def over_heads(
         size: Whether the absolute values are averaged.
     """
     values = [
-        v for (layer, _), v in heads_of(reading, metric).items() if layer in layers or not layers
+        v for (layer, _), v in head_values(reading, metric).items() if layer in layers or not layers
     ]
     return fmean(abs(value) if size else value for value in values)
 
@@ -211,7 +211,7 @@ def onset(history: History, metric: str, head: Head, limit: float) -> float:
     Returns:
         Share of the training's steps that were made by then, [0, 1].
     """
-    values = [heads_of(reading, metric)[head] for reading in history.readings]
+    values = [head_values(reading, metric)[head] for reading in history.readings]
     side = math.copysign(1, values[-1])
     begun = len(values) - 1
     while begun > 0 and side * values[begun - 1] > limit:

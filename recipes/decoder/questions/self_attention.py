@@ -10,7 +10,7 @@ from recipes.study.history import (
     History,
     at_end,
     growth,
-    heads_of,
+    head_values,
     onset,
     over_heads,
     over_layers,
@@ -247,15 +247,15 @@ def _first_minus_second_half(profile: Sequence[float]) -> float:
 
 
 def _last_layer(history: History) -> int:
-    return max(layer for layer, _ in heads_of(history.last, "qk_cosine"))
+    return max(layer for layer, _ in head_values(history.last, "qk_cosine"))
 
 
 def _beyond(history: History, limit: float, sign: int) -> list[Head]:
     """Heads whose cosine is beyond a limit at the end, on one side."""
-    heads = heads_of(history.last, "qk_cosine")
+    heads = head_values(history.last, "qk_cosine")
     return [head for head, value in heads.items() if sign * value > limit]
 
 
 def _share_beyond(history: History, limit: float, signs: Sequence[int]) -> float:
     found = sum(len(_beyond(history, limit, sign)) for sign in signs)
-    return found / len(heads_of(history.last, "qk_cosine"))
+    return found / len(head_values(history.last, "qk_cosine"))
