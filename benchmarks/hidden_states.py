@@ -1,6 +1,8 @@
 """Hidden states of GPT-2-like models along a short training on enwik8, kept in files.
 
 python -m benchmarks.hidden_states --out FOLDER
+
+On an accelerator, where there is one: the wide models take hours on a processor.
 """
 
 import time
@@ -10,7 +12,7 @@ from typing import Annotated, NamedTuple
 import torch
 import typer
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
 from recipes.enwik8.data import Corpus, load
 
@@ -38,8 +40,8 @@ class Training(NamedTuple):
 TRAININGS = {
     128: Training(4, 4, 8, 1e-3, (0, 30, 100, 1000)),
     384: Training(4, 6, 8, 6e-4, (0, 30, 100, 1000)),
-    768: Training(4, 12, 8, 6e-4, (0, 30, 100)),
-    2048: Training(2, 16, 4, 3e-4, (0, 30, 100)),
+    768: Training(4, 12, 8, 6e-4, (0, 30, 100, 1000)),
+    2048: Training(2, 16, 4, 3e-4, (0, 30, 100, 1000)),
 }
 
 
@@ -80,7 +82,9 @@ def _train(
         n_head=training.heads, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
         bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config)
+    # Made on the processor, so that the weights at the start are the same everywhere.
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_config(config).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=training.rate)
     train = torch.from_numpy(corpus.train).long()
     places = torch.Generator().manual_seed(0)
@@ -89,7 +93,7 @@ def _train(
         if step in wanted:
             _keep(out, model, torch.from_numpy(corpus.validation).long(), width, step)
         starts = torch.randint(len(train) - CONTEXT, (training.sequences,), generator=places)
-        batch = train[starts[:, None] + torch.arange(CONTEXT)]
+        batch = train[starts[:, None] + torch.arange(CONTEXT)].to(device)
         for group in optimizer.param_groups:
             group["lr"] = training.rate * min(1.0, (step + 1) / 10)
         loss = model(batch, labels=batch).loss
@@ -102,13 +106,13 @@ def _train(
 
 
 @torch.no_grad()
-def _keep(out: Path, model: torch.nn.Module, text: Tensor, width: int, step: int) -> None:
-    batch = text[: ROWS // CONTEXT * CONTEXT].view(-1, CONTEXT)
+def _keep(out: Path, model: PreTrainedModel, text: Tensor, width: int, step: int) -> None:
+    batch = text[: ROWS // CONTEXT * CONTEXT].view(-1, CONTEXT).to(model.device)
     hidden = model(batch, output_hidden_states=True).hidden_states
     # What the library returns last is behind the final norm: the last but one is a block's.
     for layer in sorted({1, len(hidden) - 2}):
         rows = hidden[layer].flatten(0, 1).contiguous()
-        torch.save(rows.float(), file_of(out, width, step, layer))
+        torch.save(rows.float().cpu(), file_of(out, width, step, layer))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ def distances_to(rows: Tensor, wanted: Tensor, candidates: Tensor, unit: float) 
     count, width = candidates.shape[1], rows.shape[1]
     distances = torch.empty(candidates.shape, dtype=torch.float64, device=rows.device)
     # A quarter of a block: differences that leave the cache cost a third more.
-    step = rows_in_block(4 * count * width)
+    step = rows_in_block(4 * count * width, rows.device)
     # Allocated once: the allocator does not find again what is freed between blocks.
     taken = rows.new_empty(min(step, len(wanted)) * count, width)
     exact = torch.empty_like(taken, dtype=torch.float64)

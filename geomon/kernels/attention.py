@@ -384,22 +384,24 @@ def _expand(name: str, values: Tensor, shape: _Shape) -> Tensor:
         ) from error
 
 
-def _cuts(shape: _Shape, *, group: int) -> Iterator[_Slices]:
+def _cuts(shape: _Shape, device: torch.device, *, group: int) -> Iterator[_Slices]:
     """Cut the scores into blocks: several sequences, or a few queries of some heads of one.
 
     Args:
         shape: Shape of all scores.
+        device: Where they are.
         group: Number of heads that face the same keys.
     """
     sequences, heads, queries, keys = shape
     size = heads * queries * keys
-    if size <= _blocks.BLOCK // _PARTS:
-        step = _blocks.rows_in_block(size)
+    if size <= _blocks.block_size(device) // _PARTS:
+        step = _blocks.rows_in_block(size, device)
         for first in range(0, sequences, step):
             yield slice(first, min(first + step, sequences)), slice(0, heads), slice(0, queries)
         return
-    rows = min(_blocks.rows_in_block(group * keys), max(_FEWEST_QUERIES, -(-queries // _PARTS)))
-    together = group * max(1, _blocks.rows_in_block(rows * keys) // group)
+    fits = _blocks.rows_in_block(group * keys, device)
+    rows = min(fits, max(_FEWEST_QUERIES, -(-queries // _PARTS)))
+    together = group * max(1, _blocks.rows_in_block(rows * keys, device) // group)
     for sequence in range(sequences):
         for head in range(0, heads, together):
             for start in range(0, queries, rows):
@@ -442,7 +444,7 @@ def score_blocks(
     group = shape[1] // key.shape[1]
     visible = _expand("visible", visible, shape)
     bias = None if bias is None else _expand("bias", bias, shape)
-    cuts = list(_cuts(shape, group=group))
+    cuts = list(_cuts(shape, query.device, group=group))
     buffer = query.new_empty(max(map(_rows_of, cuts)) * keys, dtype=torch.float32)
     faced, facing = None, key[:0]
     for at in cuts:
@@ -483,7 +485,7 @@ def given_blocks(scores: Tensor, visible: Tensor) -> ScoreBlocks:
         )
     shape = (scores.shape[0], scores.shape[1], scores.shape[2], scores.shape[3])
     expanded = _expand("visible", visible, shape)
-    blocks = ((at, _seen(expanded, at)) for at in _cuts(shape, group=1))
+    blocks = ((at, _seen(expanded, at)) for at in _cuts(shape, scores.device, group=1))
     return (
         (at, scores[at][..., : seen.shape[-1]].to(torch.float32, copy=True), seen)
         for at, seen in blocks

@@ -191,7 +191,7 @@ def coordinates(values: Tensor, directions: Tensor) -> Tensor:
     p = directions.shape[1]
     short = torch.empty(len(values), p + 1, dtype=torch.float32, device=values.device)
     # The rest is a difference of squares, in which float32 would lose half of its digits.
-    step = rows_in_block(4 * values.shape[1])
+    step = rows_in_block(4 * values.shape[1], values.device)
     for target, block in zip(short.split(step), values.split(step), strict=True):
         exact = block.double()
         along = exact @ directions

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from geomon.kernels._blocks import BLOCK, require_rows, rows_in_block
+from geomon.kernels._blocks import require_rows, rows_in_block
 from geomon.kernels.dimension import twonn_of_each
 from geomon.kernels.half_samples import HalfSamples
 
@@ -206,7 +206,7 @@ def neighbour_overlap(one: Tensor, other: Tensor) -> Tensor:
             f"{list(one.shape)} and {list(other.shape)}"
         )
     common = [one.new_empty(0, dtype=torch.float64)]
-    step = rows_in_block(max(1, one.shape[1] ** 2))
+    step = rows_in_block(max(1, one.shape[1] ** 2), one.device)
     for mine, theirs in zip(one.split(step), other.split(step), strict=True):
         same = (mine[:, :, None] == theirs[:, None, :]).sum(dim=(1, 2))
         common.append(same.double() / one.shape[1] if one.shape[1] else same * torch.nan)
@@ -227,7 +227,7 @@ def _neighbourhoods(rows: Tensor, members: Tensor) -> Iterator[tuple[Tensor, Ten
             f"{members.dtype} {list(members.shape)}"
         )
     size = members.shape[1]
-    for part in members.split(max(1, BLOCK // max(1, size * max(size, width)))):
+    for part in members.split(rows_in_block(max(1, size * max(size, width)), rows.device)):
         centred = rows[part].double()
         scale = centred.new_ones(len(part), 1, 1)
         if part.numel() > 0:
@@ -324,7 +324,7 @@ def _mean_differences(values: Tensor, side: Tensor) -> Tensor:
 def _squared_differences(rows: Tensor, one: Tensor, other: Tensor, scale: Tensor) -> Tensor:
     """Compute scaled squared distances of pairs of rows by differences of the rows as given."""
     found = scale.new_empty(len(one))
-    step = rows_in_block(rows.shape[1])
+    step = rows_in_block(rows.shape[1], rows.device)
     for start in range(0, len(one), step):
         part = slice(start, start + step)
         difference = rows[one[part]].double() - rows[other[part]].double()

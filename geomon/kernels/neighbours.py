@@ -94,7 +94,9 @@ def scale_rows(rows: Tensor, among: Tensor | None = None) -> ScaledRows:
     points = _Points(rows, None if among is None or len(among) == len(rows) else among.contiguous())
     frame = _frame(rows)
     values = rows.new_empty((len(points), rows.shape[1]), dtype=torch.float32)
-    step = rows_in_block(4 * rows.shape[1])  # a quarter of a block, which stays in the cache
+    step = rows_in_block(
+        4 * rows.shape[1], rows.device
+    )  # a quarter of a block, which stays in the cache
     blocks = zip(values.split(step), points.blocks(step), strict=True)
     for target, block in blocks:
         target.copy_(frame(block))
@@ -282,7 +284,7 @@ def content_keys(rows: Tensor, some: Tensor) -> Tensor:
         device="cpu",
     ).to(rows.device)
     whole = _AS_INTEGERS[rows.element_size()]
-    step = rows_in_block(rows.shape[1])
+    step = rows_in_block(rows.shape[1], rows.device)
     largest = max((float(b.abs().max()) for b in row_blocks(rows) if b.numel()), default=0.0)
     exponent = torch.tensor(-math.frexp(largest)[1], dtype=torch.int32, device=rows.device)
     # + 0 makes -0 and 0, which are equal, the same.
@@ -297,7 +299,7 @@ def _groups(rows: Tensor, some: Tensor) -> Tensor:
     """Label each of some rows, equal rows with the same label."""
     # By a hash: sorting whole rows would need several copies of them.
     keys = content_keys(rows, some)
-    step = rows_in_block(rows.shape[1])
+    step = rows_in_block(rows.shape[1], rows.device)
     blocks = some.split(step)
     _, group = torch.unique(keys, return_inverse=True)
     alike = some[_firsts(group)[group]]
@@ -403,7 +405,7 @@ def _expanded(
 ) -> Tensor:
     """Find candidates by |y|^2 - 2xy, in the precision that `frame` returns, block by block."""
     found = [torch.empty(0, count, dtype=torch.int64, device=own.device)]
-    for part in own.split(rows_in_block(len(points))):
+    for part in own.split(rows_in_block(len(points), own.device)):
         squared, _ = _squared(points, frame, part)
         found.append(squared.topk(count, dim=1, largest=False).indices)
     return torch.cat(found)
@@ -417,7 +419,7 @@ def _squared(
     norms = queries.new_empty(len(points))
     # One buffer for all blocks: the allocator would leave gaps between buffers of their own.
     squared = queries.new_empty(len(part), len(points))
-    step = rows_in_block(4 * points.rows.shape[1])
+    step = rows_in_block(4 * points.rows.shape[1], points.rows.device)
     targets = zip(squared.split(step, dim=1), norms.split(step), strict=True)
     for (target, norm), block in zip(targets, map(frame, points.blocks(step)), strict=True):
         torch.sum(block.square(), dim=1, out=norm)
@@ -443,7 +445,7 @@ def _certain(points: _Points, frame: _Frame, own: Tensor, reach: Tensor, k: int)
         torch.empty(len(own), k, dtype=torch.int64, device=own.device),
     )
     eps = (4 + points.rows.shape[1] ** 0.5) * torch.finfo(torch.float64).eps
-    step = rows_in_block(len(points))
+    step = rows_in_block(len(points), own.device)
     for part, within, distances, indices in zip(
         own.split(step), (reach / frame.scale).split(step),
         found.distances.split(step), found.indices.split(step), strict=True,
@@ -469,7 +471,7 @@ def _certain(points: _Points, frame: _Frame, own: Tensor, reach: Tensor, k: int)
 def _differences(points: _Points, one: Tensor, other: Tensor, unit: float) -> Tensor:
     """Compute the distances of pairs of points by differences of the rows as given."""
     apart = torch.empty(len(one), dtype=torch.float64, device=one.device)
-    step = rows_in_block(points.rows.shape[1])
+    step = rows_in_block(points.rows.shape[1], one.device)
     for target, *pair in zip(apart.split(step), one.split(step), other.split(step), strict=True):
         x, y = (points.rows[points.index(place)].double() for place in pair)
         norms(x.sub_(y), unit, out=target)

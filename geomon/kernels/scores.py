@@ -158,7 +158,7 @@ def query_variances(
     origin = key.mean(dim=(0, 2))
     # A visibility that is the same for all heads is converted once.
     alike = visible.expand(sequences, -1, queries, keys)
-    step = rows_in_block(keys)
+    step = rows_in_block(keys, query.device)
     for sequence, start in itertools.product(range(sequences), range(0, queries, step)):
         some = slice(start, start + step)
         weights = alike[sequence, :, some].double()

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from geomon.kernels import neighbourhoods
+from geomon.kernels import _blocks, neighbourhoods
 from geomon.kernels.dimension import twonn, twonn_of_each
 from geomon.kernels.half_samples import half_samples
 from geomon.kernels.neighbourhoods import (
@@ -216,7 +216,7 @@ def test_the_mean_of_estimates_on_flat_neighbourhoods_is_their_dimension():
 def test_memory_is_that_of_blocks(monkeypatch):
     rows, members = normal(100, 6).float(), sets(30, 20, 100)
     whole = local_dimension(rows, members), local_isotropy(rows, members)
-    monkeypatch.setattr(neighbourhoods, "BLOCK", 1)
+    monkeypatch.setattr(_blocks, "BLOCK", 1)
     sizes = {len(part) for part, *_ in neighbourhoods._neighbourhoods(rows, members)}
     assert sizes == {1}
     torch.testing.assert_close(local_dimension(rows, members), whole[0], rtol=1e-12, atol=0)
