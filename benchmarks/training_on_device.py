@@ -2,8 +2,8 @@
 
     python -m benchmarks.training_on_device --layers 12 --width 768
 
-The same training is run bare, with readings on the host, and with readings on the device, twice in
-turn. Without an accelerator it runs on the processor, small, and that is said.
+The same training is run bare, with readings on the host, and with readings on the device, in turn.
+Without an accelerator it runs on the processor, small, and that is said.
 """
 
 import itertools
@@ -54,6 +54,7 @@ def main(
     batch: Annotated[int, typer.Option(help="Sequences of a step.")] = 16,
     steps: Annotated[int, typer.Option(help="Steps of a training.")] = 120,
     every: Annotated[int, typer.Option(help="Steps from one reading to the next.")] = 20,
+    runs: Annotated[int, typer.Option(help="Runs of each, in turn.")] = 2,
     compiled: Annotated[bool, typer.Option("--compiled", help="Compile the model.")] = False,
 ) -> None:
     """Train with and without readings, and print what the readings add."""
@@ -70,7 +71,7 @@ def main(
     found: dict[str, list[Run]] = {name: [] for name in arms}
     sizes = (layers, width, context)
     _train(sizes, device, batch, 5, every, arms["device, beside"], compiled)  # warms up
-    for _, (name, options) in itertools.product(range(2), arms.items()):
+    for _, (name, options) in itertools.product(range(runs), arms.items()):
         found[name].append(_train(sizes, device, batch, steps, every, options, compiled))
     table = Table(
         title=f"{layers} layers of width {width}, {batch} x {context} tokens a step, {steps} "
@@ -82,7 +83,7 @@ def main(
     ):  # fmt: skip
         table.add_column(column, justify="left" if column == "readings" else "right")
     bare = found["bare"]
-    step = statistics.median(bare[0].steps + bare[1].steps)
+    step = statistics.median(itertools.chain.from_iterable(run.steps for run in bare))
     base = min(run.seconds for run in bare)
     for name, runs in found.items():
         best = min(runs, key=lambda run: run.seconds)
@@ -96,8 +97,9 @@ def main(
     console = Console(width=140)
     console.print(table)
     console.print(
-        f"the faster of two runs each, in turn; bare {bare[0].seconds:.2f} and "
-        f"{bare[1].seconds:.2f} s; torch {torch.__version__}, {_name_of(device)}"
+        f"the fastest of {runs} runs each, in turn; bare "
+        f"{', '.join(f'{run.seconds:.2f}' for run in bare)} s; torch {torch.__version__}, "
+        f"{_name_of(device)}"
     )
     for name, runs in found.items():
         for note in sorted(runs[0].notes):

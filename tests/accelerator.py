@@ -11,17 +11,13 @@ from collections import Counter
 from typing import Any
 
 import torch
+from short_products import FIRST_FACTOR
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
 DEVICE = torch.device("meta")
 aten = torch.ops.aten
 
-# Products of matrices, by the place of the first argument that is rounded to TF32.
-_PRODUCTS = {
-    aten.mm: 0, aten.bmm: 0, aten.mv: 0, aten.dot: 0, aten.vdot: 0, aten._cdist_forward: 0,
-    aten.addmm: 1, aten.addmm_: 1, aten.addmv: 1, aten.addmv_: 1, aten.baddbmm: 1, aten.baddbmm_: 1,
-}  # fmt: skip
 # What gives the host a number, or a shape that depends on numbers.
 _WAITS = {
     aten._local_scalar_dense, aten.nonzero, aten._unique2, aten.unique_dim, aten.masked_select,
@@ -127,7 +123,7 @@ class Accelerator(TorchDispatchMode):
         self.launches += 1
         if packet in _WAITS or not on_device or _chooses_by_mask(packet, args):
             self.waits[func.name().removeprefix("aten::")] += 1
-        if packet in _PRODUCTS:
+        if packet in FIRST_FACTOR:
             args = self._as_multiplied(func, args)
         inner, options = pytree.tree_map(
             lambda x: x.held if isinstance(x, OnDevice) else x, (args, kwargs)
@@ -142,7 +138,7 @@ class Accelerator(TorchDispatchMode):
 
     def _as_multiplied(self, func: Any, args: Any) -> Any:
         """The arguments of a product as the device reads them."""
-        first = _PRODUCTS[func.overloadpacket]
+        first = FIRST_FACTOR[func.overloadpacket]
         if not args[first].is_floating_point():
             raise NotImplementedError(f'"{func}" not implemented for {args[first].dtype}')
         if not self.tf32:

@@ -12,7 +12,7 @@ PACKAGE = ROOT / "geomon"
 
 # All the arrows that there are between folders.
 ARROWS = {
-    "capture": set(),
+    "capture": {"kernels"},
     "kernels": set(),
     "record": set(),
     "distributed": {"capture"},
@@ -40,6 +40,7 @@ ONLY = {
     ("metrics", "capture"): {"capture.snapshot"},
     ("metrics", "record"): {"record.tags", "record"},
     ("distributed", "capture"): {"capture.snapshot"},
+    ("capture", "kernels"): {"kernels.products"},
 }
 OPTIONAL = (
     "lightning", "transformers", "tensorboard", "wandb", "matplotlib", "rich", "typer", "plotly",

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from geomon.capture.attention import Arguments, split_masks
 from geomon.capture.visibility import MASKED
+from geomon.kernels.products import as_factor
 
 # Scores in a block: 16 MB.
 _BLOCK = 1 << 22
@@ -48,8 +49,8 @@ def max_logits_of_call(given: Arguments) -> Tensor:
             seen = slice(*_reach(given, rows, keys))
             masks = [_part(mask, some, rows) for mask in (given.mask, given.bias)]
             hidden, bias = split_masks(masks, keys)
-            facing = _as_factor(key[some, :, seen]).flatten(0, 1).transpose(1, 2)
-            asking = _as_factor(query[some, :, rows]).reshape(len(facing), -1, width)
+            facing = as_factor(key[some, :, seen]).flatten(0, 1).transpose(1, 2)
+            asking = as_factor(query[some, :, rows]).reshape(len(facing), -1, width)
             scores = torch.bmm(asking, facing).float()
             scores = scores.view(_size(some), heads, _size(rows), -1)
             # A scale and a cap keep the order: the largest of a row needs them alone.
@@ -101,17 +102,6 @@ def over_rows(largest: Tensor, valid: Tensor | None) -> Tensor:
         largest = largest.masked_fill(padding[:, None], -torch.inf)
     lowest = largest.new_full((largest.shape[1],), -torch.inf)
     return lowest if largest.numel() == 0 else largest.amax(dim=(0, 2))
-
-
-def _as_factor(values: Tensor) -> Tensor:
-    """Convert queries or keys so that their products are exact to float32.
-
-    An accelerator may round the factors of float32 products to the 10 bits after the point of TF32,
-    by settings that are the training's. Half precision has no more bits than that.
-    """
-    on_accelerator = values.device.type not in ("cpu", "mps")  # on MPS nothing is rounded so
-    wide = on_accelerator and values.element_size() > 2
-    return values.double() if wide else values.float()
 
 
 def _cuts(shape: tuple[int, int, int, int], *, causal: bool) -> Iterator[tuple[slice, slice]]:

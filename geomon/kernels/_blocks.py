@@ -39,19 +39,6 @@ def require_rows(hidden: Tensor, *, at_least: int = 1) -> Tensor:
     return hidden
 
 
-def as_factor(values: Tensor) -> Tensor:
-    """Convert numbers so that the products of matrices of them are exact at least to float32.
-
-    On an accelerator to float64: settings that hold for the whole process, those of the training
-    too, may have it round the factors of float32 products to 10 bits after the point (TF32), and
-    they are not geomon's to change. On the host they are returned as they are.
-
-    Args:
-        values: Floating-point numbers, of any shape.
-    """
-    return values if values.device.type == "cpu" else values.double()
-
-
 def block_size(device: torch.device) -> int:
     """Count the numbers in one block of a device.
 

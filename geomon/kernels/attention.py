@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from geomon.kernels import _blocks
+from geomon.kernels.products import as_factor
 
 _Shape = tuple[int, int, int, int]  # sequences, heads, queries, keys
 _Slices = tuple[slice, slice, slice]  # of sequences, heads and queries
@@ -452,11 +453,11 @@ def score_blocks(
         if faced != (sequences, heads):  # keys in half precision are converted once
             faced = (sequences, heads)
             some = key[sequences, heads.start // group : heads.stop // group]
-            facing = _blocks.as_factor(some.float()).reshape(-1, keys, width).transpose(1, 2)
+            facing = as_factor(some).reshape(-1, keys, width).transpose(1, 2)
         seen = _seen(visible, at)
         reach = seen.shape[-1]
         scores = buffer[: _rows_of(at) * reach].view(len(facing), -1, reach)
-        asking = _blocks.as_factor(query[at].float()).reshape(len(facing), -1, width)
+        asking = as_factor(query[at]).reshape(len(facing), -1, width)
         if asking.dtype == scores.dtype:
             torch.bmm(asking, facing[:, :, :reach], out=scores)
         else:

@@ -16,7 +16,8 @@ import torch
 from scipy import special  # type: ignore[import-untyped]
 from torch import Tensor
 
-from geomon.kernels._blocks import as_factor, in_blocks, row_blocks
+from geomon.kernels._blocks import in_blocks, row_blocks
+from geomon.kernels.products import as_factor
 
 # Groups of sequences, a power of two. With 16 of them Student's factor is 2.13, with 8 it is 2.36:
 # more groups would gain little, and cost a way each.

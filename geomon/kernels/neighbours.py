@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from geomon.kernels import certified
-from geomon.kernels._blocks import as_factor, row_blocks, rows_in_block
+from geomon.kernels._blocks import row_blocks, rows_in_block
 from geomon.kernels._candidates import distances_to, nearest_first, norms
+from geomon.kernels.products import as_factor
 
 faiss: Any
 try:

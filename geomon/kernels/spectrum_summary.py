@@ -25,6 +25,7 @@ from geomon.kernels._blocks import (
     row_blocks,
     sum_of,
 )
+from geomon.kernels.products import as_factor
 
 # Largest smaller side of which all eigenvalues are computed. There they are exact, and cost 1.6
 # times as much; at 2,048 columns 3.5 times, at 4,096 nine times (4,096 rows, one thread).
@@ -227,13 +228,12 @@ def _centred(hidden: Tensor) -> tuple[Tensor, float, float]:
     """Centre rows in float64, and divide them by a power of two near the widest column's range.
 
     In float32 the error of a product is far below what is stated; float64 serves where products of
-    float32 may be made of shorter numbers.
+    float32 are not exact.
 
     Returns:
         Rows, [any, smaller side], what they were divided by, and the sum of their squares.
     """
-    precise = hidden.device.type == "cpu" and torch.get_float32_matmul_precision() == "highest"
-    dtype = torch.float32 if precise else torch.float64
+    dtype = as_factor(hidden.new_empty(0, dtype=torch.float32)).dtype
     widest = float((hidden.amax(dim=0).double() - hidden.amin(dim=0).double()).max())
     scale = math.ldexp(0.5, math.frexp(widest)[1]) if math.isfinite(widest) else 1.0
     centred = hidden.new_empty(hidden.shape, dtype=dtype)

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from geomon.kernels._blocks import as_factor, column_blocks
+from geomon.kernels._blocks import column_blocks
 from geomon.kernels.half_samples import HalfSamples
+from geomon.kernels.products import as_factor
 
 
 class TypeHalves(NamedTuple):

@@ -1,0 +1,50 @@
+"""Products under settings of the training that round their factors."""
+
+import pytest
+import torch
+from short_products import ShortProducts
+from torch import Tensor
+
+from geomon.kernels import products
+from geomon.kernels.products import as_factor
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def expected(values: Tensor) -> Tensor:
+    return values.double() @ values.double().T
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("short", [None, torch.bfloat16])
+def test_products_are_exact_to_float32_whatever_the_setting(dtype, short):
+    values = torch.randn(80, 70, generator=torch.Generator().manual_seed(0)).to(dtype)
+    with ShortProducts(short):
+        found = as_factor(values) @ as_factor(values).T
+    torch.testing.assert_close(found.double(), expected(values), rtol=1e-5, atol=1e-5)
+
+
+def test_float64_serves_only_where_float32_is_rounded():
+    values = torch.randn(4, 4)
+    assert as_factor(values) is values
+    with ShortProducts(torch.bfloat16):
+        assert as_factor(values).dtype == torch.float64
+        assert as_factor(values.half()).dtype == torch.float64
+        assert as_factor(values.bfloat16()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_the_setting_is_the_users(precision):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        as_factor(torch.randn(4, 4))
+        assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_a_rounded_product_is_noticed():
+    assert products._is_exact_on_host()
+    with ShortProducts(torch.bfloat16):
+        assert not products._is_exact_on_host()

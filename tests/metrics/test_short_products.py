@@ -1,0 +1,63 @@
+"""Values do not depend on settings of the training that round the factors of products."""
+
+import pytest
+import torch
+from short_products import ShortProducts
+from whole_layer import ROWS, normal, whole_layer
+
+from geomon import METRICS, MORE_METRICS
+from geomon.kernels.half_samples import margin
+from geomon.kernels.neighbours import nearest
+from geomon.kernels.spectrum_summary import summarise_spectrum
+from geomon.metrics import Evaluator
+
+ALL = METRICS | MORE_METRICS
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_every_metric_is_the_same(by_hand):
+    evaluator = Evaluator(ALL, 1, strict=not by_hand)
+    plain = evaluator.measure_layer(whole_layer(by_hand=by_hand), ROWS)
+    with ShortProducts():
+        short = evaluator.measure_layer(whole_layer(by_hand=by_hand), ROWS)
+    assert short.parts.keys() == plain.parts.keys()
+    for name, splits in plain.parts.items():
+        for part, value in splits[0].items():
+            assert short.parts[name][0][part] == pytest.approx(
+                value, rel=1e-6, abs=1e-7, nan_ok=True
+            ), (name, part)
+    for name, parts in plain.differences.items():
+        for part, differences in parts.items():
+            found, expected = margin(short.differences[name][part]), margin(differences)
+            # In float32 in part: a margin needs few digits.
+            assert found == pytest.approx(expected, rel=1e-2, nan_ok=True), (name, part)
+
+
+def test_neighbours_of_wide_rows_are_the_same():
+    rows = normal(600, 400) * torch.arange(1, 401) ** -1.0 + 3  # few directions: certified
+    plain = nearest(rows, k=4)
+    with ShortProducts():
+        short = nearest(rows, k=4)
+    assert torch.equal(short.indices, plain.indices)
+    torch.testing.assert_close(short.distances, plain.distances, rtol=1e-13, atol=0)
+
+
+def test_a_summary_of_wide_rows_is_as_exact_as_it_says():
+    rows = normal(1100, 1100) * torch.arange(1, 1101) ** -0.5
+    plain = summarise_spectrum(rows)
+    with ShortProducts() as short:
+        found = summarise_spectrum(rows)
+    assert short.rounded <= 2  # the trial alone
+    torch.testing.assert_close(found.anisotropy.value, plain.anisotropy.value, rtol=1e-5, atol=0)
+
+
+def test_settings_of_the_new_interface_end_nothing():
+    rows = normal(1100, 1100)
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        with pytest.raises(RuntimeError, match="legacy and new APIs"):
+            torch.get_float32_matmul_precision()
+        assert not summarise_spectrum(rows).is_whole
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
