@@ -1,4 +1,4 @@
-"""Profiles: a metric over depth, as numbers that pages can compare between models and steps.
+"""Profiles: a metric over depth and heads, as numbers that pages can compare.
 
 The depth of layer l of L is l / (L - 1): 0 is the input of the first block, 1 the last block's
 output. A record holds both numbers of the anisotropy already (`anisotropy_profile/...`); these
@@ -34,6 +34,21 @@ def profile_of(values: Mapping[str, float], metric: str) -> list[float]:
     }
     count = max(by_layer) + 1 if by_layer else 0
     return [by_layer.get(layer, math.nan) for layer in range(count)]
+
+
+def head_values(values: Mapping[str, float], metric: str) -> dict[tuple[int, int], float]:
+    """Collect the finite values of a metric's heads, by layer and head in ascending order.
+
+    Args:
+        values: Values of one reading, by tag.
+        metric: Name of a metric with values of heads.
+
+    Example:
+        >>> head_values({"qk_dot/layer_01/head_0": 2.0, "qk_dot/layer_01": 2.0}, "qk_dot")
+        {(1, 0): 2.0}
+    """
+    found = {place: values[tag] for place, tag in tags.heads_of(values, metric).items()}
+    return {place: value for place, value in found.items() if math.isfinite(value)}
 
 
 def bulge(profile: Sequence[float]) -> float:

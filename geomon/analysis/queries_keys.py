@@ -14,7 +14,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from geomon.analysis.curves import heads_of, single_source
+from geomon.analysis.curves import single_source
+from geomon.analysis.profile import head_values
 from geomon.record import Reading, Readings, tags
 
 Direction = Literal["similar", "opposite", "chance"]
@@ -156,7 +157,7 @@ def queries_and_keys(
     if width is not None and width < 2:
         raise ValueError(f"expected a head width of at least 2, got {width}")
     selected = Readings([], single_source(readings))
-    places = heads_of(selected, _COSINE)
+    places = tags.heads_of(selected.tags(), _COSINE)
     table = selected.table(list(places.values()))
     rows = np.flatnonzero(np.isfinite(table).any(axis=1))
     if not rows.size:
@@ -340,9 +341,7 @@ def _signs(cosines: dict[tuple[int, int], float]) -> tuple[LayerSigns, ...]:
 
 def _mean_size(reading: Reading) -> float:
     """Average the absolute dot product of mean query and mean key over heads."""
-    alone = Readings([], [reading])
-    row = alone.table(list(heads_of(alone, _DOT).values()))[0]
-    sizes = np.abs(row[np.isfinite(row)]).tolist()
+    sizes = [abs(value) for value in head_values(reading.values, _DOT).values()]
     return math.fsum(sizes) / len(sizes) if sizes else math.nan
 
 

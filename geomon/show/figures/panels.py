@@ -551,9 +551,8 @@ def layers_and_heads(names: Iterable[str], metric: str) -> tuple[list[int], int]
         names: Tags.
         metric: Name of the metric.
     """
-    parsed = [t for t in map(tags.parse, names) if t and t.metric == metric and t.head is not None]
-    layers = sorted({tag.layer for tag in parsed if tag.layer is not None})
-    return layers, max((tag.head + 1 for tag in parsed if tag.head is not None), default=0)
+    places = tags.heads_of(names, metric)
+    return sorted({layer for layer, _ in places}), max((head + 1 for _, head in places), default=0)
 
 
 def head_table(

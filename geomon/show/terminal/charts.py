@@ -10,7 +10,7 @@ from rich.style import Style
 from rich.text import Text
 
 from geomon.analysis import Curve
-from geomon.analysis.profile import is_far_above
+from geomon.analysis.profile import head_values, is_far_above
 from geomon.record import Reading, tags
 from geomon.show.terminal.scales import axis_marks, axis_range, number, place, step_marks
 
@@ -300,19 +300,11 @@ def head_rows(reading: Reading, metric: str) -> tuple[list[int], list[list[float
     Returns:
         Numbers of the layers, and the values of each head by layer; NaN where there is none.
     """
-    found = {
-        (tag.layer, tag.head): value
-        for name, value in reading.values.items()
-        if name.startswith(f"{metric}/")
-        and (tag := tags.parse(name)) is not None
-        and tag.layer is not None
-        and tag.head is not None
-    }
-    layers = sorted({layer for layer, _ in found})
-    count = max((head + 1 for _, head in found), default=0)
-    return layers, [
-        [found.get((layer, head), math.nan) for layer in layers] for head in range(count)
-    ]
+    places = tags.heads_of(reading.values, metric)
+    layers = sorted({layer for layer, _ in places})
+    heads = range(max((head + 1 for _, head in places), default=0))
+    known = head_values(reading.values, metric)
+    return layers, [[known.get((layer, head), math.nan) for layer in layers] for head in heads]
 
 
 def draw_heads(
