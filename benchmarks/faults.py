@@ -62,6 +62,11 @@ FOLDERS: dict[str, list[str]] = {
     ],
     "geomon/record": ["record", "monitor/test_monitor.py", "monitor/test_resume.py"],
     "geomon/show": ["show"],
+    "geomon/show/figures": ["show/figures", "show"],
+    "geomon/show/loggers": ["show/loggers"],
+    "geomon/show/report": ["show"],
+    "geomon/show/terminal": ["show/terminal", "show"],
+    "geomon/sweep": ["sweep"],
     "recipes/enwik8": [],
 }  # fmt: skip
 # Modules whose tests have another name than the module, or stand elsewhere.

@@ -22,6 +22,16 @@ ARROWS = {
     "monitor": {"metrics", "distributed", "capture", "record", "analysis"},
     "sweep": {"monitor", "metrics", "record"},
 }
+# What folders inside a folder import of the other parts of it. The files beside them import any.
+INNER = {
+    "capture": {"anatomy": set()},
+    "show": {
+        "figures": {"loading"},
+        "loggers": {"figures"},
+        "report": {"loading"},
+        "terminal": {"loading"},
+    },
+}
 # Modules that are faces of their own: the data of a pass, the notes on values, their intervals,
 # metrics of the last tokens, what a reading is compared with, arrays beside the record, the names
 # of values, which of them charts show, their long form, where they go, what makes text of unknown
@@ -102,8 +112,21 @@ def test_folders_import_along_the_arrows_alone(path):
         assert allowed is None or name in allowed, f"{own} imports {name}, not {allowed}"
 
 
-def test_the_arrows_have_no_circle():
-    below = {name: set(targets) for name, targets in ARROWS.items()}
+@pytest.mark.parametrize("path", FILES, ids=label)
+def test_folders_inside_a_folder_import_along_the_arrows_alone(path):
+    *folders, _ = path.relative_to(PACKAGE).parts
+    if len(folders) < 2:
+        return
+    outer, inner = folders
+    own = {name for name in imported(path) if name.partition(".")[0] == outer}
+    others = {name.split(".")[1] for name in own - {outer}} - {inner}
+    assert outer not in own, f"{path.name} imports the face of its own folder"
+    assert others <= INNER[outer][inner], f"{outer}/{inner} imports {others}"
+
+
+@pytest.mark.parametrize("arrows", [ARROWS, *INNER.values()], ids=["geomon", *INNER])
+def test_the_arrows_have_no_circle(arrows):
+    below = {name: set(targets) & arrows.keys() for name, targets in arrows.items()}
     while below:
         ground = {name for name, targets in below.items() if not targets}
         assert ground, f"a circle among {sorted(below)}"

@@ -116,28 +116,10 @@ def mean_abs_over_heads(readings: Iterable[Reading], metric: str) -> Curve:
         metric: Name of a metric with values of heads.
     """
     selected = Readings([], single_source(readings))
-    table = np.abs(selected.table(list(heads_of(selected, metric).values())))
+    table = np.abs(selected.table(list(tags.heads_of(selected.tags(), metric).values())))
     steps, means = [], []
     for reading, row, known in zip(selected, table, np.isfinite(table), strict=True):
         if known.any():
             steps.append(reading.step)
             means.append(statistics.fmean(row[known].tolist()))
     return Curve(steps, means, [0.0] * len(steps))
-
-
-def heads_of(readings: Readings, metric: str) -> dict[tuple[int, int], str]:
-    """Find the tags of a metric's heads, by layer and head in ascending order.
-
-    Args:
-        readings: Readings of a run, of one stack.
-        metric: Name of a metric with values of heads.
-    """
-    found = {
-        (tag.layer, tag.head): name
-        for name in readings.tags()
-        if name.startswith(f"{metric}/layer_")
-        and (tag := tags.parse(name)) is not None
-        and tag.layer is not None
-        and tag.head is not None
-    }
-    return dict(sorted(found.items()))

@@ -1,4 +1,4 @@
-"""Profiles: a metric over depth, as numbers that pages can compare between models and steps.
+"""Profiles: a metric over depth and heads, as numbers that pages can compare.
 
 The depth of layer l of L is l / (L - 1): 0 is the input of the first block, 1 the last block's
 output. A record holds both numbers of the anisotropy already (`anisotropy_profile/...`); these
@@ -6,9 +6,12 @@ functions give them for any metric, by the same definition.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from geomon.record import tags
+
+# How many times as far as the blocks layer 0 may reach before an axis is theirs alone.
+_FAR_ABOVE = 2
 
 
 def profile_of(values: Mapping[str, float], metric: str) -> list[float]:
@@ -31,6 +34,21 @@ def profile_of(values: Mapping[str, float], metric: str) -> list[float]:
     }
     count = max(by_layer) + 1 if by_layer else 0
     return [by_layer.get(layer, math.nan) for layer in range(count)]
+
+
+def head_values(values: Mapping[str, float], metric: str) -> dict[tuple[int, int], float]:
+    """Collect the finite values of a metric's heads, by layer and head in ascending order.
+
+    Args:
+        values: Values of one reading, by tag.
+        metric: Name of a metric with values of heads.
+
+    Example:
+        >>> head_values({"qk_dot/layer_01/head_0": 2.0, "qk_dot/layer_01": 2.0}, "qk_dot")
+        {(1, 0): 2.0}
+    """
+    found = {place: values[tag] for place, tag in tags.heads_of(values, metric).items()}
+    return {place: value for place, value in found.items() if math.isfinite(value)}
 
 
 def bulge(profile: Sequence[float]) -> float:
@@ -81,3 +99,26 @@ def peak_depth(profile: Sequence[float]) -> float:
     if len(profile) < 2 or not known:
         return math.nan
     return -max(known)[1] / (len(profile) - 1)
+
+
+def is_far_above(first: Iterable[float], blocks: Iterable[float]) -> bool:
+    """Decide whether layer 0, the embedding, would flatten the blocks on an axis of both.
+
+    It does where it lies more than twice as far above the lowest block, or 0 where that is lower,
+    as the highest does. A page then gives the axis to the blocks and says how high layer 0 is.
+
+    Args:
+        first: Values of a metric at layer 0, of all profiles on the axis; a NaN is left out.
+        blocks: Values at all other layers of these profiles; a NaN is left out.
+
+    Returns:
+        Whether it does; False without values, and where all blocks are 0.
+
+    Example:
+        >>> is_far_above([25.0], [1.0, 6.0, 2.0]), is_far_above([5.0], [1.0, 6.0, 2.0])
+        (True, False)
+    """
+    highest = max((value for value in first if not math.isnan(value)), default=-math.inf)
+    known = [0.0, *(value for value in blocks if not math.isnan(value))]
+    low, high = min(known), max(known)
+    return highest - low > _FAR_ABOVE * (high - low) > 0

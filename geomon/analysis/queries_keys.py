@@ -7,14 +7,15 @@ query and its mean key are made by independent random matrices (Godey et al., 24
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from geomon.analysis.curves import heads_of, single_source
+from geomon.analysis.curves import single_source
+from geomon.analysis.profile import head_values
 from geomon.record import Reading, Readings, tags
 
 Direction = Literal["similar", "opposite", "chance"]
@@ -24,6 +25,8 @@ _NULL = f"{_COSINE}/null_magnitude"
 # Probability of a head beyond the null by chance: that of one among all of them for the heads that
 # are named, and of the head itself for the step at which it leaves the null.
 _ALPHA = 0.05
+# Mean absolute cosines that have a width: 0.64 is that of 2, the lower end that of 640,000.
+_MAGNITUDES = (1e-3, 0.7)
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ class QueriesKeys:
 
     Attributes:
         width: Width of one head.
+        limit: Size of the cosine at the last step above which a head is beyond chance.
         heads: All heads, by layer.
         layers: Signs by layer.
         depth: Kendall's tau-b of layer and cosine over all heads: below 0 where cosines fall with
@@ -82,6 +86,7 @@ class QueriesKeys:
     """
 
     width: int
+    limit: float
     heads: tuple[HeadAlignment, ...]
     layers: tuple[LayerSigns, ...]
     depth: float
@@ -156,15 +161,14 @@ def queries_and_keys(
     if width is not None and width < 2:
         raise ValueError(f"expected a head width of at least 2, got {width}")
     selected = Readings([], single_source(readings))
-    places = heads_of(selected, _COSINE)
+    places = tags.heads_of(selected.tags(), _COSINE)
     table = selected.table(list(places.values()))
     rows = np.flatnonzero(np.isfinite(table).any(axis=1))
     if not rows.size:
         return None
     first, reading = selected[int(rows[0])], selected[int(rows[-1])]
-    null = reading.values.get(_NULL, math.nan)
-    size = width if width is not None else _width_of(null) if math.isfinite(null) else None
-    if size is None or size < 2:
+    size = width if width is not None else _width_of(reading.values.get(_NULL, math.nan))
+    if size is None:
         return None
     cosines = table[rows]
     last = {
@@ -173,15 +177,17 @@ def queries_and_keys(
         if math.isfinite(value)
     }
     p_values = {place: cosine_p_value(cosine, size) for place, cosine in last.items()}
-    beyond = dict(zip(p_values, _holm(list(p_values.values())), strict=True))
+    level = _holm_level(p_values.values())
     steps = [selected[int(row)].step for row in rows]
+    own_limit = chance_limit(size, 1 - _ALPHA)
     heads = tuple(
-        _head(place, p_values[place], steps, column.tolist(), size, is_beyond=beyond[place])
+        _head(place, p, steps, column.tolist(), own_limit, is_beyond=p <= level)
         for place, column in zip(places, cosines.T, strict=True)
-        if place in last
+        if (p := p_values.get(place)) is not None
     )
+    limit = chance_limit(size, 1 - level)
     dots = _mean_size(first), _mean_size(reading)
-    return QueriesKeys(size, heads, _signs(last), *_trend(last), dots)
+    return QueriesKeys(size, limit, heads, _signs(last), *_trend(last), dots)
 
 
 def align_layers(readings: Readings) -> dict[int, LayerAlignment]:
@@ -284,32 +290,32 @@ def _head(
     p_value: float,
     steps: Sequence[int],
     cosines: Sequence[float],
-    width: int,
+    limit: float,
     *,
     is_beyond: bool,
 ) -> HeadAlignment:
     cosine = cosines[-1]
     if not is_beyond:
         return HeadAlignment(*place, cosine, p_value, "chance", None)
+    side = math.copysign(1, cosine)
     onset = steps[-1]
     for step, value in zip(reversed(steps), reversed(cosines), strict=True):
         # A NaN, of a head that was not measured then, is neither: the comparison is False.
-        if not value * cosine > 0 or cosine_p_value(value, width) >= _ALPHA:
+        if not side * value > limit:
             break
         onset = step
     direction: Direction = "similar" if cosine > 0 else "opposite"
     return HeadAlignment(*place, cosine, p_value, direction, onset)
 
 
-def _holm(p_values: Sequence[float]) -> list[bool]:
-    """Reject as many hypotheses as Holm's step-down procedure does at level .05."""
-    order = sorted(range(len(p_values)), key=p_values.__getitem__)
-    rejected = [False] * len(p_values)
-    for rank, index in enumerate(order):
-        if p_values[index] > _ALPHA / (len(p_values) - rank):
+def _holm_level(p_values: Collection[float]) -> float:
+    """Find the p-value up to which Holm's step-down procedure rejects at level .05."""
+    level = _ALPHA
+    for rank, p_value in enumerate(sorted(p_values)):
+        level = _ALPHA / (len(p_values) - rank)
+        if p_value > level:
             break
-        rejected[index] = True
-    return rejected
+    return level
 
 
 def _trend(cosines: dict[tuple[int, int], float]) -> tuple[float, float]:
@@ -340,24 +346,21 @@ def _signs(cosines: dict[tuple[int, int], float]) -> tuple[LayerSigns, ...]:
 
 def _mean_size(reading: Reading) -> float:
     """Average the absolute dot product of mean query and mean key over heads."""
-    alone = Readings([], [reading])
-    row = alone.table(list(heads_of(alone, _DOT).values()))[0]
-    sizes = np.abs(row[np.isfinite(row)]).tolist()
+    sizes = [abs(value) for value in head_values(reading.values, _DOT).values()]
     return math.fsum(sizes) / len(sizes) if sizes else math.nan
 
 
-def _width_of(magnitude: float) -> int:
-    """Find the width at which two isotropic directions have a mean absolute cosine.
+def _width_of(magnitude: float) -> int | None:
+    """Find the width at which two isotropic directions have a mean absolute cosine; None if none.
 
     E|cos| = Gamma(width / 2) / (sqrt(pi) Gamma((width + 1) / 2)), which falls with the width: about
     sqrt(2 / (pi (width - 1/2))).
     """
-    guess = round(2 / (math.pi * magnitude**2) + 0.5) if magnitude > 0 else 0
-    return min(
-        range(max(1, guess - 2), guess + 3),
-        key=lambda width: abs(_magnitude(width) - magnitude),
-        default=0,
-    )
+    if not _MAGNITUDES[0] < magnitude < _MAGNITUDES[1]:
+        return None
+    guess = round(2 / (math.pi * magnitude**2) + 0.5)
+    near = range(max(2, guess - 2), guess + 3)
+    return min(near, key=lambda width: abs(_magnitude(width) - magnitude))
 
 
 def _magnitude(width: int) -> float:

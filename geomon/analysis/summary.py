@@ -11,6 +11,7 @@ from geomon.analysis.curves import (
     single_source,
     standard_error,
 )
+from geomon.analysis.profile import head_values
 from geomon.analysis.queries_keys import queries_and_keys
 from geomon.record import Reading, Readings, tags
 
@@ -199,11 +200,7 @@ def _alignment(readings: list[Reading]) -> list[str]:
     if not len(curve):
         return []
     last = next(reading for reading in reversed(readings) if reading.step == curve.steps[-1])
-    cosines = [
-        value
-        for name, value in last.values.items()
-        if (tag := tags.parse(name)) and tag.metric == "qk_cosine" and tag.head is not None
-    ]
+    cosines = head_values(last.values, "qk_cosine").values()
     along = sum(value > 0.5 for value in cosines)
     against = sum(value < -0.5 for value in cosines)
     return [

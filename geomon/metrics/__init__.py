@@ -1,6 +1,7 @@
 """MEASURE: metrics, the views that they read, and what their values make together."""
 
-from geomon.metrics.evaluate import Evaluator, LayerValues
+from geomon.metrics.evaluate import Evaluator
+from geomon.metrics.layer_values import LayerValues
 from geomon.metrics.table import METRICS, MORE_METRICS, Metric, check_metrics, select
 
 __all__ = [

@@ -89,17 +89,20 @@ def across_layers(values: Mapping[str, float]) -> dict[str, float]:
         _profile(values, metric) for metric in ("drift_norm", "cosine", "anisotropy")
     )
     found: dict[str, float] = {}
-    if len(drift) == len(cosine) >= _ENOUGH:
-        pearson = correlation(drift, cosine)
-        spearman = correlation(ranks(drift), ranks(cosine))
+    both = [layer for layer in sorted(_known(drift)) if layer in _known(cosine)]
+    if len(both) >= _ENOUGH:
+        x, y = (_float64([series[layer] for layer in both]) for series in (drift, cosine))
+        pearson, spearman = correlation(x, y), correlation(ranks(x), ranks(y))
         found |= {
             "drift_cosine/pearson": pearson.value,
             "drift_cosine/pearson_p": pearson.p_value,
             "drift_cosine/spearman": spearman.value,
             "drift_cosine/spearman_p": spearman.p_value,
         }
-    if len(anisotropy) >= _ENOUGH:
-        shape = profile_shape(anisotropy)
+    known = _known(anisotropy)
+    if len(known) >= _ENOUGH:
+        depths = range(max(anisotropy) + 1)
+        shape = profile_shape(_float64([known.get(layer, math.nan) for layer in depths]))
         found |= {
             "anisotropy_profile/peak_depth": float(shape.peak_depth),
             "anisotropy_profile/bulge": float(shape.bulge),
@@ -364,9 +367,9 @@ def _integers(values: object) -> Tensor:
     return torch.tensor(values, dtype=torch.int64, device="cpu")
 
 
-def _profile(values: Mapping[str, float], metric: str) -> Tensor:
-    """Collect the finite values of a metric by layer, in order of depth."""
-    by_layer = {
+def _profile(values: Mapping[str, float], metric: str) -> dict[int, float]:
+    """Collect the values of a metric by layer."""
+    return {
         tag.layer: value
         for name, value in values.items()
         if (tag := tags.parse(name)) is not None
@@ -374,10 +377,15 @@ def _profile(values: Mapping[str, float], metric: str) -> Tensor:
         and tag.layer is not None
         and not tag.part
         and tag.head is None
-        and math.isfinite(value)
     }
-    profile = [by_layer[layer] for layer in sorted(by_layer)]
-    return torch.tensor(profile, dtype=torch.float64, device="cpu")
+
+
+def _known(profile: Mapping[int, float]) -> dict[int, float]:
+    return {layer: value for layer, value in profile.items() if math.isfinite(value)}
+
+
+def _float64(values: Sequence[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, device="cpu")
 
 
 @functools.lru_cache(maxsize=64)

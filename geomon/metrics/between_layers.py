@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,10 +17,8 @@ from torch import Tensor
 from geomon.kernels import neighbourhoods
 from geomon.kernels.half_samples import HalfSamples
 from geomon.kernels.neighbours import Neighbours
+from geomon.metrics.layer_values import LayerValues
 from geomon.metrics.views import MissingViewError
-
-if TYPE_CHECKING:
-    from geomon.metrics.evaluate import LayerValues
 
 # Nearest rows that are compared: of the 16 that are kept, so many are left where some are copies of
 # others at one of the two layers.
@@ -72,8 +70,8 @@ class BetweenLayers(Comparing):
 
 
 def compare_layers(
-    name: str, metric: BetweenLayers, layers: Sequence["LayerValues"], *, strict: bool
-) -> list["LayerValues"]:
+    name: str, metric: BetweenLayers, layers: Sequence[LayerValues], *, strict: bool
+) -> list[LayerValues]:
     """Compare what a metric kept of each layer with what it kept of the one before.
 
     Args:
@@ -86,7 +84,7 @@ def compare_layers(
         The values of the layers, with those of the metric.
     """
 
-    def compared(before: "LayerValues", layer: "LayerValues") -> list[Comparison]:
+    def compared(before: LayerValues, layer: LayerValues) -> list[Comparison]:
         if name not in before.kept:
             raise MissingViewError(_NOTHING_BEFORE)
         pairs = zip(before.kept[name], layer.kept[name], strict=False)
@@ -102,8 +100,8 @@ def compare_layers(
 
 
 def with_comparison(
-    name: str, layer: "LayerValues", compare: Callable[[], Iterable[Comparison]], *, strict: bool
-) -> "LayerValues":
+    name: str, layer: LayerValues, compare: Callable[[], Iterable[Comparison]], *, strict: bool
+) -> LayerValues:
     """Add the values of a metric that compares layers to those of a layer.
 
     Args:

@@ -6,7 +6,7 @@ compared with it: a probe looks at the same tokens at every reading, and nothing
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -20,11 +20,9 @@ from geomon.metrics.between_layers import (
     near_rows_of,
     with_comparison,
 )
+from geomon.metrics.layer_values import LayerValues
 from geomon.metrics.views import MissingViewError
 from geomon.record import tags
-
-if TYPE_CHECKING:
-    from geomon.metrics.evaluate import LayerValues
 
 # What a metric kept of each split of the rows: by stack and depth of the layer, and by metric.
 Kept = Mapping[tuple[str, int], Mapping[str, list[Any]]]
@@ -72,11 +70,11 @@ class BetweenReadings(Comparing):
 def compare_readings(
     name: str,
     metric: BetweenReadings,
-    layers: Sequence["LayerValues"],
+    layers: Sequence[LayerValues],
     earlier: EarlierReading,
     *,
     strict: bool,
-) -> list["LayerValues"]:
+) -> list[LayerValues]:
     """Compare what a metric kept of each layer with what it kept at the earlier reading.
 
     Args:
@@ -90,7 +88,7 @@ def compare_readings(
         The values of the layers, with those of the metric.
     """
 
-    def compared(layer: "LayerValues") -> list[Comparison]:
+    def compared(layer: LayerValues) -> list[Comparison]:
         if earlier.why_none:
             raise MissingViewError(earlier.why_none)
         if not (layer.has_token_ids or earlier.same_inputs):

@@ -34,6 +34,7 @@ from geomon.metrics.between_readings import (
 from geomon.metrics.cautions import cautions
 from geomon.metrics.intervals import by_part, differences_of
 from geomon.metrics.last_tokens import AtLast
+from geomon.metrics.layer_values import LayerValues, Parts
 from geomon.metrics.table import Metric
 from geomon.metrics.views import (
     LayerViews,
@@ -43,9 +44,6 @@ from geomon.metrics.views import (
     split_rows,
 )
 from geomon.record import tags
-
-# The parts of one metric at one layer in one split of the rows: "" is the value itself.
-Parts = dict[str, float]
 
 
 @dataclass
@@ -63,50 +61,6 @@ class Evaluation:
     notes: list[Note] = field(default_factory=list)
     explained: set[str] = field(default_factory=set)
     arrays: dict[str, NDArray[Any]] = field(default_factory=dict)
-
-
-@dataclass
-class LayerValues:
-    """What was measured of one layer, in plain values that ranks can exchange.
-
-    Attributes:
-        stack: Stack of the layer.
-        index: Depth of the layer.
-        shape: Rows and width of the layer's hidden states; None where it has none.
-        parts: For each metric, its parts in each split of the rows.
-        differences: For each metric that has an interval, by part: the estimates on one half of the
-            sequences minus those on the other, for each way of cutting them; mean over splits.
-        sequences: Number of sequences that the rows are of; None where unknown.
-        has_token_ids: Whether the tokens of the rows have ids.
-        kept: For each metric that compares layers or readings, what it kept of this layer in each
-            split.
-        unseen: For each metric that could not be asked, which view was not seen and why.
-        failed: For each metric that failed, what it raised.
-        without_interval: For each metric whose interval failed, what it raised.
-        heads: Number of query heads as projected, and the width of one; None where unknown.
-        queries: Number of sampled queries that see a key; None where unknown.
-        log_visible: Mean logarithm of the number of keys that a sampled query sees, over queries
-            and heads: the entropy of uniform attention; None where unknown.
-        arrays: Arrays for figures by name, of the first split of the rows.
-        without_arrays: What taking the arrays raised; "" for nothing.
-    """
-
-    stack: str
-    index: int
-    shape: tuple[int, int] | None
-    parts: dict[str, list[Parts]] = field(default_factory=dict)
-    differences: dict[str, dict[str, list[float]]] = field(default_factory=dict)
-    sequences: int | None = None
-    has_token_ids: bool = False
-    kept: dict[str, list[Any]] = field(default_factory=dict)
-    unseen: dict[str, str] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
-    without_interval: dict[str, str] = field(default_factory=dict)
-    heads: tuple[int, int] | None = None
-    queries: int | None = None
-    log_visible: float | None = None
-    arrays: dict[str, NDArray[Any]] = field(default_factory=dict)
-    without_arrays: str = ""
 
 
 @dataclass(frozen=True)

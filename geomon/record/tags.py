@@ -206,6 +206,28 @@ def parse(tag: str) -> Tag | None:
     return Tag(metric, int(match["layer"]), None, part, stack)
 
 
+def heads_of(names: Iterable[str], metric: str) -> dict[tuple[int, int], str]:
+    """Find the tags of a metric's heads, by layer and head in ascending order.
+
+    Args:
+        names: Tags of one stack, under the names that a model with one stack has.
+        metric: Name of a metric with values of heads.
+
+    Example:
+        >>> heads_of(["q/layer_02/head_0", "q/layer_01/head_1", "q/layer_01", "q/mean"], "q")
+        {(1, 1): 'q/layer_01/head_1', (2, 0): 'q/layer_02/head_0'}
+    """
+    found = {
+        (tag.layer, tag.head): name
+        for name in names
+        if name.startswith(f"{metric}/layer_")
+        and (tag := parse(name)) is not None
+        and tag.layer is not None
+        and tag.head is not None
+    }
+    return dict(sorted(found.items()))
+
+
 def is_charted(tag: str) -> bool:
     """Return whether charts of all layers show a tag: no heads, no error parts of single layers.
 

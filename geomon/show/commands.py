@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from geomon.analysis import summarise
 from geomon.record import FILE_NAME, Readings
 from geomon.record.printable import printable
-from geomon.show.loading import load, load_all
+from geomon.show.loading import load, load_all, name_runs
 
 if TYPE_CHECKING:
     import typer
@@ -245,8 +245,8 @@ def compare_runs(
         from geomon.show.figures import save
         from geomon.show.figures.compare import compare_figure
 
-        short = (first.name, second.name) if first.name != second.name else names
-        lines.append(f"wrote {save(compare_figure(runs, short, found), out)}")
+        one, other = name_runs([first, second])
+        lines.append(f"wrote {save(compare_figure(runs, (one, other), found), out)}")
     return lines
 
 

@@ -1,5 +1,7 @@
-"""The record that a page is made of, or one line on why it cannot be."""
+"""The records that pages are made of, by name, or one line on why a page cannot be made."""
 
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 from geomon.record import Readings, read
@@ -34,3 +36,28 @@ def load_all(directory: Path) -> Readings:
         why = [*readings.remarks(), "try again when the run has begun"][0]
         raise ValueError(f"no readings yet in {directory}: {why}")
     return readings
+
+
+def name_runs(paths: Iterable[Path]) -> list[str]:
+    """Name runs by the ends of the paths of their folders, as short as they differ.
+
+    Args:
+        paths: Folders of runs, or paths of their files; those of one folder are numbered.
+
+    Example:
+        >>> name_runs([Path("runs/a"), Path("runs/b")]), name_runs([Path("x/run"), Path("y/run")])
+        (['a', 'b'], ['x/run', 'y/run'])
+    """
+    folders = [path.absolute() for path in paths]
+    folders = [path.parent if path.suffix == ".jsonl" else path for path in folders]
+    names: list[str] = []
+    for length in range(1, max((len(path.parts) for path in folders), default=0) + 1):
+        names = [Path(*path.parts[-length:]).as_posix() for path in folders]
+        if len(set(names)) == len(set(folders)):
+            break
+    same, seen = Counter(names), Counter[str]()
+    for place, name in enumerate(names):
+        if same[name] > 1:
+            seen[name] += 1
+            names[place] = f"{name} ({seen[name]})"
+    return names

@@ -44,13 +44,8 @@ class Series:
         Args:
             metric: Name of the metric.
         """
-        named = [tag for tag in map(tags.parse, self.readings[0].values) if tag is not None]
-        count = sum(tag.metric == metric and tag.head is not None for tag in named)
-        parts = [tags.head_part(head) for head in range(count)]
-        return [
-            [reading.values[tags.layer_tag(metric, OUTPUT, part)] for part in parts]
-            for reading in self.readings
-        ]
+        named = tags.heads_of(self.readings[0].values, metric).values()
+        return [[reading.values[tag] for tag in named] for reading in self.readings]
 
 
 def load_series(folder: Path, step: int = 0) -> list[Series]:

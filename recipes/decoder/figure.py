@@ -15,13 +15,11 @@ from geomon.analysis.profile import profile_of
 from geomon.show.figures import draw
 from recipes.decoder.questions.question import NORMED
 from recipes.decoder.train import complete_seeds
-from recipes.study.drawing import BLUE, GREEN, GREY, ORANGE, draw_seeds
+from recipes.study.drawing import BLUE, GREEN, GREY, IN_ORDER, ORANGE, draw_seeds, label_panel
 from recipes.study.history import History, over_heads, over_layers, value_of
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish.
 _PURPLE, _SKY = "#CC79A7", "#56B4E9"
-# Of layers, first to last; further layers begin anew.
-_BY_DEPTH = ("#56B4E9", "#0072B2", "#009E73", "#E69F00", "#D55E00", "#CC79A7")
 
 _Line = tuple[str, str, Callable[[Reading], float]]
 
@@ -44,7 +42,7 @@ def decoder_figure(folder: Path) -> Figure:
 
     by_layer = partial(_by_layer, depth=depth)
     over_training(axes[0, 0], by_layer("anisotropy"))
-    _label(axes[0, 0], "a", "Anisotropy", "share of variance in the first direction")
+    label_panel(axes[0, 0], "a", "Anisotropy", "share of variance in the first direction")
     over_training(axes[0, 1], [
         ("TwoNN, all tokens", BLUE, partial(value_of, tag="twonn/mean")),
         ("TwoNN, one per (character, position)", ORANGE,
@@ -55,14 +53,14 @@ def decoder_figure(folder: Path) -> Figure:
     axes[0, 1].set_yscale("log")
     axes[0, 1].set_yticks([2, 3, 5, 10, 20, 30], ["2", "3", "5", "10", "20", "30"])
     axes[0, 1].yaxis.set_minor_locator(NullLocator())
-    _label(axes[0, 1], "b", "Intrinsic dimension", "dimension, mean over layers (log)")
+    label_panel(axes[0, 1], "b", "Intrinsic dimension", "dimension, mean over layers (log)")
     over_training(axes[0, 2], [
         ("64 nearest rows", ORANGE, partial(value_of, tag="local_anisotropy/mean")),
         ("all rows", BLUE, partial(value_of, tag="anisotropy/mean")),
     ])  # fmt: skip
     _null(axes[0, 2], last.values["local_anisotropy/null"], "64 rows of noise")
     _null(axes[0, 2], last.values["anisotropy/null"], "all rows of noise", "--")
-    _label(axes[0, 2], "c", "Local and global anisotropy", "anisotropy, mean over layers")
+    label_panel(axes[0, 2], "c", "Local and global anisotropy", "anisotropy, mean over layers")
 
     over_training(axes[1, 0], [
         ("cosine, last layer", BLUE, partial(_at_layer, metric="cosine", layer=depth)),
@@ -70,28 +68,28 @@ def decoder_figure(folder: Path) -> Figure:
         ("without the mean row", ORANGE, partial(value_of, tag="cosine_centred/mean")),
     ])  # fmt: skip
     _null(axes[1, 0], last.values["cosine/isotropic_pair"], "95 % point, one isotropic pair")
-    _label(axes[1, 0], "d", "Mean cosine between tokens", "mean cosine")
+    label_panel(axes[1, 0], "d", "Mean cosine between tokens", "mean cosine")
     _draw_drift(axes[1, 1], histories)
     over_training(axes[1, 2], [
         ("size, mean over all heads", "black",
          partial(over_heads, metric="qk_cosine", size=True)),
-        ("layer 1, mean with sign", _BY_DEPTH[0],
+        ("layer 1, mean with sign", IN_ORDER[0],
          partial(over_heads, metric="qk_cosine", layers=[1])),
         (f"layer {depth}, mean with sign", ORANGE,
          partial(over_heads, metric="qk_cosine", layers=[depth])),
     ])  # fmt: skip
     _null(axes[1, 2], last.values["qk_cosine/null_magnitude"], "size by chance")
     axes[1, 2].axhline(0, color=GREY, lw=0.8)
-    _label(axes[1, 2], "f", "Mean query against mean key", "cosine")
+    label_panel(axes[1, 2], "f", "Mean query against mean key", "cosine")
 
     over_training(axes[2, 0], by_layer("attention_entropy"))
-    _label(axes[2, 0], "g", "Attention entropy", "nats")
+    label_panel(axes[2, 0], "g", "Attention entropy", "nats")
     rank, alpha = (f"{name}/{NORMED}" for name in ("effective_rank_last", "alpha_last"))
     over_training(axes[2, 1], [
         ("effective rank", BLUE, partial(value_of, tag=rank)),
         ("10 x alpha (decay of the spectrum)", ORANGE, lambda reading: 10 * reading.values[alpha]),
     ])  # fmt: skip
-    _label(axes[2, 1], "h", "Spectrum of the last tokens", "after the final norm")
+    label_panel(axes[2, 1], "h", "Spectrum of the last tokens", "after the final norm")
     _draw_shares(axes[2, 2], histories)
     return figure
 
@@ -112,7 +110,7 @@ def seeds_figure(folder: Path) -> Figure:
 
 def _by_layer(metric: str, *, depth: int) -> list[_Line]:
     return [
-        (f"layer {layer}", _BY_DEPTH[(layer - 1) % len(_BY_DEPTH)],
+        (f"layer {layer}", IN_ORDER[(layer - 1) % len(IN_ORDER)],
          partial(_at_layer, metric=metric, layer=layer))
         for layer in range(1, depth + 1)
     ]  # fmt: skip
@@ -162,7 +160,7 @@ def _draw_drift(panel: Axes, histories: Sequence[History]) -> None:
             name: history.last.values[f"drift_cosine/{name}"] for name in ("spearman", "spearman_p")
         }
         panel.plot(
-            drift, cosine, "o-", color=_BY_DEPTH[seed % len(_BY_DEPTH)], ms=5, lw=1.2,
+            drift, cosine, "o-", color=IN_ORDER[seed % len(IN_ORDER)], ms=5, lw=1.2,
             label=f"seed {seed}: Spearman {fit['spearman']:.1f}, p = {fit['spearman_p']:.3f}",
         )  # fmt: skip
         if seed == 0:
@@ -172,7 +170,7 @@ def _draw_drift(panel: Axes, histories: Sequence[History]) -> None:
                 )
     panel.legend(fontsize=8.5, frameon=False)
     panel.set_xlabel("norm of the mean row")
-    _label(panel, "e", "Drift and cosine over layers 0 to the last", "mean cosine")
+    label_panel(panel, "e", "Drift and cosine over layers 0 to the last", "mean cosine")
 
 
 def _draw_shares(panel: Axes, histories: Sequence[History]) -> None:
@@ -193,7 +191,7 @@ def _draw_shares(panel: Axes, histories: Sequence[History]) -> None:
     panel.set_xlabel("layer (0 = what enters the first block)")
     panel.set_ylim(0, 1)
     panel.legend(fontsize=8.5, frameon=False)
-    _label(panel, "i", "Shares of the mean squared norm", "share, at the end")
+    label_panel(panel, "i", "Shares of the mean squared norm", "share, at the end")
 
 
 def _null(panel: Axes, value: float, label: str, style: str = ":") -> None:
@@ -202,11 +200,3 @@ def _null(panel: Axes, value: float, label: str, style: str = ":") -> None:
     low, high = panel.get_ylim()
     panel.set_ylim(min(low, value), max(high, value))
     panel.legend(fontsize=8.5, frameon=False)
-
-
-def _label(panel: Axes, letter: str, title: str, unit: str) -> None:
-    panel.set_title(f"$\\bf{{{letter}}}$   {title}", loc="left", fontsize=11)
-    panel.set_ylabel(unit)
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.grid(axis="y", color="#E6E6E6", lw=0.7)
-    panel.set_axisbelow(True)

@@ -23,7 +23,7 @@ from recipes.enwik8.data import load
 from recipes.enwik8.model import CharacterDecoder
 from recipes.enwik8.presets import PRESETS, Preset
 from recipes.enwik8.windows import CharacterData, spread
-from recipes.study import RunError, run_side_by_side
+from recipes.study import RunError, run_side_by_side, seed_folder, seed_folders
 
 # Windows that every reading looks at: the spectrum of their last tokens needs twice the width.
 PROBE_WINDOWS = 256
@@ -75,11 +75,6 @@ class PrintedLines:
 
     def close(self) -> None:
         """Close nothing."""
-
-
-def seed_folder(folder: Path, seed: int) -> Path:
-    """Build the path of the folder of one seed."""
-    return folder / f"seed_{seed}"
 
 
 def train_seeds(
@@ -216,8 +211,7 @@ def complete_seeds(folder: Path) -> list[Path]:
         RunError: The folder holds no experiment, or no seed is complete.
     """
     sizes = load_study(folder).sizes
-    found = sorted(folder.glob("seed_*"), key=lambda path: int(path.name.removeprefix("seed_")))
-    complete = [path for path in found if is_complete(path, sizes)]
+    complete = [path for path in seed_folders(folder) if is_complete(path, sizes)]
     if not complete:
         raise RunError(
             f"{folder} has no complete seed: go on with make decoder ARGS='--out {folder}'"

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from geomon import read
-from geomon.analysis.profile import profile_of
+from geomon.analysis.profile import head_values, profile_of
 from geomon.record.tags import training_tag
 from recipes.digits.train import ACCURACY
-from recipes.study.history import Head, History, head_values, over_heads
+from recipes.study.history import Head, History, over_heads
 
 
 class Training(History):
@@ -46,7 +46,7 @@ class Training(History):
         Args:
             metric: Name of a metric with values of heads.
         """
-        by_reading = [head_values(reading, metric) for reading in self.readings]
+        by_reading = [head_values(reading.values, metric) for reading in self.readings]
         return {head: [values[head] for values in by_reading] for head in by_reading[-1]}
 
     def alignment(self) -> list[float]:

@@ -18,7 +18,7 @@ from recipes.encoder_decoder.figure import draw
 from recipes.encoder_decoder.model import Size
 from recipes.encoder_decoder.train import KINDS, PROBE_CHARACTERS, Training, train
 from recipes.enwik8.data import load
-from recipes.study import new_folder, run_side_by_side
+from recipes.study import new_folder, train_kinds
 from recipes.study.command import (
     Batch,
     Context,
@@ -58,16 +58,10 @@ def main(
         print(f"text: {corpus.source}", flush=True)
         folder = out or new_folder("encoder_decoder")
         training = Training(Size(layers, width, heads, context), steps, batch)
-        run_side_by_side(
-            train,
-            [
-                (name, training, corpus, seed, folder / f"seed_{seed}" / name)
-                for seed in range(seeds)
-                for name in KINDS
-            ],
-            processes=processes,
-            report=print_progress(),
-        )
+        train_kinds(
+            train, KINDS, training, corpus,
+            seeds=seeds, folder=folder, processes=processes, report=print_progress(),
+        )  # fmt: skip
         picture = save(draw(folder), folder / "encoder_decoder.png")
         leave_results(claims(folder), folder, figures=[picture], table=table(folder))
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from geomon import Reading, Readings, read
+from geomon import Reading, Readings
 from geomon.analysis.profile import bulge, peak_depth, profile_of
 from geomon.record import tags
 from recipes.encoder_decoder.train import KINDS
-from recipes.study import Claim, seconds_on_two_cores
+from recipes.study import Claim, read_kinds, seconds_of_kinds
 
 # A profile counts as flat whose highest and lowest layer differ by less than this share of its
 # mean. Chosen before the first run of an encoder.
@@ -35,8 +35,7 @@ def load_runs(folder: Path) -> Runs:
     Args:
         folder: Folder of the experiment.
     """
-    seeds = _seed_folders(folder)
-    return {name: [read(seed / name) for seed in seeds] for name in KINDS}
+    return read_kinds(folder, KINDS)
 
 
 def profile(reading: Reading, metric: str = "anisotropy") -> Profile:
@@ -110,7 +109,7 @@ def claims(folder: Path) -> list[Claim]:
         folder: Folder of the experiment, with a folder for each seed.
     """
     runs = load_runs(folder)
-    seconds = seconds_on_two_cores(seed / name for seed in _seed_folders(folder) for name in KINDS)
+    seconds = seconds_of_kinds(folder, KINDS)
     common: dict[str, Any] = {
         "command": "make encoder_decoder", "picture": _PICTURE, "differs": _DIFFERS,
         "seconds": seconds,
@@ -149,10 +148,6 @@ def table(folder: Path) -> list[str]:
         cells = [f"{statistics.fmean(values):.{digits}f}" for values, digits in columns]
         lines.append(f"| {' | '.join([f'`{name}`', *cells])} |")
     return lines
-
-
-def _seed_folders(folder: Path) -> list[Path]:
-    return sorted(folder.glob("seed_*"), key=lambda path: int(path.name.removeprefix("seed_")))
 
 
 def _ends(seeds: Sequence[Readings], of: Callable[[Reading], float]) -> tuple[float, ...]:

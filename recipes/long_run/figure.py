@@ -10,10 +10,8 @@ from geomon import Readings
 from geomon.analysis import Curve, curve_of
 from geomon.record import tags
 from recipes.long_run.changes import DEMO_STEPS, DIMENSIONS, nearest
+from recipes.study.drawing import BLUE, GREEN, GREY, IN_ORDER, ORANGE, label_panel
 
-# Okabe and Ito's colours, which colour-blind readers can distinguish.
-_BLUE, _ORANGE, _GREEN, _GREY = "#0072B2", "#D55E00", "#009E73", "#767676"
-_BY_ORDER = ("#56B4E9", "#0072B2", "#009E73", "#E69F00", "#D55E00", "#CC79A7")
 _SCALES = (1, 2, 4, 8, 16, 32)
 # Steps at which the dimension is drawn over scales; the nearest readings are taken.
 _PROFILES = (0, 128, DEMO_STEPS)
@@ -31,28 +29,28 @@ def long_run_figure(readings: Readings) -> Figure:
     _draw(
         axes[0, 0],
         [
-            (names[0], _BLUE, curve_of(readings, DIMENSIONS[names[0]])),
-            (names[1], _ORANGE, curve_of(readings, DIMENSIONS[names[1]])),
-            ("Gride, scale 32", _GREEN, curve_of(readings, "gride/mean/k32")),
+            (names[0], BLUE, curve_of(readings, DIMENSIONS[names[0]])),
+            (names[1], ORANGE, curve_of(readings, DIMENSIONS[names[1]])),
+            ("Gride, scale 32", GREEN, curve_of(readings, "gride/mean/k32")),
         ],
     )
     _log_dimension(axes[0, 0])
-    _label(axes[0, 0], "a", "Intrinsic dimension", "dimension, mean over layers (log)")
+    label_panel(axes[0, 0], "a", "Intrinsic dimension", "dimension, mean over layers (log)")
     _draw_scales(axes[0, 1], readings)
-    _draw(axes[1, 0], [("", _BLUE, curve_of(readings, tags.training_tag(tags.LOSS)))])
-    _label(axes[1, 0], "c", "Loss of the batch at each reading", "nats per character")
+    _draw(axes[1, 0], [("", BLUE, curve_of(readings, tags.training_tag(tags.LOSS)))])
+    label_panel(axes[1, 0], "c", "Loss of the batch at each reading", "nats per character")
     layers = [layer for layer in readings.layers("anisotropy") if layer > 0]
     _draw(
         axes[1, 1],
         [
             (
-                f"layer {layer}", _BY_ORDER[index % len(_BY_ORDER)],
+                f"layer {layer}", IN_ORDER[index % len(IN_ORDER)],
                 curve_of(readings, tags.layer_tag("anisotropy", layer)),
             )
             for index, layer in enumerate(layers)
         ],
     )  # fmt: skip
-    _label(axes[1, 1], "d", "Anisotropy", "share of variance in the first direction")
+    label_panel(axes[1, 1], "d", "Anisotropy", "share of variance in the first direction")
     return figure
 
 
@@ -79,11 +77,11 @@ def _draw(panel: Axes, lines: Sequence[tuple[str, str, Curve]]) -> None:
     panel.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
     panel.set_xlabel("training step (logarithmic)")
     if last > DEMO_STEPS:
-        panel.axvline(DEMO_STEPS, color=_GREY, lw=1, ls=":")
+        panel.axvline(DEMO_STEPS, color=GREY, lw=1, ls=":")
         panel.annotate(
             "end of the demo", (DEMO_STEPS, 0.02), xycoords=("data", "axes fraction"),
             xytext=(-3, 0), textcoords="offset points", rotation=90, ha="right", va="bottom",
-            fontsize=8, color=_GREY,
+            fontsize=8, color=GREY,
         )  # fmt: skip
     if len(drawn) > 1:
         panel.legend(fontsize=9, frameon=False)
@@ -95,7 +93,7 @@ def _draw_scales(panel: Axes, readings: Readings) -> None:
     curves = {k: curve for k, curve in curves.items() if len(curve)}
     steps = next((curve.steps for curve in curves.values()), [])
     chosen = {steps[nearest(steps, step)] for step in _PROFILES if steps} | set(steps[-1:])
-    for colour, step in zip(_BY_ORDER, sorted(chosen), strict=False):
+    for colour, step in zip(IN_ORDER, sorted(chosen), strict=False):
         found = [
             (k, curve, curve.steps.index(step))
             for k, curve in curves.items()
@@ -114,7 +112,7 @@ def _draw_scales(panel: Axes, readings: Readings) -> None:
     _log_dimension(panel)
     if chosen:
         panel.legend(fontsize=9, frameon=False)
-    _label(
+    label_panel(
         panel, "b", "Dimension by scale, with 95 % intervals", "dimension, mean over layers (log)"
     )
 
@@ -124,11 +122,3 @@ def _log_dimension(panel: Axes) -> None:
     ticks = [2, 3, 5, 7, 10, 20, 30]
     panel.set_yticks(ticks, [str(tick) for tick in ticks])
     panel.yaxis.set_minor_locator(NullLocator())
-
-
-def _label(panel: Axes, letter: str, title: str, unit: str) -> None:
-    panel.set_title(f"$\\bf{{{letter}}}$   {title}", loc="left", fontsize=11)
-    panel.set_ylabel(unit)
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.grid(axis="y", color="#E6E6E6", lw=0.7)
-    panel.set_axisbelow(True)

@@ -18,7 +18,7 @@ from recipes.enwik8.data import load
 from recipes.overfit.claims import claims, table
 from recipes.overfit.figure import draw
 from recipes.overfit.train import TEXTS, Training, train
-from recipes.study import RunError, new_folder, run_side_by_side
+from recipes.study import RunError, new_folder, train_kinds
 from recipes.study.command import (
     Batch,
     Context,
@@ -62,16 +62,10 @@ def main(
         print(f"text: {corpus.source}", flush=True)
         folder = out or new_folder("overfit")
         training = Training(Size(layers, width, heads, context), steps, batch, few, distance)
-        run_side_by_side(
-            train,
-            [
-                (name, training, corpus, seed, folder / f"seed_{seed}" / name)
-                for seed in range(seeds)
-                for name in TEXTS
-            ],
-            processes=processes,
-            report=print_progress(),
-        )
+        train_kinds(
+            train, TEXTS, training, corpus,
+            seeds=seeds, folder=folder, processes=processes, report=print_progress(),
+        )  # fmt: skip
         picture = save(draw(folder), folder / "overfit.png")
         leave_results(claims(folder), folder, figures=[picture], table=table(folder))
 

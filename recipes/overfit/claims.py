@@ -4,11 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from geomon import Readings, read
+from geomon import Readings
 from geomon.record import tags
 from recipes.overfit.train import TEXTS
 from recipes.overfit.turns import Kind, first_turn
-from recipes.study import Claim, estimate, seconds_on_two_cores
+from recipes.study import Claim, estimate, read_kinds, seconds_of_kinds
 
 HELD_OUT = tags.training_tag("held_out_loss")
 TRAIN = tags.training_tag("train_loss")
@@ -57,8 +57,7 @@ def load_runs(folder: Path) -> Runs:
     Args:
         folder: Folder of the experiment.
     """
-    seeds = _seed_folders(folder)
-    return {name: [read(seed / name) for seed in seeds] for name in TEXTS}
+    return read_kinds(folder, TEXTS)
 
 
 def last_layer(readings: Readings, metric: str) -> str:
@@ -124,7 +123,7 @@ def claims(folder: Path) -> list[Claim]:
         folder: Folder of the experiment, with a folder for each seed.
     """
     runs = load_runs(folder)
-    seconds = seconds_on_two_cores(seed / name for seed in _seed_folders(folder) for name in TEXTS)
+    seconds = seconds_of_kinds(folder, TEXTS)
     common: dict[str, Any] = {
         "command": "make overfit", "picture": _PICTURE, "differs": _DIFFERS, "seconds": seconds,
     }  # fmt: skip
@@ -158,10 +157,6 @@ def table(folder: Path) -> list[str]:
             f"| {_counted(runs['plenty'], turn)} |"
         )
     return lines
-
-
-def _seed_folders(folder: Path) -> list[Path]:
-    return sorted(folder.glob("seed_*"), key=lambda path: int(path.name.removeprefix("seed_")))
 
 
 def _listed(runs: list[Readings], turn: Callable[[Readings], int | None]) -> str:

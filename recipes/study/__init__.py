@@ -7,8 +7,13 @@ from recipes.study.runs import (
     is_finished,
     mark_finished,
     new_folder,
+    read_kinds,
     run_side_by_side,
+    seconds_of_kinds,
     seconds_on_two_cores,
+    seed_folder,
+    seed_folders,
+    train_kinds,
 )
 from recipes.study.seeds import Estimate, Share, estimate, estimate_share
 
@@ -24,8 +29,13 @@ __all__ = [
     "load_claims",
     "mark_finished",
     "new_folder",
+    "read_kinds",
     "run_side_by_side",
     "save_claims",
+    "seconds_of_kinds",
     "seconds_on_two_cores",
+    "seed_folder",
+    "seed_folders",
+    "train_kinds",
     "verdict_lines",
 ]

@@ -1,4 +1,4 @@
-"""Curves of several seeds in one panel: each thin, their mean with its interval in front."""
+"""Panels of figures: labels, and curves of several seeds, thin, with their mean in front."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +10,8 @@ from recipes.study.seeds import estimate
 # Okabe and Ito's colours, which colour-blind readers can distinguish.
 BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
 GREY = "#767676"
+# Of layers or steps, first to last; more of them begin anew.
+IN_ORDER = ("#56B4E9", BLUE, GREEN, "#E69F00", ORANGE, "#CC79A7")
 
 
 def draw_seeds(
@@ -39,6 +41,22 @@ def draw_seeds(
         panel.fill_between(places, low, high, color=colour, alpha=0.16, lw=0)
     line = {"lw": 2.2, **style}
     panel.plot(places, [each.mean for each in means], color=colour, label=label, **line)
+
+
+def label_panel(panel: Axes, letter: str, title: str, unit: str) -> None:
+    """Give a panel its letter, title and unit, and take away what is not needed.
+
+    Args:
+        panel: Axes of matplotlib.
+        letter: Letter by which texts name the panel.
+        title: Text above the panel.
+        unit: What the vertical axis shows, with its unit.
+    """
+    panel.set_title(f"$\\bf{{{letter}}}$   {title}", loc="left", fontsize=11)
+    panel.set_ylabel(unit)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.grid(axis="y", color="#E6E6E6", lw=0.7)
+    panel.set_axisbelow(True)
 
 
 def plain_axes(panel: Axes, letter: str, title: str, x_label: str, y_label: str) -> None:

@@ -10,9 +10,8 @@ from scipy import stats  # type: ignore[import-untyped]
 
 from geomon import Reading, Readings
 from geomon.analysis import single_source
-from geomon.analysis.profile import profile_of
+from geomon.analysis.profile import head_values, profile_of
 from geomon.analysis.queries_keys import LayerAlignment, align_layers
-from geomon.record import tags
 
 # Part of the training after which its beginning is over. The papers name no step; a quarter is the
 # same for every curve, so that no curve chooses the moments that suit it.
@@ -164,24 +163,6 @@ def with_depth(reading: Reading, metric: str) -> float:
     return float(stats.spearmanr(range(len(profile)), profile).statistic)
 
 
-def head_values(reading: Reading, metric: str) -> dict[Head, float]:
-    """Collect the finite values of all heads.
-
-    Args:
-        reading: A reading.
-        metric: Name of a metric with a value for each head.
-    """
-    return {
-        (tag.layer, tag.head): value
-        for name, value in reading.values.items()
-        if name.startswith(f"{metric}/")
-        and (tag := tags.parse(name)) is not None
-        and tag.layer is not None
-        and tag.head is not None
-        and math.isfinite(value)
-    }
-
-
 def over_heads(
     reading: Reading, metric: str, *, layers: Sequence[int] = (), size: bool = False
 ) -> float:
@@ -193,9 +174,8 @@ def over_heads(
         layers: Layers whose heads count; none for all.
         size: Whether the absolute values are averaged.
     """
-    values = [
-        v for (layer, _), v in head_values(reading, metric).items() if layer in layers or not layers
-    ]
+    found = head_values(reading.values, metric)
+    values = [value for (layer, _), value in found.items() if layer in layers or not layers]
     return fmean(abs(value) if size else value for value in values)
 
 
@@ -211,7 +191,7 @@ def onset(history: History, metric: str, head: Head, limit: float) -> float:
     Returns:
         Share of the training's steps that were made by then, [0, 1].
     """
-    values = [head_values(reading, metric)[head] for reading in history.readings]
+    values = [head_values(reading.values, metric)[head] for reading in history.readings]
     side = math.copysign(1, values[-1])
     begun = len(values) - 1
     while begun > 0 and side * values[begun - 1] > limit:

@@ -2,14 +2,17 @@
 
 import json
 import multiprocessing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from geomon import Readings, read
+
 _FILE_NAME = "finished.json"
+_SEED = "seed_"
 
 
 class RunError(ValueError):
@@ -27,6 +30,25 @@ def new_folder(name: str) -> Path:
         number += 1
         folder = Path("runs") / f"{name}-{number}"
     return folder
+
+
+def seed_folder(folder: Path, seed: int) -> Path:
+    """Build the path of the folder of one seed.
+
+    Args:
+        folder: Folder of the experiment.
+        seed: Number of the seed.
+    """
+    return folder / f"{_SEED}{seed}"
+
+
+def seed_folders(folder: Path) -> list[Path]:
+    """List the folders of all seeds that there are, in order.
+
+    Args:
+        folder: Folder of the experiment.
+    """
+    return sorted(folder.glob(f"{_SEED}*"), key=lambda path: int(path.name.removeprefix(_SEED)))
 
 
 def is_finished(folder: Path, settings: Mapping[str, Any]) -> bool:
@@ -130,3 +152,53 @@ def run_side_by_side(
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def train_kinds(
+    train: Callable[..., object],
+    kinds: Collection[str],
+    *settings: object,
+    seeds: int,
+    folder: Path,
+    processes: int,
+    report: Callable[[int, int], object],
+) -> None:
+    """Train each kind from each seed, several side by side.
+
+    Args:
+        train: Function of a module; its arguments are a kind, the settings, a seed, and the folder
+            of the training.
+        kinds: Names of the kinds that are compared.
+        settings: What all trainings have in common.
+        seeds: Number of seeds.
+        folder: Folder of the experiment, in which each seed has a folder, and each kind one there.
+        processes: Number of processes.
+        report: Function that is called with the number of finished trainings and of all.
+    """
+    jobs = [
+        (name, *settings, seed, seed_folder(folder, seed) / name)
+        for seed in range(seeds)
+        for name in kinds
+    ]
+    run_side_by_side(train, jobs, processes=processes, report=report)
+
+
+def read_kinds(folder: Path, kinds: Iterable[str]) -> dict[str, list[Readings]]:
+    """Read what `train_kinds` recorded: the readings of each kind, one record for each seed.
+
+    Args:
+        folder: Folder of the experiment.
+        kinds: Names of the kinds.
+    """
+    seeds = seed_folders(folder)
+    return {name: [read(seed / name) for seed in seeds] for name in kinds}
+
+
+def seconds_of_kinds(folder: Path, kinds: Collection[str]) -> float:
+    """Sum the processor's time of what `train_kinds` trained, of which two run side by side.
+
+    Args:
+        folder: Folder of the experiment.
+        kinds: Names of the kinds.
+    """
+    return seconds_on_two_cores(seed / name for seed in seed_folders(folder) for name in kinds)

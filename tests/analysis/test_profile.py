@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from geomon.analysis.profile import bulge, peak_depth, profile_of
+from geomon.analysis.profile import bulge, head_values, is_far_above, peak_depth, profile_of
 from geomon.metrics.across_layers import profile_shape
 
 VALUES = st.floats(-100, 100, allow_subnormal=False).map(lambda x: round(x, 3))
@@ -60,3 +60,28 @@ def test_a_profile_has_the_values_of_layers_alone():
     }  # fmt: skip
     assert profile_of(values, "cosine") == [0.1, 0.2]
     assert profile_of(values, "anisotropy") == []
+
+
+@given(VALUES, st.lists(VALUES, min_size=1, max_size=20), st.sampled_from((0.25, 2.0, 64.0)))
+def test_layer_0_far_above_the_blocks_does_not_depend_on_the_unit(first, blocks, unit):
+    is_far = is_far_above([first], blocks)
+    assert is_far == is_far_above([unit * first], [unit * value for value in blocks])
+    assert is_far == is_far_above([math.nan, first, -1000.0], [*blocks, math.nan])
+    # On an axis from 0, or from the lowest block, the blocks fill less than half the height.
+    low, high = min(0.0, *blocks), max(0.0, *blocks)
+    assert is_far == (high > low and (high - low) < 0.5 * (first - low))
+
+
+def test_layer_0_is_far_above_no_blocks():
+    assert not is_far_above([3.0], [])
+    assert not is_far_above([3.0], [0.0, math.nan])
+    assert not is_far_above([], [1.0])
+
+
+def test_values_of_heads_are_those_that_were_measured():
+    values = {
+        "q/layer_02/head_0": -1.0, "q/layer_01/head_1": 0.5, "q/layer_01/head_0": math.nan,
+        "q/layer_01": 9.0, "q/encoder_layer_01/head_2": 9.0, "p/layer_01/head_3": 9.0,
+    }  # fmt: skip
+    assert list(head_values(values, "q").items()) == [((1, 1), 0.5), ((2, 0), -1.0)]
+    assert head_values(values, "r") == {}

@@ -11,6 +11,7 @@ from scipy import stats
 
 from geomon import Reading
 from geomon.analysis.queries_keys import (
+    _NULL,
     _joined_cosines,
     align_layers,
     chance_limit,
@@ -48,6 +49,24 @@ def test_the_width_of_heads_is_read_off_the_null(width):
     assert found.width == width
 
 
+@given(st.one_of(st.floats(), st.floats(0, 1)))
+@settings(deadline=None)
+def test_a_null_that_no_width_has_is_none(null):
+    """A record may hold anything: 1e-200, whose square is 0, was a division by zero."""
+    damaged = replace(at(0, [[0.3]]), values={**at(0, [[0.3]]).values, _NULL: null})
+    found = queries_and_keys([damaged])
+    assert (found is None) == (not 1e-3 < null < 0.7)
+    assert found is None or found.width >= 2
+
+
+@pytest.mark.parametrize("width", [2, 3, 8, 32, 64, 128, 256])
+def test_the_limit_of_chance_is_that_of_two_random_directions(width):
+    # (cos + 1) / 2 follows a Beta distribution (Godey et al., appendix B).
+    half = (width - 1) / 2
+    expected = 2 * stats.beta.ppf(0.975, half, half) - 1
+    assert chance_limit(width) == pytest.approx(expected, abs=1e-9)
+
+
 @given(cosines, st.integers(2, 3000))
 @settings(deadline=None)
 def test_the_p_value_is_the_tail_of_the_beta_distribution(cosine, width):
@@ -77,6 +96,7 @@ def test_the_named_heads_are_those_of_holm(values):
     named = [head.direction != "chance" for head in found.heads]
     clear = np.abs(adjusted - 0.05) > 1e-9  # a product and a quotient round differently
     assert (np.array(named) == (adjusted <= 0.05))[clear].all()
+    assert ((np.abs(values) > found.limit) == named)[clear].all()
     for head in found.heads:
         assert head.direction in ("chance", "similar" if head.cosine > 0 else "opposite")
         assert (head.onset is None) == (head.direction == "chance")

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from geomon.analysis.profile import bulge, peak_depth, profile_of
 from geomon.capture.snapshot import Layer
 from geomon.kernels.dimension import twonn
 from geomon.kernels.neighbours import nearest
@@ -57,6 +58,36 @@ def test_a_bell_has_its_peak_in_the_middle_and_a_bulge():
     rising = across_layers(profile("anisotropy", [0.1, 0.2, 0.3, 0.4, 0.5]))
     assert rising["anisotropy_profile/peak_depth"] == 1
     assert rising["anisotropy_profile/bulge"] == pytest.approx(0)
+
+
+def test_layers_without_a_value_keep_their_depth():
+    """A layer whose rows are all equal has no anisotropy: the others stay where they are."""
+    numbers = [0.1, 0.2, math.nan, 0.8, 0.3, 0.1, math.nan]
+    values = profile("anisotropy", numbers)
+    found = across_layers(values)
+    assert found["anisotropy_profile/peak_depth"] == 3 / 6
+    assert found["anisotropy_profile/peak_depth"] == peak_depth(profile_of(values, "anisotropy"))
+    assert math.isnan(found["anisotropy_profile/bulge"])  # the last layer is an end
+    values = profile("anisotropy", numbers[:-1])
+    found = across_layers(values)
+    assert found["anisotropy_profile/bulge"] == pytest.approx(bulge(numbers[:-1]))
+
+
+@few_examples
+@given(seeds, st.sets(st.integers(0, 7), max_size=3), st.sets(st.integers(0, 7), max_size=3))
+def test_drift_and_cosine_are_paired_by_layer(seed, no_drift, no_cosine):
+    drift, cosine = normal(2, 8, seed=seed).tolist()
+    both = [layer for layer in range(8) if layer not in no_drift | no_cosine]
+    for series, missing in ((drift, no_drift), (cosine, no_cosine)):
+        for layer in missing:
+            series[layer] = math.nan
+    found = across_layers(profile("drift_norm", drift) | profile("cosine", cosine))
+    if len(both) < 4:
+        assert found == {}
+        return
+    one, other = ([series[layer] for layer in both] for series in (drift, cosine))
+    assert found["drift_cosine/pearson"] == pytest.approx(stats.pearsonr(one, other).statistic)
+    assert found["drift_cosine/spearman"] == pytest.approx(stats.spearmanr(one, other).statistic)
 
 
 def test_few_layers_say_nothing_across():

@@ -2,13 +2,19 @@
 
 import pytest
 
+from geomon.record import Reading, Record
 from recipes.study import (
     RunError,
     is_finished,
     mark_finished,
     new_folder,
+    read_kinds,
     run_side_by_side,
+    seconds_of_kinds,
     seconds_on_two_cores,
+    seed_folder,
+    seed_folders,
+    train_kinds,
 )
 
 
@@ -55,3 +61,28 @@ def test_a_function_that_other_processes_do_not_have_is_refused(tmp_path):
     own.__module__ = "recipes.x.__main__"  # as a command's own function is called in a test
     with pytest.raises(ValueError, match="main module"):
         run_side_by_side(own, [(1,)], processes=1, report=print)
+
+
+def test_each_kind_is_trained_from_each_seed_and_read_in_order(tmp_path):
+    def train(name, step, seed, folder):
+        record = Record(folder)
+        record.begin(0, {})
+        values = {"seed/mean": float(seed)}
+        record.write(Reading(step, 0.0, 0.0, name, "eval", 8, 1, "float32", values))
+        record.close()
+        mark_finished(folder, {"seed": seed}, 2.0 + (name == "b"))
+
+    made = []
+    train_kinds(
+        train, ("a", "b"), 7, seeds=11, folder=tmp_path, processes=1,
+        report=lambda *done: made.append(done),
+    )  # fmt: skip
+    assert made[-1] == (22, 22)
+    assert seed_folders(tmp_path) == [seed_folder(tmp_path, seed) for seed in range(11)]
+    runs = read_kinds(tmp_path, ("b", "a"))
+    assert list(runs) == ["b", "a"]
+    for name, found in runs.items():
+        assert [(run[0].source, run[0].step) for run in found] == [(name, 7)] * 11
+        assert [run[0].values["seed/mean"] for run in found] == list(range(11))
+    assert seconds_of_kinds(tmp_path, ("a", "b")) == 11 * (2 + 3) / 2
+    assert read_kinds(tmp_path / "empty", ("a",)) == {"a": []}

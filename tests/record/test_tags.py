@@ -40,3 +40,18 @@ def test_heads_and_trust_of_single_layers_are_not_charted():
     assert not tags.is_charted("twonn/layer_02/n")
     for tag in ("qk_cosine/layer_02/min", "twonn/mean/n", "gride/layer_02/k8", "geomon/overhead"):
         assert tags.is_charted(tag)
+
+
+@given(places=st.sets(st.tuples(st.integers(0, 120), st.integers(0, 120)), max_size=12))
+def test_heads_stand_by_layer_and_head_and_nothing_else_is_one(places):
+    built = {
+        place: tags.layer_tag("q_cosine", place[0], tags.head_part(place[1])) for place in places
+    }
+    others = [
+        "q_cosine/layer_01", "q_cosine/mean", "q_cosine/layer_01/std", "q_cosine/layer_01/head_x",
+        "q_cosine/encoder_layer_01/head_0", "cosine/layer_01/head_0", "q_cosine_2/layer_01/head_0",
+        "training/layer_01/head_0",
+    ]  # fmt: skip
+    found = tags.heads_of([*reversed(built.values()), *others], "q_cosine")
+    assert list(found.items()) == sorted(built.items())
+    assert not tags.heads_of(["training/layer_01/head_0"], "training")

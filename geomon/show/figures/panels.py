@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from geomon.analysis import Curve, curve_of, mean_abs_over_heads, single_source
 from geomon.analysis.alerts import alert_notes, kind_of
+from geomon.analysis.profile import is_far_above
 from geomon.record import Reading, Readings, tags
 from geomon.record.printable import printable
 from geomon.show.figures.colours import BLUE, GREEN, GREY, GRID, ON_FIELD, PURPLE, STEPS, VERMILLION
@@ -31,8 +32,6 @@ MAX_NAMED = 12
 _MAX_LINEAR_RATIO = 4.0
 # Ratio of the largest value of a map to the smallest above which its colours are logarithmic.
 _MAX_LINEAR_COLOURS = 12.0
-# How many times the highest block layer 0 may be before it leaves the axis of a profile.
-_FAR_ABOVE = 2
 AXIS_LABELS = {
     "anisotropy": "anisotropy (share of variance\nalong the first direction)",
     "qk_cosine": "cosine of mean query and mean key",
@@ -312,7 +311,7 @@ def draw_profile(panel: Axes, readings: Readings, metric: str) -> None:
     panel.set_ylabel(AXIS_LABELS.get(metric, metric), fontsize=10)
     if all(v >= 0 for r in drawn for v in by_layer(r, metric, layers) if math.isfinite(v)):
         panel.set_ylim(bottom=0)
-        _leave_out_layer_0(panel, layers, [by_layer(r, metric, layers) for r in drawn])
+    _leave_out_layer_0(panel, layers, [by_layer(r, metric, layers) for r in drawn])
     _draw_null(panel, readings, metric)
     colour_bar(panel, [f"{reading.step}" for reading in drawn], STEPS, "step")
 
@@ -323,9 +322,11 @@ def _leave_out_layer_0(
     """Give the axis of values to the blocks where layer 0, the embedding, would flatten them."""
     first = [values[0] for values in profiles if layers[0] == 0 and math.isfinite(values[0])]
     blocks = [value for values in profiles for value in values[1:] if math.isfinite(value)]
-    if not first or not blocks or max(first) <= _FAR_ABOVE * max(blocks):
+    if not is_far_above(first, blocks):
         return
-    panel.set_ylim(top=1.15 * max(blocks))
+    low, high = min(0.0, *blocks), max(0.0, *blocks)
+    space = 0.15 * (high - low)
+    panel.set_ylim(low - space if low < 0 else 0, high + space)
     ends = sorted({f"{value:.3g}" for value in (min(first), max(first))}, key=float)
     panel.text(
         0.02, 0.02, f"↑ layer 0: {' to '.join(ends)}", transform=panel.transAxes, fontsize=8.5,
@@ -550,9 +551,8 @@ def layers_and_heads(names: Iterable[str], metric: str) -> tuple[list[int], int]
         names: Tags.
         metric: Name of the metric.
     """
-    parsed = [t for t in map(tags.parse, names) if t and t.metric == metric and t.head is not None]
-    layers = sorted({tag.layer for tag in parsed if tag.layer is not None})
-    return layers, max((tag.head + 1 for tag in parsed if tag.head is not None), default=0)
+    places = tags.heads_of(names, metric)
+    return sorted({layer for layer, _ in places}), max((head + 1 for _, head in places), default=0)
 
 
 def head_table(

@@ -17,8 +17,8 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from geomon.analysis import single_source
-from geomon.analysis.queries_keys import chance_limit
-from geomon.record import Reading, Readings, tags
+from geomon.analysis.queries_keys import QueriesKeys, queries_and_keys
+from geomon.record import Readings, tags
 from geomon.show.figures import panels
 from geomon.show.figures.colours import BLUE, GREY, VERMILLION
 
@@ -155,8 +155,9 @@ def clouds_figure(readings: Readings) -> Figure:
 def cosines_figure(readings: Readings, metric: str = "qk_cosine") -> Figure:
     """Draw a metric of heads over training, one panel for each layer.
 
-    Of `qk_cosine` the band of chance is drawn: 95 % of the cosines of two directions that have
-    nothing to do with one another lie in it.
+    Of `qk_cosine` the band of chance is drawn. Of directions that have nothing to do with one
+    another none of all heads ends outside it, with a probability of 95 % (Holm's correction): the
+    heads that a summary of the run counts.
 
     Args:
         readings: Readings of a run.
@@ -175,10 +176,11 @@ def cosines_figure(readings: Readings, metric: str = "qk_cosine") -> Figure:
         raise panels.NotMeasuredError(f"{metric} of single heads was not measured in this run")
     shown = panels.spread_items(layers, _MOST_LAYERS)
     table = np.stack([panels.head_table(one, metric, shown, count) for one in selected])
-    band = _chance(selected[-1], metric)
+    found = queries_and_keys(selected) if metric == "qk_cosine" else None
+    band = math.nan if found is None else found.limit
     columns = min(4, len(shown))
     rows = math.ceil(len(shown) / columns)
-    figure = panels.new_figure(1.0 + 2.7 * columns, 1.3 + 2.3 * rows)
+    figure = panels.new_figure(1.0 + 2.7 * max(columns, 2), 1.3 + 2.3 * rows)
     axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
     steps = [reading.step for reading in selected]
     for panel, layer, values in zip(axes.flat, shown, table.transpose(1, 2, 0), strict=False):
@@ -197,36 +199,28 @@ def cosines_figure(readings: Readings, metric: str = "qk_cosine") -> Figure:
         panel.set_visible(False)
     figure.supxlabel("training step (logarithmic)", fontsize=10)
     figure.supylabel(panels.AXIS_LABELS.get(metric, metric), fontsize=10)
-    _title(figure, _words_of_cosines(table[-1], metric, band, len(layers), len(shown)))
+    some = f"; {len(shown)} of {len(layers)} layers are drawn" if len(shown) < len(layers) else ""
+    known = int(np.isfinite(table[-1]).sum())
+    label = panels.AXIS_LABELS.get(metric, metric)
+    plain = f"{label}: a line for each of {known} heads"
+    _title(figure, (plain if found is None else _count_of_heads(found)) + some)
     return figure
 
 
-def _words_of_cosines(
-    last: Floats, metric: str, band: float, layers: int, shown: int
-) -> str:  # fmt: skip
-    heads = int(np.isfinite(last).sum())
-    some = f" ({shown} of {layers} layers)" if shown < layers else ""
-    if not math.isfinite(band):
-        return f"{panels.AXIS_LABELS.get(metric, metric)}: a line for each of {heads} heads{some}"
-    above, below = int((last > band).sum()), int((last < -band).sum())
+def _count_of_heads(found: QueriesKeys) -> str:
+    similar, opposite, chance = (
+        len(found.of(direction)) for direction in ("similar", "opposite", "chance")
+    )
     return (
-        f"Of {heads} heads{some} {above} are similar at the end (orange), {below} opposite (blue), "
-        f"{heads - above - below} within the band of chance (95 %, ±{band:.2f})"
+        f"Of {len(found.heads)} heads {similar} are similar at the end (orange), {opposite} "
+        f"opposite (blue), {chance} within the band of chance (5 % over all heads, "
+        f"±{found.limit:.2f})"
     )
 
 
 def _colour(value: float, band: float) -> str:
     limit = band if math.isfinite(band) else 0.0
     return VERMILLION if value > limit else BLUE if value < -limit else GREY
-
-
-def _chance(reading: Reading, metric: str) -> float:
-    """The size that 95 % of the cosines of two random directions stay below; NaN where unknown."""
-    mean = reading.values.get(f"{metric}/null_magnitude", math.nan)
-    if not 0 < mean < 0.7:  # .64 is that of a width of 2
-        return math.nan
-    width = round(2 / (math.pi * mean**2) + 0.5)  # E|cos|^2 is 2 / (pi (d - 1/2)), nearly
-    return chance_limit(width)
 
 
 # -- heads, and what stands beside the record ------------------------------------------------------
@@ -352,7 +346,7 @@ def _colour_words(panel: Axes, of_queries: str, of_keys: str, markers: str) -> N
 
 
 def _title(figure: Figure, words: str) -> None:
-    figure.suptitle(words, fontsize=12, x=0.012, ha="left")
+    figure.suptitle(words, fontsize=12, x=0.012, ha="left", wrap=True)
 
 
 def _signed(value: float) -> str:

@@ -17,6 +17,7 @@ from geomon.analysis.queries_keys import LayerAlignment, align_layers, chance_li
 from geomon.record import Readings
 from geomon.show.figures import panels
 from geomon.show.figures.colours import BLUE, GREEN, GREY, PURPLE, VERMILLION
+from geomon.show.loading import name_runs
 
 # Layers that have a panel of their own.
 _MOST_LAYERS = 4
@@ -37,7 +38,7 @@ def stability_figure(runs: Sequence[Readings]) -> Figure:
     Raises:
         NotMeasuredError: A run has no mean queries and keys, or they have no layer in common.
     """
-    names = _names([_folder(run) for run in runs])
+    names = name_runs(map(_folder, runs))
     found = [align_layers(run) for run in runs]
     for name, layers in zip(names, found, strict=True):
         if not any(math.isfinite(value) for each in layers.values() for value in each.cosines):
@@ -116,13 +117,3 @@ def _words(by_layer: Sequence[Sequence[LayerAlignment]], layers: int) -> str:
 
 def _folder(run: Readings) -> Path:
     return run.folder.path.parent if run.folder is not None else Path("run")
-
-
-def _names(folders: Sequence[Path]) -> list[str]:
-    """Name folders by as many of their last parts as tell them apart; numbered where none do."""
-    deepest = max((len(folder.parts) for folder in folders), default=1)
-    for depth in range(1, deepest + 1):
-        names = ["/".join(folder.parts[-depth:]) for folder in folders]
-        if len(set(names)) == len(names):
-            return names
-    return [f"{number}: {folder.name}" for number, folder in enumerate(folders, start=1)]

@@ -7,7 +7,7 @@ from typing import Any
 
 from geomon.analysis import Curve, curve_of, single_source
 from geomon.analysis.alerts import alert_notes, kind_of
-from geomon.analysis.profile import profile_of
+from geomon.analysis.profile import head_values, profile_of
 from geomon.record import Reading, Readings, tags
 
 try:
@@ -150,12 +150,7 @@ def _layers(readings: Readings, metric: str) -> go.Figure | None:
 
 def _heads(reading: Reading, metric: str, low: float, high: float) -> go.Figure | None:
     """Draw a metric of heads as a matrix of layers and heads, on a scale that stays as it is."""
-    places = {
-        (tag.layer, tag.head): value
-        for name, value in reading.values.items()
-        if name.startswith(f"{metric}/") and math.isfinite(value)
-        if (tag := tags.parse(name)) is not None and tag.layer is not None and tag.head is not None
-    }
+    places = head_values(reading.values, metric)
     if not places:
         return None
     layers = sorted({layer for layer, _ in places})

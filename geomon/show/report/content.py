@@ -18,7 +18,7 @@ from geomon.analysis import Curve, curve_of, mean_abs_over_heads, single_source,
 from geomon.analysis.alerts import alert_notes, is_alert
 from geomon.record import Readings, tags
 from geomon.record.printable import printable
-from geomon.show.loading import load
+from geomon.show.loading import load, name_runs
 from geomon.show.report.glossary import MEANINGS
 
 # Largest numbers of steps in curves, and in what a slider moves over.
@@ -88,7 +88,7 @@ def load_runs(paths: Sequence[Path], stack: str | None = None) -> list[Run]:
         ValueError: A file is not a record, has no readings, or its model no such stack.
     """
     runs = []
-    for path, name in zip(paths, _names(paths), strict=True):
+    for path, name in zip(paths, name_runs(paths), strict=True):
         runs.append(Run(name, path, load(path, stack)))
     return runs
 
@@ -343,17 +343,6 @@ def _text(name: str, value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     return printable(str(value))
-
-
-def _names(paths: Sequence[Path]) -> list[str]:
-    """Names of runs: those of their folders, with as many parents as tell them apart."""
-    folders = [path.absolute() for path in paths]
-    folders = [path.parent if path.suffix == ".jsonl" else path for path in folders]
-    for length in range(1, max(len(path.parts) for path in folders) + 1):
-        names = ["/".join(path.parts[-length:]) for path in folders]
-        if len(set(names)) == len(names):
-            return names
-    return [f"{path.name} ({number})" for number, path in enumerate(folders, 1)]
 
 
 __all__ = ["CHARTS", "Run", "build_content", "load_runs"]

@@ -10,6 +10,7 @@ from rich.style import Style
 from rich.text import Text
 
 from geomon.analysis import Curve
+from geomon.analysis.profile import head_values, is_far_above
 from geomon.record import Reading, tags
 from geomon.show.terminal.scales import axis_marks, axis_range, number, place, step_marks
 
@@ -26,8 +27,6 @@ _GREY: Colour = (120, 120, 120)
 PEAK: Colour = (230, 159, 0)
 # Share of a line's colour in that of its band.
 _DIM = 0.6
-# How many times the highest block layer 0 may be before its point is left out of a profile.
-_FAR_ABOVE = 2
 
 # From low to high: cividis without its darkest end; and blue, black, orange around zero.
 _RISING: tuple[Colour, ...] = (
@@ -158,10 +157,9 @@ def draw_profile(
     marks = [(float(layer), str(layer)) for layer in layers[::every]]
     ends = layers[0], layers[-1]
     drawn = [line.from_x(1.0) for line in lines]
-    highest = max((value for line in drawn for value in line.values), default=math.nan)
-    first = max((line.values[0] for line in lines if line.xs[:1] == [0.0]), default=-math.inf)
-    if first > _FAR_ABOVE * highest > 0:
-        marks[0] = (0.0, f"0: {number(first)}↑")
+    first = [line.values[0] for line in lines if line.xs[:1] == [0.0]]
+    if is_far_above(first, (value for line in drawn for value in line.values)):
+        marks[0] = (0.0, f"0: {number(max(first))}↑")
     else:
         drawn = list(lines)
     _draw(plot, drawn, columns, rows, ends, marks, None)
@@ -302,19 +300,11 @@ def head_rows(reading: Reading, metric: str) -> tuple[list[int], list[list[float
     Returns:
         Numbers of the layers, and the values of each head by layer; NaN where there is none.
     """
-    found = {
-        (tag.layer, tag.head): value
-        for name, value in reading.values.items()
-        if name.startswith(f"{metric}/")
-        and (tag := tags.parse(name)) is not None
-        and tag.layer is not None
-        and tag.head is not None
-    }
-    layers = sorted({layer for layer, _ in found})
-    count = max((head + 1 for _, head in found), default=0)
-    return layers, [
-        [found.get((layer, head), math.nan) for layer in layers] for head in range(count)
-    ]
+    places = tags.heads_of(reading.values, metric)
+    layers = sorted({layer for layer, _ in places})
+    heads = range(max((head + 1 for _, head in places), default=0))
+    known = head_values(reading.values, metric)
+    return layers, [[known.get((layer, head), math.nan) for layer in layers] for head in heads]
 
 
 def draw_heads(

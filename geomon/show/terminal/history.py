@@ -169,24 +169,6 @@ class Watched:
         return [printable(" ".join(note.split())) for note in last if not is_alert(note)]
 
 
-def names_of(directories: Iterable[Path]) -> list[str]:
-    """Name runs by the ends of their paths, as short as they differ.
-
-    Args:
-        directories: Folders of runs.
-
-    Example:
-        >>> names_of([Path("runs/a"), Path("runs/b")]), names_of([Path("x/run"), Path("y/run")])
-        (['a', 'b'], ['x/run', 'y/run'])
-    """
-    parts = [Path(directory).absolute().parts for directory in directories]
-    for count in range(1, max(map(len, parts), default=1) + 1):
-        names = ["/".join(part[-count:]) for part in parts]
-        if len(set(names)) == len(set(parts)):
-            return names
-    return [str(Path(*part)) for part in parts]
-
-
 def _begins_with(longer: list[Reading], shorter: list[Reading]) -> bool:
     if len(longer) < len(shorter):
         return False

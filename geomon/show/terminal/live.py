@@ -7,7 +7,8 @@ from pathlib import Path
 
 from geomon.record import Follower, Readings, read
 from geomon.record.printable import printable
-from geomon.show.terminal.history import Watched, names_of
+from geomon.show.loading import name_runs
+from geomon.show.terminal.history import Watched
 from geomon.show.terminal.overview import format_line, view
 
 try:
@@ -68,7 +69,7 @@ def follow(
         except ImportError as error:
             _say(console, f"a plain view is shown: {error}")
         else:
-            pairs = zip(directories, names_of(directories), strict=True)
+            pairs = zip(directories, name_runs(directories), strict=True)
             runs = [Watched(directory, stack, name) for directory, name in pairs]
             trouble = WatchApp(runs).run(mouse=False)  # so that text can be selected as ever
             if trouble:
@@ -114,7 +115,7 @@ def _print_lines(
     console: Console,
     keep_going: Callable[[], bool],
 ) -> None:
-    names = names_of(directories)
+    names = name_runs(directories)
     before = [f"{name}: " if len(names) > 1 else "" for name in names]
     said: set[str] = set()
     while keep_going():
@@ -133,7 +134,7 @@ def _side_by_side(directories: Sequence[Path], runs: Sequence[Readings]) -> Rend
     if len(runs) == 1:
         return view(runs[0])
     parts: list[RenderableType] = []
-    for name, readings in zip(names_of(directories), runs, strict=True):
+    for name, readings in zip(name_runs(directories), runs, strict=True):
         parts += [Text(printable(name), style="bold", overflow="ellipsis"), view(readings)]
     return Group(*parts)
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+from geomon.analysis.profile import head_values
 from geomon.kernels.baselines import isotropic_cosine_quantile
 from recipes.decoder.questions.question import MODELS, Question
 from recipes.study.history import (
@@ -10,7 +11,6 @@ from recipes.study.history import (
     History,
     at_end,
     growth,
-    head_values,
     onset,
     over_heads,
     over_layers,
@@ -247,15 +247,15 @@ def _first_minus_second_half(profile: Sequence[float]) -> float:
 
 
 def _last_layer(history: History) -> int:
-    return max(layer for layer, _ in head_values(history.last, "qk_cosine"))
+    return max(layer for layer, _ in head_values(history.last.values, "qk_cosine"))
 
 
 def _beyond(history: History, limit: float, sign: int) -> list[Head]:
     """Heads whose cosine is beyond a limit at the end, on one side."""
-    heads = head_values(history.last, "qk_cosine")
+    heads = head_values(history.last.values, "qk_cosine")
     return [head for head, value in heads.items() if sign * value > limit]
 
 
 def _share_beyond(history: History, limit: float, signs: Sequence[int]) -> float:
     found = sum(len(_beyond(history, limit, sign)) for sign in signs)
-    return found / len(head_values(history.last, "qk_cosine"))
+    return found / len(head_values(history.last.values, "qk_cosine"))

@@ -6,19 +6,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 from typer.testing import CliRunner
 
+from geomon.analysis.queries_keys import chance_limit, queries_and_keys
 from geomon.cli import make_app
 from geomon.kernels.baselines import isotropic_cosine_magnitude
 from geomon.kernels.token_types import token_types
 from geomon.record import Readings, Record, read, tags
 from geomon.show import commands
 from geomon.show.figures import KINDS, as_image, draw, geometry_figure
-from geomon.show.figures.colours import darken
+from geomon.show.figures.colours import BLUE, GREY, VERMILLION, darken
 from geomon.show.figures.panels import NotMeasuredError
 from geomon.show.figures.queries_keys import (
-    _chance,
     _plane,
     _similar_and_opposite,
 )
@@ -207,22 +206,38 @@ def test_means_alone_are_enough_for_their_paths(run):
         draw("clouds", run)
 
 
-@pytest.mark.parametrize("width", [2, 3, 8, 32, 64, 128, 256])
-def test_the_band_of_chance_is_that_of_two_random_directions(make_readings, width):
-    reading = make_readings()[-1]
-    values = {"qk_cosine/null_magnitude": isotropic_cosine_magnitude(width)}
-    band = _chance(replace(reading, values=values), "qk_cosine")
-    # (cos + 1) / 2 follows a Beta distribution (Godey et al., appendix B).
-    half = (width - 1) / 2
-    assert band == pytest.approx(2 * stats.beta.ppf(0.975, half, half) - 1, abs=1e-9)
-    assert math.isnan(_chance(reading, "qk_cosine"))
+def test_a_figure_and_a_summary_count_the_same_heads(run):
+    """Of isotropic directions one head in twenty lies outside its own band of 95 %."""
+    last = run[-1]
+    cosines = 2 * [0.9, -0.9, 0.8, 0.75, 0.6, -0.6, 0.4, -0.2]
+    names = tags.heads_of(last.values, "qk_cosine").values()
+    values = dict(last.values) | dict(zip(names, cosines, strict=True))
+    values["qk_cosine/null_magnitude"] = isotropic_cosine_magnitude(16)
+    readings = Readings([], [*run.readings[:-1], replace(last, values=values)])
+    figure = draw("cosines", readings)
+    found = queries_and_keys(readings)
+    counts = [len(found.of(each)) for each in ("similar", "opposite", "chance")]
+    assert counts == [6, 2, 8]
+    assert sum(abs(value) > chance_limit(16) for value in cosines) == 12
+    assert (
+        f"Of 16 heads {counts[0]} are similar at the end (orange), {counts[1]} opposite (blue), "
+        f"{counts[2]} within the band of chance (5 % over all heads, ±{found.limit:.2f})"
+    ) in words_of(figure)
+    lines = [line for axes in figure.axes for line in axes.lines if len(line.get_xdata()) == 4]
+    for colour, count in zip((VERMILLION, BLUE, GREY), counts, strict=True):
+        assert sum(line.get_color() == colour for line in lines) == count
+    (band,) = figure.axes[0].patches
+    assert band.get_y() + band.get_height() == pytest.approx(found.limit)
 
 
-def test_heads_are_counted_by_the_band(run):
-    words = words_of(draw("cosines", run))
-    assert "Of 16 heads 8 are similar at the end" in words
-    assert "8 opposite" in words
-    assert "0 within the band of chance" in words
+@pytest.mark.parametrize("layers", [1, 2, 13])
+def test_the_title_of_few_and_of_many_layers_stays_inside(make_readings, tmp_path, layers):
+    figure = draw("cosines", write_run(tmp_path, make_readings((0, 8), layers=layers, heads=8)))
+    figure.draw_without_rendering()
+    title, label = (text.get_window_extent() for text in (figure._suptitle, figure._supylabel))
+    assert title.x0 > 0
+    assert title.x1 < figure.bbox.x1
+    assert label.y1 < title.y0
 
 
 # -- other figures ---------------------------------------------------------------------------------

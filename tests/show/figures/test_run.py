@@ -73,19 +73,39 @@ def test_the_profile_is_drawn_at_the_first_and_the_last_step(make_readings):
         assert line == [reading.values[f"anisotropy/layer_{layer:02d}"] for layer in range(5)]
 
 
-@pytest.mark.parametrize("first", [2.5, 30.0])
-def test_layer_0_leaves_the_axis_where_it_would_flatten_the_blocks(first):
-    values = {f"twonn/layer_{layer:02d}": value for layer, value in enumerate([first, 2, 4, 3])}
+@pytest.mark.parametrize(
+    ("profile", "low", "high"),
+    [
+        ([2.5, 2, 4, 3], 0, 4),
+        ([30.0, 2, 4, 3], 0, 4),
+        ([0.5, -0.02, 0.05, 0.01], -0.02, 0.05),
+        ([0.1, -0.02, 0.05, 0.01], -0.02, 0.1),
+    ],
+)
+def test_layer_0_leaves_the_axis_where_it_would_flatten_the_blocks(profile, low, high):
+    figure = profile_figure(single_profile(profile), "twonn")
+    (axes, *_) = figure.axes
+    bottom, top = axes.get_ylim()
+    assert low - 0.2 * (high - low) <= bottom <= low
+    assert high <= top < high + 0.2 * (high - low)
+    assert (f"↑ layer 0: {profile[0]:.3g}" in words(figure)) == (profile[0] > high)
+    assert list(axes.lines[0].get_ydata()) == profile  # nothing is taken away
+
+
+def test_layer_0_stays_beside_blocks_that_are_all_0():
+    figure = profile_figure(single_profile([0.4, 0.0, 0.0]), "twonn")
+    assert figure.axes[0].get_ylim()[1] > 0.4
+    assert "↑" not in words(figure)
+
+
+def single_profile(profile):
+    """A run of one reading with these values of a metric by layer."""
+    values = {f"twonn/layer_{layer:02d}": value for layer, value in enumerate(profile)}
     reading = Reading(
         step=0, time=0.0, seconds=0.0, source="probe", mode="eval", tokens=64, world_size=1,
         dtype="float32", values=values, notes=(),
     )  # fmt: skip
-    figure = profile_figure(Readings([], [reading]), "twonn")
-    (axes, *_) = figure.axes
-    top = axes.get_ylim()[1]
-    assert ("↑ layer 0: 30" in words(figure)) == (first > 8)
-    assert 4 <= top < 5
-    assert list(axes.lines[0].get_ydata()) == [first, 2, 4, 3]  # nothing is taken away
+    return Readings([], [reading])
 
 
 def test_steps_are_spread_evenly_in_their_logarithm():

@@ -36,6 +36,12 @@ def test_layer_0_does_not_flatten_the_blocks():
     assert highest <= 1  # the curve of the blocks fills the chart
 
 
+@pytest.mark.parametrize(("first", "is_far"), [(0.5, True), (0.1, False)])
+def test_layer_0_is_compared_with_the_range_of_blocks_below_0(first, is_far):
+    lines = profile([first, -0.2, -0.05, 0.01, -0.1])
+    assert (f"0: {first:.2f}↑" in lines[-1]) == is_far
+
+
 @pytest.mark.parametrize("first", [5.0, 11.0, -30.0])
 def test_layer_0_near_the_blocks_is_drawn_with_them(first):
     lines = profile([first, 1.0, 3.0, 6.0, 2.0])
