@@ -1,5 +1,6 @@
 """What the terminal shows while the recipe trains: progress, loss, and the present reading."""
 
+import math
 import sys
 from typing import Any
 
@@ -10,7 +11,10 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from geomon import Memory, Reading
+from geomon.record.tags import PROBE_LOSS, training_tag
 from geomon.show import format_line, view
+
+_VALIDATION = training_tag(PROBE_LOSS)
 
 
 class LiveView(ProgressBar):
@@ -91,13 +95,16 @@ class LiveView(ProgressBar):
         self.close()
 
     def _bits(self, trainer: L.Trainer) -> str:
-        shown = {"train/bits_per_character": "train", "validation/bits_per_character": "validation"}
-        found = [
-            f"{name} {float(trainer.callback_metrics[key]):.3f}"
-            for key, name in shown.items()
-            if key in trainer.callback_metrics
+        """The loss of the last batch, and that on the validation text at the last reading."""
+        found = {"train": trainer.callback_metrics.get("train/bits_per_character")}
+        if self._memory.readings:
+            found["validation"] = self._memory.readings[-1].values.get(_VALIDATION)
+        shown = [
+            f"{name} {float(bits):.3f}"
+            for name, bits in found.items()
+            if bits is not None and not math.isnan(bits)
         ]
-        return ", ".join(found) + " bits/character" if found else ""
+        return ", ".join(shown) + " bits/character" if shown else ""
 
     def _picture(self) -> Group:
         if not self._memory.readings:
