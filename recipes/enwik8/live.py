@@ -14,6 +14,7 @@ from geomon import Memory, Reading
 from geomon.record.tags import PROBE_LOSS, training_tag
 from geomon.show import format_line, view
 
+_TRAINING = "train/bits_per_character"
 _VALIDATION = training_tag(PROBE_LOSS)
 
 
@@ -96,14 +97,10 @@ class LiveView(ProgressBar):
 
     def _bits(self, trainer: L.Trainer) -> str:
         """The loss of the last batch, and that on the validation text at the last reading."""
-        found = {"train": trainer.callback_metrics.get("train/bits_per_character")}
+        found = {"train": float(trainer.callback_metrics.get(_TRAINING, math.nan))}
         if self._memory.readings:
-            found["validation"] = self._memory.readings[-1].values.get(_VALIDATION)
-        shown = [
-            f"{name} {float(bits):.3f}"
-            for name, bits in found.items()
-            if bits is not None and not math.isnan(bits)
-        ]
+            found["validation"] = self._memory.readings[-1].values.get(_VALIDATION, math.nan)
+        shown = [f"{name} {bits:.3f}" for name, bits in found.items() if not math.isnan(bits)]
         return ", ".join(shown) + " bits/character" if shown else ""
 
     def _picture(self) -> Group:
