@@ -121,7 +121,7 @@ def train_on_text(
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        yield float(loss)
+        yield float(loss.detach())
 
 
 @torch.no_grad()

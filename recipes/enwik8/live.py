@@ -74,7 +74,8 @@ class LiveView(ProgressBar):
         """Begin to draw."""
         self._progress.update(self._task, total=trainer.max_steps, completed=trainer.global_step)
         if self._console.is_terminal:
-            self._live = Live(self._picture(), console=self._console, refresh_per_second=4)
+            # A redraw takes 4 ms of the training's time.
+            self._live = Live(self._picture(), console=self._console, refresh_per_second=2)
             self._live.start()
 
     def on_train_batch_end(
