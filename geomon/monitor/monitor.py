@@ -321,6 +321,10 @@ class Monitor:
 
         Where a program ends without it, it is called then.
         """
+        with self._budget.charge():
+            self._end()
+
+    def _end(self) -> None:
         self._flush()
         if self._published is not None:
             self._logged.warn_of_absent()
