@@ -5,7 +5,9 @@ python -m benchmarks.hidden_states --out FOLDER
 On an accelerator, where there is one: the wide models take hours on a processor.
 """
 
+import itertools
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -85,24 +87,45 @@ def _train(
     # Made on the processor, so that the weights at the start are the same everywhere.
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
     model = AutoModelForCausalLM.from_config(config).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=training.rate)
-    train = torch.from_numpy(corpus.train).long()
-    places = torch.Generator().manual_seed(0)
     began = time.perf_counter()
+    text = torch.from_numpy(corpus.validation).long()
+    losses = train_on_text(
+        model, corpus, context=CONTEXT, sequences=training.sequences, rate=training.rate
+    )
     for step in range(wanted[-1] + 1):
         if step in wanted:
-            _keep(out, model, torch.from_numpy(corpus.validation).long(), width, step)
-        starts = torch.randint(len(train) - CONTEXT, (training.sequences,), generator=places)
-        batch = train[starts[:, None] + torch.arange(CONTEXT)].to(device)
+            _keep(out, model, text, width, step)
+        loss = next(losses)
+        if step in wanted:
+            taken = time.perf_counter() - began
+            print(f"width {width}, step {step}: loss {loss:.3f}, {taken:.0f} s", flush=True)
+
+
+def train_on_text(
+    model: PreTrainedModel, corpus: Corpus, *, context: int, sequences: int, rate: float
+) -> Iterator[float]:
+    """Train by AdamW on random windows of a text; yields the loss of each batch after its update.
+
+    Args:
+        model: A language model of the transformers library.
+        corpus: The text.
+        context: Length of a window, in characters.
+        sequences: Number of windows in a batch.
+        rate: Learning rate after a warm-up of 10 steps.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    text = torch.from_numpy(corpus.train).long()
+    places = torch.Generator().manual_seed(0)
+    for step in itertools.count():
+        starts = torch.randint(len(text) - context, (sequences,), generator=places)
+        batch = text[starts[:, None] + torch.arange(context)].to(model.device)
         for group in optimizer.param_groups:
-            group["lr"] = training.rate * min(1.0, (step + 1) / 10)
+            group["lr"] = rate * min(1.0, (step + 1) / 10)
         loss = model(batch, labels=batch).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if step in wanted:
-            taken = time.perf_counter() - began
-            print(f"width {width}, step {step}: loss {loss:.3f}, {taken:.0f} s", flush=True)
+        yield float(loss.detach())
 
 
 @torch.no_grad()

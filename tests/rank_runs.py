@@ -701,6 +701,7 @@ def trainer(ranks: RankGroup, folder: Path) -> dict:
         monitor = GeometryMonitor(
             metrics={"ids": lambda token_ids: token_ids.double().mean()}, tokens=1000,
             schedule=every(2), strict=True, sinks=[memory], probe="validation",
+            probe_loss=lambda outputs, batch: outputs["loss"],
         )  # fmt: skip
         trains = Counts(
             WithLoss(),
@@ -718,6 +719,7 @@ def trainer(ranks: RankGroup, folder: Path) -> dict:
             "evaluated": [e["eval_loss"] for e in trains.state.log_history if "eval_loss" in e],
             "losses": [float(loss) for loss in seen],
             "recorded": [r.values["training/loss"] for r in memory.readings],
+            "probed": [r.values["training/probe_loss"] for r in memory.readings],
             "steps": [reading.step for reading in memory.readings],
             "tokens": [reading.tokens for reading in memory.readings],
             "ids": [reading.values["ids/layer_01"] for reading in memory.readings],

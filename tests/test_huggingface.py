@@ -654,6 +654,28 @@ def test_validation_data_are_read_and_the_evaluation_is_left_alone(tmp_path, kin
         assert torch.equal(one, other)
 
 
+def test_the_loss_on_the_evaluation_data_is_the_models_in_the_readings_pass(tmp_path):
+    rows = batch(21, 32, seed=50)  # batches of 8, 8 and 5
+    monitor = GeometryMonitor(
+        probe="validation", probe_loss=lambda outputs, inputs: outputs.loss, schedule=every(3),
+        tokens=10_000, batches=1, metrics=select("variance"), strict=True,
+    )  # fmt: skip
+    trainer = trainer_of(tmp_path, [monitor], eval_strategy="steps", eval_steps=3)
+    trainer.eval_dataset = [{"input_ids": row, "labels": row} for row in rows]
+    trainer.train()
+    found = {r.step: r.values["training/probe_loss"] for r in read(tmp_path)}
+    assert list(found) == [0, 3, 6]
+    with torch.no_grad():
+        last = trainer.model.eval()(input_ids=rows, labels=rows).loss.item()
+    assert found[6] == pytest.approx(last, rel=1e-5)
+    # This Trainer divides by the labels, of which a model predicts all but the first.
+    history = trainer.state.log_history
+    theirs = {e["step"]: e["eval_loss"] for e in history if "eval_loss" in e}
+    ratios = [theirs[step] / found[step] for step in (3, 6)]
+    assert ratios[0] == pytest.approx(ratios[1], rel=1e-5)
+    assert {e["step"]: e["geomon/probe_loss"] for e in logged(trainer)} == found
+
+
 def test_without_validation_data_there_is_one_line(tmp_path):
     trainer = trainer_of(tmp_path, [GeometryMonitor(probe="validation")])
     trainer.eval_dataset = None

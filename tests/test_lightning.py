@@ -630,6 +630,28 @@ def test_validation_data_are_read_and_the_validation_is_left_alone(tmp_path, san
         assert torch.equal(one, other)
 
 
+@pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler has shuffling")
+def test_the_loss_on_the_validation_data_is_the_trainers_own_in_the_readings_pass(tmp_path):
+    """Where all of the data are read: a validation at every reading, without a pass of its own."""
+    monitor = GeometryMonitor(
+        probe="validation", probe_loss=lambda logits, ids: logits.logsumexp(dim=-1).mean(),
+        schedule=every(3), directory=tmp_path / "run", tokens=10_000, batches=1,
+        metrics=select("variance"), strict=True,
+    )  # fmt: skip
+    rows = torch.cat([batch(8, 32, seed=100 + i) for i in range(5)])
+    data = DataLoader(rows, batch_size=9, shuffle=True)  # the last batch is smaller
+    plain, _ = fit_validated(tmp_path, [], data=data)
+    watched, trainer = fit_validated(tmp_path, [monitor], data=data)
+    found = {r.step: r.values["training/probe_loss"] for r in read(tmp_path / "run")}
+    assert list(found) == [0, 3, 6, 9, 12]
+    assert len(set(found.values())) == 5
+    last = trainer.callback_metrics
+    assert found[12] == pytest.approx(float(last["val/loss"]), rel=1e-6)
+    assert found[12] == pytest.approx(float(last["geomon/probe_loss"]), rel=1e-6)
+    assert watched.losses == plain.losses
+    assert watched.totals == plain.totals
+
+
 def test_validation_data_of_a_module_without_forward_and_with_labels(tmp_path):
     class Bare(Decoder):
         forward = L.LightningModule.forward

@@ -1,15 +1,31 @@
 """Probe: an extra forward pass on fixed inputs, in eval mode, with nothing changed afterwards."""
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from geomon.capture.batch import call_of_batch
 from geomon.capture.patches import extra_pass_begun
+from geomon.capture.snapshot import MeanLoss
 from geomon.capture.unchanged import left_unchanged, refuse_lazy
+
+
+class ExtraPass(NamedTuple):
+    """What an extra pass has shown beside what the window kept of it.
+
+    Attributes:
+        left_out: Which parts of a batch the model was not given, in words; "" for none.
+        loss: Loss of the pass; None where none was asked for.
+        seconds: Time of the model's call and of the loss, the window's own time included.
+    """
+
+    left_out: str
+    loss: MeanLoss | None
+    seconds: float
 
 
 def extra_pass(
@@ -18,7 +34,8 @@ def extra_pass(
     window: AbstractContextManager[Any],
     *,
     around: Sequence[nn.Module] | None = None,
-) -> str:
+    loss: Callable[[Any, Any], MeanLoss] | None = None,
+) -> ExtraPass:
     """Run the model on inputs under a window.
 
     The pass runs without autograd (never in inference mode, which poisons cached rotary tables), in
@@ -32,9 +49,8 @@ def extra_pass(
         window: Context manager that is entered around the call of the model alone.
         around: Where the inputs are a batch of a data loader (see `geomon.capture.batch`), the
             model and the modules in it that hold blocks, outermost first; None for plain inputs.
-
-    Returns:
-        Which parts of a batch the model was not given, in words; "" for none.
+        loss: Function of what the model has returned and of the inputs on its device, called after
+            the window and with everything else as in the pass; None for no loss.
 
     Raises:
         TypeError: Nothing in the model can be called on a batch.
@@ -45,25 +61,26 @@ def extra_pass(
     with extra_pass_begun(), left_unchanged(model):
         model.eval()
         moved = _move(inputs, device)
-        if around is None or _is_function(moved):
-            with window:
-                _call(model, moved)
-            return ""
-        call = call_of_batch(model, around, moved)
+        batch = None
+        if around is not None and not _is_function(moved):
+            batch = call_of_batch(model, around, moved)
+        began = time.perf_counter()
         with window:
-            call.module(*call.args, **call.kwargs)
-        return call.left_out
+            if batch is None:
+                outputs = _call(model, moved)
+            else:
+                outputs = batch.module(*batch.args, **batch.kwargs)
+        found = None if loss is None else loss(outputs, moved)
+        seconds = time.perf_counter() - began
+        return ExtraPass("" if batch is None else batch.left_out, found, seconds)
 
 
-def _call(model: nn.Module, inputs: Any) -> None:
+def _call(model: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, Mapping):
-        model(**inputs)
-    elif isinstance(inputs, tuple | list):
-        model(*inputs)
-    elif _is_function(inputs):
-        inputs(model)
-    else:
-        model(inputs)
+        return model(**inputs)
+    if isinstance(inputs, tuple | list):
+        return model(*inputs)
+    return inputs(model) if _is_function(inputs) else model(inputs)
 
 
 def _is_function(inputs: Any) -> bool:

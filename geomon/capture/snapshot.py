@@ -159,6 +159,18 @@ def at_places(values: Tensor, places: Tensor) -> Tensor:
     return values.gather(2, index.expand(-1, values.shape[1], -1, values.shape[3]))
 
 
+class MeanLoss(NamedTuple):
+    """The loss of a probe's pass, a mean over its sequences.
+
+    Attributes:
+        value: The loss; NaN where it could not be computed.
+        sequences: Number of sequences, by which the losses of several passes are weighted.
+    """
+
+    value: float
+    sequences: int
+
+
 @dataclass(frozen=True)
 class PassInfo:
     """Facts about one forward pass as a whole.
@@ -168,12 +180,14 @@ class PassInfo:
         mode: "train" or "eval". Dropout changes the numbers.
         dtype: Data type of the hidden states in the model, before they were copied to float32.
         notes: Remarks for the reader of the numbers.
+        loss: Loss of a probe's pass; None where none was asked for.
     """
 
     tokens: int
     mode: str
     dtype: str
     notes: list[Note] = field(default_factory=list)
+    loss: MeanLoss | None = None
 
 
 @dataclass(frozen=True)

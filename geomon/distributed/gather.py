@@ -12,7 +12,13 @@ from typing import TypeVar
 
 from geomon.capture.snapshot import CAPTURED, Layer, Note, PassInfo, Snapshot
 from geomon.distributed.group import RankFailedError, RankGroup
-from geomon.distributed.merge import Shape, attention_shape, merge_layers, take_share
+from geomon.distributed.merge import (
+    Shape,
+    attention_shape,
+    mean_loss,
+    merge_layers,
+    take_share,
+)
 
 _Value = TypeVar("_Value")
 _NO_PASS = PassInfo(0, "", "")
@@ -120,11 +126,13 @@ def gather(
         if isinstance(parcel, str):
             raise RankFailedError(f"rank {rank}: {parcel}")
     first = reports[0].info
-    tokens = sum(report.info.tokens for report in reports[:givers])
+    infos = [report.info for report in reports[:givers]]
+    tokens = sum(info.tokens for info in infos)
+    notes, loss = _notes(reports, givers), mean_loss(infos)
     return GatheredLayers(
         parts=list(zip(*received, strict=True)),
         count=len(snapshot.layers),
-        info=PassInfo(tokens, first.mode, first.dtype, _notes(reports, givers)),
+        info=PassInfo(tokens, first.mode, first.dtype, notes, loss),
         empty=all(report.empty for report in reports),
     )
 
@@ -155,8 +163,10 @@ def _merge_passes(passes: Sequence[Snapshot], rows: int, queries: int) -> Snapsh
         for note in one.info.notes:
             found.setdefault(note.kind, {})[number] = note.text
     notes = [Note(kind, _of_several(texts, len(passes), "batch")) for kind, texts in found.items()]
-    tokens = sum(one.info.tokens for one in passes)
-    return Snapshot(layers, PassInfo(tokens, first.info.mode, first.info.dtype, notes))
+    infos = [one.info for one in passes]
+    tokens = sum(info.tokens for info in infos)
+    loss = mean_loss(infos)
+    return Snapshot(layers, PassInfo(tokens, first.info.mode, first.info.dtype, notes, loss))
 
 
 def _meet(report: _Report, group: RankGroup) -> list[_Report]:

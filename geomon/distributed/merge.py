@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from geomon.capture.snapshot import CAPTURED, Layer, at_places
+from geomon.capture.snapshot import CAPTURED, Layer, MeanLoss, PassInfo, at_places
 
 # What was kept of a layer's attention: sequences, queries of each, keys of each.
 Shape = tuple[int, int, int]
@@ -122,6 +122,25 @@ def merge_layers(parts: Sequence[Layer]) -> Layer:
         holder = next(part for part, views in zip(parts, seen, strict=True) if views)
         missing |= {v: why for v, why in holder.missing.items() if CAPTURED[v] == source}
     return replace(parts[0], captured=captured, missing=missing)
+
+
+def mean_loss(infos: Sequence[PassInfo]) -> MeanLoss | None:
+    """Mean of the losses of several passes, weighted by their sequences; None where there is none.
+
+    Args:
+        infos: Facts about each pass.
+
+    Example:
+        >>> losses = MeanLoss(3.0, 10), MeanLoss(6.0, 5)
+        >>> mean_loss([PassInfo(64, "eval", "float32", loss=loss) for loss in losses])
+        MeanLoss(value=4.0, sequences=15)
+    """
+    losses = [info.loss for info in infos if info.loss is not None]
+    if len(losses) < 2:
+        return next(iter(losses), None)
+    sequences = sum(loss.sequences for loss in losses)
+    whole = math.fsum(loss.value * loss.sequences for loss in losses)
+    return MeanLoss(whole / max(sequences, 1), sequences)
 
 
 def _of(layer: Layer, source: str) -> dict[str, Any]:

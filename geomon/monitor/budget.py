@@ -36,20 +36,20 @@ class Decision(NamedTuple):
 class _Charge:
     """Time of the code inside a `with`: written out, because it is paid at every step."""
 
-    __slots__ = ("_began", "_budget", "_spent")
+    __slots__ = ("_began", "_budget", "_known")
 
     def __init__(self, budget: "Budget") -> None:
         self._budget = budget
 
     def __enter__(self) -> None:
-        self._spent = self._budget.spent
+        self._known = self._budget.spent + self._budget.left_out
         self._began = time.perf_counter()
 
     def __exit__(self, *error: object) -> None:
         taken = time.perf_counter() - self._began
-        counted = self._budget.spent - self._spent
-        if taken > counted:
-            self._budget.spend(taken - counted)
+        known = self._budget.spent + self._budget.left_out - self._known
+        if taken > known:
+            self._budget.spend(taken - known)
 
 
 class Budget:
@@ -91,6 +91,7 @@ class Budget:
         self._began: float | None = None
         self._steps = 0
         self._spent = 0.0
+        self._left_out = 0.0
         self._capture = 0.0  # seconds that the last capture took
         self._costs: dict[int, float] = {}  # seconds of one layer, by rows in a split
 
@@ -115,10 +116,18 @@ class Budget:
         """
         self._spent += seconds
 
+    def leave_out(self, seconds: float) -> None:
+        """Leave out time inside a `charge` that is not geomon's: the training needs what it gave.
+
+        Args:
+            seconds: Time that the training would take without geomon too.
+        """
+        self._left_out += seconds
+
     def charge(self) -> AbstractContextManager[None]:
         """Return a context manager that adds the time inside it to the time that geomon has taken.
 
-        What is spent inside on its own account counts once.
+        What is spent inside on its own account counts once, and what is left out does not count.
         """
         return _Charge(self)
 
@@ -135,6 +144,11 @@ class Budget:
     def spent(self) -> float:
         """Seconds that geomon has taken."""
         return self._spent
+
+    @property
+    def left_out(self) -> float:
+        """Seconds that `leave_out` was given."""
+        return self._left_out
 
     @property
     def overhead(self) -> float:

@@ -290,6 +290,9 @@ class ReadingJob:
         if self._history is not None:
             self._history.keep(self.step, self._evaluator.keep_for_next(measured))
         tokens = min(info.tokens, self.rows * self._evaluator.batches)
+        values = dict(evaluation.values)
+        if info.loss is not None:
+            values[tags.training_tag(tags.PROBE_LOSS)] = info.loss.value
         self.arrays = evaluation.arrays
         self.notes = [*info.notes, *evaluation.notes, *self._notes_on_rows(tokens)]
         self.notes += [] if self._on_host is None else [self._on_host]
@@ -303,7 +306,7 @@ class ReadingJob:
             tokens=tokens,
             world_size=self._group.size,
             dtype=info.dtype,
-            values={**evaluation.values, tags.SECONDS: self.seconds},
+            values={**values, tags.SECONDS: self.seconds},
             notes=[note.text for note in self.notes],
         )
 

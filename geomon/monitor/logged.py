@@ -43,7 +43,7 @@ class LoggedValues:
                 continue
             kept[name] = None
             try:
-                kept[name] = _copy(value)
+                kept[name] = copy_number(value)
             except Exception as error:  # objects of any kind are asked for their number
                 self._refuse(name, step, error)
             if value is not None:
@@ -120,8 +120,11 @@ class LoggedValues:
         )
 
 
-def _copy(value: Any) -> Tensor | float | None:
-    """A value as it is now: what is logged may be changed in place, as a running sum is.
+def copy_number(value: Any) -> Tensor | float | None:
+    """Copy a value as it is now: what is logged may be changed in place, as a running sum is.
+
+    Args:
+        value: A number, a tensor of one number, or None, which is given back.
 
     Raises:
         TypeError: It is no number.
@@ -142,4 +145,4 @@ def _copy(value: Any) -> Tensor | float | None:
         raise TypeError(f"{expected}, got {type(value).__name__}") from error
 
 
-__all__ = ["LoggedValues"]
+__all__ = ["LoggedValues", "copy_number"]

@@ -47,6 +47,7 @@ from geomon.monitor.options import (
 )
 from geomon.monitor.output import ReadingWriter, Warnings
 from geomon.monitor.planner import ReadingPlanner
+from geomon.monitor.probe_loss import ProbeLoss
 from geomon.monitor.reactions import Reactions
 from geomon.monitor.schedule import Schedule, first_steps
 from geomon.record import Reading, Readings, Record, read, tags
@@ -108,6 +109,8 @@ class Monitor:
         self._opened: tuple[Window, int] | None = None  # the window that is open, and its step
         self._checked = False  # whether the first window has been checked for what is missing
         self._logged = LoggedValues(options["log"], self._warnings)
+        function = options["probe_loss"]
+        self._probe_loss = None if function is None else ProbeLoss(function, self._warnings)
         self._pending: list[int] = []  # steps of the readings that are not published yet
         self._finished: deque[ReadingJob] = deque()  # those of them that are measured
         self._entered: int | None = None  # the step whose `with` is open, where inputs are probed
@@ -269,7 +272,7 @@ class Monitor:
         def capture() -> list[Snapshot]:
             if isinstance(inputs, HeldOut):
                 return self._pass_held_out(inputs, number)
-            return [self._pass(inputs, number, (), self._rows())]
+            return [self._pass(inputs, number, (), self._rows(), loss=self._probe_loss)]
 
         copies = not isinstance(inputs, HeldOut)
         self._read(
@@ -318,6 +321,10 @@ class Monitor:
 
         Where a program ends without it, it is called then.
         """
+        with self._budget.charge():
+            self._end()
+
+    def _end(self) -> None:
         self._flush()
         if self._published is not None:
             self._logged.warn_of_absent()
@@ -438,6 +445,7 @@ class Monitor:
         *,
         around: Sequence[nn.Module] | None = None,
         windows: int = 1,
+        loss: ProbeLoss | None = None,
     ) -> Snapshot:
         """Make one extra pass. The same inputs give the same rows: readings differ by the weights.
 
@@ -448,17 +456,22 @@ class Monitor:
             rows: Number of rows of hidden states to keep.
             around: For a batch, the modules that may be called on it.
             windows: Number of passes that share the memory of a reading.
+            loss: Computes the loss of the pass; None for none.
         """
         window = self._window(self._options["seed"], *place, rows=rows, windows=windows)
         self._opened = window, step
-        left_out = extra_pass(self._model, inputs, window, around=around)
+        made = extra_pass(self._model, inputs, window, around=around, loss=loss)
+        if loss is not None:  # a validation that the training asks for, like its own forward pass
+            self._budget.leave_out(max(0.0, made.seconds - window.seconds))
         snapshot = window.snapshot(self._home())
-        if left_out:
-            text = f"of each batch the model was given all but {left_out}, by what forward() takes"
-            info = snapshot.info
+        info = replace(snapshot.info, loss=made.loss)
+        if made.left_out:
+            text = (
+                f"of each batch the model was given all but {made.left_out}, by what forward() "
+                "takes"
+            )
             info = replace(info, notes=[*info.notes, Note("parts of a batch", text)])
-            snapshot = replace(snapshot, info=info)
-        return snapshot
+        return replace(snapshot, info=info)
 
     def _pass_held_out(self, held_out: HeldOut, step: int) -> list[Snapshot]:
         """Make an extra pass over each held-out batch; at first, take the batches."""
@@ -479,7 +492,9 @@ class Monitor:
         passes = []
         for number, (batch, rows) in enumerate(zip(held_out.batches, shares, strict=True)):
             place = (*self._place(), "batch", number) if number else self._place()
-            one = self._pass(batch, step, place, rows, around=around, windows=len(shares))
+            one = self._pass(
+                batch, step, place, rows, around=around, windows=len(shares), loss=self._probe_loss
+            )
             passes.append(one)
         return passes
 
@@ -549,6 +564,11 @@ class Monitor:
     ) -> ReadingJob | None:
         """The job of measuring passes; None where another rank measures or has measured them."""
         passes: list[Snapshot] | Exception
+        left_out = self._budget.left_out
+
+        def taken() -> float:
+            return time.perf_counter() - began - (self._budget.left_out - left_out)
+
         try:
             passes = capture()
             self._check(passes[0])
@@ -556,7 +576,7 @@ class Monitor:
             raise
         except Exception as error:  # several ranks fail together
             passes = error
-        seconds = time.perf_counter() - began
+        seconds = taken()
         if not self._takes_part() or self._planner.is_recorded(step, source):
             if isinstance(passes, Exception):
                 raise passes
@@ -568,7 +588,7 @@ class Monitor:
                 copies=copies, history=history, place=self._measuring_device,
             )  # fmt: skip
         finally:
-            self._budget.spend_capture(time.perf_counter() - began)
+            self._budget.spend_capture(taken())
 
     def _check(self, snapshot: Snapshot) -> None:
         """Warn of what was expected in the first snapshot and is missing."""

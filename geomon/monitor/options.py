@@ -18,6 +18,7 @@ from geomon.capture.snapshot import check_extra_layers
 from geomon.metrics import METRICS, Metric, check_metrics
 from geomon.monitor.device import check_device
 from geomon.monitor.held_out import HeldOut, is_loader
+from geomon.monitor.probe_loss import LossFunction
 from geomon.monitor.schedule import Schedule, check_schedule, log_spaced
 from geomon.record import Sink
 from geomon.record.headline import HEADLINE, Detail, check_detail
@@ -49,6 +50,12 @@ class MonitorOptions(TypedDict, total=False):
             without labels; with several ranks each reads its share. "validation", in the callbacks,
             is the trainer's validation loader, which is left as it is. None watches the training
             forward.
+        probe_loss: Function of what the model has returned for the inputs of the probe, and of
+            these inputs (a batch with its labels), that returns the loss: a number, or a tensor of
+            one. It is recorded as `training/probe_loss` and charted as `geomon/probe_loss`, so that
+            the readings are a validation of the run too, without a pass of their own: like the
+            training forward, the model's time in the pass is then not counted as geomon's. Several
+            batches are weighted by their sequences. None for no loss.
         log: Names of values that stand in every reading beside the metrics, under
             `training/<name>`. Each reading of a `Monitor` waits for what `Monitor.log` gives under
             these names, until the next step. The callbacks take the loss by themselves (`loss`),
@@ -114,6 +121,7 @@ class MonitorOptions(TypedDict, total=False):
     tokens: int
     batches: int
     probe: Any
+    probe_loss: LossFunction | None
     log: Sequence[str]
     directory: str | os.PathLike[str] | None
     arrays: bool
@@ -163,6 +171,7 @@ DEFAULTS: MonitorOptions = {
     "tokens": 4096,
     "batches": 2,
     "probe": None,
+    "probe_loss": None,
     "log": (),
     "directory": "geomon",
     "arrays": True,
@@ -240,6 +249,7 @@ def _check(options: _Options, defaults: MonitorOptions, owner: str) -> _Options:
     options["metrics"] = check_metrics(options["metrics"])
     options["extra_layers"] = check_extra_layers(options["extra_layers"])
     options["probe"] = _check_probe(options["probe"], owner, callback="pictures" in defaults)
+    _check_probe_loss(options, callback="pictures" in defaults)
     options["log"] = _check_names(options["log"])
     schedule = options["schedule"]
     options["schedule"] = check_schedule(log_spaced() if schedule is None else schedule)
@@ -272,6 +282,23 @@ def _check_probe(probe: Any, owner: str, *, callback: bool) -> Any:
             f"probe is {known}inputs of the model or a loader of batches, got {probe!r}{why}"
         )
     return HeldOut(probe) if is_loader(probe) else probe
+
+
+def _check_probe_loss(options: MonitorOptions, *, callback: bool) -> None:
+    """Raise an error for a loss that is no function, or that no pass will be made for."""
+    function = options["probe_loss"]
+    if function is None:
+        return
+    if not callable(function):
+        raise TypeError(
+            "probe_loss is a function of what the model returns and of its inputs, "
+            f"lambda outputs, batch: outputs.loss for instance, or None, got {function!r}"
+        )
+    if callback and options["probe"] is None:  # a Monitor may be given inputs with each probe
+        raise ValueError(
+            f"probe_loss is the loss on the inputs of a probe, and there is none: give "
+            f"probe='{VALIDATION}', or inputs of the model"
+        )
 
 
 def _check_names(names: Sequence[str]) -> tuple[str, ...]:

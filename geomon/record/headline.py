@@ -29,6 +29,7 @@ class Headline(NamedTuple):
         words: What it is, in words.
         value: Function of the values of one stack, NaN where it cannot be made of them.
         tag: Tag of which the value is a copy; "" where it is computed.
+        optional: Whether only some runs have it, beside the others.
     """
 
     name: str
@@ -37,11 +38,13 @@ class Headline(NamedTuple):
     words: str
     value: Callable[[Values], float]
     tag: str = ""
+    optional: bool = False
 
 
-def _copy(name: str, chart: str, words: str, tag: str) -> Headline:
+def _copy(name: str, chart: str, words: str, tag: str, *, optional: bool = False) -> Headline:
+    metric = tag.partition("/")[0]
     return Headline(
-        name, tag.partition("/")[0], chart, words, lambda values: values.get(tag, math.nan), tag
+        name, metric, chart, words, lambda values: values.get(tag, math.nan), tag, optional
     )
 
 
@@ -135,8 +138,15 @@ HEADLINES = (
     _copy("drift_norm", "drift", "norm of the mean row, mean", tags.mean_tag("drift_norm")),
     _copy("effective_rank", "effective rank", "effective rank, mean",
           tags.mean_tag("effective_rank")),
+    _copy(
+        "probe_loss", "loss on the probe", "loss on the probe's inputs, with `probe_loss`",
+        tags.training_tag(tags.PROBE_LOSS), optional=True,
+    ),
     _copy("overhead", "overhead", "share of the time that geomon takes", tags.OVERHEAD),
 )  # fmt: skip
+
+# Charts of a run: where it measures fewer metrics, the means of others take the free ones.
+_PLACES = sum(not headline.optional for headline in HEADLINES)
 
 
 def headline_tag(name: str, stack: str = "") -> str:
@@ -305,8 +315,10 @@ class Charts:
         selected = self._selected.setdefault(stack, {})
         measured = {tag.partition("/")[0] for tag in values if not tags.is_of_run(tag)}
         for headline in HEADLINES:
-            of_run = tags.is_of_run(headline.tag)
-            if headline.metric in measured or (of_run and not stack):
+            of_run = tags.is_of_run(headline.tag) and not stack
+            if of_run and headline.optional:
+                of_run = headline.tag in values
+            if headline.metric in measured or of_run:
                 selected.setdefault(headline.name, headline)
         means = [
             tag.metric
@@ -316,7 +328,7 @@ class Charts:
         copied = {headline.tag for headline in selected.values()}
         for metric in dict.fromkeys(means):
             tag = tags.mean_tag(metric)
-            wanted = metric in self._named or len(selected) < len(HEADLINES)
+            wanted = metric in self._named or len(selected) < _PLACES
             if wanted and tag not in copied and metric not in selected.keys() | _TAKEN:
                 selected[metric] = _copy(metric, metric, f"{metric}, mean", tag)
         return selected

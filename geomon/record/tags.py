@@ -18,6 +18,7 @@ MEAN = "mean"
 SECONDS = "geomon/seconds"
 OVERHEAD = "geomon/overhead"
 LOSS = "loss"  # the name under which the training's loss is logged
+PROBE_LOSS = "probe_loss"  # the same for the loss on the probe's inputs
 
 _TRAINING = "training"
 # What stands before the first slash in tags of a whole run: of no metric, and of no stack.

@@ -1,5 +1,6 @@
 """What the terminal shows while the recipe trains: progress, loss, and the present reading."""
 
+import math
 import sys
 from typing import Any
 
@@ -10,7 +11,11 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from geomon import Memory, Reading
+from geomon.record.tags import PROBE_LOSS, training_tag
 from geomon.show import format_line, view
+
+_TRAINING = "train/bits_per_character"
+_VALIDATION = training_tag(PROBE_LOSS)
 
 
 class LiveView(ProgressBar):
@@ -69,7 +74,8 @@ class LiveView(ProgressBar):
         """Begin to draw."""
         self._progress.update(self._task, total=trainer.max_steps, completed=trainer.global_step)
         if self._console.is_terminal:
-            self._live = Live(self._picture(), console=self._console, refresh_per_second=4)
+            # A redraw takes 4 ms of the training's time.
+            self._live = Live(self._picture(), console=self._console, refresh_per_second=2)
             self._live.start()
 
     def on_train_batch_end(
@@ -91,13 +97,12 @@ class LiveView(ProgressBar):
         self.close()
 
     def _bits(self, trainer: L.Trainer) -> str:
-        shown = {"train/bits_per_character": "train", "validation/bits_per_character": "validation"}
-        found = [
-            f"{name} {float(trainer.callback_metrics[key]):.3f}"
-            for key, name in shown.items()
-            if key in trainer.callback_metrics
-        ]
-        return ", ".join(found) + " bits/character" if found else ""
+        """The loss of the last batch, and that on the validation text at the last reading."""
+        found = {"train": float(trainer.callback_metrics.get(_TRAINING, math.nan))}
+        if self._memory.readings:
+            found["validation"] = self._memory.readings[-1].values.get(_VALIDATION, math.nan)
+        shown = [f"{name} {bits:.3f}" for name, bits in found.items() if not math.isnan(bits)]
+        return ", ".join(shown) + " bits/character" if shown else ""
 
     def _picture(self) -> Group:
         if not self._memory.readings:

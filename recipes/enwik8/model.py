@@ -125,5 +125,19 @@ class CharacterDecoder(L.LightningModule):
         return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
 
     def _loss(self, window: Tensor) -> Tensor:
-        logits = self(window[:, :-1])
-        return F.cross_entropy(logits.flatten(0, 1).float(), window[:, 1:].flatten())
+        return _nats(self(window[:, :-1]), window[:, 1:])
+
+
+def bits_per_character(logits: Tensor, characters: Tensor) -> Tensor:
+    """Bits that a model needs for each character of windows but the first, their mean.
+
+    Args:
+        logits: What the model has returned for the windows, [sequences, length, vocabulary].
+        characters: The windows, [sequences, length].
+    """
+    return _nats(logits[:, :-1], characters[:, 1:]) / math.log(2)
+
+
+def _nats(logits: Tensor, following: Tensor) -> Tensor:
+    """Mean cross-entropy of the characters that follow."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), following.flatten())

@@ -24,7 +24,7 @@ from geomon.show import geometry_figure, save
 from recipes.enwik8.data import Corpus, load
 from recipes.enwik8.extras import explain_missing
 from recipes.enwik8.live import LiveView
-from recipes.enwik8.model import CharacterDecoder
+from recipes.enwik8.model import CharacterDecoder, bits_per_character
 from recipes.enwik8.presets import Preset
 from recipes.enwik8.schedule import ReadingSteps
 from recipes.enwik8.windows import CharacterData, spread
@@ -40,6 +40,7 @@ BATCHES = 1
 _CHECKPOINTS = "checkpoints"
 _SETTINGS = "settings.json"
 _TEXT = "text_sha256"
+_VALIDATION = "validation/bits_per_character"
 
 
 class RecipeError(ValueError):
@@ -110,11 +111,12 @@ def train(
     live = LiveView(history)
     monitor = GeometryMonitor(
         probe=probe_windows(corpus, preset.context, machine.budget),
+        probe_loss=bits_per_character,  # a validation at every reading, without a pass of its own
         schedule=ReadingSteps(preset.steps),
         batches=BATCHES,
         directory=folder,
         sinks=[live],
-        log=("validation/bits_per_character",),
+        log=(_VALIDATION,),
         budget=machine.budget,
         seed=settings.seed,
     )
@@ -130,10 +132,12 @@ def train(
     try:
         with _plain_errors(folder):
             trainer.fit(model, data_module, ckpt_path=last if resume and last.is_file() else None)
+            if _VALIDATION not in trainer.callback_metrics:  # resumed after the last update
+                trainer.validate(model, data_module, verbose=False)
     except SystemExit:  # Lightning's way out after Ctrl-C
         print(_interrupted(folder, last), flush=True)
         raise
-    bits = float(trainer.callback_metrics["validation/bits_per_character"])
+    bits = float(trainer.callback_metrics[_VALIDATION])
     return Result(folder, read(folder), bits, monitor.overhead)
 
 
@@ -297,7 +301,7 @@ def _trainer(
         precision=settings.preset.precision,  # type: ignore[arg-type]
         max_steps=steps,
         max_epochs=1,
-        val_check_interval=min(often, steps),
+        val_check_interval=steps,  # at the end, over all windows; before that readings validate
         num_sanity_val_steps=0,
         gradient_clip_val=1.0,
         log_every_n_steps=10,

@@ -323,3 +323,5 @@ def test_the_trainers_validation_data_are_shared_by_its_ranks(together):
     assert first["tokens"] == [tokens] * 3
     assert first["ids"] == pytest.approx([mean] * 3)
     assert first["recorded"][:2] == first["losses"][0::2]
+    # Both ranks' batches, at the steps at which the Trainer evaluates them too.
+    assert first["probed"][1:] == pytest.approx(first["evaluated"], rel=1e-5)

@@ -720,3 +720,20 @@ def test_every_rank_learns_from_the_first_what_is_recorded(monkeypatch):
     seen.close()
     assert sent == [set()]
     assert [reading.step for reading in memory.readings] == [0, 2]
+
+
+def test_what_sinks_do_at_the_end_counts_as_geomons_time():
+    """The last pictures are drawn then."""
+
+    class Slow(Memory):
+        def close(self):
+            time.sleep(0.2)
+
+    monitor = Monitor(
+        PlainDecoder(), metrics=select("variance"), directory=None, sinks=[Slow()], tokens=64
+    )
+    with monitor(0):
+        monitor._model(batch())
+    spent = monitor._budget.spent
+    monitor.close()
+    assert monitor._budget.spent - spent >= 0.2

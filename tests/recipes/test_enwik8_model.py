@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from recipes.enwik8 import presets
-from recipes.enwik8.model import CharacterDecoder
+from recipes.enwik8.model import CharacterDecoder, bits_per_character
 from recipes.enwik8.presets import PRESETS, Preset, preset_for_hardware
 
 TINY = Preset(2, 16, 2, 12, 4, 40, 10, 1e-2, 0.0, "32-true")
@@ -47,6 +47,13 @@ def test_bits_per_character_are_the_nats_over_ln_2(model, windows, step):
     if loss is not None:
         assert loss.item() == pytest.approx(expected, rel=1e-5)
     assert (loss is None) == (step == "validation_step")
+
+
+def test_the_bits_of_a_probe_are_those_of_the_characters_that_its_windows_hold(model, windows):
+    probe = windows[:, :-1]  # of the context's length: its first character is not predicted
+    with torch.no_grad():
+        found = bits_per_character(model(probe), probe)
+    assert found.item() == pytest.approx(nats(model, probe) / math.log(2), rel=1e-5)
 
 
 def test_a_model_of_half_the_symbols_needs_one_bit_less(windows):

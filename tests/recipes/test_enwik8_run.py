@@ -9,15 +9,17 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from forks import ONE_THREAD, Forks
 from typer.testing import CliRunner
 
-from geomon import read
+from geomon import Reading, read
 from recipes.enwik8.__main__ import _FOLDER_OF_ALL_RANKS as FOLDER
 from recipes.enwik8.__main__ import _new_folder, app
+from recipes.enwik8.live import LiveView
 from recipes.enwik8.model import CharacterDecoder, configuration
 from recipes.enwik8.presets import PRESETS, Preset
 from recipes.enwik8.train import RecipeError, _plain_errors
@@ -111,6 +113,47 @@ def test_a_reading_stands_on_4096_rows_and_has_an_interval(finished):
     for reading in read(folder):
         assert (reading.source, reading.mode, reading.tokens) == ("probe", "eval", 4096)
         assert reading.values["twonn/mean/margin"] > 0
+
+
+def test_every_reading_is_a_validation_and_all_windows_are_validated_on_once(finished):
+    folder, out = finished
+    readings = list(read(folder))
+    probed = [reading.values["training/probe_loss"] for reading in readings]
+    assert probed == sorted(probed, reverse=True)  # of each step's own weights: the loss falls
+    *before, last = [r.values["training/validation/bits_per_character"] for r in readings]
+    assert all(map(math.isnan, before))
+    assert last == pytest.approx(probed[-1], abs=0.1)
+    assert f"validation: {last:.3f} bits per character" in out
+
+
+def test_a_run_that_is_resumed_after_its_last_update_is_validated(finished, start, tmp_path):
+    """As a kill between the last checkpoint and the validation leaves it, or a run at its end."""
+    folder, out = finished
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    cache = str(folder.parent / "cache")
+    arguments = ["--out", copy, *TINY, "--steps", 6, "--resume"]
+    code, again, err = start(*arguments, GEOMON_CACHE=cache).end()
+    assert code == 0, err
+    (line,) = (line for line in out.splitlines() if "bits per character" in line)
+    assert line in again.splitlines()
+    assert [r.step for r in read(copy)] == list(range(7))
+
+
+def test_the_terminal_shows_the_validation_of_the_last_reading():
+    live = LiveView([])
+    trainer = SimpleNamespace(
+        global_step=3, callback_metrics={"train/bits_per_character": torch.tensor(2.5)}
+    )
+
+    def shown():
+        live.on_train_batch_end(trainer, None)
+        return live._progress.tasks[0].fields["numbers"]
+
+    assert shown() == "train 2.500 bits/character"
+    for loss, words in ((2.75, ", validation 2.750"), (math.nan, "")):
+        values = {"training/probe_loss": loss}
+        live.write(Reading(3, 1.0, 0.1, "probe", "eval", 64, 1, "float32", values))
+        assert shown() == f"train 2.500{words} bits/character"
 
 
 def test_a_folder_that_holds_a_run_is_not_written_over(finished):

@@ -46,7 +46,7 @@ def test_training_validation_and_probe_are_of_their_own_part_of_the_text(corpus)
     for windows, symbols in ((trained, TRAIN), (validated, VALIDATION), (probed, VALIDATION)):
         assert set(windows.flatten().tolist()) <= set(symbols)
         assert windows.dtype == torch.int64
-    # One longer than the context, for the next character; a probe predicts nothing.
+    # One longer than the context, for the next character; of a probe the last one is read.
     assert (trained.shape, validated.shape) == ((20, 9), (10, 9))
     assert probed.shape == (PROBE_TOKENS // 8, 8)
 

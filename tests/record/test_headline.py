@@ -57,7 +57,7 @@ def deepen(last, layers):
 def test_the_number_of_charts_does_not_grow_with_the_model(last, layers):
     last = deepen(last, layers)
     shown = shown_over([last])
-    assert set(shown) == {headline_tag(headline.name) for headline in HEADLINES}
+    assert set(shown) == {headline_tag(h.name) for h in HEADLINES if not h.optional}
     assert len(shown) <= MOST
     assert len(shown_over([last], "layers")) > 60 * layers
 
@@ -94,7 +94,7 @@ def test_headlines_are_made_of_the_values_of_the_record(last):
 
 def test_with_layers_everything_that_is_charted_is_shown_once(last):
     shown = shown_over([last], "layers")
-    copied = {headline.tag for headline in HEADLINES if headline.tag}
+    copied = {h.tag for h in HEADLINES if h.tag and not h.optional}
     assert shown.keys() - shown_over([last]).keys() == last.charted().keys() - copied
     assert {last.charted()[tag] for tag in copied} <= set(shown.values())
 
@@ -215,7 +215,24 @@ def test_the_page_of_metrics_lists_every_headline_value_in_its_words():
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `geomon/")]
     found = [(name.strip("| `"), words.strip(" |")) for name, _, words in rows]
     assert found == [(headline_tag(h.name), h.words) for h in HEADLINES]
-    assert f"show {len(HEADLINES)} headline values" in page
+    always = sum(not headline.optional for headline in HEADLINES)
+    assert f"show {always} headline values" in page
+
+
+@pytest.mark.parametrize("detail", ["headline", "layers"])
+def test_the_loss_on_the_probe_is_charted_where_there_is_one_and_takes_no_place(last, detail):
+    loss = {"training/probe_loss": 2.5}
+    without, shown = (shown_over([reading(last.values | more)], detail) for more in ({}, loss))
+    assert shown == without | {"geomon/probe_loss": 2.5}
+    charts = {
+        name: layout["geomon"]
+        for name, layout in (
+            ("without", Charts(detail).layout(last)),
+            ("with", Charts(detail).layout(reading(last.values | loss))),
+        )
+    }
+    added = {"loss on the probe": ["Multiline", ["geomon/probe_loss$"]]}
+    assert charts["with"] == charts["without"] | added
 
 
 @pytest.mark.parametrize("detail", ["heads", "", None, 3, ("a", 1), [""]])

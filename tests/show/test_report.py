@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from geomon.cli import make_app
-from geomon.record import FILE_NAME, Readings
+from geomon.record import FILE_NAME, Reading, Readings
 from geomon.show.report import Run, load_runs, render, write_report
 from geomon.show.report.content import CHARTS, build_content
 from geomon.show.report.glossary import MEANINGS
@@ -209,6 +209,17 @@ def test_what_was_not_measured_has_no_chart(make_readings, library, without):
     assert not {tag for tag in drawn if re.split(r"[/,]", tag)[0] in without}
     assert "Training loss" not in titles
     assert set(page.data["glossary"]) <= MEANINGS.keys() - set(without)
+
+
+def test_the_loss_on_the_probe_has_a_chart_where_there_is_one():
+    values = {"twonn/mean": 5.0, "training/loss": 3.0, "training/probe_loss": 4.0}
+    readings = [
+        Reading(step, 1.0, 0.1, "probe", "eval", 64, 1, "float32", values) for step in (0, 1)
+    ]
+    charts = build_content([run_of(Readings([], readings))])["charts"]
+    assert [chart["lines"] for chart in charts if "oss" in chart["title"]] == [
+        {"training/loss": "training loss"}, {"training/probe_loss": "loss on the probe"},
+    ]  # fmt: skip
 
 
 def test_a_record_of_one_reading_without_metrics_makes_a_page(make_readings, library):

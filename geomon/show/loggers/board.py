@@ -13,7 +13,7 @@ from geomon.analysis.alerts import alert_notes, is_alert
 from geomon.record import Reading, Readings, Sink
 from geomon.record.headline import HEADLINE, Detail, check_detail
 from geomon.record.sinks import Affords, LoggerSink
-from geomon.show.loggers.history import RunDrawer
+from geomon.show.loggers.history import Part, RunDrawer
 from geomon.show.loggers.parts import Pages
 from geomon.show.loggers.pictures import Pictures
 
@@ -160,10 +160,15 @@ class BoardText(RunDrawer):
         self._noted |= kinds.keys()
         super().write(reading)
 
-    def _draw(self, readings: Readings, reading: Reading, *, fresh: bool, last: bool) -> None:
-        if fresh:
+    def _draw(
+        self, readings: Readings, reading: Reading, *, fresh: bool, last: bool
+    ) -> Iterator[Part]:
+        def describe_run() -> None:
             words = f"{_bullets(summarise(readings))}\n\n{_GUIDE}"
             self._post("geomon/1 the run in words", words, reading.step)
+
+        if fresh:
+            yield describe_run
 
     def _post(self, name: str, text: str, step: int) -> None:
         for writer in self._writers():

@@ -2,7 +2,9 @@
 
 import abc
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain
 
 from geomon.analysis.alerts import is_alert
 from geomon.record import Reading, Readings, tags
@@ -18,7 +20,10 @@ _KEPT_RATIO = 2 ** (1 / 4) * 0.99
 # First step at which a run is drawn again: before it, the curves are flat.
 _SECOND = 16
 # Largest share of the time that the drawings of a run take while it goes on.
-SHARE = 0.02
+SHARE = 0.005
+
+# One part of a drawing: a picture that is drawn and handed to the logger, say.
+Part = Callable[[], object]
 
 
 class RunHistory:
@@ -66,19 +71,21 @@ class RunDrawer(abc.ABC):
     """Sink that draws a run at first, each time its step has doubled, and when it is closed.
 
     The number of drawings grows with the logarithm of the steps. While the run goes on they take at
-    most 2 % of the time since the sink was made: of a run of a minute the end alone is drawn.
+    most 0.5 % of the time since the sink was made: of a drawing those parts that there is time for,
+    in their order. The last drawing has all parts.
 
     Args:
         affords: Function of a number of seconds that returns whether drawing may take them now; if
             not, the next reading is tried.
-        first_cost: Seconds expected for the first drawing, which imports what it draws with.
+        first_cost: Seconds expected for the first part, which imports what it draws with.
     """
 
     def __init__(self, *, affords: Affords, first_cost: float) -> None:
         self._affords = affords
-        self._cost = first_cost
+        self._cost = first_cost  # seconds expected for the next part
         self._history = RunHistory()
         self._drawn_at = -1
+        self._left: Iterator[Part] = iter(())  # of the last drawing, for want of time
         self._began = time.perf_counter()
         self._spent = 0.0
 
@@ -89,35 +96,63 @@ class RunDrawer(abc.ABC):
             Exception: What drawing has raised.
         """
         self._history.add(reading)
-        elapsed = time.perf_counter() - self._began
-        within_share = self._spent + self._cost <= SHARE * elapsed
-        if within_share and (
-            self._drawn_at < 0 or reading.step >= max(_SECOND, 2 * self._drawn_at)
-        ):
-            self._draw_if_afforded(last=False)
+        if self._drawn_at < 0 or reading.step >= max(_SECOND, 2 * self._drawn_at):
+            drawing = self._draw(self._history.readings(), reading, fresh=True, last=False)
+            self._make_parts_of(drawing, last=False)
 
     def close(self) -> None:
-        """Draw the end of the run; may be called more than once."""
-        if self._history.last is not None:
-            self._draw_if_afforded(last=True)
-            self._history = RunHistory()
+        """Draw the end of the run; may be called more than once.
 
-    def _draw_if_afforded(self, *, last: bool) -> None:
+        Raises:
+            Exception: What drawing has raised.
+        """
         reading = self._history.last
-        if reading is None or not self._affords(self._cost):
+        if reading is None:
             return
         fresh = reading.step != self._drawn_at
-        self._drawn_at = reading.step
-        began = time.perf_counter()
-        try:
-            self._draw(self._history.readings(), reading, fresh=fresh, last=last)
-        finally:
-            self._cost = time.perf_counter() - began
-            self._spent += self._cost
+        drawing = self._draw(self._history.readings(), reading, fresh=fresh, last=True)
+        self._make_parts_of(drawing if fresh else chain(self._left, drawing), last=True)
+        self._history = RunHistory()
+
+    def _make_parts_of(self, drawing: Iterator[Part], *, last: bool) -> None:
+        """Make the parts of a drawing that there is time for; one that fails keeps no other back.
+
+        Raises:
+            Exception: What the first part that failed has raised, once the others are made.
+        """
+        assert self._history.last is not None
+        failure: Exception | None = None
+        taken = 0.0
+        while (last or self._is_within_share()) and self._affords(taken + self._cost):
+            self._left, self._drawn_at = drawing, self._history.last.step
+            began = time.perf_counter()
+            part: Part | None = None
+            try:
+                part = next(drawing, None)
+                if part is None:
+                    break
+                part()
+            except TimeoutError:  # the time limit of a sink: the next part would have none
+                raise
+            except Exception as error:
+                failure = failure or error
+            finally:
+                seconds = time.perf_counter() - began
+                self._spent += seconds
+                taken += seconds
+                self._cost = self._cost if part is None else seconds
+        if failure is not None:
+            raise failure
+
+    def _is_within_share(self) -> bool:
+        """Whether one more part would leave the drawings within their share of the time."""
+        return self._spent + self._cost <= SHARE * (time.perf_counter() - self._began)
 
     @abc.abstractmethod
-    def _draw(self, readings: Readings, reading: Reading, *, fresh: bool, last: bool) -> None:
-        """Draw a run.
+    def _draw(
+        self, readings: Readings, reading: Reading, *, fresh: bool, last: bool
+    ) -> Iterator[Part]:
+        """Give the parts of a drawing, the most telling first; nothing is drawn before they are.
 
         Args:
             readings: Readings so far, thinned.
@@ -127,4 +162,4 @@ class RunDrawer(abc.ABC):
         """
 
 
-__all__ = ["RunDrawer", "RunHistory"]
+__all__ = ["Part", "RunDrawer", "RunHistory"]

@@ -12,7 +12,7 @@ from geomon.analysis.alerts import alert_notes, dimension_of, kind_of
 from geomon.record import Reading, Readings, Sink
 from geomon.record.headline import HEADLINE, Charts, Detail
 from geomon.record.sinks import Affords
-from geomon.show.loggers.history import RunDrawer
+from geomon.show.loggers.history import Part, RunDrawer
 from geomon.show.loggers.parts import Pages
 
 log = logging.getLogger("geomon")
@@ -300,16 +300,20 @@ class WandBCharts(RunDrawer):
     def __str__(self) -> str:
         return "drawing charts for W&B"
 
-    def _draw(self, readings: Readings, reading: Reading, *, fresh: bool, last: bool) -> None:
-        if self._rows.run is None or not fresh:
-            return
-        import wandb
+    def _draw(
+        self, readings: Readings, reading: Reading, *, fresh: bool, last: bool
+    ) -> Iterator[Part]:
+        def log_charts() -> None:
+            import wandb
 
-        from geomon.show.loggers.charts import charts_of
+            from geomon.show.loggers.charts import charts_of
 
-        charts = charts_of(readings, reading)
-        logged = {f"geomon_charts/{name}": wandb.Plotly(chart) for name, chart in charts.items()}
-        self._rows.log(logged, reading.step)
+            charts = charts_of(readings, reading)
+            logged = {f"geomon_charts/{name}": wandb.Plotly(c) for name, c in charts.items()}
+            self._rows.log(logged, reading.step)
+
+        if self._rows.run is not None and fresh:
+            yield log_charts
 
 
 __all__ = ["WandB", "WandBAlerts", "WandBCharts", "WandBRows", "WandBSummary"]

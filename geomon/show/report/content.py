@@ -53,6 +53,8 @@ CHARTS = (
     ("Length of the mean hidden state", "norm", {tags.mean_tag("drift_norm"): "mean over layers"}),
     ("Attention on the first key", "share", {tags.mean_tag("attention_sink"): "mean over heads"}),
     ("Training loss", "loss", {tags.training_tag(tags.LOSS): "training loss"}),
+    # Of its own: the function that gives it may have another unit.
+    ("Loss on the probe", "loss", {tags.training_tag(tags.PROBE_LOSS): "loss on the probe"}),
 )  # fmt: skip
 
 

@@ -2,8 +2,11 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from geomon.record import Reading
 from geomon.show.loggers.history import RunDrawer, RunHistory
@@ -15,14 +18,20 @@ def reading(step, notes=(), **values):
 
 
 class Drawer(RunDrawer):
-    def __init__(self, affords=lambda seconds: True):
+    """Notes what it draws: a number of parts at each reading, and one more at the end."""
+
+    def __init__(self, affords=lambda seconds: True, parts=1):
         super().__init__(affords=affords, first_cost=2.0)
-        self.drawn, self.fails = [], False
+        self.drawn, self.fails, self.parts = [], None, parts
 
     def _draw(self, readings, reading, *, fresh, last):
-        self.drawn.append((reading.step, fresh, last))
-        if self.fails:
-            raise OSError("gone")
+        for number in range(self.parts * fresh + last):
+            yield partial(self.draw, (reading.step, number, last))
+
+    def draw(self, part):
+        self.drawn.append(part)
+        if self.fails is not None:
+            raise self.fails
 
 
 def test_memory_grows_with_the_logarithm_of_the_run():
@@ -64,15 +73,15 @@ def test_it_draws_at_first_then_each_time_the_step_has_doubled_and_once_at_the_e
         drawer.write(reading(step))
     drawer.close()
     drawer.close()
-    expected = [(0, True, False), (17, True, False), (34, True, False), (68, True, False)]
-    assert drawer.drawn == [*expected, (70, True, True)]
+    before = [(step, 0, False) for step in (0, 17, 34, 68)]
+    assert drawer.drawn == [*before, (70, 0, True), (70, 1, True)]
 
 
 def test_a_last_reading_that_was_drawn_is_not_new():
     drawer = Drawer()
     drawer.write(reading(0))
     drawer.close()
-    assert drawer.drawn == [(0, True, False), (0, False, True)]
+    assert drawer.drawn == [(0, 0, False), (0, 0, True)]
 
 
 def test_what_it_cannot_afford_is_drawn_later():
@@ -85,13 +94,13 @@ def test_what_it_cannot_afford_is_drawn_later():
     drawer = Drawer(affords)
     for step in (0, 1, 2, 3):
         drawer.write(reading(step))
-    assert drawer.drawn == [(2, True, False)]
-    assert asked == [2.0, 2.0, 2.0]
+    assert drawer.drawn == [(2, 0, False)]
+    assert asked[:3] == [2.0, 2.0, 2.0]
 
 
 def test_a_drawing_that_failed_is_made_again_when_the_step_has_doubled():
     drawer = Drawer()
-    drawer.fails = True
+    drawer.fails = OSError("gone")
     with pytest.raises(OSError, match="gone"):
         drawer.write(reading(16))
     drawer.write(reading(20))
@@ -101,20 +110,75 @@ def test_a_drawing_that_failed_is_made_again_when_the_step_has_doubled():
     Drawer().close()  # nothing was written
 
 
-def test_drawings_take_a_small_share_of_the_run_but_the_last_one_is_made(monkeypatch):
-    now = [0.0]
+@pytest.mark.parametrize(("error", "made"), [(OSError("gone"), 3), (TimeoutError("late"), 1)])
+def test_a_part_that_fails_keeps_no_other_back_but_one_out_of_time_ends_the_drawing(error, made):
+    drawer = Drawer(parts=3)
+    drawer.fails = error
+    with pytest.raises(OSError, match=str(error)):
+        drawer.write(reading(16))
+    assert len(drawer.drawn) == made
+
+
+class Slow(Drawer):
+    """Takes a second for each part."""
+
+    now = 0.0
+
+    def draw(self, part):
+        super().draw(part)
+        Slow.now += 1.0
+
+
+@pytest.fixture
+def clock(monkeypatch):
     monkeypatch.setattr("geomon.show.loggers.history.SHARE", 0.03)
-    monkeypatch.setattr("geomon.show.loggers.history.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("geomon.show.loggers.history.time.perf_counter", lambda: Slow.now)
+    monkeypatch.setattr(Slow, "now", 0.0)
 
-    class Slow(Drawer):
-        def _draw(self, readings, reading, *, fresh, last):
-            super()._draw(readings, reading, fresh=fresh, last=last)
-            now[0] += 1.0
 
-    drawer = Slow()  # 2 s are expected of the first drawing
+def test_drawings_take_a_small_share_of_the_run_but_the_last_one_is_made(clock):
+    drawer = Slow()  # 2 s are expected of the first part
     for step in range(0, 200, 2):
-        now[0] = max(now[0], step)
+        Slow.now = max(Slow.now, step)
         drawer.write(reading(step))
     assert [step for step, _, _ in drawer.drawn] == [68, 136]
     drawer.close()
-    assert drawer.drawn[-1] == (198, True, True)
+    assert drawer.drawn[-2:] == [(198, 0, True), (198, 1, True)]
+
+
+def test_of_a_drawing_the_first_parts_are_made_that_there_is_time_for(clock):
+    drawer = Slow(parts=3)
+    drawn = []
+    for step in (64, 80, 128, 256):
+        Slow.now = max(Slow.now, step)
+        drawer.write(reading(step))
+        drawn.append(len(drawer.drawn))
+    assert drawn == [0, 2, 2, 5]  # 3 % of 64, 80 and 256 s; the step of 128 is not twice that of 80
+
+
+def test_at_the_end_the_parts_of_the_last_reading_that_had_no_time_are_made_first(clock):
+    drawer = Slow(parts=3)
+    Slow.now = 70.0
+    drawer.write(reading(64))
+    assert drawer.drawn == [(64, 0, False), (64, 1, False)]
+    drawer.close()
+    assert drawer.drawn[2:] == [(64, 2, False), (64, 0, True)]
+
+
+@given(times=st.lists(st.floats(0.0, 500.0), min_size=1, max_size=30), parts=st.integers(1, 9))
+@settings(deadline=None)
+def test_whatever_the_times_the_share_holds_and_the_end_is_whole(times, parts):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("geomon.show.loggers.history.SHARE", 0.03)
+        patch.setattr("geomon.show.loggers.history.time.perf_counter", lambda: Slow.now)
+        patch.setattr(Slow, "now", 0.0)
+        drawer = Slow(parts=parts)
+        for number, passed in enumerate(times):
+            Slow.now += passed
+            before = len(drawer.drawn)
+            drawer.write(reading(2**number))
+            assert len(drawer.drawn) == before or len(drawer.drawn) <= 0.03 * Slow.now
+        drawer.close()
+    last = 2 ** (len(times) - 1)
+    assert len([part for part in drawer.drawn if part[0] == last]) == parts + 1
+    assert len(set(drawer.drawn)) == len(drawer.drawn)

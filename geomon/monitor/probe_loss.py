@@ -1,0 +1,80 @@
+"""The loss on the inputs of a probe, computed from what the model returns in the reading's pass.
+
+So one pass gives the geometry and the validation loss of the same weights on the same inputs.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from geomon.capture.snapshot import MeanLoss
+from geomon.monitor.logged import copy_number
+from geomon.monitor.output import Warnings
+
+# Takes what the model returned and what it was given; returns a number or a tensor of one.
+LossFunction = Callable[[Any, Any], Any]
+
+
+class ProbeLoss:
+    """Computes the loss of a probe's pass; what fails is a warning, and the loss NaN.
+
+    Args:
+        function: The user's function of the model's outputs and its inputs.
+        warnings: Where a loss that cannot be computed is reported.
+    """
+
+    def __init__(self, function: LossFunction, warnings: Warnings) -> None:
+        self._function = function
+        self._warnings = warnings
+
+    def __call__(self, outputs: Any, inputs: Any) -> MeanLoss:
+        """Compute the loss, and wait for the device to have it.
+
+        Args:
+            outputs: What the model has returned.
+            inputs: What it was given, or the batch, on the model's device.
+        """
+        found = math.nan
+
+        def compute() -> None:
+            nonlocal found
+            loss = copy_number(self._function(outputs, inputs))
+            if loss is None:
+                raise TypeError("expected a number or a tensor of one, got None")
+            found = float(loss)
+
+        message = "probe_loss failed, and training/probe_loss is missing"
+        self._warnings.attempt(compute, message, once=True)
+        return MeanLoss(found, count_sequences(inputs))
+
+
+def count_sequences(inputs: Any) -> int:
+    """Number of sequences in a batch: the first size of its first tensor; 1 where it has none.
+
+    Trainers weight the losses of batches by it.
+
+    Args:
+        inputs: A tensor, or tensors in dicts, tuples and lists.
+
+    Example:
+        >>> import torch
+        >>> count_sequences({"name": "x", "ids": torch.zeros(4, 16)}), count_sequences([])
+        (4, 1)
+    """
+    return next((tensor.shape[0] for tensor in _tensors(inputs) if tensor.ndim), 1)
+
+
+def _tensors(inputs: Any) -> Iterator[Tensor]:
+    if isinstance(inputs, Tensor):
+        yield inputs
+    elif isinstance(inputs, Mapping):
+        for value in inputs.values():
+            yield from _tensors(value)
+    elif isinstance(inputs, tuple | list):
+        for value in inputs:
+            yield from _tensors(value)
+
+
+__all__ = ["LossFunction", "ProbeLoss", "count_sequences"]

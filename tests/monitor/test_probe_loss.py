@@ -1,0 +1,241 @@
+"""The loss on a probe's inputs, of the same pass as the geometry."""
+
+import logging
+import math
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fingerprint import fingerprint, random_state
+from models import PlainDecoder, batch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from geomon import Memory, Monitor, every, read, select
+from geomon.huggingface import GeometryMonitor as OfTrainer
+from geomon.lightning import GeometryMonitor as OfLightning
+from geomon.monitor.budget import Budget
+from geomon.monitor.probe_loss import count_sequences
+
+ROWS = torch.cat([batch(5, 16, seed=seed) for seed in range(4)])
+TAG = "training/probe_loss"
+
+
+class Decoder(nn.Module):
+    """Predicts the next token, and has a loss of its own where it is given labels."""
+
+    def __init__(self):
+        super().__init__()
+        self.decoder = PlainDecoder(dropout=0.3)
+
+    def forward(self, ids, labels=None):
+        logits = self.decoder(ids)
+        return {"logits": logits, "loss": None if labels is None else mean_loss(logits, labels)}
+
+
+def mean_loss(logits, ids):
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def loss_of(outputs, ids):
+    return mean_loss(outputs["logits"], ids)
+
+
+def own_loss(outputs, ids):
+    return outputs["loss"]
+
+
+@pytest.fixture
+def model():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Decoder()
+
+
+@pytest.fixture
+def expected(model):
+    with torch.no_grad():
+        return float(loss_of(model.eval()(ROWS), ROWS))
+
+
+def readings_of(model, steps=1, **options):
+    memory = Memory()
+    settings = {
+        "metrics": select("variance"), "tokens": 64, "batches": 1, "schedule": every(1),
+        "strict": True, "directory": None, "sinks": [memory], **options,
+    }  # fmt: skip
+    with Monitor(model, **settings) as monitor:
+        for step in range(steps):
+            with monitor(step):
+                pass
+    return list(memory.readings)
+
+
+@pytest.mark.parametrize(
+    ("probe", "function"),
+    [
+        (ROWS, loss_of),
+        ((ROWS,), lambda outputs, inputs: loss_of(outputs, *inputs)),
+        ({"ids": ROWS, "labels": ROWS}, own_loss),
+        (lambda model: model(ROWS, ROWS), own_loss),
+        (iter([{"ids": ROWS, "labels": ROWS, "name": ["x"]}]), own_loss),
+        ([ROWS, ROWS], lambda outputs, inputs: float(loss_of(outputs, inputs[0]))),
+    ],
+    ids=["tensor", "tuple", "dict", "function", "loader", "list"],
+)
+def test_every_kind_of_inputs_has_its_loss_in_the_record(
+    model, expected, tmp_path, probe, function
+):
+    readings_of(model, 2, probe=probe, probe_loss=function, directory=tmp_path)
+    assert [r.values[TAG] for r in read(tmp_path)] == [pytest.approx(expected, rel=1e-5)] * 2
+
+
+def test_batches_are_weighted_by_their_sequences_as_trainers_do(model, expected):
+    ragged = DataLoader(ROWS, batch_size=7)  # 7, 7 and 6
+    (reading,) = readings_of(model, probe=ragged, tokens=10_000, probe_loss=loss_of)
+    assert reading.values[TAG] == pytest.approx(expected, rel=1e-5)
+
+
+def test_without_the_option_nothing_is_added_and_with_it_no_other_value_changes(model):
+    (without,), (plain,) = (readings_of(model, probe=ROWS, probe_loss=f) for f in (None, loss_of))
+    assert plain.values.keys() - without.values.keys() == {TAG}
+    for tag, value in without.values.items():
+        if not tag.startswith("geomon/"):
+            assert plain.values[tag] == value
+
+
+def test_the_loss_is_computed_as_the_pass_is_and_nothing_is_changed(model):
+    model.train()
+    seen = []
+
+    def random_loss(outputs, ids):
+        hooks = [hook for module in model.modules() for hook in module._forward_hooks]
+        seen.append((model.training, torch.is_grad_enabled(), hooks))
+        return torch.rand(())
+
+    before, random = fingerprint(model), random_state()
+    readings_of(model, 2, probe=ROWS, probe_loss=random_loss)
+    assert seen == [(False, False, [])] * 2
+    assert fingerprint(model) == before
+    assert random_state() == random
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda o, i: o["no"], lambda o, i: None, lambda o, i: "1", lambda o, i: o["logits"]],
+    ids=["raises", "nothing", "text", "several"],
+)
+def test_a_loss_that_fails_is_one_warning_and_a_reading_without_it(model, caplog, function):
+    with caplog.at_level(logging.WARNING, "geomon"):
+        found = readings_of(model, 3, probe=ROWS, probe_loss=function, strict=False)
+    assert len(found) == 3
+    assert all(math.isnan(reading.values[TAG]) for reading in found)
+    assert all(reading.values["variance/mean"] > 0 for reading in found)
+    (said,) = caplog.messages
+    assert said.startswith("probe_loss failed")
+    assert "\n" not in said
+    with pytest.raises(Exception, match=r"no|expected a number or a tensor of one"):
+        readings_of(model, probe=ROWS, probe_loss=function)
+
+
+def test_ctrl_c_in_the_loss_leaves_nothing_and_the_next_reading_is_whole(model, expected):
+    calls = []
+
+    def interrupted(outputs, ids):
+        calls.append(0)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return loss_of(outputs, ids)
+
+    model.train()
+    before, random = fingerprint(model), random_state()
+    memory = Memory()
+    monitor = Monitor(
+        model, probe=ROWS, probe_loss=interrupted, metrics=select("variance"), tokens=64,
+        directory=None, sinks=[memory], schedule=every(1), strict=True,
+    )  # fmt: skip
+    with pytest.raises(KeyboardInterrupt):
+        monitor.probe(0)
+    assert fingerprint(model) == before
+    assert random_state() == random
+    monitor.probe(1)
+    assert [r.values[TAG] for r in memory.readings] == [pytest.approx(expected, rel=1e-5)]
+
+
+@pytest.mark.parametrize("batches", [lambda: ROWS, lambda: DataLoader(ROWS, batch_size=10)])
+def test_the_models_time_is_the_trainings_where_the_pass_is_its_validation(model, batches):
+    """The sleep stands for a large model: a reading took at most what else has passed."""
+    slept, calls = 0.2, []
+
+    def slow(*call):
+        calls.append(time.sleep(slept))
+
+    model.register_forward_hook(slow)
+    for function in (None, loss_of):
+        memory = Memory()
+        monitor = Monitor(
+            model, probe=batches(), probe_loss=function, metrics=select("variance"), tokens=400,
+            directory=None, sinks=[memory], schedule=every(1), strict=True,
+        )  # fmt: skip
+        monitor.probe(0)  # at the first reading batches are chosen, in passes of its own
+        calls.clear()
+        spent, began = monitor._budget.spent, time.perf_counter()
+        with monitor.charge():
+            monitor.probe(1)
+        passed = time.perf_counter() - began
+        spent, slow_calls = monitor._budget.spent - spent, len(calls) * slept
+        assert calls
+        if function is None:
+            assert min(spent, memory.readings[1].seconds) >= slow_calls
+        else:
+            assert 0 < max(spent, memory.readings[1].seconds) <= passed - slow_calls
+
+
+def test_time_that_is_left_out_does_not_count_in_the_charges_around_it(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("geomon.monitor.budget.time.perf_counter", lambda: now[0])
+    budget = Budget(None, 64, clock=lambda: now[0])
+    budget.begin()
+    with budget.charge():
+        now[0] += 1
+        with budget.charge():
+            now[0] += 10
+            budget.leave_out(10)
+            budget.spend(2)
+            now[0] += 2
+        now[0] += 4
+    assert budget.spent == 7
+    assert budget.overhead == pytest.approx(7 / 17)
+
+
+@pytest.mark.parametrize("of_callback", [OfLightning, OfTrainer])
+def test_a_loss_that_no_pass_is_made_for_is_an_error(of_callback):
+    with pytest.raises(ValueError, match="give probe='validation', or inputs") as error:
+        of_callback(probe_loss=loss_of)
+    assert "\n" not in str(error.value)
+    of_callback(probe="validation", probe_loss=loss_of)
+    with pytest.raises(TypeError, match="lambda outputs, batch: outputs"):
+        of_callback(probe="validation", probe_loss="loss")
+
+
+def test_a_monitor_takes_the_loss_of_inputs_that_each_probe_is_given(model, expected):
+    memory = Memory()
+    monitor = Monitor(
+        model, probe_loss=loss_of, metrics=select("variance"), directory=None, sinks=[memory],
+        strict=True,
+    )  # fmt: skip
+    monitor.probe(0, ROWS)
+    assert memory.readings[0].values[TAG] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "count"),
+    [
+        (torch.zeros(3, 2), 3),
+        ({"a": "text", "b": [torch.tensor(1.0), torch.zeros(4)]}, 4),
+        ((len, {}), 1),
+    ],
+)
+def test_sequences_are_counted_by_the_first_tensor(inputs, count):
+    assert count_sequences(inputs) == count
