@@ -6,6 +6,7 @@ whatever the number of rows.
 
 from collections.abc import Iterable, Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,14 +40,50 @@ def require_rows(hidden: Tensor, *, at_least: int = 1) -> Tensor:
 def as_factor(values: Tensor) -> Tensor:
     """Convert numbers so that the products of matrices of them are exact at least to float32.
 
-    On an accelerator to float64: settings that hold for the whole process, those of the training
-    too, may have it round the factors of float32 products to 10 bits after the point (TF32), and
-    they are not geomon's to change. On the host they are returned as they are.
+    Settings that hold for the whole process, those of the training too, may have the factors of
+    float32 products rounded: to 10 bits after the point on an accelerator (TF32), to sums of short
+    numbers on a processor. They are not geomon's to change. So the numbers are converted to float64
+    on an accelerator, and on the host where such a setting is on there; otherwise they are returned
+    as they are.
 
     Args:
         values: Floating-point numbers, of any shape.
     """
-    return values if values.device.type == "cpu" else values.double()
+    return values if factor_type(values.device) == torch.float32 else values.double()
+
+
+def factor_type(device: torch.device) -> torch.dtype:
+    """Choose the shortest type of factors whose products are exact to float32 (see `as_factor`).
+
+    Args:
+        device: Where the products are made.
+    """
+    exact = device.type == "cpu" and _host_keeps_digits()
+    return torch.float32 if exact else torch.float64
+
+
+def _host_keeps_digits() -> bool:
+    matmul = getattr(torch.backends.mkldnn, "matmul", None)
+    if matmul is None:  # torch 2.8
+        return torch.get_float32_matmul_precision() == "highest"
+    # Where both this and the older setting were used, torch raises when the older one is read.
+    return matmul.fp32_precision in ("none", "ieee")
+
+
+def product_with_itself(rows: Tensor) -> Tensor:
+    """Multiply rows^T with rows, [width, width].
+
+    On the host by numpy, which computes one half of a product of a matrix with itself and copies
+    it: half of the multiplications.
+
+    Args:
+        rows: Matrix in float64, [tokens, width].
+    """
+    if rows.device.type != "cpu":
+        return rows.T @ rows
+    plain = rows.detach().numpy()
+    with np.errstate(all="ignore"):  # rows that are not finite: as in torch, without a warning
+        return torch.from_numpy(plain.T @ plain)
 
 
 def rows_in_block(width: int) -> int:

@@ -381,7 +381,9 @@ def paired_mean_differences(
     return _difference(each, halves)
 
 
-def anisotropy_differences(hidden: Tensor, sums: GroupSums, halves: HalfSamples) -> Tensor:
+def anisotropy_differences(
+    hidden: Tensor, sums: GroupSums, halves: HalfSamples, scatter: Tensor | None = None
+) -> Tensor:
     """Compare the share of the variance along the leading direction of the two halves: [ways, 1].
 
     The leading eigenvalue of each half is looked for in the space of the leading eight directions
@@ -391,16 +393,24 @@ def anisotropy_differences(hidden: Tensor, sums: GroupSums, halves: HalfSamples)
         hidden: Rows, [tokens, width].
         sums: Sums over the rows of each group, with one head.
         halves: The groups of the rows, and the ways.
+        scatter: Sum over all rows of the products of their centred numbers, where it is known,
+            [width, width], float64; None takes products with the rows in its place.
     """
     centre = sums.rows.sum(dim=0) / sums.counts.sum()
-    centred = hidden.new_empty(hidden.shape, dtype=torch.float32)
-    for target, block in zip(row_blocks(centred), in_blocks(hidden), strict=True):
-        target.copy_(block.sub_(centre))
     count = min(_DIRECTIONS, *hidden.shape)
     generator = torch.Generator("cpu").manual_seed(0)
     start = torch.randn(
         hidden.shape[1], count, generator=generator, dtype=torch.float32, device="cpu"
     )
+    if scatter is not None:
+        basis = start.to(scatter)
+        for _ in range(_STEPS):
+            basis = torch.linalg.qr(scatter @ basis).Q
+        inside = torch.cat([block.sub_(centre) @ basis for block in in_blocks(hidden)])
+        return _leading_share_differences(inside[:, None], sums, halves)
+    centred = hidden.new_empty(hidden.shape, dtype=torch.float32)
+    for target, block in zip(row_blocks(centred), in_blocks(hidden), strict=True):
+        target.copy_(block.sub_(centre))
     centred = as_factor(centred)
     basis = start.to(centred)
     for _ in range(_STEPS):

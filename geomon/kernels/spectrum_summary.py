@@ -21,6 +21,7 @@ from geomon.kernels import spectrum as kernels
 from geomon.kernels._blocks import (
     centred_blocks,
     column_blocks,
+    factor_type,
     require_rows,
     row_blocks,
     sum_of,
@@ -123,7 +124,7 @@ class _Quadrature(NamedTuple):
     trace: float
 
 
-def summarise_spectrum(hidden: Tensor) -> SpectrumSummary:
+def summarise_spectrum(hidden: Tensor, scatter: Tensor | None = None) -> SpectrumSummary:
     """Summarise the eigenvalues of the centred covariance, from all of them or by quadrature.
 
     All where the smaller side of the rows is at most 1,024. Otherwise products with 320 vectors
@@ -139,6 +140,7 @@ def summarise_spectrum(hidden: Tensor) -> SpectrumSummary:
 
     Args:
         hidden: Rows, [tokens, width].
+        scatter: Their scatter, where it is known (`geomon.kernels.spectrum`), [width, width].
 
     Returns:
         The summary, on the device of the rows; its values are NaN where all rows are equal.
@@ -153,7 +155,7 @@ def summarise_spectrum(hidden: Tensor) -> SpectrumSummary:
         (True, 0.8)
     """
     if min(require_rows(hidden).shape) <= WHOLE_SIDE:
-        return _of_all(kernels.spectrum(hidden))
+        return _of_all(kernels.spectrum(hidden, scatter))
     rows, scale, trace = _centred(hidden)
     if not 0 < trace < math.inf:  # rows that are all equal, or not finite
         return _of_all(kernels.spectrum(hidden))
@@ -232,8 +234,7 @@ def _centred(hidden: Tensor) -> tuple[Tensor, float, float]:
     Returns:
         Rows, [any, smaller side], what they were divided by, and the sum of their squares.
     """
-    precise = hidden.device.type == "cpu" and torch.get_float32_matmul_precision() == "highest"
-    dtype = torch.float32 if precise else torch.float64
+    dtype = factor_type(hidden.device)
     widest = float((hidden.amax(dim=0).double() - hidden.amin(dim=0).double()).max())
     scale = math.ldexp(0.5, math.frexp(widest)[1]) if math.isfinite(widest) else 1.0
     centred = hidden.new_empty(hidden.shape, dtype=dtype)

@@ -60,7 +60,7 @@ from geomon.kernels.scores import (
     query_variances,
     score_moments,
 )
-from geomon.kernels.spectrum_summary import SpectrumSummary, summarise_spectrum
+from geomon.kernels.spectrum_summary import WHOLE_SIDE, SpectrumSummary, summarise_spectrum
 from geomon.kernels.token_types import TokenTypes, token_types
 from geomon.kernels.type_halves import TypeHalves, type_halves
 
@@ -80,6 +80,15 @@ _FAR_IN_HALVES = 100  # of which about half are in a row's own half, where 2 x 1
 
 def _duplicates(hidden: Tensor, unique_rows: Tensor) -> float:
     return 1 - len(unique_rows) / len(hidden)
+
+
+def _scatter(hidden: Tensor) -> Tensor | None:
+    tokens, width = hidden.shape
+    return kernels.scatter(hidden) if width <= min(tokens, WHOLE_SIDE) else None
+
+
+def _spectrum_summary(hidden: Tensor, scatter: Tensor | None) -> SpectrumSummary:
+    return summarise_spectrum(hidden, scatter)
 
 
 def _spectrum(hidden: Tensor, spectrum_summary: SpectrumSummary) -> Tensor:
@@ -240,8 +249,10 @@ def _row_sums(hidden: Tensor, halves: HalfSamples) -> GroupSums:
     return group_sums(hidden[:, None], halves)
 
 
-def _half_anisotropy(hidden: Tensor, row_sums: GroupSums, halves: HalfSamples) -> Tensor:
-    return anisotropy_differences(hidden, row_sums, halves)
+def _half_anisotropy(
+    hidden: Tensor, row_sums: GroupSums, halves: HalfSamples, scatter: Tensor | None
+) -> Tensor:
+    return anisotropy_differences(hidden, row_sums, halves, scatter)
 
 
 def _half_ratios(
@@ -362,7 +373,8 @@ DERIVED: dict[str, Callable[..., Any] | tuple[Callable[..., Any], ...]] = {
     "ordinary_spectrum": _ordinary_spectrum,  # spectrum without them
     "sink_variance": _sink_variance,  # share of the variance that those rows carry
     "spectrum": _spectrum,  # all eigenvalues of the centred covariance, descending, [rank]
-    "spectrum_summary": summarise_spectrum,  # what metrics read of them: SpectrumSummary
+    "scatter": _scatter,  # covariance times the tokens; None in layers of more than 1,024 columns
+    "spectrum_summary": _spectrum_summary,  # what metrics read of them: SpectrumSummary
     "total_variance": variance,  # around the mean of all rows
     "token_types": token_types,  # count, norm of the mean and scatter of the rows of each
     "within": _within,  # variance around the mean of each row's token type

@@ -3,8 +3,14 @@
 import pytest
 import torch
 
-from geomon.kernels import _blocks
-from geomon.kernels._blocks import require_rows, row_blocks, rows_in_block
+from geomon.kernels import _blocks, spectrum_summary
+from geomon.kernels._blocks import (
+    as_factor,
+    product_with_itself,
+    require_rows,
+    row_blocks,
+    rows_in_block,
+)
 
 
 @pytest.mark.parametrize(
@@ -49,3 +55,44 @@ def test_blocks_hold_as_many_whole_rows_as_fit(monkeypatch):
 def test_rows_are_a_matrix_and_floating_point(rows):
     with pytest.raises(ValueError, match="expected a floating-point tensor"):
         require_rows(rows)
+
+
+def by_the_older_setting():
+    torch.set_float32_matmul_precision("medium")
+
+
+def by_the_newer_setting():
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+
+
+def by_both():
+    by_the_older_setting()
+    torch.backends.mkldnn.matmul.fp32_precision = "tf32"
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.mkldnn, "matmul"), reason="torch 2.8")
+@pytest.mark.parametrize("shorten", [by_the_older_setting, by_the_newer_setting, by_both])
+def test_factors_are_float64_where_the_host_would_shorten_them(shorten):
+    rows = torch.ones(2, 2)
+    assert as_factor(rows) is rows
+    try:
+        shorten()
+        assert as_factor(rows).dtype == torch.float64
+        assert spectrum_summary.summarise_spectrum(rows).is_whole
+        wide = torch.randn(1030, 1030, generator=torch.Generator().manual_seed(0))
+        # The rows of wide layers are centred in the type that their products are exact in.
+        assert spectrum_summary._centred(wide)[0].dtype == torch.float64
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = "none"
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.mkldnn.matmul.fp32_precision = "none"
+    assert as_factor(rows) is rows
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (5, 3), (3, 5), (400, 130)])
+def test_the_product_with_itself_is_the_product(shape):
+    rows = torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for some in (rows, rows.T):
+        found = product_with_itself(some)
+        torch.testing.assert_close(found, some.T @ some, rtol=1e-12, atol=1e-12)
+        assert torch.equal(found, found.T)

@@ -30,7 +30,7 @@ from geomon.kernels.dimension import (
 from geomon.kernels.half_samples import HalfSamples, group_sums, half_samples, margin
 from geomon.kernels.moments import drift_norm, mean_square_norm, variance
 from geomon.kernels.neighbours import nearest
-from geomon.kernels.spectrum import anisotropy, spectrum
+from geomon.kernels.spectrum import anisotropy, scatter, spectrum
 
 few_examples = settings(deadline=None, derandomize=True, max_examples=25)
 
@@ -154,6 +154,36 @@ def test_anisotropy_of_halves_is_near_that_of_their_spectra(offset):
     found = kernel.anisotropy_differences(rows, sums, halves)[:, 0]
     want = on_halves(lambda part: anisotropy(spectrum(part)), rows, halves)
     assert (found - want).norm() < 0.05 * want.norm()
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e5])
+def test_anisotropy_of_halves_is_the_same_by_rows_and_by_their_scatter(offset):
+    rows, numbers = rows_of_sequences(32, 40, 24, offset=offset)
+    halves = half_samples(numbers)
+    sums = group_sums(rows[:, None], halves)
+    found = kernel.anisotropy_differences(rows, sums, halves, scatter(rows))
+    want = kernel.anisotropy_differences(rows, sums, halves)
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-7)
+    assert want.norm() > 0.01
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.mkldnn, "matmul"), reason="torch 2.8")
+def test_anisotropy_of_halves_is_not_made_of_shortened_factors(monkeypatch):
+    rows, numbers = rows_of_sequences(16, 40, 24)
+    rows, halves, kinds = rows.float(), half_samples(numbers), []
+    sums = group_sums(rows[:, None], halves)
+    product = torch.Tensor.__matmul__
+    monkeypatch.setattr(
+        torch.Tensor, "__matmul__", lambda a, b: kinds.append(b.dtype) or product(a, b)
+    )
+    try:
+        torch.set_float32_matmul_precision("medium")
+        for known in (None, scatter(rows)):
+            kernel.anisotropy_differences(rows, sums, halves, known)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.mkldnn.matmul.fp32_precision = "none"
+    assert set(kinds) == {torch.float64}
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e4])
