@@ -71,19 +71,28 @@ def _host_keeps_digits() -> bool:
 
 
 def product_with_itself(rows: Tensor) -> Tensor:
-    """Multiply rows^T with rows, [width, width].
+    """Multiply rows^T with rows, [..., width, width].
 
-    On the host by numpy, which computes one half of a product of a matrix with itself and copies
-    it: half of the multiplications.
+    On the host numpy computes one half of a product of a matrix with itself and copies it: half of
+    the multiplications.
 
     Args:
-        rows: Matrix in float64, [tokens, width].
+        rows: Matrices in float64, [..., tokens, width].
     """
-    if rows.device.type != "cpu":
-        return rows.T @ rows
-    plain = rows.detach().numpy()
+    return product(rows.mT, rows)
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """Multiply matrices in float64; on the host by numpy, which takes parts of others uncopied.
+
+    Args:
+        left: Matrices, [..., any, some].
+        right: Matrices, [..., some, any].
+    """
+    if left.device.type != "cpu":
+        return left @ right
     with np.errstate(all="ignore"):  # rows that are not finite: as in torch, without a warning
-        return torch.from_numpy(plain.T @ plain)
+        return torch.from_numpy(left.detach().numpy() @ right.detach().numpy())
 
 
 def rows_in_block(width: int) -> int:
