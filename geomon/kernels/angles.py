@@ -250,11 +250,11 @@ def qk_cosine(mean_query: Tensor, mean_key: Tensor) -> Tensor:
     each query head faces the key head of its group.
 
     Args:
-        mean_query: Mean query of each head, [heads, head width].
-        mean_key: Mean key of each key head, [key heads, head width]; key heads divide heads.
+        mean_query: Mean query of each head, [..., heads, head width].
+        mean_key: Mean key of each key head, [..., key heads, head width]; key heads divide heads.
 
     Returns:
-        [heads]; NaN where one of the means is 0.
+        [..., heads]; NaN where one of the means is 0.
 
     Raises:
         ValueError: The shapes of the means do not fit one another.
@@ -277,11 +277,11 @@ def qk_cosine_concatenated(mean_query: Tensor, mean_key: Tensor) -> Tensor:
     grouped-query attention a mean key stands there once for each head of its group.
 
     Args:
-        mean_query: Mean query of each head, [heads, head width].
-        mean_key: Mean key of each key head, [key heads, head width]; key heads divide heads.
+        mean_query: Mean query of each head, [..., heads, head width].
+        mean_key: Mean key of each key head, [..., key heads, head width]; key heads divide heads.
 
     Returns:
-        A scalar; NaN where all means of queries, or all of keys, are 0.
+        [...], of plain means a scalar; NaN where all means of queries, or all of keys, are 0.
 
     Raises:
         ValueError: The shapes of the means do not fit one another.
@@ -292,7 +292,8 @@ def qk_cosine_concatenated(mean_query: Tensor, mean_key: Tensor) -> Tensor:
         0.67082
     """
     query, key = _facing(mean_query, mean_key)
-    return (query * key).sum() / (query.norm() * key.norm())
+    both = (-2, -1)
+    return (query * key).sum(dim=both) / (query.norm(dim=both) * key.norm(dim=both))
 
 
 def qk_dot(mean_query: Tensor, mean_key: Tensor) -> Tensor:
@@ -303,11 +304,11 @@ def qk_dot(mean_query: Tensor, mean_key: Tensor) -> Tensor:
     1/sqrt(head width).
 
     Args:
-        mean_query: Mean query of each head, [heads, head width].
-        mean_key: Mean key of each key head, [key heads, head width]; key heads divide heads.
+        mean_query: Mean query of each head, [..., heads, head width].
+        mean_key: Mean key of each key head, [..., key heads, head width]; key heads divide heads.
 
     Returns:
-        [heads].
+        [..., heads].
 
     Raises:
         ValueError: The shapes of the means do not fit one another.
@@ -323,17 +324,19 @@ def qk_dot(mean_query: Tensor, mean_key: Tensor) -> Tensor:
 def _facing(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     """Pair the mean query of each head with the mean key of its group, in float64."""
     fits = (
-        query.ndim == key.ndim == 2
-        and query.shape[1] == key.shape[1]
-        and len(key) > 0
-        and len(query) % len(key) == 0
+        query.ndim == key.ndim >= 2
+        and query.shape[:-2] == key.shape[:-2]
+        and query.shape[-1] == key.shape[-1]
+        and key.shape[-2] > 0
+        and query.shape[-2] % key.shape[-2] == 0
     )
     if not fits:
         raise ValueError(
-            "expected mean queries [heads, head width] and mean keys [key heads, head width] with "
-            f"key heads dividing heads, got {list(query.shape)} and {list(key.shape)}"
+            "expected mean queries [..., heads, head width] and mean keys [..., key heads, head "
+            f"width] with key heads dividing heads, got {list(query.shape)} and {list(key.shape)}"
         )
-    return query.double(), key.double().repeat_interleave(len(query) // len(key), dim=0)
+    group = query.shape[-2] // key.shape[-2]
+    return query.double(), key.double().repeat_interleave(group, dim=-2)
 
 
 def _flat(rows: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ import torch
 from scipy import special  # type: ignore[import-untyped]
 from torch import Tensor
 
-from geomon.kernels._blocks import in_blocks, row_blocks
-from geomon.kernels.products import as_factor
+from geomon.kernels._blocks import in_blocks, row_blocks, rows_in_block
+from geomon.kernels.products import as_factor, product, product_with_itself
 
 # Groups of sequences, a power of two. With 16 of them Student's factor is 2.13, with 8 it is 2.36:
 # more groups would gain little, and cost a way each.
@@ -62,6 +62,24 @@ class HalfMoments(NamedTuple):
     variance: Tensor
 
 
+class HeadScatter(NamedTuple):
+    """Products of the centred numbers of each head, summed over rows, in float64.
+
+    Attributes:
+        total: Sum over all rows, [heads, head width, head width].
+        basis: The leading two directions of all rows, or one in a single column, [heads, head
+            width, directions].
+        centre: Mean over all rows, [heads, head width].
+        groups: Sum over the rows of each group of the products of the numbers along these
+            directions, about the centre, [groups, heads, directions, directions].
+    """
+
+    total: Tensor
+    basis: Tensor
+    centre: Tensor
+    groups: Tensor
+
+
 class GroupSums(NamedTuple):
     """Sums over the rows of each group, in float64.
 
@@ -78,6 +96,18 @@ class GroupSums(NamedTuple):
     squares: Tensor
     directions: Tensor
     directed: Tensor
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean over all rows, [heads, width]."""
+        return self.rows.sum(dim=0) / self.counts.sum()
+
+    @property
+    def cosine(self) -> Tensor:
+        """Mean cosine over all pairs of different rows, [heads]; NaN with fewer than two."""
+        n = self.directed.sum(dim=0)
+        value = (self.directions.sum(dim=0).square().sum(dim=1) - n) / (n * (n - 1))
+        return torch.where(n >= 2, value, torch.nan)
 
 
 def half_samples(sequences: Tensor) -> HalfSamples:
@@ -365,24 +395,25 @@ def paired_mean_differences(
     function: Callable[[Tensor, Tensor], Tensor], query: GroupSums, key: GroupSums,
     halves: HalfSamples,
 ) -> Tensor:  # fmt: skip
-    """Compare a function of the mean query and the mean key on the two halves: [ways, heads].
+    """Compare a function of the mean query and the mean key on the two halves, for each way.
 
     Args:
-        function: Function of a mean query and a mean key of each head.
+        function: Function of a mean query and a mean key of each head, [ways, heads, head width].
         query: Sums of the queries of each group.
         key: Sums of the keys of each group.
         halves: The ways.
+
+    Returns:
+        [ways, heads], or [ways] where the function has one value for all heads.
     """
-
-    def each(side: Tensor) -> Tensor:
-        pairs = zip(half_mean(query, side), half_mean(key, side), strict=True)
-        found = [function(*pair) for pair in pairs]
-        return torch.stack(found) if found else side.new_empty(0, query.rows.shape[1])
-
-    return _difference(each, halves)
+    sides = torch.cat(sides_of(halves))
+    one, other = function(half_mean(query, sides), half_mean(key, sides)).chunk(2)
+    return one - other
 
 
-def anisotropy_differences(hidden: Tensor, sums: GroupSums, halves: HalfSamples) -> Tensor:
+def anisotropy_differences(
+    hidden: Tensor, sums: GroupSums, halves: HalfSamples, scatter: Tensor | None = None
+) -> Tensor:
     """Compare the share of the variance along the leading direction of the two halves: [ways, 1].
 
     The leading eigenvalue of each half is looked for in the space of the leading eight directions
@@ -392,78 +423,153 @@ def anisotropy_differences(hidden: Tensor, sums: GroupSums, halves: HalfSamples)
         hidden: Rows, [tokens, width].
         sums: Sums over the rows of each group, with one head.
         halves: The groups of the rows, and the ways.
+        scatter: Sum over all rows of the products of their centred numbers, where it is known,
+            [width, width], float64; None takes products with the rows in its place.
     """
     centre = sums.rows.sum(dim=0) / sums.counts.sum()
-    centred = hidden.new_empty(hidden.shape, dtype=torch.float32)
-    for target, block in zip(row_blocks(centred), in_blocks(hidden), strict=True):
-        target.copy_(block.sub_(centre))
     count = min(_DIRECTIONS, *hidden.shape)
-    generator = torch.Generator("cpu").manual_seed(0)
-    start = torch.randn(
-        hidden.shape[1], count, generator=generator, dtype=torch.float32, device="cpu"
-    )
-    centred = as_factor(centred)
-    basis = start.to(centred)
-    for _ in range(_STEPS):
-        basis = torch.linalg.qr(centred.T @ (centred @ basis)).Q
-    return _leading_share_differences((centred @ basis).double()[:, None], sums, halves)
+    start = _start(hidden.shape[1], count, torch.float32)
+    if scatter is not None:
+        basis = start.to(scatter)
+        for _ in range(_STEPS):
+            basis = torch.linalg.qr(scatter @ basis).Q
+        inside = torch.cat([block.sub_(centre) @ basis for block in in_blocks(hidden)])
+    else:
+        centred = hidden.new_empty(hidden.shape, dtype=torch.float32)
+        for target, block in zip(row_blocks(centred), in_blocks(hidden), strict=True):
+            target.copy_(block.sub_(centre))
+        centred = as_factor(centred)
+        basis = start.to(centred)
+        for _ in range(_STEPS):
+            basis = torch.linalg.qr(centred.T @ (centred @ basis)).Q
+        inside = (centred @ basis).double()
+    member = _members(halves.group, halves.first.shape[1]).double()
+    groups, drift = _products_in_groups(inside[:, None], member), member @ inside
+    return _leading_share_differences(groups, drift[:, None], sums, halves)
 
 
-def head_anisotropy_differences(
-    rows: Tensor, scatter: Tensor, sums: GroupSums, halves: HalfSamples
-) -> Tensor:
-    """Compare the share of the variance along the leading direction of each head in the halves.
+def head_scatter(rows: Tensor, halves: HalfSamples) -> HeadScatter:
+    """Sum the products of the centred numbers of each head, over all rows and over groups.
 
-    The leading eigenvalue of each half is looked for among the leading two directions of all rows,
-    which a few steps of subspace iteration on their scatter find.
+    Those of groups are along the leading two directions of all rows alone, which a few steps of
+    subspace iteration on their scatter find.
 
     Args:
         rows: Queries or keys of one projection, [tokens, heads, head width].
-        scatter: Sum over all rows of the products of their centred numbers, [heads, head width,
-            head width], float64.
+        halves: The groups of the rows.
+    """
+    width = rows.shape[2]
+    member = _members(halves.group, halves.first.shape[1]).double()
+    start = _start(width, min(_HEAD_DIRECTIONS, width), torch.float64).to(rows.device)
+    parts = []
+    for some in rows.split(max(1, rows_in_block(len(rows), rows.device) // width), dim=1):
+        # The first row is subtracted before the mean is taken: equal rows give exactly 0.
+        block = some.to(torch.float64, copy=True)
+        first = block[0].clone()
+        shift = block.sub_(first).sum(dim=0) / len(rows)
+        by_head = block.sub_(shift).transpose(0, 1)
+        total = product_with_itself(by_head)
+        basis = _leading_directions(total, start)
+        inside = product(by_head, basis).transpose(0, 1)
+        groups = _products_in_groups(inside, member)
+        parts.append(HeadScatter(total, basis, first + shift, groups))
+    return HeadScatter(
+        total=torch.cat([part.total for part in parts]),
+        basis=torch.cat([part.basis for part in parts]),
+        centre=torch.cat([part.centre for part in parts]),
+        groups=torch.cat([part.groups for part in parts], dim=1),
+    )
+
+
+def head_anisotropy_differences(
+    scatter: HeadScatter, sums: GroupSums, halves: HalfSamples
+) -> Tensor:
+    """Compare the share of the variance along the leading direction of each head in the halves.
+
+    The leading eigenvalue of each half is looked for among the leading two directions of all rows.
+
+    Args:
+        scatter: Products of the centred numbers, summed over all rows and over groups.
         sums: Sums over the rows of each group.
-        halves: The groups of the rows, and the ways.
+        halves: The ways.
 
     Returns:
         [ways, heads].
     """
-    heads, width = rows.shape[1:]
-    count = min(_HEAD_DIRECTIONS, width)
+    about = sums.rows - sums.counts[:, None, None] * scatter.centre
+    drift = torch.einsum("ghw,hwd->ghd", about, scatter.basis)
+    return _leading_share_differences(scatter.groups, drift, sums, halves)
+
+
+def _start(width: int, count: int, dtype: torch.dtype) -> Tensor:
+    """Draw the directions from which subspace iteration starts, [width, directions]."""
     generator = torch.Generator("cpu").manual_seed(0)
-    start = torch.randn(width, count, generator=generator, dtype=torch.float64, device="cpu")
-    basis = start.to(rows.device).expand(heads, -1, -1)
-    for _ in range(_HEAD_STEPS):
-        basis = torch.linalg.qr(scatter @ basis).Q
-    centre = sums.rows.sum(dim=0) / sums.counts.sum()
-    factor = as_factor(rows.transpose(0, 1))
-    along = (factor @ basis.to(factor.dtype)).double()
-    inside = (along - (centre[:, None] @ basis)).transpose(0, 1)
-    return _leading_share_differences(inside, sums, halves)
+    return torch.randn(width, count, generator=generator, dtype=dtype, device="cpu")
 
 
-def _leading_share_differences(inside: Tensor, sums: GroupSums, halves: HalfSamples) -> Tensor:
+def _leading_directions(scatter: Tensor, start: Tensor) -> Tensor:
+    """Find the leading directions of each head by subspace iteration, orthonormal.
+
+    In all steps but the last one the second direction is only made orthogonal to the first: a
+    decomposition of each head at every step would take longer than everything else.
+
+    Args:
+        scatter: Scatter of each head, [heads, head width, head width].
+        start: Directions from which to start, one or two, [head width, directions].
+    """
+    # Divided by the trace, so that lengths stay within float64 in all steps.
+    trace = scatter.diagonal(dim1=1, dim2=2).sum(dim=1)[:, None, None]
+    unit = torch.where(trace > 0, scatter / trace, 0)
+    basis = start.expand(len(scatter), -1, -1)
+    for _ in range(_HEAD_STEPS - 1):
+        basis = product(unit, basis)
+        inner = basis[:, :, :1].mT @ basis  # with the first direction
+        along = inner / inner[:, :, :1].clamp(min=1e-300)
+        along[:, :, 0] = 0
+        basis = torch.baddbmm(basis, basis[:, :, :1], along, alpha=-1)
+    return torch.linalg.qr(product(unit, basis)).Q
+
+
+def _products_in_groups(inside: Tensor, member: Tensor) -> Tensor:
+    """Sum the products of numbers over the rows of each group: [groups, heads, n, n].
+
+    Args:
+        inside: Centred rows along a few directions, [tokens, heads, n], float64.
+        member: 1 for the rows of each group, else 0, [groups, tokens], float64.
+    """
+    heads, count = inside.shape[1:]
+    products = (inside[..., :, None] * inside[..., None, :]).flatten(1)
+    return (member @ products).view(-1, heads, count, count)
+
+
+def _leading_share_differences(
+    scatter: Tensor, drift: Tensor, sums: GroupSums, halves: HalfSamples
+) -> Tensor:
     """Compare the leading eigenvalue over the variance in the two halves, [ways, heads].
 
     Args:
-        inside: Centred rows along a few directions, [tokens, heads, directions], float64.
+        scatter: Products of the centred numbers along a few directions, summed over the rows of
+            each group, [groups, heads, directions, directions], float64.
+        drift: Sums of these numbers, [groups, heads, directions].
         sums: Sums over the rows of each group.
-        halves: The groups of the rows, and the ways.
+        halves: The ways.
     """
-    heads, count = inside.shape[1:]
-    member = _members(halves.group, halves.first.shape[1]).double()
-    products = (inside[..., :, None] * inside[..., None, :]).flatten(1)
-    scatter = (member @ products).view(-1, heads, count, count)
-    drift = (member @ inside.flatten(1)).view(-1, heads, count)
+    sides = torch.cat(sides_of(halves))
+    n = _total(sums.counts, sides)[:, None]
+    mean = _total(drift, sides) / n[:, :, None]
+    second = _total(scatter, sides) / n[:, :, None, None]
+    second = second - mean[..., :, None] * mean[..., None, :]
+    top = _largest_eigenvalue(second.nan_to_num(0, 0, 0))  # a half without rows
+    one, other = torch.where(n > 0, top / _variance(sums, sides), torch.nan).chunk(2)
+    return one - other
 
-    def anisotropy(side: Tensor) -> Tensor:
-        n = _total(sums.counts, side)[:, None]
-        mean = _total(drift, side) / n[:, :, None]
-        second = _total(scatter, side) / n[:, :, None, None]
-        second = second - mean[..., :, None] * mean[..., None, :]
-        top = torch.linalg.eigvalsh(second.nan_to_num(0, 0, 0))[..., -1]  # a half without rows
-        return torch.where(n > 0, top / _variance(sums, side), torch.nan)
 
-    return _difference(anisotropy, halves)
+def _largest_eigenvalue(symmetric: Tensor) -> Tensor:
+    """Compute the largest eigenvalue of symmetric matrices; of two rows by the formula."""
+    if symmetric.shape[-1] != 2:
+        return torch.linalg.eigvalsh(symmetric)[..., -1]
+    one, other, across = symmetric[..., 0, 0], symmetric[..., 1, 1], symmetric[..., 1, 0]
+    return (one + other) / 2 + torch.hypot((one - other) / 2, across)
 
 
 def moments_of_halves(sums: GroupSums, halves: HalfSamples) -> HalfMoments:

@@ -1,10 +1,11 @@
-"""Factors of matrix products, so that products are exact at least to float32.
+"""Products of matrices that are exact at least to float32, whatever the training has set.
 
 Settings of the whole process, which the training needs and which are not geomon's to change, may
 have float32 factors rounded before they are multiplied: on an accelerator to TF32, on a processor
 with matrix units to bfloat16 (`torch.set_float32_matmul_precision`, `torch.backends`).
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,15 +23,48 @@ def as_factor(values: Tensor) -> Tensor:
     Returns:
         The numbers in float32, or where its products are not exact, or for float64, in float64.
     """
-    device, dtype = values.device.type, values.dtype
-    if dtype == torch.float64:
-        return values
-    # No setting rounds to fewer bits than bfloat16 has; TF32 has as many as float16. On MPS nothing
-    # is rounded, and there is no float64.
-    keeps = dtype == torch.bfloat16 or (dtype == torch.float16 and device != "cpu")
-    if keeps or device == "mps" or (device == "cpu" and _is_exact_on_host()):
+    dtype = values.dtype
+    # No setting rounds to fewer bits than bfloat16 has; TF32 has as many as float16.
+    keeps = dtype == torch.bfloat16 or (dtype == torch.float16 and values.device.type != "cpu")
+    if keeps:
         return values.float()
-    return values.double()
+    return values.to(torch.promote_types(dtype, factor_type(values.device)))
+
+
+def factor_type(device: torch.device) -> torch.dtype:
+    """Choose the shortest type of factors whose products are exact to float32 (see `as_factor`).
+
+    Args:
+        device: Where the products are made.
+    """
+    # On MPS nothing is rounded, and there is no float64.
+    exact = device.type == "mps" or (device.type == "cpu" and _is_exact_on_host())
+    return torch.float32 if exact else torch.float64
+
+
+def product_with_itself(rows: Tensor) -> Tensor:
+    """Multiply rows^T with rows, [..., width, width].
+
+    On the host numpy computes one half of a product of a matrix with itself and copies it: half of
+    the multiplications.
+
+    Args:
+        rows: Matrices in float64, [..., tokens, width].
+    """
+    return product(rows.mT, rows)
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """Multiply matrices in float64; on the host by numpy, which takes parts of others uncopied.
+
+    Args:
+        left: Matrices, [..., any, some].
+        right: Matrices, [..., some, any].
+    """
+    if left.device.type != "cpu":
+        return left @ right
+    with np.errstate(all="ignore"):  # rows that are not finite: as in torch, without a warning
+        return torch.from_numpy(left.detach().numpy() @ right.detach().numpy())
 
 
 def _is_exact_on_host() -> bool:

@@ -25,7 +25,7 @@ from geomon.kernels._blocks import (
     row_blocks,
     sum_of,
 )
-from geomon.kernels.products import as_factor
+from geomon.kernels.products import factor_type
 
 # Largest smaller side of which all eigenvalues are computed. There they are exact, and cost 1.6
 # times as much; at 2,048 columns 3.5 times, at 4,096 nine times (4,096 rows, one thread).
@@ -124,7 +124,7 @@ class _Quadrature(NamedTuple):
     trace: float
 
 
-def summarise_spectrum(hidden: Tensor) -> SpectrumSummary:
+def summarise_spectrum(hidden: Tensor, scatter: Tensor | None = None) -> SpectrumSummary:
     """Summarise the eigenvalues of the centred covariance, from all of them or by quadrature.
 
     All where the smaller side of the rows is at most 1,024. Otherwise products with 320 vectors
@@ -140,6 +140,7 @@ def summarise_spectrum(hidden: Tensor) -> SpectrumSummary:
 
     Args:
         hidden: Rows, [tokens, width].
+        scatter: Their scatter, where it is known (`geomon.kernels.spectrum`), [width, width].
 
     Returns:
         The summary, on the device of the rows; its values are NaN where all rows are equal.
@@ -154,7 +155,7 @@ def summarise_spectrum(hidden: Tensor) -> SpectrumSummary:
         (True, 0.8)
     """
     if min(require_rows(hidden).shape) <= WHOLE_SIDE:
-        return _of_all(kernels.spectrum(hidden))
+        return _of_all(kernels.spectrum(hidden, scatter))
     rows, scale, trace = _centred(hidden)
     if not 0 < trace < math.inf:  # rows that are all equal, or not finite
         return _of_all(kernels.spectrum(hidden))
@@ -233,7 +234,7 @@ def _centred(hidden: Tensor) -> tuple[Tensor, float, float]:
     Returns:
         Rows, [any, smaller side], what they were divided by, and the sum of their squares.
     """
-    dtype = as_factor(hidden.new_empty(0, dtype=torch.float32)).dtype
+    dtype = factor_type(hidden.device)
     widest = float((hidden.amax(dim=0).double() - hidden.amin(dim=0).double()).max())
     scale = math.ldexp(0.5, math.frexp(widest)[1]) if math.isfinite(widest) else 1.0
     centred = hidden.new_empty(hidden.shape, dtype=dtype)

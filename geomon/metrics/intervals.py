@@ -28,7 +28,7 @@ from geomon.kernels.angles import SequenceCosines
 from geomon.kernels.attention import AttentionRows, SequenceExtremes
 from geomon.kernels.dimension import HalfRatios
 from geomon.kernels.frequency import CLASSES, frequency_differences
-from geomon.kernels.half_samples import GroupSums, HalfSamples
+from geomon.kernels.half_samples import GroupSums, HalfSamples, HeadScatter
 from geomon.kernels.neighbourhoods import LocalIsotropy
 from geomon.kernels.scores import QueryVariances, ScoreMoments
 from geomon.kernels.type_halves import TypeHalves, variation_differences, within_of_halves
@@ -249,19 +249,15 @@ def _between_halves(values: Tensor) -> Tensor:
 
 
 def _query_anisotropy(
-    projected_query: Tensor, query_scatter: Tensor, query_sums: GroupSums, query_halves: HalfSamples
+    query_scatter: HeadScatter, query_sums: GroupSums, query_halves: HalfSamples
 ) -> Tensor:
-    return half_samples.head_anisotropy_differences(
-        projected_query, query_scatter, query_sums, query_halves
-    )
+    return half_samples.head_anisotropy_differences(query_scatter, query_sums, query_halves)
 
 
 def _key_anisotropy(
-    projected_key: Tensor, key_scatter: Tensor, key_sums: GroupSums, key_halves: HalfSamples
+    key_scatter: HeadScatter, key_sums: GroupSums, key_halves: HalfSamples
 ) -> Tensor:
-    return half_samples.head_anisotropy_differences(
-        projected_key, key_scatter, key_sums, key_halves
-    )
+    return half_samples.head_anisotropy_differences(key_scatter, key_sums, key_halves)
 
 
 def _mean_of_rows(

@@ -17,7 +17,6 @@ from geomon.kernels.angles import (
     SequenceCosines,
     cosine,
     cosine_centred,
-    head_cosine,
     leading_share,
     qk_cosine,
     qk_cosine_concatenated,
@@ -36,6 +35,7 @@ from geomon.kernels.attention import (
 )
 from geomon.kernels.baselines import gaussian_like
 from geomon.kernels.frequency import CLASSES, moments_by_frequency
+from geomon.kernels.half_samples import HeadScatter
 from geomon.kernels.moments import mean_square_norm
 from geomon.kernels.neighbourhoods import LocalIsotropy
 from geomon.kernels.neighbours import nearest
@@ -174,24 +174,24 @@ def key_mean_norm(mean_key: Tensor) -> Tensor:
     return mean_key.norm(dim=1)
 
 
-def query_cosine(projected_query: Tensor) -> Tensor:
+def query_cosine(query_angles: Tensor) -> Tensor:
     """Mean cosine over all pairs of queries, per head."""
-    return head_cosine(projected_query)
+    return query_angles
 
 
-def key_cosine(projected_key: Tensor) -> Tensor:
+def key_cosine(key_angles: Tensor) -> Tensor:
     """Mean cosine over all pairs of keys, per key head."""
-    return head_cosine(projected_key)
+    return key_angles
 
 
-def query_anisotropy(query_scatter: Tensor) -> Tensor:
+def query_anisotropy(query_scatter: HeadScatter) -> Tensor:
     """Share of the variance of queries along their first direction, per head."""
-    return leading_share(query_scatter)
+    return leading_share(query_scatter.total)
 
 
-def key_anisotropy(key_scatter: Tensor) -> Tensor:
+def key_anisotropy(key_scatter: HeadScatter) -> Tensor:
     """Share of the variance of keys along their first direction, per key head."""
-    return leading_share(key_scatter)
+    return leading_share(key_scatter.total)
 
 
 def twonn(neighbours: Tensor, duplicates: float, rounding: float) -> dict[str, Tensor | float]:

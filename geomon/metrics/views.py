@@ -18,7 +18,7 @@ from torch import Tensor
 
 from geomon.capture.snapshot import CAPTURED, ROW_VIEWS, Layer
 from geomon.kernels import spectrum as kernels
-from geomon.kernels.angles import SequenceCosines, head_scatter, mean_rows, sequence_cosines
+from geomon.kernels.angles import SequenceCosines, head_cosine, mean_rows, sequence_cosines
 from geomon.kernels.attention import (
     AttentionRows,
     SequenceExtremes,
@@ -31,9 +31,11 @@ from geomon.kernels.dimension import HalfRatios, ratios_in_halves
 from geomon.kernels.half_samples import (
     GroupSums,
     HalfSamples,
+    HeadScatter,
     anisotropy_differences,
     group_sums,
     half_samples,
+    head_scatter,
 )
 from geomon.kernels.massive import ordinary_rows, share_beyond
 from geomon.kernels.moments import drift_norm, mean_square_norm, variance
@@ -60,7 +62,7 @@ from geomon.kernels.scores import (
     query_variances,
     score_moments,
 )
-from geomon.kernels.spectrum_summary import SpectrumSummary, summarise_spectrum
+from geomon.kernels.spectrum_summary import WHOLE_SIDE, SpectrumSummary, summarise_spectrum
 from geomon.kernels.token_types import TokenTypes, token_types
 from geomon.kernels.type_halves import TypeHalves, type_halves
 
@@ -80,6 +82,15 @@ _FAR_IN_HALVES = 100  # of which about half are in a row's own half, where 2 x 1
 
 def _duplicates(hidden: Tensor, unique_rows: Tensor) -> float:
     return 1 - len(unique_rows) / len(hidden)
+
+
+def _scatter(hidden: Tensor) -> Tensor | None:
+    tokens, width = hidden.shape
+    return kernels.scatter(hidden) if width <= min(tokens, WHOLE_SIDE) else None
+
+
+def _spectrum_summary(hidden: Tensor, scatter: Tensor | None) -> SpectrumSummary:
+    return summarise_spectrum(hidden, scatter)
 
 
 def _spectrum(hidden: Tensor, spectrum_summary: SpectrumSummary) -> Tensor:
@@ -116,8 +127,32 @@ def _mean_query(projected_query: Tensor) -> Tensor:
     return mean_rows(projected_query)
 
 
+def _mean_of_query_sums(query_sums: GroupSums) -> Tensor:
+    return query_sums.mean
+
+
 def _mean_key(projected_key: Tensor) -> Tensor:
     return mean_rows(projected_key)
+
+
+def _mean_of_key_sums(key_sums: GroupSums) -> Tensor:
+    return key_sums.mean
+
+
+def _query_angles(projected_query: Tensor) -> Tensor:
+    return head_cosine(projected_query)
+
+
+def _angles_of_query_sums(query_sums: GroupSums) -> Tensor:
+    return query_sums.cosine
+
+
+def _key_angles(projected_key: Tensor) -> Tensor:
+    return head_cosine(projected_key)
+
+
+def _angles_of_key_sums(key_sums: GroupSums) -> Tensor:
+    return key_sums.cosine
 
 
 def _scaled_rows(hidden: Tensor, unique_rows: Tensor) -> ScaledRows:
@@ -240,8 +275,10 @@ def _row_sums(hidden: Tensor, halves: HalfSamples) -> GroupSums:
     return group_sums(hidden[:, None], halves)
 
 
-def _half_anisotropy(hidden: Tensor, row_sums: GroupSums, halves: HalfSamples) -> Tensor:
-    return anisotropy_differences(hidden, row_sums, halves)
+def _half_anisotropy(
+    hidden: Tensor, row_sums: GroupSums, halves: HalfSamples, scatter: Tensor | None
+) -> Tensor:
+    return anisotropy_differences(hidden, row_sums, halves, scatter)
 
 
 def _half_ratios(
@@ -303,12 +340,20 @@ def _key_sums(projected_key: Tensor, key_halves: HalfSamples) -> GroupSums:
     return group_sums(projected_key, key_halves)
 
 
-def _query_scatter(projected_query: Tensor) -> Tensor:
-    return head_scatter(projected_query)
+def _query_scatter(projected_query: Tensor, query_halves: HalfSamples) -> HeadScatter:
+    return head_scatter(projected_query, query_halves)
 
 
-def _key_scatter(projected_key: Tensor) -> Tensor:
-    return head_scatter(projected_key)
+def _query_scatter_alone(projected_query: Tensor) -> HeadScatter:
+    return head_scatter(projected_query, _no_halves(projected_query))
+
+
+def _key_scatter(projected_key: Tensor, key_halves: HalfSamples) -> HeadScatter:
+    return head_scatter(projected_key, key_halves)
+
+
+def _key_scatter_alone(projected_key: Tensor) -> HeadScatter:
+    return head_scatter(projected_key, _no_halves(projected_key))
 
 
 def _attention_sequences(query: Tensor) -> Tensor:
@@ -362,12 +407,15 @@ DERIVED: dict[str, Callable[..., Any] | tuple[Callable[..., Any], ...]] = {
     "ordinary_spectrum": _ordinary_spectrum,  # spectrum without them
     "sink_variance": _sink_variance,  # share of the variance that those rows carry
     "spectrum": _spectrum,  # all eigenvalues of the centred covariance, descending, [rank]
-    "spectrum_summary": summarise_spectrum,  # what metrics read of them: SpectrumSummary
+    "scatter": _scatter,  # covariance times the tokens; None in layers of more than 1,024 columns
+    "spectrum_summary": _spectrum_summary,  # what metrics read of them: SpectrumSummary
     "total_variance": variance,  # around the mean of all rows
     "token_types": token_types,  # count, norm of the mean and scatter of the rows of each
     "within": _within,  # variance around the mean of each row's token type
-    "mean_query": _mean_query,  # of each head, [heads, head width]
-    "mean_key": _mean_key,  # of each key head, [key heads, head width]
+    "mean_query": (_mean_of_query_sums, _mean_query),  # of each head, [heads, head width]
+    "mean_key": (_mean_of_key_sums, _mean_key),  # of each key head, [key heads, head width]
+    "query_angles": (_angles_of_query_sums, _query_angles),  # mean cosine of each head, [heads]
+    "key_angles": (_angles_of_key_sums, _key_angles),  # the same of the keys
     "unique_rows": unique_rows,  # index of one row for each distinct content
     "duplicates": _duplicates,  # share of the rows that copy another
     "scaled_rows": _scaled_rows,  # unique rows made ready for several searches
@@ -403,8 +451,9 @@ DERIVED: dict[str, Callable[..., Any] | tuple[Callable[..., Any], ...]] = {
     "score_moments": (_score_moments, moments_of_scores),  # of each query: ScoreMoments
     "query_variances": _query_variances,  # of scores of mean queries and of all: QueryVariances
     "sequence_extremes": (_sequence_extremes, extremes_of_scores),  # SequenceExtremes
-    "query_scatter": _query_scatter,  # products of the centred queries of each head, summed
-    "key_scatter": _key_scatter,  # the same of the keys
+    # Products of the centred queries of each head, summed: HeadScatter.
+    "query_scatter": (_query_scatter, _query_scatter_alone),
+    "key_scatter": (_key_scatter, _key_scatter_alone),  # the same of the keys
     "drift": drift_norm,  # norm of the mean row
     "sequence_cosines": _sequence_cosines,  # sums of directions by sequence: SequenceCosines
     "type_halves": _type_halves,  # moments of the token types in halves of the sequences

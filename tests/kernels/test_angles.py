@@ -272,7 +272,7 @@ def test_qk_takes_any_floating_dtype_and_leaves_it_alone(kernel, dtype):
         ((2, 8), (4, 8)),
         ((4, 8), (0, 8)),
         ((8,), (8,)),
-        ((5, 4, 8), (5, 4, 8)),
+        ((5, 4, 8), (3, 4, 8)),
     ],
 )
 def test_qk_names_the_shapes_it_cannot_use(kernel, query, key):

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from geomon.kernels import _blocks
 from geomon.kernels import half_samples as kernel
 from geomon.kernels.angles import (
     cosine,
@@ -15,6 +16,7 @@ from geomon.kernels.angles import (
     head_scatter,
     mean_rows,
     qk_cosine,
+    qk_cosine_concatenated,
     qk_dot,
     sequence_cosines,
 )
@@ -30,7 +32,7 @@ from geomon.kernels.dimension import (
 from geomon.kernels.half_samples import HalfSamples, group_sums, half_samples, margin
 from geomon.kernels.moments import drift_norm, mean_square_norm, variance
 from geomon.kernels.neighbours import nearest
-from geomon.kernels.spectrum import anisotropy, spectrum
+from geomon.kernels.spectrum import anisotropy, scatter, spectrum
 
 few_examples = settings(deadline=None, derandomize=True, max_examples=25)
 
@@ -137,7 +139,7 @@ def test_differences_of_heads():
     found = kernel.cosine_differences(sums[0], halves)
     torch.testing.assert_close(found, on_halves(head_cosine, query, halves), **close)
     both = torch.cat([query, key], dim=1)
-    for function in (qk_cosine, qk_dot):
+    for function in (qk_cosine, qk_dot, qk_cosine_concatenated):
         found = kernel.paired_mean_differences(function, *sums, halves)
 
         def of(part, function=function):
@@ -154,6 +156,36 @@ def test_anisotropy_of_halves_is_near_that_of_their_spectra(offset):
     found = kernel.anisotropy_differences(rows, sums, halves)[:, 0]
     want = on_halves(lambda part: anisotropy(spectrum(part)), rows, halves)
     assert (found - want).norm() < 0.05 * want.norm()
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e5])
+def test_anisotropy_of_halves_is_the_same_by_rows_and_by_their_scatter(offset):
+    rows, numbers = rows_of_sequences(32, 40, 24, offset=offset)
+    halves = half_samples(numbers)
+    sums = group_sums(rows[:, None], halves)
+    found = kernel.anisotropy_differences(rows, sums, halves, scatter(rows))
+    want = kernel.anisotropy_differences(rows, sums, halves)
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-7)
+    assert want.norm() > 0.01
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.mkldnn, "matmul"), reason="torch 2.8")
+def test_anisotropy_of_halves_is_not_made_of_shortened_factors(monkeypatch):
+    rows, numbers = rows_of_sequences(16, 40, 24)
+    rows, halves, kinds = rows.float(), half_samples(numbers), []
+    sums = group_sums(rows[:, None], halves)
+    product = torch.Tensor.__matmul__
+    monkeypatch.setattr(
+        torch.Tensor, "__matmul__", lambda a, b: kinds.append(b.dtype) or product(a, b)
+    )
+    try:
+        torch.set_float32_matmul_precision("medium")
+        for known in (None, scatter(rows)):
+            kernel.anisotropy_differences(rows, sums, halves, known)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.mkldnn.matmul.fp32_precision = "none"
+    assert set(kinds) == {torch.float64}
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e4])
@@ -198,7 +230,7 @@ def test_anisotropy_of_heads_in_halves_is_near_that_of_their_rows(offset):
     rows, numbers = rows_of_sequences(32, 40, 48, offset=offset)
     rows, halves = rows.view(-1, 3, 16).float(), half_samples(numbers)
     found = kernel.head_anisotropy_differences(
-        rows, head_scatter(rows), group_sums(rows, halves), halves
+        kernel.head_scatter(rows, halves), group_sums(rows, halves), halves
     )
     want = on_halves(head_anisotropy, rows, halves)
     assert found.shape == (15, 3)
@@ -208,12 +240,53 @@ def test_anisotropy_of_heads_in_halves_is_near_that_of_their_rows(offset):
     assert 0.95 < over_heads < 1.25
 
 
+@settings(deadline=None, derandomize=True, max_examples=25)
+@given(
+    seed=st.integers(0, 10**6),
+    heads=st.integers(1, 5),
+    width=st.integers(1, 9),
+    offset=st.sampled_from([0.0, 1e6]),
+)
+def test_the_scatter_of_heads_is_that_of_each_alone(seed, heads, width, offset):
+    rows, numbers = rows_of_sequences(9, 5, heads * width, offset=offset, seed=seed)
+    rows, halves = rows.view(-1, heads, width), half_samples(numbers)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_blocks, "BLOCK", 2 * 45 * width)  # two heads at a time
+        found = kernel.head_scatter(rows, halves)
+    close = {"rtol": 1e-9, "atol": 1e-9}
+    torch.testing.assert_close(found.total, head_scatter(rows), **close)
+    torch.testing.assert_close(found.centre, mean_rows(rows))
+    inside = torch.einsum("thw,hwd->thd", rows - mean_rows(rows), found.basis)
+    for number, own in enumerate(found.groups):
+        part = inside[halves.group == number]
+        want = torch.einsum("thc,thd->hcd", part, part)
+        torch.testing.assert_close(own, want, rtol=1e-9, atol=1e-7)
+    products = found.basis.mT @ found.basis
+    torch.testing.assert_close(products, torch.eye(min(2, width)).double().expand_as(products))
+
+
+def test_the_two_directions_of_a_head_are_the_leading_ones():
+    """Of a steep spectrum, of one in which all but one direction is rounding, and of equal rows."""
+    rows, numbers = rows_of_sequences(16, 30, 12)
+    steep = rows * torch.logspace(0, -6, 12, dtype=torch.float64)
+    flat = rows[:, :1] * torch.arange(1, 13)
+    heads = torch.stack([steep, flat, torch.full_like(rows, 0.1)], dim=1)
+    found = kernel.head_scatter(heads, half_samples(numbers))
+    for head, directions in ((0, 2), (1, 1)):
+        leading = torch.linalg.eigh(found.total[head]).eigenvectors[:, -directions:].flip(1)
+        cosines = (leading * found.basis[head, :, :directions]).sum(dim=0).abs()
+        torch.testing.assert_close(cosines, torch.ones_like(cosines), rtol=1e-6, atol=0)
+    assert (found.total[2] == 0).all()
+    products = found.basis.mT @ found.basis
+    torch.testing.assert_close(products, torch.eye(2).double().expand_as(products))
+
+
 @pytest.mark.parametrize("width", [1, 2])
 def test_in_few_columns_the_anisotropy_of_heads_in_halves_is_exact(width):
     rows, numbers = rows_of_sequences(16, 30, 2 * width)
     rows, halves = rows.view(-1, 2, width), half_samples(numbers)
     found = kernel.head_anisotropy_differences(
-        rows, head_scatter(rows), group_sums(rows, halves), halves
+        kernel.head_scatter(rows, halves), group_sums(rows, halves), halves
     )
     want = on_halves(head_anisotropy, rows, halves)
     torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-12)

@@ -6,7 +6,7 @@ from short_products import ShortProducts
 from torch import Tensor
 
 from geomon.kernels import products
-from geomon.kernels.products import as_factor
+from geomon.kernels.products import as_factor, product_with_itself
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -48,3 +48,12 @@ def test_a_rounded_product_is_noticed():
     assert products._is_exact_on_host()
     with ShortProducts(torch.bfloat16):
         assert not products._is_exact_on_host()
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (5, 3), (3, 5), (400, 130)])
+def test_the_product_with_itself_is_the_product(shape):
+    rows = torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for some in (rows, rows.T):
+        found = product_with_itself(some)
+        torch.testing.assert_close(found, some.T @ some, rtol=1e-12, atol=1e-12)
+        assert torch.equal(found, found.T)
