@@ -28,6 +28,17 @@ class ShortProducts(TorchDispatchMode):
         self.dtype = dtype
         self.rounded = 0
 
+    def __enter__(self) -> "ShortProducts":
+        if self.dtype is not None:
+            torch.set_float32_matmul_precision("medium")
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        torch.set_float32_matmul_precision("highest")
+        if hasattr(torch.backends.mkldnn, "matmul"):
+            torch.backends.mkldnn.matmul.fp32_precision = "none"  # the setting above leaves "ieee"
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         first = FIRST_FACTOR.get(func.overloadpacket)
         if first is not None and self.dtype is not None:

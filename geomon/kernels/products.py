@@ -68,10 +68,17 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _is_exact_on_host() -> bool:
-    """Try whether float32 products are exact on the host at present.
+    """Say whether float32 products are exact on the host at present.
 
-    The settings have two interfaces, of which one refuses to be read once the other was used, and
-    what they do depends on the processor.
+    Where a setting allows shorter factors, one product is tried: what becomes of it depends on the
+    processor. The older interface of the settings refuses to be read once the newer one was used.
     """
+    matmul = getattr(torch.backends.mkldnn, "matmul", None)
+    if matmul is None:  # before torch 2.9
+        allowed = torch.get_float32_matmul_precision() != "highest"
+    else:
+        allowed = matmul.fp32_precision not in ("none", "ieee")
+    if not allowed:
+        return True
     tried = torch.eye(_SIDE, dtype=torch.float32, device="cpu") * (1 + _BEYOND)
     return bool((tried @ tried)[0, 0] == 1 + 2 * _BEYOND)

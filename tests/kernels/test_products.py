@@ -44,10 +44,22 @@ def test_the_setting_is_the_users(precision):
         torch.set_float32_matmul_precision(before)
 
 
-def test_a_rounded_product_is_noticed():
+def test_nothing_is_tried_where_no_setting_shortens(monkeypatch):
+    monkeypatch.setattr(torch, "eye", None)
     assert products._is_exact_on_host()
-    with ShortProducts(torch.bfloat16):
-        assert not products._is_exact_on_host()
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.mkldnn, "matmul"), reason="torch 2.8")
+def test_the_newer_interface_of_the_setting_is_read():
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    try:
+        with pytest.raises(RuntimeError, match="legacy and new APIs"):
+            torch.get_float32_matmul_precision()
+        # This processor may compute in float32 all the same.
+        assert as_factor(torch.ones(2, 2)).dtype in (torch.float32, torch.float64)
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = before
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (5, 3), (3, 5), (400, 130)])
