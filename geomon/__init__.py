@@ -4,7 +4,7 @@ Names are imported on first use: the commands that look at a record do not wait 
 """
 
 from importlib import import_module
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from geomon.show.loggers import TensorBoard, WandB
     from geomon.sweep import scan
 
-__version__ = version("geomon")
+try:
+    __version__ = version("geomon")
+except PackageNotFoundError:  # a checkout on the path that was never installed
+    __version__ = "0+unknown"
 
 __all__ = [
     "METRICS",

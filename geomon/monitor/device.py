@@ -15,7 +15,7 @@ AUTO = "auto"
 # What measuring a layer takes on a device beside its rows, estimated from above: so many times the
 # captured tensors (copies in float64, blocks of products), so many matrices [width, width] in
 # float64 (the covariance and what its eigenvalues need), and the libraries' own buffers.
-_COPIES, _MATRICES, _BUFFERS = 10, 5, 500e6
+_COPIES, _MATRICES, _BUFFERS = 5, 5, 1e9
 # Share of the memory that the training leaves which measuring may take.
 _SHARE = 0.5
 

@@ -6,6 +6,8 @@ import logging
 import math
 import os
 import pickle
+import subprocess
+import sys
 import time
 import weakref
 from pathlib import Path
@@ -675,6 +677,19 @@ def test_version_is_one():
     from importlib.metadata import version
 
     assert geomon.__version__ == version("geomon")
+
+
+def test_a_checkout_that_was_never_installed_can_be_imported():
+    code = """
+import importlib.metadata as metadata
+def version(name):
+    raise metadata.PackageNotFoundError(name)
+metadata.version = version
+import geomon
+print(geomon.__version__)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "0+unknown"
 
 
 def test_what_is_shown_is_in_the_record_already(tmp_path):
