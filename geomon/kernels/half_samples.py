@@ -468,9 +468,11 @@ def head_scatter(rows: Tensor, halves: HalfSamples) -> HeadScatter:
     member = _members(halves.group, halves.first.shape[1]).double()
     start = _start(width, min(_HEAD_DIRECTIONS, width), torch.float64).to(rows.device)
     parts = []
-    for some in rows.split(max(1, rows_in_block(len(rows)) // width), dim=1):
+    step = max(1, rows_in_block(len(rows)) // width)
+    buffer = rows[:, :step].to(torch.float64, copy=True)  # one for all: new pages take time
+    for some in rows.split(step, dim=1):
         # The first row is subtracted before the mean is taken: equal rows give exactly 0.
-        block = some.to(torch.float64, copy=True)
+        block = buffer[:, : some.shape[1]].copy_(some)
         first = block[0].clone()
         shift = block.sub_(first).sum(dim=0) / len(rows)
         by_head = block.sub_(shift).transpose(0, 1)

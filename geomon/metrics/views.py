@@ -64,7 +64,7 @@ from geomon.kernels.scores import (
 )
 from geomon.kernels.spectrum_summary import WHOLE_SIDE, SpectrumSummary, summarise_spectrum
 from geomon.kernels.token_types import TokenTypes, token_types
-from geomon.kernels.type_halves import TypeHalves, type_halves
+from geomon.kernels.type_halves import TypeHalves, TypeMoments, type_moments
 
 # Neighbours of every row; of the few rows that stand for the large scales, as many as those need.
 NEAR = 16
@@ -316,8 +316,16 @@ def _distinct_half_ratios(
     return ratios_in_halves(distances, indices, distinct, halves)[0]
 
 
-def _type_halves(hidden: Tensor, token_ids: Tensor, halves: HalfSamples) -> TypeHalves:
-    return type_halves(hidden, token_ids, halves)
+def _type_moments(hidden: Tensor, token_ids: Tensor, halves: HalfSamples) -> TypeMoments:
+    return type_moments(hidden, token_ids, halves)
+
+
+def _types_of_moments(type_moments: TypeMoments) -> TokenTypes:
+    return type_moments.types
+
+
+def _type_halves(type_moments: TypeMoments) -> TypeHalves:
+    return type_moments.halves
 
 
 def _sequence_cosines(hidden: Tensor, sequences: Tensor) -> SequenceCosines:
@@ -410,7 +418,9 @@ DERIVED: dict[str, Callable[..., Any] | tuple[Callable[..., Any], ...]] = {
     "scatter": _scatter,  # covariance times the tokens; None in layers of more than 1,024 columns
     "spectrum_summary": _spectrum_summary,  # what metrics read of them: SpectrumSummary
     "total_variance": variance,  # around the mean of all rows
-    "token_types": token_types,  # count, norm of the mean and scatter of the rows of each
+    "type_moments": _type_moments,  # moments of all rows of each token type and of halves
+    # Count, norm of the mean and scatter of the rows of each token type.
+    "token_types": (_types_of_moments, token_types),
     "within": _within,  # variance around the mean of each row's token type
     "mean_query": (_mean_of_query_sums, _mean_query),  # of each head, [heads, head width]
     "mean_key": (_mean_of_key_sums, _mean_key),  # of each key head, [key heads, head width]
