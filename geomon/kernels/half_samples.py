@@ -23,6 +23,7 @@ from geomon.kernels._blocks import (
     product_with_itself,
     row_blocks,
     rows_in_block,
+    with_squares,
 )
 
 # Groups of sequences, a power of two. With 16 of them Student's factor is 2.13, with 8 it is 2.36:
@@ -109,6 +110,11 @@ class GroupSums(NamedTuple):
         return self.rows.sum(dim=0) / self.counts.sum()
 
     @property
+    def square(self) -> Tensor:
+        """Mean squared norm of the rows, [heads]."""
+        return self.squares.sum(dim=0) / self.counts.sum()
+
+    @property
     def cosine(self) -> Tensor:
         """Mean cosine over all pairs of different rows, [heads]; NaN with fewer than two."""
         n = self.directed.sum(dim=0)
@@ -179,14 +185,16 @@ def group_sums(rows: Tensor, halves: HalfSamples) -> GroupSums:
         group = halves.group[start : start + len(flat)]
         start += len(flat)
         block = flat.view(-1, *rows.shape[1:])
-        square = torch.linalg.vector_norm(block, dim=2).square_()
         member = _members(group, groups).to(block)
         counts += member.sum(dim=1)
         total += torch.tensordot(member, block, dims=1)
-        squares += member @ square
-        directed += member @ (square > 0).double()
-        block.mul_(torch.where(square > 0, square.rsqrt(), 0)[:, :, None])
-        directions += torch.tensordot(member, block, dims=1)
+        norm = torch.linalg.vector_norm(block, dim=2)
+        squares += member @ norm.square()
+        scaled = with_squares(block, rows.dtype)
+        norm = norm if scaled is block else torch.linalg.vector_norm(scaled, dim=2)
+        directed += member @ (norm > 0).double()
+        scaled.mul_(torch.where(norm > 0, 1 / norm, 0)[:, :, None])
+        directions += torch.tensordot(member, scaled, dims=1)
     return GroupSums(counts, total, squares, directions, directed)
 
 

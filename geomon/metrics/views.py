@@ -18,7 +18,8 @@ from torch import Tensor
 
 from geomon.capture.snapshot import CAPTURED, ROW_VIEWS, Layer
 from geomon.kernels import spectrum as kernels
-from geomon.kernels.angles import SequenceCosines, head_cosine, mean_rows, sequence_cosines
+from geomon.kernels._blocks import require_rows
+from geomon.kernels.angles import SequenceCosines, cosine, head_cosine, mean_rows, sequence_cosines
 from geomon.kernels.attention import (
     AttentionRows,
     SequenceExtremes,
@@ -82,6 +83,23 @@ _FAR_IN_HALVES = 100  # of which about half are in a row's own half, where 2 x 1
 
 def _duplicates(hidden: Tensor, unique_rows: Tensor) -> float:
     return 1 - len(unique_rows) / len(hidden)
+
+
+def _drift_of_sums(row_sums: GroupSums) -> Tensor:
+    return row_sums.mean[0].norm()
+
+
+def _square_of_sums(row_sums: GroupSums) -> Tensor:
+    return row_sums.square[0]
+
+
+def _angle(hidden: Tensor) -> Tensor:
+    return cosine(hidden)
+
+
+def _angle_of_sums(hidden: Tensor, row_sums: GroupSums) -> Tensor:
+    require_rows(hidden, at_least=2)
+    return row_sums.cosine[0]
 
 
 def _scatter(hidden: Tensor) -> Tensor | None:
@@ -214,10 +232,10 @@ def _local_shapes(hidden: Tensor, members: Tensor) -> LocalIsotropy:
     return local_isotropy(hidden, members)
 
 
-def _rounding(hidden: Tensor, neighbours: Tensor, precision: float) -> float:
+def _rounding(mean_square: Tensor, neighbours: Tensor, precision: float) -> float:
     # Each number is off by up to half its spacing, evenly: variance spacing^2 / 12, and a
     # difference of two has twice that.
-    noise = precision * mean_square_norm(hidden).sqrt() / 6**0.5
+    noise = precision * mean_square.sqrt() / 6**0.5
     spacing = neighbours[:, 0].median()
     return float(torch.where(spacing.isfinite(), noise / spacing, torch.nan))
 
@@ -464,7 +482,9 @@ DERIVED: dict[str, Callable[..., Any] | tuple[Callable[..., Any], ...]] = {
     # Products of the centred queries of each head, summed: HeadScatter.
     "query_scatter": (_query_scatter, _query_scatter_alone),
     "key_scatter": (_key_scatter, _key_scatter_alone),  # the same of the keys
-    "drift": drift_norm,  # norm of the mean row
+    "drift": (_drift_of_sums, drift_norm),  # norm of the mean row
+    "mean_square": (_square_of_sums, mean_square_norm),  # mean squared norm of the rows
+    "angle": (_angle_of_sums, _angle),  # mean cosine over all pairs of rows
     "sequence_cosines": _sequence_cosines,  # sums of directions by sequence: SequenceCosines
     "type_halves": _type_halves,  # moments of the token types in halves of the sequences
 }
@@ -526,6 +546,30 @@ def captured_views(names: Iterable[str]) -> set[str]:
         else:
             leaves |= {f"{_LAST}{leaf}" for leaf in captured_views([_of_rows(name)])}
     return leaves
+
+
+def can_be_made(names: Iterable[str], captured: Iterable[str]) -> bool:
+    """Whether views can all be made of the captured ones that are there, by some alternative.
+
+    Args:
+        names: Names of views, captured or derived.
+        captured: Names of the captured views that are there.
+
+    Raises:
+        KeyError: A name is no view.
+    """
+    there = frozenset(captured)
+    return all(_can_be_made(name, there) for name in names)
+
+
+@functools.lru_cache(maxsize=4096)  # asked for every view of every layer
+def _can_be_made(name: str, captured: frozenset[str]) -> bool:
+    if name in CAPTURED:
+        return name in captured
+    if name in DERIVED:
+        return any(can_be_made(parameters(way), captured) for way in alternatives(name))
+    last = {view.removeprefix(_LAST) for view in captured if CAPTURED[view] == "last"}
+    return can_be_made([_of_rows(name)], last)
 
 
 def is_view(name: str) -> bool:
@@ -626,10 +670,11 @@ class LayerViews:
 
     def _function_for(self, name: str) -> Callable[..., Any]:
         """The first alternative that can be made of what was captured; else the preferred one."""
-        captured = self._layer.captured.keys()
         functions = alternatives(name)
-        able = (f for f in functions if captured_views(parameters(f)) <= captured)
-        return next(able, functions[0])
+        if len(functions) == 1:
+            return functions[0]
+        there = self._layer.captured.keys()
+        return next((f for f in functions if can_be_made(parameters(f), there)), functions[0])
 
 
 def split_rows(layer: Layer, rows: int, count: int) -> list[LayerViews]:
