@@ -187,14 +187,14 @@ def group_sums(rows: Tensor, halves: HalfSamples) -> GroupSums:
         block = flat.view(-1, *rows.shape[1:])
         member = _members(group, groups).to(block)
         counts += member.sum(dim=1)
-        total += torch.tensordot(member, block, dims=1)
+        total += product(member, block.flatten(1)).view_as(total)
         norm = torch.linalg.vector_norm(block, dim=2)
         squares += member @ norm.square()
         scaled = with_squares(block, rows.dtype)
         norm = norm if scaled is block else torch.linalg.vector_norm(scaled, dim=2)
         directed += member @ (norm > 0).double()
         scaled.mul_(torch.where(norm > 0, 1 / norm, 0)[:, :, None])
-        directions += torch.tensordot(member, scaled, dims=1)
+        directions += product(member, scaled.flatten(1)).view_as(total)
     return GroupSums(counts, total, squares, directions, directed)
 
 

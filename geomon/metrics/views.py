@@ -241,14 +241,21 @@ def _rounding(mean_square: Tensor, neighbours: Tensor, precision: float) -> floa
 
 
 def _distinct(hidden: Tensor, unique_rows: Tensor, token_ids: Tensor, positions: Tensor) -> Tensor:
-    # Which row stands for its pair must not depend on the order of the rows: the first by content.
-    rows = unique_rows[content_keys(hidden, unique_rows).argsort()]
     # One number for each pair: sorting pairs costs twenty times as much. Labels are numbered first,
     # so that no product is beyond 64 bits.
     token, position = (
-        torch.unique(labels[rows], return_inverse=True)[1] for labels in (token_ids, positions)
+        torch.unique(labels[unique_rows], return_inverse=True)[1]
+        for labels in (token_ids, positions)
     )
-    return rows[first_of_each(token * len(rows) + position)].sort().values
+    _, pair, count = torch.unique(
+        token * len(unique_rows) + position, return_inverse=True, return_counts=True
+    )
+    alone = count[pair] == 1
+    # Which row stands for its pair must not depend on the order of the rows: the first by content.
+    tied, pair = unique_rows[~alone], pair[~alone]
+    order = content_keys(hidden, tied).argsort()
+    first = tied[order[first_of_each(pair[order])]]
+    return torch.cat([unique_rows[alone], first]).sort().values
 
 
 def _distinct_nearest(
