@@ -542,17 +542,17 @@ def captured_views(names: Iterable[str]) -> set[str]:
     Raises:
         KeyError: A name is no view.
     """
-    leaves: set[str] = set()
-    for name in names:
-        if name in CAPTURED:
-            leaves.add(name)
-        elif name in DERIVED:
-            leaves |= captured_views(
-                view for function in alternatives(name) for view in parameters(function)
-            )
-        else:
-            leaves |= {f"{_LAST}{leaf}" for leaf in captured_views([_of_rows(name)])}
-    return leaves
+    return set().union(*map(_captured_views, names))
+
+
+@functools.lru_cache(maxsize=1024)  # asked for every metric of every layer
+def _captured_views(name: str) -> frozenset[str]:
+    if name in CAPTURED:
+        return frozenset([name])
+    if name in DERIVED:
+        ways = alternatives(name)
+        return frozenset(captured_views(view for way in ways for view in parameters(way)))
+    return frozenset(f"{_LAST}{leaf}" for leaf in captured_views([_of_rows(name)]))
 
 
 def can_be_made(names: Iterable[str], captured: Iterable[str]) -> bool:
