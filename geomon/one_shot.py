@@ -200,7 +200,7 @@ def geometry(
 def _allowed(metrics: dict[str, Metric], captured: Mapping[str, Any]) -> dict[str, Metric]:
     """Choose the metrics whose views are there."""
     alone = {name: Evaluator({name: metric}, 1) for name, metric in metrics.items()}
-    lacking = {name: one.views - captured.keys() for name, one in alone.items()}
+    lacking = {name: one.lacking(captured) for name, one in alone.items()}
     for name, one in alone.items():
         if one.compares_layers:
             lacking[name] = {"the layer before"}

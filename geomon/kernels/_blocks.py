@@ -138,16 +138,25 @@ def sum_of_directions(rows: Tensor) -> tuple[Tensor, Tensor]:
     total = rows.new_zeros(rows.shape[1:], dtype=torch.float64)
     count = total.new_zeros(len(total))
     for flat in in_blocks(rows.flatten(1)):
-        block = flat.view(-1, *rows.shape[1:])
-        if rows.dtype == torch.float64:
-            # Only squares of float64 can overflow or vanish. Scaling by a power of two is exact.
-            size = torch.frexp(block.abs().amax(dim=2, keepdim=True)).exponent.clamp(-1000, 1000)
-            block = torch.ldexp(block, -size)
+        block = with_squares(flat.view(-1, *rows.shape[1:]), rows.dtype)
         norm = torch.linalg.vector_norm(block, dim=2)
         inverse = torch.where(norm > 0, 1 / norm, 0)
         total += torch.einsum("th,thw->hw", inverse, block)
         count += (norm > 0).sum(dim=0)
     return total, count
+
+
+def with_squares(block: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scale each row of each head by a power of two, exactly, where its squares may not fit.
+
+    Args:
+        block: Rows by head in float64, [tokens, heads, width].
+        dtype: Type that they had. Only squares of float64 can overflow or vanish.
+    """
+    if dtype != torch.float64:
+        return block
+    size = torch.frexp(block.abs().amax(dim=2, keepdim=True)).exponent.clamp(-1000, 1000)
+    return torch.ldexp(block, -size)
 
 
 def sum_of(parts: Iterable[Tensor]) -> Tensor:

@@ -446,6 +446,7 @@ def score_blocks(
     visible = _expand("visible", visible, shape)
     bias = None if bias is None else _expand("bias", bias, shape)
     cuts = list(_cuts(shape, query.device, group=group))
+    ends = _ends(visible)
     buffer = query.new_empty(max(map(_rows_of, cuts)) * keys, dtype=torch.float32)
     faced, facing = None, key[:0]
     for at in cuts:
@@ -454,7 +455,7 @@ def score_blocks(
             faced = (sequences, heads)
             some = key[sequences, heads.start // group : heads.stop // group]
             facing = as_factor(some).reshape(-1, keys, width).transpose(1, 2)
-        seen = _seen(visible, at)
+        seen = _seen(visible, ends, at)
         reach = seen.shape[-1]
         scores = buffer[: _rows_of(at) * reach].view(len(facing), -1, reach)
         asking = as_factor(query[at]).reshape(len(facing), -1, width)
@@ -486,27 +487,48 @@ def given_blocks(scores: Tensor, visible: Tensor) -> ScoreBlocks:
         )
     shape = (scores.shape[0], scores.shape[1], scores.shape[2], scores.shape[3])
     expanded = _expand("visible", visible, shape)
-    blocks = ((at, _seen(expanded, at)) for at in _cuts(shape, scores.device, group=1))
+    ends = _ends(expanded)
+    cuts = _cuts(shape, scores.device, group=1)
+    blocks = ((at, _seen(expanded, ends, at)) for at in cuts)
     return (
         (at, scores[at][..., : seen.shape[-1]].to(torch.float32, copy=True), seen)
         for at, seen in blocks
     )
 
 
-def _seen(visible: Tensor, at: _Slices) -> Tensor:
+def _ends(visible: Tensor) -> Tensor:
+    """Find the place after the last visible key of each row: [sequences, heads, queries], int16.
+
+    Or int64 for many keys. Of what is repeated in the memory one copy is read.
+
+    Args:
+        visible: Expanded to the shape of the scores.
+    """
+    keys = visible.shape[-1]
+    kind = torch.int16 if keys < torch.iinfo(torch.int16).max else torch.int64
+    places = torch.arange(1, keys + 1, dtype=kind, device=visible.device)
+    one = _without_repetitions(visible)
+    return (one * places).amax(dim=-1).expand(visible.shape[:3])
+
+
+def _seen(visible: Tensor, ends: Tensor, at: _Slices) -> Tensor:
     """Take a block of the visibility, without repetitions, up to the last key that is seen.
 
     Args:
         visible: Expanded to the shape of the scores.
+        ends: Place after the last visible key of each row.
         at: Place of the block.
     """
-    block = visible[at]
-    repeated = [axis for axis, step in enumerate(block.stride()) if step == 0]
-    for axis in repeated:
-        if axis < 3:  # all keys stay
-            block = block.narrow(axis, 0, 1)
-    keys = block.flatten(0, 2).any(dim=0).nonzero()
-    return block[..., : max(1, int(keys[-1]) + 1 if len(keys) else 1)]
+    reach = int(_without_repetitions(ends[at]).max())
+    return _without_repetitions(visible[at])[..., : max(1, reach)]
+
+
+def _without_repetitions(values: Tensor) -> Tensor:
+    """Take one of what is repeated over sequences, heads or queries; all keys stay."""
+    for axis in range(3):
+        if values.stride(axis) == 0:
+            values = values.narrow(axis, 0, 1)
+    return values
 
 
 def _rows_of(at: _Slices) -> int:
@@ -523,6 +545,39 @@ def by_head(rows: Tensor) -> Tensor:
     return rows.transpose(0, 1).flatten(1).double()
 
 
+class _Mask(NamedTuple):
+    """What a block needs to know of the visibility of its keys, which heads may share.
+
+    Sums with numbers take a tenth of the time that filling by a mask takes.
+
+    Attributes:
+        number: Number of visible keys of each row.
+        first: Place of the first of them.
+        hidden: Added to scores: -inf for hidden keys, else 0.
+        lift: Added to scores of hidden keys that are as low as they can be: makes them 0.
+    """
+
+    number: Tensor
+    first: Tensor
+    hidden: Tensor
+    lift: Tensor
+
+
+def _mask_of(visible: Tensor) -> _Mask:
+    plain = visible.to(torch.float32)
+    hidden = torch.where(visible, plain.new_zeros(()), -math.inf)
+    lift = (1 - plain).mul_(-_NO_WEIGHT)
+    first = visible.to(torch.uint8).argmax(dim=-1, keepdim=True)
+    return _Mask(visible.sum(dim=-1), first, hidden, lift)
+
+
+def _place_of(visible: Tensor, at: _Slices) -> tuple[int, ...]:
+    """Number the place of a block, without its heads where all have one visibility."""
+    sequences, heads, queries = at
+    whose = () if visible.shape[1] == 1 else (heads.start, heads.stop)
+    return (sequences.start, sequences.stop, queries.start, queries.stop, *whose)
+
+
 def _reduce(blocks: ScoreBlocks, shape: tuple[int, ...], sink: Tensor | None) -> AttentionRows:
     """Reduce each row of the scores, block by block; the blocks are overwritten.
 
@@ -532,12 +587,19 @@ def _reduce(blocks: ScoreBlocks, shape: tuple[int, ...], sink: Tensor | None) ->
     """
     kept: dict[str, Tensor] = {}
     buffer = torch.empty(0, dtype=torch.float32, device="cpu")
+    masks: dict[tuple[int, ...], _Mask] = {}
     for at, scores, visible in blocks:
         kept = kept or {name: scores.new_zeros(shape) for name in AttentionRows._fields}
-        hidden = ~visible
-        count = visible.sum(dim=-1)
-        seen = count > 0
-        scores.masked_fill_(hidden, -math.inf)
+        place = _place_of(visible, at)
+        if place not in masks:
+            masks = {place: _mask_of(visible)} | {
+                other: mask for other, mask in masks.items() if other[0] == place[0]
+            }
+        mask = masks[place]
+        count, seen = mask.number, mask.number > 0
+        if not bool(scores.sum().isfinite()):  # a hidden key may be anything
+            scores.masked_fill_(~visible, -math.inf)
+        scores.add_(mask.hidden)
         top_score = scores.amax(dim=-1, keepdim=True).masked_fill_(~seen[..., None], 0)
         logit = None if sink is None else sink.float()[at[1], None, None].expand_as(top_score)
         top = top_score if logit is None else top_score.maximum(logit)
@@ -548,12 +610,12 @@ def _reduce(blocks: ScoreBlocks, shape: tuple[int, ...], sink: Tensor | None) ->
         normaliser = weights.sum(dim=-1)
         taken = normaliser.new_zeros(()) if logit is None else (logit - top).exp_().squeeze(-1)
         normaliser = normaliser.add_(taken).clamp_(min=torch.finfo(weights.dtype).tiny)
-        first = visible.to(torch.uint8).argmax(dim=-1, keepdim=True)
-        at_first = weights.gather(-1, first.expand(*weights.shape[:-1], 1)).squeeze(-1)
+        first = mask.first.expand(*weights.shape[:-1], 1)
+        at_first = weights.gather(-1, first).squeeze(-1)
         kept["first"][at] = (at_first + taken) / normaliser
         kept["maximum"][at] = ((top_score - top).exp_().squeeze(-1) / normaliser).where(seen, 0)
         # Nothing is above 0: hidden keys are no minimum now. 0 log 0 = 0, where a score is -inf.
-        scores.masked_fill_(hidden, 0).clamp_(min=_NO_WEIGHT)
+        scores.clamp_(min=_NO_WEIGHT).add_(mask.lift)
         kept["minimum"][at] = (scores.amin(dim=-1).exp_() / normaliser).where(seen, 0)
         weighted = scores.mul_(weights).sum(dim=-1)
         if logit is not None:

@@ -316,6 +316,8 @@ def _twonn_of(ratios: HalfRatios, half: bool, discard: float) -> tuple[Tensor, T
     n = inside.sum(dim=1, keepdim=True).double()
     # What is unknown is among the largest, which are dropped.
     x = _sorted(torch.where(inside & ratios.known, ratios.log_mu, torch.inf))
+    if x.device.type == "cpu" and n.numel():  # the points of the other half have come last
+        x = x[:, : max(1, int(n.max()))]
     rank = torch.arange(1, x.shape[1] + 1, dtype=torch.float64, device=x.device)
     kept = (n * (1 - discard)).round(decimals=_DIGITS).floor()
     largest = x.gather(1, (kept.long() - 1).clamp(min=0))

@@ -16,7 +16,7 @@ import torch
 from scipy import special  # type: ignore[import-untyped]
 from torch import Tensor
 
-from geomon.kernels._blocks import in_blocks, row_blocks, rows_in_block
+from geomon.kernels._blocks import in_blocks, row_blocks, rows_in_block, with_squares
 from geomon.kernels.products import as_factor, product, product_with_itself
 
 # Groups of sequences, a power of two. With 16 of them Student's factor is 2.13, with 8 it is 2.36:
@@ -103,6 +103,11 @@ class GroupSums(NamedTuple):
         return self.rows.sum(dim=0) / self.counts.sum()
 
     @property
+    def square(self) -> Tensor:
+        """Mean squared norm of the rows, [heads]."""
+        return self.squares.sum(dim=0) / self.counts.sum()
+
+    @property
     def cosine(self) -> Tensor:
         """Mean cosine over all pairs of different rows, [heads]; NaN with fewer than two."""
         n = self.directed.sum(dim=0)
@@ -173,14 +178,16 @@ def group_sums(rows: Tensor, halves: HalfSamples) -> GroupSums:
         group = halves.group[start : start + len(flat)]
         start += len(flat)
         block = flat.view(-1, *rows.shape[1:])
-        square = torch.linalg.vector_norm(block, dim=2).square_()
         member = _members(group, groups).to(block)
         counts += member.sum(dim=1)
-        total += torch.tensordot(member, block, dims=1)
-        squares += member @ square
-        directed += member @ (square > 0).double()
-        block.mul_(torch.where(square > 0, square.rsqrt(), 0)[:, :, None])
-        directions += torch.tensordot(member, block, dims=1)
+        total += product(member, block.flatten(1)).view_as(total)
+        norm = torch.linalg.vector_norm(block, dim=2)
+        squares += member @ norm.square()
+        scaled = with_squares(block, rows.dtype)
+        norm = norm if scaled is block else torch.linalg.vector_norm(scaled, dim=2)
+        directed += member @ (norm > 0).double()
+        scaled.mul_(torch.where(norm > 0, 1 / norm, 0)[:, :, None])
+        directions += product(member, scaled.flatten(1)).view_as(total)
     return GroupSums(counts, total, squares, directions, directed)
 
 
@@ -462,9 +469,11 @@ def head_scatter(rows: Tensor, halves: HalfSamples) -> HeadScatter:
     member = _members(halves.group, halves.first.shape[1]).double()
     start = _start(width, min(_HEAD_DIRECTIONS, width), torch.float64).to(rows.device)
     parts = []
-    for some in rows.split(max(1, rows_in_block(len(rows), rows.device) // width), dim=1):
+    step = max(1, rows_in_block(len(rows), rows.device) // width)
+    buffer = rows[:, :step].to(torch.float64, copy=True)  # one for all: new pages take time
+    for some in rows.split(step, dim=1):
         # The first row is subtracted before the mean is taken: equal rows give exactly 0.
-        block = some.to(torch.float64, copy=True)
+        block = buffer[:, : some.shape[1]].copy_(some)
         first = block[0].clone()
         shift = block.sub_(first).sum(dim=0) / len(rows)
         by_head = block.sub_(shift).transpose(0, 1)

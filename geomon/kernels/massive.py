@@ -5,6 +5,7 @@ of them in a hundred then decides every second moment: 16 rows of norm 1000 amon
 take the anisotropy from 0.003 to 0.911.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,14 +59,24 @@ def ordinary_rows(hidden: Tensor, factor: float = FACTOR) -> Tensor:
     rows = require_rows(hidden)
     if not factor > 1:
         raise ValueError(f"factor is a multiple of the median distance, above 1, got {factor}")
-    # Any centre in the bulk will do. Transposed first: the median down the columns of a row-major
-    # matrix is several times slower.
-    some = rows[:: max(1, len(rows) // _CENTRAL_ROWS)]
-    middle = some.double().T.contiguous().median(dim=1).values
+    # Any centre in the bulk will do.
+    middle = _median(rows[:: max(1, len(rows) // _CENTRAL_ROWS)])
     distance = torch.cat([block.sub_(middle).norm(dim=1) for block in in_blocks(rows)])
     scale = distance.median()
     few = (distance > factor / 2 * scale).sum() <= LARGEST_SHARE * len(rows)
     return ~((distance > factor * scale) & few & (scale > 0))
+
+
+def _median(rows: Tensor) -> Tensor:
+    """Take the median of each column, the lower one in the middle, [width], float64."""
+    if rows.device.type == "cpu" and bool(rows.sum().isfinite()):
+        # By numpy in half the time; where a number is none, all medians of torch say so.
+        wide = rows.float() if rows.element_size() < 4 else rows
+        middle = (len(rows) - 1) // 2
+        columns = np.ascontiguousarray(wide.detach().numpy().T)
+        return torch.from_numpy(np.partition(columns, middle, axis=1)[:, middle].astype(np.float64))
+    # Transposed first: the median down the columns of a row-major matrix is several times slower.
+    return rows.double().T.contiguous().median(dim=1).values
 
 
 def sink_share(hidden: Tensor, factor: float = FACTOR) -> Tensor:

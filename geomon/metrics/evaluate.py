@@ -39,11 +39,15 @@ from geomon.metrics.table import Metric
 from geomon.metrics.views import (
     LayerViews,
     MissingViewError,
+    can_be_made,
     captured_views,
     parameters,
     split_rows,
 )
 from geomon.record import tags
+
+# Captured views that a matrix of weights has.
+_OF_ROWS = CAPTURED.keys() - OF_THE_BATCH
 
 
 @dataclass
@@ -92,6 +96,16 @@ class Evaluator:
             view for metric in self.metrics.values() for view in parameters(metric)
         )
 
+    def lacking(self, captured: Iterable[str]) -> set[str]:
+        """List captured views that the metrics read and that are not there; none where others do.
+
+        Args:
+            captured: Names of the captured views that are there.
+        """
+        there = set(captured)
+        asked = {view for metric in self.metrics.values() for view in parameters(metric)}
+        return set() if can_be_made(asked, there) else self.views - there
+
     @property
     def compares_layers(self) -> bool:
         """Whether a metric compares each layer with the one before it."""
@@ -126,7 +140,7 @@ class Evaluator:
             for name, metric in self.metrics.items():
                 if not sources_of(metric) <= layer.sources:
                     continue
-                if layer.of_weights and captured_views(parameters(metric)) & OF_THE_BATCH:
+                if layer.of_weights and not can_be_made(parameters(metric), _OF_ROWS):
                     continue
                 try:
                     if isinstance(metric, Comparing):

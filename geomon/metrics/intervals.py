@@ -20,7 +20,6 @@ from geomon.kernels import (
     attention,
     dimension,
     half_samples,
-    moments,
     neighbourhoods,
     scores,
 )
@@ -284,10 +283,10 @@ def _mean_of_rows(
 DIFFERENCES: Mapping[Metric, Differences] = {
     table.METRICS["anisotropy"]: _anisotropy,
     table.anisotropy_no_sinks: _anisotropy_no_sinks,
-    angles.cosine: _cosine,
+    table.cosine: _cosine,
     table.drift_norm: _drift_norm,
     table.variance: _variance,
-    moments.mean_square_norm: _mean_square_norm,
+    table.mean_square_norm: _mean_square_norm,
     table.twonn: _twonn,
     table.twonn_distinct: _twonn_distinct,
     table.gride: _gride,

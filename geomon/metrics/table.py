@@ -15,7 +15,6 @@ from geomon.capture.snapshot import CAPTURED
 from geomon.kernels import dimension
 from geomon.kernels.angles import (
     SequenceCosines,
-    cosine,
     cosine_centred,
     leading_share,
     qk_cosine,
@@ -36,7 +35,6 @@ from geomon.kernels.attention import (
 from geomon.kernels.baselines import gaussian_like
 from geomon.kernels.frequency import CLASSES, moments_by_frequency
 from geomon.kernels.half_samples import HeadScatter
-from geomon.kernels.moments import mean_square_norm
 from geomon.kernels.neighbourhoods import LocalIsotropy
 from geomon.kernels.neighbours import nearest
 from geomon.kernels.scores import mean_query_share, score_mean, score_spread
@@ -84,6 +82,16 @@ def participation_ratio(spectrum_summary: SpectrumSummary) -> dict[str, Tensor]:
 def _with_error(estimate: Estimate) -> dict[str, Tensor]:
     parts = {"": estimate.value}
     return parts if estimate.error is None else parts | {"error": estimate.error}
+
+
+def cosine(angle: Tensor) -> Tensor:
+    """Mean cosine over all pairs of rows."""
+    return angle
+
+
+def mean_square_norm(mean_square: Tensor) -> Tensor:
+    """Mean squared norm of the rows."""
+    return mean_square
 
 
 def sink_share(sink_variance: float) -> float:

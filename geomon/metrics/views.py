@@ -18,7 +18,8 @@ from torch import Tensor
 
 from geomon.capture.snapshot import CAPTURED, ROW_VIEWS, Layer
 from geomon.kernels import spectrum as kernels
-from geomon.kernels.angles import SequenceCosines, head_cosine, mean_rows, sequence_cosines
+from geomon.kernels._blocks import require_rows
+from geomon.kernels.angles import SequenceCosines, cosine, head_cosine, mean_rows, sequence_cosines
 from geomon.kernels.attention import (
     AttentionRows,
     SequenceExtremes,
@@ -64,7 +65,7 @@ from geomon.kernels.scores import (
 )
 from geomon.kernels.spectrum_summary import WHOLE_SIDE, SpectrumSummary, summarise_spectrum
 from geomon.kernels.token_types import TokenTypes, token_types
-from geomon.kernels.type_halves import TypeHalves, type_halves
+from geomon.kernels.type_halves import TypeHalves, TypeMoments, type_moments
 
 # Neighbours of every row; of the few rows that stand for the large scales, as many as those need.
 NEAR = 16
@@ -82,6 +83,23 @@ _FAR_IN_HALVES = 100  # of which about half are in a row's own half, where 2 x 1
 
 def _duplicates(hidden: Tensor, unique_rows: Tensor) -> float:
     return 1 - len(unique_rows) / len(hidden)
+
+
+def _drift_of_sums(row_sums: GroupSums) -> Tensor:
+    return row_sums.mean[0].norm()
+
+
+def _square_of_sums(row_sums: GroupSums) -> Tensor:
+    return row_sums.square[0]
+
+
+def _angle(hidden: Tensor) -> Tensor:
+    return cosine(hidden)
+
+
+def _angle_of_sums(hidden: Tensor, row_sums: GroupSums) -> Tensor:
+    require_rows(hidden, at_least=2)
+    return row_sums.cosine[0]
 
 
 def _scatter(hidden: Tensor) -> Tensor | None:
@@ -214,23 +232,30 @@ def _local_shapes(hidden: Tensor, members: Tensor) -> LocalIsotropy:
     return local_isotropy(hidden, members)
 
 
-def _rounding(hidden: Tensor, neighbours: Tensor, precision: float) -> float:
+def _rounding(mean_square: Tensor, neighbours: Tensor, precision: float) -> float:
     # Each number is off by up to half its spacing, evenly: variance spacing^2 / 12, and a
     # difference of two has twice that.
-    noise = precision * mean_square_norm(hidden).sqrt() / 6**0.5
+    noise = precision * mean_square.sqrt() / 6**0.5
     spacing = neighbours[:, 0].median()
     return float(torch.where(spacing.isfinite(), noise / spacing, torch.nan))
 
 
 def _distinct(hidden: Tensor, unique_rows: Tensor, token_ids: Tensor, positions: Tensor) -> Tensor:
-    # Which row stands for its pair must not depend on the order of the rows: the first by content.
-    rows = unique_rows[content_keys(hidden, unique_rows).argsort()]
     # One number for each pair: sorting pairs costs twenty times as much. Labels are numbered first,
     # so that no product is beyond 64 bits.
     token, position = (
-        torch.unique(labels[rows], return_inverse=True)[1] for labels in (token_ids, positions)
+        torch.unique(labels[unique_rows], return_inverse=True)[1]
+        for labels in (token_ids, positions)
     )
-    return rows[first_of_each(token * len(rows) + position)].sort().values
+    _, pair, count = torch.unique(
+        token * len(unique_rows) + position, return_inverse=True, return_counts=True
+    )
+    alone = count[pair] == 1
+    # Which row stands for its pair must not depend on the order of the rows: the first by content.
+    tied, pair = unique_rows[~alone], pair[~alone]
+    order = content_keys(hidden, tied).argsort()
+    first = tied[order[first_of_each(pair[order])]]
+    return torch.cat([unique_rows[alone], first]).sort().values
 
 
 def _distinct_nearest(
@@ -316,8 +341,16 @@ def _distinct_half_ratios(
     return ratios_in_halves(distances, indices, distinct, halves)[0]
 
 
-def _type_halves(hidden: Tensor, token_ids: Tensor, halves: HalfSamples) -> TypeHalves:
-    return type_halves(hidden, token_ids, halves)
+def _type_moments(hidden: Tensor, token_ids: Tensor, halves: HalfSamples) -> TypeMoments:
+    return type_moments(hidden, token_ids, halves)
+
+
+def _types_of_moments(type_moments: TypeMoments) -> TokenTypes:
+    return type_moments.types
+
+
+def _type_halves(type_moments: TypeMoments) -> TypeHalves:
+    return type_moments.halves
 
 
 def _sequence_cosines(hidden: Tensor, sequences: Tensor) -> SequenceCosines:
@@ -410,7 +443,9 @@ DERIVED: dict[str, Callable[..., Any] | tuple[Callable[..., Any], ...]] = {
     "scatter": _scatter,  # covariance times the tokens; None in layers of more than 1,024 columns
     "spectrum_summary": _spectrum_summary,  # what metrics read of them: SpectrumSummary
     "total_variance": variance,  # around the mean of all rows
-    "token_types": token_types,  # count, norm of the mean and scatter of the rows of each
+    "type_moments": _type_moments,  # moments of all rows of each token type and of halves
+    # Count, norm of the mean and scatter of the rows of each token type.
+    "token_types": (_types_of_moments, token_types),
     "within": _within,  # variance around the mean of each row's token type
     "mean_query": (_mean_of_query_sums, _mean_query),  # of each head, [heads, head width]
     "mean_key": (_mean_of_key_sums, _mean_key),  # of each key head, [key heads, head width]
@@ -454,7 +489,9 @@ DERIVED: dict[str, Callable[..., Any] | tuple[Callable[..., Any], ...]] = {
     # Products of the centred queries of each head, summed: HeadScatter.
     "query_scatter": (_query_scatter, _query_scatter_alone),
     "key_scatter": (_key_scatter, _key_scatter_alone),  # the same of the keys
-    "drift": drift_norm,  # norm of the mean row
+    "drift": (_drift_of_sums, drift_norm),  # norm of the mean row
+    "mean_square": (_square_of_sums, mean_square_norm),  # mean squared norm of the rows
+    "angle": (_angle_of_sums, _angle),  # mean cosine over all pairs of rows
     "sequence_cosines": _sequence_cosines,  # sums of directions by sequence: SequenceCosines
     "type_halves": _type_halves,  # moments of the token types in halves of the sequences
 }
@@ -505,17 +542,41 @@ def captured_views(names: Iterable[str]) -> set[str]:
     Raises:
         KeyError: A name is no view.
     """
-    leaves: set[str] = set()
-    for name in names:
-        if name in CAPTURED:
-            leaves.add(name)
-        elif name in DERIVED:
-            leaves |= captured_views(
-                view for function in alternatives(name) for view in parameters(function)
-            )
-        else:
-            leaves |= {f"{_LAST}{leaf}" for leaf in captured_views([_of_rows(name)])}
-    return leaves
+    return set().union(*map(_captured_views, names))
+
+
+@functools.lru_cache(maxsize=1024)  # asked for every metric of every layer
+def _captured_views(name: str) -> frozenset[str]:
+    if name in CAPTURED:
+        return frozenset([name])
+    if name in DERIVED:
+        ways = alternatives(name)
+        return frozenset(captured_views(view for way in ways for view in parameters(way)))
+    return frozenset(f"{_LAST}{leaf}" for leaf in captured_views([_of_rows(name)]))
+
+
+def can_be_made(names: Iterable[str], captured: Iterable[str]) -> bool:
+    """Whether views can all be made of the captured ones that are there, by some alternative.
+
+    Args:
+        names: Names of views, captured or derived.
+        captured: Names of the captured views that are there.
+
+    Raises:
+        KeyError: A name is no view.
+    """
+    there = frozenset(captured)
+    return all(_can_be_made(name, there) for name in names)
+
+
+@functools.lru_cache(maxsize=4096)  # asked for every view of every layer
+def _can_be_made(name: str, captured: frozenset[str]) -> bool:
+    if name in CAPTURED:
+        return name in captured
+    if name in DERIVED:
+        return any(can_be_made(parameters(way), captured) for way in alternatives(name))
+    last = {view.removeprefix(_LAST) for view in captured if CAPTURED[view] == "last"}
+    return can_be_made([_of_rows(name)], last)
 
 
 def is_view(name: str) -> bool:
@@ -616,10 +677,11 @@ class LayerViews:
 
     def _function_for(self, name: str) -> Callable[..., Any]:
         """The first alternative that can be made of what was captured; else the preferred one."""
-        captured = self._layer.captured.keys()
         functions = alternatives(name)
-        able = (f for f in functions if captured_views(parameters(f)) <= captured)
-        return next(able, functions[0])
+        if len(functions) == 1:
+            return functions[0]
+        there = self._layer.captured.keys()
+        return next((f for f in functions if can_be_made(parameters(f), there)), functions[0])
 
 
 def split_rows(layer: Layer, rows: int, count: int) -> list[LayerViews]:

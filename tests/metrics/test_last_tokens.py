@@ -75,7 +75,10 @@ def test_views_of_the_last_tokens_go_by_the_name_of_those_of_rows():
     views = LayerViews(made(normal(90, 4), last))
     torch.testing.assert_close(views["last_spectrum"], spectrum(last))
     assert views["last_spectrum"] is views["last_spectrum"]  # computed once
-    assert Evaluator({"m": at_last(METRICS["cosine"])}, 1).views == {"last_hidden"}
+    assert Evaluator({"m": at_last(METRICS["cosine"])}, 1).views == {
+        "last_hidden",
+        "last_sequences",
+    }
     with pytest.raises(KeyError):
         views["last_query"]
 

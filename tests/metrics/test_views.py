@@ -6,7 +6,7 @@ from geomon.capture.snapshot import Layer
 from geomon.kernels import spectrum as kernels
 from geomon.kernels import spectrum_summary
 from geomon.metrics import METRICS, MORE_METRICS, Evaluator, select
-from geomon.metrics.views import DERIVED, LayerViews
+from geomon.metrics.views import DERIVED, LayerViews, can_be_made
 from geomon.record import tags
 
 SPECTRAL = ("anisotropy", "anisotropy_no_sinks", "effective_rank", "participation_ratio")
@@ -108,3 +108,24 @@ def test_narrow_layers_compute_their_eigenvalues_once(massive, monkeypatch):
     assert len(counted) == (2 if massive else 1)
     assert views["ordinary_spectrum"] is views["ordinary_summary"].eigenvalues
     assert views["spectrum"] is views["spectrum_summary"].eigenvalues
+
+
+def test_metrics_are_measured_by_the_alternative_that_is_there():
+    """The sums over sequences are one way to a value; rows without sequences have it as well."""
+    hidden, ids = rows(), torch.arange(len(rows())) % 7
+    sequences = torch.arange(len(hidden)) // 10
+    names = ("cosine", "drift_norm", "mean_square_norm", "within_variance", "within_share", "twonn")
+    plain = geometry(hidden, token_ids=ids, metrics=select(*names))
+    with_margins = geometry(hidden, token_ids=ids, sequences=sequences, metrics=select(*names))
+    for name in names:
+        assert plain[name] == pytest.approx(with_margins[name], rel=1e-9)
+        assert f"{name}/margin" in with_margins.keys() - plain.keys()
+
+
+def test_what_can_be_made_depends_on_what_is_there():
+    assert can_be_made(["angle", "mean_query"], {"hidden", "projected_query"})
+    assert not can_be_made(["angle", "row_sums"], {"hidden"})
+    assert can_be_made(["last_angle"], {"last_hidden"})
+    assert not can_be_made(["last_angle"], {"hidden", "last_sequences"})
+    with pytest.raises(KeyError):
+        can_be_made(["last_query"], {"query"})
