@@ -60,7 +60,8 @@ def folder(tmp_path_factory):
             64,
             1,
             "float32",
-            dict(zip(names, chance.uniform(0.1, 0.9, len(names)).tolist(), strict=True)),
+            dict(zip(names, chance.uniform(0.1, 0.9, len(names)).tolist(), strict=True))
+            | {"qk_cosine/null_magnitude": 0.1},  # one that a width of heads has, at every step
         )
         for step in _STEPS
     ]

@@ -2,11 +2,9 @@
 
 import math
 
-import numpy as np
 from matplotlib.figure import Figure
 
-from geomon.analysis import single_source
-from geomon.record import Reading, Readings
+from geomon.record import Readings
 from geomon.show.figures import panels
 
 # What the figures show where no metric is asked for.
@@ -26,10 +24,7 @@ def map_figure(readings: Readings, metric: str | None = None) -> Figure:
     Raises:
         NotMeasuredError: No such metric was measured.
     """
-    wanted = _BY_LAYER if metric is None else (metric,)
-    metrics = [name for name in wanted if readings.layers(name)]
-    if not metrics:
-        raise panels.NotMeasuredError(f"{', '.join(wanted)}: not measured in this run")
+    metrics = panels.choose_metrics(metric, _BY_LAYER, readings.layers)
     columns = min(2, len(metrics))
     rows = math.ceil(len(metrics) / columns)
     figure = panels.new_figure(0.4 + 5.4 * columns, 0.5 + 3.2 * rows)
@@ -56,29 +51,26 @@ def heads_over_training_figure(readings: Readings, metric: str | None = None) ->
     Raises:
         NotMeasuredError: The heads have no value of such a metric.
     """
-    wanted = _BY_HEAD if metric is None else (metric,)
-    metrics = [name for name in wanted if panels.layers_and_heads(readings.tags(), name)[0]]
-    if not metrics:
-        raise panels.NotMeasuredError(f"{' and '.join(wanted)} of single heads: not measured")
-    sizes = [panels.layers_and_heads(readings.tags(), name) for name in metrics]
-    tall = [min(max(1.2 + 0.32 * len(layers), 2.4), 6.5) for layers, _ in sizes]
+    of_heads = {
+        name: panels.measured_heads(readings, name)
+        for name in (_BY_HEAD if metric is None else (metric,))
+    }
+    metrics = panels.choose_metrics(
+        metric, _BY_HEAD, lambda name: of_heads[name][0], place=" of single heads"
+    )
+    sizes = [of_heads[name][2].shape[1:] for name in metrics]
+    tall = [min(max(1.2 + 0.32 * layers, 2.4), 6.5) for layers, _ in sizes]
     width = min(max(1.2 + 0.34 * max(count for _, count in sizes), 2.5), 5.0)
     figure = panels.new_figure(1.6 + _MOST_STEPS * width, 0.6 + sum(tall))
     axes = figure.subplots(len(metrics), _MOST_STEPS, squeeze=False, height_ratios=tall)
     letters = iter("abcdef")
-    for row, name, (layers, count) in zip(axes, metrics, sizes, strict=True):
-        measured = [
-            reading
-            for reading in single_source(readings)
-            if np.isfinite(panels.head_table(reading, name, layers, count)).any()
-        ]
-        chosen = _first_middle_last(measured)
-        tables = [panels.head_table(reading, name, layers, count) for reading in measured]
-        most = panels.largest(chosen[-1], name) if chosen else math.nan
-        image = None
-        for panel, reading in zip(row, chosen, strict=False):
-            table = panels.head_table(reading, name, layers, count)
-            colours, low, high = panels.colour_range(np.stack(tables), name, most)
+    for row, name, (_, count) in zip(axes, metrics, sizes, strict=True):
+        measured, layers, tables = of_heads[name]
+        steps = panels.spread_steps([reading.step for reading in measured], _MOST_STEPS)
+        most = panels.largest(measured[-1], name)
+        colours, low, high = panels.colour_range(tables, name, most)
+        chosen = [pair for pair in zip(measured, tables, strict=True) if pair[0].step in steps]
+        for panel, (reading, table) in zip(row, chosen, strict=False):
             image = panel.imshow(table, cmap=colours, vmin=low, vmax=high, aspect="auto")
             panel.set_facecolor("#DDDDDD")  # shows where a head has no value
             panels.matrix_axes(panel, layers, count)
@@ -87,16 +79,10 @@ def heads_over_training_figure(readings: Readings, metric: str | None = None) ->
             panels.caption(panel, next(letters), f"{_SHORT.get(name, name)}, step {reading.step:,}")
         for panel in row[len(chosen) :]:
             panel.set_visible(False)
-        if image is not None:
-            bar = figure.colorbar(image, ax=list(row), pad=0.015, aspect=18)
-            words = panels.AXIS_LABELS.get(name, name).replace("\n", " ")
-            full = name == "attention_entropy" and math.isfinite(most)
-            bar.set_label(f"{words}\n0 to uniform attention" if full else words, fontsize=9)
-            bar.ax.tick_params(labelsize=8.5, length=2)
-            bar.outline.set_visible(False)
+        bar = figure.colorbar(image, ax=list(row), pad=0.015, aspect=18)
+        words = panels.AXIS_LABELS.get(name, name).replace("\n", " ")
+        full = name == "attention_entropy" and math.isfinite(most)
+        bar.set_label(f"{words}\n0 to uniform attention" if full else words, fontsize=9)
+        bar.ax.tick_params(labelsize=8.5, length=2)
+        bar.outline.set_visible(False)
     return figure
-
-
-def _first_middle_last(measured: list[Reading]) -> list[Reading]:
-    steps = panels.spread_steps([reading.step for reading in measured], _MOST_STEPS)
-    return [reading for reading in measured if reading.step in steps]

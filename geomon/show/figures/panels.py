@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -584,6 +584,51 @@ def head_tables(
     names = [tags.layer_tag(metric, layer, head) for layer in layers for head in heads]
     table = Readings([], list(readings)).table(names)
     return table.reshape(len(readings), len(layers), count)
+
+
+def measured_heads(
+    readings: Readings, metric: str
+) -> tuple[list[Reading], list[int], NDArray[np.float64]]:
+    """Select the readings of one source in which a head has a value of a metric.
+
+    Args:
+        readings: Readings of a run.
+        metric: Name of the metric.
+
+    Returns:
+        The readings, one for each step; the layers in which heads have a value in any; the values,
+        [readings, layers, heads], NaN where there is none.
+    """
+    layers, count = layers_and_heads(readings.tags(), metric)
+    selected = single_source(readings)
+    tables = head_tables(selected, metric, layers, count)
+    rows = np.flatnonzero(np.isfinite(tables).any(axis=(1, 2)))
+    return [selected[row] for row in rows.tolist()], layers, tables[rows]
+
+
+def choose_metrics(
+    metric: str | None,
+    usual: Sequence[str],
+    is_measured: Callable[[str], object],
+    *,
+    place: str = "",
+) -> list[str]:
+    """Choose the metrics of a figure: the one that is asked for, or the usual ones.
+
+    Args:
+        metric: Name of the metric that is asked for; None for the usual ones.
+        usual: Names of these.
+        is_measured: Function that returns whether the run has values of a metric.
+        place: Words of the message on where values are missing, for instance " of single heads".
+
+    Raises:
+        NotMeasuredError: The run has values of none of them.
+    """
+    wanted = usual if metric is None else (metric,)
+    found = [name for name in wanted if is_measured(name)]
+    if not found:
+        raise NotMeasuredError(f"{', '.join(wanted)}{place}: not measured in this run")
+    return found
 
 
 def colour_range(

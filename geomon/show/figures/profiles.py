@@ -59,10 +59,7 @@ def profiles_figure(readings: Readings, metric: str | None = None) -> Figure:
     Raises:
         NotMeasuredError: No such metric was measured.
     """
-    wanted = _PROFILES if metric is None else (metric,)
-    metrics = [name for name in wanted if readings.layers(name)]
-    if not metrics:
-        raise panels.NotMeasuredError(f"{' and '.join(wanted)}: not measured in this run")
+    metrics = panels.choose_metrics(metric, _PROFILES, readings.layers)
     figure = panels.new_figure(0.6 + 5.2 * len(metrics), 4.2)
     axes = figure.subplots(1, len(metrics), squeeze=False)[0]
     for letter, panel, name in zip("ab", axes, metrics, strict=False):

@@ -16,7 +16,6 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from geomon.analysis import single_source
 from geomon.analysis.queries_keys import QueriesKeys, queries_and_keys
 from geomon.record import Readings, tags
 from geomon.show.figures import panels
@@ -166,16 +165,11 @@ def cosines_figure(readings: Readings, metric: str = "qk_cosine") -> Figure:
     Raises:
         NotMeasuredError: The heads have no value of the metric.
     """
-    layers, count = panels.layers_and_heads(readings.tags(), metric)
-    selected = [
-        reading
-        for reading in single_source(readings)
-        if np.isfinite(panels.head_table(reading, metric, layers, count)).any()
-    ]
-    if not layers or not selected:
+    selected, layers, whole = panels.measured_heads(readings, metric)
+    if not selected:
         raise panels.NotMeasuredError(f"{metric} of single heads was not measured in this run")
     shown = panels.spread_items(layers, _MOST_LAYERS)
-    table = np.stack([panels.head_table(one, metric, shown, count) for one in selected])
+    table = whole[:, [layers.index(layer) for layer in shown]]
     found = queries_and_keys(selected) if metric == "qk_cosine" else None
     band = math.nan if found is None else found.limit
     columns = min(4, len(shown))
