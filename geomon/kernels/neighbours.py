@@ -167,7 +167,9 @@ def _by_bounds(
         return None
     exact = functools.partial(_apart, points, frame.unit)
     if quantised.pays(len(values), values.shape[1], len(own), k):
-        return quantised.search(values, own, k, exact, float(frame.scale), faiss)
+        found = quantised.search(values, own, k, exact, float(frame.scale), faiss)
+        if not quantised.ended_early(found):
+            return found
     plan = certified.choose(values, len(own), k)
     if plan is None:
         return None

@@ -24,12 +24,22 @@ from torch import Tensor
 from geomon.kernels._blocks import BLOCK, rows_in_block, sum_of
 from geomon.kernels._candidates import nearest_first
 from geomon.kernels._eight_bits import LARGEST, is_fast, multiply
-from geomon.kernels.certified import UNDERFLOW, Certified, Exact
+from geomon.kernels.certified import (
+    UNDERFLOW,
+    Certified,
+    Exact,
+    coordinates,
+    leading,
+    needed,
+    root_of_rounding,
+)
 
-# Share of all numbers that are not cut off. Fewer integers for the few large numbers leave more for
-# all others: with 0.95 to 0.99 there are the fewest candidates on hidden states, trained or not.
-_WITHIN = 0.99
-_SAMPLED = 65_536  # numbers from which that share is estimated
+# Share of the sum of squares that may be cut off: fewer integers for the few large numbers leave
+# more for all others. With 0.001 to 0.01 there are the fewest candidates on hidden states, trained
+# or not, and where a few coordinates are much larger than the others.
+_CUT_OFF = 0.003
+# Numbers from which that is estimated, and rows, but those that are so much longer than most.
+_SAMPLED, _SAMPLED_ROWS, _MASSIVE = 32_768, 512, 3.0
 # Numbers in float32 beyond which products with them would end.
 _STEEPEST = 1e30
 # Share of the points for which the first limit is enough; for the others it is set again.
@@ -41,7 +51,7 @@ _EXACT, _SHORTEST = 1024, 1e-15
 _SIZES = (32, 16, 8, 4)
 _GROUPS = 4  # for each neighbour
 # Wanted rows in one product, and those after which the share that is certified is looked at.
-_QUERIES, _LOOKED = 128, 1024
+_QUERIES, _LOOKED = 256, 1024
 # Candidates of a row beyond which it is not certified, in units of k and at least.
 _MOST, _AT_LEAST = 16, 128
 # Share of certified rows below which the other search alone costs less.
@@ -49,6 +59,14 @@ _LEAST = 0.5
 # Fewest coordinates, and fewest points and wanted points, for which this is faster; and most
 # coordinates for which sums of products, and twice them, have 32 bits.
 _NARROWEST, _POINTS, _WIDEST = 24, 1024, 20_000
+# Directions that are tried, the width from which on, and rows of that trial, half of them for the
+# directions.
+_DIRECTIONS, _WIDE, _POOL = 31, 256, 1024
+# Candidates in all coordinates, in units of k; and how many more the rounding to integers makes.
+_USUAL, _LOOSER = 2.0, 1.3
+# Nanoseconds: of a product of integers, a difference in float32, and a coordinate in float64 along
+# all directions, for each coordinate; and of the trial for each column of the rows.
+_PRODUCT, _DIFFERENCE, _READING, _TRIAL = 0.0041, 0.2, 3.3, 10_000.0
 # Squares of points that are none: beyond all others.
 _NONE = 2**30
 
@@ -66,6 +84,8 @@ class _Integers(NamedTuple):
         norm: Norm of each point, at least, [points], float64.
         moved: How far the rounding may have moved each point, in integers, [points], float64.
         per_unit: Number of integers in a unit.
+        lost: How much farther apart than two points their coordinates may be by rounding, in units
+            of the sum of the norms.
         size: Number of places in a group.
     """
 
@@ -76,6 +96,7 @@ class _Integers(NamedTuple):
     norm: np.ndarray
     moved: np.ndarray
     per_unit: float
+    lost: float
     size: int
 
 
@@ -145,12 +166,19 @@ def search(
         torch.zeros(len(own), k, dtype=torch.int64, device="cpu"),
         torch.zeros(len(own), dtype=torch.bool, device="cpu"),
     )
-    integers = _integers(values, k) if len(own) > 0 else None
+    if len(own) == 0:
+        return found
+    bounds = _bounds(values, len(own), k)
+    integers = _integers(values, bounds, k)
     if integers is None:
         return found
     generator = torch.Generator("cpu").manual_seed(0)
     # In random order, so that the first ones stand for all.
     order = torch.randperm(len(own), generator=generator, dtype=torch.int64, device="cpu")
+    if bounds.leading is not None:
+        # The others with their neighbours, whose candidates then are in the cache.
+        later = order[_LOOKED:]
+        order[_LOOKED:] = later[bounds.leading[own[later]].argsort()]
     for some in order.split(_LOOKED):
         mine = own[some]
         near = _near(values, integers, mine, k, faiss)
@@ -166,12 +194,73 @@ def search(
     return found
 
 
-def _integers(values: Tensor, k: int) -> _Integers | None:
+def ended_early(found: Certified) -> bool:
+    """Say whether so few points were certain that the search ended before all were searched.
+
+    Args:
+        found: What was found.
+    """
+    return float(found.certain.double().mean()) < _LEAST
+
+
+class _Bounds(NamedTuple):
+    """Coordinates in which distances are lower bounds.
+
+    Attributes:
+        values: Coordinates, [points, coordinates], float32.
+        lost: How much farther apart than two points their coordinates may be by rounding, in units
+            of the sum of the norms.
+        leading: Coordinate along the leading direction, [points]; None where it is not known.
+    """
+
+    values: Tensor
+    lost: float
+    leading: Tensor | None
+
+
+def _bounds(values: Tensor, wanted: int, k: int) -> _Bounds:
+    """Choose coordinates in which distances are lower bounds: all, or few where that costs less."""
+    directions = _directions(values, wanted, k)
+    if directions is None:
+        return _Bounds(values, 2 * _EPS, None)
+    # Turned among themselves at random, no direction carries much more than the others.
+    count = directions.shape[1]
+    generator = torch.Generator("cpu").manual_seed(0)
+    turned = torch.randn(count, count, generator=generator, dtype=torch.float64, device="cpu")
+    short = coordinates(values, directions @ torch.linalg.qr(turned).Q)
+    # Norms of the rest are alike, and their differences alone count.
+    short[:, -1] -= short[:, -1].median()
+    lost = 3 * _EPS + root_of_rounding(values.shape[1])
+    return _Bounds(short, lost, values @ directions[:, 0].float())
+
+
+def _directions(values: Tensor, wanted: int, k: int) -> Tensor | None:
+    """Try a few leading directions on some rows; None where all coordinates cost less."""
+    points, width = values.shape
+    pool = min(points, _POOL)
+    # As near as the k-th of all points is the one of so many of these.
+    rank = max(1, round(k * pool / points))
+    if width < _WIDE or pool < max(_POOL, 2 * rank):
+        return None
+    generator = torch.Generator("cpu").manual_seed(0)
+    order = torch.randperm(points, generator=generator, dtype=torch.int64, device="cpu")
+    drawn = values[order[:pool]]
+    directions = leading(drawn[: pool // 2], _DIRECTIONS, generator)
+    within = needed(drawn, directions, [_DIRECTIONS], rank)[0] * (points / pool) * _LOOSER
+    most = max(_MOST * k, _AT_LEAST)
+    candidates = float(torch.where(within < most, within, points).mean())
+    # Nanoseconds of one core of 2024, for each wanted point; only their ratios matter.
+    here = points * _PRODUCT * _DIRECTIONS + width * (
+        _DIFFERENCE * candidates + points / wanted * _READING + _TRIAL / wanted
+    )
+    whole = points * _PRODUCT * width + width * _DIFFERENCE * _USUAL * k
+    return directions if here < whole else None
+
+
+def _integers(values: Tensor, bounds: _Bounds, k: int) -> _Integers | None:
     """Cut points off, round them to integers, and put them in random order into groups."""
-    count, width = values.shape
-    flat = values.flatten()
-    sampled = flat[:: max(1, len(flat) // _SAMPLED)].abs()
-    largest = float(sampled.kthvalue(max(1, int(_WITHIN * len(sampled)))).values)
+    count, width = bounds.values.shape
+    largest = _cut_off(bounds.values)
     if largest == 0:
         return None  # nearly all numbers are 0
     per_unit = float(np.float32(min(LARGEST / largest, _STEEPEST)))
@@ -184,11 +273,11 @@ def _integers(values: Tensor, k: int) -> _Integers | None:
     square = torch.full((places,), _NONE, dtype=torch.int32, device="cpu")
     norm = torch.empty(count, dtype=torch.float32, device="cpu")
     error = torch.empty_like(norm)
-    step = rows_in_block(4 * width)
+    step = rows_in_block(4 * values.shape[1])
     targets = (whole.split(step) for whole in (rows[:count], square[:count], norm, error))
     for part, target, own, length, moved in zip(order.split(step), *targets, strict=True):
-        number = values[part]
-        torch.linalg.vector_norm(number, dim=1, out=length)
+        torch.linalg.vector_norm(values[part], dim=1, out=length)
+        number = bounds.values[part]
         number.mul_(per_unit).clamp_(-LARGEST, LARGEST)
         nearest = number.round()
         target.copy_(nearest)
@@ -197,14 +286,30 @@ def _integers(values: Tensor, k: int) -> _Integers | None:
         own.copy_(sum_of(some.sum(dim=1).double() for some in squares))
     at = torch.empty_like(order)
     at[order] = torch.arange(count, dtype=torch.int64, device="cpu")
-    summed = _summed(width)
+    summed = _summed(values.shape[1])
     return _Integers(
         rows, square, torch.nn.functional.pad(order, (0, places - count)).numpy(), at,
         (norm.double() * summed + _SHORTEST)[at].numpy(),
         # Float32 rounds a number of up to 127 by less than 127 times e.
         (error.double() * summed + math.sqrt(width) * LARGEST * _EPS)[at].numpy(),
-        per_unit, size,
+        per_unit, bounds.lost, size,
     )  # fmt: skip
+
+
+def _cut_off(values: Tensor) -> float:
+    """Choose the largest number, by what is lost of the squares of some rows above it."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    order = torch.randperm(len(values), generator=generator, dtype=torch.int64, device="cpu")
+    some = values[order[:_SAMPLED_ROWS]]
+    norm = torch.linalg.vector_norm(some, dim=1)
+    numbers = some[norm <= _MASSIVE * norm.median()].abs().flatten()
+    numbers = numbers[:: max(1, len(numbers) // _SAMPLED)]
+    descending = np.sort(numbers.numpy())[::-1].astype(np.float64)
+    sums, squares = descending.cumsum(), (descending**2).cumsum()
+    # Of the squares of what is above the i-th number.
+    lost = squares - 2 * descending * sums + descending**2 * np.arange(1, len(descending) + 1)
+    found = np.flatnonzero(lost <= _CUT_OFF * squares[-1])
+    return float(descending[found[-1]])
 
 
 def _near(values: Tensor, integers: _Integers, mine: Tensor, k: int, faiss: Any) -> _Near:
@@ -224,18 +329,19 @@ def _near(values: Tensor, integers: _Integers, mine: Tensor, k: int, faiss: Any)
         # Within this, so many groups have a point: k others at least, and few beyond them.
         limit = np.partition(smallest, rank, axis=1)[:, rank].clip(max=_NONE - 1)
         near = _within(values, integers, part.numpy(), block.numpy(), smallest, limit, k, faiss)
-        needed = _limit(integers, part.numpy(), near.squared[:, k - 1], own, values.shape[1])
-        again = np.flatnonzero((needed > limit) & near.complete)
+        bound = _limit(integers, part.numpy(), near.squared[:, k - 1], own, values.shape[1])
+        again = np.flatnonzero((bound > limit) & near.complete)
         if len(again) > 0:
             later = _within(
                 values, integers, part.numpy()[again], block.numpy()[again], smallest[again],
-                needed[again], k, faiss, beyond=limit[again], known=near.of(again),
+                bound[again], k, faiss, beyond=limit[again], known=near.of(again),
             )  # fmt: skip
             for whole, some in zip(near, later, strict=True):
                 whole[again] = some
         found.append(near)
-        ranks = (smallest <= needed[:, None]).sum(axis=1)
-        rank = int(np.quantile(ranks, _ENOUGH).clip(k + 2, smallest.shape[1] // 2))
+        ranks = np.sort(np.count_nonzero(smallest <= bound[:, None], axis=1))
+        enough = int(ranks[int(_ENOUGH * len(ranks))])
+        rank = max(min(enough, smallest.shape[1] // 2), min(k + 2, smallest.shape[1] - 1))
     return _Near(*(np.concatenate(parts) for parts in zip(*found, strict=True)))
 
 
@@ -246,9 +352,12 @@ def _limit(
 
     Let x be a wanted point, in exact numbers, and y one at a distance of at most t, so that
     |x| + |y| <= s = 2|x| + t. Rounding to float32 moves each of the two by at most 2^-24 of its
-    norm: their float32 values are at most t + e s / 2 apart (e = 2^-23), and their integers at most
-    c (t + e s / 2) and what the rounding to integers moved them. Four times e s / 2 is taken, for
-    `kth` too is of float32 values, and more than all that float64 loses.
+    norm: their float32 values are at most t + e s / 2 apart (e = 2^-23), and so much is `kth` off,
+    which is of float32 values too. Coordinates of few directions lose as much again twice, after
+    their computation and with the median of the last, and in float64 what `root_of_rounding`
+    bounds. So `lost` is twice what may be lost of all coordinates, and 1 e above it of few.
+    The integers are at most c times as far apart as the values, and what the rounding to integers
+    moved the two.
 
     Args:
         integers: Points as integers.
@@ -261,7 +370,7 @@ def _limit(
         Limits, [wanted], int32.
     """
     distance = np.sqrt(kth * _summed(width) + UNDERFLOW, dtype=np.float64)
-    distance += 2 * _EPS * (2 * integers.norm[part] + distance)
+    distance += integers.lost * (2 * integers.norm[part] + distance)
     distance = integers.per_unit * distance + integers.moved[part] + integers.moved.max()
     limit: np.ndarray = (distance**2 - own + 1).clip(max=_NONE - 1).astype(np.int32)
     return limit

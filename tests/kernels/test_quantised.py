@@ -54,6 +54,19 @@ def always(monkeypatch):
     )
 
 
+@pytest.fixture(params=[False, True], ids=["all coordinates", "few"])
+def coordinates(request, monkeypatch):
+    """Searches in all coordinates, and in a few directions of no use for the rows."""
+
+    def directions(values, wanted, k):
+        del wanted, k
+        width = values.shape[1]
+        return torch.linalg.qr(normal(width, max(1, width // 3))).Q
+
+    if request.param:
+        monkeypatch.setattr(quantised, "_directions", directions)
+
+
 @pytest.fixture
 def asked(monkeypatch):
     """What searches by integers have found."""
@@ -64,7 +77,7 @@ def asked(monkeypatch):
     return found
 
 
-@pytest.mark.usefixtures("always")
+@pytest.mark.usefixtures("always", "coordinates")
 @pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None, derandomize=True, max_examples=4)
 @given(seed=st.integers(0, 10**6), k=st.sampled_from([1, 2, 16, 30]))
@@ -76,6 +89,7 @@ def test_hard_inputs_have_the_neighbours_of_all_pairs(kind, seed, k):
     assert torch.equal(got.indices, indices)
 
 
+@pytest.mark.usefixtures("coordinates")
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_certified_is_right(kind):
     some = False
@@ -131,7 +145,7 @@ def test_rows_of_extreme_size(size):
 def test_integers_never_lengthen_a_distance_by_more_than_their_rounding(tokens, width, seed, power):
     rows = normal(tokens, width, seed=seed) * 10.0 ** (power * normal(tokens, 1, seed=seed + 1))
     values = (rows / rows.abs().max()).float()
-    integers = quantised._integers(values, 1)
+    integers = quantised._integers(values, quantised._Bounds(values, 0.0, None), 1)
     if integers is None:
         return
     pairs = functools.partial(torch.cdist, compute_mode="donot_use_mm_for_euclid_dist")
@@ -146,14 +160,15 @@ def test_integers_never_lengthen_a_distance_by_more_than_their_rounding(tokens, 
 def test_integers_stand_for_their_rows():
     rows = decaying(333, 30)
     values = scale_rows(rows).values
-    integers = quantised._integers(values, 3)
+    integers = quantised._integers(values, quantised._Bounds(values, 0.0, None), 3)
     assert torch.equal(torch.from_numpy(integers.place)[integers.at], torch.arange(333))
     assert len(integers.rows) % integers.size == 0
     want = (values * integers.per_unit).clamp(-127, 127).round()
     assert torch.equal(integers.rows[integers.at].float(), want)
     assert torch.equal(integers.square[integers.at].long(), want.long().square().sum(dim=1))
     # Wide rows too, whose squares float32 cannot add up exactly.
-    wide = quantised._integers(scale_rows(normal(64, 3000)).values, 1)
+    values = scale_rows(normal(64, 3000)).values
+    wide = quantised._integers(values, quantised._Bounds(values, 0.0, None), 1)
     assert torch.equal(wide.square[:64].long(), wide.rows[:64].long().square().sum(dim=1))
 
 
@@ -177,7 +192,7 @@ def test_more_rows_within_the_rounding_than_are_compared_are_left_out():
     assert found.certain[300:].double().mean() > 0.9
 
 
-@pytest.mark.usefixtures("always")
+@pytest.mark.usefixtures("always", "coordinates")
 def test_points_of_a_lattice_have_neighbours_in_order_of_the_index():
     side = torch.arange(6.0)
     rows = torch.cartesian_prod(side, side, side)[torch.randperm(216)]
@@ -211,6 +226,26 @@ def test_integers_find_what_float32_finds(monkeypatch, asked, k):
     monkeypatch.setattr(quantised, "is_fast", lambda: False)
     monkeypatch.setattr(certified, "choose", lambda *_: None)
     want = nearest(rows, k)
+    assert torch.equal(got.distances, want.distances)
+    assert torch.equal(got.indices, want.indices)
+
+
+@pytest.mark.parametrize("few", [False, True])
+def test_few_directions_are_used_where_they_hold_the_rows(monkeypatch, asked, few):
+    monkeypatch.setattr(quantised, "is_fast", lambda: True)
+    rows = normal(3000, 512)
+    if few:
+        rows = normal(3000, 8) @ normal(8, 512) + 0.01 * rows
+    used = []
+    bounds = quantised._bounds
+    monkeypatch.setattr(
+        quantised, "_bounds", lambda *given: used.append(bounds(*given)) or used[-1]
+    )
+    got = nearest(rows, 16)
+    assert [bound.values.shape[1] for bound in used] == [32 if few else 512]
+    assert asked[0].certain.double().mean() > 0.95
+    monkeypatch.setattr(quantised, "is_fast", lambda: False)
+    want = nearest(rows, 16)
     assert torch.equal(got.distances, want.distances)
     assert torch.equal(got.indices, want.indices)
 
@@ -256,6 +291,38 @@ def test_no_global_random_state_is_touched():
 def test_nothing_is_certain_of_no_rows():
     found = searched(decaying(300, 32), 2, torch.empty(0, dtype=torch.int64))
     assert found.certain.shape == (0,)
+
+
+def test_what_integers_cannot_tell_apart_is_searched_as_without_them(monkeypatch):
+    monkeypatch.setattr(quantised, "is_fast", lambda: True)
+    rows = normal(20, 300).repeat_interleave(80, dim=0) + 1e-9 * normal(1600, 300)
+    planned, ended = [], []
+    choose, end = certified.choose, quantised.ended_early
+    monkeypatch.setattr(certified, "choose", lambda *given: planned.append(choose(*given)))
+    monkeypatch.setattr(
+        quantised, "ended_early", lambda found: ended.append(end(found)) or ended[-1]
+    )
+    got = nearest(rows, 2)
+    assert ended == [True]
+    assert len(planned) == 1
+    monkeypatch.setattr(quantised, "is_fast", lambda: False)
+    want = nearest(rows, 2)
+    assert torch.equal(got.distances, want.distances)
+    assert torch.equal(got.indices, want.indices)
+
+
+@settings(deadline=None, derandomize=True, max_examples=20)
+@given(st.integers(0, 10**6), st.floats(0, 2), st.floats(0, 6))
+def test_little_is_cut_off_however_long_a_few_rows_are(seed, power, massive):
+    values = decaying(600, 40, power=power, seed=seed) - 3
+    values[:5] *= 10**massive
+    values /= values.abs().max()
+    largest = quantised._cut_off(values)
+    others = values[5:].double()
+    lost = (others.abs() - largest).clamp(min=0).square().sum() / others.square().sum()
+    assert lost < 0.02
+    # And no integers are wasted on the massive rows.
+    assert largest <= others.abs().max()
 
 
 def test_without_faiss_the_rows_are_searched_in_torch(monkeypatch, asked):
