@@ -12,7 +12,7 @@ LARGEST = 127  # of integers on both sides of 0
 # Seconds of a product in float32 over that of integers from which on the integers are used.
 _FASTER = 2.0
 # Rows of the two factors that are tried, and columns.
-_TRIED = 128, 1024, 256
+_ROWS, _OTHERS, _TRIED = 128, 1024, 256
 
 
 def multiply(one: Tensor, other: Tensor, out: Tensor) -> None:
@@ -29,17 +29,21 @@ def multiply(one: Tensor, other: Tensor, out: Tensor) -> None:
 @functools.cache
 def is_fast() -> bool:
     """Try once whether 8-bit integers are multiplied exactly, and much faster than float32."""
-    if not is_exact():
+    if not is_exact(_TRIED):
         return False
-    one, other = _factors()
+    one, other = _factors(_TRIED)
     numbers = one.float(), other.float()
     out = torch.empty(len(one), other.shape[1], dtype=torch.int32, device="cpu")
     return _FASTER * _quickest(multiply, one, other, out) < _quickest(torch.mm, *numbers)
 
 
-def is_exact() -> bool:
-    """Try whether this build of torch multiplies 8-bit integers here, and exactly."""
-    one, other = _factors()
+def is_exact(width: int) -> bool:
+    """Try whether this build of torch multiplies 8-bit integers here, and exactly.
+
+    Args:
+        width: Number of products in each sum, 1,000 at most.
+    """
+    one, other = _factors(width)
     product = torch.empty(len(one), other.shape[1], dtype=torch.int32, device="cpu")
     try:
         multiply(one, other, product)
@@ -49,14 +53,13 @@ def is_exact() -> bool:
     return torch.equal(product, torch.mm(one.float(), other.float()).int())
 
 
-def _factors() -> tuple[Tensor, Tensor]:
+def _factors(width: int) -> tuple[Tensor, Tensor]:
     """Draw factors of the largest integers, whose pairs some processors cannot add in 16 bits."""
-    rows, columns, width = _TRIED
     generator = torch.Generator("cpu").manual_seed(0)
-    shape = (rows + columns, width)
+    shape = (_ROWS + _OTHERS, width)
     sign = torch.randint(2, shape, generator=generator, dtype=torch.int8, device="cpu")
     integers = LARGEST * (2 * sign - 1)
-    return integers[:rows], integers[rows:].T
+    return integers[:_ROWS], integers[_ROWS:].T
 
 
 def _quickest(product: Any, *factors: Tensor) -> float:

@@ -16,7 +16,7 @@ from geomon.kernels.neighbours import nearest, scale_rows
 from geomon.kernels.quantised import search
 
 faiss = pytest.importorskip("faiss")
-if not is_exact():
+if not is_exact(256):
     pytest.skip("8-bit integers are not multiplied exactly here", allow_module_level=True)
 
 
