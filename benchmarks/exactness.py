@@ -1,11 +1,12 @@
 """Neighbours of hard inputs held to differences of all pairs in float64: none may be wrong.
 
-Each input is searched twice: as geomon chooses, and by lower bounds in a few random coordinates,
-which these small inputs would never get by themselves.
+Each input is searched three times: as geomon chooses, by lower bounds in a few random coordinates,
+and by 8-bit integers, which most of these small inputs would not get by themselves.
 """
 
 import time
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Annotated, Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from geomon.kernels import certified
+from geomon.kernels import certified, quantised
 from geomon.kernels._candidates import distances_to
 from geomon.kernels.neighbours import Neighbours, nearest
 
@@ -32,6 +33,7 @@ class Tally:
     inputs: int = 0
     rows: int = 0
     certified: int = 0
+    by_integers: int = 0
     wrong: int = 0
     others: int = 0
     largest: float = 0.0
@@ -55,21 +57,25 @@ def main(
         named = _named(rows, k)
         few, count = _by_lower_bounds(rows, k)
         tally.certified += count
-        for got in (nearest(rows, k), few):
+        integers, count = _by_integers(rows, k)
+        tally.by_integers += count
+        for got in (nearest(rows, k), few, integers):
             error = largest_error(rows, got)
             tally.wrong += int((error > TOLERANCE).sum())
             tally.largest = max(tally.largest, float(error.max()))
             tally.others += int((got.indices != named).any(dim=1).sum())
     table = Table(title=f"Neighbours of {inputs:,} inputs from seed {seed}")
     columns = (
-        "inputs", "n", "rows", "certified", "wrong rows", "other indices", "largest relative error"
+        "inputs", "n", "rows", "certified", "by integers", "wrong rows", "other indices",
+        "largest relative error",
     )  # fmt: skip
     for column in columns:
         table.add_column(column, justify="left" if column == "inputs" else "right")
     for kind, tally in tallies.items():
         table.add_row(
             kind, f"{tally.inputs:,}", f"{tally.rows:,}", f"{tally.certified / tally.rows:.0%}",
-            f"{tally.wrong:,}", f"{tally.others:,}", f"{tally.largest:.1e}",
+            f"{tally.by_integers / tally.rows:.0%}", f"{tally.wrong:,}", f"{tally.others:,}",
+            f"{tally.largest:.1e}",
         )  # fmt: skip
     console.print(table)
     console.print(f"{time.perf_counter() - began:.0f} s")
@@ -106,19 +112,39 @@ def _by_lower_bounds(rows: Tensor, k: int) -> tuple[Neighbours, int]:
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(width, (width + 1) // 2, generator=generator, dtype=torch.float64)
     plan = certified.Plan(torch.linalg.qr(start).Q, 3 * k + 20, 0.0)
-    counts: list[int] = []
+    choose, pays = certified.choose, quantised.pays
+    certified.choose, quantised.pays = lambda *_: plan, lambda *_: False
+    try:
+        return _counted(certified, rows, k)
+    finally:
+        certified.choose, quantised.pays = choose, pays
 
-    def search(*given: Any) -> certified.Certified:
-        found = by_bounds(*given)
+
+def _by_integers(rows: Tensor, k: int) -> tuple[Neighbours, int]:
+    """Search by 8-bit integers wherever there are enough rows, and count the rows certified."""
+    pays = quantised.pays
+    quantised.pays = lambda points, width, wanted, k: quantised.fits(points, width, k)
+    try:
+        return _counted(quantised, rows, k)
+    finally:
+        quantised.pays = pays
+
+
+def _counted(module: ModuleType, rows: Tensor, k: int) -> tuple[Neighbours, int]:
+    """Count the rows that the search of a module certifies."""
+    counts: list[int] = []
+    search = module.search
+
+    def counting(*given: Any) -> certified.Certified:
+        found: certified.Certified = search(*given)
         counts.append(int(found.certain.sum()))
         return found
 
-    choose, by_bounds = certified.choose, certified.search
-    certified.choose, certified.search = lambda *_: plan, search
+    module.search = counting
     try:
         return nearest(rows, k), sum(counts)
     finally:
-        certified.choose, certified.search = choose, by_bounds
+        module.search = search
 
 
 def _size(random: np.random.Generator) -> tuple[int, int]:

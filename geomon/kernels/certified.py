@@ -103,13 +103,13 @@ def choose(values: Tensor, wanted: int, k: int) -> Plan | None:
     drawn = values[
         torch.randperm(points, generator=generator, dtype=torch.int64, device="cpu")[:pool]
     ]
-    directions = _leading(drawn[:_DIRECTING], counts[-1], generator)
+    directions = leading(drawn[:_DIRECTING], counts[-1], generator)
     # Among more rows there are more candidates below the same bound, and nearer neighbours: between
     # one and four times as many in 4,096 rows as in 1,024 of them, and about twice on most layers.
     growth = (points / pool) ** 0.5
     cheapest = _WORTH * wanted * full
     plan = None
-    for p, within in zip(counts, _needed(drawn, directions, counts, k), strict=True):
+    for p, within in zip(counts, needed(drawn, directions, counts, k), strict=True):
         need = growth * within
         for tried in range(1, len(rungs) + 1):
             short = _pairs_cost(points, wanted, p + 1)
@@ -201,6 +201,15 @@ def coordinates(values: Tensor, directions: Tensor) -> Tensor:
     return short
 
 
+def root_of_rounding(width: int) -> float:
+    """Bound how far float64 moves the last coordinate, in units of the norm.
+
+    Args:
+        width: Number of coordinates of the points.
+    """
+    return 8 * math.sqrt(width * torch.finfo(torch.float64).eps)
+
+
 class _Limit(NamedTuple):
     """Squared lower bound in float32 above which no point can be as near as a distance.
 
@@ -231,7 +240,7 @@ class _Limit(NamedTuple):
         """
         eps = torch.finfo(torch.float32).eps
         reach = 2 * self.norm[places] + distance
-        moved = (eps + 8 * math.sqrt(self.width * torch.finfo(torch.float64).eps)) * reach
+        moved = (eps + root_of_rounding(self.width)) * reach
         return (distance + moved).square() + (self.size + 8) * eps * reach.square() + UNDERFLOW
 
 
@@ -243,10 +252,18 @@ def _rungs(k: int) -> list[int]:
     return rungs
 
 
-def _leading(drawn: Tensor, count: int, generator: torch.Generator) -> Tensor:
+def leading(drawn: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """Find directions that carry most of the variance of some rows, the leading one first.
 
     One step of a randomised range finder: any orthonormal directions give lower bounds.
+
+    Args:
+        drawn: Some of the points, [drawn, width], float32.
+        count: Number of directions.
+        generator: Random state.
+
+    Returns:
+        Orthonormal columns, [width, count], float64.
     """
     norm = torch.linalg.vector_norm(drawn, dim=1, keepdim=True)
     # A few massive rows would leave nothing of the others in float32.
@@ -261,7 +278,7 @@ def _leading(drawn: Tensor, count: int, generator: torch.Generator) -> Tensor:
     return basis @ order[:, :count]
 
 
-def _needed(drawn: Tensor, directions: Tensor, counts: list[int], k: int) -> list[Tensor]:
+def needed(drawn: Tensor, directions: Tensor, counts: list[int], k: int) -> list[Tensor]:
     """Count the rows whose lower bound is within the k-th distance, by numbers of directions.
 
     Args:

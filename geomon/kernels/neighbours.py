@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from geomon.kernels import certified
+from geomon.kernels import certified, quantised
 from geomon.kernels._blocks import row_blocks, rows_in_block
 from geomon.kernels._candidates import distances_to, nearest_first, norms
 from geomon.kernels.products import as_factor
@@ -148,21 +148,35 @@ def nearest(
     own = points.places(of)
     ready = scale_rows(rows, points.among) if scaled is None else scaled
     frame, values = ready.frame, ready.of(points.among)
-    plan = None
-    if faiss is not None and rows.device.type == "cpu":
-        plan = certified.choose(values, len(own), k)
-    if plan is None:
+    found = _by_bounds(points, frame, values, own, k)
+    if found is None:
         return _searched(points, frame, values, own, k)
-    found = certified.search(
-        values, own, k, plan, functools.partial(_apart, points, frame.unit), float(frame.scale),
-        faiss.knn,
-    )  # fmt: skip
     near = Neighbours(found.distances, points.index(found.places))
     left = (~found.certain).nonzero().squeeze(1)
     if len(left) > 0:
         for before, after in zip(near, _searched(points, frame, values, own[left], k), strict=True):
             before[left] = after
     return near
+
+
+def _by_bounds(
+    points: "_Points", frame: "_Frame", values: Tensor, own: Tensor, k: int
+) -> certified.Certified | None:
+    """Search by lower bounds of the distances, where that is likely to cost less; None elsewhere.
+
+    What it finds is exact, and says for which of the wanted points.
+    """
+    if faiss is None or values.device.type != "cpu":
+        return None
+    exact = functools.partial(_apart, points, frame.unit)
+    if quantised.pays(len(values), values.shape[1], len(own), k):
+        found = quantised.search(values, own, k, exact, float(frame.scale), faiss)
+        if not quantised.ended_early(found):
+            return found
+    plan = certified.choose(values, len(own), k)
+    if plan is None:
+        return None
+    return certified.search(values, own, k, plan, exact, float(frame.scale), faiss.knn)
 
 
 def _searched(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import geomon.kernels.neighbours
 from benchmarks.exactness import KINDS
-from geomon.kernels import certified
+from geomon.kernels import certified, quantised
 from geomon.kernels._candidates import distances_to, nearest_first
 from geomon.kernels.certified import Certified, Plan, choose, coordinates, search
 from geomon.kernels.neighbours import nearest, scale_rows
@@ -45,6 +45,12 @@ def searched(rows, k, plan):
         lambda own, candidates: distances_to(rows, own, candidates, ready.frame.unit),
         float(ready.frame.scale), faiss.knn,
     )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _without_integers(monkeypatch):
+    """Leaves the rows to the search under test."""
+    monkeypatch.setattr(quantised, "pays", lambda *_: False)
 
 
 @pytest.fixture

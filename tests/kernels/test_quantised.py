@@ -1,0 +1,332 @@
+import functools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import geomon.kernels.neighbours
+from benchmarks.exactness import KINDS
+from geomon.kernels import certified, quantised
+from geomon.kernels._candidates import distances_to
+from geomon.kernels._eight_bits import is_exact
+from geomon.kernels.neighbours import nearest, scale_rows
+from geomon.kernels.quantised import search
+
+faiss = pytest.importorskip("faiss")
+if not is_exact(256):
+    pytest.skip("8-bit integers are not multiplied exactly here", allow_module_level=True)
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def decaying(tokens, width, *, power=0.5, seed=0):
+    return (normal(tokens, width, seed=seed) * torch.arange(1, width + 1) ** -power + 3).float()
+
+
+def in_order(rows, k):
+    """The k nearest by differences in float64, rows at one distance in order of their index."""
+    everyone = torch.arange(len(rows))
+    apart = distances_to(rows, everyone, everyone.expand(len(rows), -1), 1.0)
+    near = apart.sort(dim=1, stable=True)
+    return near.values[:, :k], near.indices[:, :k]
+
+
+def searched(rows, k, own=None):
+    ready = scale_rows(rows)
+    own = torch.arange(len(rows)) if own is None else own
+    return search(
+        ready.values, own, k,
+        lambda own, candidates: distances_to(rows, own, candidates, ready.frame.unit),
+        float(ready.frame.scale), faiss,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """Lets every search that has rows enough go by integers."""
+    monkeypatch.setattr(
+        quantised, "pays", lambda points, width, wanted, k: quantised.fits(points, width, k)
+    )
+
+
+@pytest.fixture(params=[False, True], ids=["all coordinates", "few"])
+def coordinates(request, monkeypatch):
+    """Searches in all coordinates, and in a few directions of no use for the rows."""
+
+    def directions(values, wanted, k):
+        del wanted, k
+        width = values.shape[1]
+        return torch.linalg.qr(normal(width, max(1, width // 3))).Q
+
+    if request.param:
+        monkeypatch.setattr(quantised, "_directions", directions)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What searches by integers have found."""
+    found = []
+    monkeypatch.setattr(
+        quantised, "search", lambda *given: found.append(search(*given)) or found[-1]
+    )
+    return found
+
+
+@pytest.mark.usefixtures("always", "coordinates")
+@pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None, derandomize=True, max_examples=4)
+@given(seed=st.integers(0, 10**6), k=st.sampled_from([1, 2, 16, 30]))
+def test_hard_inputs_have_the_neighbours_of_all_pairs(kind, seed, k):
+    rows = KINDS[kind](np.random.default_rng(seed))[:500]
+    got = nearest(rows, k)
+    distances, indices = in_order(rows, min(k, len(rows) - 1))
+    assert torch.equal(got.distances, distances)
+    assert torch.equal(got.indices, indices)
+
+
+@pytest.mark.usefixtures("coordinates")
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_certified_is_right(kind):
+    some = False
+    for seed in range(4):
+        rows = KINDS[kind](np.random.default_rng(seed))[:800]
+        if not quantised.fits(*rows.shape, 2):
+            continue
+        found = searched(rows, 2)
+        distances, indices = in_order(rows, 2)
+        assert torch.equal(found.distances[found.certain], distances[found.certain])
+        assert torch.equal(found.places[found.certain], indices[found.certain])
+        some |= bool(found.certain.any())
+    assert some
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e4])
+def test_rows_of_every_dtype_and_size(asked, dtype, size):
+    rows = (size * normal(600, 40) * torch.arange(1, 41) ** -0.5).to(dtype)
+    got = nearest(rows, 8)
+    distances, indices = in_order(rows, 8)
+    assert torch.equal(got.distances, distances)
+    assert torch.equal(got.indices, indices)
+    assert asked[0].certain.double().mean() > 0.95
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("massive", [1e3, 1e25, 1e30])
+def test_massive_rows_leave_the_others_certified(asked, massive):
+    rows = normal(700, 48)
+    rows[:5] = massive * normal(5, 48, seed=1)
+    got = nearest(rows, 4)
+    distances, indices = in_order(rows, 4)
+    assert torch.equal(got.distances, distances)
+    assert torch.equal(got.indices, indices)
+    # Beyond, all other rows together are less than the rounding of float32 allows to tell apart.
+    assert (asked[0].certain[5:].double().mean() > 0.95) == (massive == 1e3)
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("size", [1e-30, 1e-300, 1e300])
+def test_rows_of_extreme_size(size):
+    rows = size * normal(300, 30)
+    got = nearest(rows, 3)
+    want = in_order(rows / size, 3)
+    torch.testing.assert_close(got.distances / size, want[0], rtol=1e-12, atol=0)
+    assert torch.equal(got.indices, want[1])
+
+
+@settings(deadline=None, derandomize=True, max_examples=25)
+@given(st.integers(20, 60), st.integers(2, 20), st.integers(0, 10**6), st.floats(-12, 12))
+def test_integers_never_lengthen_a_distance_by_more_than_their_rounding(tokens, width, seed, power):
+    rows = normal(tokens, width, seed=seed) * 10.0 ** (power * normal(tokens, 1, seed=seed + 1))
+    values = (rows / rows.abs().max()).float()
+    integers = quantised._integers(values, quantised._Bounds(values, 0.0, None), 1)
+    if integers is None:
+        return
+    pairs = functools.partial(torch.cdist, compute_mode="donot_use_mm_for_euclid_dist")
+    apart = integers.per_unit * pairs(values.double(), values.double())
+    moved = torch.from_numpy(integers.moved)
+    whole = integers.rows[integers.at].double()
+    assert (pairs(whole, whole) <= apart * (1 + 1e-12) + moved[:, None] + moved).all()
+    # What the rounding to the nearest integer can do to a row, and no more.
+    assert (moved <= 0.5001 * math.sqrt(width)).all()
+
+
+def test_integers_stand_for_their_rows():
+    rows = decaying(333, 30)
+    values = scale_rows(rows).values
+    integers = quantised._integers(values, quantised._Bounds(values, 0.0, None), 3)
+    assert torch.equal(torch.from_numpy(integers.place)[integers.at], torch.arange(333))
+    assert len(integers.rows) % integers.size == 0
+    want = (values * integers.per_unit).clamp(-127, 127).round()
+    assert torch.equal(integers.rows[integers.at].float(), want)
+    assert torch.equal(integers.square[integers.at].long(), want.long().square().sum(dim=1))
+    # Wide rows too, whose squares float32 cannot add up exactly.
+    values = scale_rows(normal(64, 3000)).values
+    wide = quantised._integers(values, quantised._Bounds(values, 0.0, None), 1)
+    assert torch.equal(wide.square[:64].long(), wide.rows[:64].long().square().sum(dim=1))
+
+
+def test_a_nearer_row_within_the_rounding_is_not_passed_over():
+    # In float32 nobody can see which of the first 60 rows is nearer to another of them.
+    rows = 1e3 * normal(700, 64) * torch.arange(1, 65) ** -0.5
+    rows[:60] = rows[0] + 1e-5 * normal(60, 64, seed=3)
+    found = searched(rows, 2)
+    assert not found.certain[:60].any()
+    assert found.certain[60:].double().mean() > 0.9
+
+
+def test_more_rows_within_the_rounding_than_are_compared_are_left_out():
+    rows = normal(800, 32)
+    rows[:300] = rows[0] + 1e-3 * normal(300, 32, seed=3)
+    found = searched(rows, 2)
+    distances, indices = in_order(rows, 2)
+    assert torch.equal(found.distances[found.certain], distances[found.certain])
+    assert torch.equal(found.places[found.certain], indices[found.certain])
+    assert not found.certain[:300].any()
+    assert found.certain[300:].double().mean() > 0.9
+
+
+@pytest.mark.usefixtures("always", "coordinates")
+def test_points_of_a_lattice_have_neighbours_in_order_of_the_index():
+    side = torch.arange(6.0)
+    rows = torch.cartesian_prod(side, side, side)[torch.randperm(216)]
+    got = nearest(rows, 10)
+    distances, indices = in_order(rows, 10)
+    assert torch.equal(got.distances, distances)
+    assert torch.equal(got.indices, indices)
+
+
+@pytest.mark.usefixtures("always")
+def test_some_rows_among_some(asked):
+    rows = decaying(1500, 60)
+    among = torch.arange(0, 1500, 2)
+    of = among[::3]
+    got = nearest(rows, 2, of=of, among=among)
+    exact = rows.double()
+    pairs = torch.cdist(exact[of], exact[among], compute_mode="donot_use_mm_for_euclid_dist")
+    pairs[pairs == 0] = math.inf
+    want = pairs.topk(2, dim=1, largest=False)
+    torch.testing.assert_close(got.distances, want.values, rtol=1e-12, atol=0)
+    assert torch.equal(got.indices, among[want.indices])
+    assert [len(found.certain) for found in asked] == [250]
+
+
+@pytest.mark.parametrize("k", [2, 16])
+def test_integers_find_what_float32_finds(monkeypatch, asked, k):
+    monkeypatch.setattr(quantised, "is_fast", lambda: True)
+    rows = decaying(2100, 96)
+    got = nearest(rows, k)
+    assert [found.certain.double().mean() > 0.95 for found in asked] == [True]
+    monkeypatch.setattr(quantised, "is_fast", lambda: False)
+    monkeypatch.setattr(certified, "choose", lambda *_: None)
+    want = nearest(rows, k)
+    assert torch.equal(got.distances, want.distances)
+    assert torch.equal(got.indices, want.indices)
+
+
+@pytest.mark.parametrize("few", [False, True])
+def test_few_directions_are_used_where_they_hold_the_rows(monkeypatch, asked, few):
+    monkeypatch.setattr(quantised, "is_fast", lambda: True)
+    rows = normal(3000, 512)
+    if few:
+        rows = normal(3000, 8) @ normal(8, 512) + 0.01 * rows
+    used = []
+    bounds = quantised._bounds
+    monkeypatch.setattr(
+        quantised, "_bounds", lambda *given: used.append(bounds(*given)) or used[-1]
+    )
+    got = nearest(rows, 16)
+    assert [bound.values.shape[1] for bound in used] == [32 if few else 512]
+    assert asked[0].certain.double().mean() > 0.95
+    monkeypatch.setattr(quantised, "is_fast", lambda: False)
+    want = nearest(rows, 16)
+    assert torch.equal(got.distances, want.distances)
+    assert torch.equal(got.indices, want.indices)
+
+
+def test_few_rows_narrow_rows_and_many_neighbours_are_left_to_float32(monkeypatch):
+    monkeypatch.setattr(quantised, "is_fast", lambda: True)
+    assert quantised.pays(4096, 128, 4096, 16)
+    assert not quantised.pays(4096, 128, 256, 100)
+    assert not quantised.pays(900, 128, 900, 2)
+    assert not quantised.pays(4096, 8, 4096, 16)
+    assert not quantised.pays(2048, 128, 2048, 2047)
+    assert not quantised.pays(4096, 40_000, 4096, 16)
+
+
+def test_all_other_rows_as_neighbours():
+    rows = decaying(60, 30)
+    got = nearest(rows, 59)
+    distances, indices = in_order(rows, 59)
+    assert torch.equal(got.distances, distances)
+    assert torch.equal(got.indices, indices)
+
+
+def test_rows_that_are_nearly_all_zero_are_left_out():
+    values = torch.zeros(400, 300)
+    values[torch.arange(400), torch.arange(400) % 300] = 1.0
+    assert not searched(values, 2).certain.any()
+
+
+@pytest.mark.parametrize(("least", "rows_searched"), [(1.1, 500), (0.0, 1200)])
+def test_first_rows_that_are_hardly_certified_end_the_search(monkeypatch, least, rows_searched):
+    monkeypatch.setattr(quantised, "_LOOKED", 500)
+    monkeypatch.setattr(quantised, "_LEAST", least)
+    rows = decaying(1200, 50)
+    assert int(searched(rows, 2).certain.sum()) == pytest.approx(rows_searched, rel=0.05)
+
+
+def test_no_global_random_state_is_touched():
+    before = torch.random.get_rng_state()
+    searched(decaying(600, 30), 2)
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_nothing_is_certain_of_no_rows():
+    found = searched(decaying(300, 32), 2, torch.empty(0, dtype=torch.int64))
+    assert found.certain.shape == (0,)
+
+
+def test_what_integers_cannot_tell_apart_is_searched_as_without_them(monkeypatch):
+    monkeypatch.setattr(quantised, "is_fast", lambda: True)
+    rows = normal(20, 300).repeat_interleave(80, dim=0) + 1e-9 * normal(1600, 300)
+    planned, ended = [], []
+    choose, end = certified.choose, quantised.ended_early
+    monkeypatch.setattr(certified, "choose", lambda *given: planned.append(choose(*given)))
+    monkeypatch.setattr(
+        quantised, "ended_early", lambda found: ended.append(end(found)) or ended[-1]
+    )
+    got = nearest(rows, 2)
+    assert ended == [True]
+    assert len(planned) == 1
+    monkeypatch.setattr(quantised, "is_fast", lambda: False)
+    want = nearest(rows, 2)
+    assert torch.equal(got.distances, want.distances)
+    assert torch.equal(got.indices, want.indices)
+
+
+@settings(deadline=None, derandomize=True, max_examples=20)
+@given(st.integers(0, 10**6), st.floats(0, 2), st.floats(0, 6))
+def test_little_is_cut_off_however_long_a_few_rows_are(seed, power, massive):
+    values = decaying(600, 40, power=power, seed=seed) - 3
+    values[:5] *= 10**massive
+    values /= values.abs().max()
+    largest = quantised._cut_off(values)
+    others = values[5:].double()
+    lost = (others.abs() - largest).clamp(min=0).square().sum() / others.square().sum()
+    assert lost < 0.02
+    # And no integers are wasted on the massive rows.
+    assert largest <= others.abs().max()
+
+
+def test_without_faiss_the_rows_are_searched_in_torch(monkeypatch, asked):
+    monkeypatch.setattr(geomon.kernels.neighbours, "faiss", None)
+    monkeypatch.setattr(quantised, "is_fast", lambda: True)
+    nearest(decaying(1100, 30), 2)
+    assert asked == []
