@@ -178,16 +178,15 @@ def group_sums(rows: Tensor, halves: HalfSamples) -> GroupSums:
         group = halves.group[start : start + len(flat)]
         start += len(flat)
         block = flat.view(-1, *rows.shape[1:])
-        member = _members(group, groups).to(block)
-        counts += member.sum(dim=1)
-        total += product(member, block.flatten(1)).view_as(total)
+        _add_by_group(counts, group, torch.ones_like(group, dtype=torch.float64))
+        _add_by_group(total, group, block)
         norm = torch.linalg.vector_norm(block, dim=2)
-        squares += member @ norm.square()
+        _add_by_group(squares, group, norm.square())
         scaled = with_squares(block, rows.dtype)
         norm = norm if scaled is block else torch.linalg.vector_norm(scaled, dim=2)
-        directed += member @ (norm > 0).double()
+        _add_by_group(directed, group, (norm > 0).double())
         scaled.mul_(torch.where(norm > 0, 1 / norm, 0)[:, :, None])
-        directions += product(member, scaled.flatten(1)).view_as(total)
+        _add_by_group(directions, group, scaled)
     return GroupSums(counts, total, squares, directions, directed)
 
 
@@ -450,8 +449,9 @@ def anisotropy_differences(
         for _ in range(_STEPS):
             basis = torch.linalg.qr(centred.T @ (centred @ basis)).Q
         inside = (centred @ basis).double()
-    member = _members(halves.group, halves.first.shape[1]).double()
-    groups, drift = _products_in_groups(inside[:, None], member), member @ inside
+    groups = _products_in_groups(inside[:, None], halves)
+    drift = inside.new_zeros(len(groups), inside.shape[1])
+    _add_by_group(drift, halves.group, inside)
     return _leading_share_differences(groups, drift[:, None], sums, halves)
 
 
@@ -466,7 +466,6 @@ def head_scatter(rows: Tensor, halves: HalfSamples) -> HeadScatter:
         halves: The groups of the rows.
     """
     width = rows.shape[2]
-    member = _members(halves.group, halves.first.shape[1]).double()
     start = _start(width, min(_HEAD_DIRECTIONS, width), torch.float64).to(rows.device)
     parts = []
     step = max(1, rows_in_block(len(rows), rows.device) // width)
@@ -480,7 +479,7 @@ def head_scatter(rows: Tensor, halves: HalfSamples) -> HeadScatter:
         total = product_with_itself(by_head)
         basis = _leading_directions(total, start)
         inside = product(by_head, basis).transpose(0, 1)
-        groups = _products_in_groups(inside, member)
+        groups = _products_in_groups(inside, halves)
         parts.append(HeadScatter(total, basis, first + shift, groups))
     return HeadScatter(
         total=torch.cat([part.total for part in parts]),
@@ -539,16 +538,17 @@ def _leading_directions(scatter: Tensor, start: Tensor) -> Tensor:
     return torch.linalg.qr(product(unit, basis)).Q
 
 
-def _products_in_groups(inside: Tensor, member: Tensor) -> Tensor:
+def _products_in_groups(inside: Tensor, halves: HalfSamples) -> Tensor:
     """Sum the products of numbers over the rows of each group: [groups, heads, n, n].
 
     Args:
         inside: Centred rows along a few directions, [tokens, heads, n], float64.
-        member: 1 for the rows of each group, else 0, [groups, tokens], float64.
+        halves: The groups of the rows.
     """
-    heads, count = inside.shape[1:]
-    products = (inside[..., :, None] * inside[..., None, :]).flatten(1)
-    return (member @ products).view(-1, heads, count, count)
+    products = inside[..., :, None] * inside[..., None, :]
+    total = products.new_zeros(halves.first.shape[1], *products.shape[1:])
+    _add_by_group(total, halves.group, products)
+    return total
 
 
 def _leading_share_differences(
@@ -636,6 +636,20 @@ def _means(values: Tensor, member: Tensor) -> Tensor:
     """Average the values of the rows of each member, [heads, members], from [heads, rows]."""
     sums = values.new_zeros(len(values), int(member.max()) + 1).index_add_(1, member, values)
     return sums / torch.bincount(member)
+
+
+def _add_by_group(total: Tensor, group: Tensor, values: Tensor) -> None:
+    """Add values to the total of their group; on a device by a product, in a fixed order.
+
+    Args:
+        total: Sums so far, float64, [groups, ...].
+        group: Group of each row, [rows].
+        values: One or several values of each row, float64, [rows, ...].
+    """
+    if total.device.type == "cpu":
+        total.index_add_(0, group, values)
+    else:
+        total += torch.tensordot(_members(group, len(total)).to(values), values, dims=1)
 
 
 def _members(group: Tensor, groups: int) -> Tensor:
