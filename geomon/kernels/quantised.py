@@ -36,14 +36,14 @@ from geomon.kernels.certified import (
 
 # Share of the sum of squares that may be cut off: fewer integers for the few large numbers leave
 # more for all others. With 0.001 to 0.01 there are the fewest candidates on hidden states, trained
-# or not, and where a few coordinates are much larger than the others.
-_CUT_OFF = 0.003
+# or not, and where a few coordinates are much larger than the others; on noise with less.
+_CUT_OFF = 0.001
 # Numbers from which that is estimated, and rows, but those that are so much longer than most.
 _SAMPLED, _SAMPLED_ROWS, _MASSIVE = 32_768, 512, 3.0
 # Numbers in float32 beyond which products with them would end.
 _STEEPEST = 1e30
 # Share of the points for which the first limit is enough; for the others it is set again.
-_ENOUGH = 0.6
+_ENOUGH = 0.9
 # Squares of so many integers add up to less than 2^24, exactly in float32; and norms in float32 are
 # wrong where squares vanish, below this.
 _EXACT, _SHORTEST = 1024, 1e-15
