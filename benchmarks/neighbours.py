@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import faiss
 import torch
@@ -22,16 +22,15 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks import speed
-from geomon.kernels import certified
-from geomon.kernels._candidates import distances_to
-from geomon.kernels.neighbours import nearest, scale_rows, unique_rows
+from geomon.kernels import certified, quantised
+from geomon.kernels.neighbours import nearest, unique_rows
 
 # Seconds of the processor on one thread: on a machine with other work, no others can be compared.
 SETTINGS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 TOKENS = 4096
 COLUMNS = (
     "rows", "geomon, s", "DADApy, s", "scikit-d., s", "fastest peer / geomon", "product / geomon",
-    "plan", "certified", "k = 16 whole, s", "k = 16, s",
+    "search", "certified", "k = 16 in float32, s", "k = 16, s",
 )  # fmt: skip
 
 console = Console(width=140)
@@ -50,7 +49,7 @@ def main(
     files = sorted(states.glob(f"*{only}*.pt")) if states else []
     table = Table(title="TwoNN end to end: seconds of the processor, one thread")
     for name in COLUMNS:
-        table.add_column(name, justify="left" if name in ("rows", "plan") else "right")
+        table.add_column(name, justify="left" if name in ("rows", "search") else "right")
     inputs: list[tuple[str, Callable[[], Tensor]]] = [
         (file.stem.replace("_", " "), functools.partial(torch.load, file)) for file in files
     ]
@@ -98,28 +97,38 @@ def _line(rows: Tensor, runs: int) -> list[str]:
 
 
 def _whole(rows: Tensor) -> None:
-    """Search in all coordinates, whatever a trial says."""
-    choose = certified.choose
-    certified.choose = lambda *_: None
+    """Search in float32 in all coordinates, whatever a trial says."""
+    choose, pays = certified.choose, quantised.pays
+    certified.choose, quantised.pays = lambda *_: None, lambda *_: False
     try:
         nearest(rows, 16)
     finally:
-        certified.choose = choose
+        certified.choose, quantised.pays = choose, pays
 
 
 def _certified(rows: Tensor) -> tuple[str, str]:
-    """Return the plan for k = 2, and the share of the rows that it certifies."""
-    ready = scale_rows(rows)
-    plan = certified.choose(ready.values, len(rows), 2)
-    if plan is None:
+    """Return how the 2 nearest are searched by lower bounds, and the share that is certified."""
+    seen: list[tuple[str, certified.Certified]] = []
+    by_float, by_integers = certified.search, quantised.search
+
+    def in_float(values: Tensor, own: Tensor, k: int, plan: certified.Plan, *given: Any) -> Any:
+        found = by_float(values, own, k, plan, *given)
+        seen.append((f"{plan.directions.shape[1] + 1} coordinates, {plan.candidates}", found))
+        return found
+
+    def in_integers(*given: Any) -> Any:
+        found = by_integers(*given)
+        seen.append(("8-bit integers", found))
+        return found
+
+    certified.search, quantised.search = in_float, in_integers
+    try:
+        nearest(rows, 2)
+    finally:
+        certified.search, quantised.search = by_float, by_integers
+    if not seen:
         return "all coordinates", "-"
-    found = certified.search(
-        ready.values, torch.arange(len(rows)), 2, plan,
-        lambda own, near: distances_to(rows, own, near, ready.frame.unit),
-        float(ready.frame.scale), faiss.knn,
-    )  # fmt: skip
-    share = float(found.certain.double().mean())
-    return f"{plan.directions.shape[1] + 1} coordinates, {plan.candidates}", f"{share:.1%}"
+    return seen[-1][0], f"{float(seen[-1][1].certain.double().mean()):.1%}"
 
 
 if __name__ == "__main__":

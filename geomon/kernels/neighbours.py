@@ -7,8 +7,11 @@ again in float64 from differences of the rows as given, and sort those. Where a 
 be missing from the candidates because of rounding, the row is searched again: by the expansion in
 float64, every row that its rounding cannot exclude is compared by differences. So no row stays
 uncertain, however close near-duplicates are.
-The memory beyond the rows themselves is one float32 copy of them, the result, and blocks of a few
-MB.
+Where it costs less, candidates come by lower bounds of the distances instead, from 8-bit integers
+(`quantised`) or from a few coordinates (`certified`); what these leave uncertain is searched as
+above. The distances and their order are the same.
+The memory beyond the rows themselves is one float32 copy of them and one of 8 bits, the result, and
+blocks of up to 16 MB.
 """
 
 import functools

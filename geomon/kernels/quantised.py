@@ -36,22 +36,24 @@ from geomon.kernels.certified import (
 
 # Share of the sum of squares that may be cut off: fewer integers for the few large numbers leave
 # more for all others. With 0.001 to 0.01 there are the fewest candidates on hidden states, trained
-# or not, and where a few coordinates are much larger than the others.
-_CUT_OFF = 0.003
+# or not, and where a few coordinates are much larger than the others; on noise with less.
+_CUT_OFF = 0.001
 # Numbers from which that is estimated, and rows, but those that are so much longer than most.
 _SAMPLED, _SAMPLED_ROWS, _MASSIVE = 32_768, 512, 3.0
 # Numbers in float32 beyond which products with them would end.
 _STEEPEST = 1e30
 # Share of the points for which the first limit is enough; for the others it is set again.
-_ENOUGH = 0.6
+_ENOUGH = 0.9
 # Squares of so many integers add up to less than 2^24, exactly in float32; and norms in float32 are
 # wrong where squares vanish, below this.
 _EXACT, _SHORTEST = 1024, 1e-15
 # Rows in a group, the most that leave four groups for each neighbour. Fewer cost more.
 _SIZES = (32, 16, 8, 4)
 _GROUPS = 4  # for each neighbour
-# Wanted rows in one product, and those after which the share that is certified is looked at.
-_QUERIES, _LOOKED = 256, 1024
+# Wanted rows in one product, after which the share that is certified is looked at; fewer where that
+# would be more squares, but not less. With several threads fewer at a time take longer: those of
+# FAISS and of torch wait for each other.
+_QUERIES, _SQUARES, _FEWEST = 1024, 4 * BLOCK, 32
 # Candidates of a row beyond which it is not certified, in units of k and at least.
 _MOST, _AT_LEAST = 16, 128
 # Share of certified rows below which the other search alone costs less.
@@ -177,19 +179,25 @@ def search(
     order = torch.randperm(len(own), generator=generator, dtype=torch.int64, device="cpu")
     if bounds.leading is not None:
         # The others with their neighbours, whose candidates then are in the cache.
-        later = order[_LOOKED:]
-        order[_LOOKED:] = later[bounds.leading[own[later]].argsort()]
-    for some in order.split(_LOOKED):
+        later = order[_QUERIES:]
+        order[_QUERIES:] = later[bounds.leading[own[later]].argsort()]
+    places = len(integers.rows)
+    step = max(_FEWEST, min(_QUERIES, _SQUARES // places))
+    squares = torch.empty(step, places, dtype=torch.int32, device="cpu")
+    rank = k + k // 2 + 1
+    done = 0
+    for some in order.split(step):
         mine = own[some]
-        near = _near(values, integers, mine, k, faiss)
+        near, rank = _near(values, integers, mine, k, rank, squares, faiss)
         candidates = torch.from_numpy(near.places[:, : k + 1])
         candidates = torch.where(candidates < 0, mine[:, None], candidates)
-        distances, places = nearest_first(exact(mine, candidates), candidates)
-        found.distances[some], found.places[some] = distances[:, :k], places[:, :k]
+        distances, nearest = nearest_first(exact(mine, candidates), candidates)
+        found.distances[some], found.places[some] = distances[:, :k], nearest[:, :k]
         kth = distances[:, k - 1] / scale
         alone = _no_other(integers, mine.numpy(), near, kth, values.shape[1])
         found.certain[some] = torch.from_numpy(near.complete) & alone
-        if float(found.certain[some].double().mean()) < _LEAST:
+        done += len(some)
+        if done >= _QUERIES and float(found.certain[order[:done]].double().mean()) < _LEAST:
             break
     return found
 
@@ -312,37 +320,46 @@ def _cut_off(values: Tensor) -> float:
     return float(descending[found[-1]])
 
 
-def _near(values: Tensor, integers: _Integers, mine: Tensor, k: int, faiss: Any) -> _Near:
-    """Find the candidates of wanted points, and the nearest of them."""
-    found = []
-    places = len(integers.rows)
-    step = max(_QUERIES // 8, min(_QUERIES, BLOCK // places))
-    squares = torch.empty(step, places, dtype=torch.int32, device="cpu")
-    columns = integers.rows.T
-    rank = k + k // 2 + 1
-    for part in mine.split(step):
-        block = squares[: len(part)]
-        multiply(integers.rows[integers.at[part]], columns, out=block)
-        torch.sub(integers.square, block, alpha=2, out=block)
-        own = integers.square[integers.at[part]].double().numpy()
-        smallest = block.view(len(part), -1, integers.size).amin(dim=2).numpy()
-        # Within this, so many groups have a point: k others at least, and few beyond them.
-        limit = np.partition(smallest, rank, axis=1)[:, rank].clip(max=_NONE - 1)
-        near = _within(values, integers, part.numpy(), block.numpy(), smallest, limit, k, faiss)
-        bound = _limit(integers, part.numpy(), near.squared[:, k - 1], own, values.shape[1])
-        again = np.flatnonzero((bound > limit) & near.complete)
-        if len(again) > 0:
-            later = _within(
-                values, integers, part.numpy()[again], block.numpy()[again], smallest[again],
-                bound[again], k, faiss, beyond=limit[again], known=near.of(again),
-            )  # fmt: skip
-            for whole, some in zip(near, later, strict=True):
-                whole[again] = some
-        found.append(near)
-        ranks = np.sort(np.count_nonzero(smallest <= bound[:, None], axis=1))
-        enough = int(ranks[int(_ENOUGH * len(ranks))])
-        rank = max(min(enough, smallest.shape[1] // 2), min(k + 2, smallest.shape[1] - 1))
-    return _Near(*(np.concatenate(parts) for parts in zip(*found, strict=True)))
+def _near(
+    values: Tensor, integers: _Integers, part: Tensor, k: int, rank: int, squares: Tensor,
+    faiss: Any,
+) -> tuple[_Near, int]:  # fmt: skip
+    """Find the candidates of wanted points, and the nearest of them.
+
+    Args:
+        values: Points, [points, width], float32.
+        integers: Points as integers.
+        part: Places of the wanted points, [wanted].
+        k: Number of neighbours.
+        rank: How many groups are within the first limit.
+        squares: Where squares go, [wanted or more, places], int32.
+        faiss: The library.
+
+    Returns:
+        The candidates, and how many groups would have been enough for most of the points.
+    """
+    block = squares[: len(part)]
+    at = integers.at[part]
+    multiply(integers.rows[at], integers.rows.T, out=block)
+    torch.sub(integers.square, block, alpha=2, out=block)
+    own = integers.square[at].double().numpy()
+    smallest = block.view(len(part), -1, integers.size).amin(dim=2).numpy()
+    # Within this, so many groups have a point: k others at least, and few beyond them.
+    limit = np.partition(smallest, rank, axis=1)[:, rank].clip(max=_NONE - 1)
+    near = _within(values, integers, part.numpy(), block.numpy(), smallest, limit, k, faiss)
+    bound = _limit(integers, part.numpy(), near.squared[:, k - 1], own, values.shape[1])
+    again = np.flatnonzero((bound > limit) & near.complete)
+    if len(again) > 0:
+        later = _within(
+            values, integers, part.numpy()[again], block.numpy()[again], smallest[again],
+            bound[again], k, faiss, beyond=limit[again], known=near.of(again),
+        )  # fmt: skip
+        for whole, some in zip(near, later, strict=True):
+            whole[again] = some
+    groups = smallest.shape[1]
+    ranks = np.sort(np.count_nonzero(smallest <= bound[:, None], axis=1))
+    enough = int(ranks[int(_ENOUGH * len(ranks))])
+    return near, max(min(enough, groups // 2), min(k + 2, groups - 1))
 
 
 def _limit(

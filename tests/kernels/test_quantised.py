@@ -276,7 +276,7 @@ def test_rows_that_are_nearly_all_zero_are_left_out():
 
 @pytest.mark.parametrize(("least", "rows_searched"), [(1.1, 500), (0.0, 1200)])
 def test_first_rows_that_are_hardly_certified_end_the_search(monkeypatch, least, rows_searched):
-    monkeypatch.setattr(quantised, "_LOOKED", 500)
+    monkeypatch.setattr(quantised, "_QUERIES", 500)
     monkeypatch.setattr(quantised, "_LEAST", least)
     rows = decaying(1200, 50)
     assert int(searched(rows, 2).certain.sum()) == pytest.approx(rows_searched, rel=0.05)
