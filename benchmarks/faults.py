@@ -43,14 +43,24 @@ FOLDERS: dict[str, list[str]] = {
     "geomon": ["test_one_shot.py", "test_description.py"],
     "geomon/analysis": ["analysis", "show/terminal/test_overview.py"],
     "geomon/capture": [
-        "capture/test_attention.py", "capture/test_snapshot.py", "capture/test_first_pass.py",
-        "capture/test_qkv.py", "capture/anatomy", "test_one_shot.py", "capture/test_window.py",
-        "monitor/test_monitor.py", "capture/test_sampling.py", "capture/test_compiled.py",
-        "test_architectures.py",
+        "capture/attending/test_attention.py", "capture/test_snapshot.py",
+        "capture/test_first_pass.py", "capture/attending/test_qkv.py", "capture/anatomy",
+        "test_one_shot.py", "capture/test_window.py", "monitor/test_monitor.py",
+        "capture/tokens/test_sampling.py", "capture/test_compiled.py", "test_architectures.py",
     ],
     "geomon/capture/anatomy": [
         "capture/anatomy", "test_description.py", "test_one_shot.py", "capture/test_window.py",
         "test_architectures.py",
+    ],
+    "geomon/capture/calling": [
+        "capture/calling", "capture/test_window.py", "capture/test_compiled.py",
+        "test_description.py",
+    ],
+    "geomon/capture/tokens": [
+        "capture/tokens", "capture/test_window.py", "test_one_shot.py", "test_architectures.py",
+    ],
+    "geomon/capture/attending": [
+        "capture/attending", "capture/test_window.py", "test_one_shot.py", "test_architectures.py",
     ],
     "geomon/distributed": ["distributed/test_gather.py", "distributed/test_group.py"],
     "geomon/kernels": ["metrics"],

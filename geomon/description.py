@@ -14,7 +14,7 @@ from geomon.capture.anatomy import CROSS, Anatomy, Attention, Block, Stack, find
 from geomon.capture.snapshot import CAPTURED, Layer, explain_missing
 from geomon.record.printable import printable
 
-# In words, by the routes of `geomon.capture.patches.AttentionObserver`.
+# In words, by the routes of `geomon.capture.calling.patches.AttentionObserver`.
 ROUTES = {
     "interface": "through transformers' attention interface",
     "sdpa": "through torch's scaled_dot_product_attention",

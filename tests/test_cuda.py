@@ -9,8 +9,8 @@ import torch
 from whole_layer import ROWS, whole_layer
 
 from geomon import METRICS, MORE_METRICS, Memory, Monitor, select
-from geomon.capture.attention import read_arguments
-from geomon.capture.max_logit import max_logits_of_call
+from geomon.capture.attending.attention import read_arguments
+from geomon.capture.attending.max_logit import max_logits_of_call
 from geomon.kernels.attention import attention_rows
 from geomon.kernels.half_samples import margin
 from geomon.kernels.neighbours import nearest, unique_rows

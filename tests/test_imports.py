@@ -24,7 +24,12 @@ ARROWS = {
 }
 # What folders inside a folder import of the other parts of it. The files beside them import any.
 INNER = {
-    "capture": {"anatomy": set()},
+    "capture": {
+        "anatomy": set(),
+        "calling": {"snapshot", "unchanged"},
+        "tokens": {"anatomy", "snapshot"},
+        "attending": {"anatomy", "snapshot", "tokens"},
+    },
     "show": {
         "figures": {"loading"},
         "loggers": {"figures"},

@@ -1,10 +1,10 @@
 """Capture: hooks for one forward pass, and a snapshot of sampled rows of each layer."""
 
 from geomon.capture.anatomy import find_anatomy
-from geomon.capture.calls import FirstCall
-from geomon.capture.padding import padding_arguments
-from geomon.capture.probe import extra_pass
-from geomon.capture.sampling import QUERIES, derive_seed
+from geomon.capture.calling.calls import FirstCall
+from geomon.capture.calling.probe import extra_pass
+from geomon.capture.tokens.padding import padding_arguments
+from geomon.capture.tokens.sampling import QUERIES, derive_seed
 from geomon.capture.window import Window
 
 __all__ = [

@@ -15,12 +15,21 @@ from torch import Tensor, nn
 
 from geomon.capture.anatomy import CROSS, Attention, Block, find_sizes
 from geomon.capture.anatomy.projections import Sizes
-from geomon.capture.attention import (
+from geomon.capture.attending.attention import (
     AttentionCall,
     NotUnderstoodError,
     SoftmaxCall,
     read_call,
     visible_in_scores,
+)
+from geomon.capture.attending.max_logit import over_rows
+from geomon.capture.attending.qkv import (
+    Evidence,
+    UndecidedError,
+    project_multihead,
+    split_fused,
+    split_latent,
+    split_separate,
 )
 from geomon.capture.first_pass import (
     BlockCall,
@@ -29,16 +38,6 @@ from geomon.capture.first_pass import (
     attention_key,
     spread_indices,
 )
-from geomon.capture.max_logit import over_rows
-from geomon.capture.qkv import (
-    Evidence,
-    UndecidedError,
-    project_multihead,
-    split_fused,
-    split_latent,
-    split_separate,
-)
-from geomon.capture.sampling import RowSampler, copy_rows
 from geomon.capture.snapshot import (
     CAPTURED,
     EMBEDDING,
@@ -53,6 +52,7 @@ from geomon.capture.snapshot import (
     at_places,
     group_by_layer,
 )
+from geomon.capture.tokens.sampling import RowSampler, copy_rows
 
 _HIDDEN_ONLY = frozenset({"hidden", "last"})
 _HEADS_ONLY = SOURCES - _HIDDEN_ONLY

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from geomon.capture.anatomy import Block, Stack
-from geomon.capture.attention import AttentionCall, SoftmaxCall
-from geomon.capture.by_hand import Product
-from geomon.capture.padding import (
+from geomon.capture.attending.attention import AttentionCall, SoftmaxCall
+from geomon.capture.attending.by_hand import Product
+from geomon.capture.attending.qkv import Multihead
+from geomon.capture.tokens.padding import (
     OF_MEMORY,
     GivenMask,
     Padding,
     end_runs,
     infer_padding,
 )
-from geomon.capture.qkv import Multihead
-from geomon.capture.sampling import RowSampler
+from geomon.capture.tokens.sampling import RowSampler
 
 Shape = tuple[int, ...]
 

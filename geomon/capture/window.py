@@ -2,7 +2,7 @@
 
 Nothing is placed on the model: what stays there costs every step, breaks pickling, goes along with
 copies and makes compiled models compile again. What sees a call selects rows and copies them, and
-does no arithmetic but for the largest logit, which no sample has (`geomon.capture.max_logit`).
+does no arithmetic but for the largest logit, which no sample has (`capture.attending.max_logit`).
 """
 
 import functools
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from geomon.capture.anatomy import Anatomy, Attention, Block, find_sizes
 from geomon.capture.assemble import build_snapshot, matrix_layer
-from geomon.capture.attention import (
+from geomon.capture.attending.attention import (
     Arguments,
     AttentionCall,
     NotUnderstoodError,
@@ -29,7 +29,7 @@ from geomon.capture.attention import (
     record_call,
     tensors_of,
 )
-from geomon.capture.by_hand import (
+from geomon.capture.attending.by_hand import (
     SEVERAL_SOFTMAXES,
     Known,
     arrange_call,
@@ -40,7 +40,10 @@ from geomon.capture.by_hand import (
     record_softmax,
     weight_storages,
 )
-from geomon.capture.calls import unwatch_calls, unwrap, watch_calls
+from geomon.capture.attending.max_logit import max_logits_of_call, max_logits_of_scores
+from geomon.capture.attending.qkv import copy_multihead_weights
+from geomon.capture.calling.calls import unwatch_calls, unwrap, watch_calls
+from geomon.capture.calling.patches import run_eagerly, watch_attention, without_fast_path
 from geomon.capture.first_pass import (
     BlockCall,
     SampledRows,
@@ -48,16 +51,6 @@ from geomon.capture.first_pass import (
     attention_key,
     spread_indices,
 )
-from geomon.capture.max_logit import max_logits_of_call, max_logits_of_scores
-from geomon.capture.padding import (
-    OF_DECODER,
-    find_padding_masks,
-    find_possible_masks,
-    hidden_keys,
-)
-from geomon.capture.patches import run_eagerly, watch_attention, without_fast_path
-from geomon.capture.qkv import copy_multihead_weights
-from geomon.capture.sampling import MemoryLimit, RowSampler, copy_rows, move_width_last
 from geomon.capture.snapshot import (
     CAPTURED,
     EMBEDDING,
@@ -68,6 +61,13 @@ from geomon.capture.snapshot import (
     Note,
     Snapshot,
 )
+from geomon.capture.tokens.padding import (
+    OF_DECODER,
+    find_padding_masks,
+    find_possible_masks,
+    hidden_keys,
+)
+from geomon.capture.tokens.sampling import MemoryLimit, RowSampler, copy_rows, move_width_last
 
 _FORCED = (
     "compiled code of the training ran eagerly while it was watched: dropout draws other random "
@@ -353,7 +353,7 @@ class Window:
         when.setdefault(id(unwrap(module)), []).append(functools.partial(action, *first))
 
     def watches(self, module: nn.Module) -> bool:
-        """Whether a module's calls are seen (see `geomon.capture.calls.CallObserver`).
+        """Whether a module's calls are seen (see `geomon.capture.calling.calls.CallObserver`).
 
         Args:
             module: Any module.
@@ -614,7 +614,7 @@ class Window:
     def on_attention(
         self, route: str, module: Any, query: Any, key: Any, mask: Any, options: dict[str, Any]
     ) -> None:
-        """Record the sampled queries of a call (see `geomon.capture.patches.AttentionObserver`).
+        """Record the sampled queries of a call (see `capture.calling.patches.AttentionObserver`).
 
         Args:
             route: "interface" or "sdpa".

@@ -32,7 +32,7 @@ class HeldOut:
     A copy shares the batches: a generator can be drawn from once.
 
     Args:
-        loader: Any iterable of batches, each as the model takes it (see `geomon.capture.batch`).
+        loader: Any iterable of batches, each as the model takes it (see `capture.calling.batch`).
 
     Attributes:
         batches: The batches of this rank, on the host; empty before `settle`.

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from geomon import describe, measure
 from geomon.capture import Window, find_anatomy
-from geomon.capture.patches import Patch
+from geomon.capture.calling.patches import Patch
 from geomon.capture.snapshot import CAPTURED, Layer
 from geomon.metrics.views import LayerViews, MissingViewError
 

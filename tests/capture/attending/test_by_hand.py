@@ -9,16 +9,16 @@ from torch import nn
 
 import geomon
 from geomon.capture.anatomy import find_anatomy
-from geomon.capture.attention import NotUnderstoodError, read_call
-from geomon.capture.by_hand import (
+from geomon.capture.attending.attention import NotUnderstoodError, read_call
+from geomon.capture.attending.by_hand import (
     Known,
     Product,
     is_second_softmax,
     record_softmax,
 )
-from geomon.capture.patches import _PRODUCTS, _SOFTMAXES
-from geomon.capture.sampling import MemoryLimit, RowSampler
+from geomon.capture.calling.patches import _PRODUCTS, _SOFTMAXES
 from geomon.capture.snapshot import CAPTURED
+from geomon.capture.tokens.sampling import MemoryLimit, RowSampler
 from geomon.capture.window import Window
 
 LOWER = torch.ones(6, 6, dtype=torch.bool).tril().expand(2, 4, 6, 6)

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from geomon.capture import visibility
 from geomon.capture.anatomy import CROSS, Anatomy
+from geomon.capture.tokens import visibility
 
 # Arguments that are True or 1 where there is a token.
 _TOKENS = ("attention_mask", "decoder_attention_mask", "encoder_attention_mask")

@@ -16,8 +16,8 @@ from transformers import (
 
 from geomon import describe, measure, select
 from geomon.capture import Window, find_anatomy, padding_arguments
-from geomon.capture.padding import GivenMask, end_runs, find_padding_masks, infer_padding
 from geomon.capture.snapshot import CAPTURED, NotSeenError, Snapshot
+from geomon.capture.tokens.padding import GivenMask, end_runs, find_padding_masks, infer_padding
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from geomon.capture.patches import (
+from geomon.capture.calling.patches import (
     Patch,
     Undo,
     end_extra_passes,

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from geomon.capture.sampling import MemoryLimit, RowSampler, move_width_last
+from geomon.capture.tokens.sampling import MemoryLimit, RowSampler, move_width_last
 
 
 def limited(megabytes, rows=1000, layers=5, blocks=4, width=64):

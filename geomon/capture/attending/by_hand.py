@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from geomon.capture.attention import (
+from geomon.capture.attending.attention import (
     NO_SCORES,
     NotUnderstoodError,
     SoftmaxCall,
     at_sampled_rows,
     local_shard,
 )
-from geomon.capture.sampling import RowSampler
+from geomon.capture.tokens.sampling import RowSampler
 
 SEVERAL_SOFTMAXES = (
     "it takes several softmaxes (landmarks, chunks, both dimensions), and none of them is its own"

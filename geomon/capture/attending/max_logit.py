@@ -11,8 +11,8 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from geomon.capture.attention import Arguments, split_masks
-from geomon.capture.visibility import MASKED
+from geomon.capture.attending.attention import Arguments, split_masks
+from geomon.capture.tokens.visibility import MASKED
 from geomon.kernels.products import as_factor
 
 # Scores in a block: 16 MB; on the host 4 MB, which take three quarters of the time.

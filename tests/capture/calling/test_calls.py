@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import geomon
 from geomon import Memory, Monitor, every, measure, select
 from geomon.capture import Window, extra_pass, find_anatomy
-from geomon.capture.calls import FirstCall
-from geomon.capture.patches import in_extra_pass
+from geomon.capture.calling.calls import FirstCall
+from geomon.capture.calling.patches import in_extra_pass
 from geomon.capture.snapshot import CAPTURED
 
 FEW = select("variance", "attention_entropy", "qk_cosine")
@@ -106,8 +106,8 @@ def test_the_arguments_are_seen_as_the_modules_own_hooks_leave_them():
 
 PARTS = {
     str(Path(geomon.__file__).parent / part)
-    for part in ("capture/window.py", "capture/patches.py", "capture/calls.py",
-                 "capture/probe.py", "capture/unchanged.py", "monitor/monitor.py",
+    for part in ("capture/window.py", "capture/calling/patches.py", "capture/calling/calls.py",
+                 "capture/calling/probe.py", "capture/unchanged.py", "monitor/monitor.py",
                  "monitor/callback.py")
 }  # fmt: skip
 

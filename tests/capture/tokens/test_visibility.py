@@ -10,7 +10,7 @@ from torch import nn
 
 from geomon.capture.anatomy import find_anatomy
 from geomon.capture.snapshot import CAPTURED
-from geomon.capture.visibility import hidden_in_scores, hidden_keys
+from geomon.capture.tokens.visibility import hidden_in_scores, hidden_keys
 from geomon.capture.window import Window
 
 LENGTH, WIDTH = 12, 32

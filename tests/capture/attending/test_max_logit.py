@@ -12,10 +12,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import geomon
-from geomon.capture import max_logit
 from geomon.capture.anatomy import find_anatomy
-from geomon.capture.attention import read_arguments
-from geomon.capture.max_logit import max_logits_of_call, max_logits_of_scores, over_rows
+from geomon.capture.attending import max_logit
+from geomon.capture.attending.attention import read_arguments
+from geomon.capture.attending.max_logit import max_logits_of_call, max_logits_of_scores, over_rows
 from geomon.capture.snapshot import CAPTURED, Layer
 from geomon.capture.window import Window
 from geomon.distributed.merge import merge_layers

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from geomon.capture.calls import unwrap
+from geomon.capture.calling.calls import unwrap
 
 # Forward methods that stand for none: a subclass may train without one of its own.
 _NOT_WRITTEN = ("_forward_unimplemented", "LightningModule.forward")

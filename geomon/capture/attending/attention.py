@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from geomon.capture.sampling import RowSampler
 from geomon.capture.snapshot import HOST, at_places
-from geomon.capture.visibility import are_made_of, hidden_in_scores, hidden_keys
+from geomon.capture.tokens.sampling import RowSampler
+from geomon.capture.tokens.visibility import are_made_of, hidden_in_scores, hidden_keys
 
 NO_SCORES = (
     "a softmax over {keys} numbers was seen that are not seen to be products of queries with all "

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from geomon.capture.anatomy.projections import Sizes, find_projections
-from geomon.capture.qkv import (
+from geomon.capture.attending.qkv import (
     Evidence,
     UndecidedError,
     copy_multihead_weights,

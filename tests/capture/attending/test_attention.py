@@ -3,13 +3,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from geomon.capture.attention import (
+from geomon.capture.attending.attention import (
     NotUnderstoodError,
     read_arguments,
     read_call,
     record_call,
 )
-from geomon.capture.sampling import RowSampler
+from geomon.capture.tokens.sampling import RowSampler
 
 LOWER = torch.ones(6, 6, dtype=torch.bool).tril().expand(2, 4, 6, 6)
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from geomon.capture.batch import call_of_batch
-from geomon.capture.patches import extra_pass_begun
+from geomon.capture.calling.batch import call_of_batch
+from geomon.capture.calling.patches import extra_pass_begun
 from geomon.capture.snapshot import MeanLoss
 from geomon.capture.unchanged import left_unchanged, refuse_lazy
 
@@ -47,7 +47,7 @@ def extra_pass(
         inputs: A tensor, a dict of keyword arguments, a tuple of arguments, or a function of the
             model; tensors are moved to the model's device.
         window: Context manager that is entered around the call of the model alone.
-        around: Where the inputs are a batch of a data loader (see `geomon.capture.batch`), the
+        around: Where the inputs are a batch of a data loader (see `capture.calling.batch`), the
             model and the modules in it that hold blocks, outermost first; None for plain inputs.
         loss: Function of what the model has returned and of the inputs on its device, called after
             the window and with everything else as in the pass; None for no loss.

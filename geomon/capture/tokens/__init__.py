@@ -1,0 +1,1 @@
+"""Tokens: which rows are sampled, which are padding, and which keys a mask hides."""
