@@ -23,7 +23,7 @@ from rich.table import Table
 import geomon.monitor.monitor
 from geomon import Memory
 from geomon.lightning import GeometryMonitor
-from geomon.monitor.budget import Budget
+from geomon.monitor.planning.budget import Budget
 from recipes.enwik8.data import Corpus, load
 from recipes.enwik8.model import CharacterDecoder
 from recipes.enwik8.presets import PRESETS, Preset

@@ -28,7 +28,7 @@ from geomon.capture import Window, derive_seed, find_anatomy
 from geomon.capture.snapshot import Layer, PassInfo, Snapshot
 from geomon.distributed import RankFailedError, RankGroup, find_ranks, join_ranks
 from geomon.metrics import Evaluator
-from geomon.monitor.jobs import ReadingJob
+from geomon.monitor.measuring.jobs import ReadingJob
 from geomon.record import tags
 
 VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH = 40, 16, 2, 3, 24

@@ -17,7 +17,7 @@ from geomon.kernels.neighbours import nearest, unique_rows
 from geomon.kernels.spectrum import leading_share, spectrum
 from geomon.kernels.spectrum_summary import summarise_spectrum
 from geomon.metrics import Evaluator
-from geomon.monitor import device as measuring
+from geomon.monitor.measuring import device as measuring
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 

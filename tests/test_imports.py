@@ -30,6 +30,11 @@ INNER = {
         "tokens": {"anatomy", "snapshot"},
         "attending": {"anatomy", "snapshot", "tokens"},
     },
+    "monitor": {
+        "planning": set(),
+        "measuring": {"planning"},
+        "writing": set(),
+    },
     "show": {
         "figures": {"loading"},
         "loggers": {"figures"},

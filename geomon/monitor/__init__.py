@@ -3,7 +3,7 @@
 from geomon.monitor.callback import CallbackSession
 from geomon.monitor.monitor import Monitor
 from geomon.monitor.options import CallbackOptions, check_count, show_callback_options
-from geomon.monitor.schedule import every, log_spaced
+from geomon.monitor.planning.schedule import every, log_spaced
 
 __all__ = [
     "CallbackOptions",

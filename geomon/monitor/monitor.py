@@ -33,23 +33,23 @@ from geomon.distributed import (
     join_ranks,
 )
 from geomon.metrics import Evaluator
-from geomon.monitor.budget import Budget
-from geomon.monitor.device import MeasuringDevice
-from geomon.monitor.executor import ReadingExecutor
 from geomon.monitor.held_out import HeldOut, is_loader
-from geomon.monitor.jobs import ProbeHistory, ReadingJob
-from geomon.monitor.logged import LoggedValues
+from geomon.monitor.measuring.device import MeasuringDevice
+from geomon.monitor.measuring.executor import ReadingExecutor
+from geomon.monitor.measuring.jobs import ProbeHistory, ReadingJob
 from geomon.monitor.options import (
     MonitorOptions,
     check_options,
     check_step,
     show_monitor_options,
 )
-from geomon.monitor.output import ReadingWriter, Warnings
-from geomon.monitor.planner import ReadingPlanner
+from geomon.monitor.planning.budget import Budget
+from geomon.monitor.planning.planner import ReadingPlanner
+from geomon.monitor.planning.schedule import Schedule, first_steps
 from geomon.monitor.probe_loss import ProbeLoss
-from geomon.monitor.reactions import Reactions
-from geomon.monitor.schedule import Schedule, first_steps
+from geomon.monitor.writing.logged import LoggedValues
+from geomon.monitor.writing.output import ReadingWriter, Warnings
+from geomon.monitor.writing.reactions import Reactions
 from geomon.record import Reading, Readings, Record, read, tags
 from geomon.record.printable import printable
 

@@ -16,10 +16,10 @@ from geomon.analysis import Phase
 from geomon.analysis.alerts import DEFAULT_ALERTS, Alert, check_alerts
 from geomon.capture.snapshot import check_extra_layers
 from geomon.metrics import METRICS, Metric, check_metrics
-from geomon.monitor.device import check_device
 from geomon.monitor.held_out import HeldOut, is_loader
+from geomon.monitor.measuring.device import check_device
+from geomon.monitor.planning.schedule import Schedule, check_schedule, log_spaced
 from geomon.monitor.probe_loss import LossFunction
-from geomon.monitor.schedule import Schedule, check_schedule, log_spaced
 from geomon.record import Sink
 from geomon.record.headline import HEADLINE, Detail, check_detail
 from geomon.record.tags import training_tag

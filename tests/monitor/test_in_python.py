@@ -7,7 +7,7 @@ from torch import nn
 from geomon import Monitor, every, read
 from geomon.analysis import Phase
 from geomon.metrics import check_metrics
-from geomon.monitor.schedule import check_schedule
+from geomon.monitor.planning.schedule import check_schedule
 
 
 def model():

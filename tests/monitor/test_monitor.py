@@ -24,10 +24,10 @@ import geomon
 from geomon import METRICS, Memory, Monitor, every, measure, read, select
 from geomon.capture.snapshot import NotSeenError
 from geomon.distributed import RankGroup
-from geomon.monitor import budget as budget_module
-from geomon.monitor import output
-from geomon.monitor.budget import Budget
-from geomon.monitor.retries import Retries
+from geomon.monitor.planning import budget as budget_module
+from geomon.monitor.planning.budget import Budget
+from geomon.monitor.writing import output
+from geomon.monitor.writing.retries import Retries
 
 
 def monitor(model, tmp_path=None, **kwargs):

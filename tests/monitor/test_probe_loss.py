@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from geomon import Memory, Monitor, every, read, select
 from geomon.huggingface import GeometryMonitor as OfTrainer
 from geomon.lightning import GeometryMonitor as OfLightning
-from geomon.monitor.budget import Budget
+from geomon.monitor.planning.budget import Budget
 from geomon.monitor.probe_loss import count_sequences
 
 ROWS = torch.cat([batch(5, 16, seed=seed) for seed in range(4)])
@@ -194,7 +194,7 @@ def test_the_models_time_is_the_trainings_where_the_pass_is_its_validation(model
 
 def test_time_that_is_left_out_does_not_count_in_the_charges_around_it(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("geomon.monitor.budget.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("geomon.monitor.planning.budget.time.perf_counter", lambda: now[0])
     budget = Budget(None, 64, clock=lambda: now[0])
     budget.begin()
     with budget.charge():

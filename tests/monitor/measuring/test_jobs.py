@@ -5,7 +5,7 @@ from measuring import evaluate
 from geomon.capture.snapshot import Layer, Note, PassInfo, Snapshot
 from geomon.distributed import RankGroup
 from geomon.metrics import Evaluator
-from geomon.monitor.jobs import ReadingJob
+from geomon.monitor.measuring.jobs import ReadingJob
 
 METRICS = {
     "mean": lambda hidden: hidden.mean(),

@@ -2,8 +2,8 @@ import pytest
 
 from geomon import every
 from geomon.distributed import RankGroup
-from geomon.monitor.budget import Budget, Decision
-from geomon.monitor.planner import ReadingPlanner
+from geomon.monitor.planning.budget import Budget, Decision
+from geomon.monitor.planning.planner import ReadingPlanner
 
 
 class Clock:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from geomon.monitor.schedule import check_schedule, every, log_spaced
+from geomon.monitor.planning.schedule import check_schedule, every, log_spaced
 
 
 def fired(schedule, stop):

@@ -13,9 +13,9 @@ from geomon.capture import Window, find_anatomy
 from geomon.capture.snapshot import HOST
 from geomon.distributed import RankGroup
 from geomon.metrics import Evaluator
-from geomon.monitor import device as module
-from geomon.monitor.device import MeasuringDevice, check_device
-from geomon.monitor.jobs import ReadingJob
+from geomon.monitor.measuring import device as module
+from geomon.monitor.measuring.device import MeasuringDevice, check_device
+from geomon.monitor.measuring.jobs import ReadingJob
 from geomon.monitor.options import DEFAULTS
 
 NAME = str(DEVICE)

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from geomon.monitor.time_limit import TimeLimitError, time_limit
+from geomon.monitor.writing.time_limit import TimeLimitError, time_limit
 
 
 def hang():

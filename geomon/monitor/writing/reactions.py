@@ -8,7 +8,7 @@ from typing import Any
 from geomon.analysis import Phase, find_phase
 from geomon.analysis.alerts import Alert, AlertWatch, dimension_of
 from geomon.capture.snapshot import Note
-from geomon.monitor.output import Warnings
+from geomon.monitor.writing.output import Warnings
 from geomon.record import Reading
 
 

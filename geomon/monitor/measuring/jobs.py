@@ -19,7 +19,7 @@ from geomon.capture.snapshot import (
 from geomon.distributed import RankFailedError, RankGroup, gather, merge_layers
 from geomon.metrics import Evaluator, LayerValues
 from geomon.metrics.between_readings import INLINE, EarlierReading, Kept
-from geomon.monitor.device import MeasuringDevice
+from geomon.monitor.measuring.device import MeasuringDevice
 from geomon.record import Reading, tags
 from geomon.record.arrays import Arrays
 

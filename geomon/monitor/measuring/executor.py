@@ -3,8 +3,8 @@
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from geomon.monitor.budget import Budget
-from geomon.monitor.jobs import ReadingJob
+from geomon.monitor.measuring.jobs import ReadingJob
+from geomon.monitor.planning.budget import Budget
 
 # Readings whose rows may wait in memory while the background measures those before them.
 _WAITING = 2

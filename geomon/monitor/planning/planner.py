@@ -3,8 +3,8 @@
 from collections.abc import Collection
 
 from geomon.distributed import RankGroup
-from geomon.monitor.budget import Budget, Decision
-from geomon.monitor.schedule import Schedule
+from geomon.monitor.planning.budget import Budget, Decision
+from geomon.monitor.planning.schedule import Schedule
 
 # Steps that are remembered as read: a step comes again at once (accumulated gradients) or never.
 _REMEMBERED = 10_000

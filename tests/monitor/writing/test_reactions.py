@@ -13,8 +13,8 @@ from models import PlainDecoder, batch
 from geomon import Memory, Monitor, every, read, select
 from geomon.analysis import Phase
 from geomon.analysis.alerts import Alert, alert_notes
-from geomon.monitor.output import Warnings
-from geomon.monitor.reactions import Reactions
+from geomon.monitor.writing.output import Warnings
+from geomon.monitor.writing.reactions import Reactions
 from geomon.record import Reading
 
 
@@ -200,7 +200,7 @@ def test_bad_options_are_said(options, error, words):
 
 def test_the_example_of_the_page_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    page = Path(__file__).parents[2] / "docs" / "alerts.md"
+    page = Path(__file__).parents[3] / "docs" / "alerts.md"
     names: dict[str, Any] = {}
     exec(page.read_text().partition("```python\n")[2].partition("```")[0], names)
     names["save"](Phase("peak", 8, 7.0, 0.0, 4, 16))

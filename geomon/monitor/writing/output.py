@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from geomon.distributed import RankFailedError, RankGroup, RanksLostError
-from geomon.monitor.retries import FAILURES, Retries
-from geomon.monitor.time_limit import TimeLimitError, time_limit
+from geomon.monitor.writing.retries import FAILURES, Retries
+from geomon.monitor.writing.time_limit import TimeLimitError, time_limit
 from geomon.record import Reading, Record, Sink
 from geomon.record.arrays import Arrays
 from geomon.record.printable import printable

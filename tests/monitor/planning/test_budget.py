@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from geomon.monitor.budget import Budget
+from geomon.monitor.planning.budget import Budget
 
 
 class Clock:

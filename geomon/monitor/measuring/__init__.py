@@ -1,0 +1,1 @@
+"""Measuring: a reading as a job, on which device it is measured, and when."""
