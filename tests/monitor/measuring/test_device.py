@@ -146,7 +146,7 @@ def test_without_memory_for_it_a_reading_is_measured_on_the_host(monkeypatch):
         monkeypatch.setattr(MeasuringDevice, "_of_model", lambda self: DEVICE)
         (reading,) = run(steps=1)
     (note,) = set(reading.notes) - set(on_host[0].notes)
-    assert note.startswith("measured on the host: measuring a layer takes up to 5")
+    assert note.startswith("measured on the host: measuring a layer takes up to 1,0")
     assert "leaves 3 MB of meta" in note
     assert_same_values(on_host[0], reading)
 
