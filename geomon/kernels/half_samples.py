@@ -17,7 +17,7 @@ from scipy import special  # type: ignore[import-untyped]
 from torch import Tensor
 
 from geomon.kernels._blocks import in_blocks, row_blocks, rows_in_block, with_squares
-from geomon.kernels.products import as_factor, product, product_with_itself
+from geomon.kernels.products import as_factor, product_with_itself
 
 # Groups of sequences, a power of two. With 16 of them Student's factor is 2.13, with 8 it is 2.36:
 # more groups would gain little, and cost a way each.
@@ -438,8 +438,8 @@ def anisotropy_differences(
     if scatter is not None:
         basis = start.to(scatter)
         for _ in range(_STEPS):
-            basis = torch.linalg.qr(product(scatter, basis)).Q
-        inside = torch.cat([product(block.sub_(centre), basis) for block in in_blocks(hidden)])
+            basis = torch.linalg.qr(scatter @ basis).Q
+        inside = torch.cat([block.sub_(centre) @ basis for block in in_blocks(hidden)])
     else:
         centred = hidden.new_empty(hidden.shape, dtype=torch.float32)
         for target, block in zip(row_blocks(centred), in_blocks(hidden), strict=True):
@@ -478,7 +478,7 @@ def head_scatter(rows: Tensor, halves: HalfSamples) -> HeadScatter:
         by_head = block.sub_(shift).transpose(0, 1)
         total = product_with_itself(by_head)
         basis = _leading_directions(total, start)
-        inside = product(by_head, basis).transpose(0, 1)
+        inside = (by_head @ basis).transpose(0, 1)
         groups = _products_in_groups(inside, halves)
         parts.append(HeadScatter(total, basis, first + shift, groups))
     return HeadScatter(
@@ -530,12 +530,12 @@ def _leading_directions(scatter: Tensor, start: Tensor) -> Tensor:
     unit = torch.where(trace > 0, scatter / trace, 0)
     basis = start.expand(len(scatter), -1, -1)
     for _ in range(_HEAD_STEPS - 1):
-        basis = product(unit, basis)
+        basis = unit @ basis
         inner = basis[:, :, :1].mT @ basis  # with the first direction
         along = inner / inner[:, :, :1].clamp(min=1e-300)
         along[:, :, 0] = 0
         basis = torch.baddbmm(basis, basis[:, :, :1], along, alpha=-1)
-    return torch.linalg.qr(product(unit, basis)).Q
+    return torch.linalg.qr(unit @ basis).Q
 
 
 def _products_in_groups(inside: Tensor, halves: HalfSamples) -> Tensor:

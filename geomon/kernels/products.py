@@ -5,13 +5,15 @@ have float32 factors rounded before they are multiplied: on an accelerator to TF
 with matrix units to bfloat16 (`torch.set_float32_matmul_precision`, `torch.backends`).
 """
 
-import numpy as np
 import torch
 from torch import Tensor
 
 # Side of the matrix that is tried: smaller products are exact in any case. Its numbers are 0 and
 # 1 + 2^-20, of which TF32 and bfloat16 keep the 1.
 _SIDE, _BEYOND = 64, 2**-20
+
+# Columns that are multiplied at a time with themselves and all that follow.
+_COLUMNS = 128
 
 
 def as_factor(values: Tensor) -> Tensor:
@@ -45,26 +47,22 @@ def factor_type(device: torch.device) -> torch.dtype:
 def product_with_itself(rows: Tensor) -> Tensor:
     """Multiply rows^T with rows, [..., width, width].
 
-    On the host numpy computes one half of a product of a matrix with itself and copies it: half of
-    the multiplications.
+    Of wide rows what lies below the diagonal is copied. By torch alone: numpy computes half of such
+    a product too, but its threads wait for work by running, and take the cores from torch's.
 
     Args:
         rows: Matrices in float64, [..., tokens, width].
     """
-    return product(rows.mT, rows)
-
-
-def product(left: Tensor, right: Tensor) -> Tensor:
-    """Multiply matrices in float64; on the host by numpy, which takes parts of others uncopied.
-
-    Args:
-        left: Matrices, [..., any, some].
-        right: Matrices, [..., some, any].
-    """
-    if left.device.type != "cpu":
-        return left @ right
-    with np.errstate(all="ignore"):  # rows that are not finite: as in torch, without a warning
-        return torch.from_numpy(left.detach().numpy() @ right.detach().numpy())
+    width = rows.shape[-1]
+    if width <= _COLUMNS:
+        return rows.mT @ rows
+    whole = rows.new_empty(*rows.shape[:-2], width, width)
+    for start in range(0, width, _COLUMNS):
+        own, others = slice(start, start + _COLUMNS), slice(start, None)
+        found = rows[..., own].mT @ rows[..., others]
+        whole[..., own, others] = found
+        whole[..., others, own] = found.mT
+    return whole
 
 
 def _is_exact_on_host() -> bool:
