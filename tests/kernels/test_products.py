@@ -1,5 +1,8 @@
 """Products under settings of the training that round their factors."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from short_products import ShortProducts
@@ -69,3 +72,13 @@ def test_the_product_with_itself_is_the_product(shape):
         found = product_with_itself(some)
         torch.testing.assert_close(found, some.T @ some, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(found, found.T, rtol=1e-13, atol=1e-13)
+
+
+def test_matrices_are_multiplied_by_torch_alone():
+    """Threads of numpy's BLAS wait for work by running: beside torch's, readings took twice as long."""
+    folder = Path(products.__file__).parent
+    for file in folder.glob("*.py"):
+        found = re.findall(
+            r"np\.(?:linalg|dot|matmul|einsum|tensordot|inner)\b.*", file.read_text()
+        )
+        assert not found, (file.name, found)
