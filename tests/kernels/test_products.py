@@ -75,10 +75,8 @@ def test_the_product_with_itself_is_the_product(shape):
 
 
 def test_matrices_are_multiplied_by_torch_alone():
-    """Threads of numpy's BLAS wait for work by running: beside torch's, readings took twice as long."""
-    folder = Path(products.__file__).parent
-    for file in folder.glob("*.py"):
-        found = re.findall(
-            r"np\.(?:linalg|dot|matmul|einsum|tensordot|inner)\b.*", file.read_text()
-        )
+    """Threads of numpy's BLAS wait by running: beside torch's, a reading took twice as long."""
+    calls = r"np\.(?:linalg|dot|matmul|einsum|tensordot|inner)\b.*"
+    for file in Path(products.__file__).parent.glob("*.py"):
+        found = re.findall(calls, file.read_text())
         assert not found, (file.name, found)
