@@ -46,7 +46,7 @@ def main(
     torch.set_num_threads(1)
     faiss.omp_set_num_threads(1)
     speed.THREADS = 1
-    files = sorted(states.glob(f"*{only}*.pt")) if states else []
+    files = sorted(f for f in states.glob("*.pt") if only in f.name) if states else []
     table = Table(title="TwoNN end to end: seconds of the processor, one thread")
     for name in COLUMNS:
         table.add_column(name, justify="left" if name in ("rows", "search") else "right")
