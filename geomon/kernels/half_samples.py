@@ -455,7 +455,7 @@ def anisotropy_differences(
     return _leading_share_differences(groups, drift[:, None], sums, halves)
 
 
-def head_scatter(rows: Tensor, halves: HalfSamples) -> HeadScatter:
+def scatter_by_group(rows: Tensor, halves: HalfSamples) -> HeadScatter:
     """Sum the products of the centred numbers of each head, over all rows and over groups.
 
     Those of groups are along the leading two directions of all rows alone, which a few steps of

@@ -475,7 +475,7 @@ def _differences(
 def _no_other(
     integers: _Integers, mine: np.ndarray, near: _Near, distance: Tensor, width: int
 ) -> Tensor:
-    """Find the wanted points of which no other candidate can be as near as a distance.
+    """Mark the wanted points whose candidates beyond the nearest are all farther than a distance.
 
     Args:
         integers: Points as integers.

@@ -36,7 +36,7 @@ from geomon.kernels.half_samples import (
     anisotropy_differences,
     group_sums,
     half_samples,
-    head_scatter,
+    scatter_by_group,
 )
 from geomon.kernels.massive import ordinary_rows, share_beyond
 from geomon.kernels.moments import drift_norm, mean_square_norm, variance
@@ -374,19 +374,19 @@ def _key_sums(projected_key: Tensor, key_halves: HalfSamples) -> GroupSums:
 
 
 def _query_scatter(projected_query: Tensor, query_halves: HalfSamples) -> HeadScatter:
-    return head_scatter(projected_query, query_halves)
+    return scatter_by_group(projected_query, query_halves)
 
 
 def _query_scatter_alone(projected_query: Tensor) -> HeadScatter:
-    return head_scatter(projected_query, _no_halves(projected_query))
+    return scatter_by_group(projected_query, _no_halves(projected_query))
 
 
 def _key_scatter(projected_key: Tensor, key_halves: HalfSamples) -> HeadScatter:
-    return head_scatter(projected_key, key_halves)
+    return scatter_by_group(projected_key, key_halves)
 
 
 def _key_scatter_alone(projected_key: Tensor) -> HeadScatter:
-    return head_scatter(projected_key, _no_halves(projected_key))
+    return scatter_by_group(projected_key, _no_halves(projected_key))
 
 
 def _attention_sequences(query: Tensor) -> Tensor:

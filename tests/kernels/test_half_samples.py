@@ -223,7 +223,7 @@ def test_anisotropy_of_heads_in_halves_is_near_that_of_their_rows(offset):
     rows, numbers = rows_of_sequences(32, 40, 48, offset=offset)
     rows, halves = rows.view(-1, 3, 16).float(), half_samples(numbers)
     found = kernel.head_anisotropy_differences(
-        kernel.head_scatter(rows, halves), group_sums(rows, halves), halves
+        kernel.scatter_by_group(rows, halves), group_sums(rows, halves), halves
     )
     want = on_halves(head_anisotropy, rows, halves)
     assert found.shape == (15, 3)
@@ -245,7 +245,7 @@ def test_the_scatter_of_heads_is_that_of_each_alone(seed, heads, width, offset):
     rows, halves = rows.view(-1, heads, width), half_samples(numbers)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_blocks, "BLOCK", 2 * 45 * width)  # two heads at a time
-        found = kernel.head_scatter(rows, halves)
+        found = kernel.scatter_by_group(rows, halves)
     close = {"rtol": 1e-9, "atol": 1e-9}
     torch.testing.assert_close(found.total, head_scatter(rows), **close)
     torch.testing.assert_close(found.centre, mean_rows(rows))
@@ -264,7 +264,7 @@ def test_the_two_directions_of_a_head_are_the_leading_ones():
     steep = rows * torch.logspace(0, -6, 12, dtype=torch.float64)
     flat = rows[:, :1] * torch.arange(1, 13)
     heads = torch.stack([steep, flat, torch.full_like(rows, 0.1)], dim=1)
-    found = kernel.head_scatter(heads, half_samples(numbers))
+    found = kernel.scatter_by_group(heads, half_samples(numbers))
     for head, directions in ((0, 2), (1, 1)):
         leading = torch.linalg.eigh(found.total[head]).eigenvectors[:, -directions:].flip(1)
         cosines = (leading * found.basis[head, :, :directions]).sum(dim=0).abs()
@@ -279,7 +279,7 @@ def test_in_few_columns_the_anisotropy_of_heads_in_halves_is_exact(width):
     rows, numbers = rows_of_sequences(16, 30, 2 * width)
     rows, halves = rows.view(-1, 2, width), half_samples(numbers)
     found = kernel.head_anisotropy_differences(
-        kernel.head_scatter(rows, halves), group_sums(rows, halves), halves
+        kernel.scatter_by_group(rows, halves), group_sums(rows, halves), halves
     )
     want = on_halves(head_anisotropy, rows, halves)
     torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-12)

@@ -108,7 +108,7 @@ def over_rows(largest: Tensor, valid: Tensor | None) -> Tensor:
 def _cuts(
     shape: tuple[int, int, int, int], block: int, *, causal: bool
 ) -> Iterator[tuple[slice, slice]]:
-    """Cut all scores into blocks of so many: slices of sequences and of queries."""
+    """Cut all scores into blocks of at most `block` scores: slices of sequences and queries."""
     sequences, heads, queries, keys = shape
     each = -(-queries // _CAUSAL_PARTS) if causal else queries
     each = max(1, min(each, block // (heads * keys)))

@@ -117,10 +117,10 @@ class Budget:
         self._spent += seconds
 
     def leave_out(self, seconds: float) -> None:
-        """Leave out time inside a `charge` that is not geomon's: the training needs what it gave.
+        """Leave time inside a `charge` out: the training takes it without geomon too.
 
         Args:
-            seconds: Time that the training would take without geomon too.
+            seconds: That time.
         """
         self._left_out += seconds
 
@@ -147,7 +147,7 @@ class Budget:
 
     @property
     def left_out(self) -> float:
-        """Seconds that `leave_out` was given."""
+        """Seconds that were left out of the account by now."""
         return self._left_out
 
     @property
