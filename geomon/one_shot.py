@@ -114,7 +114,7 @@ def measure(
     missing = explain_missing(snapshot, views)
     if missing is not None:
         raise NotSeenError(missing)
-    measured = [evaluator.measure_layer(layer, tokens) for layer in snapshot.layers]
+    measured = [*evaluator.measure_layers(snapshot.layers, tokens)]
     result = evaluator.combine(measured, tokens)
     unexplained = explain_not_finite(result.values, result.explained)
     notes = [*snapshot.info.notes, *result.notes, *unexplained]

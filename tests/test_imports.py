@@ -48,7 +48,8 @@ INNER = {
 # origin fit for a terminal, the kinds of alerts, the commands of pages, two runs compared, the
 # shape of profiles and the alignment of queries and keys.
 DOORS = {
-    "analysis.alerts", "capture.snapshot", "capture.unchanged", "metrics.between_readings",
+    "analysis.alerts", "capture.snapshot", "capture.unchanged", "metrics.at_once",
+    "metrics.between_readings",
     "metrics.cautions", "metrics.intervals", "metrics.last_tokens", "record.arrays",
     "record.export", "record.headline", "record.tags", "record.sinks", "record.printable",
     "show.commands", "analysis.compare", "analysis.profile", "analysis.queries_keys",

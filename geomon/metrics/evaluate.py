@@ -1,6 +1,7 @@
 """From layers to values: every metric at every layer, over splits of the rows."""
 
 import contextlib
+import functools
 import math
 import statistics
 from collections import defaultdict
@@ -23,6 +24,7 @@ from geomon.metrics.across_layers import (
     query_null,
 )
 from geomon.metrics.arrays import arrays_of, join_arrays
+from geomon.metrics.at_once import in_threads, layers_at_once
 from geomon.metrics.between_layers import BetweenLayers, Comparing, compare_layers
 from geomon.metrics.between_readings import (
     ALONE,
@@ -35,7 +37,7 @@ from geomon.metrics.cautions import cautions
 from geomon.metrics.intervals import by_part, differences_of
 from geomon.metrics.last_tokens import AtLast
 from geomon.metrics.layer_values import LayerValues, Parts
-from geomon.metrics.table import Metric
+from geomon.metrics.table import Metric, is_bundled
 from geomon.metrics.views import (
     LayerViews,
     MissingViewError,
@@ -115,6 +117,32 @@ class Evaluator:
     def compares_readings(self) -> bool:
         """Whether a metric compares each layer with itself at the reading before."""
         return any(isinstance(metric, BetweenReadings) for metric in self.metrics.values())
+
+    def layers_at_once(self, layers: Sequence[Layer], rows: int) -> int:
+        """Count how many of the layers `measure_layers` measures at once on the host.
+
+        A metric of the user's own is called in the thread that asks, for one layer after another.
+
+        Args:
+            layers: The layers, in order of depth.
+            rows: Number of rows of hidden states in one split.
+        """
+        if not layers or not all(map(is_bundled, self.metrics.values())):
+            return 1
+        return min(len(layers), *(layers_at_once(layer, rows) for layer in layers))
+
+    def measure_layers(self, layers: Sequence[Layer], rows: int) -> Iterator[LayerValues]:
+        """Measure layers on the host, several at once where their operations are short.
+
+        Args:
+            layers: The layers, in order of depth.
+            rows: Number of rows of hidden states in one split.
+
+        Raises:
+            Exception: What a metric raised, where it is strict.
+        """
+        measure = functools.partial(self.measure_layer, rows=rows)
+        return in_threads(measure, layers, self.layers_at_once(layers, rows))
 
     def measure_layer(self, layer: Layer, rows: int) -> LayerValues:
         """Measure every metric that a layer of its kind has.
@@ -246,7 +274,7 @@ class Evaluator:
             layers: The layers of a snapshot.
             rows: Number of rows of hidden states in one split.
         """
-        return self.combine([self.measure_layer(layer, rows) for layer in layers], rows)
+        return self.combine([*self.measure_layers([*layers], rows)], rows)
 
 
 @contextlib.contextmanager

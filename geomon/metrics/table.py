@@ -352,6 +352,15 @@ MORE_METRICS: dict[str, Metric] = {
 }
 
 
+def is_bundled(metric: Metric) -> bool:
+    """Whether a metric is one that geomon brings, and so may be called in several threads at once.
+
+    Args:
+        metric: A function of views.
+    """
+    return any(metric is known for known in (METRICS | MORE_METRICS).values())
+
+
 def check_metrics(metrics: Mapping[str, Metric] | Sequence[str]) -> dict[str, Metric]:
     """A dict of `metrics` after checking every name and every view that it asks for.
 

@@ -121,14 +121,17 @@ class ReadingExecutor:
         self._budget.spend(job.seconds - before)
 
     def _measure_layers(self, job: ReadingJob, *, within_budget: bool) -> None:
-        """Measure layer by layer, and finish the job after the last one."""
+        """Measure the layers, as many at once as pays, and finish the job after the last one."""
+        within_budget = within_budget and self._budget.limited
         try:
             while not job.complete:
-                if within_budget and not self._budget.affords(self._budget.layer_cost(job.rows)):
+                count = min(job.at_once, job.left) if within_budget else job.left
+                cost = count * self._budget.layer_cost(job.rows)
+                if within_budget and not self._budget.affords(cost):
                     return
-                seconds = job.measure_next()
+                seconds = job.measure_next(count)
                 self._budget.spend(seconds)
-                self._budget.learn(job.rows, seconds)
+                self._budget.learn(job.rows, seconds / count)
         except Exception as error:
             job.fail(error)
         before = job.seconds

@@ -1,5 +1,6 @@
 """A reading to be measured: a snapshot of one rank or of all, measured layer by layer."""
 
+import functools
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from geomon.capture.snapshot import (
 )
 from geomon.distributed import RankFailedError, RankGroup, gather, merge_layers
 from geomon.metrics import Evaluator, LayerValues
+from geomon.metrics.at_once import in_threads
 from geomon.metrics.between_readings import INLINE, EarlierReading, Kept
 from geomon.monitor.measuring.device import MeasuringDevice
 from geomon.record import Reading, tags
@@ -27,6 +29,9 @@ from geomon.record.arrays import Arrays
 # itself, about: half of the capture of all layers and rows, and at least so many seconds a metric.
 _TRIAL_ROWS = 256
 _TRIAL_SECONDS = 0.004
+
+# What each rank has of one layer.
+_Parts = tuple[Layer, ...]
 
 
 class ProbeHistory:
@@ -157,6 +162,18 @@ class ReadingJob:
         return len(self._measured) + len(self._left)
 
     @property
+    def left(self) -> int:
+        """Number of layers that this rank has still to measure."""
+        return len(self._left)
+
+    @property
+    def at_once(self) -> int:
+        """Number of layers that are measured at once, where so many are left."""
+        if self._device != HOST:
+            return 1
+        return self._evaluator.layers_at_once([parts[0] for parts in self._left], self.rows)
+
+    @property
     def complete(self) -> bool:
         """Whether every layer of this rank has been measured."""
         return not self._left
@@ -191,22 +208,27 @@ class ReadingJob:
             Number of rows in a split, and the seconds that the layer took.
         """
         rows = min(_TRIAL_ROWS, self.rows)
+        tried = list(self._left)[-self.at_once :]
         for _ in range(2):  # the first warms up
             began = time.perf_counter()
-            self._measure(-1, rows)
+            deque(self._measure(tried, rows), maxlen=0)
             taken = time.perf_counter() - began
             self.seconds += taken
-        return rows, taken
+        return rows, taken / len(tried)
 
-    def measure_next(self) -> float:
-        """Measure one more layer and free what was captured of it.
+    def measure_next(self, count: int = 1) -> float:
+        """Measure more layers, as many at once as pays, and free what was captured of them.
+
+        Args:
+            count: Number of layers, of those that are left.
 
         Returns:
-            Seconds that the layer took.
+            Seconds that they took.
         """
         began = time.perf_counter()
-        self._measured.append(self._measure(0, self.rows))
-        self._left.popleft()  # only now: a layer that was interrupted is measured again
+        for found in self._measure(list(self._left)[:count], self.rows):
+            self._measured.append(found)
+            self._left.popleft()  # only now: a layer that was interrupted is measured again
         taken = time.perf_counter() - began
         self.seconds += taken
         return taken
@@ -217,12 +239,17 @@ class ReadingJob:
         with nullcontext() if self._place is None else self._place.beside_training(self._ready):
             yield
 
-    def _measure(self, place: int, rows: int) -> LayerValues:
+    def _measure(self, layers: Sequence[_Parts], rows: int) -> Iterator[LayerValues]:
+        """Measure layers, several at once on the host; yields their values in order."""
+        measure = functools.partial(self._measure_one, rows=rows)
+        return in_threads(measure, layers, self.at_once)
+
+    def _measure_one(self, parts: _Parts, rows: int) -> LayerValues:
         """Measure a layer on its device; on the host, with all that follow, what fails there."""
         if self._device == HOST:
-            return self._evaluator.measure_layer(self._layer(place, HOST), rows)
+            return self._evaluator.measure_layer(_whole(parts, HOST), rows)
         try:
-            found = self._evaluator.measure_layer(self._layer(place, self._device), rows)
+            found = self._evaluator.measure_layer(_whole(parts, self._device), rows)
         except torch.OutOfMemoryError as error:
             name, why = "", f"{self._device} has not memory enough ({_first_line(error)})"
         else:
@@ -231,15 +258,11 @@ class ReadingJob:
                 return found
             name = min(failed.keys() - self._failing)
             why = f"{name} failed on {self._device} ({_first_line(failed[name])})"
-        on_host = self._evaluator.measure_layer(self._layer(place, HOST), rows)
+        on_host = self._evaluator.measure_layer(_whole(parts, HOST), rows)
         self._failing |= on_host.failed.keys() | on_host.without_interval.keys()
         if name not in self._failing:
             self._go_to_host(why)
         return on_host
-
-    def _layer(self, place: int, device: torch.device) -> Layer:
-        """One of the layers that are left, with the rows of all ranks, on a device."""
-        return merge_layers(self._left[place]).to(device)
 
     def _go_to_host(self, why: str) -> None:
         """Move what is left to be measured to the host."""
@@ -344,6 +367,11 @@ class ReadingJob:
                 )
             )
         return notes
+
+
+def _whole(parts: _Parts, device: torch.device) -> Layer:
+    """A layer with the rows of all ranks, on a device."""
+    return merge_layers(parts).to(device)
 
 
 def _first_line(error: object) -> str:

@@ -4,10 +4,12 @@ import time
 
 import models
 import pytest
+import threadpoolctl
 import torch
 
 from geomon import Memory, Monitor, select
 from geomon.metrics import Evaluator
+from geomon.monitor.measuring.jobs import ReadingJob
 
 METRICS = select("cosine", "variance", "twonn", "attention_entropy")
 
@@ -114,6 +116,24 @@ def test_a_budget_is_held_and_what_is_due_is_put_off(source, monkeypatch):
     assert readings[0].step == 0
     steps = [reading.step for reading in readings]
     assert steps == sorted(set(steps))
+
+
+def test_layers_that_are_measured_at_once_are_paid_together(monkeypatch):
+    class Spent(ReadingJob):
+        def measure_next(self, count=1):
+            counts.append(count)
+            return super().measure_next(count)
+
+    counts = []
+    monkeypatch.setattr("geomon.monitor.monitor.ReadingJob", Spent)
+    torch.get_num_threads()
+    with threadpoolctl.threadpool_limits(2, user_api="openmp"):
+        *_, (_, _, readings) = run(1)
+        assert counts == [4]  # all at once, where there is no budget
+        counts.clear()
+        *_, (_, _, limited) = run_on_budget(0.9, steps=30)
+    assert set(counts) == {2}
+    assert measured(limited)[0] == pytest.approx(measured(readings)[0], nan_ok=True)
 
 
 def test_what_is_under_way_is_finished_at_the_end(caplog):

@@ -1,10 +1,11 @@
 import pytest
+import threadpoolctl
 import torch
 from measuring import evaluate
 
 from geomon.capture.snapshot import Layer, Note, PassInfo, Snapshot
 from geomon.distributed import RankGroup
-from geomon.metrics import Evaluator
+from geomon.metrics import Evaluator, select
 from geomon.monitor.measuring.jobs import ReadingJob
 
 METRICS = {
@@ -54,6 +55,27 @@ def test_layer_by_layer_gives_what_all_at_once_gives():
     assert (reading.step, reading.source, reading.mode) == (7, "probe", "eval")
     assert (reading.tokens, reading.dtype, reading.world_size) == (1000, "float32", 1)
     assert reading.seconds == reading.values["geomon/seconds"] == job.seconds > 0.5
+
+
+def test_layers_at_once_give_what_they_give_in_turn():
+    metrics = select("cosine", "variance", "twonn", "anisotropy")
+    torch.get_num_threads()
+    with threadpoolctl.threadpool_limits(2, user_api="openmp"):
+        job, other, in_turn = (make_job(metrics) for _ in range(3))
+        assert (job.at_once, job.left) == (2, 4)
+        assert job.measure_next(3) > 0
+        assert (job.left, other.left) == (1, 4)
+        rows, seconds = other.try_layer()
+        assert (rows, other.left) == (256, 4)
+        assert 0 < seconds < other.seconds
+        other.measure_next(4)
+        assert other.complete
+    with threadpoolctl.threadpool_limits(1, user_api="openmp"):
+        expected = values_of(measured(in_turn))
+    for one in (job, other):
+        assert values_of(measured(one)) == pytest.approx(
+            expected, rel=1e-12, abs=1e-12, nan_ok=True
+        )
 
 
 def test_rows_are_limited_in_every_layer_and_noted():

@@ -1,0 +1,90 @@
+"""Layers at once: how many are measured beside one another, each with a part of the threads.
+
+Operations on 4,096 rows of width 128 are too short to be shared out: with all threads for each of
+them, all but one mostly wait. So each thread measures a layer of its own. Wide layers are measured
+in turn, with all threads for each operation.
+"""
+
+import functools
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import threadpoolctl  # type: ignore[import-untyped]
+import torch
+
+from geomon.capture.snapshot import Layer
+
+_Item = TypeVar("_Item")
+_Found = TypeVar("_Found")
+
+# Numbers in the rows of a layer for which one more thread pays: 4,096 rows of width 1,024.
+_NUMBERS = 4_194_304
+# More threads wait for one another: Python lets only one of them choose the next operation. Each
+# layer that is measured takes memory beside its rows.
+_MOST = 8
+
+
+def layers_at_once(layer: Layer, rows: int) -> int:
+    """Count the layers of a size that are measured at once: as many as torch's threads, or fewer.
+
+    Args:
+        layer: One of the layers, or what one rank has of it.
+        rows: Number of rows of hidden states in one split.
+    """
+    hidden = layer.captured.get("hidden")
+    width = 0 if hidden is None else hidden.shape[1]
+    threads_of_each = max(1, math.ceil(rows * width / _NUMBERS))
+    return max(1, min(_MOST, torch.get_num_threads() // threads_of_each))
+
+
+def in_threads(
+    function: Callable[[_Item], _Found], items: Iterable[_Item], at_once: int
+) -> Iterator[_Found]:
+    """Call a function on each item, several at once; yields what it returns, in order.
+
+    The threads end with the last item. The number of threads that torch uses in the thread that
+    calls, and in every other one, stays as it is. An item is not kept after its call.
+
+    Args:
+        function: What is done with an item.
+        items: The items.
+        at_once: Largest number of items at once.
+
+    Raises:
+        Exception: What the function raised for the first item that failed, once those that have
+            begun are done; later ones are not begun.
+    """
+    left = deque(items)
+    del items
+    count = min(at_once, len(left))
+    if count <= 1:
+        while left:
+            yield function(left.popleft())
+        return
+    share = max(1, torch.get_num_threads() // count)
+    start = functools.partial(_limit_threads, share)
+    pool = ThreadPoolExecutor(count, thread_name_prefix="geomon", initializer=start)
+    try:
+        for begun in [pool.submit(function, left.popleft()) for _ in range(len(left))]:
+            yield begun.result()
+    finally:  # after Ctrl-C too: nobody measures when the training goes on
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _limit_threads(count: int) -> None:
+    """Limit the threads of operations that this thread starts.
+
+    By OpenMP's own setting, which belongs to a thread: torch.set_num_threads would change what
+    threads of the training get that start later, and how MKL chooses.
+    """
+    torch.get_num_threads()  # at its first question a thread takes torch's setting over
+    _openmp().limit(limits=count)
+
+
+@functools.cache
+def _openmp() -> Any:
+    """The OpenMP libraries of this process: torch and FAISS may each bring one."""
+    return threadpoolctl.ThreadpoolController().select(user_api="openmp")

@@ -1,0 +1,155 @@
+"""Layers that are measured at once give what they give in turn, and nothing else changes."""
+
+import gc
+import threading
+import time
+import weakref
+from dataclasses import replace
+
+import pytest
+import threadpoolctl
+import torch
+from whole_layer import ROWS, whole_layer
+
+from geomon.capture.snapshot import Layer
+from geomon.metrics import METRICS, MORE_METRICS, Evaluator, select
+from geomon.metrics.at_once import in_threads, layers_at_once
+
+ALL = METRICS | MORE_METRICS
+
+
+@pytest.fixture(autouse=True)
+def four_threads():
+    """Four threads for the operations of this thread, whatever the machine has."""
+    torch.get_num_threads()  # at the first question torch takes its own setting over
+    with threadpoolctl.threadpool_limits(4, user_api="openmp"):
+        assert torch.get_num_threads() == 4
+        yield
+
+
+def layers(count=6, width=8):
+    generator = torch.Generator().manual_seed(0)
+    return [
+        Layer(index, f"layer {index}", {"hidden": torch.randn(400, width, generator=generator)})
+        for index in range(count)
+    ]
+
+
+def test_every_metric_at_once_is_that_in_turn():
+    several = [replace(whole_layer(), index=index) for index in range(3)]
+    for layer in several:
+        layer.captured["hidden"] = layer.captured["hidden"] * (1 + 0.1 * layer.index)
+    evaluator = Evaluator(ALL, 1, strict=True)
+    assert evaluator.layers_at_once(several, ROWS) == 3
+    at_once = evaluator.evaluate(several, ROWS)
+    with threadpoolctl.threadpool_limits(1, user_api="openmp"):
+        assert evaluator.layers_at_once(several, ROWS) == 1
+        in_turn = evaluator.evaluate(several, ROWS)
+    assert at_once.notes == in_turn.notes
+    assert at_once.values == pytest.approx(in_turn.values, rel=1e-12, abs=1e-12, nan_ok=True)
+
+
+def test_each_item_has_its_share_of_the_threads_and_nobody_else_has_fewer():
+    def count(_):
+        time.sleep(0.02)
+        return threading.current_thread().name, torch.get_num_threads()
+
+    asked: list[int] = []
+    found = [*in_threads(count, range(6), at_once=2)]
+    assert {threads for _, threads in found} == {2}
+    assert len({name for name, _ in found}) == 2
+    assert {threads for _, threads in in_threads(count, range(6), at_once=4)} == {1}
+    assert torch.get_num_threads() == 4
+    before = torch.__config__.parallel_info()
+    later = threading.Thread(target=lambda: asked.append(torch.get_num_threads()))
+    later.start()
+    later.join()
+    [*in_threads(count, range(4), at_once=4)]
+    again = threading.Thread(target=lambda: asked.append(torch.get_num_threads()))
+    again.start()
+    again.join()
+    assert asked[0] == asked[1]
+    assert torch.__config__.parallel_info() == before
+
+
+def test_results_come_in_order_and_no_thread_is_left():
+    def slowest_first(item):
+        time.sleep(0.05 if item == 0 else 0)
+        return item
+
+    assert [*in_threads(slowest_first, range(9), at_once=3)] == [*range(9)]
+    assert not [t for t in threading.enumerate() if t.name.startswith("geomon")]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_what_is_raised_comes_after_those_before_it_and_later_ones_are_not_begun(error, at_once):
+    begun, found = [], []
+
+    def fails(item):
+        begun.append(item)
+        time.sleep(0.02)
+        if item == 1:
+            raise error("by design")
+        return item
+
+    with pytest.raises(error, match="by design"):
+        found.extend(in_threads(fails, range(50), at_once))
+    assert found in ([0], [])  # extend keeps what came before
+    assert len(begun) < 10
+    assert not [t for t in threading.enumerate() if t.name.startswith("geomon")]
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_an_item_is_not_kept_after_its_call(at_once):
+    made = [torch.zeros(3) for _ in range(8)]
+    alive = [weakref.ref(one) for one in made]
+    counts = []
+    results = in_threads(lambda one: float(one.sum()), made, at_once)
+    del made
+    for _ in results:
+        gc.collect()
+        counts.append(sum(one() is not None for one in alive))
+    assert counts[-1] <= at_once
+    if at_once == 1:
+        assert counts == sorted(counts, reverse=True)
+        assert counts[0] <= 7
+
+
+def test_a_metric_of_ones_own_is_called_here_for_one_layer_after_another():
+    seen = []
+
+    def own(hidden):
+        seen.append((threading.current_thread(), float(hidden[0, 0])))
+        return 0.0
+
+    many = layers()
+    evaluator = Evaluator(select("cosine") | {"own": own}, 1, strict=True)
+    assert evaluator.layers_at_once(many, 400) == 1
+    evaluator.evaluate(many, 400)
+    here = threading.current_thread()
+    assert seen == [(here, float(layer.captured["hidden"][0, 0])) for layer in many]
+
+
+def test_bundled_metrics_of_small_layers_share_the_threads_out():
+    evaluator = Evaluator(ALL, 1)
+    assert evaluator.layers_at_once(layers(6), 400) == 4
+    assert evaluator.layers_at_once(layers(2), 400) == 2
+    assert evaluator.layers_at_once([], 400) == 1
+
+
+@pytest.mark.parametrize(
+    ("threads", "rows", "width", "expected"),
+    [
+        (1, 4096, 128, 1), (2, 4096, 128, 2), (2, 4096, 1024, 2), (2, 4096, 2048, 1),
+        (16, 4096, 128, 8), (16, 4096, 4096, 4), (16, 65_536, 1024, 1), (64, 256, 64, 8),
+    ],
+)  # fmt: skip
+def test_wide_layers_get_several_threads_each(threads, rows, width, expected):
+    layer = Layer(0, "layer", {"hidden": torch.empty(1, width)})
+    with threadpoolctl.threadpool_limits(threads, user_api="openmp"):
+        assert layers_at_once(layer, rows) == expected
+
+
+def test_a_layer_without_hidden_states_counts_as_small():
+    assert layers_at_once(Layer(0, "layer", {}), 4096) == 4
