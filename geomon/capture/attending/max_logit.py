@@ -19,7 +19,8 @@ from geomon.kernels.products import as_factor
 _BLOCK, _BLOCK_ON_HOST = 1 << 22, 1 << 20
 
 # Under a causal flag, parts into which the queries are cut: keys later than a part are left out.
-_CAUSAL_PARTS = 8
+# Parts of fewer queries make products so small that they take longer than what they leave out.
+_CAUSAL_PARTS, _FEWEST_QUERIES = 8, 64
 
 
 @torch.no_grad()
@@ -110,8 +111,8 @@ def _cuts(
 ) -> Iterator[tuple[slice, slice]]:
     """Cut all scores into blocks of at most `block` scores: slices of sequences and queries."""
     sequences, heads, queries, keys = shape
-    each = -(-queries // _CAUSAL_PARTS) if causal else queries
-    each = max(1, min(each, block // (heads * keys)))
+    each = max(-(-queries // _CAUSAL_PARTS), _FEWEST_QUERIES) if causal else queries
+    each = max(1, min(each, queries, block // (heads * keys)))
     some = max(1, block // (heads * keys * each))
     for first in range(0, queries, each):
         for sequence in range(0, sequences, some):
