@@ -40,9 +40,12 @@ def reference(query, key, visible, scale, bias=None, softcap=None) -> torch.Tens
     biased=st.booleans(),
     padded=st.booleans(),
     block=st.sampled_from([1, 50, 1 << 22]),
+    fewest=st.sampled_from([1, 5, 64]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_it_is_the_largest_of_all_scores(seed, shape, kind, softcap, biased, padded, block, dtype):
+def test_it_is_the_largest_of_all_scores(
+    seed, shape, kind, softcap, biased, padded, block, fewest, dtype
+):
     sequences, key_heads, group, queries, keys = shape
     heads = key_heads * group
     generator = torch.Generator().manual_seed(seed)
@@ -73,7 +76,7 @@ def test_it_is_the_largest_of_all_scores(seed, shape, kind, softcap, biased, pad
     arguments = read_arguments("interface", None, query, key, mask, options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(max_logit, "_BLOCK_ON_HOST", block)
-        patch.setattr(max_logit, "_FEWEST_QUERIES", 1 + seed % 64)
+        patch.setattr(max_logit, "_FEWEST_QUERIES", fewest)
         found = over_rows(max_logits_of_call(arguments), valid)
     expected = reference(query, key, visible, 8**-0.5, bias, softcap)
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
