@@ -31,11 +31,20 @@ def fingerprint(model: nn.Module) -> dict[str, object]:
         "fast path": torch.backends.mha.get_fastpath_enabled(),
         "stance": dynamo._stance.stance if dynamo else "default",
         "threads": {thread.name for thread in threading.enumerate()},
-        "cores": torch.get_num_threads(),
+        "cores": (torch.get_num_threads(), _cores_of_a_new_thread()),
         "grad": torch.is_grad_enabled(),
         "autocast": torch.is_autocast_enabled("cpu"),
         "dtype": torch.get_default_dtype(),
     }
+
+
+def _cores_of_a_new_thread() -> int:
+    """What torch gives to threads that start from now on, such as those of a loader."""
+    asked: list[int] = []
+    thread = threading.Thread(target=lambda: asked.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    return asked[0]
 
 
 def random_state() -> tuple[bytes, bytes, tuple[object, ...]]:
