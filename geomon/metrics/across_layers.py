@@ -427,7 +427,7 @@ def _sample_dimension(rows: int, width: int, generator: torch.Generator) -> floa
     kind: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
     noise = torch.randn(min(rows, _NULL_ROWS), width, **kind)
     near = nearest(noise, k=2).distances
-    own = noise.double()
+    own = noise.double() if rows > _NULL_ROWS else noise
     # The other rows are made and dropped block by block: a null is not worth holding millions.
     for start in range(_NULL_ROWS, rows, _NULL_ROWS // 16):
         count = min(rows - start, _NULL_ROWS // 16)
