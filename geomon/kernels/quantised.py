@@ -56,8 +56,10 @@ _GROUPS = 4  # for each neighbour
 _QUERIES, _SQUARES, _FEWEST = 1024, 4 * BLOCK, 32
 # Candidates of a row beyond which it is not certified, in units of k and at least.
 _MOST, _AT_LEAST = 16, 128
-# Share of certified rows below which the other search alone costs less.
+# Share of certified rows below which the other search alone costs less; and the wanted rows that
+# are tried first, with the share of these that is far below it.
 _LEAST = 0.5
+_TRIED, _HOPELESS = 128, 0.25
 # Fewest coordinates, and fewest points and wanted points, for which this is faster; and most
 # coordinates for which sums of products, and twice them, have 32 bits.
 _NARROWEST, _POINTS, _WIDEST = 24, 1024, 20_000
@@ -100,6 +102,20 @@ class _Integers(NamedTuple):
     per_unit: float
     lost: float
     size: int
+
+
+class _Squares(NamedTuple):
+    """Squares of integers, without those of the wanted points themselves, int32.
+
+    Attributes:
+        part: Places of the wanted points, [wanted].
+        grouped: Of each wanted point and each group of points, [wanted x groups, size].
+        smallest: Smallest square of each group, [wanted, groups].
+    """
+
+    part: np.ndarray
+    grouped: np.ndarray
+    smallest: np.ndarray
 
 
 class _Near(NamedTuple):
@@ -184,9 +200,10 @@ def search(
     places = len(integers.rows)
     step = max(_FEWEST, min(_QUERIES, _SQUARES // places))
     squares = torch.empty(step, places, dtype=torch.int32, device="cpu")
-    rank = k + k // 2 + 1
+    rank = _first_rank(k)
     done = 0
-    for some in order.split(step):
+    parts = order[:_TRIED], order[_TRIED:_QUERIES], order[_QUERIES:]
+    for some in (some for part in parts for some in part.split(step) if len(some) > 0):
         mine = own[some]
         near, rank = _near(values, integers, mine, k, rank, squares, faiss)
         candidates = torch.from_numpy(near.places[:, : k + 1])
@@ -197,8 +214,10 @@ def search(
         alone = _no_other(integers, mine.numpy(), near, kth, values.shape[1])
         found.certain[some] = torch.from_numpy(near.complete) & alone
         done += len(some)
-        if done >= _QUERIES and float(found.certain[order[:done]].double().mean()) < _LEAST:
-            break
+        if done >= _TRIED:
+            share = float(found.certain[order[:done]].double().mean())
+            if share < (_LEAST if done >= _QUERIES else _HOPELESS):
+                break
     return found
 
 
@@ -346,20 +365,26 @@ def _near(
     smallest = block.view(len(part), -1, integers.size).amin(dim=2).numpy()
     # Within this, so many groups have a point: k others at least, and few beyond them.
     limit = np.partition(smallest, rank, axis=1)[:, rank].clip(max=_NONE - 1)
-    near = _within(values, integers, part.numpy(), block.numpy(), smallest, limit, k, faiss)
-    bound = _limit(integers, part.numpy(), near.squared[:, k - 1], own, values.shape[1])
+    seen = _Squares(part.numpy(), block.numpy().reshape(-1, integers.size), smallest)
+    near = _within(values, integers, seen, np.arange(len(part)), limit, k, faiss)
+    bound = _limit(integers, seen.part, near.squared[:, k - 1], own, values.shape[1])
+    groups = smallest.shape[1]
+    ranks = np.sort(np.count_nonzero(smallest <= bound[:, None], axis=1)[near.complete])
+    enough = int(ranks[int(_ENOUGH * len(ranks))]) if len(ranks) > 0 else _first_rank(k)
     again = np.flatnonzero((bound > limit) & near.complete)
     if len(again) > 0:
         later = _within(
-            values, integers, part.numpy()[again], block.numpy()[again], smallest[again],
-            bound[again], k, faiss, beyond=limit[again], known=near.of(again),
+            values, integers, seen, again, bound[again], k, faiss,
+            beyond=limit[again], known=near.of(again),
         )  # fmt: skip
         for whole, some in zip(near, later, strict=True):
             whole[again] = some
-    groups = smallest.shape[1]
-    ranks = np.sort(np.count_nonzero(smallest <= bound[:, None], axis=1))
-    enough = int(ranks[int(_ENOUGH * len(ranks))])
     return near, max(min(enough, groups // 2), min(k + 2, groups - 1))
+
+
+def _first_rank(k: int) -> int:
+    """Choose how many groups are within the first limit, before any was tried."""
+    return k + k // 2 + 1
 
 
 def _limit(
@@ -402,40 +427,38 @@ def _summed(width: int) -> float:
 
 
 def _within(
-    values: Tensor, integers: _Integers, part: np.ndarray, block: np.ndarray,
-    smallest: np.ndarray, limit: np.ndarray, k: int, faiss: Any,
-    beyond: np.ndarray | None = None, known: _Near | None = None,
+    values: Tensor, integers: _Integers, seen: _Squares, rows: np.ndarray, limit: np.ndarray,
+    k: int, faiss: Any, beyond: np.ndarray | None = None, known: _Near | None = None,
 ) -> _Near:  # fmt: skip
     """Find the points whose squares are within a limit, and the nearest of them.
 
     Args:
         values: Points, [points, width], float32.
         integers: Points as integers.
-        part: Places of the wanted points, [wanted].
-        block: Squares, without those of the wanted points themselves, [wanted, places].
-        smallest: Smallest square of each group, [wanted, groups].
-        limit: Limit for each wanted point, [wanted].
+        seen: Squares of wanted points and all points.
+        rows: Which of the wanted points, [rows].
+        limit: Limit for each of these, [rows].
         k: Number of neighbours.
         faiss: The library.
-        beyond: Limit within which all are known, [wanted].
+        beyond: Limit within which all are known, [rows].
         known: The nearest of these.
     """
-    wanted, groups = smallest.shape
-    hit = np.flatnonzero(smallest <= limit[:, None])
-    row = hit // groups
-    squares = np.take(block.reshape(-1, integers.size), hit, axis=0)
+    groups = seen.smallest.shape[1]
+    row, group = np.nonzero(seen.smallest[rows] <= limit[:, None])
+    squares = np.take(seen.grouped, rows[row] * groups + group, axis=0)
     inside = squares <= limit[row][:, None]
     if beyond is not None:
         inside &= squares > beyond[row][:, None]
-    group, offset = np.divmod(np.flatnonzero(inside), integers.size)
-    row = row[group]
-    counts = np.bincount(row, minlength=wanted)
-    position = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-    most = max(_MOST * k, _AT_LEAST)
-    kept = slice(None) if counts.max() <= most else position < most
-    places = np.full((wanted, max(k + 2, min(int(counts.max()), most))), -1)
-    place = integers.place[hit[group] % groups * integers.size + offset]
-    places[row[kept], position[kept]] = place[kept]
+    # Of points with too many candidates none is looked at: of noise they would be nearly all pairs.
+    counts = np.bincount(row, inside.sum(axis=1), len(rows)).astype(np.int64)
+    complete = counts <= max(_MOST * k, _AT_LEAST)
+    inside &= complete[row][:, None]
+    counts[~complete] = 0
+    hit, offset = np.nonzero(inside)
+    position = np.arange(len(hit)) - np.repeat(np.cumsum(counts) - counts, counts)
+    places = np.full((len(rows), max(k + 2, int(counts.max()))), -1)
+    places[row[hit], position] = integers.place[group[hit] * integers.size + offset]
+    part = seen.part[rows]
     places[places == part[:, None]] = -1
     squared = _differences(values, part, places, faiss)
     if known is not None:
@@ -444,7 +467,7 @@ def _within(
     order = np.argpartition(squared, (k - 1, k + 1), axis=1)[:, : k + 2]
     return _Near(
         np.take_along_axis(places, order, axis=1), np.take_along_axis(squared, order, axis=1),
-        counts <= most,
+        complete,
     )  # fmt: skip
 
 
@@ -464,11 +487,15 @@ def _differences(
     """
     apart = np.full(candidates.shape, np.inf, dtype=np.float32)
     points = values.numpy()
-    queries = points[part]
-    given = (apart, queries, points, candidates)  # which stay alive while FAISS has their addresses
-    faiss.fvec_L2sqr_by_idx(
-        *map(faiss.swig_ptr, given), points.shape[1], len(queries), candidates.shape[1]
-    )
+    step = rows_in_block(points.shape[1], values.device)
+    for start in range(0, len(part), step):
+        some = slice(start, start + step)
+        queries = points[part[some]]
+        # Which stay alive while FAISS has their addresses.
+        given = (apart[some], queries, points, candidates[some])
+        faiss.fvec_L2sqr_by_idx(
+            *map(faiss.swig_ptr, given), points.shape[1], len(queries), candidates.shape[1]
+        )
     return apart
 
 

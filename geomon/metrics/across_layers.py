@@ -21,6 +21,7 @@ from geomon.kernels.baselines import (
 from geomon.kernels.dimension import twonn
 from geomon.kernels.neighbourhoods import local_dimension, local_isotropy
 from geomon.kernels.neighbours import nearest
+from geomon.kernels.products import as_factor
 from geomon.kernels.spectrum import effective_rank, power_law
 from geomon.metrics.between_layers import SHARED
 from geomon.metrics.views import FAR, FAR_ROWS
@@ -427,11 +428,36 @@ def _sample_dimension(rows: int, width: int, generator: torch.Generator) -> floa
     kind: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
     noise = torch.randn(min(rows, _NULL_ROWS), width, **kind)
     near = nearest(noise, k=2).distances
-    own = noise.double()
     # The other rows are made and dropped block by block: a null is not worth holding millions.
     for start in range(_NULL_ROWS, rows, _NULL_ROWS // 16):
-        count = min(rows - start, _NULL_ROWS // 16)
-        others = torch.randn(count, width, **kind).double()
-        apart = torch.cdist(own, others, compute_mode="use_mm_for_euclid_dist")
-        near = torch.cat([near, apart], dim=1).topk(2, dim=1, largest=False).values
+        others = torch.randn(min(rows - start, _NULL_ROWS // 16), width, **kind)
+        near = _nearer(near, noise, others)
     return float(twonn(near))
+
+
+def _nearer(near: Tensor, rows: Tensor, others: Tensor) -> Tensor:
+    """Compare the distances of rows to their nearest with those to other rows.
+
+    An expansion in float32 excludes nearly all pairs; the others are compared by differences.
+
+    Args:
+        near: Distances to the k nearest so far, [rows, k], float64.
+        rows: The rows, [rows, width], float32.
+        others: Other rows, [others, width], float32.
+
+    Returns:
+        The smallest of both, ascending, [rows, k], float64.
+    """
+    one, other = as_factor(rows), as_factor(others)
+    norms, lengths = one.square().sum(dim=1), other.square().sum(dim=1)
+    rounding = 4 * (4 + rows.shape[1] ** 0.5) * torch.finfo(rows.dtype).eps
+    reach = near[:, -1].square() + rounding * (norms + lengths.max())
+    squared = torch.addmm(lengths, one, other.T, alpha=-2)
+    row, column = (squared <= (reach - norms)[:, None]).nonzero(as_tuple=True)
+    apart = torch.linalg.vector_norm(rows[row].double() - others[column].double(), dim=1)
+    counts = torch.bincount(row, minlength=len(rows))
+    position = torch.arange(len(row), dtype=torch.int64, device=row.device)
+    position -= (counts.cumsum(0) - counts)[row]
+    found = torch.full_like(near[:, :1], torch.inf).repeat(1, max(1, int(counts.max())))
+    found[row, position] = apart
+    return torch.cat([near, found], dim=1).topk(near.shape[1], dim=1, largest=False).values

@@ -6,8 +6,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import entr, log_softmax
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from geomon.kernels import _blocks
 from geomon.kernels.attention import (
@@ -27,6 +25,7 @@ from geomon.kernels.attention import (
     score_rows,
     sequence_extremes,
 )
+from tests.new_tensors import LargestNewTensor
 
 METRICS = [
     attention_entropy, attention_entropy_normalised, attention_max, attention_sink, attention_min,
@@ -336,24 +335,6 @@ def test_a_visible_key_of_score_minus_infinity_has_no_weight():
     torch.testing.assert_close(got.maximum, want.maximum)
     assert (got.minimum == 0).all()
     assert (got.visible == 5).all()
-
-
-class LargestNewTensor(TorchDispatchMode):
-    """Remembers the bytes of the largest storage that an operation makes."""
-
-    def __init__(self, *inputs):
-        super().__init__()
-        self.known = {tensor.untyped_storage().data_ptr() for tensor in inputs}
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage.data_ptr() not in self.known:
-                    self.bytes = max(self.bytes, storage.nbytes())
-        return out
 
 
 @pytest.mark.parametrize("key_heads", [1, 4])

@@ -1,5 +1,6 @@
 import functools
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -280,6 +281,41 @@ def test_first_rows_that_are_hardly_certified_end_the_search(monkeypatch, least,
     monkeypatch.setattr(quantised, "_LEAST", least)
     rows = decaying(1200, 50)
     assert int(searched(rows, 2).certain.sum()) == pytest.approx(rows_searched, rel=0.05)
+
+
+def two_clusters(tokens, width):
+    """Rows whose integers are all alike within a cluster: half of all pairs are candidates."""
+    side = torch.arange(tokens) % 2 - 0.5
+    return (side[:, None] * normal(width) + 1e-6 * normal(tokens, width)).float()
+
+
+def test_of_rows_that_integers_cannot_tell_apart_few_are_tried():
+    rows = two_clusters(3000, 40)
+    ready, tried = scale_rows(rows), []
+
+    def exact(own, candidates):
+        tried.append(len(own))
+        return distances_to(rows, own, candidates, ready.frame.unit)
+
+    everyone = torch.arange(len(rows))
+    found = search(ready.values, everyone, 2, exact, float(ready.frame.scale), faiss)
+    assert quantised.ended_early(found)
+    assert 0 < sum(tried) <= len(rows) / 20
+
+
+@pytest.mark.parametrize("k", [2, 16])
+def test_many_candidates_take_no_more_memory_than_their_squares(monkeypatch, k):
+    monkeypatch.setattr(quantised, "_TRIED", 500)
+    rows = two_clusters(2000, 600)
+    squares = 4 * 500 * len(rows)
+    searched(rows[:300], 2)  # what is set up once
+    tracemalloc.start()
+    try:
+        searched(rows, k)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2.5 * squares
 
 
 def test_no_global_random_state_is_touched():

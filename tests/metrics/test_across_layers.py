@@ -15,6 +15,7 @@ from geomon.kernels.dimension import twonn
 from geomon.kernels.neighbours import nearest
 from geomon.kernels.spectrum import anisotropy, spectrum
 from geomon.metrics import Evaluator
+from geomon.metrics import across_layers as module
 from geomon.metrics.across_layers import (
     across_layers,
     correlation,
@@ -23,6 +24,7 @@ from geomon.metrics.across_layers import (
     ranks,
 )
 from geomon.metrics.table import METRICS, select
+from tests.new_tensors import LargestNewTensor
 
 few_examples = settings(deadline=None, derandomize=True, max_examples=30)
 seeds = st.integers(0, 10**6)
@@ -144,6 +146,31 @@ def test_the_null_and_its_deviation_are_those_of_many_samples(rows, width):
     assert abs(found["twonn/null"] - mean) < slack
     share = min(1, 4096 / rows) ** 0.5
     assert share * deviation / 3 < found["twonn/null_std"] < 3 * share * deviation
+
+
+@pytest.mark.parametrize("rows", [512, 1700])
+def test_the_null_makes_no_copy_of_its_rows_in_more_digits(rows, monkeypatch):
+    monkeypatch.setattr(module, "_NULL_ROWS", 512)
+    with LargestNewTensor() as largest:
+        module._sample_dimension(rows, 3000, torch.Generator().manual_seed(0))
+    assert largest.bytes <= 4 * 512 * 3000
+
+
+@pytest.mark.parametrize("precision", ["highest", "medium"])
+@pytest.mark.parametrize("width", [1, 2, 12, 300])
+def test_the_null_of_many_rows_has_the_neighbours_of_all_of_them(width, precision, monkeypatch):
+    monkeypatch.setattr(module, "_NULL_ROWS", 256)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision(precision)
+        found = module._sample_dimension(1000, width, torch.Generator().manual_seed(0))
+    finally:
+        torch.set_float32_matmul_precision(before)
+    generator = torch.Generator().manual_seed(0)
+    sizes = [256] + [16] * 46 + [8]
+    rows = torch.cat([torch.randn(size, width, generator=generator) for size in sizes])
+    want = nearest(rows, k=2, of=torch.arange(256)).distances
+    assert found == pytest.approx(float(twonn(want)), rel=1e-12)
 
 
 def test_the_null_is_measured_once_for_numbers_of_rows_that_are_alike():
