@@ -94,12 +94,13 @@ def _twonn_distinct(distinct_half_ratios: HalfRatios) -> dict[str, Tensor]:
 def _gride(
     half_ratios: dict[int, HalfRatios], far_half_ratios: dict[int, HalfRatios]
 ) -> dict[str, Tensor]:
-    known = [(HALF_SCALES, half_ratios), (FAR_SCALES, far_half_ratios)]
-    return {
-        f"k{scale}": dimension.gride_differences(ratios[rank], rank)
-        for ranks, ratios in known
-        for scale, rank in ranks.items()
-    }
+    found: dict[str, Tensor] = {}
+    for ranks, ratios in ((HALF_SCALES, half_ratios), (FAR_SCALES, far_half_ratios)):
+        of_each = dimension.gride_differences(
+            [ratios[k] for k in ranks.values()], [*ranks.values()]
+        )
+        found |= dict(zip((f"k{scale}" for scale in ranks), of_each, strict=True))
+    return found
 
 
 def _local_dimension(
