@@ -321,7 +321,7 @@ def _places_of(
         [ways, points] for each rank, integers; k where fewer are of the same half.
     """
     points, neighbours = group.shape
-    ways, groups = first.shape
+    groups = first.shape[1]
     if group.device.type != "cpu":  # there few operations count
         none = torch.zeros_like(first[:, :1])
         sides = torch.stack([torch.cat([side, none], dim=1) for side in (first, ~first)])

@@ -449,10 +449,12 @@ def anisotropy_differences(
         for _ in range(_STEPS):
             basis = torch.linalg.qr(centred.T @ (centred @ basis)).Q
         inside = (centred @ basis).double()
-    groups = _products_in_groups(inside[:, None], halves)
-    drift = inside.new_zeros(len(groups), inside.shape[1])
-    _add_by_group(drift, halves.group, inside)
-    return _leading_share_differences(groups, drift[:, None], sums, halves)
+    # A column of ones beside them: products with it are sums.
+    products = _products_in_groups(
+        torch.nn.functional.pad(inside, (0, 1), value=1)[:, None], halves
+    )
+    groups, drift = products[..., :-1, :-1], products[..., -1, :-1]
+    return _leading_share_differences(groups, drift, sums, halves)
 
 
 def scatter_by_group(rows: Tensor, halves: HalfSamples) -> HeadScatter:
@@ -545,7 +547,12 @@ def _products_in_groups(inside: Tensor, halves: HalfSamples) -> Tensor:
         inside: Centred rows along a few directions, [tokens, heads, n], float64.
         halves: The groups of the rows.
     """
-    columns = inside.permute(1, 2, 0).contiguous()  # twenty times as fast as with the rows first
+    if inside.device.type == "cpu":
+        order = halves.group.argsort()
+        sizes = torch.bincount(halves.group, minlength=halves.first.shape[1])
+        parts = inside.index_select(0, order).transpose(0, 1).split(sizes.tolist(), dim=1)
+        return torch.stack([part.mT @ part for part in parts])
+    columns = inside.permute(1, 2, 0).contiguous()
     products = columns[:, :, None] * columns[:, None]
     total = products.new_zeros(halves.first.shape[1], *products.shape[:3])
     _add_by_group(total.flatten(1), halves.group, products.flatten(0, 2).T)

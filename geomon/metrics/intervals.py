@@ -56,13 +56,17 @@ def _anisotropy(half_anisotropy: Tensor) -> Tensor:
 
 
 def _anisotropy_no_sinks(
-    hidden: Tensor, ordinary_rows: Tensor, half_anisotropy: Tensor, halves: HalfSamples
+    ordinary_hidden: Tensor,
+    ordinary_rows: Tensor,
+    scatters: tuple[Tensor | None, Tensor | None],
+    half_anisotropy: Tensor,
+    halves: HalfSamples,
 ) -> Tensor:
-    if bool(ordinary_rows.all()):
+    if len(ordinary_hidden) == len(ordinary_rows):
         return half_anisotropy
     some = HalfSamples(halves.group[ordinary_rows], halves.first)
-    sums = half_samples.group_sums(hidden[ordinary_rows][:, None], some)
-    return half_samples.anisotropy_differences(hidden[ordinary_rows], sums, some)
+    sums = half_samples.group_sums(ordinary_hidden[:, None], some)
+    return half_samples.anisotropy_differences(ordinary_hidden, sums, some, scatters[1])
 
 
 def _cosine(row_sums: GroupSums, halves: HalfSamples) -> Tensor:
