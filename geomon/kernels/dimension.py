@@ -344,7 +344,7 @@ def _places_of(
     found = {}
     for rank in range(1, ranks[-1] + 1):
         if rank in ranks:
-            found[rank] = _lowest_bit(words, bits).clamp_(max=neighbours)
+            found[rank] = _lowest_bit(words, bits, neighbours)
         # The lowest bit of the first word that has one is taken away.
         rest = 1
         for place, word in enumerate(words):
@@ -354,19 +354,22 @@ def _places_of(
     return found
 
 
-def _lowest_bit(words: Sequence[Tensor], bits: int) -> Tensor:
-    """Find the place of the lowest bit over several words, int64; beyond all where there is none.
+def _lowest_bit(words: Sequence[Tensor], bits: int, none: int) -> Tensor:
+    """Find the place of the lowest bit over several words.
 
     Args:
         words: Integers of so many bits each, the lowest ones first, of one shape.
         bits: Number of bits in each word.
+        none: Place that stands for no bit.
+
+    Returns:
+        int64, of the shape of a word.
     """
-    place = torch.full(words[0].shape, len(words) * bits, device=words[0].device)
-    for number, word in reversed([*enumerate(words)]):
-        # The exponent of a power of two, as float64 stores it.
-        exponent = ((word & -word).double().view(torch.int64) >> 52) - 1023
-        place = torch.where(word != 0, exponent + number * bits, place)
-    return place
+    lowest = [(word & -word).double() for word in words]
+    value = torch.threshold(lowest[-1] * 2.0 ** (bits * (len(words) - 1)), 0, 2.0**none)
+    for place in reversed(range(len(words) - 1)):
+        value = torch.where(lowest[place] > 0, lowest[place] * 2.0 ** (bits * place), value)
+    return (value.view(torch.int64) >> 52) - 1023  # its exponent, as float64 stores it
 
 
 def twonn_differences(ratios: HalfRatios, discard: float = 0.1) -> tuple[Tensor, Tensor]:
@@ -450,14 +453,17 @@ def _newton_differences(ratios: Sequence[HalfRatios], scales: Sequence[int]) -> 
     part = about.div_(rest)
     curve = part.square().mul_(rest.neg_().add_(1))
     score = part.mul_(k[:, :, None] - 1).sub_(x.mul_(2 * k[:, :, None] - 1))
-    steps = []
-    for half in (ratios[0].first, ~ratios[0].first):
-        chosen = exists & half
-        n = chosen.sum(dim=2)
-        root = (n - 1) / d + (score * chosen).sum(dim=2)
-        slope = (n - 1) / d.square() + (k - 1) * (curve * chosen).sum(dim=2)
-        steps.append(torch.where(n >= 3, root / slope, torch.nan))
-    return steps[0] - steps[1]
+    # What the second half adds up to is what is left of all rows.
+    number, first = exists.double(), ratios[0].first.double()
+    sums = []
+    for values in (number, score.mul_(number), curve.mul_(number)):
+        whole, one = values.sum(dim=2), (values * first).sum(dim=2)
+        sums.append(torch.stack([one, whole - one]))
+    n, scores, curves = sums
+    root = (n - 1) / d + scores
+    slope = (n - 1) / d.square() + (k - 1) * curves
+    one, other = torch.where(n >= 3, root / slope, torch.nan)
+    return one - other
 
 
 def _sorted(values: Tensor) -> Tensor:
@@ -483,24 +489,33 @@ def _gride_at(neighbours: Tensor, scales: Sequence[int]) -> Tensor:
     spread = [sum(1 / i for i in range(scale, 2 * scale)) for scale in scales]
     d = n * n.new_tensor(spread) / total
     known = (n - 1) / total  # the root with k = 1
-    if any(scale > 1 for scale in scales):
-        about = x.clamp(min=_NOTHING)
-        left_out = x.shape[1] - n
-        for _ in range(_NEWTON_STEPS):
-            rest = (-d[:, None] * about).expm1_().neg_()
-            part = about / rest
-            score = (n - 1) / d + (k - 1) * (part.sum(dim=1) - left_out / d) - (2 * k - 1) * total
-            curve = part.square_().mul_(rest.neg_().add_(1)).sum(dim=1) - left_out / d.square()
-            slope = -(n - 1) / d.square() - (k - 1) * curve
-            d = torch.maximum(d - score / slope, n / total / 4)
+    some = [place for place, scale in enumerate(scales) if scale > 1]
+    if some:
+        d[some] = _newton(x[some], d[some], n[some], k[some])
     # With k = 1, or where all are ties, the root is known; from infinity no step is possible.
     d = torch.where((k == 1) | (total == 0), known, d)
     return torch.where(n >= 3, d, torch.nan)
 
 
+def _newton(x: Tensor, d: Tensor, n: Tensor, k: Tensor) -> Tensor:
+    """Take the steps of Newton from d at scales k, of n of the points each; x is 0 for others."""
+    total = x.sum(dim=1)
+    left_out = x.shape[1] - n
+    about = x.clamp(min=_NOTHING)
+    lowest = n / total / 4
+    for _ in range(_NEWTON_STEPS):
+        rest = (-d[:, None] * about).expm1_().neg_()
+        part = about / rest
+        score = (n - 1) / d + (k - 1) * (part.sum(dim=1) - left_out / d) - (2 * k - 1) * total
+        curve = part.square_().mul_(rest.neg_().add_(1)).sum(dim=1) - left_out / d.square()
+        slope = -(n - 1) / d.square() - (k - 1) * curve
+        d = torch.maximum(d - score / slope, lowest)
+    return d
+
+
 def _without_rounding(log_ratios: Tensor) -> Tensor:
     """Return 0 for a ratio that is 1 but for rounding: equal spacings have no dimension."""
-    return log_ratios.masked_fill(log_ratios < _ROUNDING, 0)
+    return torch.threshold(log_ratios, _ROUNDING, 0)  # NaN stays
 
 
 def _log_ratios(near: Tensor, far: Tensor) -> Tensor:

@@ -169,24 +169,24 @@ def group_sums(rows: Tensor, halves: HalfSamples) -> GroupSums:
         rows: Floating-point rows by head, [tokens, heads, width].
         halves: The groups of the rows.
     """
-    groups = halves.first.shape[1]
-    counts = rows.new_zeros(groups, dtype=torch.float64)
-    total, directions = (counts.new_zeros(groups, *rows.shape[1:]) for _ in range(2))
-    squares, directed = (counts.new_zeros(groups, rows.shape[1]) for _ in range(2))
+    groups, heads = halves.first.shape[1], rows.shape[1]
+    total = rows.new_zeros(groups, *rows.shape[1:], dtype=torch.float64)
+    directions, numbers = torch.zeros_like(total), total.new_zeros(groups, 2 * heads)
     start = 0
     for flat in in_blocks(rows.flatten(1)):
         group = halves.group[start : start + len(flat)]
         start += len(flat)
         block = flat.view(-1, *rows.shape[1:])
-        _add_by_group(counts, group, torch.ones_like(group, dtype=torch.float64))
         _add_by_group(total, group, block)
         norm = torch.linalg.vector_norm(block, dim=2)
-        _add_by_group(squares, group, norm.square())
+        squares = norm.square()
         scaled = with_squares(block, rows.dtype)
         norm = norm if scaled is block else torch.linalg.vector_norm(scaled, dim=2)
-        _add_by_group(directed, group, (norm > 0).double())
+        _add_by_group(numbers, group, torch.cat([squares, norm > 0], dim=1))
         scaled.mul_(torch.where(norm > 0, 1 / norm, 0)[:, :, None])
         _add_by_group(directions, group, scaled)
+    counts = torch.bincount(halves.group, minlength=groups).double()
+    squares, directed = numbers.split(heads, dim=1)
     return GroupSums(counts, total, squares, directions, directed)
 
 
