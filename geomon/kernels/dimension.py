@@ -20,6 +20,13 @@ _NEWTON_STEPS = 6
 # differences of rounded coordinates, which may be thousands of times as large as the distance.
 _ROUNDING = 1e-12
 
+# What stands for a logarithm of 0: in a sum it is nothing, and x / (1 - e^(-dx)) is 1 / d of it.
+_NOTHING = 1e-300
+
+# Bits in a word that says which neighbours are in a half: of int32, and of int64 as far as float64
+# counts them.
+_SHORT, _LONG = 30, 50
+
 # Digits after the point to which n (1 - discard) is exact: 500 (1 - 0.8) is 99.99999999999997.
 _DIGITS = 6
 
@@ -64,14 +71,44 @@ def twonn(neighbours: Tensor, discard: float = 0.1) -> Tensor:
         >>> round(twonn(distances).item(), 2)
         5.0
     """
+    return _fit(_sorted_ratios(neighbours, discard), discard)
+
+
+def twonn_and_censored(neighbours: Tensor, discard: float = 0.1) -> tuple[Tensor, Estimate]:
+    """Compute `twonn` and `twonn_censored` of the same distances, which are sorted once.
+
+    Args:
+        neighbours: Distances to the nearest neighbours, ascending, [tokens, k], k >= 2.
+        discard: Share of the largest ratios that is dropped, in [0, 1).
+
+    Raises:
+        ValueError: There are fewer than two distances for each point, or `discard` is outside
+            [0, 1).
+
+    Example:
+        >>> distances = torch.tensor([[1.0, 2.0]]).expand(100, 2)
+        >>> fit, censored = twonn_and_censored(distances)
+        >>> bool(fit == twonn(distances)), bool(censored.value == twonn_censored(distances).value)
+        (True, True)
+    """
+    log_mu = _sorted_ratios(neighbours, discard)
+    return _fit(log_mu, discard), _likely(log_mu, discard)
+
+
+def _sorted_ratios(neighbours: Tensor, discard: float) -> Tensor:
+    """Check the arguments of TwoNN, and take log(r2 / r1) in ascending order."""
     _require_distances(neighbours)
     if not 0 <= discard < 1:
         raise ValueError(f"discard is a share in [0, 1), got {discard}")
-    log_mu = _log_ratios(neighbours[:, 0], neighbours[:, 1]).sort().values
+    return _log_ratios(neighbours[:, 0], neighbours[:, 1]).sort().values
+
+
+def _fit(log_mu: Tensor, discard: float) -> Tensor:
+    """Compute `twonn` from sorted ratios."""
     n = len(log_mu)
     kept = min(_kept(n, discard), n - 1)  # at F = 1 the logarithm ends
     if n < 3 or kept < 1:
-        return torch.tensor(torch.nan, dtype=torch.float64, device=neighbours.device)
+        return log_mu.new_tensor(torch.nan)
     rank = torch.arange(1, kept + 1, dtype=torch.float64, device=log_mu.device)
     x, y = log_mu[:kept], -torch.log1p(-rank / n)
     square = x.square().sum()
@@ -156,14 +193,15 @@ def twonn_censored(neighbours: Tensor, discard: float = 0.1) -> Estimate:
         >>> round(value.item(), 2), round(error.item(), 2)
         (5.0, 0.12)
     """
-    _require_distances(neighbours)
-    if not 0 <= discard < 1:
-        raise ValueError(f"discard is a share in [0, 1), got {discard}")
-    log_mu = _log_ratios(neighbours[:, 0], neighbours[:, 1]).sort().values
+    return _likely(_sorted_ratios(neighbours, discard), discard)
+
+
+def _likely(log_mu: Tensor, discard: float) -> Estimate:
+    """Compute `twonn_censored` from sorted ratios."""
     n = len(log_mu)
     kept = _kept(n, discard)
     if n < 3 or kept < 2:
-        nan = torch.tensor(torch.nan, dtype=torch.float64, device=neighbours.device)
+        nan = log_mu.new_tensor(torch.nan)
         return Estimate(nan, nan)
     value = (kept - 1) / (log_mu[:kept].sum() + (n - kept) * log_mu[kept - 1])
     return Estimate(value, value / kept**0.5)
@@ -241,58 +279,97 @@ def ratios_in_halves(
     Returns:
         The ratios at each scale.
     """
-    # The ways are the last dimension, so that those of a pair of groups are copied as one piece.
-    member = halves.first.T.contiguous()
-    together = (member[:, None] == member).flatten(0, 1)  # [groups x groups, ways]
-    together = torch.cat([together, torch.zeros_like(together[:1])])  # the last one never counts
-    group, own_group = halves.group[indices.T], halves.group[own]
-    pair = torch.where(distances.isfinite().T, own_group * len(member) + group, len(together) - 1)
-    neighbours = distances.shape[1]
+    counts = distances.isfinite()
+    groups, neighbours = halves.first.shape[1], distances.shape[1]
+    group, own_group = halves.group[indices], halves.group[own]
     ranks = sorted({rank for k in scales for rank in (k, 2 * k)})
-    small = neighbours * ranks[-1] < torch.iinfo(torch.int16).max
-    same = together.to(torch.int16 if small else torch.int64)[pair]
-    own_half = member[own_group]
-    farthest = torch.where(distances.isfinite(), distances, 0).amax(dim=1, keepdim=True)
-    logs = torch.cat([distances, farthest], dim=1).log()
-    places = _places_of(same, ranks)
-    found = {rank: logs.gather(1, place.long()) for rank, place in places.items()}
-    known = {rank: place < neighbours for rank, place in places.items()}
-    first = own_half.T.contiguous()
+    places = _places_of(group.masked_fill(~counts, groups), own_group, halves.first, ranks)
+    farthest = torch.where(counts, distances, 0).amax(dim=1, keepdim=True)
+    # What stands for a neighbour that is not known is in the last column.
+    near, far = (
+        torch.cat([distances, last], dim=1).log().flatten()
+        for last in (torch.full_like(farthest, torch.nan), farthest)
+    )
+    row = torch.arange(len(own), dtype=torch.int64, device=own.device) * (neighbours + 1)
+    at = {rank: (place + row).flatten() for rank, place in places.items()}
+    first = halves.first[:, own_group]
     return [
         HalfRatios(
-            _without_rounding(
-                torch.where(known[k], found[2 * k] - found[k], torch.nan)
-            ).T.contiguous(),
-            known[2 * k].T.contiguous(),
+            _without_rounding(far.index_select(0, at[2 * k]) - near.index_select(0, at[k])).view(
+                first.shape
+            ),
+            places[2 * k] < neighbours,
             first,
         )
         for k in scales
     ]
 
 
-def _places_of(same: Tensor, ranks: Sequence[int]) -> dict[int, Tensor]:
-    """Count the neighbours before the one of each rank among those that are of the same half.
+def _places_of(
+    group: Tensor, own: Tensor, first: Tensor, ranks: Sequence[int]
+) -> dict[int, Tensor]:
+    """Find the place of the neighbour of each rank among those that are in a point's own half.
 
     Args:
-        same: 1 for a neighbour of the same half, else 0, [k, points, ways], of a type that holds k
-            times the largest rank.
-        ranks: Ranks among these.
+        group: Group of each neighbour, [points, k]; the number of groups for one that does not
+            count.
+        own: Group of each point, [points].
+        first: True for the groups in the first half of each way, [ways, groups].
+        ranks: Ranks among the neighbours that are in the same half, ascending.
 
     Returns:
-        [points, ways] for each rank, integers; k where fewer are of the same half.
+        [ways, points] for each rank, integers; k where fewer are of the same half.
     """
-    if same.device.type != "cpu":  # there few operations count
-        counts = same.cumsum(dim=0)
-        return {rank: (counts < rank).sum(dim=0) for rank in ranks}
-    count = torch.zeros_like(same[0])
-    sums = {rank: torch.zeros_like(count) for rank in ranks}
-    for column in same:
-        count += column
-        for rank in ranks:
-            sums[rank] += count.clamp(rank - 1, rank)
-    # Those at which the count is below the rank, by sums of bounded counts: a comparison takes ten
-    # times as long as a bound.
-    return {rank: len(same) * rank - total for rank, total in sums.items()}
+    points, neighbours = group.shape
+    groups = first.shape[1]
+    if group.device.type != "cpu":  # there few operations count
+        none = torch.zeros_like(first[:, :1])
+        sides = torch.stack([torch.cat([side, none], dim=1) for side in (first, ~first)])
+        same = torch.where(first[:, own, None], sides[0][:, group], sides[1][:, group])
+        number = same.cumsum(dim=2)
+        return {rank: (number < rank).sum(dim=2) for rank in ranks}
+    # A bit for each neighbour: those in the half are a sum over its groups, and the next one is the
+    # lowest bit. Float64 holds as many bits as a word has.
+    short = neighbours <= _SHORT
+    kind, bits = (torch.int32, _SHORT) if short else (torch.int64, _LONG)
+    words = []
+    sides = first.double()
+    for some in group.split(bits, dim=1):
+        value = 2.0 ** torch.arange(some.shape[1], dtype=torch.float64, device=own.device)
+        by_group = sides.new_zeros(points, groups + 1)
+        by_group.scatter_add_(1, some, value.expand(some.shape))
+        counted = by_group[:, :groups].T
+        one = sides @ counted
+        words.append(torch.where(first[:, own], one, counted.sum(dim=0) - one).to(kind))
+    found = {}
+    for rank in range(1, ranks[-1] + 1):
+        if rank in ranks:
+            found[rank] = _lowest_bit(words, bits, neighbours)
+        # The lowest bit of the first word that has one is taken away.
+        rest = 1
+        for place, word in enumerate(words):
+            words[place] = word & (word - rest)
+            if place + 1 < len(words):
+                rest = rest * (word == 0).to(kind)
+    return found
+
+
+def _lowest_bit(words: Sequence[Tensor], bits: int, none: int) -> Tensor:
+    """Find the place of the lowest bit over several words.
+
+    Args:
+        words: Integers of so many bits each, the lowest ones first, of one shape.
+        bits: Number of bits in each word.
+        none: Place that stands for no bit.
+
+    Returns:
+        int64, of the shape of a word.
+    """
+    lowest = [(word & -word).double() for word in words]
+    value = torch.threshold(lowest[-1] * 2.0 ** (bits * (len(words) - 1)), 0, 2.0**none)
+    for place in reversed(range(len(words) - 1)):
+        value = torch.where(lowest[place] > 0, lowest[place] * 2.0 ** (bits * place), value)
+    return (value.view(torch.int64) >> 52) - 1023  # its exponent, as float64 stores it
 
 
 def twonn_differences(ratios: HalfRatios, discard: float = 0.1) -> tuple[Tensor, Tensor]:
@@ -306,64 +383,87 @@ def twonn_differences(ratios: HalfRatios, discard: float = 0.1) -> tuple[Tensor,
         Differences of `twonn`, and of `twonn_censored`, [ways] each; NaN where a half has fewer
         than 3 points, or more than `discard` whose second neighbour is unknown.
     """
-    fits, censored = zip(*(_twonn_of(ratios, half, discard) for half in (True, False)), strict=True)
-    return fits[0] - fits[1], censored[0] - censored[1]
-
-
-def _twonn_of(ratios: HalfRatios, half: bool, discard: float) -> tuple[Tensor, Tensor]:
-    """Compute `twonn` and `twonn_censored` on one half, for each way."""
-    inside = (ratios.first == half) & ~ratios.log_mu.isnan()
+    exists = ~ratios.log_mu.isnan()
+    inside = torch.cat([exists & ratios.first, exists & ~ratios.first])
     n = inside.sum(dim=1, keepdim=True).double()
-    # What is unknown is among the largest, which are dropped.
-    x = _sorted(torch.where(inside & ratios.known, ratios.log_mu, torch.inf))
-    if x.device.type == "cpu" and n.numel():  # the points of the other half have come last
-        x = x[:, : max(1, int(n.max()))]
-    rank = torch.arange(1, x.shape[1] + 1, dtype=torch.float64, device=x.device)
+    # What is unknown is among the largest, which are dropped. One sort for both halves: the ratios
+    # of the first one are negative, and come first in descending order.
+    x = torch.where(ratios.known, ratios.log_mu, torch.inf).where(exists, torch.nan)
+    x = _sorted(torch.where(ratios.first, -x, x))
+    points = x.shape[1]
+    if x.device.type == "cpu" and n.numel():
+        points = max(1, int(n.max()))
+    rank = torch.arange(1, points + 1, dtype=torch.float64, device=x.device)
+    one, _ = n.chunk(2)
+    place = torch.cat([one - rank, one + rank - 1]).long().clamp_(0, x.shape[1] - 1)
+    x = torch.cat([x, x]).gather(1, place).abs_()
     kept = (n * (1 - discard)).round(decimals=_DIGITS).floor()
-    largest = x.gather(1, (kept.long() - 1).clamp(min=0))
-    x = torch.where(rank <= kept, x, 0)
-    censored = (kept - 1) / (x.sum(dim=1, keepdim=True) + (n - kept) * largest)
-    y = -torch.log1p(-torch.where(rank <= torch.minimum(kept, n - 1), rank / n, 0))
-    slope = (x * y).sum(dim=1, keepdim=True) / torch.where(y > 0, x, 0).square().sum(
-        dim=1, keepdim=True
-    )
+    last = (kept.long() - 1).clamp(min=0)
+    fitted = (torch.minimum(kept, n - 1).long() - 1).clamp(min=0)
+    y = -torch.log1p(-rank / n)
+    # Sums up to a place that differs from way to way: what comes after it may be anything.
+    largest = x.gather(1, last)
+    whole = x.cumsum(dim=1).gather(1, last)
+    slope = (x * y).cumsum(dim=1).gather(1, fitted) / x.square().cumsum(dim=1).gather(1, fitted)
+    censored = (kept - 1) / (whole + (n - kept) * largest)
     enough = (n >= 3) & (kept >= 2) & largest.isfinite() & (largest > 0)
-    one, other = (torch.where(enough, value, torch.nan).squeeze(1) for value in (slope, censored))
-    return one, other
+    found = (torch.where(enough, value, torch.nan).squeeze(1) for value in (slope, censored))
+    fits, other = (one - two for one, two in (value.chunk(2) for value in found))
+    return fits, other
 
 
-def gride_differences(ratios: HalfRatios, k: int) -> Tensor:
-    """Compare Gride at one scale on the two halves of the rows, for each way.
+def gride_differences(ratios: Sequence[HalfRatios], scales: Sequence[int]) -> Tensor:
+    """Compare Gride at several scales on the two halves of the rows, for each way.
 
     One step of Newton on each half, from the estimate by moments on all of them, which is as good
     as the root for a difference of two halves.
 
     Args:
-        ratios: Ratios r_2k / r_k in each half.
-        k: Rank of the nearer neighbour.
+        ratios: Ratios r_2k / r_k of the same points in each half, for each scale.
+        scales: Ranks k of the nearer neighbour.
 
     Returns:
-        [ways]; NaN where a half has fewer than 3 rows.
+        [scales, ways]; NaN where a half has fewer than 3 rows.
     """
-    exists = ~ratios.log_mu.isnan()
-    x = torch.where(exists, ratios.log_mu, 0)
-    halves = [exists & (ratios.first == half) for half in (True, False)]
-    if k == 1:
-        one, other = ((half.sum(dim=1) - 1) / (x * half).sum(dim=1) for half in halves)
-        return one - other
-    spread = sum(1 / i for i in range(k, 2 * k))
-    d = spread * exists.sum().double() / x.sum()
-    rest = -torch.expm1(-d * x)
-    part = torch.where(x > 0, x / rest, 1 / d)
-    score = (k - 1) * part - (2 * k - 1) * x
-    curve = torch.where(x > 0, part.square() * (1 - rest), 1 / d.square())
-    steps = []
-    for half in halves:
-        n = half.sum(dim=1)
-        root = (n - 1) / d + (score * half).sum(dim=1)
-        slope = (n - 1) / d.square() + (k - 1) * (curve * half).sum(dim=1)
-        steps.append(torch.where(n >= 3, root / slope, torch.nan))
-    return steps[0] - steps[1]
+    differences = ratios[0].log_mu.new_empty(len(scales), len(ratios[0].first))
+    for place, (one, k) in enumerate(zip(ratios, scales, strict=True)):
+        if k == 1:  # the root is known
+            x = one.log_mu.nan_to_num(0, torch.inf)
+            exists = ~one.log_mu.isnan()
+            halves = (exists & one.first, exists & ~one.first)
+            roots = [(half.sum(dim=1) - 1) / (x * half).sum(dim=1) for half in halves]
+            differences[place] = roots[0] - roots[1]
+    larger = [place for place, k in enumerate(scales) if k > 1]
+    if larger:
+        some = [ratios[place] for place in larger]
+        differences[larger] = _newton_differences(some, [scales[place] for place in larger])
+    return differences
+
+
+def _newton_differences(ratios: Sequence[HalfRatios], scales: Sequence[int]) -> Tensor:
+    """Compare Gride at scales above 1: [scales, ways]."""
+    log_mu = torch.stack([one.log_mu for one in ratios])
+    exists = ~log_mu.isnan()
+    x = log_mu.nan_to_num_(0, torch.inf)
+    k = x.new_tensor(scales)[:, None]
+    spread = x.new_tensor([sum(1 / i for i in range(scale, 2 * scale)) for scale in scales])
+    d = (spread * exists.sum(dim=(1, 2)) / x.sum(dim=(1, 2)))[:, None]
+    about = x.clamp(min=_NOTHING)
+    rest = (-d[:, :, None] * about).expm1_().neg_()
+    part = about.div_(rest)
+    curve = part.square().mul_(rest.neg_().add_(1))
+    score = part.mul_(k[:, :, None] - 1).sub_(x.mul_(2 * k[:, :, None] - 1))
+    # What the second half adds up to is what is left of all rows.
+    number, first = exists.double(), ratios[0].first.double()
+    sums = []
+    for values in (number, score.mul_(number), curve.mul_(number)):
+        whole, one = values.sum(dim=2), (values * first).sum(dim=2)
+        sums.append(torch.stack([one, whole - one]))
+    n, scores, curves = sums
+    root = (n - 1) / d + scores
+    slope = (n - 1) / d.square() + (k - 1) * curves
+    one, other = torch.where(n >= 3, root / slope, torch.nan)
+    return one - other
 
 
 def _sorted(values: Tensor) -> Tensor:
@@ -386,25 +486,36 @@ def _gride_at(neighbours: Tensor, scales: Sequence[int]) -> Tensor:
     logs = torch.where(valid, far / near, 1).log()
     x = _without_rounding(logs).T.contiguous()  # [scales, points]; 0 adds nothing
     n, total, k = valid.sum(dim=0).double(), x.sum(dim=1), rank.double()
-    positive = x > 0
-    ties = n - positive.sum(dim=1)  # x/(1 - e^(-dx)) tends to 1/d
     spread = [sum(1 / i for i in range(scale, 2 * scale)) for scale in scales]
     d = n * n.new_tensor(spread) / total
-    for _ in range(_NEWTON_STEPS):
-        rest = -torch.expm1(-d[:, None] * x)
-        part = torch.where(positive, x / rest, 0)
-        score = (n - 1) / d + (k - 1) * (part.sum(dim=1) + ties / d) - (2 * k - 1) * total
-        curve = part.square_().mul_(1 - rest).sum(dim=1)
-        slope = -(n - 1) / d.square() - (k - 1) * (curve + ties / d.square())
-        d = torch.maximum(d - score / slope, n / total / 4)
+    known = (n - 1) / total  # the root with k = 1
+    some = [place for place, scale in enumerate(scales) if scale > 1]
+    if some:
+        d[some] = _newton(x[some], d[some], n[some], k[some])
     # With k = 1, or where all are ties, the root is known; from infinity no step is possible.
-    d = torch.where((k == 1) | (total == 0), (n - 1) / total, d)
+    d = torch.where((k == 1) | (total == 0), known, d)
     return torch.where(n >= 3, d, torch.nan)
+
+
+def _newton(x: Tensor, d: Tensor, n: Tensor, k: Tensor) -> Tensor:
+    """Take the steps of Newton from d at scales k, of n of the points each; x is 0 for others."""
+    total = x.sum(dim=1)
+    left_out = x.shape[1] - n
+    about = x.clamp(min=_NOTHING)
+    lowest = n / total / 4
+    for _ in range(_NEWTON_STEPS):
+        rest = (-d[:, None] * about).expm1_().neg_()
+        part = about / rest
+        score = (n - 1) / d + (k - 1) * (part.sum(dim=1) - left_out / d) - (2 * k - 1) * total
+        curve = part.square_().mul_(rest.neg_().add_(1)).sum(dim=1) - left_out / d.square()
+        slope = -(n - 1) / d.square() - (k - 1) * curve
+        d = torch.maximum(d - score / slope, lowest)
+    return d
 
 
 def _without_rounding(log_ratios: Tensor) -> Tensor:
     """Return 0 for a ratio that is 1 but for rounding: equal spacings have no dimension."""
-    return torch.where(log_ratios < _ROUNDING, 0, log_ratios)
+    return torch.threshold(log_ratios, _ROUNDING, 0)  # NaN stays
 
 
 def _log_ratios(near: Tensor, far: Tensor) -> Tensor:

@@ -169,24 +169,24 @@ def group_sums(rows: Tensor, halves: HalfSamples) -> GroupSums:
         rows: Floating-point rows by head, [tokens, heads, width].
         halves: The groups of the rows.
     """
-    groups = halves.first.shape[1]
-    counts = rows.new_zeros(groups, dtype=torch.float64)
-    total, directions = (counts.new_zeros(groups, *rows.shape[1:]) for _ in range(2))
-    squares, directed = (counts.new_zeros(groups, rows.shape[1]) for _ in range(2))
+    groups, heads = halves.first.shape[1], rows.shape[1]
+    total = rows.new_zeros(groups, *rows.shape[1:], dtype=torch.float64)
+    directions, numbers = torch.zeros_like(total), total.new_zeros(groups, 2 * heads)
     start = 0
     for flat in in_blocks(rows.flatten(1)):
         group = halves.group[start : start + len(flat)]
         start += len(flat)
         block = flat.view(-1, *rows.shape[1:])
-        _add_by_group(counts, group, torch.ones_like(group, dtype=torch.float64))
         _add_by_group(total, group, block)
         norm = torch.linalg.vector_norm(block, dim=2)
-        _add_by_group(squares, group, norm.square())
+        squares = norm.square()
         scaled = with_squares(block, rows.dtype)
         norm = norm if scaled is block else torch.linalg.vector_norm(scaled, dim=2)
-        _add_by_group(directed, group, (norm > 0).double())
+        _add_by_group(numbers, group, torch.cat([squares, norm > 0], dim=1))
         scaled.mul_(torch.where(norm > 0, 1 / norm, 0)[:, :, None])
         _add_by_group(directions, group, scaled)
+    counts = torch.bincount(halves.group, minlength=groups).double()
+    squares, directed = numbers.split(heads, dim=1)
     return GroupSums(counts, total, squares, directions, directed)
 
 
@@ -449,10 +449,12 @@ def anisotropy_differences(
         for _ in range(_STEPS):
             basis = torch.linalg.qr(centred.T @ (centred @ basis)).Q
         inside = (centred @ basis).double()
-    groups = _products_in_groups(inside[:, None], halves)
-    drift = inside.new_zeros(len(groups), inside.shape[1])
-    _add_by_group(drift, halves.group, inside)
-    return _leading_share_differences(groups, drift[:, None], sums, halves)
+    # A column of ones beside them: products with it are sums.
+    products = _products_in_groups(
+        torch.nn.functional.pad(inside, (0, 1), value=1)[:, None], halves
+    )
+    groups, drift = products[..., :-1, :-1], products[..., -1, :-1]
+    return _leading_share_differences(groups, drift, sums, halves)
 
 
 def scatter_by_group(rows: Tensor, halves: HalfSamples) -> HeadScatter:
@@ -545,7 +547,12 @@ def _products_in_groups(inside: Tensor, halves: HalfSamples) -> Tensor:
         inside: Centred rows along a few directions, [tokens, heads, n], float64.
         halves: The groups of the rows.
     """
-    columns = inside.permute(1, 2, 0).contiguous()  # twenty times as fast as with the rows first
+    if inside.device.type == "cpu":
+        order = halves.group.argsort()
+        sizes = torch.bincount(halves.group, minlength=halves.first.shape[1])
+        parts = inside.index_select(0, order).transpose(0, 1).split(sizes.tolist(), dim=1)
+        return torch.stack([part.mT @ part for part in parts])
+    columns = inside.permute(1, 2, 0).contiguous()
     products = columns[:, :, None] * columns[:, None]
     total = products.new_zeros(halves.first.shape[1], *products.shape[:3])
     _add_by_group(total.flatten(1), halves.group, products.flatten(0, 2).T)

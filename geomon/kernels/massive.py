@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from geomon.kernels._blocks import centred_blocks, in_blocks, require_rows
+from geomon.kernels._blocks import in_blocks, require_rows
+from geomon.kernels.moments import squares_about_mean
 
 # At this multiple of the median distance 1 % of the rows carries half of the variance. A coordinate
 # of 1,000 times the median magnitude, by which Sun et al. (2402.17762) know a massive activation,
@@ -124,5 +125,5 @@ def share_beyond(hidden: Tensor, ordinary: Tensor) -> Tensor:
         >>> share_beyond(torch.tensor([[1.0], [-1.0], [0.0]]), torch.tensor([True, False, True]))
         tensor(0.5000, dtype=torch.float64)
     """
-    squares = torch.cat([b.square_().sum(dim=1) for b in centred_blocks(require_rows(hidden))])
+    squares = squares_about_mean(hidden)
     return (squares * ~ordinary).sum() / squares.sum()

@@ -4,6 +4,7 @@ With M = |mean x|^2, V the variance and Q the mean square norm, M + V = Q (Yamag
 2409.11253): at a fixed Q, the variance loses as much as the mean gains.
 """
 
+import torch
 from torch import Tensor
 
 from geomon.kernels._blocks import centred_blocks, in_blocks, mean_row, require_rows, sum_of
@@ -46,9 +47,28 @@ def variance(hidden: Tensor) -> Tensor:
         >>> variance(torch.tensor([[1.0, 0.0], [-1.0, 0.0]])).item()
         1.0
     """
-    return sum_of(block.square_().sum() for block in centred_blocks(require_rows(hidden))) / len(
-        hidden
-    )
+    return squares_about_mean(hidden).mean()
+
+
+def squares_about_mean(hidden: Tensor) -> Tensor:
+    """Compute the squared distance of each row from the mean, |x_i - mean x|^2.
+
+    Args:
+        hidden: Rows, [tokens, width].
+
+    Returns:
+        [tokens], float64.
+
+    Raises:
+        ValueError: `hidden` is not a floating-point matrix with at least one row.
+
+    Example:
+        >>> import torch
+        >>> squares_about_mean(torch.tensor([[1.0, 0.0], [-1.0, 0.0]])).tolist()
+        [1.0, 1.0]
+    """
+    blocks = centred_blocks(require_rows(hidden))
+    return torch.cat([block.square_().sum(dim=1) for block in blocks])
 
 
 def mean_square_norm(hidden: Tensor) -> Tensor:

@@ -12,8 +12,8 @@ from torch import Tensor
 # 1 + 2^-20, of which TF32 and bfloat16 keep the 1.
 _SIDE, _BEYOND = 64, 2**-20
 
-# Columns that are multiplied at a time with themselves and all that follow.
-_COLUMNS = 128
+# Columns that are multiplied at a time with themselves and all that follow: at most, and at least.
+_COLUMNS, _FEW_COLUMNS = 128, 32
 
 
 def as_factor(values: Tensor) -> Tensor:
@@ -54,11 +54,12 @@ def product_with_itself(rows: Tensor) -> Tensor:
         rows: Matrices in float64, [..., tokens, width].
     """
     width = rows.shape[-1]
-    if width <= _COLUMNS:
+    if width < 4 * _FEW_COLUMNS:
         return rows.mT @ rows
     whole = rows.new_empty(*rows.shape[:-2], width, width)
-    for start in range(0, width, _COLUMNS):
-        own, others = slice(start, start + _COLUMNS), slice(start, None)
+    step = min(_COLUMNS, width // 4)
+    for start in range(0, width, step):
+        own, others = slice(start, start + step), slice(start, None)
         found = rows[..., own].mT @ rows[..., others]
         whole[..., own, others] = found
         whole[..., others, own] = found.mT

@@ -8,6 +8,7 @@ from torch import Tensor
 from geomon.kernels._blocks import (
     centre,
     centred_blocks,
+    in_blocks,
     require_rows,
     sum_of,
 )
@@ -69,7 +70,7 @@ def scatter(hidden: Tensor) -> Tensor:
     """
     width = require_rows(hidden).shape[1]
     if width <= _NARROW:
-        return sum_of(product_with_itself(block) for block in centred_blocks(hidden))
+        return _about_mean(hidden).scatter
     gram = hidden.new_zeros(width, width, dtype=torch.float64)
     strip = -(-width // _STRIPS)
     for block in centred_blocks(hidden):
@@ -77,6 +78,54 @@ def scatter(hidden: Tensor) -> Tensor:
             part = slice(start, start + strip)
             gram[start:, part].addmm_(block[:, start:].T, block[:, part])
     return gram
+
+
+def scatter_of_both(hidden: Tensor, ordinary: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the scatter of all rows, and that of most of them, which is multiplied once.
+
+    What the other rows add is their scatter about their own mean, and (n m / (n + m)) d d^T with d
+    the distance of the two means: only squares are added, so that nothing cancels.
+
+    Args:
+        hidden: Rows of a width of at most 1,024, [tokens, width].
+        ordinary: True for most rows, bool, [tokens]; at least one.
+
+    Returns:
+        The scatter of all rows and that of the ordinary ones, [width, width], float64.
+
+    Raises:
+        ValueError: `hidden` is not a floating-point matrix with at least one row.
+
+    Example:
+        >>> rows, ordinary = torch.tensor([[2.0], [0.0], [7.0]]), torch.tensor([True, True, False])
+        >>> [found.tolist() for found in scatter_of_both(rows, ordinary)]
+        [[[26.0]], [[2.0]]]
+    """
+    most = _about_mean(require_rows(hidden)[ordinary])
+    others = hidden[~ordinary]
+    if len(others) == 0:
+        return most.scatter, most.scatter
+    few = _about_mean(others)
+    apart = (few.origin - most.origin) + (few.shift - most.shift)
+    share = len(others) * (len(hidden) - len(others)) / len(hidden)
+    whole = (most.scatter + few.scatter).addr_(apart, apart, alpha=share)
+    return whole, most.scatter
+
+
+class _AboutMean(NamedTuple):
+    """Scatter of rows, and their mean as the sum of the first row and a shift."""
+
+    scatter: Tensor
+    origin: Tensor
+    shift: Tensor
+
+
+def _about_mean(rows: Tensor) -> _AboutMean:
+    # The first row is subtracted before the mean is taken, as in `centred_blocks`.
+    first = rows[0].double()
+    shift = sum_of(block.sub_(first).sum(dim=0) for block in in_blocks(rows)) / len(rows)
+    blocks = (block.sub_(first).sub_(shift) for block in in_blocks(rows))
+    return _AboutMean(sum_of(map(product_with_itself, blocks)), first, shift)
 
 
 def spectrum(hidden: Tensor, scatter: Tensor | None = None) -> Tensor:

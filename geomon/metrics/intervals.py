@@ -56,13 +56,17 @@ def _anisotropy(half_anisotropy: Tensor) -> Tensor:
 
 
 def _anisotropy_no_sinks(
-    hidden: Tensor, ordinary_rows: Tensor, half_anisotropy: Tensor, halves: HalfSamples
+    ordinary_hidden: Tensor,
+    ordinary_rows: Tensor,
+    scatters: tuple[Tensor | None, Tensor | None],
+    half_anisotropy: Tensor,
+    halves: HalfSamples,
 ) -> Tensor:
-    if bool(ordinary_rows.all()):
+    if len(ordinary_hidden) == len(ordinary_rows):
         return half_anisotropy
     some = HalfSamples(halves.group[ordinary_rows], halves.first)
-    sums = half_samples.group_sums(hidden[ordinary_rows][:, None], some)
-    return half_samples.anisotropy_differences(hidden[ordinary_rows], sums, some)
+    sums = half_samples.group_sums(ordinary_hidden[:, None], some)
+    return half_samples.anisotropy_differences(ordinary_hidden, sums, some, scatters[1])
 
 
 def _cosine(row_sums: GroupSums, halves: HalfSamples) -> Tensor:
@@ -94,12 +98,13 @@ def _twonn_distinct(distinct_half_ratios: HalfRatios) -> dict[str, Tensor]:
 def _gride(
     half_ratios: dict[int, HalfRatios], far_half_ratios: dict[int, HalfRatios]
 ) -> dict[str, Tensor]:
-    known = [(HALF_SCALES, half_ratios), (FAR_SCALES, far_half_ratios)]
-    return {
-        f"k{scale}": dimension.gride_differences(ratios[rank], rank)
-        for ranks, ratios in known
-        for scale, rank in ranks.items()
-    }
+    found: dict[str, Tensor] = {}
+    for ranks, ratios in ((HALF_SCALES, half_ratios), (FAR_SCALES, far_half_ratios)):
+        of_each = dimension.gride_differences(
+            [ratios[k] for k in ranks.values()], [*ranks.values()]
+        )
+        found |= dict(zip((f"k{scale}" for scale in ranks), of_each, strict=True))
+    return found
 
 
 def _local_dimension(

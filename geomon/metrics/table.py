@@ -208,9 +208,10 @@ def twonn(neighbours: Tensor, duplicates: float, rounding: float) -> dict[str, T
     Parts: `censored`, the estimate by maximum likelihood; `n` rows, the share of `duplicates` left
     out, `rounding` over the nearest distance.
     """
+    fit, censored = dimension.twonn_and_censored(neighbours)
     return {
-        "": dimension.twonn(neighbours),
-        "censored": dimension.twonn_censored(neighbours).value,
+        "": fit,
+        "censored": censored.value,
         "n": len(neighbours),
         "duplicates": duplicates,
         "rounding": rounding,
@@ -229,9 +230,10 @@ def twonn_gaussian(spectrum: Tensor, unique_rows: Tensor) -> Tensor:
 
 def twonn_distinct(distinct_neighbours: Tensor, repeated: float) -> dict[str, Tensor | float]:
     """TwoNN on one row per (token id, position), with the rows left and the share left out."""
+    fit, censored = dimension.twonn_and_censored(distinct_neighbours)
     return {
-        "": dimension.twonn(distinct_neighbours),
-        "censored": dimension.twonn_censored(distinct_neighbours).value,
+        "": fit,
+        "censored": censored.value,
         "n": len(distinct_neighbours),
         "repeated": repeated,
     }

@@ -38,8 +38,8 @@ from geomon.kernels.half_samples import (
     half_samples,
     scatter_by_group,
 )
-from geomon.kernels.massive import ordinary_rows, share_beyond
-from geomon.kernels.moments import drift_norm, mean_square_norm, variance
+from geomon.kernels.massive import ordinary_rows
+from geomon.kernels.moments import drift_norm, mean_square_norm, squares_about_mean
 from geomon.kernels.neighbourhoods import (
     LocalIsotropy,
     local_dimension,
@@ -102,9 +102,26 @@ def _angle_of_sums(hidden: Tensor, row_sums: GroupSums) -> Tensor:
     return row_sums.cosine[0]
 
 
-def _scatter(hidden: Tensor) -> Tensor | None:
+def _ordinary_hidden(hidden: Tensor, ordinary_rows: Tensor) -> Tensor:
+    return hidden if bool(ordinary_rows.all()) else hidden[ordinary_rows]
+
+
+def _scatters(
+    hidden: Tensor, ordinary_rows: Tensor, ordinary_hidden: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
     tokens, width = hidden.shape
-    return kernels.scatter(hidden) if width <= min(tokens, WHOLE_SIDE) else None
+    if width > min(tokens, WHOLE_SIDE):
+        return None, None
+    if len(ordinary_hidden) == tokens:
+        found = kernels.scatter(hidden)
+        return found, found
+    if width > len(ordinary_hidden):
+        return kernels.scatter(hidden), None
+    return kernels.scatter_of_both(hidden, ordinary_rows)
+
+
+def _scatter(scatters: tuple[Tensor | None, Tensor | None]) -> Tensor | None:
+    return scatters[0]
 
 
 def _spectrum_summary(hidden: Tensor, scatter: Tensor | None) -> SpectrumSummary:
@@ -118,23 +135,30 @@ def _spectrum(hidden: Tensor, spectrum_summary: SpectrumSummary) -> Tensor:
 
 
 def _ordinary_summary(
-    hidden: Tensor, ordinary_rows: Tensor, spectrum_summary: SpectrumSummary
+    hidden: Tensor,
+    ordinary_hidden: Tensor,
+    scatters: tuple[Tensor | None, Tensor | None],
+    spectrum_summary: SpectrumSummary,
 ) -> SpectrumSummary:
-    if bool(ordinary_rows.all()):
+    if len(ordinary_hidden) == len(hidden):
         return spectrum_summary
-    return summarise_spectrum(hidden[ordinary_rows])
+    return summarise_spectrum(ordinary_hidden, scatters[1])
 
 
-def _ordinary_spectrum(
-    hidden: Tensor, ordinary_rows: Tensor, ordinary_summary: SpectrumSummary
-) -> Tensor:
+def _ordinary_spectrum(ordinary_hidden: Tensor, ordinary_summary: SpectrumSummary) -> Tensor:
     if ordinary_summary.is_whole:
         return ordinary_summary.eigenvalues
-    return kernels.spectrum(hidden[ordinary_rows])
+    return kernels.spectrum(ordinary_hidden)
 
 
-def _sink_variance(hidden: Tensor, ordinary_rows: Tensor) -> float:
-    return 0.0 if bool(ordinary_rows.all()) else float(share_beyond(hidden, ordinary_rows))
+def _total_variance(squares_about_mean: Tensor) -> Tensor:
+    return squares_about_mean.mean()
+
+
+def _sink_variance(squares_about_mean: Tensor, ordinary_rows: Tensor) -> float:
+    if bool(ordinary_rows.all()):
+        return 0.0
+    return float((squares_about_mean * ~ordinary_rows).sum() / squares_about_mean.sum())
 
 
 def _within(token_types: TokenTypes) -> Tensor:
@@ -440,9 +464,12 @@ DERIVED: dict[str, Callable[..., Any] | tuple[Callable[..., Any], ...]] = {
     "ordinary_spectrum": _ordinary_spectrum,  # spectrum without them
     "sink_variance": _sink_variance,  # share of the variance that those rows carry
     "spectrum": _spectrum,  # all eigenvalues of the centred covariance, descending, [rank]
+    "ordinary_hidden": _ordinary_hidden,  # rows without those of massive norm
+    "scatters": _scatters,  # scatter of all rows and of ordinary ones, of which most is shared
     "scatter": _scatter,  # covariance times the tokens; None in layers of more than 1,024 columns
     "spectrum_summary": _spectrum_summary,  # what metrics read of them: SpectrumSummary
-    "total_variance": variance,  # around the mean of all rows
+    "squares_about_mean": squares_about_mean,  # squared distance of each row from the mean
+    "total_variance": _total_variance,  # around the mean of all rows
     "type_moments": _type_moments,  # moments of all rows of each token type and of halves
     # Count, norm of the mean and scatter of the rows of each token type.
     "token_types": (_types_of_moments, token_types),

@@ -108,13 +108,18 @@ def test_derived_views_stay_where_their_rows_are(by_hand):
         assert {tensor.device for tensor in tensors} <= {DEVICE}, name
 
 
-@pytest.mark.parametrize("neighbours", [1, 5, 300])
+@pytest.mark.parametrize("neighbours", [1, 5, 31, 300])
 def test_places_of_neighbours_in_a_half_are_the_same_on_both(neighbours):
-    same = (normal(neighbours, 20, 7) > 0.5).short()
+    first = normal(7, 8) > 0
+    group = torch.arange(20 * neighbours).view(20, neighbours) * 7 % 41 % 9  # 8 never counts
+    own = torch.arange(20) % 8
+    ranks = [1, 2, 4, 64]
+    same = (first[:, own, None] == first[:, group.clamp(max=7)]) & (group < 8)
     with Accelerator() as accelerator:
-        device = _places_of(accelerator.put(same), [1, 2, 4])
-        for rank, host in _places_of(same, [1, 2, 4]).items():
-            assert torch.equal(device[rank].cpu(), host.long())
+        device = _places_of(*map(accelerator.put, (group, own, first)), ranks)
+        for rank, host in _places_of(group, own, first, ranks).items():
+            assert torch.equal(device[rank].cpu(), host)
+            assert torch.equal(host, (same.cumsum(dim=2) < rank).sum(dim=2))
 
 
 def test_reduced_precision_of_products_never_enters_a_distance():
