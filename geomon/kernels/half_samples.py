@@ -472,7 +472,8 @@ def scatter_by_group(rows: Tensor, halves: HalfSamples) -> HeadScatter:
     """
     width = rows.shape[2]
     start = _start(width, min(_HEAD_DIRECTIONS, width), torch.float64).to(rows.device)
-    step = max(1, rows_in_block(len(rows), rows.device) // width)
+    longest = max(len(rows), halves.first.shape[1] * width)  # of the rows, and of all products
+    step = max(1, rows_in_block(longest, rows.device) // width)
     parts = [_scatter_of_heads(some, halves, start) for some in rows.split(step, dim=1)]
     if len(parts) == 1:
         return parts[0]
@@ -500,7 +501,8 @@ def _scatter_of_heads(rows: Tensor, halves: HalfSamples, start: Tensor) -> HeadS
         groups = _products_in_groups((by_head @ basis).transpose(0, 1), halves)
         return HeadScatter(total, basis, first + shift, groups)
     # A product for each group costs as much as one of all rows, and needs no second pass.
-    each = torch.stack([part.mT @ part for part in by_head.split(_sizes_of(halves), dim=1)])
+    of_groups = by_head.split(_sizes_of(halves), dim=1)
+    each = torch.stack([product_with_itself(part) for part in of_groups])
     total = each.sum(dim=0)
     basis = _leading_directions(total, start)
     return HeadScatter(total, basis, first + shift, basis.mT @ (each @ basis))
