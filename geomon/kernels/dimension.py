@@ -286,10 +286,9 @@ def ratios_in_halves(
     places = _places_of(group.masked_fill(~counts, groups), own_group, halves.first, ranks)
     farthest = torch.where(counts, distances, 0).amax(dim=1, keepdim=True)
     # What stands for a neighbour that is not known is in the last column.
-    near, far = (
-        torch.cat([distances, last], dim=1).log().flatten()
-        for last in (torch.full_like(farthest, torch.nan), farthest)
-    )
+    logs = distances.log()
+    near = torch.nn.functional.pad(logs, (0, 1), value=torch.nan).flatten()
+    far = torch.cat([logs, farthest.log()], dim=1).flatten()
     row = torch.arange(len(own), dtype=torch.int64, device=own.device) * (neighbours + 1)
     at = {rank: (place + row).flatten() for rank, place in places.items()}
     first = halves.first[:, own_group]
@@ -346,7 +345,7 @@ def _places_of(
         if rank in ranks:
             found[rank] = _lowest_bit(words, bits, neighbours)
         # The lowest bit of the first word that has one is taken away.
-        rest = 1
+        rest: Tensor | int = 1
         for place, word in enumerate(words):
             words[place] = word & (word - rest)
             if place + 1 < len(words):

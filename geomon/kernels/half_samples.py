@@ -132,10 +132,13 @@ def half_samples(sequences: Tensor) -> HalfSamples:
     numbers, order = torch.unique(sequences, return_inverse=True)
     count = len(numbers)
     groups = _GROUPS if count >= _GROUPS else FEWEST_SEQUENCES
-    ways = range(1, groups) if count >= FEWEST_SEQUENCES else ()
-    # Rows of a Hadamard matrix: the parity of the common bits of two numbers.
-    first = [[(way & group).bit_count() % 2 == 0 for group in range(groups)] for way in ways]
-    table = torch.tensor(first, dtype=torch.bool, device=sequences.device).view(-1, groups)
+    number = torch.arange(groups, dtype=torch.int64, device=sequences.device)
+    # Rows of a Hadamard matrix: the parity of the common bits of two numbers below 16.
+    common = number[1:, None] & number
+    common ^= common >> 2
+    table = (common ^ (common >> 1)) & 1 == 0
+    if count < FEWEST_SEQUENCES:
+        table = table[:0]
     return HalfSamples(order * groups // max(count, 1), table)
 
 
@@ -185,7 +188,7 @@ def group_sums(rows: Tensor, halves: HalfSamples) -> GroupSums:
         _add_by_group(numbers, group, torch.cat([squares, norm > 0], dim=1))
         scaled.mul_(torch.where(norm > 0, 1 / norm, 0)[:, :, None])
         _add_by_group(directions, group, scaled)
-    counts = torch.bincount(halves.group, minlength=groups).double()
+    counts = torch.bincount(halves.group[: len(rows)], minlength=groups).double()
     squares, directed = numbers.split(heads, dim=1)
     return GroupSums(counts, total, squares, directions, directed)
 
@@ -469,26 +472,45 @@ def scatter_by_group(rows: Tensor, halves: HalfSamples) -> HeadScatter:
     """
     width = rows.shape[2]
     start = _start(width, min(_HEAD_DIRECTIONS, width), torch.float64).to(rows.device)
-    parts = []
-    step = max(1, rows_in_block(len(rows), rows.device) // width)
-    buffer = rows[:, :step].to(torch.float64, copy=True)  # one for all: new pages take time
-    for some in rows.split(step, dim=1):
-        # The first row is subtracted before the mean is taken: equal rows give exactly 0.
-        block = buffer[:, : some.shape[1]].copy_(some)
-        first = block[0].clone()
-        shift = block.sub_(first).sum(dim=0) / len(rows)
-        by_head = block.sub_(shift).transpose(0, 1)
-        total = product_with_itself(by_head)
-        basis = _leading_directions(total, start)
-        inside = (by_head @ basis).transpose(0, 1)
-        groups = _products_in_groups(inside, halves)
-        parts.append(HeadScatter(total, basis, first + shift, groups))
+    longest = max(len(rows), halves.first.shape[1] * width)  # of the rows, and of all products
+    step = max(1, rows_in_block(longest, rows.device) // width)
+    parts = [_scatter_of_heads(some, halves, start) for some in rows.split(step, dim=1)]
+    if len(parts) == 1:
+        return parts[0]
     return HeadScatter(
         total=torch.cat([part.total for part in parts]),
         basis=torch.cat([part.basis for part in parts]),
         centre=torch.cat([part.centre for part in parts]),
         groups=torch.cat([part.groups for part in parts], dim=1),
     )
+
+
+def _scatter_of_heads(rows: Tensor, halves: HalfSamples, start: Tensor) -> HeadScatter:
+    """Compute `scatter_by_group` of so few heads that their rows in float64 are one block."""
+    by_group = rows.device.type == "cpu" and len(halves.first) > 0
+    if by_group:
+        rows = rows.index_select(0, halves.group.argsort())
+    # The first row is subtracted before the mean is taken: equal rows give exactly 0.
+    first = rows[0].double()
+    about = rows - first
+    shift = about.sum(dim=0) / len(rows)
+    by_head = about.sub_(shift).transpose(0, 1)
+    if not by_group:
+        total = product_with_itself(by_head)
+        basis = _leading_directions(total, start)
+        groups = _products_in_groups((by_head @ basis).transpose(0, 1), halves)
+        return HeadScatter(total, basis, first + shift, groups)
+    # A product for each group costs as much as one of all rows, and needs no second pass.
+    of_groups = by_head.split(_sizes_of(halves), dim=1)
+    each = torch.stack([product_with_itself(part) for part in of_groups])
+    total = each.sum(dim=0)
+    basis = _leading_directions(total, start)
+    return HeadScatter(total, basis, first + shift, basis.mT @ (each @ basis))
+
+
+def _sizes_of(halves: HalfSamples) -> list[int]:
+    """Count the rows of each group, on the host."""
+    return torch.bincount(halves.group, minlength=halves.first.shape[1]).tolist()
 
 
 def head_anisotropy_differences(
@@ -548,10 +570,8 @@ def _products_in_groups(inside: Tensor, halves: HalfSamples) -> Tensor:
         halves: The groups of the rows.
     """
     if inside.device.type == "cpu":
-        order = halves.group.argsort()
-        sizes = torch.bincount(halves.group, minlength=halves.first.shape[1])
-        parts = inside.index_select(0, order).transpose(0, 1).split(sizes.tolist(), dim=1)
-        return torch.stack([part.mT @ part for part in parts])
+        ordered = inside.index_select(0, halves.group.argsort()).transpose(0, 1)
+        return torch.stack([part.mT @ part for part in ordered.split(_sizes_of(halves), dim=1)])
     columns = inside.permute(1, 2, 0).contiguous()
     products = columns[:, :, None] * columns[:, None]
     total = products.new_zeros(halves.first.shape[1], *products.shape[:3])

@@ -80,36 +80,34 @@ def scatter(hidden: Tensor) -> Tensor:
     return gram
 
 
-def scatter_of_both(hidden: Tensor, ordinary: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the scatter of all rows, and that of most of them, which is multiplied once.
+def scatter_with(most: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the scatter of most rows, and that of these and the others, in one product.
 
-    What the other rows add is their scatter about their own mean, and (n m / (n + m)) d d^T with d
-    the distance of the two means: only squares are added, so that nothing cancels.
+    What the others add is their scatter about their own mean, and (n m / (n + m)) d d^T with d the
+    distance of the two means: only squares are added, so that nothing cancels.
 
     Args:
-        hidden: Rows of a width of at most 1,024, [tokens, width].
-        ordinary: True for most rows, bool, [tokens]; at least one.
+        most: Rows of a width of at most 1,024, [tokens, width].
+        others: Further rows, [further tokens, width].
 
     Returns:
-        The scatter of all rows and that of the ordinary ones, [width, width], float64.
+        The scatter of all rows, and that of most, [width, width], float64.
 
     Raises:
-        ValueError: `hidden` is not a floating-point matrix with at least one row.
+        ValueError: `most` is not a floating-point matrix with at least one row.
 
     Example:
-        >>> rows, ordinary = torch.tensor([[2.0], [0.0], [7.0]]), torch.tensor([True, True, False])
-        >>> [found.tolist() for found in scatter_of_both(rows, ordinary)]
-        [[[26.0]], [[2.0]]]
+        >>> [found.tolist() for found in scatter_with(torch.eye(2)[:, :1], torch.tensor([[7.0]]))]
+        [[[28.666666666666668]], [[0.5]]]
     """
-    most = _about_mean(require_rows(hidden)[ordinary])
-    others = hidden[~ordinary]
+    known = _about_mean(require_rows(most))
     if len(others) == 0:
-        return most.scatter, most.scatter
+        return known.scatter, known.scatter
     few = _about_mean(others)
-    apart = (few.origin - most.origin) + (few.shift - most.shift)
-    share = len(others) * (len(hidden) - len(others)) / len(hidden)
-    whole = (most.scatter + few.scatter).addr_(apart, apart, alpha=share)
-    return whole, most.scatter
+    apart = (few.origin - known.origin) + (few.shift - known.shift)
+    share = len(others) * len(most) / (len(others) + len(most))
+    whole = (known.scatter + few.scatter).addr_(apart, apart, alpha=share)
+    return whole, known.scatter
 
 
 class _AboutMean(NamedTuple):

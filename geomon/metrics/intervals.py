@@ -24,10 +24,10 @@ from geomon.kernels import (
     scores,
 )
 from geomon.kernels.angles import SequenceCosines
-from geomon.kernels.attention import AttentionRows, SequenceExtremes
+from geomon.kernels.attention import SequenceExtremes
 from geomon.kernels.dimension import HalfRatios
 from geomon.kernels.frequency import CLASSES, frequency_differences
-from geomon.kernels.half_samples import GroupSums, HalfSamples, HeadScatter
+from geomon.kernels.half_samples import GroupSums, HalfMoments, HalfSamples, HeadScatter
 from geomon.kernels.neighbourhoods import LocalIsotropy
 from geomon.kernels.scores import QueryVariances, ScoreMoments
 from geomon.kernels.type_halves import TypeHalves, variation_differences, within_of_halves
@@ -77,8 +77,8 @@ def _drift_norm(row_sums: GroupSums, halves: HalfSamples) -> Tensor:
     return half_samples.drift_differences(row_sums, halves)
 
 
-def _variance(row_sums: GroupSums, halves: HalfSamples) -> Tensor:
-    return half_samples.variance_differences(row_sums, halves)
+def _variance(half_moments: HalfMoments) -> Tensor:
+    return _between_halves(half_moments.variance)
 
 
 def _mean_square_norm(row_sums: GroupSums, halves: HalfSamples) -> Tensor:
@@ -171,33 +171,28 @@ def _within_variance(type_halves: TypeHalves) -> Tensor:
     return _between_halves(within_of_halves(type_halves))
 
 
-def _between_variance(type_halves: TypeHalves, row_sums: GroupSums, halves: HalfSamples) -> Tensor:
-    whole = half_samples.moments_of_halves(row_sums, halves).variance
-    return _between_halves(whole - within_of_halves(type_halves))
+def _between_variance(type_halves: TypeHalves, half_moments: HalfMoments) -> Tensor:
+    return _between_halves(half_moments.variance - within_of_halves(type_halves))
 
 
 def _norm_variance_slope(type_halves: TypeHalves) -> dict[str, Tensor]:
     return {"q_variation": variation_differences(type_halves)}
 
 
-def _mean_share(row_sums: GroupSums, halves: HalfSamples) -> Tensor:
-    mean, whole = half_samples.moments_of_halves(row_sums, halves)
+def _mean_share(half_moments: HalfMoments) -> Tensor:
+    mean, whole = half_moments
     return _between_halves(mean / (mean + whole))
 
 
-def _within_share(
-    type_halves: TypeHalves, row_sums: GroupSums, halves: HalfSamples
-) -> dict[str, Tensor]:
-    mean, whole = half_samples.moments_of_halves(row_sums, halves)
+def _within_share(type_halves: TypeHalves, half_moments: HalfMoments) -> dict[str, Tensor]:
+    mean, whole = half_moments
     within = within_of_halves(type_halves)
     shares = {"": within / whole, "of_square": within / (mean + whole)}
     return {part: _between_halves(share) for part, share in shares.items()}
 
 
-def _between_share(
-    type_halves: TypeHalves, row_sums: GroupSums, halves: HalfSamples
-) -> dict[str, Tensor]:
-    mean, whole = half_samples.moments_of_halves(row_sums, halves)
+def _between_share(type_halves: TypeHalves, half_moments: HalfMoments) -> dict[str, Tensor]:
+    mean, whole = half_moments
     between = whole - within_of_halves(type_halves)
     shares = {"": between / whole, "of_square": between / (mean + whole)}
     return {part: _between_halves(share) for part, share in shares.items()}
@@ -264,25 +259,24 @@ def _key_anisotropy(
     return half_samples.head_anisotropy_differences(key_scatter, key_sums, key_halves)
 
 
-def _mean_of_rows(
-    value: Callable[[AttentionRows], Tensor], *, outcomes: int
-) -> Callable[[AttentionRows, Tensor, HalfSamples], Tensor]:
-    """Compare the mean of a value of attention rows, over those with at least so many outcomes.
+def _attention_entropy(attention_differences: Mapping[str, Tensor]) -> Tensor:
+    return attention_differences["entropy"]
 
-    The positions of the sampled queries are the same at every draw, and how many keys a row sees
-    decides much of its value: what rows have by it is taken off.
-    """
 
-    def compare(
-        attention: AttentionRows, attention_sequences: Tensor, attention_halves: HalfSamples
-    ) -> Tensor:
-        chosen, places = attention.visible >= outcomes, attention.visible
-        own = half_samples.without_places(
-            value(attention), chosen, places, attention_sequences, attention_halves
-        )
-        return half_samples.row_mean_differences(own, chosen, attention_halves)
+def _attention_entropy_normalised(attention_differences: Mapping[str, Tensor]) -> Tensor:
+    return attention_differences["entropy_normalised"]
 
-    return compare
+
+def _attention_max(attention_differences: Mapping[str, Tensor]) -> Tensor:
+    return attention_differences["maximum"]
+
+
+def _attention_min(attention_differences: Mapping[str, Tensor]) -> Tensor:
+    return attention_differences["minimum"]
+
+
+def _attention_sink(attention_differences: Mapping[str, Tensor]) -> Tensor:
+    return attention_differences["first"]
 
 
 DIFFERENCES: Mapping[Metric, Differences] = {
@@ -306,13 +300,11 @@ DIFFERENCES: Mapping[Metric, Differences] = {
     table.key_cosine: _key_cosine,
     table.query_anisotropy: _query_anisotropy,
     table.key_anisotropy: _key_anisotropy,
-    attention.attention_entropy: _mean_of_rows(lambda rows: rows.entropy, outcomes=1),
-    attention.attention_entropy_normalised: _mean_of_rows(
-        lambda rows: rows.entropy / rows.visible.log(), outcomes=2
-    ),
-    attention.attention_max: _mean_of_rows(lambda rows: rows.maximum, outcomes=2),
-    attention.attention_min: _mean_of_rows(lambda rows: rows.minimum, outcomes=2),
-    attention.attention_sink: _mean_of_rows(lambda rows: rows.first, outcomes=2),
+    attention.attention_entropy: _attention_entropy,
+    attention.attention_entropy_normalised: _attention_entropy_normalised,
+    attention.attention_max: _attention_max,
+    attention.attention_min: _attention_min,
+    attention.attention_sink: _attention_sink,
     table.within_variance: _within_variance,
     table.between_variance: _between_variance,
     table.norm_variance_slope: _norm_variance_slope,

@@ -31,12 +31,16 @@ from geomon.kernels.attention import (
 from geomon.kernels.dimension import HalfRatios, ratios_in_halves
 from geomon.kernels.half_samples import (
     GroupSums,
+    HalfMoments,
     HalfSamples,
     HeadScatter,
     anisotropy_differences,
     group_sums,
     half_samples,
+    moments_of_halves,
+    row_mean_differences,
     scatter_by_group,
+    without_places,
 )
 from geomon.kernels.massive import ordinary_rows
 from geomon.kernels.moments import drift_norm, mean_square_norm, squares_about_mean
@@ -117,7 +121,7 @@ def _scatters(
         return found, found
     if width > len(ordinary_hidden):
         return kernels.scatter(hidden), None
-    return kernels.scatter_of_both(hidden, ordinary_rows)
+    return kernels.scatter_with(ordinary_hidden, hidden[~ordinary_rows])
 
 
 def _scatter(scatters: tuple[Tensor | None, Tensor | None]) -> Tensor | None:
@@ -330,6 +334,10 @@ def _half_anisotropy(
     return anisotropy_differences(hidden, row_sums, halves, scatter)
 
 
+def _half_moments(row_sums: GroupSums, halves: HalfSamples) -> HalfMoments:
+    return moments_of_halves(row_sums, halves)
+
+
 def _half_ratios(
     nearest: Neighbours, unique_rows: Tensor, halves: HalfSamples
 ) -> dict[int, HalfRatios]:
@@ -427,6 +435,38 @@ def _attention_halves(attention_sequences: Tensor) -> HalfSamples:
     return half_samples(attention_sequences)
 
 
+def _attention_differences(
+    attention: AttentionRows, attention_sequences: Tensor, attention_halves: HalfSamples
+) -> dict[str, Tensor]:
+    """Compare means of attention rows on halves: [ways, heads] of each.
+
+    The positions of the sampled queries are the same at every draw, and how many keys a row sees
+    decides much of its value: what rows have by it is taken off.
+    """
+    visible, heads = attention.visible, len(attention.visible)
+
+    def compare(values: dict[str, Tensor], outcomes: int) -> dict[str, Tensor]:
+        # Values of all kinds as if each were of heads of its own: their rows are the same.
+        chosen = (visible >= outcomes).repeat(len(values), 1)
+        places = visible.repeat(len(values), 1)
+        own = without_places(
+            torch.cat([*values.values()]), chosen, places, attention_sequences, attention_halves
+        )
+        found = row_mean_differences(own, chosen, attention_halves).split(heads, dim=1)
+        return dict(zip(values, found, strict=True))
+
+    of_two = {
+        "entropy_normalised": attention.entropy / visible.log(),
+        "maximum": attention.maximum,
+        "minimum": attention.minimum,
+        "first": attention.first,
+    }
+    # A row of one outcome has an entropy, 0, and no other value.
+    if bool((visible == 1).any()):
+        return compare({"entropy": attention.entropy}, 1) | compare(of_two, 2)
+    return compare({"entropy": attention.entropy} | of_two, 2)
+
+
 def _repeated(hidden: Tensor, distinct: Tensor) -> float:
     return 1 - len(distinct) / len(hidden)
 
@@ -499,6 +539,7 @@ DERIVED: dict[str, Callable[..., Any] | tuple[Callable[..., Any], ...]] = {
     "halves": _halves,  # ways of cutting the rows into halves of whole sequences
     "known_halves": (_halves, _no_halves),  # the same; no way where the sequences are not known
     "row_sums": _row_sums,  # sums of the rows and their directions over groups of sequences
+    "half_moments": _half_moments,  # norm of the mean and variance of each half: HalfMoments
     "half_anisotropy": _half_anisotropy,  # differences of the anisotropy between halves
     "half_isotropy": _half_isotropy,  # the same of the isotropy of neighbourhoods
     "half_ratios": _half_ratios,  # ratios of distances within each row's half, by rank
@@ -510,6 +551,7 @@ DERIVED: dict[str, Callable[..., Any] | tuple[Callable[..., Any], ...]] = {
     "key_sums": _key_sums,  # the same of the keys
     "attention_sequences": (_attention_sequences, _score_sequences),  # of each attention row
     "attention_halves": _attention_halves,  # ways of cutting the attention rows
+    "attention_differences": _attention_differences,  # of means of those between halves
     "score_moments": (_score_moments, moments_of_scores),  # of each query: ScoreMoments
     "query_variances": _query_variances,  # of scores of mean queries and of all: QueryVariances
     "sequence_extremes": (_sequence_extremes, extremes_of_scores),  # SequenceExtremes

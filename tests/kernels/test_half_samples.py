@@ -364,6 +364,18 @@ def test_one_step_of_newton_is_as_good_as_the_root(k):
     assert (gride_differences([found], [k])[0] - want).norm() < 0.06 * want.norm()
 
 
+def test_several_scales_at_once_are_those_of_each_alone():
+    rows, numbers = rows_of_sequences(24, 30, 5)
+    rows[::9] = rows[:1] + torch.arange(80)[:, None]  # ratios of equal spacings are 1
+    scales = [4, 1, 16, 2]
+    found, _ = ratios(rows, numbers, 64, scales)
+    assert any((one.log_mu == 0).any() for one in found)
+    every = gride_differences(found, scales)
+    assert every.shape == (4, 15)
+    for own, one, k in zip(every, found, scales, strict=True):
+        torch.testing.assert_close(own, gride_differences([one], [k])[0], rtol=1e-12, atol=0)
+
+
 def test_sixteen_neighbours_are_enough():
     rows, numbers = rows_of_sequences(64, 32, 8)
     (few,), _ = ratios(rows, numbers, 16)

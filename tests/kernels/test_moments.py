@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from geomon.kernels.moments import drift_norm, mean_square_norm, variance
+from geomon.kernels.moments import drift_norm, mean_square_norm, squares_about_mean, variance
 
 KERNELS = [drift_norm, variance, mean_square_norm]
 SHAPES = [(1, 3), (2, 1), (7, 32), (450, 16), (1200, 48), (30, 500)]
@@ -165,3 +165,14 @@ def test_moments_name_the_shape_they_cannot_use(kernel, hidden):
 def test_moments_refuse_integers(kernel):
     with pytest.raises(ValueError, match=r"floating-point .* torch.int64 \[3, 2\]"):
         kernel(torch.ones(3, 2, dtype=torch.int64))
+
+
+@few_examples
+@given(shape=small_shapes, offset=st.sampled_from([0.0, 1e10]))
+def test_squares_about_the_mean_are_those_of_each_row(shape, offset):
+    tokens, width, seed = shape
+    rows = dyadic(tokens, width, seed=seed)
+    want = (rows - rows.mean(dim=0)).square().sum(dim=1)
+    found = squares_about_mean(rows + offset)
+    torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(found.mean(), variance(rows + offset), rtol=1e-14, atol=0)

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from geomon.kernels.spectrum import anisotropy, spectrum
+from geomon.kernels.spectrum import anisotropy, scatter, scatter_with, spectrum
 
 SHAPES = [(2, 2), (7, 32), (32, 7), (300, 16), (500, 64), (64, 500), (1200, 48), (600, 259)]
 
@@ -216,3 +216,30 @@ def test_anisotropy_names_the_shape_it_cannot_use(eigenvalues):
     with pytest.raises(ValueError, match=r"expected eigenvalues \[rank\]") as caught:
         anisotropy(eigenvalues)
     assert str(list(eigenvalues.shape)) in str(caught.value)
+
+
+@few_examples
+@given(
+    shape=small_shapes,
+    others=st.integers(0, 5),
+    offset=st.sampled_from([0.0, 1e10]),
+    norm=st.sampled_from([1.0, 1e4, 1e9]),
+)
+def test_a_scatter_that_is_shared_is_that_of_all_rows_and_that_of_most(shape, others, offset, norm):
+    """Taken away from that of all, the products of massive rows would leave nothing of the rest."""
+    tokens, width, seed = shape
+    most = dyadic(tokens, width, seed=seed) + offset
+    few = (norm * dyadic(others, width, seed=seed + 1)).round() + offset
+    whole, known = scatter_with(most, few)
+    assert torch.equal(known, scatter(most))
+    want = scatter(torch.cat([most, few]))
+    trace = want.trace().item()
+    torch.testing.assert_close(whole, want, rtol=0, atol=1e-12 * trace)
+
+
+def test_equal_rows_beside_equal_rows_scatter_along_their_distance_alone():
+    most, few = torch.full((30, 4), 0.1), torch.full((2, 4), 7.3)
+    whole, known = scatter_with(most, few)
+    assert (known == 0).all()
+    apart = few[0].double() - most[0].double()
+    torch.testing.assert_close(whole, torch.outer(apart, apart) * 60 / 32, rtol=1e-14, atol=0)

@@ -9,14 +9,15 @@ from models import PlainDecoder, batch
 from geomon import METRICS, MORE_METRICS, geometry, measure, with_interval
 from geomon.capture import Window, find_anatomy
 from geomon.capture.snapshot import CAPTURED, ROW_VIEWS, Layer
-from geomon.kernels.half_samples import half_samples, margin, row_mean_differences
+from geomon.kernels.attention import AttentionRows
+from geomon.kernels.half_samples import half_samples, margin, row_mean_differences, without_places
 from geomon.kernels.moments import drift_norm
 from geomon.metrics import Evaluator, select
 from geomon.metrics.between_layers import BetweenLayers
 from geomon.metrics.between_readings import BetweenReadings
 from geomon.metrics.cautions import cautions
 from geomon.metrics.intervals import DIFFERENCES, by_part, differences_of
-from geomon.metrics.views import LayerViews, captured_views, parameters
+from geomon.metrics.views import DERIVED, LayerViews, captured_views, parameters
 
 # Metrics without an interval. Of the first two one would need the eigenvectors, or products of all
 # rows, at every layer; the others are about single rows or an extreme.
@@ -363,3 +364,34 @@ def test_differences_are_those_of_the_metric_on_the_sequences_of_each_half(name)
         close = 1e-7 + 1e-5 * max(map(abs, want))  # sums of float32 are behind some
         assert differences == pytest.approx(want, rel=1e-4, abs=close), part
         assert max(map(abs, want)) > 1e-6
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_intervals_of_attention_are_those_of_each_value_alone(alone):
+    """Also where some queries see one key: those count in the entropy and in nothing else."""
+    generator = torch.Generator().manual_seed(0)
+    heads, rows = 3, 16 * 32
+    visible = torch.arange(1, 33).repeat(16).expand(heads, -1).double()
+    visible = visible if alone else visible + 1
+    values = torch.rand(4, heads, rows, generator=generator, dtype=torch.float64) / visible
+    entropy, maximum, first, minimum = values
+    attention = AttentionRows(entropy, maximum, first, visible, minimum)
+    sequences = torch.arange(16).repeat_interleave(32)
+    halves = half_samples(sequences)
+    views = {"attention_sequences": sequences, "attention_halves": halves, "attention": attention}
+    of_each = {
+        "attention_entropy": (entropy, 1),
+        "attention_entropy_normalised": (entropy / visible.log(), 2),
+        "attention_max": (maximum, 2),
+        "attention_min": (minimum, 2),
+        "attention_sink": (first, 2),
+    }
+    every = DERIVED["attention_differences"](
+        *(views[name] for name in parameters(DERIVED["attention_differences"]))
+    )
+    for name, (value, outcomes) in of_each.items():
+        chosen = visible >= outcomes
+        own = without_places(value, chosen, visible, sequences, halves)
+        want = row_mean_differences(own, chosen, halves)
+        found = DIFFERENCES[METRICS[name]](every)
+        torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-15)

@@ -5,7 +5,9 @@ from geomon import geometry
 from geomon.capture.snapshot import Layer
 from geomon.kernels import spectrum as kernels
 from geomon.kernels import spectrum_summary
+from geomon.kernels.half_samples import margin
 from geomon.metrics import METRICS, MORE_METRICS, Evaluator, select
+from geomon.metrics.intervals import differences_of
 from geomon.metrics.views import DERIVED, LayerViews, can_be_made
 from geomon.record import tags
 
@@ -108,6 +110,31 @@ def test_narrow_layers_compute_their_eigenvalues_once(massive, monkeypatch):
     assert len(counted) == (2 if massive else 1)
     assert views["ordinary_spectrum"] is views["ordinary_summary"].eigenvalues
     assert views["spectrum"] is views["spectrum_summary"].eigenvalues
+
+
+@pytest.mark.parametrize("massive", [0, 2])
+def test_rows_are_multiplied_with_themselves_once(massive, monkeypatch):
+    """Those without the massive ones too, and for the intervals of both."""
+    multiplied = []
+    product = kernels.product_with_itself
+
+    def counted(block):
+        multiplied.append(len(block))
+        return product(block)
+
+    monkeypatch.setattr(kernels, "product_with_itself", counted)
+    hidden, sequences = rows(massive=massive), torch.arange(900) // 20
+    views = LayerViews(Layer(1, "block", {"hidden": hidden, "sequences": sequences}))
+    metrics = select("anisotropy", "anisotropy_no_sinks").values()
+    found = [(views.apply(m), views.apply(differences_of(m))) for m in metrics]
+    assert sum(multiplied) == len(hidden)
+    for (value, differences), some in zip(
+        found, (slice(None), views["ordinary_rows"]), strict=True
+    ):
+        want = geometry(hidden[some], sequences=sequences[some], metrics=select("anisotropy"))
+        assert float(value[""]) == pytest.approx(want["anisotropy"], rel=1e-12)
+        close = pytest.approx(want["anisotropy/margin"], rel=1e-6)
+        assert margin(differences[:, 0].tolist()) == close
 
 
 def test_metrics_are_measured_by_the_alternative_that_is_there():
