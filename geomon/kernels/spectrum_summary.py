@@ -20,12 +20,12 @@ from torch import Tensor
 from geomon.kernels import spectrum as kernels
 from geomon.kernels._blocks import (
     centred_blocks,
-    column_blocks,
+    in_blocks,
     require_rows,
     row_blocks,
     sum_of,
 )
-from geomon.kernels.products import factor_type
+from geomon.kernels.products import factor_type, product_with_itself
 
 # Largest smaller side of which all eigenvalues are computed. There they are exact, and cost 1.6
 # times as much; at 2,048 columns 3.5 times, at 4,096 nine times (4,096 rows, one thread).
@@ -254,7 +254,7 @@ def _quadratures(rows: Tensor, trace: float) -> tuple[_Quadrature, _Quadrature, 
     """
     images, first, last = _block_lanczos(rows)
     # Positive semidefinite as it stands, and in float64: small eigenvalues are as exact as large.
-    projected = sum_of(b @ b.T for b in map(Tensor.double, column_blocks(images))).cpu()
+    projected = sum_of(map(product_with_itself, in_blocks(images))).cpu()
     nodes, vectors = torch.linalg.eigh(projected)
     nodes, vectors = nodes.flip(0).clamp(min=0), vectors.flip(1)
     residuals = (last @ vectors[-_VECTORS:]).norm(dim=0)
@@ -274,14 +274,14 @@ def _block_lanczos(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Build an orthonormal basis of the Krylov space of rows^T rows from random starting vectors.
 
     Returns:
-        Product of each basis vector with the rows, [vectors, rows]; coefficients of the starting
+        Product of the rows with each basis vector, [rows, vectors]; coefficients of the starting
         vectors in the first block of the basis, square; and those of what the last block's image
         has beyond the basis. The last two in float64, on the host.
     """
     side = rows.shape[1]
     generator = torch.Generator("cpu").manual_seed(_SEED)
-    basis = rows.new_empty(_BLOCKS * _VECTORS, side)  # one vector in each row, as in `images`
-    images = rows.new_empty(len(basis), len(rows))
+    basis = rows.new_empty(_BLOCKS * _VECTORS, side)  # one vector in each row
+    images = rows.new_empty(len(rows), len(basis))  # in each column: a fifth faster on two threads
 
     def random() -> Tensor:
         normal = torch.randn(
@@ -294,8 +294,8 @@ def _block_lanczos(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     for step in range(_BLOCKS):
         own = slice(step * _VECTORS, (step + 1) * _VECTORS)
         basis[own] = block
-        torch.mm(block, rows.T, out=images[own])
-        block, last = _orthonormal_to(basis[: own.stop], images[own] @ rows, random)
+        torch.mm(rows, block.T, out=images[:, own])
+        block, last = _orthonormal_to(basis[: own.stop], images[:, own].T @ rows, random)
     return images, first.double().cpu(), last.double().cpu()
 
 
