@@ -10,8 +10,8 @@ uncertain, however close near-duplicates are.
 Where it costs less, candidates come by lower bounds of the distances instead, from 8-bit integers
 (`quantised`) or from a few coordinates (`certified`); what these leave uncertain is searched as
 above. The distances and their order are the same.
-The memory beyond the rows themselves is one float32 copy of them and one of 8 bits, the result, and
-blocks of up to 16 MB.
+The memory beyond the rows themselves is one float32 copy of them and one of 8 bits, which serve
+several searches of the same rows, the result, and blocks of up to 16 MB.
 """
 
 import functools

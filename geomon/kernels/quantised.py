@@ -69,7 +69,7 @@ _NARROWEST, _POINTS, _WANTED, _WIDEST = 24, 1024, 128, 20_000
 # Directions that are tried, the width from which on, and rows of that trial, half of them for the
 # directions; and the share of the usual distance beyond which the nearest row says that no
 # direction is of use.
-_DIRECTIONS, _WIDE, _POOL, _ALIKE = 31, 256, 1024, 0.85
+_DIRECTIONS, _WIDE, _VERY_WIDE, _POOL, _ALIKE = 31, 256, 1024, 1024, 0.85
 # Candidates in all coordinates, in units of k; and how many more the rounding to integers makes.
 _USUAL, _LOOSER = 2.0, 1.3
 # Nanoseconds: of a product of integers, a difference in float32, and a coordinate in float32 along
@@ -359,10 +359,11 @@ def _coordinates(values: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:
 def _directions(values: Tensor, wanted: int, k: int) -> Tensor | None:
     """Try a few leading directions on some rows; None where all coordinates cost less."""
     points, width = values.shape
-    pool = min(points, _POOL)
+    # Of wide rows fewer, which cost as much; from these, more candidates are expected.
+    pool = _POOL if width < _VERY_WIDE else _POOL // 2
     # As near as the k-th of all points is the one of so many of these.
     rank = max(1, round(k * pool / points))
-    if width < _WIDE or pool < max(_POOL, 2 * rank):
+    if width < _WIDE or points < _POOL or pool < 2 * rank:
         return None
     generator = torch.Generator("cpu").manual_seed(0)
     order = torch.randperm(points, generator=generator, dtype=torch.int64, device="cpu")
