@@ -1,6 +1,7 @@
 """Products of 8-bit integers, and whether they are exact and fast on this machine."""
 
 import functools
+import threading
 import time
 from typing import Any
 
@@ -13,6 +14,8 @@ LARGEST = 127  # of integers on both sides of 0
 _FASTER = 2.0
 # Rows of the two factors that are tried, and columns.
 _ROWS, _OTHERS, _TRIED = 128, 1024, 256
+# Threads that ask at once wait for one answer: trials beside each other would time each other.
+_TRYING = threading.Lock()
 
 
 def multiply(one: Tensor, other: Tensor, out: Tensor) -> None:
@@ -26,9 +29,18 @@ def multiply(one: Tensor, other: Tensor, out: Tensor) -> None:
     torch._int_mm(one, other, out=out)
 
 
-@functools.cache
 def is_fast() -> bool:
-    """Try once whether 8-bit integers are multiplied exactly, and much faster than float32."""
+    """Say whether 8-bit integers are multiplied exactly, and much faster than float32.
+
+    This is tried once in a process.
+    """
+    with _TRYING:
+        return _tried()
+
+
+@functools.cache
+def _tried() -> bool:
+    """Try whether 8-bit integers are multiplied exactly, and much faster than float32."""
     if not is_exact(_TRIED):
         return False
     one, other = _factors(_TRIED)

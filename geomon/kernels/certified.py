@@ -109,7 +109,8 @@ def choose(values: Tensor, wanted: int, k: int) -> Plan | None:
     growth = (points / pool) ** 0.5
     cheapest = _WORTH * wanted * full
     plan = None
-    for p, within in zip(counts, needed(drawn, directions, counts, k), strict=True):
+    distance = nearest_of_trial(drawn, k).distance
+    for p, within in zip(counts, needed(drawn, directions, counts, distance), strict=True):
         need = growth * within
         for tried in range(1, len(rungs) + 1):
             short = _pairs_cost(points, wanted, p + 1)
@@ -278,17 +279,39 @@ def leading(drawn: Tensor, count: int, generator: torch.Generator) -> Tensor:
     return basis @ order[:, :count]
 
 
-def needed(drawn: Tensor, directions: Tensor, counts: list[int], k: int) -> list[Tensor]:
-    """Count the rows whose lower bound is within the k-th distance, by numbers of directions.
+class NearOfTrial(NamedTuple):
+    """Distances among the rows of a trial.
+
+    Attributes:
+        distance: Distance to the k-th nearest, of some of the rows, [tried].
+        usual: Median of the distances.
+    """
+
+    distance: Tensor
+    usual: Tensor
+
+
+def nearest_of_trial(drawn: Tensor, k: int) -> NearOfTrial:
+    """Compute the distances to the k-th nearest rows of a trial, and the usual distance.
+
+    Args:
+        drawn: Some of the points, in random order, [pool, width], float32.
+        k: Number of neighbours.
+    """
+    apart = torch.cdist(drawn[:_TRIED], drawn)
+    return NearOfTrial(apart.kthvalue(k + 1, dim=1).values, apart[0].median())
+
+
+def needed(drawn: Tensor, directions: Tensor, counts: list[int], distance: Tensor) -> list[Tensor]:
+    """Count the rows whose lower bound is within a distance, by numbers of directions.
 
     Args:
         drawn: Some of the points, in random order, [pool, width], float32.
         directions: Orthonormal columns, the leading one first, [width, p].
         counts: Numbers of directions.
-        k: Number of neighbours.
+        distance: Distance for each of the first rows, [tried].
     """
-    tried = slice(0, _TRIED)
-    kth = torch.cdist(drawn[tried], drawn).kthvalue(k + 1, dim=1).values
+    tried = slice(0, len(distance))
     along = drawn @ directions.float()
     square = drawn.square().sum(dim=1)
     found = []
@@ -296,7 +319,7 @@ def needed(drawn: Tensor, directions: Tensor, counts: list[int], k: int) -> list
         # In float32, and a thousandth for the rounding: the certificate takes account of it.
         rest = (square - along[:, :p].square().sum(dim=1)).clamp(min=0).sqrt()
         short = torch.cat([along[:, :p], rest[:, None]], dim=1)
-        within = torch.cdist(short[tried], short) <= 1.001 * kth[:, None]
+        within = torch.cdist(short[tried], short) <= 1.001 * distance[:, None]
         found.append(within.sum(dim=1).double())
     return found
 

@@ -10,14 +10,14 @@ uncertain, however close near-duplicates are.
 Where it costs less, candidates come by lower bounds of the distances instead, from 8-bit integers
 (`quantised`) or from a few coordinates (`certified`); what these leave uncertain is searched as
 above. The distances and their order are the same.
-The memory beyond the rows themselves is one float32 copy of them and one of 8 bits, the result, and
-blocks of up to 16 MB.
+The memory beyond the rows themselves is one float32 copy of them and one of 8 bits, which serve
+several searches of the same rows, the result, and blocks of up to 16 MB.
 """
 
 import functools
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -66,11 +66,13 @@ class ScaledRows:
         among: Indices of the rows that are ready, ascending; None for all.
         frame: Centre and scale.
         values: These rows, [len(among), width], float32.
+        integers: These rows as integers, once a search has made them: one item at most.
     """
 
     among: Tensor | None
     frame: "_Frame"
     values: Tensor
+    integers: list[quantised.Integers] = field(default_factory=list, compare=False, repr=False)
 
     def of(self, among: Tensor | None) -> Tensor:
         """Return some of the rows, [len(among), width].
@@ -78,11 +80,35 @@ class ScaledRows:
         Args:
             among: Indices of these rows, ascending, each of them ready; None for all rows.
         """
+        places = self._places(among)
+        return self.values if places is None else self.values[places]
+
+    def integers_of(self, among: Tensor | None, wanted: int, k: int) -> quantised.Integers | None:
+        """Return some of the rows as integers; None where these are of no use.
+
+        Those of all rows are kept for later searches of no more rows.
+
+        Args:
+            among: Indices of these rows, ascending, each of them ready; None for all rows.
+            wanted: Number of rows whose neighbours are wanted.
+            k: Number of neighbours.
+        """
+        places = self._places(among)
+        # One step each, so that searches in several threads can do no more than make them twice.
+        for kept in self.integers[-1:]:
+            if kept.wanted >= wanted:
+                return kept if places is None else kept.of(places)
+        if places is not None:
+            return quantised.prepare(self.values[places], wanted, k)
+        made = quantised.prepare(self.values, wanted, k)
+        self.integers[:] = [] if made is None else [made]
+        return made
+
+    def _places(self, among: Tensor | None) -> Tensor | None:
+        """Convert indices into the rows to places among those that are ready; None for all."""
         if among is None or len(among) == len(self.values):
-            return self.values
-        if self.among is None:
-            return self.values[among]
-        return self.values[torch.searchsorted(self.among, among.contiguous())]
+            return None
+        return among if self.among is None else torch.searchsorted(self.among, among.contiguous())
 
 
 def scale_rows(rows: Tensor, among: Tensor | None = None) -> ScaledRows:
@@ -98,12 +124,11 @@ def scale_rows(rows: Tensor, among: Tensor | None = None) -> ScaledRows:
     points = _Points(rows, None if among is None or len(among) == len(rows) else among.contiguous())
     frame = _frame(rows)
     values = rows.new_empty((len(points), rows.shape[1]), dtype=torch.float32)
-    step = rows_in_block(
-        4 * rows.shape[1], rows.device
-    )  # a quarter of a block, which stays in the cache
-    blocks = zip(values.split(step), points.blocks(step), strict=True)
-    for target, block in blocks:
-        target.copy_(frame(block))
+    # An eighth of a block, which stays in the cache.
+    step = rows_in_block(8 * rows.shape[1], rows.device)
+    exact = rows.new_empty((min(step, len(points)), rows.shape[1]), dtype=torch.float64)
+    for target, block in zip(values.split(step), points.blocks(step), strict=True):
+        target.copy_(frame.scaled(exact[: len(block)].copy_(block)))
     return ScaledRows(points.among, frame, values)
 
 
@@ -151,7 +176,7 @@ def nearest(
     own = points.places(of)
     ready = scale_rows(rows, points.among) if scaled is None else scaled
     frame, values = ready.frame, ready.of(points.among)
-    found = _by_bounds(points, frame, values, own, k)
+    found = _by_bounds(points, ready, values, own, k)
     if found is None:
         return _searched(points, frame, values, own, k)
     near = Neighbours(found.distances, points.index(found.places))
@@ -163,7 +188,7 @@ def nearest(
 
 
 def _by_bounds(
-    points: "_Points", frame: "_Frame", values: Tensor, own: Tensor, k: int
+    points: "_Points", ready: ScaledRows, values: Tensor, own: Tensor, k: int
 ) -> certified.Certified | None:
     """Search by lower bounds of the distances, where that is likely to cost less; None elsewhere.
 
@@ -171,15 +196,17 @@ def _by_bounds(
     """
     if faiss is None or values.device.type != "cpu":
         return None
-    exact = functools.partial(_apart, points, frame.unit)
+    exact = functools.partial(_apart, points, ready.frame.unit)
+    scale = float(ready.frame.scale)
     if quantised.pays(len(values), values.shape[1], len(own), k):
-        found = quantised.search(values, own, k, exact, float(frame.scale), faiss)
+        integers = ready.integers_of(points.among, len(own), k)
+        found = quantised.search(values, own, k, exact, scale, faiss, integers)
         if not quantised.ended_early(found):
             return found
     plan = certified.choose(values, len(own), k)
     if plan is None:
         return None
-    return certified.search(values, own, k, plan, exact, float(frame.scale), faiss.knn)
+    return certified.search(values, own, k, plan, exact, scale, faiss.knn)
 
 
 def _searched(
@@ -391,15 +418,26 @@ class _Frame:
     def __call__(self, rows: Tensor) -> Tensor:
         return (rows.double() - self.centre).div_(self.scale)
 
+    def scaled(self, exact: Tensor) -> Tensor:
+        """Centre and scale rows in place, up to the last digit as for other rows.
+
+        Args:
+            exact: Rows, [some, width], float64.
+        """
+        exact.sub_(self.centre)
+        # Twice as fast as a division, of which the last digit does not matter.
+        return exact.mul_(1 / self.scale) if self.unit == 1 else exact.div_(self.scale)
+
 
 def _frame(rows: Tensor) -> _Frame:
     """Choose the centre and the scale of a search."""
     # Any centre near most of the rows will do; a mean would be moved by a few massive rows.
-    centre = rows[:: max(1, len(rows) // 255)].double().median(dim=0).values
+    centre = rows[:: max(1, len(rows) // 63)].double().median(dim=0).values
     # The farthest from the centre is the largest or the smallest of a column: subtraction rounds
     # both ways alike, and no other row has to be converted.
-    ends = torch.stack([rows.amax(dim=0), rows.amin(dim=0)]).double()
-    reach = (ends - centre).abs_().max()
+    blocks = rows.split(rows_in_block(4 * rows.shape[1], rows.device))
+    ends = torch.cat([torch.stack([block.amax(dim=0), block.amin(dim=0)]) for block in blocks])
+    reach = (ends.double() - centre).abs_().max()
     _, exponent = math.frexp(float(reach))
     unit = 1.0 if abs(exponent) <= _ORDINARY else 2.0 ** max(-_LARGEST, min(exponent, _LARGEST))
     return _Frame(centre, torch.where(reach > 0, reach, 1.0), unit)

@@ -8,7 +8,8 @@ Let c be the number of integers in a unit, q the integers of a row, e how far it
 
 The squares |q_x - q_y|^2 are exact. A row's candidates are the rows whose integers are nearer than
 a limit; all others are farther than what the limit leaves after the rounding. The limit comes from
-the smallest square in each of many groups of rows: k + 1 of these are of k + 1 rows. Of the
+the smallest square in each of many groups of rows: k + 1 of these are of k + 1 rows. The integers
+serve several searches among the same rows, or among some of them. Of the
 candidates, float32 differences find the few whose distances are computed in float64, and a row is
 *certified* when its k-th distance is below both bounds. A row that is not is left to another
 search.
@@ -21,18 +22,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from geomon.kernels._blocks import BLOCK, rows_in_block, sum_of
+from geomon.kernels._blocks import BLOCK, row_blocks, rows_in_block, sum_of
 from geomon.kernels._candidates import nearest_first
 from geomon.kernels._eight_bits import LARGEST, is_fast, multiply
 from geomon.kernels.certified import (
     UNDERFLOW,
     Certified,
     Exact,
-    coordinates,
     leading,
+    nearest_of_trial,
     needed,
-    root_of_rounding,
 )
+from geomon.kernels.products import as_factor
 
 # Share of the sum of squares that may be cut off: fewer integers for the few large numbers leave
 # more for all others. With 0.001 to 0.01 there are the fewest candidates on hidden states, trained
@@ -40,6 +41,8 @@ from geomon.kernels.certified import (
 _CUT_OFF = 0.001
 # Numbers from which that is estimated, and rows, but those that are so much longer than most.
 _SAMPLED, _SAMPLED_ROWS, _MASSIVE = 32_768, 512, 3.0
+# Columns whose products are added up at a time where coordinates are computed.
+_COLUMNS = 64
 # Numbers in float32 beyond which products with them would end.
 _STEEPEST = 1e30
 # Share of the points for which the first limit is enough; for the others it is set again.
@@ -56,28 +59,31 @@ _GROUPS = 4  # for each neighbour
 _QUERIES, _SQUARES, _FEWEST = 1024, 4 * BLOCK, 32
 # Candidates of a row beyond which it is not certified, in units of k and at least.
 _MOST, _AT_LEAST = 16, 128
+# Candidates that are kept beyond the k + 2 nearest: one for so many of k.
+_SPARE = 16
 # Share of certified rows below which the other search alone costs less; and the wanted rows that
 # are tried first, with the share of these that is far below it.
 _LEAST = 0.5
 _TRIED, _HOPELESS = 128, 0.25
 # Fewest coordinates, and fewest points and wanted points, for which this is faster; and most
 # coordinates for which sums of products, and twice them, have 32 bits.
-_NARROWEST, _POINTS, _WIDEST = 24, 1024, 20_000
+_NARROWEST, _POINTS, _WANTED, _WIDEST = 24, 1024, 128, 20_000
 # Directions that are tried, the width from which on, and rows of that trial, half of them for the
-# directions.
-_DIRECTIONS, _WIDE, _POOL = 31, 256, 1024
+# directions; and the share of the usual distance beyond which the nearest row says that no
+# direction is of use.
+_DIRECTIONS, _WIDE, _VERY_WIDE, _POOL, _ALIKE = 31, 256, 1024, 1024, 0.85
 # Candidates in all coordinates, in units of k; and how many more the rounding to integers makes.
 _USUAL, _LOOSER = 2.0, 1.3
-# Nanoseconds: of a product of integers, a difference in float32, and a coordinate in float64 along
-# all directions, for each coordinate; and of the trial for each column of the rows.
-_PRODUCT, _DIFFERENCE, _READING, _TRIAL = 0.0041, 0.2, 3.3, 10_000.0
+# Nanoseconds: of a product of integers, a difference in float32, and a coordinate in float32 along
+# all directions, for each coordinate.
+_PRODUCT, _DIFFERENCE, _READING = 0.0045, 0.2, 1.8
 # Squares of points that are none: beyond all others.
 _NONE = 2**30
 
 _EPS = torch.finfo(torch.float32).eps
 
 
-class _Integers(NamedTuple):
+class Integers(NamedTuple):
     """Points as integers, in random order.
 
     Attributes:
@@ -90,7 +96,8 @@ class _Integers(NamedTuple):
         per_unit: Number of integers in a unit.
         lost: How much farther apart than two points their coordinates may be by rounding, in units
             of the sum of the norms.
-        size: Number of places in a group.
+        leading: Coordinate along the leading direction, [points]; None where it is not known.
+        wanted: Number of points for whose search the coordinates were chosen.
     """
 
     rows: Tensor
@@ -101,31 +108,66 @@ class _Integers(NamedTuple):
     moved: np.ndarray
     per_unit: float
     lost: float
-    size: int
+    leading: Tensor | None
+    wanted: int
+
+    def of(self, some: Tensor) -> "Integers":
+        """Select some of the points.
+
+        Args:
+            some: Places of these points among all, ascending.
+        """
+        order = self.at[some].argsort()
+        here = self.at[some][order]
+        rows, square = _filled(len(some), self.rows.shape[1])
+        torch.index_select(self.rows, 0, here, out=rows[: len(some)])
+        torch.index_select(self.square, 0, here, out=square[: len(some)])
+        kept = some.numpy()
+        leading = None if self.leading is None else self.leading[some]
+        return Integers(
+            rows, square, *_places(order, len(rows)), self.norm[kept], self.moved[kept],
+            self.per_unit, self.lost, leading, self.wanted,
+        )  # fmt: skip
 
 
 class _Squares(NamedTuple):
-    """Squares of integers, without those of the wanted points themselves, int32.
+    """Squared distances of integers, without the squared norm of the wanted points themselves.
 
     Attributes:
-        part: Places of the wanted points, [wanted].
-        grouped: Of each wanted point and each group of points, [wanted x groups, size].
-        smallest: Smallest square of each group, [wanted, groups].
+        whole: To the point at each place, [wanted, places], int32.
+        smallest: Smallest of each group of places side by side, [wanted, groups].
     """
 
-    part: np.ndarray
-    grouped: np.ndarray
+    whole: np.ndarray
     smallest: np.ndarray
+
+
+class _Reach(NamedTuple):
+    """How far the rounding may have moved any point that is not longer than a limit.
+
+    Attributes:
+        norm: Norm of each point, ascending, [points].
+        moved: The most that the points up to this one were moved, [points].
+    """
+
+    norm: np.ndarray
+    moved: np.ndarray
+
+    def of(self, longest: np.ndarray) -> np.ndarray:
+        """Find how far points up to some norms may have been moved."""
+        last = np.searchsorted(self.norm, longest, side="right") - 1
+        found: np.ndarray = self.moved[last.clip(min=0)]
+        return found
 
 
 class _Near(NamedTuple):
     """The nearest candidates of wanted points, by differences in float32.
 
     Attributes:
-        places: Which points the nearest k + 2 are, the k-th and the last at their places;
-            -1 where there are fewer, [wanted, k + 2].
+        places: Which points the nearest are, somewhat more than k: the k-th, the one after it and
+            the last at their places; -1 where there are fewer, [wanted, kept].
         squared: Their squared distances in float32, infinite where there are fewer,
-            [wanted, k + 2].
+            [wanted, kept].
         complete: Whether every point within the limit was a candidate, [wanted].
     """
 
@@ -147,7 +189,7 @@ def pays(points: int, width: int, wanted: int, k: int) -> bool:
         wanted: Number of points whose neighbours are wanted.
         k: Number of neighbours.
     """
-    wide = width >= _NARROWEST and min(points, wanted) >= _POINTS
+    wide = width >= _NARROWEST and points >= _POINTS and wanted >= _WANTED
     return wide and fits(points, width, k) and is_fast()
 
 
@@ -164,8 +206,9 @@ def fits(points: int, width: int, k: int) -> bool:
 
 
 def search(
-    values: Tensor, own: Tensor, k: int, exact: Exact, scale: float, faiss: Any
-) -> Certified:
+    values: Tensor, own: Tensor, k: int, exact: Exact, scale: float, faiss: Any,
+    integers: Integers | None = None,
+) -> Certified:  # fmt: skip
     """Find the k nearest other points of some points, and say of which that is certain.
 
     Among points at the same distance the one with the lowest place comes first.
@@ -178,6 +221,7 @@ def search(
         exact: True distances in float64, infinite from a point to itself.
         scale: Number by which the points were divided.
         faiss: The library, for differences in float32.
+        integers: The points as `prepare` made them integers; None makes them here.
     """
     found = Certified(
         torch.empty(len(own), k, dtype=torch.float64, device="cpu"),
@@ -186,33 +230,44 @@ def search(
     )
     if len(own) == 0:
         return found
-    bounds = _bounds(values, len(own), k)
-    integers = _integers(values, bounds, k)
+    if integers is None:
+        integers = prepare(values, len(own), k)
     if integers is None:
         return found
     generator = torch.Generator("cpu").manual_seed(0)
     # In random order, so that the first ones stand for all.
     order = torch.randperm(len(own), generator=generator, dtype=torch.int64, device="cpu")
-    if bounds.leading is not None:
+    if integers.leading is not None:
         # The others with their neighbours, whose candidates then are in the cache.
         later = order[_QUERIES:]
-        order[_QUERIES:] = later[bounds.leading[own[later]].argsort()]
+        order[_QUERIES:] = later[integers.leading[own[later]].argsort()]
+    by_norm = integers.norm.argsort()
+    reach = _Reach(integers.norm[by_norm], np.maximum.accumulate(integers.moved[by_norm]))
     places = len(integers.rows)
-    step = max(_FEWEST, min(_QUERIES, _SQUARES // places))
+    step = max(_FEWEST, min(_QUERIES, _SQUARES // places, len(own)))
     squares = torch.empty(step, places, dtype=torch.int32, device="cpu")
     rank = _first_rank(k)
     done = 0
-    parts = order[:_TRIED], order[_TRIED:_QUERIES], order[_QUERIES:]
+    tried = _TRIED if len(own) > _QUERIES else len(own)
+    parts = order[:tried], order[tried:_QUERIES], order[_QUERIES:]
     for some in (some for part in parts for some in part.split(step) if len(some) > 0):
         mine = own[some]
-        near, rank = _near(values, integers, mine, k, rank, squares, faiss)
-        candidates = torch.from_numpy(near.places[:, : k + 1])
-        candidates = torch.where(candidates < 0, mine[:, None], candidates)
-        distances, nearest = nearest_first(exact(mine, candidates), candidates)
-        found.distances[some], found.places[some] = distances[:, :k], nearest[:, :k]
-        kth = distances[:, k - 1] / scale
-        alone = _no_other(integers, mine.numpy(), near, kth, values.shape[1])
-        found.certain[some] = torch.from_numpy(near.complete) & alone
+        near, rank = _near(values, integers, reach, mine, k, rank, squares, faiss)
+        left = torch.arange(len(some), dtype=torch.int64, device="cpu")
+        # Where float32 cannot tell the k-th from the one after it, more are computed in float64.
+        for count in (k, near.places.shape[1] - 1):
+            rows = some[left]
+            candidates = torch.from_numpy(near.places[left.numpy(), :count])
+            candidates = torch.where(candidates < 0, own[rows][:, None], candidates)
+            distances, nearest = nearest_first(exact(own[rows], candidates), candidates)
+            found.distances[rows], found.places[rows] = distances[:, :k], nearest[:, :k]
+            within = _within_float32(integers, own[rows], distances[:, k - 1] / scale, values)
+            alone = torch.from_numpy(near.squared[left.numpy(), count] > within)
+            complete = torch.from_numpy(near.complete)[left]
+            found.certain[rows] = complete & alone
+            left = left[complete & ~alone]
+            if len(left) == 0:
+                break
         done += len(some)
         if done >= _TRIED:
             share = float(found.certain[order[:done]].double().mean())
@@ -237,90 +292,164 @@ class _Bounds(NamedTuple):
         values: Coordinates, [points, coordinates], float32.
         lost: How much farther apart than two points their coordinates may be by rounding, in units
             of the sum of the norms.
+        moved: How far rounding may have moved each point beside that, [points]; None for not at
+            all.
         leading: Coordinate along the leading direction, [points]; None where it is not known.
     """
 
     values: Tensor
     lost: float
-    leading: Tensor | None
+    moved: Tensor | None = None
+    leading: Tensor | None = None
 
 
 def _bounds(values: Tensor, wanted: int, k: int) -> _Bounds:
     """Choose coordinates in which distances are lower bounds: all, or few where that costs less."""
     directions = _directions(values, wanted, k)
     if directions is None:
-        return _Bounds(values, 2 * _EPS, None)
+        return _Bounds(values, 2 * _EPS)
     # Turned among themselves at random, no direction carries much more than the others.
     count = directions.shape[1]
     generator = torch.Generator("cpu").manual_seed(0)
-    turned = torch.randn(count, count, generator=generator, dtype=torch.float64, device="cpu")
-    short = coordinates(values, directions @ torch.linalg.qr(turned).Q)
+    turn = torch.randn(count, count, generator=generator, dtype=torch.float64, device="cpu")
+    turn = torch.linalg.qr(turn).Q
+    short, moved = _coordinates(values, directions @ turn)
     # Norms of the rest are alike, and their differences alone count.
     short[:, -1] -= short[:, -1].median()
-    lost = 3 * _EPS + root_of_rounding(values.shape[1])
-    return _Bounds(short, lost, values @ directions[:, 0].float())
+    return _Bounds(short, 3 * _EPS, moved, short[:, :-1] @ turn[0].float())
+
+
+def _coordinates(values: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute coordinates along directions and the norm of the rest, in float32.
+
+    Sums of products are made in parts of c columns, m of them, so that they are off by little. Let
+    |x| = 1 and u = 2^-24. A sum in float32, in any order, is off by at most c + m + 2 times u of
+    the sum of the sizes; so the p coordinates together by a = (c + m + 6) u sqrt(p), with what the
+    directions are off. The square of the norm of the rest is off by at most
+    b = (c + m + p + 16) u + 3 a, the norm r itself by the root of b, and by b / r.
+
+    Args:
+        values: Points, [points, width], float32.
+        directions: Orthonormal columns, [width, p], float64.
+
+    Returns:
+        The coordinates, [points, p + 1], and how far rounding may have moved each point, [points],
+        float64.
+    """
+    width, p = directions.shape
+    short = torch.empty(len(values), p + 1, dtype=torch.float32, device="cpu")
+    moved = torch.empty(len(values), dtype=torch.float64, device="cpu")
+    factors = as_factor(directions.float())
+    terms = min(width, _COLUMNS) + -(-width // _COLUMNS)
+    along_off = (terms + 6) * _EPS / 2 * math.sqrt(p)
+    square_off = (terms + p + 16) * _EPS / 2 + 3 * along_off
+    step = rows_in_block(width, values.device)
+    targets = zip(values.split(step), short.split(step), moved.split(step), strict=True)
+    for block, target, off in targets:
+        along = factors.new_zeros(len(block), p)
+        square = factors.new_zeros(len(block))
+        for columns, part in zip(
+            block.split(_COLUMNS, dim=1), factors.split(_COLUMNS), strict=True
+        ):
+            along.addmm_(as_factor(columns), part)
+            square += torch.linalg.vector_norm(columns, dim=1).square()
+        rest = (square - along.square().sum(dim=1)).clamp_(min=0).sqrt_()
+        target[:, :p].copy_(along)
+        target[:, p].copy_(rest)
+        norm = square.double().sqrt()
+        root = math.sqrt(square_off) * norm
+        rest_off = torch.minimum(root, square_off * norm.square() / rest.double())
+        torch.add(along_off * norm, rest_off.nan_to_num(nan=0.0), out=off)
+    return short, 1.01 * moved
 
 
 def _directions(values: Tensor, wanted: int, k: int) -> Tensor | None:
     """Try a few leading directions on some rows; None where all coordinates cost less."""
     points, width = values.shape
-    pool = min(points, _POOL)
+    # Of wide rows fewer, which cost as much; from these, more candidates are expected.
+    pool = _POOL if width < _VERY_WIDE else _POOL // 2
     # As near as the k-th of all points is the one of so many of these.
     rank = max(1, round(k * pool / points))
-    if width < _WIDE or pool < max(_POOL, 2 * rank):
+    if width < _WIDE or points < _POOL or pool < 2 * rank:
         return None
     generator = torch.Generator("cpu").manual_seed(0)
     order = torch.randperm(points, generator=generator, dtype=torch.int64, device="cpu")
     drawn = values[order[:pool]]
+    near = nearest_of_trial(drawn, rank)
+    if float(near.distance.median()) > _ALIKE * float(near.usual):
+        return None
     directions = leading(drawn[: pool // 2], _DIRECTIONS, generator)
-    within = needed(drawn, directions, [_DIRECTIONS], rank)[0] * (points / pool) * _LOOSER
+    within = needed(drawn, directions, [_DIRECTIONS], near.distance)[0]
+    within = within * (points / pool) * _LOOSER
     most = max(_MOST * k, _AT_LEAST)
     candidates = float(torch.where(within < most, within, points).mean())
     # Nanoseconds of one core of 2024, for each wanted point; only their ratios matter.
     here = points * _PRODUCT * _DIRECTIONS + width * (
-        _DIFFERENCE * candidates + points / wanted * _READING + _TRIAL / wanted
+        _DIFFERENCE * candidates + points / wanted * _READING
     )
     whole = points * _PRODUCT * width + width * _DIFFERENCE * _USUAL * k
     return directions if here < whole else None
 
 
-def _integers(values: Tensor, bounds: _Bounds, k: int) -> _Integers | None:
-    """Cut points off, round them to integers, and put them in random order into groups."""
+def prepare(values: Tensor, wanted: int, k: int) -> Integers | None:
+    """Make points integers, for several searches among them; None where that is of no use.
+
+    Args:
+        values: Points, centred, at most 1 in every coordinate, [points, width], float32.
+        wanted: Number of points whose neighbours are wanted.
+        k: Number of neighbours.
+    """
+    return _integers(values, _bounds(values, wanted, k), wanted)
+
+
+def _integers(values: Tensor, bounds: _Bounds, wanted: int) -> Integers | None:
+    """Cut points off, round them to integers, and put them in random order."""
     count, width = bounds.values.shape
     largest = _cut_off(bounds.values)
     if largest == 0:
         return None  # nearly all numbers are 0
     per_unit = float(np.float32(min(LARGEST / largest, _STEEPEST)))
-    size = next(size for size in _SIZES if count >= size * _GROUPS * k)
-    places = -(-count // size) * size
     # Rows that are near each other often stand together, and would share a group.
     generator = torch.Generator("cpu").manual_seed(0)
     order = torch.randperm(count, generator=generator, dtype=torch.int64, device="cpu")
-    rows = torch.zeros(places, width, dtype=torch.int8, device="cpu")
-    square = torch.full((places,), _NONE, dtype=torch.int32, device="cpu")
-    norm = torch.empty(count, dtype=torch.float32, device="cpu")
+    rows, square = _filled(count, width)
+    place, at = _places(order, len(rows))
+    norm = torch.cat([torch.linalg.vector_norm(block, dim=1) for block in row_blocks(values)])
     error = torch.empty_like(norm)
-    step = rows_in_block(4 * values.shape[1], values.device)
-    targets = (whole.split(step) for whole in (rows[:count], square[:count], norm, error))
-    for part, target, own, length, moved in zip(order.split(step), *targets, strict=True):
-        torch.linalg.vector_norm(values[part], dim=1, out=length)
-        number = bounds.values[part]
-        number.mul_(per_unit).clamp_(-LARGEST, LARGEST)
+    step = rows_in_block(4 * width, values.device)
+    for block, here, moved in zip(
+        bounds.values.split(step), at.split(step), error.split(step), strict=True
+    ):
+        number = (block * per_unit).clamp_(-LARGEST, LARGEST)
         nearest = number.round()
-        target.copy_(nearest)
+        rows.index_copy_(0, here, nearest.to(torch.int8))
         torch.linalg.vector_norm(number.sub_(nearest), dim=1, out=moved)
         squares = nearest.square_().split(_EXACT, dim=1)
-        own.copy_(sum_of(some.sum(dim=1).double() for some in squares))
-    at = torch.empty_like(order)
-    at[order] = torch.arange(count, dtype=torch.int64, device="cpu")
+        own = sum_of(some.sum(dim=1).double() for some in squares)
+        square.index_copy_(0, here, own.int())
     summed = _summed(values.shape[1])
-    return _Integers(
-        rows, square, torch.nn.functional.pad(order, (0, places - count)).numpy(), at,
-        (norm.double() * summed + _SHORTEST)[at].numpy(),
-        # Float32 rounds a number of up to 127 by less than 127 times e.
-        (error.double() * summed + math.sqrt(width) * LARGEST * _EPS)[at].numpy(),
-        per_unit, bounds.lost, size,
+    # Float32 rounds a number of up to 127 by less than 127 times e.
+    error = error.double() * summed + math.sqrt(width) * LARGEST * _EPS
+    if bounds.moved is not None:
+        error += per_unit * bounds.moved
+    return Integers(
+        rows, square, place, at, (norm.double() * summed + _SHORTEST).numpy(), error.numpy(),
+        per_unit, bounds.lost, bounds.leading, wanted,
     )  # fmt: skip
+
+
+def _filled(count: int, width: int) -> tuple[Tensor, Tensor]:
+    """Make room for integers and their squares, beyond all others where no point will be."""
+    places = -(-count // _SIZES[0]) * _SIZES[0]
+    rows = torch.zeros(places, width, dtype=torch.int8, device="cpu")
+    return rows, torch.full((places,), _NONE, dtype=torch.int32, device="cpu")
+
+
+def _places(order: Tensor, places: int) -> tuple[np.ndarray, Tensor]:
+    """Return which point stands at each place, filled up, and at which place each point stands."""
+    at = torch.empty_like(order)
+    at[order] = torch.arange(len(order), dtype=torch.int64, device="cpu")
+    return torch.nn.functional.pad(order, (0, places - len(order))).numpy(), at
 
 
 def _cut_off(values: Tensor) -> float:
@@ -340,14 +469,15 @@ def _cut_off(values: Tensor) -> float:
 
 
 def _near(
-    values: Tensor, integers: _Integers, part: Tensor, k: int, rank: int, squares: Tensor,
-    faiss: Any,
+    values: Tensor, integers: Integers, reach: _Reach, part: Tensor, k: int, rank: int,
+    squares: Tensor, faiss: Any,
 ) -> tuple[_Near, int]:  # fmt: skip
     """Find the candidates of wanted points, and the nearest of them.
 
     Args:
         values: Points, [points, width], float32.
         integers: Points as integers.
+        reach: How far points were moved.
         part: Places of the wanted points, [wanted].
         k: Number of neighbours.
         rank: How many groups are within the first limit.
@@ -357,28 +487,29 @@ def _near(
     Returns:
         The candidates, and how many groups would have been enough for most of the points.
     """
-    block = squares[: len(part)]
+    whole = squares[: len(part)]
     at = integers.at[part]
-    multiply(integers.rows[at], integers.rows.T, out=block)
-    torch.sub(integers.square, block, alpha=2, out=block)
+    multiply(integers.rows[at], integers.rows.T, out=whole)
+    torch.sub(integers.square, whole, alpha=2, out=whole)
     own = integers.square[at].double().numpy()
-    smallest = block.view(len(part), -1, integers.size).amin(dim=2).numpy()
+    size = next(size for size in _SIZES if len(integers.at) >= size * _GROUPS * k)
+    block = _Squares(whole.numpy(), whole.view(len(part), -1, size).amin(dim=2).numpy())
+    groups = block.smallest.shape[1]
     # Within this, so many groups have a point: k others at least, and few beyond them.
-    limit = np.partition(smallest, rank, axis=1)[:, rank].clip(max=_NONE - 1)
-    seen = _Squares(part.numpy(), block.numpy().reshape(-1, integers.size), smallest)
-    near = _within(values, integers, seen, np.arange(len(part)), limit, k, faiss)
-    bound = _limit(integers, seen.part, near.squared[:, k - 1], own, values.shape[1])
-    groups = smallest.shape[1]
-    ranks = np.sort(np.count_nonzero(smallest <= bound[:, None], axis=1)[near.complete])
+    limit = np.partition(block.smallest, rank, axis=1)[:, rank].clip(max=_NONE - 1)
+    mine = part.numpy()
+    near = _within(values, integers, mine, block, np.arange(len(mine)), limit, k, faiss)
+    bound = _limit(integers, reach, mine, near.squared[:, k - 1], own, values.shape[1])
+    ranks = np.sort(np.count_nonzero(block.smallest <= bound[:, None], axis=1)[near.complete])
     enough = int(ranks[int(_ENOUGH * len(ranks))]) if len(ranks) > 0 else _first_rank(k)
     again = np.flatnonzero((bound > limit) & near.complete)
     if len(again) > 0:
         later = _within(
-            values, integers, seen, again, bound[again], k, faiss,
+            values, integers, mine[again], block, again, bound[again], k, faiss,
             beyond=limit[again], known=near.of(again),
         )  # fmt: skip
-        for whole, some in zip(near, later, strict=True):
-            whole[again] = some
+        for target, some in zip(near, later, strict=True):
+            target[again] = some
     return near, max(min(enough, groups // 2), min(k + 2, groups - 1))
 
 
@@ -388,21 +519,22 @@ def _first_rank(k: int) -> int:
 
 
 def _limit(
-    integers: _Integers, part: np.ndarray, kth: np.ndarray, own: np.ndarray, width: int
-) -> np.ndarray:
+    integers: Integers, reach: _Reach, part: np.ndarray, kth: np.ndarray, own: np.ndarray,
+    width: int,
+) -> np.ndarray:  # fmt: skip
     """Bound the squares of integers of the k nearest, without those of the wanted point.
 
     Let x be a wanted point, in exact numbers, and y one at a distance of at most t, so that
     |x| + |y| <= s = 2|x| + t. Rounding to float32 moves each of the two by at most 2^-24 of its
     norm: their float32 values are at most t + e s / 2 apart (e = 2^-23), and so much is `kth` off,
-    which is of float32 values too. Coordinates of few directions lose as much again twice, after
-    their computation and with the median of the last, and in float64 what `root_of_rounding`
-    bounds. So `lost` is twice what may be lost of all coordinates, and 1 e above it of few.
-    The integers are at most c times as far apart as the values, and what the rounding to integers
-    moved the two.
+    which is of float32 values too. The last of few coordinates loses as much again with the median.
+    So `lost` is twice what may be lost of all coordinates, and 1 e above it of few. What their
+    computation moved the two is part of `moved`, with what the rounding to integers did.
+    The integers are at most c times as far apart as the values, and what the two were moved.
 
     Args:
         integers: Points as integers.
+        reach: How far points were moved.
         part: Places of the wanted points, [wanted].
         kth: Squared distance in float32 within which each has k others, [wanted].
         own: Squared norms of the integers of the wanted points, [wanted].
@@ -412,8 +544,11 @@ def _limit(
         Limits, [wanted], int32.
     """
     distance = np.sqrt(kth * _summed(width) + UNDERFLOW, dtype=np.float64)
-    distance += integers.lost * (2 * integers.norm[part] + distance)
-    distance = integers.per_unit * distance + integers.moved[part] + integers.moved.max()
+    norm = integers.norm[part]
+    # Stored norms are longer than true ones by as much as this allows.
+    longest = (norm + distance) * _summed(width) ** 3 + 3 * _SHORTEST
+    distance += integers.lost * (2 * norm + distance)
+    distance = integers.per_unit * distance + integers.moved[part] + reach.of(longest)
     limit: np.ndarray = (distance**2 - own + 1).clip(max=_NONE - 1).astype(np.int32)
     return limit
 
@@ -427,44 +562,50 @@ def _summed(width: int) -> float:
 
 
 def _within(
-    values: Tensor, integers: _Integers, seen: _Squares, rows: np.ndarray, limit: np.ndarray,
-    k: int, faiss: Any, beyond: np.ndarray | None = None, known: _Near | None = None,
+    values: Tensor, integers: Integers, part: np.ndarray, block: _Squares, rows: np.ndarray,
+    limit: np.ndarray, k: int, faiss: Any,
+    beyond: np.ndarray | None = None, known: _Near | None = None,
 ) -> _Near:  # fmt: skip
     """Find the points whose squares are within a limit, and the nearest of them.
 
     Args:
         values: Points, [points, width], float32.
         integers: Points as integers.
-        seen: Squares of wanted points and all points.
-        rows: Which of the wanted points, [rows].
-        limit: Limit for each of these, [rows].
+        part: Places of the wanted points, [wanted].
+        block: Squares of these and other points.
+        rows: Which of these the wanted points are, [wanted].
+        limit: Limit for each wanted point, [wanted].
         k: Number of neighbours.
         faiss: The library.
         beyond: Limit within which all are known, [rows].
         known: The nearest of these.
     """
-    groups = seen.smallest.shape[1]
-    row, group = np.nonzero(seen.smallest[rows] <= limit[:, None])
-    squares = np.take(seen.grouped, rows[row] * groups + group, axis=0)
+    wanted, groups = len(rows), block.smallest.shape[1]
+    size = block.whole.shape[1] // groups
+    smallest = block.smallest if wanted == len(block.smallest) else block.smallest[rows]
+    row, group = np.divmod(np.flatnonzero(smallest <= limit[:, None]), groups)
+    squares = np.take(block.whole.reshape(-1, size), rows[row] * groups + group, axis=0)
     inside = squares <= limit[row][:, None]
     if beyond is not None:
         inside &= squares > beyond[row][:, None]
     # Of points with too many candidates none is looked at: of noise they would be nearly all pairs.
-    counts = np.bincount(row, inside.sum(axis=1), len(rows)).astype(np.int64)
+    counts = np.bincount(row, inside.sum(axis=1), wanted).astype(np.int64)
     complete = counts <= max(_MOST * k, _AT_LEAST)
     inside &= complete[row][:, None]
     counts[~complete] = 0
-    hit, offset = np.nonzero(inside)
-    position = np.arange(len(hit)) - np.repeat(np.cumsum(counts) - counts, counts)
-    places = np.full((len(rows), max(k + 2, int(counts.max()))), -1)
-    places[row[hit], position] = integers.place[group[hit] * integers.size + offset]
-    part = seen.part[rows]
+    hit, offset = np.divmod(np.flatnonzero(inside), size)
+    place = integers.place[group[hit] * size + offset]
+    row = row[hit]
+    position = np.arange(len(row)) - (np.cumsum(counts) - counts)[row]
+    kept_count = k + 2 + k // _SPARE
+    places = np.full((wanted, max(kept_count, int(counts.max()))), -1)
+    places[row, position] = place
     places[places == part[:, None]] = -1
     squared = _differences(values, part, places, faiss)
     if known is not None:
         places = np.concatenate([known.places, places], axis=1)
         squared = np.concatenate([known.squared, squared], axis=1)
-    order = np.argpartition(squared, (k - 1, k + 1), axis=1)[:, : k + 2]
+    order = np.argpartition(squared, (k - 1, k, kept_count - 1), axis=1)[:, :kept_count]
     return _Near(
         np.take_along_axis(places, order, axis=1), np.take_along_axis(squared, order, axis=1),
         complete,
@@ -499,17 +640,17 @@ def _differences(
     return apart
 
 
-def _no_other(
-    integers: _Integers, mine: np.ndarray, near: _Near, distance: Tensor, width: int
-) -> Tensor:
-    """Mark the wanted points whose candidates beyond the nearest are all farther than a distance.
+def _within_float32(
+    integers: Integers, mine: Tensor, distance: Tensor, values: Tensor
+) -> np.ndarray:
+    """Bound the squared distances in float32 to all points within a distance, [wanted].
 
     Args:
         integers: Points as integers.
         mine: Places of the wanted points, [wanted].
-        near: Their nearest candidates.
-        distance: Distance to the k-th nearest of them, [wanted], float64.
-        width: Number of coordinates.
+        distance: Distance for each of them, [wanted], float64.
+        values: Points, [points, width], float32.
     """
-    within = distance.numpy() * (1 + 2 * _EPS) + 4 * _EPS * integers.norm[mine]
-    return torch.from_numpy(near.squared[:, -1] > within**2 * _summed(width) + UNDERFLOW)
+    within = distance.numpy() * (1 + 2 * _EPS) + 4 * _EPS * integers.norm[mine.numpy()]
+    found: np.ndarray = within**2 * _summed(values.shape[1]) + UNDERFLOW
+    return found

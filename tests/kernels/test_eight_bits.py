@@ -1,4 +1,7 @@
+import functools
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -43,13 +46,29 @@ def quick(one, other, *, out):
 def test_integers_are_used_only_where_they_are_exact_and_fast(monkeypatch, product, exact, fast):
     monkeypatch.setattr(torch, "_int_mm", product)
     assert is_exact(256) == exact
-    assert is_fast.__wrapped__() == fast
+    assert _eight_bits._tried.__wrapped__() == fast
 
 
 def test_the_answer_is_kept(monkeypatch):
     answer = is_fast()
     monkeypatch.setattr(_eight_bits, "is_exact", lambda width: not answer)
     assert is_fast() == answer
+
+
+def test_threads_that_ask_at_once_wait_for_one_trial(monkeypatch):
+    tried = []
+
+    @functools.cache
+    def trial():
+        tried.append(threading.get_ident())
+        time.sleep(0.1)
+        return True
+
+    monkeypatch.setattr(_eight_bits, "_tried", trial)
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda _: is_fast(), range(4)))
+    assert answers == [True] * 4
+    assert len(tried) == 1
 
 
 @pytest.mark.skipif(not is_exact(256), reason="8-bit integers are not multiplied exactly here")
