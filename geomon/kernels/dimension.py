@@ -281,9 +281,11 @@ def ratios_in_halves(
     """
     counts = distances.isfinite()
     groups, neighbours = halves.first.shape[1], distances.shape[1]
-    group, own_group = halves.group[indices], halves.group[own]
+    group = halves.group.index_select(0, indices.flatten()).view(indices.shape)
+    # By rows of the transposed table, which are copied as one piece.
+    first = halves.first.T.index_select(0, halves.group[own]).T.contiguous()
     ranks = sorted({rank for k in scales for rank in (k, 2 * k)})
-    places = _places_of(group.masked_fill(~counts, groups), own_group, halves.first, ranks)
+    places = _places_of(group.masked_fill(~counts, groups), first, halves.first, ranks)
     farthest = torch.where(counts, distances, 0).amax(dim=1, keepdim=True)
     # What stands for a neighbour that is not known is in the last column.
     logs = distances.log()
@@ -291,7 +293,6 @@ def ratios_in_halves(
     far = torch.cat([logs, farthest.log()], dim=1).flatten()
     row = torch.arange(len(own), dtype=torch.int64, device=own.device) * (neighbours + 1)
     at = {rank: (place + row).flatten() for rank, place in places.items()}
-    first = halves.first[:, own_group]
     return [
         HalfRatios(
             _without_rounding(far.index_select(0, at[2 * k]) - near.index_select(0, at[k])).view(
@@ -312,7 +313,7 @@ def _places_of(
     Args:
         group: Group of each neighbour, [points, k]; the number of groups for one that does not
             count.
-        own: Group of each point, [points].
+        own: True where the point is in the first half, [ways, points].
         first: True for the groups in the first half of each way, [ways, groups].
         ranks: Ranks among the neighbours that are in the same half, ascending.
 
@@ -324,7 +325,7 @@ def _places_of(
     if group.device.type != "cpu":  # there few operations count
         none = torch.zeros_like(first[:, :1])
         sides = torch.stack([torch.cat([side, none], dim=1) for side in (first, ~first)])
-        same = torch.where(first[:, own, None], sides[0][:, group], sides[1][:, group])
+        same = torch.where(own[:, :, None], sides[0][:, group], sides[1][:, group])
         number = same.cumsum(dim=2)
         return {rank: (number < rank).sum(dim=2) for rank in ranks}
     # A bit for each neighbour: those in the half are a sum over its groups, and the next one is the
@@ -339,7 +340,7 @@ def _places_of(
         by_group.scatter_add_(1, some, value.expand(some.shape))
         counted = by_group[:, :groups].T
         one = sides @ counted
-        words.append(torch.where(first[:, own], one, counted.sum(dim=0) - one).to(kind))
+        words.append(torch.where(own, one, counted.sum(dim=0) - one).to(kind))
     found = {}
     for rank in range(1, ranks[-1] + 1):
         if rank in ranks:

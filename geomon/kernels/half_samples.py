@@ -390,16 +390,6 @@ def drift_differences(sums: GroupSums, halves: HalfSamples) -> Tensor:
     return _difference(lambda side: half_mean(sums, side).norm(dim=2), halves)
 
 
-def variance_differences(sums: GroupSums, halves: HalfSamples) -> Tensor:
-    """Compare the variance of the two halves, for each way: [ways, heads].
-
-    Args:
-        sums: Sums over the rows of each group.
-        halves: The ways.
-    """
-    return _difference(lambda side: _variance(sums, side), halves)
-
-
 def paired_mean_differences(
     function: Callable[[Tensor, Tensor], Tensor], query: GroupSums, key: GroupSums,
     halves: HalfSamples,

@@ -331,11 +331,13 @@ def content_keys(rows: Tensor, some: Tensor) -> Tensor:
     whole = _AS_INTEGERS[rows.element_size()]
     step = rows_in_block(rows.shape[1], rows.device)
     largest = max((float(b.abs().max()) for b in row_blocks(rows) if b.numel()), default=0.0)
-    exponent = torch.tensor(-math.frexp(largest)[1], dtype=torch.int32, device=rows.device)
+    # Two factors, since one can be too large for the type; torch.ldexp takes 30 times as long.
+    exponent = -math.frexp(largest)[1]
+    one, other = 2.0 ** (exponent // 2), 2.0 ** (exponent - exponent // 2)
     # + 0 makes -0 and 0, which are equal, the same.
     keys = torch.empty(len(some), dtype=torch.int64, device=rows.device)
     for target, part in zip(keys.split(step), some.split(step), strict=True):
-        block = torch.ldexp(rows[part], exponent) + 0
+        block = rows.index_select(0, part).mul_(one).mul_(other).add_(0)
         target.copy_((block.view(whole).long() * factors).sum(dim=1))
     return keys
 

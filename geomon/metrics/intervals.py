@@ -59,14 +59,14 @@ def _anisotropy_no_sinks(
     ordinary_hidden: Tensor,
     ordinary_rows: Tensor,
     scatters: tuple[Tensor | None, Tensor | None],
+    sums_of_both: tuple[GroupSums, GroupSums],
     half_anisotropy: Tensor,
     halves: HalfSamples,
 ) -> Tensor:
     if len(ordinary_hidden) == len(ordinary_rows):
         return half_anisotropy
     some = HalfSamples(halves.group[ordinary_rows], halves.first)
-    sums = half_samples.group_sums(ordinary_hidden[:, None], some)
-    return half_samples.anisotropy_differences(ordinary_hidden, sums, some, scatters[1])
+    return half_samples.anisotropy_differences(ordinary_hidden, sums_of_both[1], some, scatters[1])
 
 
 def _cosine(row_sums: GroupSums, halves: HalfSamples) -> Tensor:

@@ -107,7 +107,9 @@ def _angle_of_sums(hidden: Tensor, row_sums: GroupSums) -> Tensor:
 
 
 def _ordinary_hidden(hidden: Tensor, ordinary_rows: Tensor) -> Tensor:
-    return hidden if bool(ordinary_rows.all()) else hidden[ordinary_rows]
+    if bool(ordinary_rows.all()):
+        return hidden
+    return hidden.index_select(0, ordinary_rows.nonzero().squeeze(1))
 
 
 def _scatters(
@@ -324,8 +326,25 @@ def _no_halves(hidden: Tensor) -> HalfSamples:
     return half_samples(hidden.new_zeros(len(hidden), dtype=torch.int64))
 
 
-def _row_sums(hidden: Tensor, halves: HalfSamples) -> GroupSums:
-    return group_sums(hidden[:, None], halves)
+def _sums_of_both(
+    hidden: Tensor, ordinary_rows: Tensor, ordinary_hidden: Tensor, halves: HalfSamples
+) -> tuple[GroupSums, GroupSums]:
+    if len(ordinary_hidden) == len(hidden):
+        found = group_sums(hidden[:, None], halves)
+        return found, found
+    # Added to those of ordinary rows, those of massive rows leave all their digits.
+    ordinary, massive = (
+        group_sums(rows[:, None], halves._replace(group=halves.group[chosen]))
+        for rows, chosen in (
+            (ordinary_hidden, ordinary_rows),
+            (hidden[~ordinary_rows], ~ordinary_rows),
+        )
+    )
+    return GroupSums(*(one + other for one, other in zip(ordinary, massive, strict=True))), ordinary
+
+
+def _row_sums(sums_of_both: tuple[GroupSums, GroupSums]) -> GroupSums:
+    return sums_of_both[0]
 
 
 def _half_anisotropy(
@@ -538,6 +557,7 @@ DERIVED: dict[str, Callable[..., Any] | tuple[Callable[..., Any], ...]] = {
     "token_labels": (_labels_by_id, _labels_by_place),  # numbers that tell tokens apart
     "halves": _halves,  # ways of cutting the rows into halves of whole sequences
     "known_halves": (_halves, _no_halves),  # the same; no way where the sequences are not known
+    "sums_of_both": _sums_of_both,  # of all rows and of ordinary ones, from one pass
     "row_sums": _row_sums,  # sums of the rows and their directions over groups of sequences
     "half_moments": _half_moments,  # norm of the mean and variance of each half: HalfMoments
     "half_anisotropy": _half_anisotropy,  # differences of the anisotropy between halves
