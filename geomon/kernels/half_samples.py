@@ -188,7 +188,7 @@ def group_sums(rows: Tensor, halves: HalfSamples) -> GroupSums:
         _add_by_group(numbers, group, torch.cat([squares, norm > 0], dim=1))
         scaled.mul_(torch.where(norm > 0, 1 / norm, 0)[:, :, None])
         _add_by_group(directions, group, scaled)
-    counts = torch.bincount(halves.group[: len(rows)], minlength=groups).double()
+    counts = torch.bincount(halves.group, minlength=groups).double()
     squares, directed = numbers.split(heads, dim=1)
     return GroupSums(counts, total, squares, directions, directed)
 

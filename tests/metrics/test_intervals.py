@@ -349,6 +349,8 @@ def test_differences_are_those_of_the_metric_on_the_sequences_of_each_half(name)
             return value[members[captured["sequences"]]]
         if view.startswith("projected_"):
             return value[members[captured[view.removeprefix("projected_") + "_sequences"]]]
+        if view in ("query_sequences", "key_sequences"):
+            return value[members[value]]
         of_sequences = view in ("query", "key") or (view == "visible" and len(value) == 16)
         return value[members] if of_sequences else value
 
