@@ -162,8 +162,8 @@ class _Near(NamedTuple):
     """The nearest candidates of wanted points, by differences in float32.
 
     Attributes:
-        places: Which points the nearest are, somewhat more than k: the k-th, the one after it and
-            the last at their places; -1 where there are fewer, [wanted, kept].
+        places: Which points the nearest are, somewhat more than k, nearest first; -1 where there
+            are fewer, [wanted, kept].
         squared: Their squared distances in float32, infinite where there are fewer,
             [wanted, kept].
         complete: Whether every point within the limit was a candidate, [wanted].
@@ -251,7 +251,8 @@ def search(
         near, rank = _near(values, integers, reach, mine, k, rank, squares, faiss)
         left = torch.arange(len(some), dtype=torch.int64, device="cpu")
         # Where float32 cannot tell the k-th from the one after it, more are computed in float64.
-        for count in (k, near.places.shape[1] - 1):
+        kept = near.places.shape[1] - 1
+        for count in (k, kept) if values.shape[1] >= _WIDE else (kept,):
             rows = some[left]
             candidates = torch.from_numpy(near.places[left.numpy(), :count])
             candidates = torch.where(candidates < 0, own[rows][:, None], candidates)
@@ -591,7 +592,8 @@ def _within(
     if known is not None:
         places = np.concatenate([known.places, places], axis=1)
         squared = np.concatenate([known.squared, squared], axis=1)
-    order = np.argpartition(squared, (k - 1, k, kept_count - 1), axis=1)[:, :kept_count]
+    # Of so few numbers a partition takes twice as long.
+    order = np.argsort(squared, axis=1)[:, :kept_count]
     return _Near(
         np.take_along_axis(places, order, axis=1), np.take_along_axis(squared, order, axis=1),
         counts <= most,
