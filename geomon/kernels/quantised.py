@@ -141,7 +141,7 @@ class _Squares(NamedTuple):
 
 
 class _Reach(NamedTuple):
-    """How far the rounding may have moved any point that is not longer than a limit.
+    """How far the rounding may have moved any point whose norm is at most a limit.
 
     Attributes:
         norm: Norm of each point, ascending, [points].
@@ -439,7 +439,7 @@ def _integers(values: Tensor, bounds: _Bounds, wanted: int) -> Integers | None:
 
 
 def _filled(count: int, width: int) -> tuple[Tensor, Tensor]:
-    """Make room for integers and their squares, beyond all others where no point will be."""
+    """Allocate integers and their squares, which are beyond all others where no point will be."""
     places = -(-count // _SIZES[0]) * _SIZES[0]
     rows = torch.zeros(places, width, dtype=torch.int8, device="cpu")
     return rows, torch.full((places,), _NONE, dtype=torch.int32, device="cpu")
