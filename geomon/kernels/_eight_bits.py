@@ -29,6 +29,7 @@ def multiply(one: Tensor, other: Tensor, out: Tensor) -> None:
     torch._int_mm(one, other, out=out)
 
 
+@functools.cache
 def is_fast() -> bool:
     """Say whether 8-bit integers are multiplied exactly, and much faster than float32.
 

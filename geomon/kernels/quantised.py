@@ -75,8 +75,8 @@ _DIRECTIONS, _WIDE, _VERY_WIDE, _POOL, _ALIKE = 31, 256, 1024, 1024, 0.85
 # Candidates in all coordinates, in units of k; and how many more the rounding to integers makes.
 _USUAL, _LOOSER = 2.0, 1.3
 # Nanoseconds: of a product of integers, a difference in float32, and a coordinate in float32 along
-# all directions, for each coordinate.
-_PRODUCT, _DIFFERENCE, _READING = 0.0045, 0.2, 1.8
+# all directions, for each coordinate; and of a candidate beside its difference.
+_PRODUCT, _DIFFERENCE, _READING, _CANDIDATE = 0.0045, 0.2, 1.8, 60.0
 # Squares of points that are none: beyond all others.
 _NONE = 2**30
 
@@ -143,7 +143,7 @@ class _Squares(NamedTuple):
 
 
 class _Reach(NamedTuple):
-    """How far the rounding may have moved any point that is not longer than a limit.
+    """How far the rounding may have moved any point whose norm is at most a limit.
 
     Attributes:
         norm: Norm of each point, ascending, [points].
@@ -164,8 +164,8 @@ class _Near(NamedTuple):
     """The nearest candidates of wanted points, by differences in float32.
 
     Attributes:
-        places: Which points the nearest are, somewhat more than k: the k-th, the one after it and
-            the last at their places; -1 where there are fewer, [wanted, kept].
+        places: Which points the nearest are, somewhat more than k, nearest first; -1 where there
+            are fewer, [wanted, kept].
         squared: Their squared distances in float32, infinite where there are fewer,
             [wanted, kept].
         complete: Whether every point within the limit was a candidate, [wanted].
@@ -255,7 +255,8 @@ def search(
         near, rank = _near(values, integers, reach, mine, k, rank, squares, faiss)
         left = torch.arange(len(some), dtype=torch.int64, device="cpu")
         # Where float32 cannot tell the k-th from the one after it, more are computed in float64.
-        for count in (k, near.places.shape[1] - 1):
+        kept = near.places.shape[1] - 1
+        for count in (k, kept) if values.shape[1] >= _WIDE else (kept,):
             rows = some[left]
             candidates = torch.from_numpy(near.places[left.numpy(), :count])
             candidates = torch.where(candidates < 0, own[rows][:, None], candidates)
@@ -312,25 +313,29 @@ def _bounds(values: Tensor, wanted: int, k: int) -> _Bounds:
     count = directions.shape[1]
     generator = torch.Generator("cpu").manual_seed(0)
     turn = torch.randn(count, count, generator=generator, dtype=torch.float64, device="cpu")
-    turn = torch.linalg.qr(turn).Q
-    short, moved = _coordinates(values, directions @ turn)
+    short, moved = _coordinates(values, directions, torch.linalg.qr(turn).Q)
     # Norms of the rest are alike, and their differences alone count.
     short[:, -1] -= short[:, -1].median()
-    return _Bounds(short, 3 * _EPS, moved, short[:, :-1] @ turn[0].float())
+    return _Bounds(short, 3 * _EPS, moved, values @ directions[:, 0].float())
 
 
-def _coordinates(values: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute coordinates along directions and the norm of the rest, in float32.
+def _coordinates(values: Tensor, directions: Tensor, turn: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute coordinates along turned directions and the norm of the rest, in float32.
 
     Sums of products are made in parts of c columns, m of them, so that they are off by little. Let
-    |x| = 1 and u = 2^-24. A sum in float32, in any order, is off by at most c + m + 2 times u of
-    the sum of the sizes; so the p coordinates together by a = (c + m + 6) u sqrt(p), with what the
-    directions are off. The square of the norm of the rest is off by at most
-    b = (c + m + p + 16) u + 3 a, the norm r itself by the root of b, and by b / r.
+    u = 2^-24. A sum in float32, in any order, is off by at most c + m + 2 times u of the sum of the
+    sizes, so a coordinate a_j of x before the turn by g |x| with g = (c + m + 2) u. Directions
+    rounded to float32 move all p by u sqrt(p) |x|, and the turn by (p + 3) u sqrt(p) |x|. The
+    square of the norm of the rest is off by at most
+
+        B = ((c + m + p + 16) u + 2 u sqrt(p) + (g + u)^2 p) |x|^2 + 2 g |x| sum_j |a_j|
+
+    and the norm r itself by the root of B, and by B / r. Leading directions make the sum small.
 
     Args:
         values: Points, [points, width], float32.
         directions: Orthonormal columns, [width, p], float64.
+        turn: Orthonormal columns, [p, p], float64.
 
     Returns:
         The coordinates, [points, p + 1], and how far rounding may have moved each point, [points],
@@ -339,10 +344,12 @@ def _coordinates(values: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:
     width, p = directions.shape
     short = torch.empty(len(values), p + 1, dtype=torch.float32, device="cpu")
     moved = torch.empty(len(values), dtype=torch.float64, device="cpu")
-    factors = as_factor(directions.float())
+    factors, turns = as_factor(directions.float()), as_factor(turn.float())
+    unit = _EPS / 2
     terms = min(width, _COLUMNS) + -(-width // _COLUMNS)
-    along_off = (terms + 6) * _EPS / 2 * math.sqrt(p)
-    square_off = (terms + p + 16) * _EPS / 2 + 3 * along_off
+    product = (terms + 2) * unit
+    always = (terms + p + 16 + 2 * math.sqrt(p)) * unit + (product + unit) ** 2 * p
+    along_off = (terms + p + 8) * unit * math.sqrt(p)
     step = rows_in_block(width, values.device)
     targets = zip(values.split(step), short.split(step), moved.split(step), strict=True)
     for block, target, off in targets:
@@ -354,13 +361,14 @@ def _coordinates(values: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:
             along.addmm_(as_factor(columns), part)
             square += torch.linalg.vector_norm(columns, dim=1).square()
         rest = (square - along.square().sum(dim=1)).clamp_(min=0).sqrt_()
-        target[:, :p].copy_(along)
+        target[:, :p].copy_(along @ turns)
         target[:, p].copy_(rest)
         norm = square.double().sqrt()
-        root = math.sqrt(square_off) * norm
-        rest_off = torch.minimum(root, square_off * norm.square() / rest.double())
-        torch.add(along_off * norm, rest_off.nan_to_num(nan=0.0), out=off)
-    return short, 1.01 * moved
+        lost = always * norm.square() + 2 * product * norm * along.abs().sum(dim=1)
+        rest_off = torch.minimum(lost.sqrt(), (lost / rest.double()).nan_to_num(nan=0.0))
+        torch.add(along_off * norm, rest_off, out=off)
+    # For what is off by the rounding of these numbers themselves.
+    return short, 1.05 * moved
 
 
 def _directions(values: Tensor, wanted: int, k: int) -> Tensor | None:
@@ -384,10 +392,9 @@ def _directions(values: Tensor, wanted: int, k: int) -> Tensor | None:
     most = max(_MOST * k, _AT_LEAST)
     candidates = float(torch.where(within < most, within, points).mean())
     # Nanoseconds of one core of 2024, for each wanted point; only their ratios matter.
-    here = points * _PRODUCT * _DIRECTIONS + width * (
-        _DIFFERENCE * candidates + points / wanted * _READING
-    )
-    whole = points * _PRODUCT * width + width * _DIFFERENCE * _USUAL * k
+    one = _CANDIDATE + width * _DIFFERENCE
+    here = points * _PRODUCT * _DIRECTIONS + one * candidates + width * points / wanted * _READING
+    whole = points * _PRODUCT * width + one * _USUAL * k
     return directions if here < whole else None
 
 
@@ -439,7 +446,7 @@ def _integers(values: Tensor, bounds: _Bounds, wanted: int) -> Integers | None:
 
 
 def _filled(count: int, width: int) -> tuple[Tensor, Tensor]:
-    """Make room for integers and their squares, beyond all others where no point will be."""
+    """Allocate integers and their squares, which are beyond all others where no point will be."""
     places = -(-count // _SIZES[0]) * _SIZES[0]
     rows = torch.zeros(places, width, dtype=torch.int8, device="cpu")
     return rows, torch.full((places,), _NONE, dtype=torch.int32, device="cpu")
@@ -605,7 +612,8 @@ def _within(
     if known is not None:
         places = np.concatenate([known.places, places], axis=1)
         squared = np.concatenate([known.squared, squared], axis=1)
-    order = np.argpartition(squared, (k - 1, k, kept_count - 1), axis=1)[:, :kept_count]
+    # Of so few numbers a partition takes twice as long.
+    order = np.argsort(squared, axis=1)[:, :kept_count]
     return _Near(
         np.take_along_axis(places, order, axis=1), np.take_along_axis(squared, order, axis=1),
         complete,

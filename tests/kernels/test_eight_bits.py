@@ -65,8 +65,8 @@ def test_threads_that_ask_at_once_wait_for_one_trial(monkeypatch):
         return True
 
     monkeypatch.setattr(_eight_bits, "_tried", trial)
-    with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(lambda _: is_fast(), range(4)))
+    with ThreadPoolExecutor(4) as pool:  # none of which finds an answer that is kept
+        answers = list(pool.map(lambda _: is_fast.__wrapped__(), range(4)))
     assert answers == [True] * 4
     assert len(tried) == 1
 

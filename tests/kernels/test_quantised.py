@@ -263,7 +263,8 @@ def test_few_coordinates_are_lower_bounds_beside_what_rounding_moved(
     values = (rows / rows.abs().max()).float()
     count = max(1, width // 3)
     directions = torch.linalg.qr(normal(width, count, seed=seed + 1)).Q
-    short, moved = quantised._coordinates(values, directions)
+    turn = torch.linalg.qr(normal(count, count, seed=seed + 2)).Q
+    short, moved = quantised._coordinates(values, directions, turn)
     pairs = functools.partial(torch.cdist, compute_mode="donot_use_mm_for_euclid_dist")
     apart = pairs(values.double(), values.double())
     bound = pairs(short.double(), short.double())
