@@ -59,6 +59,8 @@ _GROUPS = 4  # for each neighbour
 _QUERIES, _SQUARES, _FEWEST = 1024, 4 * BLOCK, 32
 # Candidates of a row beyond which it is not certified, in units of k and at least.
 _MOST, _AT_LEAST = 16, 128
+# Candidates of all rows that are listed without a look at how many each has, in units of k.
+_LISTED = 8
 # Candidates that are kept beyond the k + 2 nearest: one for so many of k.
 _SPARE = 16
 # Share of certified rows below which the other search alone costs less; and the wanted rows that
@@ -596,13 +598,20 @@ def _within(
     if beyond is not None:
         inside &= squares > beyond[row][:, None]
     # Of points with too many candidates none is looked at: of noise they would be nearly all pairs.
-    counts = np.bincount(row, inside.sum(axis=1), wanted).astype(np.int64)
-    complete = counts <= max(_MOST * k, _AT_LEAST)
-    inside &= complete[row][:, None]
-    counts[~complete] = 0
+    most = max(_MOST * k, _AT_LEAST)
+    crowded = np.zeros(wanted, dtype=bool)
+    if np.count_nonzero(inside) > _LISTED * k * wanted:  # already their list would be long
+        crowded = np.bincount(row, inside.sum(axis=1), wanted) > most
+        inside &= ~crowded[row][:, None]
     hit, offset = np.divmod(np.flatnonzero(inside), size)
     place = integers.place[group[hit] * size + offset]
     row = row[hit]
+    counts = np.bincount(row, minlength=wanted)
+    if counts.max() > most:
+        over = counts > most
+        place, row = place[~over[row]], row[~over[row]]
+        counts[over] = 0
+        crowded |= over
     position = np.arange(len(row)) - (np.cumsum(counts) - counts)[row]
     kept_count = k + 2 + k // _SPARE
     places = np.full((wanted, max(kept_count, int(counts.max()))), -1)
@@ -616,7 +625,7 @@ def _within(
     order = np.argsort(squared, axis=1)[:, :kept_count]
     return _Near(
         np.take_along_axis(places, order, axis=1), np.take_along_axis(squared, order, axis=1),
-        complete,
+        ~crowded,
     )  # fmt: skip
 
 
