@@ -64,27 +64,24 @@ def in_threads(
         while left:
             yield function(left.popleft())
         return
-    threads = torch.get_num_threads()
-    # Those of the last round have the threads of those that are missing there too.
-    last = len(left) % count or count
-    shares = [threads // count] * (len(left) - last) + [threads // last] * last
-    pool = ThreadPoolExecutor(count, thread_name_prefix="geomon")
+    share = max(1, torch.get_num_threads() // count)
+    start = functools.partial(_limit_threads, share)
+    pool = ThreadPoolExecutor(count, thread_name_prefix="geomon", initializer=start)
     try:
-        for begun in [pool.submit(_limited, function, left.popleft(), share) for share in shares]:
+        for begun in [pool.submit(function, left.popleft()) for _ in range(len(left))]:
             yield begun.result()
     finally:  # after Ctrl-C too: nobody measures when the training goes on
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _limited(function: Callable[[_Item], _Found], item: _Item, threads: int) -> _Found:
-    """Call a function on an item, with so many threads for each operation.
+def _limit_threads(count: int) -> None:
+    """Limit the threads of operations that this thread starts.
 
-    By OpenMP's own setting, which belongs to the thread that calls: torch.set_num_threads would
-    change what threads of the training get that start later, and how MKL chooses.
+    By OpenMP's own setting, which belongs to a thread: torch.set_num_threads would change what
+    threads of the training get that start later, and how MKL chooses.
     """
     torch.get_num_threads()  # at its first question a thread takes torch's setting over
-    with _openmp().limit(limits=max(1, threads)):
-        return function(item)
+    _openmp().limit(limits=count)
 
 
 @functools.cache
