@@ -97,8 +97,9 @@ def scatter_with(most: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
         ValueError: `most` is not a floating-point matrix with at least one row.
 
     Example:
-        >>> [found.tolist() for found in scatter_with(torch.eye(2)[:, :1], torch.tensor([[7.0]]))]
-        [[[28.666666666666668]], [[0.5]]]
+        >>> most, others = torch.tensor([[2.0], [0.0]]), torch.tensor([[5.0], [5.0]])
+        >>> [found.tolist() for found in scatter_with(most, others)]
+        [[[18.0]], [[2.0]]]
     """
     known = _about_mean(require_rows(most))
     if len(others) == 0:
