@@ -91,7 +91,7 @@ def in_blocks(rows: Tensor) -> Iterator[Tensor]:
     return (buffer[: len(block)].copy_(block) for block in blocks)
 
 
-def centred_blocks(rows: Tensor) -> Iterator[Tensor]:
+def centred_blocks(rows: Tensor, mean: tuple[Tensor, Tensor] | None = None) -> Iterator[Tensor]:
     """Subtract the mean row in float64, block by block; as with `in_blocks`, one buffer serves all.
 
     The first row is subtracted before the mean is taken: far from the origin nothing cancels, and
@@ -99,10 +99,20 @@ def centred_blocks(rows: Tensor) -> Iterator[Tensor]:
 
     Args:
         rows: Floating-point rows, at least one, [tokens, width].
+        mean: Their mean as `mean_in_parts` returns it; None computes it.
+    """
+    first, shift = mean_in_parts(rows) if mean is None else mean
+    return (block.sub_(first).sub_(shift) for block in in_blocks(rows))
+
+
+def mean_in_parts(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the mean row in two parts, the first row and what is to be added, in float64.
+
+    Args:
+        rows: Floating-point rows, at least one, [tokens, width].
     """
     first = rows[0].double()
-    shift = sum_of(block.sub_(first).sum(dim=0) for block in in_blocks(rows)) / len(rows)
-    return (block.sub_(first).sub_(shift) for block in in_blocks(rows))
+    return first, sum_of(block.sub_(first).sum(dim=0) for block in in_blocks(rows)) / len(rows)
 
 
 def centre(rows: Tensor) -> Tensor:

@@ -36,11 +36,11 @@ def is_fast() -> bool:
     This is tried once in a process.
     """
     with _TRYING:
-        return _tried()
+        return _try_once()
 
 
 @functools.cache
-def _tried() -> bool:
+def _try_once() -> bool:
     """Try whether 8-bit integers are multiplied exactly, and much faster than float32."""
     if not is_exact(_TRIED):
         return False

@@ -104,26 +104,22 @@ def sink_share(hidden: Tensor, factor: float = FACTOR) -> Tensor:
         >>> round(sink_share(hidden).item(), 3)
         0.975
     """
-    return share_beyond(hidden, ordinary_rows(hidden, factor))
+    return share_beyond(squares_about_mean(hidden), ordinary_rows(hidden, factor))
 
 
-def share_beyond(hidden: Tensor, ordinary: Tensor) -> Tensor:
+def share_beyond(squares: Tensor, ordinary: Tensor) -> Tensor:
     """Compute `sink_share` for rows that are already marked.
 
     Args:
-        hidden: Rows, [tokens, width].
-        ordinary: Rows that are not massive, bool, [tokens].
+        squares: Squared distance of each row from the mean of all, [tokens].
+        ordinary: True for rows that are not massive, bool, [tokens].
 
     Returns:
         A scalar; NaN where all rows are equal.
 
-    Raises:
-        ValueError: `hidden` is not a floating-point matrix with at least one row.
-
     Example:
         >>> import torch
-        >>> share_beyond(torch.tensor([[1.0], [-1.0], [0.0]]), torch.tensor([True, False, True]))
-        tensor(0.5000, dtype=torch.float64)
+        >>> share_beyond(torch.tensor([1.0, 1.0, 0.0]), torch.tensor([True, False, True])).item()
+        0.5
     """
-    squares = squares_about_mean(hidden)
     return (squares * ~ordinary).sum() / squares.sum()

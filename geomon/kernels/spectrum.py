@@ -8,7 +8,7 @@ from torch import Tensor
 from geomon.kernels._blocks import (
     centre,
     centred_blocks,
-    in_blocks,
+    mean_in_parts,
     require_rows,
     sum_of,
 )
@@ -70,7 +70,7 @@ def scatter(hidden: Tensor) -> Tensor:
     """
     width = require_rows(hidden).shape[1]
     if width <= _NARROW:
-        return _about_mean(hidden).scatter
+        return _scatter_about(hidden, mean_in_parts(hidden))
     gram = hidden.new_zeros(width, width, dtype=torch.float64)
     strip = -(-width // _STRIPS)
     for block in centred_blocks(hidden):
@@ -101,30 +101,20 @@ def scatter_with(most: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
         >>> [found.tolist() for found in scatter_with(most, others)]
         [[[18.0]], [[2.0]]]
     """
-    known = _about_mean(require_rows(most))
+    mean = mean_in_parts(require_rows(most))
+    known = _scatter_about(most, mean)
     if len(others) == 0:
-        return known.scatter, known.scatter
-    few = _about_mean(others)
-    apart = (few.origin - known.origin) + (few.shift - known.shift)
+        return known, known
+    other = mean_in_parts(others)
+    apart = (other[0] - mean[0]) + (other[1] - mean[1])
     share = len(others) * len(most) / (len(others) + len(most))
-    whole = (known.scatter + few.scatter).addr_(apart, apart, alpha=share)
-    return whole, known.scatter
+    whole = (known + _scatter_about(others, other)).addr_(apart, apart, alpha=share)
+    return whole, known
 
 
-class _AboutMean(NamedTuple):
-    """Scatter of rows, and their mean as the sum of the first row and a shift."""
-
-    scatter: Tensor
-    origin: Tensor
-    shift: Tensor
-
-
-def _about_mean(rows: Tensor) -> _AboutMean:
-    # The first row is subtracted before the mean is taken, as in `centred_blocks`.
-    first = rows[0].double()
-    shift = sum_of(block.sub_(first).sum(dim=0) for block in in_blocks(rows)) / len(rows)
-    blocks = (block.sub_(first).sub_(shift) for block in in_blocks(rows))
-    return _AboutMean(sum_of(map(product_with_itself, blocks)), first, shift)
+def _scatter_about(rows: Tensor, mean: tuple[Tensor, Tensor]) -> Tensor:
+    """Compute the scatter of rows about their mean, which is known, [width, width]."""
+    return sum_of(map(product_with_itself, centred_blocks(rows, mean)))
 
 
 def spectrum(hidden: Tensor, scatter: Tensor | None = None) -> Tensor:

@@ -42,7 +42,7 @@ from geomon.kernels.half_samples import (
     scatter_by_group,
     without_places,
 )
-from geomon.kernels.massive import ordinary_rows
+from geomon.kernels.massive import ordinary_rows, share_beyond
 from geomon.kernels.moments import drift_norm, mean_square_norm, squares_about_mean
 from geomon.kernels.neighbourhoods import (
     LocalIsotropy,
@@ -162,9 +162,9 @@ def _total_variance(squares_about_mean: Tensor) -> Tensor:
 
 
 def _sink_variance(squares_about_mean: Tensor, ordinary_rows: Tensor) -> float:
-    if bool(ordinary_rows.all()):
-        return 0.0
-    return float((squares_about_mean * ~ordinary_rows).sum() / squares_about_mean.sum())
+    return (
+        0.0 if bool(ordinary_rows.all()) else float(share_beyond(squares_about_mean, ordinary_rows))
+    )
 
 
 def _within(token_types: TokenTypes) -> Tensor:

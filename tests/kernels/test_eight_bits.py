@@ -46,7 +46,7 @@ def quick(one, other, *, out):
 def test_integers_are_used_only_where_they_are_exact_and_fast(monkeypatch, product, exact, fast):
     monkeypatch.setattr(torch, "_int_mm", product)
     assert is_exact(256) == exact
-    assert _eight_bits._tried.__wrapped__() == fast
+    assert _eight_bits._try_once.__wrapped__() == fast
 
 
 def test_the_answer_is_kept(monkeypatch):
@@ -64,7 +64,7 @@ def test_threads_that_ask_at_once_wait_for_one_trial(monkeypatch):
         time.sleep(0.1)
         return True
 
-    monkeypatch.setattr(_eight_bits, "_tried", trial)
+    monkeypatch.setattr(_eight_bits, "_try_once", trial)
     with ThreadPoolExecutor(4) as pool:  # none of which finds an answer that is kept
         answers = list(pool.map(lambda _: is_fast.__wrapped__(), range(4)))
     assert answers == [True] * 4

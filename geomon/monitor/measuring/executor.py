@@ -1,4 +1,4 @@
-"""Executor of readings: measured at once, as the budget allows, or in a thread of their own."""
+"""Executor of readings: measured immediately, as the budget allows, or in a thread of their own."""
 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -37,7 +37,7 @@ class ReadingExecutor:
     def submit(self, job: ReadingJob) -> None:
         """Take a job on, after the one before it is finished.
 
-        A job of several ranks is measured at once. In the background at most two jobs wait: a third
+        A job of several ranks is measured immediately. In the background at most two jobs wait: a third
         one waits here until the first is finished.
 
         Args:

@@ -148,7 +148,7 @@ class ReadingJob:
 
     @property
     def is_collective(self) -> bool:
-        """Whether other ranks take part, so that it has to be measured at once."""
+        """Whether other ranks take part, so that it has to be measured immediately."""
         return self._group.members > 1
 
     @property
