@@ -162,9 +162,9 @@ def _total_variance(squares_about_mean: Tensor) -> Tensor:
 
 
 def _sink_variance(squares_about_mean: Tensor, ordinary_rows: Tensor) -> float:
-    return (
-        0.0 if bool(ordinary_rows.all()) else float(share_beyond(squares_about_mean, ordinary_rows))
-    )
+    if bool(ordinary_rows.all()):
+        return 0.0
+    return float(share_beyond(squares_about_mean, ordinary_rows))
 
 
 def _within(token_types: TokenTypes) -> Tensor:

@@ -37,8 +37,8 @@ class ReadingExecutor:
     def submit(self, job: ReadingJob) -> None:
         """Take a job on, after the one before it is finished.
 
-        A job of several ranks is measured immediately. In the background at most two jobs wait: a third
-        one waits here until the first is finished.
+        A job of several ranks is measured immediately. In the background at most two jobs wait: a
+        third one waits here until the first is finished.
 
         Args:
             job: The job.
