@@ -128,6 +128,15 @@ class Layer:
         """Devices of the captured tensors; more than one where not all of them were moved."""
         return {value.device for value in self.captured.values() if isinstance(value, Tensor)}
 
+    def only(self, sources: frozenset[str]) -> "Layer":
+        """Return the layer with the captured views of some sources alone.
+
+        Args:
+            sources: Some of `SOURCES`.
+        """
+        kept = {name: view for name, view in self.captured.items() if CAPTURED[name] in sources}
+        return replace(self, captured=kept, sources=self.sources & sources)
+
     def to(self, device: torch.device) -> "Layer":
         """Return the layer with its captured tensors on a device; itself where they are there.
 

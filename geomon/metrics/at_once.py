@@ -7,8 +7,8 @@ in turn, with all threads for each operation.
 
 import functools
 import math
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ import threadpoolctl  # type: ignore[import-untyped]
 import torch
 
 from geomon.capture.snapshot import Layer
+from geomon.metrics.layer_values import LayerValues
 
 _Item = TypeVar("_Item")
 _Found = TypeVar("_Found")
@@ -72,6 +73,45 @@ def in_threads(
             yield begun.result()
     finally:  # after Ctrl-C too: nobody measures when the training goes on
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def in_pieces(
+    measure: Callable[[tuple[Layer, ...]], LayerValues],
+    layers: Sequence[tuple[Layer, ...]],
+    apart: Sequence[frozenset[str]],
+    at_once: int,
+) -> Iterator[LayerValues]:
+    """Measure layers, several at once, each in pieces; yields the values of each, in order.
+
+    What is measured of attention and of hidden states has nothing in common. The small pieces come
+    last: no thread waits long for the one that measures the last layer.
+
+    Args:
+        measure: Measures a layer, of which each rank has a part, or a piece of it.
+        layers: Parts of each layer.
+        apart: Sources of views that no metric reads together, the one that takes longest first.
+        at_once: Number of layers at once; 1 measures each as a whole.
+    """
+    if at_once == 1:
+        yield from in_threads(measure, layers, at_once)
+        return
+    pieces = [
+        (place, tuple(part.only(sources) for part in parts))
+        for number, sources in enumerate(apart)
+        for place, parts in enumerate(layers)
+        if number == 0 or any(part.sources & sources for part in parts)
+    ]
+    left = Counter(place for place, _ in pieces)
+    measured = in_threads(lambda piece: (piece[0], measure(piece[1])), pieces, at_once)
+    del layers, pieces
+    found: dict[int, LayerValues] = {}
+    following = 0
+    for place, values in measured:
+        found[place] = found[place].joined_with(values) if place in found else values
+        left[place] -= 1
+        while following in found and left[following] == 0:
+            yield found.pop(following)
+            following += 1
 
 
 def _limit_threads(count: int) -> None:

@@ -13,7 +13,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from geomon.capture.snapshot import CAPTURED, OF_THE_BATCH, Layer, Note, group_by_layer
+from geomon.capture.snapshot import (
+    CAPTURED,
+    OF_THE_BATCH,
+    SOURCES,
+    Layer,
+    Note,
+    group_by_layer,
+)
 from geomon.kernels.half_samples import FEWEST_SEQUENCES, margin
 from geomon.metrics.across_layers import (
     across_layers,
@@ -24,7 +31,7 @@ from geomon.metrics.across_layers import (
     query_null,
 )
 from geomon.metrics.arrays import arrays_of, join_arrays
-from geomon.metrics.at_once import in_threads, layers_at_once
+from geomon.metrics.at_once import in_pieces, layers_at_once
 from geomon.metrics.between_layers import BetweenLayers, Comparing, compare_layers
 from geomon.metrics.between_readings import (
     ALONE,
@@ -118,6 +125,17 @@ class Evaluator:
         """Whether a metric compares each layer with itself at the reading before."""
         return any(isinstance(metric, BetweenReadings) for metric in self.metrics.values())
 
+    @functools.cached_property
+    def apart(self) -> list[frozenset[str]]:
+        """Sources of views, those together that one metric reads; with the hidden states first."""
+        read = [frozenset(sources_of(metric)) for metric in self.metrics.values()]
+        unread = SOURCES.difference(*read)
+        groups: list[frozenset[str]] = []
+        for sources in [unread | {"hidden"}, *read]:
+            joined = sources.union(*(group for group in groups if group & sources))
+            groups = [joined, *(group for group in groups if not group & sources)]
+        return sorted(groups, key=lambda group: ("hidden" not in group, min(group)))
+
     def layers_at_once(self, layers: Sequence[Layer], rows: int) -> int:
         """Count how many of the layers `measure_layers` measures at once on the host.
 
@@ -141,8 +159,10 @@ class Evaluator:
         Raises:
             Exception: What a metric raised, where it is strict.
         """
-        measure = functools.partial(self.measure_layer, rows=rows)
-        return in_threads(measure, layers, self.layers_at_once(layers, rows))
+        return in_pieces(
+            lambda parts: self.measure_layer(parts[0], rows),
+            [(layer,) for layer in layers], self.apart, self.layers_at_once(layers, rows),
+        )  # fmt: skip
 
     def measure_layer(self, layer: Layer, rows: int) -> LayerValues:
         """Measure every metric that a layer of its kind has.

@@ -1,6 +1,6 @@
 """Values of one layer, before those of a whole reading are made of them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from numpy.typing import NDArray
@@ -51,3 +51,20 @@ class LayerValues:
     log_visible: float | None = None
     arrays: dict[str, NDArray[Any]] = field(default_factory=dict)
     without_arrays: str = ""
+
+    def joined_with(self, other: "LayerValues") -> "LayerValues":
+        """Return the values of the same layer from two measurements, of other sources each.
+
+        Args:
+            other: What was measured beside this.
+        """
+        joined = {}
+        for one in fields(self):
+            mine, others = getattr(self, one.name), getattr(other, one.name)
+            joined[one.name] = mine | others if isinstance(mine, dict) else _first(mine, others)
+        return LayerValues(**joined)
+
+
+def _first(mine: Any, others: Any) -> Any:
+    """The first of two values that is known: not None, False or ""."""
+    return others if mine is None or mine is False or mine == "" else mine

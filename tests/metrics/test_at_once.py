@@ -11,9 +11,9 @@ import threadpoolctl
 import torch
 from whole_layer import ROWS, whole_layer
 
-from geomon.capture.snapshot import Layer
-from geomon.metrics import METRICS, MORE_METRICS, Evaluator, select
-from geomon.metrics.at_once import in_threads, layers_at_once
+from geomon.capture.snapshot import SOURCES, Layer
+from geomon.metrics import METRICS, MORE_METRICS, Evaluator, LayerValues, select
+from geomon.metrics.at_once import in_pieces, in_threads, layers_at_once
 
 ALL = METRICS | MORE_METRICS
 
@@ -111,6 +111,61 @@ def test_an_item_is_not_kept_after_its_call(at_once):
     if at_once == 1:
         assert counts == sorted(counts, reverse=True)
         assert counts[0] <= 7
+
+
+def test_metrics_of_heads_are_measured_apart_from_those_of_hidden_states():
+    hidden, *others = Evaluator(METRICS, 1).apart
+    assert hidden == {"hidden", "last"}  # no metric of these reads the last tokens
+    assert others == [{"attention"}, {"projection"}]
+    assert Evaluator(ALL, 1).apart[0] == {"hidden"}
+    assert Evaluator(select("qk_cosine"), 1).apart == [SOURCES - {"projection"}, {"projection"}]
+    both = {"both": lambda hidden, projected_query: 0.0} | select("attention_max")
+    assert Evaluator(both, 1).apart == [SOURCES - {"attention"}, {"attention"}]
+
+
+def pieces_of(layers, at_once):
+    """Measure layers in pieces; returns their values, and what was captured of each in order."""
+    seen = []
+
+    def measure(parts):
+        (layer,) = parts
+        seen.append((layer.index, sorted(layer.captured)))
+        time.sleep(0.01)
+        return LayerValues("", layer.index, None, failed=dict.fromkeys(layer.captured, "seen"))
+
+    apart = [frozenset({"hidden", "last"}), frozenset({"attention"}), frozenset({"projection"})]
+    return [*in_pieces(measure, [(layer,) for layer in layers], apart, at_once)], seen
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_small_pieces_come_last_and_each_layer_has_all_of_its_own(count):
+    several = layers(1) + [replace(whole_layer(), index=n) for n in range(1, count)]
+    several[0] = replace(several[0], sources=frozenset({"hidden"}))
+    found, seen = pieces_of(several, 2)
+    assert [values.index for values in found] == [*range(count)]
+    assert [values.failed.keys() for values in found] == [one.captured.keys() for one in several]
+    first = {index for index, captured in seen[:count] if "hidden" in captured}
+    assert first == {*range(count)}
+    assert len(seen) == count + 2 * (count - 1)
+
+
+def test_in_turn_a_layer_is_measured_as_a_whole():
+    _, seen = pieces_of([whole_layer()], 1)
+    assert seen == [(whole_layer().index, sorted(whole_layer().captured))]
+
+
+def test_values_of_two_pieces_are_joined():
+    one = LayerValues("s", 0, (7, 3), parts={"twonn": [{"": 2.0}]}, has_token_ids=True, sequences=4)
+    other = LayerValues(
+        "s", 0, None, parts={"max_logit": [{"": 1.0}]}, heads=(2, 8), log_visible=0.0,
+        without_arrays="no memory",
+    )  # fmt: skip
+    joined = one.joined_with(other)
+    assert joined == other.joined_with(one)
+    assert joined == LayerValues(
+        "s", 0, (7, 3), parts=one.parts | other.parts, has_token_ids=True, sequences=4,
+        heads=(2, 8), log_visible=0.0, without_arrays="no memory",
+    )  # fmt: skip
 
 
 def test_a_metric_of_ones_own_is_called_here_for_one_layer_after_another():
