@@ -503,6 +503,8 @@ def _with_sequences(splits: list[Parts], sequences: int | None) -> list[Parts]:
 
 def _over_splits(splits: list[Parts]) -> Parts:
     """Mean of each part over splits, and the standard deviation of the value."""
+    if len(splits) == 1:
+        return dict(splits[0])
     merged = {part: _mean(s[part] for s in splits if part in s) for part in splits[0]}
     if len(splits) > 1 and "" in merged:
         merged["std"] = _deviation([s[""] for s in splits])
