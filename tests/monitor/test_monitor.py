@@ -449,7 +449,23 @@ def main(folder):
     return monitor
 
 way, folder = sys.argv[1:]
-if way == "dropped":
+if way in ("budget", "at exit"):
+    import atexit, torch
+
+    torch.set_num_threads(2)  # two layers are measured at once
+    model = PlainDecoder()
+    monitor = Monitor(
+        model, metrics=select("cosine"), tokens=64, schedule=every(1), background=False,
+        directory=folder, budget=1e-9 if way == "budget" else None,
+    )
+
+    def go_on():
+        for step in range(3):
+            with monitor(step, force=True):
+                model(batch())
+
+    atexit.register(go_on) if way == "at exit" else go_on()
+elif way == "dropped":
     main(folder)
     logging.shutdown()
     import os
@@ -477,8 +493,10 @@ def forks():
     forks.close()
 
 
-@pytest.mark.parametrize("way", ["end", "exception", "exit", "dropped", "cycle", "child"])
-def test_background_readings_are_recorded_without_close(forks, tmp_path, way):
+@pytest.mark.parametrize(
+    "way", ["end", "exception", "exit", "dropped", "cycle", "child", "budget", "at exit"]
+)
+def test_readings_are_recorded_without_close(forks, tmp_path, way):
     program, said = tmp_path / "unclosed.py", tmp_path / "said"
     program.write_text(UNCLOSED)
     with said.open("w") as output:
