@@ -15,6 +15,7 @@ from torch import Tensor
 
 from geomon.capture.snapshot import CAPTURED, OF_THE_BATCH, Layer, Note, group_by_layer
 from geomon.kernels.half_samples import FEWEST_SEQUENCES, margin
+from geomon.kernels.products import without_autocast
 from geomon.metrics.across_layers import (
     across_layers,
     entropy_null,
@@ -280,11 +281,8 @@ class Evaluator:
 @contextlib.contextmanager
 def _plain_arithmetic(layer: Layer) -> Iterator[None]:
     """Leave autograd and autocast out, on the host too: nulls are computed there for any rows."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        for kind in sorted({"cpu", *(device.type for device in layer.devices)}):
-            if torch.amp.is_autocast_available(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
+    kinds = sorted({"cpu", *(device.type for device in layer.devices)})
+    with torch.no_grad(), without_autocast(kinds):
         yield
 
 
