@@ -173,7 +173,7 @@ class Evaluator:
                     continue
                 try:
                     if isinstance(metric, Comparing):
-                        result.kept[name] = [views.apply(metric) for views in splits]
+                        result.kept[name] = [_apply(metric, views) for views in splits]
                         continue
                     result.parts[name] = _measure(metric, splits)
                 except MissingViewError as error:
@@ -437,7 +437,12 @@ def _join_metrics(reasons: Mapping[tuple[str, str], list[int]]) -> dict[tuple[st
 def _measure(metric: Metric, splits: list[LayerViews]) -> list[Parts]:
     """The parts of one metric, for each split of the rows if it reads rows."""
     used = splits if "hidden" in sources_of(metric) else splits[:1]
-    return [_as_parts(views.apply(metric)) for views in used]
+    return [_as_parts(_apply(metric, views)) for views in used]
+
+
+def _apply(metric: Metric, views: LayerViews) -> Any:
+    """Call a metric; one of the user's own is given copies, whatever it does to them."""
+    return views.apply(metric) if is_bundled(metric) else views.apply_to_copies(metric)
 
 
 def sources_of(metric: Metric) -> set[str]:

@@ -51,7 +51,8 @@ class Record:
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self.path = Path(directory) / FILE_NAME
+        # Absolute: the program may go to another folder while it trains.
+        self.path = Path(os.path.abspath(directory)) / FILE_NAME
         self.arrays = ArrayFolder.beside(self.path)
         self._is_foreign = False  # whether the file on disk belongs to another run
         self._begins = False  # whether the file has no readings, so that arrays are of another run
