@@ -58,6 +58,7 @@ class Record:
         self._begins = False  # whether the file has no readings, so that arrays are of another run
         self._opening: str | None = None  # the line that describes this run
         self._pending: deque[str] = deque()
+        self._last: tuple[int, str, float] | None = None  # what tells the last reading from others
         self._lock: FolderLock | None = None
         try:
             self._take_lock()
@@ -109,6 +110,8 @@ class Record:
     def write(self, reading: Reading) -> None:
         """Append a reading to the file; on return it is with the operating system.
 
+        The last reading is not written twice: after Ctrl-C it may be given again.
+
         Args:
             reading: Reading to append.
 
@@ -116,7 +119,10 @@ class Record:
             OSError: The file cannot be written now; the reading is kept and written with the next.
             FolderLockedError: Another process writes there since `close`; the reading is kept.
         """
-        self._pending.append(reading.line())
+        line, this = reading.line(), (reading.step, reading.source, reading.time)
+        if this != self._last:
+            self._last = this
+            self._pending.append(line)
         if len(self._pending) > _MAX_PENDING:
             del self._pending[1]  # the first may be the line that opens the run
         self._write_pending()

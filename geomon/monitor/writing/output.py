@@ -140,8 +140,8 @@ class ReadingWriter:
                 self._call(sink, functools.partial(sink.describe, description), message)
         return recorded
 
-    def write(self, reading: Reading, arrays: Arrays | None = None) -> None:
-        """Write a reading: to the record first, so that what has been shown is never lost.
+    def record(self, reading: Reading, arrays: Arrays | None = None) -> None:
+        """Write a reading to the record: before it is shown, so that nothing shown is ever lost.
 
         Args:
             reading: The reading.
@@ -159,6 +159,13 @@ class ReadingWriter:
                     "goes on without them",
                     once=True,
                 )
+
+    def show(self, reading: Reading) -> None:
+        """Write a reading to the sinks.
+
+        Args:
+            reading: The reading, which is recorded.
+        """
         for sink, retries in list(self._sinks):
             if retries.is_due:
                 pauses = retries.failures + 1 >= FAILURES
