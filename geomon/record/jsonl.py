@@ -58,7 +58,10 @@ class Record:
         self._begins = False  # whether the file has no readings, so that arrays are of another run
         self._opening: str | None = None  # the line that describes this run
         self._pending: deque[str] = deque()
-        self._last: tuple[int, str, float] | None = None  # what tells the last reading from others
+        # The last reading that was given, by what tells it from others, and its line; and the last
+        # line that was written: after Ctrl-C a reading may be given again.
+        self._given: tuple[tuple[int, str, float], str] | None = None
+        self._written: str | None = None
         self._lock: FolderLock | None = None
         try:
             self._take_lock()
@@ -119,9 +122,11 @@ class Record:
             OSError: The file cannot be written now; the reading is kept and written with the next.
             FolderLockedError: Another process writes there since `close`; the reading is kept.
         """
-        line, this = reading.line(), (reading.step, reading.source, reading.time)
-        if this != self._last:
-            self._last = this
+        this = reading.step, reading.source, reading.time
+        if self._given is None or self._given[0] != this:
+            self._given = this, reading.line()
+        _, line = self._given
+        if line is not self._written and not any(other is line for other in self._pending):
             self._pending.append(line)
         if len(self._pending) > _MAX_PENDING:
             del self._pending[1]  # the first may be the line that opens the run
@@ -193,6 +198,7 @@ class Record:
             try:
                 if file.write(content) < len(content):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                self._written = line
                 self._pending.popleft()
             except BaseException:
                 if self._pending and self._pending[0] is line:
