@@ -2,8 +2,12 @@
 
 Settings of the whole process, which the training needs and which are not geomon's to change, may
 have float32 factors rounded before they are multiplied: on an accelerator to TF32, on a processor
-with matrix units to bfloat16 (`torch.set_float32_matmul_precision`, `torch.backends`).
+with matrix units to bfloat16 (`torch.set_float32_matmul_precision`, `torch.backends`). Autocast is
+a setting of a thread.
 """
+
+import contextlib
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -42,6 +46,23 @@ def factor_type(device: torch.device) -> torch.dtype:
     # On MPS nothing is rounded, and there is no float64.
     exact = device.type == "mps" or (device.type == "cpu" and _is_exact_on_host())
     return torch.float32 if exact else torch.float64
+
+
+@contextlib.contextmanager
+def without_autocast(kinds: Iterable[str]) -> Iterator[None]:
+    """Leave autocast out in this thread, where it is on.
+
+    Where it is off, as in each thread that measures, nothing is entered: a thread that leaves its
+    outermost autocast empties the cache of cast weights, which all threads of the process share.
+
+    Args:
+        kinds: Kinds of devices, "cpu" or "cuda".
+    """
+    with contextlib.ExitStack() as stack:
+        for kind in kinds:
+            if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def product_with_itself(rows: Tensor) -> Tensor:

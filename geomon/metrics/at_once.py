@@ -5,8 +5,10 @@ them, all but one mostly wait. So each thread measures a layer of its own. Wide 
 in turn, with all threads for each operation.
 """
 
+import contextlib
 import functools
 import math
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +28,8 @@ _NUMBERS = 4_194_304
 # More threads wait for one another: Python lets only one of them choose the next operation. Each
 # layer that is measured takes memory beside its rows.
 _MOST = 8
+# Bytes of a thread's stack with which libraries of linear algebra end the process, with room above.
+_SMALL_STACK = 2**20
 
 
 def layers_at_once(layer: Layer, rows: int) -> int:
@@ -47,7 +51,8 @@ def in_threads(
     """Call a function on each item, several at once; yields what it returns, in order.
 
     The threads end with the last item. The number of threads that torch uses in the thread that
-    calls, and in every other one, stays as it is. An item is not kept after its call.
+    calls, and in every other one, stays as it is. An item is not kept after its call. Where no
+    thread can be had, the calls are made in this one.
 
     Args:
         function: What is done with an item.
@@ -61,18 +66,55 @@ def in_threads(
     left = deque(items)
     del items
     count = min(at_once, len(left))
-    if count <= 1:
+    pool = _start_threads(count) if count > 1 else None
+    if pool is None:
         while left:
             yield function(left.popleft())
         return
-    share = max(1, torch.get_num_threads() // count)
-    start = functools.partial(_limit_threads, share)
-    pool = ThreadPoolExecutor(count, thread_name_prefix="geomon", initializer=start)
     try:
         for begun in [pool.submit(function, left.popleft()) for _ in range(len(left))]:
             yield begun.result()
     finally:  # after Ctrl-C too: nobody measures when the training goes on
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def stacks_suffice() -> bool:
+    """Say whether a thread that is started now can measure.
+
+    A program may give its threads stacks with which libraries of linear algebra end the process.
+    """
+    return not 0 < threading.stack_size() < _SMALL_STACK
+
+
+def _start_threads(count: int) -> ThreadPoolExecutor | None:
+    """Start threads that share out those of operations; None where they cannot be had.
+
+    A system limits the threads and the memory of its users; a program that ends starts none.
+    """
+    if not stacks_suffice() or not _can_share_threads():
+        return None
+    start = functools.partial(_limit_threads, max(1, torch.get_num_threads() // count))
+    pool = ThreadPoolExecutor(count, thread_name_prefix="geomon", initializer=start)
+    all_there = threading.Barrier(count)  # each waits for the others, so that all are started
+    try:
+        for _ in range(count):
+            pool.submit(all_there.wait)
+    except BaseException as error:
+        all_there.abort()
+        pool.shutdown(wait=True, cancel_futures=True)
+        if isinstance(error, (RuntimeError, MemoryError)):
+            return None
+        raise
+    return pool
+
+
+def _can_share_threads() -> bool:
+    """Whether the threads of operations can be shared out among threads that measure."""
+    try:
+        _openmp()
+    except Exception:  # what it finds out of the system's libraries is not the same everywhere
+        return False
+    return True
 
 
 def in_pieces(
@@ -120,8 +162,9 @@ def _limit_threads(count: int) -> None:
     By OpenMP's own setting, which belongs to a thread: torch.set_num_threads would change what
     threads of the training get that start later, and how MKL chooses.
     """
-    torch.get_num_threads()  # at its first question a thread takes torch's setting over
-    _openmp().limit(limits=count)
+    with contextlib.suppress(Exception):  # with more threads for each it takes longer, no more
+        torch.get_num_threads()  # at its first question a thread takes torch's setting over
+        _openmp().limit(limits=count)
 
 
 @functools.cache

@@ -22,6 +22,7 @@ from geomon.capture.snapshot import (
     group_by_layer,
 )
 from geomon.kernels.half_samples import FEWEST_SEQUENCES, margin
+from geomon.kernels.products import without_autocast
 from geomon.metrics.across_layers import (
     across_layers,
     entropy_null,
@@ -192,7 +193,7 @@ class Evaluator:
                     continue
                 try:
                     if isinstance(metric, Comparing):
-                        result.kept[name] = [views.apply(metric) for views in splits]
+                        result.kept[name] = [_apply(metric, views) for views in splits]
                         continue
                     result.parts[name] = _measure(metric, splits)
                 except MissingViewError as error:
@@ -300,11 +301,8 @@ class Evaluator:
 @contextlib.contextmanager
 def _plain_arithmetic(layer: Layer) -> Iterator[None]:
     """Leave autograd and autocast out, on the host too: nulls are computed there for any rows."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        for kind in sorted({"cpu", *(device.type for device in layer.devices)}):
-            if torch.amp.is_autocast_available(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
+    kinds = sorted({"cpu", *(device.type for device in layer.devices)})
+    with torch.no_grad(), without_autocast(kinds):
         yield
 
 
@@ -459,7 +457,12 @@ def _join_metrics(reasons: Mapping[tuple[str, str], list[int]]) -> dict[tuple[st
 def _measure(metric: Metric, splits: list[LayerViews]) -> list[Parts]:
     """The parts of one metric, for each split of the rows if it reads rows."""
     used = splits if "hidden" in sources_of(metric) else splits[:1]
-    return [_as_parts(views.apply(metric)) for views in used]
+    return [_as_parts(_apply(metric, views)) for views in used]
+
+
+def _apply(metric: Metric, views: LayerViews) -> Any:
+    """Call a metric; one of the user's own is given copies, whatever it does to them."""
+    return views.apply(metric) if is_bundled(metric) else views.apply_to_copies(metric)
 
 
 def sources_of(metric: Metric) -> set[str]:

@@ -764,6 +764,20 @@ class LayerViews:
         """
         return function(*(self[name] for name in parameters(function)))
 
+    def apply_to_copies(self, function: Callable[..., Any]) -> Any:
+        """Call a function of the user's with copies of the views that its parameters name.
+
+        It may change them in place, and other metrics read the same views, as does a second
+        measurement of a layer (after a trial of its cost, say).
+
+        Args:
+            function: A metric.
+
+        Raises:
+            MissingViewError: One of the views is made of something that was not captured.
+        """
+        return function(*(_copied(self[name]) for name in parameters(function)))
+
     def _function_for(self, name: str) -> Callable[..., Any]:
         """The first alternative that can be made of what was captured; else the preferred one."""
         functions = alternatives(name)
@@ -771,6 +785,16 @@ class LayerViews:
             return functions[0]
         there = self._layer.captured.keys()
         return next((f for f in functions if can_be_made(parameters(f), there)), functions[0])
+
+
+def _copied(view: Any) -> Any:
+    """A view whose tensors are copies; what is neither a tensor nor a tuple of them is itself."""
+    if isinstance(view, Tensor):
+        return view.clone()
+    if isinstance(view, tuple):
+        parts = map(_copied, view)
+        return view._make(parts) if hasattr(view, "_make") else tuple(parts)
+    return view
 
 
 def split_rows(layer: Layer, rows: int, count: int) -> list[LayerViews]:

@@ -8,7 +8,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any
 
 from torch import nn
@@ -251,11 +251,12 @@ class CallbackSession:
             except Exception as error:  # of the framework, in the middle of a training
                 if self.options["strict"]:
                     raise
-                log.warning(
-                    "what the training logs cannot be read at step %d and is missing: %s",
-                    step,
-                    printable(f"{type(error).__name__}: {error}"),
-                )
+                with suppress(Exception):  # a handler of the program's may raise
+                    log.warning(
+                        "what the training logs cannot be read at step %d and is missing: %s",
+                        step,
+                        printable(f"{type(error).__name__}: {error}"),
+                    )
                 known = {}
             self.monitor.log(step, **{name: known.get(name) for name in self.logged})
 

@@ -11,7 +11,6 @@ import os
 import platform
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -112,7 +111,6 @@ class Monitor:
         function = options["probe_loss"]
         self._probe_loss = None if function is None else ProbeLoss(function, self._warnings)
         self._pending: list[int] = []  # steps of the readings that are not published yet
-        self._finished: deque[ReadingJob] = deque()  # those of them that are measured
         self._entered: int | None = None  # the step whose `with` is open, where inputs are probed
         self._published: int | None = None  # step of the last reading that has been
         self._latest: Reading | None = None  # that reading, with what it has been written with
@@ -607,11 +605,9 @@ class Monitor:
         Args:
             wait: Whether the present step's reading waits for values that are to be logged.
         """
-        while (job := self._executor.take_finished()) is not None:
-            self._finished.append(job)
-        while self._finished and not (wait and self._waits(self._finished[0])):
-            job = self._finished.popleft()
-            self._pending.remove(job.step)
+        while (job := self._executor.first_finished()) is not None:
+            if wait and self._waits(job):
+                return
             with self._warnings.guard():
                 self._publish(job)
 
@@ -622,10 +618,24 @@ class Monitor:
         return job.step == self._entered or not self._logged.is_complete(job.step)
 
     def _publish(self, job: ReadingJob) -> None:
+        """Record a reading, and show it. After Ctrl-C it is recorded by the next call, and once."""
         began = time.perf_counter()
+        try:
+            reading = self._record_result(job)
+        except Exception:
+            self._remove(job)
+            raise
+        self._remove(job)
+        if reading is not None:
+            self._latest = reading
+            self._writer.show(reading)
+            self._budget.spend(time.perf_counter() - began)
+            self._reactions.call(reading)
+
+    def _record_result(self, job: ReadingJob) -> Reading | None:
         reading = job.result()
         if reading is None:
-            return
+            return None
         notes = [*self._run_notes(), *job.notes]
         values = dict(reading.values)
         if self._published is not None:  # before the first hardly any training time has passed
@@ -637,10 +647,14 @@ class Monitor:
         for note in notes:
             self._warnings.warn(note.text, kind=note.kind)
         reading = replace(reading, notes=[note.text for note in notes])
-        self._latest = reading
-        self._writer.write(reading, job.arrays)
-        self._budget.spend(time.perf_counter() - began)
-        self._reactions.call(reading)
+        self._writer.record(reading, job.arrays)
+        return reading
+
+    def _remove(self, job: ReadingJob) -> None:
+        """Remove the first finished job, which is recorded or has failed."""
+        if job.step in self._pending:
+            self._pending.remove(job.step)
+        self._executor.remove_first()
 
     def _takes_values(self, step: int) -> bool:
         """Whether a reading of a step is made, being made or due: it may hold logged values."""

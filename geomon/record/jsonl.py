@@ -51,12 +51,17 @@ class Record:
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self.path = Path(directory) / FILE_NAME
+        # Absolute: the program may go to another folder while it trains.
+        self.path = Path(os.path.abspath(directory)) / FILE_NAME
         self.arrays = ArrayFolder.beside(self.path)
         self._is_foreign = False  # whether the file on disk belongs to another run
         self._begins = False  # whether the file has no readings, so that arrays are of another run
         self._opening: str | None = None  # the line that describes this run
         self._pending: deque[str] = deque()
+        # The last reading that was given, by what tells it from others, and its line; and the last
+        # line that was written: after Ctrl-C a reading may be given again.
+        self._given: tuple[tuple[int, str, float], str] | None = None
+        self._written: str | None = None
         self._lock: FolderLock | None = None
         try:
             self._take_lock()
@@ -108,6 +113,8 @@ class Record:
     def write(self, reading: Reading) -> None:
         """Append a reading to the file; on return it is with the operating system.
 
+        The last reading is not written twice: after Ctrl-C it may be given again.
+
         Args:
             reading: Reading to append.
 
@@ -115,7 +122,12 @@ class Record:
             OSError: The file cannot be written now; the reading is kept and written with the next.
             FolderLockedError: Another process writes there since `close`; the reading is kept.
         """
-        self._pending.append(reading.line())
+        this = reading.step, reading.source, reading.time
+        if self._given is None or self._given[0] != this:
+            self._given = this, reading.line()
+        _, line = self._given
+        if line is not self._written and not any(other is line for other in self._pending):
+            self._pending.append(line)
         if len(self._pending) > _MAX_PENDING:
             del self._pending[1]  # the first may be the line that opens the run
         self._write_pending()
@@ -186,6 +198,7 @@ class Record:
             try:
                 if file.write(content) < len(content):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                self._written = line
                 self._pending.popleft()
             except BaseException:
                 if self._pending and self._pending[0] is line:

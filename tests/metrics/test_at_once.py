@@ -168,6 +168,66 @@ def test_values_of_two_pieces_are_joined():
     )  # fmt: skip
 
 
+def here_or_not(_):
+    time.sleep(0.01)
+    return threading.current_thread() is threading.main_thread()
+
+
+@pytest.fixture
+def small_stacks():
+    before = threading.stack_size(64 * 1024)
+    yield
+    threading.stack_size(before)
+
+
+def test_no_thread_is_started_whose_stack_is_too_small_for_linear_algebra(small_stacks):
+    assert all(in_threads(here_or_not, range(4), at_once=2))
+
+
+@pytest.mark.parametrize(("had", "expected"), [(0, {True}), (1, {True}), (3, {False})])
+def test_where_threads_cannot_be_had_everything_is_measured_once_all_the_same(
+    had, expected, monkeypatch
+):
+    started = []
+
+    def start(self):
+        if len(started) >= had:
+            raise RuntimeError("can't start new thread")
+        started.append(self)
+        begin(self)
+
+    begin = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", start)
+    called = []
+
+    def call(item):
+        called.append(item)
+        return item, here_or_not(item)
+
+    found = [*in_threads(call, range(9), at_once=3)]
+    assert [item for item, _ in found] == [*range(9)]
+    assert sorted(called) == [*range(9)]
+    assert {here for _, here in found} == expected
+    assert not [t for t in threading.enumerate() if t.name.startswith("geomon")]
+
+
+def test_where_libraries_cannot_be_looked_up_layers_are_measured_in_turn(monkeypatch):
+    def fails():
+        raise RuntimeWarning("two OpenMP libraries are loaded")
+
+    monkeypatch.setattr("geomon.metrics.at_once._openmp", fails)
+    assert all(in_threads(here_or_not, range(4), at_once=2))
+
+
+def test_a_thread_whose_threads_cannot_be_limited_measures_all_the_same(monkeypatch):
+    class Openmp:
+        def limit(self, limits):
+            raise OSError("no such function")
+
+    monkeypatch.setattr("geomon.metrics.at_once._openmp", Openmp)
+    assert not any(in_threads(here_or_not, range(4), at_once=2))
+
+
 def test_a_metric_of_ones_own_is_called_here_for_one_layer_after_another():
     seen = []
 

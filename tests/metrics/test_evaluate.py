@@ -202,3 +202,22 @@ def test_the_number_of_sequences_stands_beside_that_of_rows():
     assert "variance/layer_00/sequences" not in found
     unknown = values(select("twonn"), snapshot(hidden), rows=120)
     assert not [tag for tag in unknown if tag.endswith("/sequences")]
+
+
+def test_a_metric_that_changes_its_views_changes_no_other_metric_and_no_second_measurement():
+    def changes(hidden, token_ids, precision, spectrum):
+        hidden.zero_()
+        token_ids.zero_()
+        spectrum.zero_()
+        return float(hidden.sum())
+
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(40, 4, generator=generator)
+    ids = torch.randint(9, (40,), generator=generator)
+    seen = snapshot(rows, rows.clone(), token_ids=ids)
+    plain = select("effective_rank", "cosine", "within_variance")
+    expected = values(plain, seen, rows=20)
+    for _ in range(2):  # as after a trial of what a layer costs
+        found = values({"changes": changes} | plain, seen, rows=20)
+        assert found.pop("changes/mean") == 0.0
+        assert {t: v for t, v in found.items() if not t.startswith("changes")} == expected

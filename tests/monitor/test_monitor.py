@@ -449,7 +449,23 @@ def main(folder):
     return monitor
 
 way, folder = sys.argv[1:]
-if way == "dropped":
+if way in ("budget", "at exit"):
+    import atexit, torch
+
+    torch.set_num_threads(2)  # two layers are measured at once
+    model = PlainDecoder()
+    monitor = Monitor(
+        model, metrics=select("cosine"), tokens=64, schedule=every(1), background=False,
+        directory=folder, budget=1e-9 if way == "budget" else None,
+    )
+
+    def go_on():
+        for step in range(3):
+            with monitor(step, force=True):
+                model(batch())
+
+    atexit.register(go_on) if way == "at exit" else go_on()
+elif way == "dropped":
     main(folder)
     logging.shutdown()
     import os
@@ -477,8 +493,10 @@ def forks():
     forks.close()
 
 
-@pytest.mark.parametrize("way", ["end", "exception", "exit", "dropped", "cycle", "child"])
-def test_background_readings_are_recorded_without_close(forks, tmp_path, way):
+@pytest.mark.parametrize(
+    "way", ["end", "exception", "exit", "dropped", "cycle", "child", "budget", "at exit"]
+)
+def test_readings_are_recorded_without_close(forks, tmp_path, way):
     program, said = tmp_path / "unclosed.py", tmp_path / "said"
     program.write_text(UNCLOSED)
     with said.open("w") as output:
@@ -522,6 +540,45 @@ def test_nothing_of_a_name_or_a_message_acts_on_the_terminal(caplog):
             pass
     assert len(caplog.messages) >= 2
     assert all(message.isprintable() for message in caplog.messages)
+
+
+def test_a_program_that_changes_its_folder_has_one_record(tmp_path, monkeypatch):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(tmp_path)
+    model = PlainDecoder()
+    seen = monitor(model, "run", schedule=every(1))
+    for step in range(4):
+        if step == 2:
+            monkeypatch.chdir(elsewhere)
+        with seen(step):
+            model(batch())
+    seen.close()
+    assert [r.step for r in read(tmp_path / "run")] == [0, 1, 2, 3]
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_a_handler_of_the_program_that_raises_ends_nothing_and_loses_no_reading(tmp_path):
+    class Refuses(logging.Handler):
+        def emit(self, record):
+            raise RuntimeError("no warnings here")
+
+    log, handler = logging.getLogger("geomon"), Refuses()
+    log.addHandler(handler)
+    try:
+        model = PlainDecoder()
+        seen = monitor(model, tmp_path, schedule=every(1), metrics={"fails": fails}, strict=False)
+        for step in range(2):
+            with seen(step):
+                model(batch())
+        seen.close()
+    finally:
+        log.removeHandler(handler)
+    assert [r.step for r in read(tmp_path)] == [0, 1]
+
+
+def fails(hidden):
+    raise ValueError("by design")
 
 
 def test_a_resume_with_other_metrics_keeps_what_was_read(tmp_path):

@@ -6,14 +6,13 @@ no more than a block of scores at a time.
 """
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from geomon.capture.attending.attention import Arguments, split_masks
 from geomon.capture.tokens.visibility import MASKED
-from geomon.kernels.products import as_factor
+from geomon.kernels.products import as_factor, without_autocast
 
 # Scores in a block: 16 MB; on the host 4 MB, which take three quarters of the time.
 _BLOCK, _BLOCK_ON_HOST = 1 << 22, 1 << 20
@@ -44,8 +43,7 @@ def max_logits_of_call(given: Arguments) -> Tensor:
     if 0 in (*query.shape, *key.shape):
         return top
     kind = query.device.type
-    has_autocast = torch.amp.is_autocast_available(kind)
-    with torch.autocast(kind, enabled=False) if has_autocast else nullcontext():
+    with without_autocast([kind]):
         block = _BLOCK_ON_HOST if kind == "cpu" else _BLOCK
         for some, rows in _cuts((sequences, heads, queries, keys), block, causal=given.causal):
             seen = slice(*_reach(given, rows, keys))

@@ -90,6 +90,7 @@ class ReadingJob:
     Attributes:
         notes: Remarks for the reader of the numbers, once the job is finished.
         arrays: Arrays for figures by tag, once the job is finished.
+        finished: Whether the reading is made, or has failed, and `result` can be asked.
 
     Raises:
         RankFailedError: A rank has no snapshot, or other layers. A single rank raises its own
@@ -128,19 +129,21 @@ class ReadingJob:
         if self._gathered.empty:
             assert not isinstance(passes, Exception)
             raise NotSeenError(explain_missing(passes[0], evaluator.views) or "no block was run")
-        self._left = deque(self._gathered.parts)
-        self._gathered.parts.clear()  # a layer's rows are freed once they are measured
+        # All layers, in order; those that are measured are empty, for their rows are freed.
+        self._parts = list(self._gathered.parts)
+        self._gathered.parts.clear()
         self._place = place
         self._device = HOST if place is None else place.device
         self._failing: set[str] = set()  # metrics that fail on the host as well
         self._on_host: Note | None = None  # why a reading that has a device is not measured there
         if place is not None:
-            why = place.why_not([layer for parts in self._left for layer in parts])
+            why = place.why_not([layer for parts in self._parts for layer in parts])
             if why is not None:
                 self._go_to_host(why)
         self._ready = None if place is None else place.mark_ready()
         self._measured: list[LayerValues] = []
         self._failure: Exception | None = None
+        self.finished = False
         self.notes: list[Note] = []
         self.arrays: Arrays = {}
         self._reading: Reading | None = None
@@ -159,12 +162,17 @@ class ReadingJob:
     @property
     def layers(self) -> int:
         """Number of layers that this rank measures."""
-        return len(self._measured) + len(self._left)
+        return len(self._parts)
 
     @property
     def left(self) -> int:
         """Number of layers that this rank has still to measure."""
-        return len(self._left)
+        return len(self._parts) - len(self._measured)
+
+    @property
+    def _left(self) -> list[_Parts]:
+        """The layers that are not measured yet."""
+        return self._parts[len(self._measured) :]
 
     @property
     def at_once(self) -> int:
@@ -176,7 +184,7 @@ class ReadingJob:
     @property
     def complete(self) -> bool:
         """Whether every layer of this rank has been measured."""
-        return not self._left
+        return self.left <= 0
 
     @property
     def failed(self) -> bool:
@@ -208,7 +216,7 @@ class ReadingJob:
             Number of rows in a split, and the seconds that the layer took.
         """
         rows = min(_TRIAL_ROWS, self.rows)
-        tried = list(self._left)[-self.at_once :]
+        tried = self._left[-self.at_once :]
         for _ in range(2):  # the first warms up
             began = time.perf_counter()
             deque(self._measure(tried, rows), maxlen=0)
@@ -226,9 +234,10 @@ class ReadingJob:
             Seconds that they took.
         """
         began = time.perf_counter()
-        for found in self._measure(list(self._left)[:count], self.rows):
+        for found in self._measure(self._left[:count], self.rows):
+            # The one line that makes a layer measured: one that was interrupted is measured again.
             self._measured.append(found)
-            self._left.popleft()  # only now: a layer that was interrupted is measured again
+            self._parts[len(self._measured) - 1] = ()
         taken = time.perf_counter() - began
         self.seconds += taken
         return taken
@@ -266,7 +275,7 @@ class ReadingJob:
 
     def _go_to_host(self, why: str) -> None:
         """Move what is left to be measured to the host."""
-        self._left = deque(tuple(layer.to(HOST) for layer in parts) for parts in self._left)
+        self._parts = [tuple(layer.to(HOST) for layer in parts) for parts in self._parts]
         self._device = HOST
         text = f"measured on the host: {why}"
         self._on_host = Note("measured on the host", text)
@@ -278,17 +287,28 @@ class ReadingJob:
             error: Why it cannot be measured.
         """
         self._failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
-        self._left.clear()
+        del self._parts[len(self._measured) :]
 
     def finish(self) -> None:
         """Make the reading, once every layer is measured or the job has failed; a collective.
 
-        What goes wrong is kept for `result`.
+        What goes wrong is kept for `result`. Nothing is done where it is finished already.
         """
+        if self.finished:
+            return
+        kept: Kept | None = None
+        began = time.perf_counter()
         try:
-            self._reading = self._make_reading()
+            measured = self._all_layers()
+            if measured is not None:
+                self._reading = self._make_reading(measured, began)
+                kept = self._evaluator.keep_for_next(measured)
         except Exception as error:
             self._failure = error
+        self.finished = True
+        if self._history is not None and kept is not None:
+            self._history.keep(self.step, kept)  # not before: it would be compared with itself
+        self._parts.clear()
         self._measured.clear()
 
     def result(self) -> Reading | None:
@@ -302,16 +322,10 @@ class ReadingJob:
             raise self._failure
         return self._reading
 
-    def _make_reading(self) -> Reading | None:
-        began = time.perf_counter()
-        measured = self._all_layers()
-        if measured is None:
-            return None
+    def _make_reading(self, measured: Sequence[LayerValues], began: float) -> Reading:
         info = self._gathered.info
         earlier = INLINE if self._history is None else self._history.earlier(self.step)
         evaluation = self._evaluator.combine(measured, self.rows, earlier)
-        if self._history is not None:
-            self._history.keep(self.step, self._evaluator.keep_for_next(measured))
         tokens = min(info.tokens, self.rows * self._evaluator.batches)
         values = dict(evaluation.values)
         if info.loss is not None:

@@ -3,6 +3,7 @@
 Nothing here ends a run: a full disk, a sink that fails or a metric that fails is a warning.
 """
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -45,12 +46,13 @@ class Warnings:
             self._group.disconnect()
             if self._strict:
                 raise
-            log.warning(
-                "rank %d lost the other ranks (%s): their rows are no longer gathered, rank 0 "
-                "goes on with its own",
-                self._group.rank,
-                printable(str(error)),
-            )
+            with contextlib.suppress(Exception):
+                log.warning(
+                    "rank %d lost the other ranks (%s): their rows are no longer gathered, rank 0 "
+                    "goes on with its own",
+                    self._group.rank,
+                    printable(str(error)),
+                )
         except Exception as error:
             if self._strict:
                 raise
@@ -86,7 +88,8 @@ class Warnings:
         speaks = self._group.rank == 0 or not self._group.connected
         if speaks and kind not in self._kinds:
             self._kinds.add(kind)
-            log.warning("%s", printable(message))
+            with contextlib.suppress(Exception):  # a handler of the program's may raise
+                log.warning("%s", printable(message))
 
 
 class ReadingWriter:
@@ -137,8 +140,8 @@ class ReadingWriter:
                 self._call(sink, functools.partial(sink.describe, description), message)
         return recorded
 
-    def write(self, reading: Reading, arrays: Arrays | None = None) -> None:
-        """Write a reading: to the record first, so that what has been shown is never lost.
+    def record(self, reading: Reading, arrays: Arrays | None = None) -> None:
+        """Write a reading to the record: before it is shown, so that nothing shown is ever lost.
 
         Args:
             reading: The reading.
@@ -156,6 +159,13 @@ class ReadingWriter:
                     "goes on without them",
                     once=True,
                 )
+
+    def show(self, reading: Reading) -> None:
+        """Write a reading to the sinks.
+
+        Args:
+            reading: The reading, which is recorded.
+        """
         for sink, retries in list(self._sinks):
             if retries.is_due:
                 pauses = retries.failures + 1 >= FAILURES

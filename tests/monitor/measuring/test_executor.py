@@ -242,3 +242,40 @@ def test_what_is_raised_in_the_background_ends_nothing(caplog, monkeypatch, plac
     assert not readings
     said = [r for r in caplog.records if error.__name__ in r.getMessage()]
     assert len(said) == 1
+
+
+def cast_of(linear):
+    """The copy of a layer's parameter that autocast has made, or has kept."""
+    return linear(torch.ones(1, linear.in_features)).grad_fn.next_functions[0][0]
+
+
+@pytest.mark.parametrize("way", ["at once", "in turn", "in the background", "in another thread"])
+def test_casts_that_autocast_keeps_for_the_training_are_kept(way):
+    # The cache is the process's: a second cast is another number in the gradients, and in a region
+    # around several steps another weight.
+    metrics = select("cosine", "max_logit")
+    model, memory = models.PlainDecoder(), Memory()
+    monitor = Monitor(
+        model, metrics=metrics, directory=None, sinks=[memory], strict=True,
+        background=way == "in the background",
+    )  # fmt: skip
+
+    def read():
+        with monitor(0):
+            model(models.batch())
+        monitor.close()
+
+    linear = torch.nn.Linear(3, 4)
+    torch.get_num_threads()
+    limit = threadpoolctl.threadpool_limits(1 if way == "in turn" else 2, user_api="openmp")
+    with limit, torch.autocast("cpu", dtype=torch.bfloat16):
+        before = cast_of(linear)
+        assert cast_of(linear) is before
+        if way == "in another thread":  # of the program's own, where autocast is off
+            thread = threading.Thread(target=read)
+            thread.start()
+            thread.join()
+        else:
+            read()
+        assert cast_of(linear) is before
+    assert len(memory.readings) == 1

@@ -1,0 +1,170 @@
+"""Ctrl-C while a reading is measured and written, and a process that is forked meanwhile."""
+
+import gc
+import os
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from forks import Forks
+from models import PlainDecoder, batch
+
+import geomon
+from geomon import Memory, Monitor, every, read, select
+from geomon.monitor.measuring.jobs import ReadingJob
+
+# What a reading goes through from the first layer that is measured to its line in the record.
+PARTS = {
+    str(Path(geomon.__file__).parent / part)
+    for part in ("monitor/monitor.py", "monitor/measuring/executor.py",
+                 "monitor/measuring/jobs.py", "monitor/writing/output.py",
+                 "monitor/writing/reactions.py", "record/jsonl.py", "metrics/at_once.py")
+}  # fmt: skip
+MOVES = ("executor.py", "jsonl.py")
+
+
+class Interrupting:
+    """Raises KeyboardInterrupt at a line that is reached after the first layer is begun."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+        self.lines: list[tuple[str, int]] = []
+
+    def begin(self) -> None:
+        sys.settrace(self._trace)
+        frame = sys._getframe()
+        while frame is not None:  # those that run already, which return to lines of theirs
+            if frame.f_code.co_filename in PARTS:
+                frame.f_trace = self._trace
+            frame = frame.f_back
+
+    def _trace(self, frame, event, arg):
+        if frame.f_code.co_filename not in PARTS:
+            return None
+        if event == "line":
+            self.lines.append((frame.f_code.co_filename, frame.f_lineno))
+            if len(self.lines) == self.at:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self._trace
+
+
+def go_on_after_ctrl_c(folder, at, monkeypatch):
+    """Train two steps, the first of which is interrupted at a line; returns what was reached."""
+    torch.manual_seed(0)
+    model = PlainDecoder(width=8, layers=1, heads=2)
+    monitor = Monitor(
+        model, metrics=select("variance"), tokens=16, schedule=every(1), directory=folder,
+        sinks=[Memory()], background=False,
+    )  # fmt: skip
+    interrupting = Interrupting(at)
+    measure_next = ReadingJob.measure_next
+
+    def measured(job, count=1):
+        if job.step == 0 and not interrupting.lines:
+            interrupting.begin()
+        return measure_next(job, count)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ReadingJob, "measure_next", measured)
+        for step in range(2):
+            try:
+                with monitor(step), torch.no_grad():
+                    model(batch(1, 4, seed=step))
+            except KeyboardInterrupt:
+                assert step == 0
+            finally:
+                sys.settrace(None)
+    monitor.close()
+    return interrupting.lines
+
+
+# A file whose `with` was interrupted as it began is closed by the garbage collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_at_any_line_loses_no_reading_and_doubles_none(tmp_path, monkeypatch):
+    lines = go_on_after_ctrl_c(tmp_path / "whole", -1, monkeypatch)
+    last = {line: at for at, line in enumerate(lines, 1)}
+    assert {name for name, _ in last} == PARTS
+    assert len(last) > 100
+    # All lines of those where a reading goes from one place to another, and some of the others.
+    some = [at for (name, _), at in sorted(last.items()) if name.endswith(MOVES)]
+    some += sorted(set(last.values()) - set(some))[::12]
+    for at in some:
+        folder = tmp_path / str(at)
+        reached = go_on_after_ctrl_c(folder, at, monkeypatch)
+        assert [r.step for r in read(folder)] == [0, 1], reached[-1]
+    gc.collect()
+
+
+@pytest.mark.parametrize("threads", [0, 1])
+def test_where_no_thread_can_be_started_the_background_measures_here(threads, monkeypatch):
+    def start(self):
+        if len(started) >= threads:
+            raise RuntimeError("can't start new thread")
+        started.append(self)
+        begin(self)
+
+    started, begin = [], threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", start)
+    model, memory = PlainDecoder(), Memory()
+    monitor = Monitor(
+        model, metrics=select("cosine"), tokens=64, schedule=every(1), directory=None,
+        sinks=[memory], background=True, strict=True,
+    )  # fmt: skip
+    for step in range(5):
+        with monitor(step):
+            model(batch(seed=step))
+    monitor.close()
+    assert [r.step for r in memory.readings] == [0, 1, 2, 3, 4]
+
+
+FORKED = """
+import os, signal, threading, time, torch
+from models import PlainDecoder, batch
+from geomon import Memory, Monitor, every
+
+begun = threading.Event()
+
+def slow(hidden):
+    if not begun.is_set():
+        begun.set()
+        time.sleep(0.5)
+    return hidden.mean()
+
+torch.set_num_threads(1)
+model, memory = PlainDecoder(), Memory()
+monitor = Monitor(
+    model, metrics={"slow": slow}, tokens=64, schedule=every(1), directory=None, sinks=[memory],
+    background=True,
+)
+
+def train(steps):
+    for step in steps:
+        with monitor(step), torch.no_grad():
+            model(batch())
+    monitor.close()
+    return [reading.step for reading in memory.readings]
+
+with monitor(0), torch.no_grad():
+    model(batch())
+begun.wait()  # the other thread sleeps, and holds no lock of a library that the child needs
+child = os.fork()
+if child == 0:
+    signal.alarm(60)  # what hangs is ended
+    os._exit(0 if train(range(10, 16))[-6:] == [*range(10, 16)] else 1)
+assert os.waitpid(child, 0)[1] == 0
+assert train(range(1, 3)) == [0, 1, 2]
+"""
+
+
+def test_a_fork_in_the_middle_of_a_background_reading_goes_on(tmp_path):
+    program = tmp_path / "forked.py"
+    program.write_text(FORKED)
+    forks = Forks("import models, geomon; geomon.Monitor")
+    try:
+        process = forks.start(str(program), environment=os.environ, stdout=1, stderr=2)
+        assert process.wait(120) == 0
+    finally:
+        forks.close()
