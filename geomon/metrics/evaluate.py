@@ -5,7 +5,7 @@ import functools
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -233,7 +233,7 @@ class Evaluator:
             return {}
         used = splits if "hidden" in sources_of(metric) else splits[:1]
         try:
-            each = [by_part(views.apply(function)) for views in used]
+            each = [by_part(_apply(metric, views, function)) for views in used]
         except MissingViewError:  # the sequences are not known
             return {}
         except torch.OutOfMemoryError:
@@ -460,9 +460,10 @@ def _measure(metric: Metric, splits: list[LayerViews]) -> list[Parts]:
     return [_as_parts(_apply(metric, views)) for views in used]
 
 
-def _apply(metric: Metric, views: LayerViews) -> Any:
-    """Call a metric; one of the user's own is given copies, whatever it does to them."""
-    return views.apply(metric) if is_bundled(metric) else views.apply_to_copies(metric)
+def _apply(metric: Metric, views: LayerViews, function: Callable[..., Any] | None = None) -> Any:
+    """Call a metric, or a function that is made of it; the user's are given copies of the views."""
+    called = metric if function is None else function
+    return views.apply(called) if is_bundled(metric) else views.apply_to_copies(called)
 
 
 def sources_of(metric: Metric) -> set[str]:
