@@ -353,8 +353,10 @@ def _half_anisotropy(
     return anisotropy_differences(hidden, row_sums, halves, scatter)
 
 
-def _half_moments(row_sums: GroupSums, halves: HalfSamples) -> HalfMoments:
-    return moments_of_halves(row_sums, halves)
+def _half_moments(
+    squares_about_mean: Tensor, row_sums: GroupSums, halves: HalfSamples
+) -> HalfMoments:
+    return moments_of_halves(squares_about_mean, row_sums, halves)
 
 
 def _half_ratios(

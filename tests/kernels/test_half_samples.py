@@ -31,7 +31,7 @@ from geomon.kernels.dimension import (
     twonn_differences,
 )
 from geomon.kernels.half_samples import HalfSamples, group_sums, half_samples, margin
-from geomon.kernels.moments import drift_norm, mean_square_norm, variance
+from geomon.kernels.moments import drift_norm, mean_square_norm, squares_about_mean, variance
 from geomon.kernels.neighbours import nearest
 from geomon.kernels.spectrum import anisotropy, scatter, spectrum
 
@@ -121,14 +121,38 @@ def test_differences_are_those_of_the_metrics_on_the_halves(offset, dtype):
     rows, numbers = rows_of_sequences(24, 20, 12, offset=offset)
     rows, halves = rows.to(dtype), half_samples(numbers)
     sums = group_sums(rows[:, None], halves)
+    moments = kernel.moments_of_halves(squares_about_mean(rows), sums, halves)
     for found, function in (
         (kernel.cosine_differences(sums, halves), cosine),
         (kernel.drift_differences(sums, halves), drift_norm),
-        (torch.sub(*kernel.moments_of_halves(sums, halves).variance.chunk(2))[:, None], variance),
+        (torch.sub(*moments.variance.chunk(2))[:, None], variance),
         (kernel.mean_differences(sums.squares, sums.counts[:, None], halves), mean_square_norm),
     ):
         want = on_halves(function, rows, halves)
         torch.testing.assert_close(found[:, 0], want, rtol=1e-6, atol=1e-9 * (1 + offset**2))
+
+
+@pytest.mark.parametrize("offset", [1e7, 1e9])
+def test_variances_of_halves_far_from_the_origin_are_those_near_it(offset):
+    """Numbers are multiples of 2^-18, so that the shift rounds nothing."""
+    rows, numbers = rows_of_sequences(24, 20, 12)
+    halves = half_samples(numbers)
+
+    def found(rows):
+        sums = group_sums(rows[:, None], halves)
+        heads = rows.view(-1, 2, 6)
+        return (
+            kernel.moments_of_halves(squares_about_mean(rows), sums, halves).variance,
+            kernel.anisotropy_differences(rows, sums, halves),
+            kernel.anisotropy_differences(rows, sums, halves, scatter(rows)),
+            kernel.head_anisotropy_differences(
+                kernel.scatter_by_group(heads, halves), group_sums(heads, halves), halves
+            ),
+        )
+
+    near = (rows * 2**18).round() / 2**18
+    for one, other in zip(found(near), found(near + offset), strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)
 
 
 def test_differences_of_heads():

@@ -397,3 +397,25 @@ def test_intervals_of_attention_are_those_of_each_value_alone(alone):
         want = row_mean_differences(own, chosen, halves)
         found = DIFFERENCES[METRICS[name]](every)
         torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("offset", [2.0**24, 2.0**30])
+def test_margins_far_from_the_origin_are_those_near_it(offset):
+    """What all rows share is no difference between halves; the shift rounds nothing here."""
+    generator = torch.Generator().manual_seed(4)
+    sequences, ids = torch.arange(480) // 20, torch.randint(9, (480,), generator=generator)
+    kind = {"generator": generator, "dtype": torch.float64}
+    own, kinds = torch.randn(24, 6, **kind), torch.randn(9, 6, **kind)
+    rows = torch.randn(480, 6, **kind) + own[sequences] + kinds[ids]
+    rows[::60] *= 30  # massive rows
+    rows = (rows * 2**18).round() / 2**18
+    names = (
+        "variance", "anisotropy", "anisotropy_no_sinks", "within_variance", "between_variance",
+        "within_share", "between_share", "cosine_centred",
+    )  # fmt: skip
+    near, far = (
+        geometry(part, ids, sequences=sequences, metrics=select(*names))
+        for part in (rows, rows + offset)
+    )
+    for name in names:
+        assert far[f"{name}/margin"] == pytest.approx(near[f"{name}/margin"], rel=1e-5), name
