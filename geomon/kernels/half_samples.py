@@ -444,15 +444,18 @@ def anisotropy_differences(
             torch.sum(block.square_(), dim=1, out=square)
         inside = torch.cat(parts)
     else:
+        # Divided by a power of two, which changes no digit: in float32 the square of 1e20 is no
+        # number, and that of 1e-23 is 0.
+        exponent = _exponent_about(hidden, centre)
         centred = hidden.new_empty(hidden.shape, dtype=torch.float32)
         for target, block, square in zip(row_blocks(centred), about, own, strict=True):
-            target.copy_(block)
+            target.copy_(torch.ldexp(block, -exponent))
             torch.sum(block.square_(), dim=1, out=square)
         centred = as_factor(centred)
         basis = start.to(centred)
         for _ in range(_STEPS):
             basis = torch.linalg.qr(centred.T @ (centred @ basis)).Q
-        inside = (centred @ basis).double()
+        inside = torch.ldexp((centred @ basis).double(), exponent)
     # A column of ones beside them: products with it are sums.
     products = _products_in_groups(
         torch.nn.functional.pad(inside, (0, 1), value=1)[:, None], halves
@@ -460,6 +463,13 @@ def anisotropy_differences(
     groups, drift = products[..., :-1, :-1], products[..., -1, :-1]
     variances = _variances(_by_group(squares, halves), sums, centre, halves)
     return _leading_share_differences(groups, drift, variances, sums.counts, halves)
+
+
+def _exponent_about(rows: Tensor, centre: Tensor) -> Tensor:
+    """Find the power of two of the largest number of centred rows, a scalar."""
+    low, high = (values.double() for values in torch.aminmax(rows, dim=0))
+    largest = torch.maximum(high - centre, centre - low).amax()
+    return torch.frexp(largest).exponent.clamp(-1000, 1000)
 
 
 def scatter_by_group(rows: Tensor, halves: HalfSamples) -> HeadScatter:

@@ -194,6 +194,21 @@ def test_anisotropy_of_halves_is_the_same_by_rows_and_by_their_scatter(offset):
     assert want.norm() > 0.01
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("exponent", [-105, -75, 66, 120])
+def test_anisotropy_of_halves_is_the_same_at_every_scale(dtype, exponent):
+    """In float32 squares of such numbers end; a basis of what is no number made intervals of 0."""
+    rows, numbers = rows_of_sequences(16, 4, 96)
+    halves = half_samples(numbers)
+
+    def found(rows):
+        return kernel.anisotropy_differences(rows, group_sums(rows[:, None], halves), halves)
+
+    want = found(rows.to(dtype))
+    assert want.norm() > 0.01
+    torch.testing.assert_close(found(rows.to(dtype) * 2.0**exponent), want, rtol=1e-9, atol=0)
+
+
 def test_anisotropy_of_halves_is_not_made_of_shortened_factors():
     rows, numbers = rows_of_sequences(16, 40, 24)
     rows, halves = rows.float(), half_samples(numbers)
