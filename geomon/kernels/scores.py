@@ -23,6 +23,11 @@ from geomon.kernels.attention import (
 from geomon.kernels.half_samples import HalfSamples, sides_of
 
 
+# Share of the mean square of scores, counted from the mean key, below which their variance is made
+# by rounding: a variance is a difference of squares here, and the keys are of float32.
+_ROUNDING = 1e-13
+
+
 class ScoreMoments(NamedTuple):
     """Moments of the scores of each query over the keys that it sees: [heads, rows], float64.
 
@@ -44,6 +49,8 @@ class QueryVariances(NamedTuple):
         common: Those of the scores of a mean query, [1 + 2 ways, heads, groups]: of all queries,
             then of the first halves of all ways, then of the second ones.
         own: Those of the scores of each query itself, [heads, groups].
+
+    Both are 0 for a head whose scores do not vary by more than rounding.
     """
 
     common: Tensor
@@ -153,7 +160,7 @@ def query_variances(
     groups = group.tolist()  # read once: an index that is on a device would be waited for
     means = _mean_queries(query, seen.any(dim=3), group, halves)
     common = means.new_zeros(len(means), heads, halves.first.shape[1])
-    own = common[0].clone()
+    own, level = common[0].clone(), common[0].clone()
     # What all keys of a head share makes no difference between them.
     origin = key.mean(dim=(0, 2))
     # A visibility that is the same for all heads is converted once.
@@ -171,9 +178,12 @@ def query_variances(
             variances = _variances(weight, torch.einsum("mhw,kw->hkm", means[:, heads_of], facing))
             common[:, heads_of, at] += variances.sum(dim=1).T
             scores = query[sequence, heads_of, some].double() @ facing.T
-            about = scores - (weight * scores).sum(dim=2, keepdim=True)
+            mean = (weight * scores).sum(dim=2, keepdim=True)
+            about = scores - mean
             own[heads_of, at] += (weight * about.square_()).sum(dim=(1, 2))
-    return QueryVariances(common, own)
+            level[heads_of, at] += mean.square_().sum(dim=(1, 2))
+    flat = (own.sum(dim=1) <= _ROUNDING * level.sum(dim=1))[:, None]
+    return QueryVariances(common.masked_fill_(flat, 0), own.masked_fill_(flat, 0))
 
 
 def mean_query_share(query_variances: QueryVariances) -> Tensor:
