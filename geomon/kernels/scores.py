@@ -22,7 +22,6 @@ from geomon.kernels.attention import (
 )
 from geomon.kernels.half_samples import HalfSamples, sides_of
 
-
 # Share of the mean square of scores, counted from the mean key, below which their variance is made
 # by rounding: a variance is a difference of squares here, and the keys are of float32.
 _ROUNDING = 1e-13
@@ -161,10 +160,10 @@ def query_variances(
     means = _mean_queries(query, seen.any(dim=3), group, halves)
     common = means.new_zeros(len(means), heads, halves.first.shape[1])
     own, level = common[0].clone(), common[0].clone()
-    # What all keys of a head share makes no difference between them.
-    origin = key.mean(dim=(0, 2))
     # A visibility that is the same for all heads is converted once.
     alike = visible.expand(sequences, -1, queries, keys)
+    # What all keys of a head share makes no difference between them.
+    key, origin = _about_mean_key(key, alike.any(dim=(1, 2)))
     step = rows_in_block(keys, query.device)
     for sequence, start in itertools.product(range(sequences), range(0, queries, step)):
         some = slice(start, start + step)
@@ -229,6 +228,24 @@ def _mean_queries(query: Tensor, real: Tensor, group: Tensor, halves: HalfSample
     sizes = counts.new_zeros(groups, counts.shape[1]).index_add_(0, group, counts)
     sides = torch.cat([torch.ones_like(sizes[:, :1].T), *sides_of(halves)])
     return torch.tensordot(sides, sums, dims=1) / (sides @ sizes)[:, :, None]
+
+
+def _about_mean_key(key: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """Average the keys that a query sees, [key heads, width]; that stands for those that none sees.
+
+    Args:
+        key: Keys, [sequences, key heads, keys, head width].
+        seen: True for keys that some query sees, [sequences, keys].
+
+    Returns:
+        The keys, and their mean.
+    """
+    if bool(seen.all()):
+        return key, key.mean(dim=(0, 2))
+    chosen = seen[:, None, :, None]
+    count = seen.sum().clamp(min=1)
+    origin = (torch.where(chosen, key, 0).sum(dim=(0, 2), dtype=torch.float64) / count).to(key)
+    return torch.where(chosen, key, origin[:, None]), origin
 
 
 def _variances(weights: Tensor, values: Tensor) -> Tensor:

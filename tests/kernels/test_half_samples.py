@@ -239,6 +239,18 @@ def test_a_row_that_is_the_mean_of_its_half_has_no_direction_there():
     torch.testing.assert_close(found, on_halves(cosine_centred, rows, halves))
 
 
+@pytest.mark.parametrize("scale", [0.1, 1 / 3, 1e-7])
+def test_a_row_that_is_the_mean_but_for_rounding_has_no_direction_either(scale):
+    rows = torch.tensor([[1.0], [2.0], [6.0], [7.0]], dtype=torch.float64).repeat(8, 1)
+    halves = half_samples(torch.arange(8).repeat_interleave(4))
+    rows[:4], rows[4:8] = 4.0, torch.tensor([[0.0], [1.0], [7.0], [8.0]])
+
+    def found(rows):
+        return kernel.centred_cosine_differences(rows, group_sums(rows[:, None], halves), halves)
+
+    torch.testing.assert_close(found(scale * rows), found(rows), rtol=1e-9, atol=1e-12)
+
+
 def test_a_row_without_a_direction_counts_in_no_cosine_of_sequences():
     rows, numbers = rows_of_sequences(16, 8, 5)
     rows[::3] = 0
@@ -504,6 +516,23 @@ def test_without_places_the_margin_covers_and_is_no_wider_than_it_has_to_be(each
     assert found.mean() < 1.35 * 1.96 * means.std()
     if length == 64:  # in a long sequence few places are early ones
         assert plain.mean() > 1.3 * found.mean()
+
+
+def test_what_is_left_is_scaled_by_the_numbers_that_were_fitted():
+    """A line in the logarithm of the place takes two of the 16 groups of a stratum."""
+    places = torch.tensor([10.0, 30, 90, 270])[:, None] + torch.arange(16) / 16
+    sequences = torch.arange(16).expand(4, -1).flatten()
+    values = torch.randn(1, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    every = torch.ones_like(values, dtype=torch.bool)
+    found = kernel.without_places(
+        values, every, places.view(1, -1).double(), sequences, half_samples(sequences)
+    )
+    for stratum in (slice(15, 31), slice(31, 47), slice(47, 63)):
+        x = places.flatten()[stratum].double().log()
+        line = torch.stack([torch.ones_like(x), x], dim=1)
+        own = values[0, stratum]
+        left = own - line @ torch.linalg.lstsq(line, own[:, None]).solution[:, 0]
+        torch.testing.assert_close(found[0, stratum], left * math.sqrt(16 / 14), rtol=1e-6, atol=0)
 
 
 def test_rows_that_are_all_at_one_place_are_as_they_were():

@@ -136,6 +136,17 @@ def test_halves_are_compared_on_their_own_tokens_and_neighbours():
     assert local_dimension_differences(rows, members[:, :2], own, halves).isnan().all()
 
 
+def test_blocks_of_neighbourhoods_change_no_difference_between_halves(monkeypatch):
+    rows, halves = normal(240, 5, seed=6), half_samples(torch.arange(240) // 12)
+    own = torch.arange(0, 240, 6)
+    given = rows, nearest(rows, 20, of=own).indices, own, halves
+    want = local_dimension_differences(*given), *local_isotropy_differences(*given)
+    monkeypatch.setattr(_blocks, "BLOCK", 3 * 20 * 20)  # three neighbourhoods at a time
+    found = local_dimension_differences(*given), *local_isotropy_differences(*given)
+    for one, other in zip(found, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("width", [3, 60])
 def test_the_isotropy_of_halves_is_that_of_their_own_members(width):
     rows = normal(240, width, seed=6) * torch.arange(1, width + 1) ** -1.5 + 100

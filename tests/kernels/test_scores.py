@@ -116,6 +116,19 @@ def test_the_share_is_that_of_loops_over_rows(kind, block, monkeypatch):
         assert found[head].item() == pytest.approx(want, rel=1e-6)
 
 
+@pytest.mark.parametrize("anything", [1e12, math.inf, math.nan])
+def test_keys_that_no_query_sees_may_be_anything(anything):
+    query, key = attention()
+    visible = mask("by sequence")
+    unseen = ~visible.any(dim=(1, 2))
+    other = key.masked_fill(unseen[:, None, :, None], anything)
+    want, found = share(query, key, visible), share(query, other, visible)
+    torch.testing.assert_close(found, want, rtol=1e-9, atol=0)
+    moments, others = (score_moments(query, part, visible, 0.5) for part in (key, other))
+    for one, two in zip(moments, others, strict=True):
+        torch.testing.assert_close(two, one)
+
+
 def test_a_constant_on_all_keys_and_a_scale_change_nothing():
     (query, key), visible = attention(), mask("causal")
     want = share(query, key, visible)
