@@ -414,8 +414,9 @@ def paired_mean_differences(
 
 
 def anisotropy_differences(
-    hidden: Tensor, sums: GroupSums, halves: HalfSamples, scatter: Tensor | None = None
-) -> Tensor:
+    hidden: Tensor, squares: Tensor, sums: GroupSums, halves: HalfSamples,
+    scatter: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Compare the share of the variance along the leading direction of the two halves: [ways, 1].
 
     The leading eigenvalue of each half is looked for in the space of the leading eight directions
@@ -423,6 +424,7 @@ def anisotropy_differences(
 
     Args:
         hidden: Rows, [tokens, width].
+        squares: Squared distance of each row from the mean of all, float64, [tokens].
         sums: Sums over the rows of each group, with one head.
         halves: The groups of the rows, and the ways.
         scatter: Sum over all rows of the products of their centred numbers, where it is known,
@@ -431,26 +433,19 @@ def anisotropy_differences(
     centre = sums.rows.sum(dim=0) / sums.counts.sum()
     count = min(_DIRECTIONS, *hidden.shape)
     start = _start(hidden.shape[1], count, torch.float32)
-    squares = hidden.new_empty(len(hidden), dtype=torch.float64)
-    own = squares.split(rows_in_block(hidden.shape[1], hidden.device))
-    about = (block.sub_(centre) for block in in_blocks(hidden))
     if scatter is not None:
         basis = start.to(scatter)
         for _ in range(_STEPS):
             basis = torch.linalg.qr(scatter @ basis).Q
-        parts = []
-        for block, square in zip(about, own, strict=True):
-            parts.append(block @ basis)
-            torch.sum(block.square_(), dim=1, out=square)
-        inside = torch.cat(parts)
+        inside = torch.cat([block.sub_(centre) @ basis for block in in_blocks(hidden)])
     else:
         # Divided by a power of two, which changes no digit: in float32 the square of 1e20 is no
         # number, and that of 1e-23 is 0.
-        exponent = _exponent_about(hidden, centre)
+        exponent = torch.frexp(squares.max().sqrt()).exponent
+        unit = torch.ldexp(torch.ones_like(centre[0, 0]), -exponent)
         centred = hidden.new_empty(hidden.shape, dtype=torch.float32)
-        for target, block, square in zip(row_blocks(centred), about, own, strict=True):
-            target.copy_(torch.ldexp(block, -exponent))
-            torch.sum(block.square_(), dim=1, out=square)
+        for target, block in zip(row_blocks(centred), in_blocks(hidden), strict=True):
+            target.copy_(block.sub_(centre).mul_(unit))
         centred = as_factor(centred)
         basis = start.to(centred)
         for _ in range(_STEPS):
@@ -463,13 +458,6 @@ def anisotropy_differences(
     groups, drift = products[..., :-1, :-1], products[..., -1, :-1]
     variances = _variances(_by_group(squares, halves), sums, centre, halves)
     return _leading_share_differences(groups, drift, variances, sums.counts, halves)
-
-
-def _exponent_about(rows: Tensor, centre: Tensor) -> Tensor:
-    """Find the power of two of the largest number of centred rows, a scalar."""
-    low, high = (values.double() for values in torch.aminmax(rows, dim=0))
-    largest = torch.maximum(high - centre, centre - low).amax()
-    return torch.frexp(largest).exponent.clamp(-1000, 1000)
 
 
 def scatter_by_group(rows: Tensor, halves: HalfSamples) -> HeadScatter:

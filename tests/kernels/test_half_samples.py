@@ -91,7 +91,7 @@ def test_a_half_without_rows_has_no_anisotropy():
     halves = HalfSamples(torch.zeros(9, dtype=torch.int64), half_samples(torch.arange(16)).first)
     rows = torch.randn(9, 3, generator=torch.Generator().manual_seed(0))
     sums = group_sums(rows[:, None], halves)
-    assert kernel.anisotropy_differences(rows, sums, halves).isnan().all()
+    assert kernel.anisotropy_differences(rows, squares_about_mean(rows), sums, halves).isnan().all()
 
 
 def test_many_numbers_of_which_few_come_are_few_sequences():
@@ -139,12 +139,14 @@ def test_variances_of_halves_far_from_the_origin_are_those_near_it(offset):
     halves = half_samples(numbers)
 
     def found(rows):
-        sums = group_sums(rows[:, None], halves)
+        sums, squares = group_sums(rows[:, None], halves), squares_about_mean(rows)
         heads = rows.view(-1, 2, 6)
         return (
-            kernel.moments_of_halves(squares_about_mean(rows), sums, halves).variance,
-            kernel.anisotropy_differences(rows, sums, halves),
-            kernel.anisotropy_differences(rows, sums, halves, scatter(rows)),
+            kernel.moments_of_halves(squares, sums, halves).variance,
+            kernel.anisotropy_differences(rows, squares, sums, halves),
+            kernel.anisotropy_differences(
+                rows, squares_about_mean(rows), sums, halves, scatter(rows)
+            ),
             kernel.head_anisotropy_differences(
                 kernel.scatter_by_group(heads, halves), group_sums(heads, halves), halves
             ),
@@ -178,7 +180,7 @@ def test_anisotropy_of_halves_is_near_that_of_their_spectra(offset):
     rows, numbers = rows_of_sequences(32, 40, 24, offset=offset)
     halves = half_samples(numbers)
     sums = group_sums(rows[:, None], halves)
-    found = kernel.anisotropy_differences(rows, sums, halves)[:, 0]
+    found = kernel.anisotropy_differences(rows, squares_about_mean(rows), sums, halves)[:, 0]
     want = on_halves(lambda part: anisotropy(spectrum(part)), rows, halves)
     assert (found - want).norm() < 0.05 * want.norm()
 
@@ -188,8 +190,10 @@ def test_anisotropy_of_halves_is_the_same_by_rows_and_by_their_scatter(offset):
     rows, numbers = rows_of_sequences(32, 40, 24, offset=offset)
     halves = half_samples(numbers)
     sums = group_sums(rows[:, None], halves)
-    found = kernel.anisotropy_differences(rows, sums, halves, scatter(rows))
-    want = kernel.anisotropy_differences(rows, sums, halves)
+    found = kernel.anisotropy_differences(
+        rows, squares_about_mean(rows), sums, halves, scatter(rows)
+    )
+    want = kernel.anisotropy_differences(rows, squares_about_mean(rows), sums, halves)
     torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-7)
     assert want.norm() > 0.01
 
@@ -202,7 +206,8 @@ def test_anisotropy_of_halves_is_the_same_at_every_scale(dtype, exponent):
     halves = half_samples(numbers)
 
     def found(rows):
-        return kernel.anisotropy_differences(rows, group_sums(rows[:, None], halves), halves)
+        sums = group_sums(rows[:, None], halves)
+        return kernel.anisotropy_differences(rows, squares_about_mean(rows), sums, halves)
 
     want = found(rows.to(dtype))
     assert want.norm() > 0.01
@@ -214,9 +219,11 @@ def test_anisotropy_of_halves_is_not_made_of_shortened_factors():
     rows, halves = rows.float(), half_samples(numbers)
     sums = group_sums(rows[:, None], halves)
     for known in (None, scatter(rows)):
-        want = kernel.anisotropy_differences(rows, sums, halves, known)
+        want = kernel.anisotropy_differences(rows, squares_about_mean(rows), sums, halves, known)
         with ShortProducts():
-            found = kernel.anisotropy_differences(rows, sums, halves, known)
+            found = kernel.anisotropy_differences(
+                rows, squares_about_mean(rows), sums, halves, known
+            )
         torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-7)
 
 
