@@ -574,7 +574,8 @@ def _mask_of(visible: Tensor) -> _Mask:
 def _place_of(visible: Tensor, at: _Slices) -> tuple[int, ...]:
     """Number the place of a block, without its heads where all have one visibility."""
     sequences, heads, queries = at
-    whose = () if visible.shape[1] == 1 else (heads.start, heads.stop)
+    # A block of one head has a visibility of one head, which need not be that of the next block.
+    whose = () if visible.stride(1) == 0 else (heads.start, heads.stop)
     return (sequences.start, sequences.stop, queries.start, queries.stop, *whose)
 
 

@@ -115,7 +115,9 @@ def _fit(log_mu: Tensor, discard: float) -> Tensor:
     return torch.where(square > 0, (x * y).sum() / square, torch.inf)
 
 
-def twonn_of_each(neighbours: Tensor, discard: float = 0.1) -> Tensor:
+def twonn_of_each(
+    neighbours: Tensor, discard: float = 0.1, *, rounding: float = _ROUNDING
+) -> Tensor:
     """Estimate the intrinsic dimension of each of several sets of points by TwoNN, all at once.
 
     As `twonn` on each set: points with r1 = 0 are left out of their set, then the largest `discard`
@@ -124,6 +126,7 @@ def twonn_of_each(neighbours: Tensor, discard: float = 0.1) -> Tensor:
     Args:
         neighbours: Distances to the nearest neighbours, ascending, [sets, points, k], k >= 2.
         discard: Share of the largest ratios that is dropped, in [0, 1).
+        rounding: Logarithm of the ratio of two distances up to which they count as equal.
 
     Returns:
         [sets], float64; NaN with fewer than 3 points left, inf where r1 = r2 everywhere.
@@ -148,9 +151,11 @@ def twonn_of_each(neighbours: Tensor, discard: float = 0.1) -> Tensor:
         raise ValueError(f"discard is a share in [0, 1), got {discard}")
     near, far = neighbours[:, :, 0].double(), neighbours[:, :, 1].double()
     valid = (near > 0) & torch.isfinite(far)
-    x = _sorted(torch.where(valid, (far / near).log(), torch.inf))
+    logs = _without_rounding((far / near).log(), rounding)
+    x = _sorted(torch.where(valid, logs, torch.inf))
     n = valid.sum(dim=1, keepdim=True).double()
-    kept = torch.minimum((n * (1 - discard)).floor(), n - 1)  # at F = 1 the logarithm ends
+    kept = (n * (1 - discard)).round(decimals=_DIGITS).floor()
+    kept = torch.minimum(kept, n - 1)  # at F = 1 the logarithm ends
     rank = torch.arange(1, x.shape[1] + 1, dtype=torch.float64, device=x.device)
     counts = rank <= kept
     x = torch.where(counts, x, 0)
@@ -513,9 +518,9 @@ def _newton(x: Tensor, d: Tensor, n: Tensor, k: Tensor) -> Tensor:
     return d
 
 
-def _without_rounding(log_ratios: Tensor) -> Tensor:
+def _without_rounding(log_ratios: Tensor, rounding: float = _ROUNDING) -> Tensor:
     """Return 0 for a ratio that is 1 but for rounding: equal spacings have no dimension."""
-    return torch.threshold(log_ratios, _ROUNDING, 0)  # NaN stays
+    return torch.threshold(log_ratios, rounding, 0)  # NaN stays
 
 
 def _log_ratios(near: Tensor, far: Tensor) -> Tensor:

@@ -72,12 +72,15 @@ class HeadScatter(NamedTuple):
         centre: Mean over all rows, [heads, head width].
         groups: Sum over the rows of each group of the products of the numbers along these
             directions, about the centre, [groups, heads, directions, directions].
+        squares: Sum over the rows of each group of the squared distances from the centre, [groups,
+            heads].
     """
 
     total: Tensor
     basis: Tensor
     centre: Tensor
     groups: Tensor
+    squares: Tensor
 
 
 class GroupSums(NamedTuple):
@@ -411,8 +414,9 @@ def paired_mean_differences(
 
 
 def anisotropy_differences(
-    hidden: Tensor, sums: GroupSums, halves: HalfSamples, scatter: Tensor | None = None
-) -> Tensor:
+    hidden: Tensor, squares: Tensor, sums: GroupSums, halves: HalfSamples,
+    scatter: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Compare the share of the variance along the leading direction of the two halves: [ways, 1].
 
     The leading eigenvalue of each half is looked for in the space of the leading eight directions
@@ -420,6 +424,7 @@ def anisotropy_differences(
 
     Args:
         hidden: Rows, [tokens, width].
+        squares: Squared distance of each row from the mean of all, float64, [tokens].
         sums: Sums over the rows of each group, with one head.
         halves: The groups of the rows, and the ways.
         scatter: Sum over all rows of the products of their centred numbers, where it is known,
@@ -434,20 +439,25 @@ def anisotropy_differences(
             basis = torch.linalg.qr(scatter @ basis).Q
         inside = torch.cat([block.sub_(centre) @ basis for block in in_blocks(hidden)])
     else:
+        # Divided by a power of two, which changes no digit: in float32 the square of 1e20 is no
+        # number, and that of 1e-23 is 0.
+        exponent = torch.frexp(squares.max().sqrt()).exponent
+        unit = torch.ldexp(torch.ones_like(centre[0, 0]), -exponent)
         centred = hidden.new_empty(hidden.shape, dtype=torch.float32)
         for target, block in zip(row_blocks(centred), in_blocks(hidden), strict=True):
-            target.copy_(block.sub_(centre))
+            target.copy_(block.sub_(centre).mul_(unit))
         centred = as_factor(centred)
         basis = start.to(centred)
         for _ in range(_STEPS):
             basis = torch.linalg.qr(centred.T @ (centred @ basis)).Q
-        inside = (centred @ basis).double()
+        inside = torch.ldexp((centred @ basis).double(), exponent)
     # A column of ones beside them: products with it are sums.
     products = _products_in_groups(
         torch.nn.functional.pad(inside, (0, 1), value=1)[:, None], halves
     )
     groups, drift = products[..., :-1, :-1], products[..., -1, :-1]
-    return _leading_share_differences(groups, drift, sums, halves)
+    variances = _variances(_by_group(squares, halves), sums, centre, halves)
+    return _leading_share_differences(groups, drift, variances, sums.counts, halves)
 
 
 def scatter_by_group(rows: Tensor, halves: HalfSamples) -> HeadScatter:
@@ -472,6 +482,7 @@ def scatter_by_group(rows: Tensor, halves: HalfSamples) -> HeadScatter:
         basis=torch.cat([part.basis for part in parts]),
         centre=torch.cat([part.centre for part in parts]),
         groups=torch.cat([part.groups for part in parts], dim=1),
+        squares=torch.cat([part.squares for part in parts], dim=1),
     )
 
 
@@ -489,13 +500,16 @@ def _scatter_of_heads(rows: Tensor, halves: HalfSamples, start: Tensor) -> HeadS
         total = product_with_itself(by_head)
         basis = _leading_directions(total, start)
         groups = _products_in_groups((by_head @ basis).transpose(0, 1), halves)
-        return HeadScatter(total, basis, first + shift, groups)
+        squares = groups.new_zeros(groups.shape[:2])
+        _add_by_group(squares, halves.group, by_head.square().sum(dim=2).T)
+        return HeadScatter(total, basis, first + shift, groups, squares)
     # A product for each group costs as much as one of all rows, and needs no second pass.
     of_groups = by_head.split(_sizes_of(halves), dim=1)
     each = torch.stack([product_with_itself(part) for part in of_groups])
     total = each.sum(dim=0)
     basis = _leading_directions(total, start)
-    return HeadScatter(total, basis, first + shift, basis.mT @ (each @ basis))
+    squares = each.diagonal(dim1=2, dim2=3).sum(dim=2)
+    return HeadScatter(total, basis, first + shift, basis.mT @ (each @ basis), squares)
 
 
 def _sizes_of(halves: HalfSamples) -> list[int]:
@@ -520,7 +534,8 @@ def head_anisotropy_differences(
     """
     about = sums.rows - sums.counts[:, None, None] * scatter.centre
     drift = torch.einsum("ghw,hwd->ghd", about, scatter.basis)
-    return _leading_share_differences(scatter.groups, drift, sums, halves)
+    variances = _variances(scatter.squares, sums, scatter.centre, halves)
+    return _leading_share_differences(scatter.groups, drift, variances, sums.counts, halves)
 
 
 def _start(width: int, count: int, dtype: torch.dtype) -> Tensor:
@@ -570,7 +585,7 @@ def _products_in_groups(inside: Tensor, halves: HalfSamples) -> Tensor:
 
 
 def _leading_share_differences(
-    scatter: Tensor, drift: Tensor, sums: GroupSums, halves: HalfSamples
+    scatter: Tensor, drift: Tensor, variances: Tensor, counts: Tensor, halves: HalfSamples
 ) -> Tensor:
     """Compare the leading eigenvalue over the variance in the two halves, [ways, heads].
 
@@ -578,16 +593,17 @@ def _leading_share_differences(
         scatter: Products of the centred numbers along a few directions, summed over the rows of
             each group, [groups, heads, directions, directions], float64.
         drift: Sums of these numbers, [groups, heads, directions].
-        sums: Sums over the rows of each group.
+        variances: Variance of each half about its own mean, [2 ways, heads].
+        counts: Number of rows of each group, [groups].
         halves: The ways.
     """
     sides = torch.cat(sides_of(halves))
-    n = _total(sums.counts, sides)[:, None]
+    n = _total(counts, sides)[:, None]
     mean = _total(drift, sides) / n[:, :, None]
     second = _total(scatter, sides) / n[:, :, None, None]
     second = second - mean[..., :, None] * mean[..., None, :]
     top = _largest_eigenvalue(second.nan_to_num(0, 0, 0))  # a half without rows
-    one, other = torch.where(n > 0, top / _variance(sums, sides), torch.nan).chunk(2)
+    one, other = torch.where(n > 0, top / variances, torch.nan).chunk(2)
     return one - other
 
 
@@ -599,16 +615,18 @@ def _largest_eigenvalue(symmetric: Tensor) -> Tensor:
     return (one + other) / 2 + torch.hypot((one - other) / 2, across)
 
 
-def moments_of_halves(sums: GroupSums, halves: HalfSamples) -> HalfMoments:
+def moments_of_halves(squares: Tensor, sums: GroupSums, halves: HalfSamples) -> HalfMoments:
     """Compute the squared norm of the mean and the variance of each half.
 
     Args:
+        squares: Squared distance of each row from the mean of all, float64, [tokens].
         sums: Sums over the rows of each group, with one head.
-        halves: The ways.
+        halves: The groups of the rows, and the ways.
     """
     sides = torch.cat(sides_of(halves))
     square = half_mean(sums, sides).square().sum(dim=2)
-    return HalfMoments(square[:, 0], _variance(sums, sides)[:, 0])
+    variances = _variances(_by_group(squares, halves), sums, sums.mean, halves)
+    return HalfMoments(square[:, 0], variances[:, 0])
 
 
 def half_mean(sums: GroupSums, side: Tensor) -> Tensor:
@@ -681,12 +699,20 @@ def _total(values: Tensor, side: Tensor) -> Tensor:
     return torch.tensordot(side, values, dims=1)
 
 
-def _variance(sums: GroupSums, side: Tensor) -> Tensor:
-    """Compute the variance of a half about its own mean, [ways, heads]."""
-    # About the mean of all rows first: what both halves share does not cancel.
-    centre = sums.rows.sum(dim=0) / sums.counts.sum()
-    size = sums.counts[:, None]
-    squares = sums.squares - 2 * (sums.rows * centre).sum(dim=2) + size * centre.square().sum(dim=1)
-    n = _total(sums.counts, side)[:, None]
-    mean = _total(sums.rows - size[:, :, None] * centre, side) / n[:, :, None]
-    return _total(squares, side) / n - mean.square().sum(dim=2)
+def _variances(squares: Tensor, sums: GroupSums, centre: Tensor, halves: HalfSamples) -> Tensor:
+    """Compute the variance of each half about its own mean, [2 ways, heads].
+
+    From squared distances to a centre among the rows: in a difference of the mean square norm and
+    the squared norm of the mean, what all rows share would cancel.
+
+    Args:
+        squares: Squared distances of the rows from the centre, summed over each group, [groups,
+            heads].
+        sums: Sums over the rows of each group.
+        centre: The centre of each head, [heads, width].
+        halves: The ways.
+    """
+    sides = torch.cat(sides_of(halves))
+    n = _total(sums.counts, sides)[:, None]
+    mean = _total(sums.rows - sums.counts[:, None, None] * centre, sides) / n[:, :, None]
+    return _total(squares, sides) / n - mean.square().sum(dim=2)

@@ -63,7 +63,7 @@ def local_dimension(rows: Tensor, members: Tensor, *, discard: float = 0.1) -> T
             found.append(found[0].new_full((len(part),), torch.nan))
             continue
         squared = _squared_distances(rows, part, centred, scale)
-        found.append(twonn_of_each(_two_nearest(squared), discard))
+        found.append(twonn_of_each(_two_nearest(squared), discard, rounding=_TOLERANCE))
     return torch.cat(found)
 
 
@@ -280,7 +280,8 @@ def _in_half(squared: Tensor, inside: Tensor, discard: float) -> Tensor:
         discard: Share of the largest ratios that is dropped.
     """
     two = _two_nearest(squared.masked_fill(~inside[:, None, :], torch.inf))
-    return twonn_of_each(two.masked_fill(~inside[:, :, None], torch.inf), discard)
+    two = two.masked_fill(~inside[:, :, None], torch.inf)
+    return twonn_of_each(two, discard, rounding=_TOLERANCE)
 
 
 def _isotropy_in_half(gram: Tensor, leading: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:

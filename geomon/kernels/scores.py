@@ -22,6 +22,10 @@ from geomon.kernels.attention import (
 )
 from geomon.kernels.half_samples import HalfSamples, sides_of
 
+# Share of the mean square of scores, counted from the mean key, below which their variance is made
+# by rounding: a variance is a difference of squares here, and the keys are of float32.
+_ROUNDING = 1e-13
+
 
 class ScoreMoments(NamedTuple):
     """Moments of the scores of each query over the keys that it sees: [heads, rows], float64.
@@ -44,6 +48,8 @@ class QueryVariances(NamedTuple):
         common: Those of the scores of a mean query, [1 + 2 ways, heads, groups]: of all queries,
             then of the first halves of all ways, then of the second ones.
         own: Those of the scores of each query itself, [heads, groups].
+
+    Both are 0 for a head whose scores do not vary by more than rounding.
     """
 
     common: Tensor
@@ -153,11 +159,11 @@ def query_variances(
     groups = group.tolist()  # read once: an index that is on a device would be waited for
     means = _mean_queries(query, seen.any(dim=3), group, halves)
     common = means.new_zeros(len(means), heads, halves.first.shape[1])
-    own = common[0].clone()
-    # What all keys of a head share makes no difference between them.
-    origin = key.mean(dim=(0, 2))
+    own, level = common[0].clone(), common[0].clone()
     # A visibility that is the same for all heads is converted once.
     alike = visible.expand(sequences, -1, queries, keys)
+    # What all keys of a head share makes no difference between them.
+    key, origin = _about_mean_key(key, alike.any(dim=(1, 2)))
     step = rows_in_block(keys, query.device)
     for sequence, start in itertools.product(range(sequences), range(0, queries, step)):
         some = slice(start, start + step)
@@ -171,9 +177,12 @@ def query_variances(
             variances = _variances(weight, torch.einsum("mhw,kw->hkm", means[:, heads_of], facing))
             common[:, heads_of, at] += variances.sum(dim=1).T
             scores = query[sequence, heads_of, some].double() @ facing.T
-            about = scores - (weight * scores).sum(dim=2, keepdim=True)
+            mean = (weight * scores).sum(dim=2, keepdim=True)
+            about = scores - mean
             own[heads_of, at] += (weight * about.square_()).sum(dim=(1, 2))
-    return QueryVariances(common, own)
+            level[heads_of, at] += mean.square_().sum(dim=(1, 2))
+    flat = (own.sum(dim=1) <= _ROUNDING * level.sum(dim=1))[:, None]
+    return QueryVariances(common.masked_fill_(flat, 0), own.masked_fill_(flat, 0))
 
 
 def mean_query_share(query_variances: QueryVariances) -> Tensor:
@@ -219,6 +228,24 @@ def _mean_queries(query: Tensor, real: Tensor, group: Tensor, halves: HalfSample
     sizes = counts.new_zeros(groups, counts.shape[1]).index_add_(0, group, counts)
     sides = torch.cat([torch.ones_like(sizes[:, :1].T), *sides_of(halves)])
     return torch.tensordot(sides, sums, dims=1) / (sides @ sizes)[:, :, None]
+
+
+def _about_mean_key(key: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """Average the keys that a query sees, [key heads, width]; that stands for those that none sees.
+
+    Args:
+        key: Keys, [sequences, key heads, keys, head width].
+        seen: True for keys that some query sees, [sequences, keys].
+
+    Returns:
+        The keys, and their mean.
+    """
+    if bool(seen.all()):
+        return key, key.mean(dim=(0, 2))
+    chosen = seen[:, None, :, None]
+    count = seen.sum().clamp(min=1)
+    origin = (torch.where(chosen, key, 0).sum(dim=(0, 2), dtype=torch.float64) / count).to(key)
+    return torch.where(chosen, key, origin[:, None]), origin
 
 
 def _variances(weights: Tensor, values: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from geomon.kernels.attention import SequenceExtremes
 from geomon.kernels.dimension import HalfRatios
 from geomon.kernels.frequency import CLASSES, frequency_differences
 from geomon.kernels.half_samples import GroupSums, HalfMoments, HalfSamples, HeadScatter
+from geomon.kernels.moments import squares_about_mean
 from geomon.kernels.neighbourhoods import LocalIsotropy
 from geomon.kernels.scores import QueryVariances, ScoreMoments
 from geomon.kernels.type_halves import TypeHalves, variation_differences, within_of_halves
@@ -66,7 +67,8 @@ def _anisotropy_no_sinks(
     if len(ordinary_hidden) == len(ordinary_rows):
         return half_anisotropy
     some = HalfSamples(halves.group[ordinary_rows], halves.first)
-    return half_samples.anisotropy_differences(ordinary_hidden, sums_of_both[1], some, scatters[1])
+    squares, sums = squares_about_mean(ordinary_hidden), sums_of_both[1]
+    return half_samples.anisotropy_differences(ordinary_hidden, squares, sums, some, scatters[1])
 
 
 def _cosine(row_sums: GroupSums, halves: HalfSamples) -> Tensor:

@@ -348,13 +348,19 @@ def _row_sums(sums_of_both: tuple[GroupSums, GroupSums]) -> GroupSums:
 
 
 def _half_anisotropy(
-    hidden: Tensor, row_sums: GroupSums, halves: HalfSamples, scatter: Tensor | None
+    hidden: Tensor,
+    squares_about_mean: Tensor,
+    row_sums: GroupSums,
+    halves: HalfSamples,
+    scatter: Tensor | None,
 ) -> Tensor:
-    return anisotropy_differences(hidden, row_sums, halves, scatter)
+    return anisotropy_differences(hidden, squares_about_mean, row_sums, halves, scatter)
 
 
-def _half_moments(row_sums: GroupSums, halves: HalfSamples) -> HalfMoments:
-    return moments_of_halves(row_sums, halves)
+def _half_moments(
+    squares_about_mean: Tensor, row_sums: GroupSums, halves: HalfSamples
+) -> HalfMoments:
+    return moments_of_halves(squares_about_mean, row_sums, halves)
 
 
 def _half_ratios(

@@ -1558,3 +1558,56 @@ def test_what_a_window_keeps_is_freed_without_the_garbage_collector(end):
         assert kept() is None
     finally:
         gc.enable()
+
+
+class Overwriting(nn.Module):
+    """A decoder that uses the memory of its ids, masks and streams again, as static buffers are."""
+
+    def __init__(self, *, overwrites: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.layers = nn.Embedding(9, 8), nn.ModuleList(map(Masked, range(2)))
+        self.overwrites = overwrites
+
+    def forward(self, ids):
+        mask = torch.tensor([0.0] * 5 + [-1e9]).view(1, 1, 1, 6)
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x, mask)
+        if self.overwrites:
+            for tensor in (ids, mask, x):
+                tensor.fill_(1)
+        return x
+
+
+class Masked(nn.Module):
+    def __init__(self, number) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x, mask):
+        q, k, v = (
+            part(x).unflatten(-1, (2, 4)).transpose(1, 2)
+            for part in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return x + mixed.transpose(1, 2).flatten(2)
+
+
+@torch.no_grad()
+def test_what_a_model_overwrites_after_its_last_block_is_captured_as_it_was():
+    found = []
+    for overwrites in (False, True):
+        model = Overwriting(overwrites=overwrites)
+        ids = torch.arange(24).view(4, 6) % 9
+        with window(model) as seen:
+            model(ids)
+        if overwrites:
+            ids.fill_(2)
+        found.append(seen.snapshot().layers)
+    for kept, other in zip(*found, strict=True):
+        assert {"token_ids", "hidden"} <= kept.captured.keys() == other.captured.keys()
+        for name, value in kept.captured.items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(other.captured[name], value), name
+    assert not found[0][1].captured["visible"].all()

@@ -276,11 +276,12 @@ def test_metrics_of_rows_written_by_hand():
     assert attention_sink(rows).item() == 0.3125
 
 
+@pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
-def test_what_lies_under_the_mask_does_not_matter(garbage):
+def test_what_lies_under_the_mask_does_not_matter(garbage, side):
     length = 450
     query, key = normal(2, 2, length, 8), normal(2, 2, length, 8, seed=1)
-    visible = mask("padded right", 2, length)
+    visible = mask(f"padded {side}", 2, length)
     want = attention_rows(query, key, visible, 0.3)
     hidden = ~visible.any(dim=2).squeeze(1)
     assert hidden.any()
@@ -297,6 +298,25 @@ def test_the_size_of_the_block_does_not_change_the_rows(monkeypatch, block):
     monkeypatch.setattr(_blocks, "BLOCK", block)
     # Keys after the last visible one of a block are left out: float32 sums in another order.
     assert_rows_close(attention_rows(query, key, visible, 0.125, bias), want, atol=2e-6)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_heads_that_see_other_keys_do_so_in_blocks_of_their_own(monkeypatch, last):
+    """Of long sequences a block is one head, whose mask was taken for that of all others."""
+    query, key = normal(2, 4, 20, 8), normal(2, 4, 60, 8, seed=1)
+    visible = torch.rand(2, 4, 20, 60, generator=torch.Generator().manual_seed(2)) < 0.4
+    visible[..., -1] |= last  # then all blocks are as long as one another
+    want = attention_rows(query, key, visible, 0.3)
+    monkeypatch.setattr(_blocks, "BLOCK", 60)  # a head and a query
+    assert_rows_close(attention_rows(query, key, visible, 0.3), want, atol=2e-6)
+
+
+def test_rows_of_more_keys_than_a_short_integer_counts():
+    keys = 40_000
+    query, key = torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, keys, 2)
+    rows = attention_rows(query, key, torch.ones(1, 1, 1, keys, dtype=torch.bool), 1.0)
+    assert rows.visible.item() == keys
+    assert rows.entropy.item() == pytest.approx(math.log(keys), rel=1e-5)
 
 
 @pytest.mark.parametrize("form", ["tokens", "sequences", "heads"])

@@ -31,7 +31,7 @@ from geomon.kernels.dimension import (
     twonn_differences,
 )
 from geomon.kernels.half_samples import HalfSamples, group_sums, half_samples, margin
-from geomon.kernels.moments import drift_norm, mean_square_norm, variance
+from geomon.kernels.moments import drift_norm, mean_square_norm, squares_about_mean, variance
 from geomon.kernels.neighbours import nearest
 from geomon.kernels.spectrum import anisotropy, scatter, spectrum
 
@@ -91,7 +91,7 @@ def test_a_half_without_rows_has_no_anisotropy():
     halves = HalfSamples(torch.zeros(9, dtype=torch.int64), half_samples(torch.arange(16)).first)
     rows = torch.randn(9, 3, generator=torch.Generator().manual_seed(0))
     sums = group_sums(rows[:, None], halves)
-    assert kernel.anisotropy_differences(rows, sums, halves).isnan().all()
+    assert kernel.anisotropy_differences(rows, squares_about_mean(rows), sums, halves).isnan().all()
 
 
 def test_many_numbers_of_which_few_come_are_few_sequences():
@@ -121,14 +121,40 @@ def test_differences_are_those_of_the_metrics_on_the_halves(offset, dtype):
     rows, numbers = rows_of_sequences(24, 20, 12, offset=offset)
     rows, halves = rows.to(dtype), half_samples(numbers)
     sums = group_sums(rows[:, None], halves)
+    moments = kernel.moments_of_halves(squares_about_mean(rows), sums, halves)
     for found, function in (
         (kernel.cosine_differences(sums, halves), cosine),
         (kernel.drift_differences(sums, halves), drift_norm),
-        (torch.sub(*kernel.moments_of_halves(sums, halves).variance.chunk(2))[:, None], variance),
+        (torch.sub(*moments.variance.chunk(2))[:, None], variance),
         (kernel.mean_differences(sums.squares, sums.counts[:, None], halves), mean_square_norm),
     ):
         want = on_halves(function, rows, halves)
         torch.testing.assert_close(found[:, 0], want, rtol=1e-6, atol=1e-9 * (1 + offset**2))
+
+
+@pytest.mark.parametrize("offset", [1e7, 1e9])
+def test_variances_of_halves_far_from_the_origin_are_those_near_it(offset):
+    """Numbers are multiples of 2^-18, so that the shift rounds nothing."""
+    rows, numbers = rows_of_sequences(24, 20, 12)
+    halves = half_samples(numbers)
+
+    def found(rows):
+        sums, squares = group_sums(rows[:, None], halves), squares_about_mean(rows)
+        heads = rows.view(-1, 2, 6)
+        return (
+            kernel.moments_of_halves(squares, sums, halves).variance,
+            kernel.anisotropy_differences(rows, squares, sums, halves),
+            kernel.anisotropy_differences(
+                rows, squares_about_mean(rows), sums, halves, scatter(rows)
+            ),
+            kernel.head_anisotropy_differences(
+                kernel.scatter_by_group(heads, halves), group_sums(heads, halves), halves
+            ),
+        )
+
+    near = (rows * 2**18).round() / 2**18
+    for one, other in zip(found(near), found(near + offset), strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)
 
 
 def test_differences_of_heads():
@@ -154,7 +180,7 @@ def test_anisotropy_of_halves_is_near_that_of_their_spectra(offset):
     rows, numbers = rows_of_sequences(32, 40, 24, offset=offset)
     halves = half_samples(numbers)
     sums = group_sums(rows[:, None], halves)
-    found = kernel.anisotropy_differences(rows, sums, halves)[:, 0]
+    found = kernel.anisotropy_differences(rows, squares_about_mean(rows), sums, halves)[:, 0]
     want = on_halves(lambda part: anisotropy(spectrum(part)), rows, halves)
     assert (found - want).norm() < 0.05 * want.norm()
 
@@ -164,10 +190,28 @@ def test_anisotropy_of_halves_is_the_same_by_rows_and_by_their_scatter(offset):
     rows, numbers = rows_of_sequences(32, 40, 24, offset=offset)
     halves = half_samples(numbers)
     sums = group_sums(rows[:, None], halves)
-    found = kernel.anisotropy_differences(rows, sums, halves, scatter(rows))
-    want = kernel.anisotropy_differences(rows, sums, halves)
+    found = kernel.anisotropy_differences(
+        rows, squares_about_mean(rows), sums, halves, scatter(rows)
+    )
+    want = kernel.anisotropy_differences(rows, squares_about_mean(rows), sums, halves)
     torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-7)
     assert want.norm() > 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("exponent", [-105, -75, 66, 120])
+def test_anisotropy_of_halves_is_the_same_at_every_scale(dtype, exponent):
+    """In float32 squares of such numbers end; a basis of what is no number made intervals of 0."""
+    rows, numbers = rows_of_sequences(16, 4, 96)
+    halves = half_samples(numbers)
+
+    def found(rows):
+        sums = group_sums(rows[:, None], halves)
+        return kernel.anisotropy_differences(rows, squares_about_mean(rows), sums, halves)
+
+    want = found(rows.to(dtype))
+    assert want.norm() > 0.01
+    torch.testing.assert_close(found(rows.to(dtype) * 2.0**exponent), want, rtol=1e-9, atol=0)
 
 
 def test_anisotropy_of_halves_is_not_made_of_shortened_factors():
@@ -175,9 +219,11 @@ def test_anisotropy_of_halves_is_not_made_of_shortened_factors():
     rows, halves = rows.float(), half_samples(numbers)
     sums = group_sums(rows[:, None], halves)
     for known in (None, scatter(rows)):
-        want = kernel.anisotropy_differences(rows, sums, halves, known)
+        want = kernel.anisotropy_differences(rows, squares_about_mean(rows), sums, halves, known)
         with ShortProducts():
-            found = kernel.anisotropy_differences(rows, sums, halves, known)
+            found = kernel.anisotropy_differences(
+                rows, squares_about_mean(rows), sums, halves, known
+            )
         torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-7)
 
 
@@ -198,6 +244,18 @@ def test_a_row_that_is_the_mean_of_its_half_has_no_direction_there():
     rows[:4], rows[4:8] = 4.0, torch.tensor([[0.0], [1.0], [7.0], [8.0]])
     found = kernel.centred_cosine_differences(rows, group_sums(rows[:, None], halves), halves)
     torch.testing.assert_close(found, on_halves(cosine_centred, rows, halves))
+
+
+@pytest.mark.parametrize("scale", [0.1, 1 / 3, 1e-7])
+def test_a_row_that_is_the_mean_but_for_rounding_has_no_direction_either(scale):
+    rows = torch.tensor([[1.0], [2.0], [6.0], [7.0]], dtype=torch.float64).repeat(8, 1)
+    halves = half_samples(torch.arange(8).repeat_interleave(4))
+    rows[:4], rows[4:8] = 4.0, torch.tensor([[0.0], [1.0], [7.0], [8.0]])
+
+    def found(rows):
+        return kernel.centred_cosine_differences(rows, group_sums(rows[:, None], halves), halves)
+
+    torch.testing.assert_close(found(scale * rows), found(rows), rtol=1e-9, atol=1e-12)
 
 
 def test_a_row_without_a_direction_counts_in_no_cosine_of_sequences():
@@ -465,6 +523,23 @@ def test_without_places_the_margin_covers_and_is_no_wider_than_it_has_to_be(each
     assert found.mean() < 1.35 * 1.96 * means.std()
     if length == 64:  # in a long sequence few places are early ones
         assert plain.mean() > 1.3 * found.mean()
+
+
+def test_what_is_left_is_scaled_by_the_numbers_that_were_fitted():
+    """A line in the logarithm of the place takes two of the 16 groups of a stratum."""
+    places = torch.tensor([10.0, 30, 90, 270])[:, None] + torch.arange(16) / 16
+    sequences = torch.arange(16).expand(4, -1).flatten()
+    values = torch.randn(1, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    every = torch.ones_like(values, dtype=torch.bool)
+    found = kernel.without_places(
+        values, every, places.view(1, -1).double(), sequences, half_samples(sequences)
+    )
+    for stratum in (slice(15, 31), slice(31, 47), slice(47, 63)):
+        x = places.flatten()[stratum].double().log()
+        line = torch.stack([torch.ones_like(x), x], dim=1)
+        own = values[0, stratum]
+        left = own - line @ torch.linalg.lstsq(line, own[:, None]).solution[:, 0]
+        torch.testing.assert_close(found[0, stratum], left * math.sqrt(16 / 14), rtol=1e-6, atol=0)
 
 
 def test_rows_that_are_all_at_one_place_are_as_they_were():

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from geomon.kernels import massive as kernel
 from geomon.kernels.massive import LARGEST_SHARE, ordinary_rows, sink_share
 from geomon.kernels.spectrum import anisotropy, spectrum
 
@@ -201,3 +202,11 @@ def test_as_many_as_one_row_in_twenty_can_be_massive():
         hidden = torch.from_numpy(rows).clone()
         hidden[:count] *= 100
         assert (~ordinary_rows(hidden)).sum() == found
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7, 8, 100])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_centre_is_the_lower_median_of_each_column_in_its_own_digits(dtype, tokens):
+    rows = (normal(tokens, 5) + 1e9 * (dtype == torch.float64)).to(dtype)
+    want = rows.double().median(dim=0).values
+    assert torch.equal(kernel._median(rows), want)

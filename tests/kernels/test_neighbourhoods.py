@@ -136,6 +136,17 @@ def test_halves_are_compared_on_their_own_tokens_and_neighbours():
     assert local_dimension_differences(rows, members[:, :2], own, halves).isnan().all()
 
 
+def test_blocks_of_neighbourhoods_change_no_difference_between_halves(monkeypatch):
+    rows, halves = normal(240, 5, seed=6), half_samples(torch.arange(240) // 12)
+    own = torch.arange(0, 240, 6)
+    given = rows, nearest(rows, 20, of=own).indices, own, halves
+    want = local_dimension_differences(*given), *local_isotropy_differences(*given)
+    monkeypatch.setattr(_blocks, "BLOCK", 3 * 20 * 20)  # three neighbourhoods at a time
+    found = local_dimension_differences(*given), *local_isotropy_differences(*given)
+    for one, other in zip(found, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("width", [3, 60])
 def test_the_isotropy_of_halves_is_that_of_their_own_members(width):
     rows = normal(240, width, seed=6) * torch.arange(1, width + 1) ** -1.5 + 100
@@ -167,6 +178,26 @@ def test_several_sets_are_fitted_as_each_alone(count, size, seed, discard):
     found = twonn_of_each(distances, discard)
     expected = torch.stack([twonn(own, discard) for own in distances])
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("discard", [0.1, 0.7, 0.8])
+@pytest.mark.parametrize("size", [10, 20, 60, 100])
+def test_of_each_set_as_many_ratios_are_kept_as_of_one(size, discard):
+    """60 (1 - 0.8) is 11.999999999999998 in float64."""
+    distances = normal(2, size, 2).abs().sort(dim=2).values
+    want = torch.stack([twonn(own, discard) for own in distances])
+    torch.testing.assert_close(twonn_of_each(distances, discard), want, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("width", [1, 3, 24])
+def test_on_a_lattice_whose_numbers_are_rounded_the_dimension_is_infinite(width):
+    """Spacings are equal but for rounding, which is no structure: TwoNN of it would be 1e13."""
+    rows = torch.arange(200.0, dtype=torch.float64)[:, None] * normal(1, width).double() + 0.3
+    own = torch.arange(70, 130)
+    members = own[:, None] + torch.tensor([*range(-20, 0), *range(1, 21)])
+    assert (local_dimension(rows, members) == math.inf).all()
+    found = local_dimension_differences(rows, members, own, half_samples(torch.arange(200) // 10))
+    assert not (found.abs() > 1e6).any()
 
 
 def test_sets_without_an_answer():

@@ -543,3 +543,12 @@ def test_rows_made_ready_once_give_the_neighbours_of_each_search(dtype):
     alone = nearest_among(near, rows, fewer, 3, among=some)
     shared = nearest_among(near, rows, fewer, 3, among=some, scaled=ready)
     assert torch.equal(alone.indices, shared.indices)
+
+
+def test_rows_of_which_the_inverse_is_beyond_float64():
+    rows = torch.randint(0, 999, (40, 3), generator=torch.Generator().manual_seed(0)).double()
+    tiny = rows * 2.0**-530 * 2.0**-530
+    assert not (1 / tiny.abs().max()).isfinite()
+    want, found = nearest(rows, 3), nearest(tiny, 3)
+    assert torch.equal(found.indices, want.indices)
+    assert torch.equal(scale_rows(tiny).values, scale_rows(rows).values)

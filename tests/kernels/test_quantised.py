@@ -158,6 +158,16 @@ def test_integers_never_lengthen_a_distance_by_more_than_their_rounding(tokens, 
     assert (moved <= 0.5001 * math.sqrt(width)).all()
 
 
+def test_what_computation_moved_a_point_counts_in_the_units_of_integers():
+    values = torch.rand(64, 3, generator=torch.Generator().manual_seed(0)) / 50
+    moved = torch.linspace(0, 1e-2, 64, dtype=torch.float64)
+    plain, more = (
+        quantised._integers(values, quantised._Bounds(values, 0.0, by), 1) for by in (None, moved)
+    )
+    assert plain.per_unit > 1000
+    np.testing.assert_allclose(more.moved - plain.moved, plain.per_unit * moved.numpy(), rtol=1e-9)
+
+
 def test_integers_stand_for_their_rows():
     rows = decaying(333, 30)
     values = scale_rows(rows).values

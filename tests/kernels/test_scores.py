@@ -19,6 +19,7 @@ from geomon.kernels.scores import (
     score_mean,
     score_moments,
     score_spread,
+    share_differences,
 )
 
 MASKS = ["all", "causal", "by sequence", "by head"]
@@ -115,6 +116,19 @@ def test_the_share_is_that_of_loops_over_rows(kind, block, monkeypatch):
         assert found[head].item() == pytest.approx(want, rel=1e-6)
 
 
+@pytest.mark.parametrize("anything", [1e12, math.inf, math.nan])
+def test_keys_that_no_query_sees_may_be_anything(anything):
+    query, key = attention()
+    visible = mask("by sequence")
+    unseen = ~visible.any(dim=(1, 2))
+    other = key.masked_fill(unseen[:, None, :, None], anything)
+    want, found = share(query, key, visible), share(query, other, visible)
+    torch.testing.assert_close(found, want, rtol=1e-9, atol=0)
+    moments, others = (score_moments(query, part, visible, 0.5) for part in (key, other))
+    for one, two in zip(moments, others, strict=True):
+        torch.testing.assert_close(two, one)
+
+
 def test_a_constant_on_all_keys_and_a_scale_change_nothing():
     (query, key), visible = attention(), mask("causal")
     want = share(query, key, visible)
@@ -134,6 +148,27 @@ def test_the_order_of_sequences_heads_and_queries_does_not_matter(seed):
         share(query.flip(1), key.flip(1), mask("all")).flip(0),
     ):
         torch.testing.assert_close(found, want, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("alike", ["all keys", "keys of a sequence", "keys of a document"])
+def test_where_scores_do_not_vary_the_mean_query_has_no_share(dtype, alike):
+    """Keys that are equal where they are seen vary by rounding alone: no 1e15 of it."""
+    query, key = (part.to(dtype) for part in attention(sequences=16, queries=12, keys=12))
+    visible = mask("causal", 16, 4, 12, 12)
+    if alike == "all keys":
+        key[:] = key[:1, :, :1].clone()
+    elif alike == "keys of a sequence":
+        key[:] = key[:, :, :1].clone()
+    else:
+        document = torch.arange(12) // 4
+        visible = visible & (document[:, None] == document)
+        key = key[:, :, 4 * document]
+    key[:, 1, 0] += 1.0  # the second key head has scores that do vary
+    halves = halves_of(query)
+    found = query_variances(query, key, visible, halves)
+    assert mean_query_share(found).isnan().tolist() == [True, True, False, False]
+    assert share_differences(found, halves)[:, :2].isnan().all()
 
 
 def test_queries_that_are_zero_in_the_mean_have_a_share_of_one_over_their_number():

@@ -396,3 +396,11 @@ def test_profile_shape_names_the_shape_it_cannot_use(values):
     with pytest.raises(ValueError, match=r"expected values \[layers\]") as caught:
         profile_shape(values)
     assert str(list(values.shape)) in str(caught.value)
+
+
+@pytest.mark.parametrize("rows", [20, 50, 64])
+def test_the_neighbourhoods_of_few_rows_are_compared_with_those_of_exactly_as_many(rows):
+    names = ("local_dimension", "local_anisotropy", "local_cosine")
+    found = module.null_values(select(*names), rows, 8)
+    want = module._gaussian_neighbourhoods(rows, 8)
+    assert {name: found[f"{name}/null"] for name in names} == want

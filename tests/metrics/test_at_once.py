@@ -255,6 +255,7 @@ def test_bundled_metrics_of_small_layers_share_the_threads_out():
     [
         (1, 4096, 128, 1), (2, 4096, 128, 2), (2, 4096, 1024, 2), (2, 4096, 2048, 1),
         (16, 4096, 128, 8), (16, 4096, 4096, 4), (16, 65_536, 1024, 1), (64, 256, 64, 8),
+        (4, 4096, 1536, 2),
     ],
 )  # fmt: skip
 def test_wide_layers_get_several_threads_each(threads, rows, width, expected):

@@ -397,3 +397,57 @@ def test_intervals_of_attention_are_those_of_each_value_alone(alone):
         want = row_mean_differences(own, chosen, halves)
         found = DIFFERENCES[METRICS[name]](every)
         torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-15)
+
+
+def rows_with_massive_ones(sequences=16, each=30):
+    """Rows of which those of one sequence are alike, some of massive norm, and their sequences."""
+    generator = torch.Generator().manual_seed(7)
+    numbers = torch.arange(sequences).repeat_interleave(each)
+    rows = torch.randn(sequences * each, 6, generator=generator)
+    rows += torch.randn(sequences, 6, generator=generator)[numbers]
+    massive = torch.arange(len(rows)) % 97 == 50
+    rows[massive] *= 200
+    order = torch.randperm(len(rows), generator=generator)
+    return rows[order], numbers[order], massive[order]
+
+
+def test_rows_of_massive_norm_count_in_the_sequences_that_they_are_of():
+    rows, numbers, _ = rows_with_massive_ones()
+
+    def drift(hidden):
+        return drift_norm(hidden)
+
+    metrics = select("drift_norm") | {"own": with_interval(drift)}
+    values = geometry(rows, sequences=numbers, metrics=metrics)
+    assert values["drift_norm/margin"] == pytest.approx(values["own/margin"], rel=1e-9)
+
+
+def test_without_massive_rows_the_margin_is_that_of_the_others_alone():
+    rows, numbers, massive = rows_with_massive_ones()
+    whole = geometry(rows, sequences=numbers, metrics=select("anisotropy_no_sinks", "anisotropy"))
+    rest = geometry(rows[~massive], sequences=numbers[~massive], metrics=select("anisotropy"))
+    assert whole["anisotropy_no_sinks"] == pytest.approx(rest["anisotropy"], rel=1e-6)
+    assert whole["anisotropy_no_sinks/margin"] == pytest.approx(rest["anisotropy/margin"], rel=1e-6)
+    assert whole["anisotropy/margin"] > 2 * rest["anisotropy/margin"]
+
+
+@pytest.mark.parametrize("offset", [2.0**24, 2.0**30])
+def test_margins_far_from_the_origin_are_those_near_it(offset):
+    """What all rows share is no difference between halves; the shift rounds nothing here."""
+    generator = torch.Generator().manual_seed(4)
+    sequences, ids = torch.arange(480) // 20, torch.randint(9, (480,), generator=generator)
+    kind = {"generator": generator, "dtype": torch.float64}
+    own, kinds = torch.randn(24, 6, **kind), torch.randn(9, 6, **kind)
+    rows = torch.randn(480, 6, **kind) + own[sequences] + kinds[ids]
+    rows[::60] *= 30  # massive rows
+    rows = (rows * 2**18).round() / 2**18
+    names = (
+        "variance", "anisotropy", "anisotropy_no_sinks", "within_variance", "between_variance",
+        "within_share", "between_share", "cosine_centred",
+    )  # fmt: skip
+    near, far = (
+        geometry(part, ids, sequences=sequences, metrics=select(*names))
+        for part in (rows, rows + offset)
+    )
+    for name in names:
+        assert far[f"{name}/margin"] == pytest.approx(near[f"{name}/margin"], rel=1e-5), name

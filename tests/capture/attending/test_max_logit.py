@@ -36,6 +36,7 @@ def reference(query, key, visible, scale, bias=None, softcap=None) -> torch.Tens
     seed=st.integers(0, 2**20),
     shape=st.tuples(*(st.integers(1, size) for size in (3, 2, 2, 19, 19))),
     kind=st.sampled_from(["none", "bool", "additive", "by key", "causal flag", "window"]),
+    scale=st.sampled_from([8**-0.5, 8**-0.5, -0.7, 0.0]),
     softcap=st.sampled_from([None, 2.0]),
     biased=st.booleans(),
     padded=st.booleans(),
@@ -44,7 +45,7 @@ def reference(query, key, visible, scale, bias=None, softcap=None) -> torch.Tens
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_it_is_the_largest_of_all_scores(
-    seed, shape, kind, softcap, biased, padded, block, fewest, dtype
+    seed, shape, kind, scale, softcap, biased, padded, block, fewest, dtype
 ):
     sequences, key_heads, group, queries, keys = shape
     heads = key_heads * group
@@ -57,7 +58,7 @@ def test_it_is_the_largest_of_all_scores(
     bias = normal(1, heads, queries, keys) if biased else None
     rows, order = torch.arange(queries)[:, None], torch.arange(keys)
     visible = torch.ones(sequences, 1, queries, keys, dtype=torch.bool)
-    mask, options = None, {"position_bias": bias, "softcap": softcap}
+    mask, options = None, {"position_bias": bias, "softcap": softcap, "scaling": scale}
     if kind in ("bool", "additive"):
         visible = torch.rand(sequences, 1, queries, keys, generator=generator) > 0.4
         mask = visible if kind == "bool" else torch.where(visible, 0.0, -1e9)
@@ -78,8 +79,31 @@ def test_it_is_the_largest_of_all_scores(
         patch.setattr(max_logit, "_BLOCK_ON_HOST", block)
         patch.setattr(max_logit, "_FEWEST_QUERIES", fewest)
         found = over_rows(max_logits_of_call(arguments), valid)
-    expected = reference(query, key, visible, 8**-0.5, bias, softcap)
+    expected = reference(query, key, visible, scale, bias, softcap)
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("fewest", [1, 4])
+@pytest.mark.parametrize("window", [None, 3, 7])
+def test_no_later_key_is_seen_in_a_part_of_the_queries(monkeypatch, window, fewest):
+    """Every key has a larger score than those before it, and every query its own key's."""
+    monkeypatch.setattr(max_logit, "_FEWEST_QUERIES", fewest)
+    key = torch.arange(24.0).view(1, 1, 24, 1)
+    options = {"is_causal": True, "sliding_window": window, "scaling": 1.0}
+    given = read_arguments("interface", None, torch.ones(1, 1, 24, 1), key, None, options)
+    assert max_logits_of_call(given)[0, 0].tolist() == [*range(24)]
+    lower = read_arguments("interface", None, torch.ones(1, 1, 24, 1), -key, None, options)
+    first = [max(0, row + 1 - (window or 24)) for row in range(24)]
+    assert max_logits_of_call(lower)[0, 0].tolist() == [-number for number in first]
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_a_row_that_sees_no_key_has_none_whatever_the_cap(softcap):
+    mask = torch.ones(1, 1, 3, 3, dtype=torch.bool)
+    mask[..., 1, :] = False
+    rows, options = torch.ones(1, 1, 3, 4), {"softcap": softcap}
+    found = max_logits_of_call(read_arguments("interface", None, rows, rows, mask, options))
+    assert (found == -torch.inf).tolist() == [[[False, True, False]]]
 
 
 @pytest.mark.parametrize("lowest", [-torch.inf, torch.finfo(torch.float32).min, -1e4])
