@@ -10,7 +10,8 @@ from geomon import METRICS, MORE_METRICS, describe
 from geomon.monitor.options import CALLBACK_DEFAULTS
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *ROOT.glob("recipes/*/*.md")])
+FOLDERS = (".", "docs", "benchmarks", "recipes/*")
+PAGES = sorted(path for folder in FOLDERS for path in ROOT.glob(f"{folder}/*.md"))
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
