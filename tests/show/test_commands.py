@@ -75,6 +75,30 @@ def test_a_file_that_is_no_record_and_one_without_readings_are_bad_input(tmp_pat
     assert invoke("figure", run, "--out", tmp_path / "picture.xyz").exit_code == 2
 
 
+@pytest.mark.parametrize(
+    "command",
+    [("figure", "a.png"), ("compare", "a.png"), ("report", "a.html"), ("export", "a.csv")],
+)
+def test_a_place_that_cannot_be_written_is_named_with_what_to_do(command, run, tmp_path):
+    name, file = command
+    (tmp_path / "file").write_text("of the user")
+    folders = [run, run] if name == "compare" else [run]
+    out = tmp_path / "file" / file
+    result = invoke(name, *folders, "--out", out)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"geomon: {out} cannot be written (")
+    assert result.stderr.endswith("): give another place by --out\n")
+    assert result.stderr.count("\n") == 1
+
+
+def test_several_figures_are_not_written_into_a_file(run, tmp_path):
+    (tmp_path / "a.png").write_text("of the user")
+    result = invoke("figure", run, "--kind", "run", "--kind", "map", "--out", tmp_path / "a.png")
+    assert result.exit_code == 2
+    assert result.stderr.endswith("is a file: give a folder by --out, for several figures\n")
+    assert (tmp_path / "a.png").read_text() == "of the user"
+
+
 ACTING = "\x1b[2J\x1b]0;title\x07\u202eabc\x9b31m\x00\r\nline\u2028end"
 
 
