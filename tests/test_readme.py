@@ -63,6 +63,17 @@ def test_every_place_in_a_page_that_is_linked_is_there(page):
         assert place in kept, (target, place)
 
 
+def test_the_claims_are_counted_as_on_their_page():
+    page = (ROOT / "docs" / "claims.md").read_text()
+    (row,) = re.findall(r"^\| \*\*all\*\* \|(.*)\|$", page, flags=re.MULTILINE)
+    count, agree, disagree, undecided = map(int, row.split("|"))
+    counts = f"{count} assertions: {agree} agree, {disagree} disagree, {undecided} are undecided"
+    assert counts in README
+    of_decoder = sum(map(int, re.findall(r"^- `make decoder`: (\d+) lines", page, re.MULTILINE)))
+    for name in ("recipes/decoder/README.md", "CHANGELOG.md"):
+        assert f"{of_decoder} assertions" in (ROOT / name).read_text()
+
+
 def test_what_is_described_is_what_describe_says():
     pages = README + (ROOT / "docs" / "describe.md").read_text()
     for model in described().values():
