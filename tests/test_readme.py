@@ -76,6 +76,19 @@ def test_every_place_in_a_page_that_is_linked_is_there(page):
         assert place in kept, (target, place)
 
 
+def test_the_cost_of_a_reading_is_that_of_its_page():
+    page = (ROOT / "docs" / "cost.md").read_text()
+    found: dict[int, list[float]] = {}
+    rows = re.findall(r"^\| .*, width (\d+), context \d+ \|(.*)\|$", page, flags=re.MULTILINE)
+    for width, steps in rows:
+        found.setdefault(int(width), []).extend(map(float, re.findall(r"\d+\.\d+", steps)))
+    assert set(found) == {128, 384, 768}
+    for width, steps in found.items():
+        low, high = min(steps), max(steps)
+        said = f"{low}" if low == high else f"{low} to {high}"
+        assert re.search(rf"\b{said}( training steps .*)? at (width )?{width}\b", README), width
+
+
 def test_the_claims_are_counted_as_on_their_page():
     page = (ROOT / "docs" / "claims.md").read_text()
     (row,) = re.findall(r"^\| \*\*all\*\* \|(.*)\|$", page, flags=re.MULTILINE)
