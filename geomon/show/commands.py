@@ -1,6 +1,8 @@
 """Commands on the record of a run: `geomon watch`, `geomon figure` and `geomon summary`."""
 
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -151,7 +153,26 @@ def add_commands(app: "typer.Typer") -> None:
     ) -> None:
         """Say in words what happened in a run."""
         with exit_on_bad_input():
-            typer.echo("\n".join(map(printable, summarise(load(directory, stack)))))
+            for sentence in summarise(load(directory, stack)):
+                typer.echo(fit_to_terminal(printable(sentence)))
+
+
+def fit_to_terminal(text: str, *, indent: str = "") -> str:
+    """Break a text between words where the output is a terminal, which would break words.
+
+    Args:
+        text: Text in one line.
+        indent: Beginning of its first line; further lines begin two columns farther.
+
+    Returns:
+        The text in lines; in one line where the output is a file or a pipe.
+    """
+    if not sys.stdout.isatty():
+        return indent + text
+    return textwrap.fill(
+        text, shutil.get_terminal_size().columns, initial_indent=indent,
+        subsequent_indent=f"{indent}  ", break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
 
 
 def write_figures(

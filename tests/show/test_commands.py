@@ -1,5 +1,6 @@
 import io
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -73,6 +74,21 @@ def test_a_file_that_is_no_record_and_one_without_readings_are_bad_input(tmp_pat
     result = invoke("figure", tmp_path / "other")
     assert (result.exit_code, "no readings yet" in result.stderr) == (2, True)
     assert invoke("figure", run, "--out", tmp_path / "picture.xyz").exit_code == 2
+
+
+def test_sentences_are_broken_between_words_on_a_terminal_alone(run):
+    plain = invoke("summary", run).stdout.splitlines()
+    program = "import sys; sys.stdout.isatty = lambda: True; from geomon.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "summary", str(run)], capture_output=True, text=True,
+        env=os.environ | {"COLUMNS": "40"}, check=True,
+    )  # fmt: skip
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 40 < max(map(len, plain))
+    assert " ".join(line.strip() for line in lines) == " ".join(plain)
+    assert [line for line in lines if not line.startswith("  ")] == [
+        next(line for line in lines if whole.startswith(line)) for whole in plain
+    ]
 
 
 @pytest.mark.parametrize(
