@@ -492,11 +492,12 @@ def mark_alerts(panel: Axes, readings: Readings, *, named: bool = False) -> None
 
 
 def legend(panel: Axes, **style: Any) -> None:
-    """Add a legend at the upper left."""
+    """Add a legend, at the upper left where no other place is asked for."""
     style = {
         "fontsize": 9,
         "handlelength": 1.6,
-        "borderaxespad": 0.1,
+        "borderaxespad": 0,  # or lines behind it show above it
+        "bbox_to_anchor": (0.004, 0, 0.992, 1),  # beside the axis, which it would cover
         "framealpha": 1,
         "loc": "upper left",
     } | style

@@ -428,7 +428,10 @@ def test_no_line_is_covered_by_the_legend(distinct, factor):
     panel = panels(figure)[0]
     level = next(line for line in panel.lines if list(line.get_ydata()) == [null, null])
     (loss,) = next(axes for axes in figure.axes if "loss" in axes.get_ylabel()).lines
-    bottom = panel.get_legend().get_window_extent().y0
+    box = panel.get_legend().get_frame().get_window_extent()
+    assert box.y1 >= panel.get_window_extent().y1  # nothing shows above it either
+    assert box.x0 > panel.get_window_extent().x0 + 1
+    bottom = box.y0
     for line in (*panel.lines, level, loss):
         assert line.get_window_extent().y1 < bottom
 
