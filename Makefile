@@ -13,12 +13,16 @@ RECIPES := $(patsubst recipes/%/__main__.py,%,$(wildcard recipes/*/__main__.py))
 .PHONY: $(RECIPES) test check format architectures api bench clean help
 
 help:
-	@echo "make enwik8   train a character decoder on enwik8 and watch its geometry (ARGS=... are passed on)"
-	@echo "make test     the whole test suite"
-	@echo "make check    lint, format and types"
-	@echo "make api      build/api/: the reference of every public name, from the docstrings"
-	@echo "make bench    what geomon costs, measured here"
-	@echo "make architectures   docs/architectures.md: what is seen of 67 models, checked against their own attention"
+	@echo "make enwik8         train a character decoder on enwik8 and watch its geometry"
+	@echo "make NAME           the other recipes, the same way: $(filter-out enwik8,$(RECIPES))"
+	@echo "                    flags of any recipe: make enwik8 ARGS='--steps 300'; all of them: ARGS=--help"
+	@echo "make test           the whole test suite"
+	@echo "make check          lint, format and types"
+	@echo "make format         change the code as lint and format want it"
+	@echo "make api            build/api/: the reference of every public name, from the docstrings"
+	@echo "make bench          what geomon costs, measured here"
+	@echo "make architectures  docs/architectures.md: what is seen of 67 models, checked against their own attention"
+	@echo "make clean          take the environment and what was built away; runs/ stays"
 
 $(READY): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "no '$(PYTHON)' here: install Python 3.11 or later, or say make PYTHON=..."; exit 1; }
@@ -56,4 +60,4 @@ bench: $(READY)
 	@$(BIN)/python -m benchmarks.window_cost
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .hypothesis .pytest_cache

@@ -20,8 +20,8 @@ settings.load_profile("geomon")
 os.environ |= {"WANDB__SERVICE_WAIT": "300", "WANDB_INIT_TIMEOUT": "300"}
 
 STEPS = (0, 16, 32, 64, 128, 256, 512, 1024, 1500)
-# The curves of notes/definitions.md: expansion and compression of the paper's estimate, while the
-# distinct tokens' falls throughout and scale 32 falls and then grows.
+# Curves of a character decoder on enwik8: expansion and compression of the paper's estimate, while
+# the distinct tokens' falls throughout and scale 32 falls and then grows.
 CURVES = {
     "twonn/mean": (2.5, 2.8, 3.3, 5.0, 7.3, 7.4, 6.4, 5.7, 5.3),
     "twonn_distinct/mean": (32.1, 24.0, 18.6, 11.0, 7.5, 6.2, 5.9, 5.3, 4.9),

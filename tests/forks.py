@@ -67,7 +67,7 @@ class Forks:
         self, what: str, *arguments: object, environment: Mapping[str, str], stdout: int,
         stderr: int, file_size: int | None = None,
     ) -> Program:  # fmt: skip
-        """Start a module (`"package.module"`) or a file (`"folder/name.py"`) as a program.
+        """Start a module (`"package.module"`) or a file, by its path, as a program.
 
         Its streams are file descriptors; the size of a file that it writes can be limited, in
         bytes: no disk need be full.

@@ -4,8 +4,11 @@ import ast
 import importlib
 import inspect
 import pkgutil
+import posixpath
 import re
 import subprocess
+import tokenize
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -42,10 +45,73 @@ def test_nothing_happens_at_import_and_only_commands_print(path):
             assert isinstance(node.value, ast.Constant), f"line {node.lineno} does something"
 
 
-def test_no_path_of_a_machine_is_in_the_project():
+def listed(*folders: str) -> list[str]:
+    """Paths of the files of the project that git keeps or would keep."""
     names = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout.split()
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", *folders],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    ).stdout.split()  # fmt: skip
+    return [name for name in names if (ROOT / name).is_file()]
+
+
+def comments_and_docstrings(path: Path) -> Iterator[str]:
+    """Yield what the file says of itself, without its code."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield ast.get_docstring(node) or ""
+    with tokenize.open(path) as file:
+        for token in tokenize.generate_tokens(file.readline):
+            if token.type == tokenize.COMMENT:
+                yield token.string
+
+
+def prose(path: Path) -> Iterator[str]:
+    """Yield the text of a page without its blocks of code, whose commands write files."""
+    yield re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def unknown_files(text: str, folder: str, names: set[str]) -> list[str]:
+    """List the modules and pages that a text names and that are in none of the folders.
+
+    A file may be named by the end of its path, or from the folder in which the text stands.
+    """
+    named = re.findall(r"(?<![\w./*{<-])((?:[\w.-]+/)*[\w-]+\.(?:py|md))\b(?![\w(])", text)
+    return [
+        name
+        for name in named
+        if posixpath.normpath(posixpath.join(folder, name)) not in names
+        and not any(f"/{known}".endswith(f"/{name}") for known in names)
+    ]
+
+
+def test_modules_and_pages_that_are_named_are_there():
+    names = set(listed())
+    assert names
+    missing = {}
+    for name in names:
+        read = {".py": comments_and_docstrings, ".md": prose}.get(Path(name).suffix)
+        folder = posixpath.dirname(name)
+        # The whole text first: to parse it takes ten times as long.
+        if read is not None and unknown_files((ROOT / name).read_text(), folder, names):
+            missing[name] = unknown_files("\n".join(read(ROOT / name)), folder, names)
+    assert {name: found for name, found in missing.items() if found} == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "unknown"),
+    [
+        ("see `b.py`, a/b.py, page.md and ../docs/page.md", []),
+        ("see gone.py and a/gone.md.", ["gone.py", "a/gone.md"]),
+        ("x/b.py ../page.md", ["x/b.py", "../page.md"]),
+        ("test_*.py, b.pyc, <name>.py and page.mdx are none", []),
+    ],
+)
+def test_a_file_is_named_by_the_end_of_its_path(text, unknown):
+    assert unknown_files(text, "a", {"a/b.py", "docs/page.md"}) == unknown
+
+
+def test_no_path_of_a_machine_is_in_the_project():
+    names = listed()
     assert names
     pattern = re.compile(r"(?<![\w.])/(work|root|home|tmp|Users)/\w")
     for name in names:
@@ -57,11 +123,8 @@ def test_no_path_of_a_machine_is_in_the_project():
 
 def test_the_packages_hold_modules_alone():
     """Five records of a benchmark stood there once: the default folder is called geomon."""
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "geomon", "recipes"],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    ).stdout.split()  # fmt: skip
-    kinds = {name for name in listed if not name.endswith((".py", "/README.md"))}
+    packaged = listed("geomon", "recipes")
+    kinds = {name for name in packaged if not name.endswith((".py", "/README.md"))}
     page = {f"geomon/show/report/page.{kind}" for kind in ("html", "css", "js")}
     assert kinds == {"geomon/py.typed", *page}
 

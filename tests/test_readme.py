@@ -1,5 +1,7 @@
 """What README says is run."""
 
+import ast
+import importlib
 import re
 from pathlib import Path
 
@@ -10,7 +12,8 @@ from geomon import METRICS, MORE_METRICS, describe
 from geomon.monitor.options import CALLBACK_DEFAULTS
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *ROOT.glob("recipes/*/*.md")])
+FOLDERS = (".", "docs", "benchmarks", "recipes/*")
+PAGES = sorted(path for folder in FOLDERS for path in ROOT.glob(f"{folder}/*.md"))
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
@@ -31,6 +34,15 @@ def test_every_block_runs_by_itself(block, tmp_path, monkeypatch):
         assert values["peak_norm/mean"] > 1
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_blocks_of_python_name_what_there_is(page):
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("geomon"):
+                module = importlib.import_module(str(node.module))
+                assert all(hasattr(module, name.name) for name in node.names), block
+
+
 def test_every_metric_is_in_both_tables():
     by_theme, one_by_one = (ROOT / "docs" / "metrics.md").read_text().split("## One by one")
     for table in by_theme, one_by_one:
@@ -38,13 +50,15 @@ def test_every_metric_is_in_both_tables():
         names = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
         assert set(METRICS | MORE_METRICS) <= names
     assert f"{len(METRICS | MORE_METRICS)} metrics" in README
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    assert f"{len(METRICS | MORE_METRICS)} metrics, {len(METRICS)} of them by default" in changes
 
 
 def test_every_option_has_a_line_on_its_page():
     text = (ROOT / "docs" / "options.md").read_text()
     named = {name for row in re.findall(r"^\|(.*?)\|", text, re.MULTILINE)
              for name in re.findall(r"`(\w+)`", row)}  # fmt: skip
-    assert named >= set(CALLBACK_DEFAULTS)
+    assert named == set(CALLBACK_DEFAULTS)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -60,6 +74,30 @@ def test_every_place_in_a_page_that_is_linked_is_there(page):
         heads = re.findall(r"^#+ (.*)$", linked.read_text(), flags=re.MULTILINE)
         kept = [re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads]
         assert place in kept, (target, place)
+
+
+def test_the_cost_of_a_reading_is_that_of_its_page():
+    page = (ROOT / "docs" / "cost.md").read_text()
+    found: dict[int, list[float]] = {}
+    rows = re.findall(r"^\| .*, width (\d+), context \d+ \|(.*)\|$", page, flags=re.MULTILINE)
+    for width, steps in rows:
+        found.setdefault(int(width), []).extend(map(float, re.findall(r"\d+\.\d+", steps)))
+    assert set(found) == {128, 384, 768}
+    for width, steps in found.items():
+        low, high = min(steps), max(steps)
+        said = f"{low}" if low == high else f"{low} to {high}"
+        assert re.search(rf"\b{said}( training steps .*)? at (width )?{width}\b", README), width
+
+
+def test_the_claims_are_counted_as_on_their_page():
+    page = (ROOT / "docs" / "claims.md").read_text()
+    (row,) = re.findall(r"^\| \*\*all\*\* \|(.*)\|$", page, flags=re.MULTILINE)
+    count, agree, disagree, undecided = map(int, row.split("|"))
+    counts = f"{count} assertions: {agree} agree, {disagree} disagree, {undecided} are undecided"
+    assert counts in " ".join(README.split())
+    of_decoder = sum(map(int, re.findall(r"^- `make decoder`: (\d+) lines", page, re.MULTILINE)))
+    for name in ("recipes/decoder/README.md", "CHANGELOG.md"):
+        assert f"{of_decoder} assertions" in (ROOT / name).read_text()
 
 
 def test_what_is_described_is_what_describe_says():

@@ -8,6 +8,10 @@ from geomon.analysis.curves import Curve, curve_of
 from geomon.analysis.phase import Z
 from geomon.record import Readings, tags
 
+# Largest relative difference that is rounding: the same run with other threads adds its sums in
+# another order.
+_ROUNDING = 1e-9
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -36,7 +40,7 @@ class Difference:
     @property
     def verdict(self) -> str:
         """What can be said: "higher", "lower", "within the errors", "equal" or "error unknown"."""
-        if self.change == 0:
+        if math.isclose(self.first, self.second, rel_tol=_ROUNDING):
             return "equal"
         if not math.isfinite(self.margin):
             return "error unknown"

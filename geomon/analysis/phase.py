@@ -81,13 +81,13 @@ class Phase:
             >>> Phase("compressing", 128, 7.4, -0.3).words()
             'compressing since step 128: 30 % below the peak 7.4'
         """
-        since = f"since step {self.peak_step}"
+        since = f"since step {self.peak_step:,}"
         if self.name == "compressing":
             return f"compressing {since}: {self._below()} the peak {self._top()}"
         if self.name == "falling":
             return f"falling {since}: {self._below()} {self._top()}"
         if self.name == "peak":
-            top = f"{self._top()} at step {self.peak_step}"
+            top = f"{self._top()} at step {self.peak_step:,}"
             if self.change == 0:
                 return f"at its peak so far, {top}"
             return f"{self._below()} its peak, {top}, within its scatter"
@@ -108,7 +108,7 @@ class Phase:
         """
         if self.earliest is None or self.earliest == self.latest:
             return ""
-        return f" (between {self.earliest} and {self.latest})"
+        return f" (between {self.earliest:,} and {self.latest:,})"
 
     def _below(self) -> str:
         return f"{-self.change:.0%} below".replace("%", " %")

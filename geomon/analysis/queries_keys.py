@@ -113,8 +113,8 @@ class QueriesKeys:
         if self.depth_p < _ALPHA:
             verb = "falls" if self.depth < 0 else "rises"
             sentences.append(
-                f"Their cosine {verb} with depth (Kendall's tau {self.depth:+.2f}, "
-                f"p {_probability(self.depth_p)})."
+                f"The cosine of mean query and mean key {verb} with depth (Kendall's tau "
+                f"{self.depth:+.2f}, p {_probability(self.depth_p)})."
             )
         first, last = self.dot
         if first > 0 and math.isfinite(last):
@@ -373,8 +373,8 @@ def _onsets(heads: Sequence[HeadAlignment]) -> str:
     if not steps:
         return ""
     if steps[0] == steps[-1]:
-        return f" (from step {steps[0]} on)"
-    return f" (from step {steps[0]} to {steps[-1]} on, median {steps[len(steps) // 2]})"
+        return f" (from step {steps[0]:,} on)"
+    return f" (from step {steps[0]:,} to {steps[-1]:,} on, median {steps[len(steps) // 2]:,})"
 
 
 def _probability(p_value: float) -> str:

@@ -59,7 +59,7 @@ def _alerts(readings: list[Reading]) -> list[str]:
         for words in alert_notes(reading):
             found.setdefault(kind_of(words), []).append((reading.step, words))
     return [
-        f"Alert at step {alerts[0][0]}"
+        f"Alert at step {alerts[0][0]:,}"
         f"{f' (first of {len(alerts)})' if len(alerts) > 1 else ''}: {alerts[0][1]}."
         for alerts in found.values()
     ]
@@ -73,7 +73,7 @@ def _dimension(readings: list[Reading]) -> list[str]:
     phase = curve.phase()
     start = f"twonn/mean: {_n(curve.values[0])} at {_at(curve, 0)}"
     end = f"{_n(curve.values[-1])} at the end ({_at(curve, -1)}"
-    peak = f"peak {_n(phase.peak)} at step {phase.peak_step}{phase.span()}"
+    peak = f"peak {_n(phase.peak)} at step {phase.peak_step:,}{phase.span()}"
     if phase.name == "compressing":
         return [f"{start}, {peak}, {end}, {_p(-phase.change)} below the peak)."]
     if phase.name == "peak" and phase.change < 0:
@@ -88,7 +88,7 @@ def _dimension(readings: list[Reading]) -> list[str]:
         return [f"{start}, {end}, {trend})."]
     if phase.name == "falling":
         first = phase.peak_step == curve.steps[0]
-        since = "from the first reading on" if first else f"from step {phase.peak_step} on"
+        since = "from the first reading on" if first else f"from step {phase.peak_step:,} on"
         return [f"{start}, {end}); it fell {since} and never expanded."]
     low, high = min(curve.values), max(curve.values)
     return [f"{start}, {end}); between {_n(low)} and {_n(high)}, no change above its errors."]
@@ -160,7 +160,7 @@ def _scales(readings: list[Reading]) -> list[str]:
         return []
     verb = {True: "grows", False: "compresses"}
     return [
-        f"The scales disagree at the end (since step {small[0]}): at the smallest scale the "
+        f"The scales disagree at the end (since step {small[0]:,}): at the smallest scale the "
         f"dimension {verb[small[2] > 0]} ({_p(small[2], sign=True)}), at scale {scales[-1]} it "
         f"{verb[large[2] > 0]} ({_p(large[2], sign=True)}, to {_n(large[1])})."
     ]
@@ -203,11 +203,11 @@ def _alignment(readings: list[Reading]) -> list[str]:
     cosines = head_values(last.values, "qk_cosine").values()
     along = sum(value > 0.5 for value in cosines)
     against = sum(value < -0.5 for value in cosines)
+    end = f", {curve.values[-1]:.2f} at the end" if len(curve) > 1 else ""
     return [
-        f"Mean |qk_cosine| over heads: {curve.values[0]:.2f} at {_at(curve, 0)}, "
-        f"{curve.values[-1]:.2f} at the end; there mean query and mean key point the same way "
-        f"(above 0.5) in {along} of {len(cosines)} heads, and opposite ways (below -0.5) in "
-        f"{against}."
+        f"Mean |qk_cosine| over heads: {curve.values[0]:.2f} at {_at(curve, 0)}{end}; there mean "
+        f"query and mean key point the same way (above 0.5) in {along} of {len(cosines)} heads, "
+        f"and opposite ways (below -0.5) in {against}."
     ]
 
 
@@ -231,7 +231,7 @@ def _profile(readings: list[Reading]) -> list[str]:
     top = values.index(max(values))
     error = max(error for _, _, error in points)
     spread = max(values) - min(values)
-    start = f"Anisotropy over depth at the end (step {readings[-1].step}): "
+    start = f"Anisotropy over depth at the end (step {readings[-1].step:,}): "
     if spread < max(2 * error, _FLAT * max(values)):
         return [f"{start}flat, {min(values):.2f} to {max(values):.2f}; no layer stands out."]
     depth = _depth(top, len(points) - 1)
@@ -307,7 +307,7 @@ def _finite_or_zero(value: float) -> float:
 
 
 def _at(curve: Curve, index: int) -> str:
-    return f"step {curve.steps[index]}"
+    return f"step {curve.steps[index]:,}"
 
 
 def _n(value: float) -> str:

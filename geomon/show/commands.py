@@ -1,6 +1,8 @@
 """Commands on the record of a run: `geomon watch`, `geomon figure` and `geomon summary`."""
 
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -111,7 +113,8 @@ def add_commands(app: "typer.Typer") -> None:
 
             runs = load_runs(directories, stack)
             _say_remarks([run.path for run in runs], [run.readings for run in runs])
-            path = write_report(runs, out)
+            with _writes(out):
+                path = write_report(runs, out)
             size = path.stat().st_size / 1e6
             typer.echo(printable(f"wrote {path} ({size:.1f} MB): open it in a browser"))
 
@@ -140,7 +143,9 @@ def add_commands(app: "typer.Typer") -> None:
 
             readings = load_all(directory)
             _say_remarks([directory], [readings])
-            typer.echo(printable(f"wrote {write(readings, out)}"))
+            with _writes(out):
+                path = write(readings, out)
+            typer.echo(printable(f"wrote {path}"))
 
     @app.command()
     def summary(
@@ -148,7 +153,26 @@ def add_commands(app: "typer.Typer") -> None:
     ) -> None:
         """Say in words what happened in a run."""
         with exit_on_bad_input():
-            typer.echo("\n".join(map(printable, summarise(load(directory, stack)))))
+            for sentence in summarise(load(directory, stack)):
+                typer.echo(fit_to_terminal(printable(sentence)))
+
+
+def fit_to_terminal(text: str, *, indent: str = "") -> str:
+    """Break a text between words where the output is a terminal, which would break words.
+
+    Args:
+        text: Text in one line.
+        indent: Beginning of its first line; further lines begin two columns farther.
+
+    Returns:
+        The text in lines; in one line where the output is a file or a pipe.
+    """
+    if not sys.stdout.isatty():
+        return indent + text
+    return textwrap.fill(
+        text, shutil.get_terminal_size().columns, initial_indent=indent,
+        subsequent_indent=f"{indent}  ", break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
 
 
 def write_figures(
@@ -180,7 +204,7 @@ def write_figures(
     Raises:
         FileNotFoundError: The folder holds no record.
         ValueError: The record has no readings or no such stack, there is no such kind, the runs
-            cannot give it, or `out` does not end like the name of a picture.
+            cannot give it, or `out` does not end like the name of a picture or cannot be written.
         ImportError: matplotlib is missing.
     """
     runs = [load(directory, stack) for directory in directories]
@@ -188,6 +212,8 @@ def write_figures(
     from geomon.show.figures import KINDS, draw, save
     from geomon.show.figures.panels import NotMeasuredError
 
+    if out is not None and len(kinds) > 1 and out.is_file():
+        raise ValueError(f"{out} is a file: give a folder by --out, for several figures")
     first = directories[0]
     folder = first if first.is_dir() else first.parent
     ending = "_dark" if dark else ""
@@ -211,7 +237,9 @@ def write_figures(
             path = folder / f"geometry{ending}.png"
         else:
             path = folder / "figures" / name
-        yield f"wrote {save(figure, path, dark=dark)}"
+        with _writes(path):
+            written = save(figure, path, dark=dark)
+        yield f"wrote {written}"
 
 
 def compare_runs(
@@ -231,7 +259,7 @@ def compare_runs(
     Raises:
         FileNotFoundError: A folder holds no record.
         ValueError: A record has no readings or no such stack, the runs have no common step, or
-            `out` does not end like the name of a picture.
+            `out` does not end like the name of a picture or cannot be written.
         ImportError: matplotlib is missing, for a picture.
     """
     from geomon.analysis.compare import compare, describe_differences
@@ -246,7 +274,9 @@ def compare_runs(
         from geomon.show.figures.compare import compare_figure
 
         one, other = name_runs([first, second])
-        lines.append(f"wrote {save(compare_figure(runs, (one, other), found), out)}")
+        figure = compare_figure(runs, (one, other), found)
+        with _writes(out):
+            lines.append(f"wrote {save(figure, out)}")
     return lines
 
 
@@ -255,6 +285,21 @@ def _say_remarks(paths: Sequence[Path], runs: Sequence[Readings]) -> None:
     for path, readings in zip(paths, runs, strict=True):
         for remark in readings.remarks():
             sys.stderr.write(printable(f"geomon: {path}: {remark}") + "\n")
+
+
+@contextmanager
+def _writes(path: Path) -> Iterator[None]:
+    """Say of a file that cannot be written what to do.
+
+    Raises:
+        ValueError: The file cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be written ({error.strerror or error}): give another place by --out"
+        ) from error
 
 
 @contextmanager

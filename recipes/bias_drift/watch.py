@@ -5,7 +5,6 @@ Each level of bias has a record of its own, for instance
 """
 
 import json
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ from recipes.bias_drift.block import (
 )
 from recipes.enwik8.data import Corpus
 from recipes.enwik8.windows import Windows
-from recipes.study import is_finished, mark_finished
+from recipes.study import begin_training, finish_training
 
 # Norms of the bias. An embedding has a norm of 0.55, a normalised row of width 768 one of 27.7.
 LEVELS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 32.0, 128.0)
@@ -109,10 +108,9 @@ def watch_untrained(
         "width": sizes.width, "heads": sizes.heads, "sequences": sizes.sequences,
         "length": sizes.length, "directions": sizes.directions,
     }  # fmt: skip
-    if is_finished(folder, settings):
+    began = begin_training(folder, settings)
+    if began is None:
         return
-    began = time.process_time()
-    _clear(folder)
     generator = torch.Generator().manual_seed(seed)
     directions = [draw_direction(sizes.width, generator) for _ in range(sizes.directions)]
     torch.manual_seed(seed)
@@ -120,7 +118,7 @@ def watch_untrained(
     table = draw_table(VOCABULARY, sizes.width, generator)
     hidden = draw_inputs(sizes.sequences, sizes.length, table, generator)
     read_levels(stack, hidden, directions, levels, folder, step=0)
-    mark_finished(folder, settings, time.process_time() - began)
+    finish_training(folder, settings, began)
 
 
 def watch_trained(
@@ -148,10 +146,9 @@ def watch_trained(
         "kind": kind, "seed": seed, "text": corpus.sha256(), "levels": levels,
         "metrics": list(METRICS), **asdict(sizes),
     }  # fmt: skip
-    if is_finished(folder, settings):
+    began = begin_training(folder, settings)
+    if began is None:
         return
-    began = time.process_time()
-    _clear(folder)
     width = sizes.trained_width
     heads = max(1, width * sizes.heads // sizes.width)
     torch.manual_seed(seed)
@@ -181,7 +178,7 @@ def watch_trained(
             group["lr"] = _RATE * min(1.0, (step + 1) / _WARMUP)
         optimizer.step()
     read(sizes.steps)
-    mark_finished(folder, settings, time.process_time() - began)
+    finish_training(folder, settings, began)
 
 
 def read_levels(
@@ -233,9 +230,3 @@ def bias_folder(level: float, direction: int) -> Path:
     """
     name = f"bias_{level:g}"
     return Path(f"direction_{direction}") / name if level else Path(name)
-
-
-def _clear(folder: Path) -> None:
-    """Delete the records of a run that was broken off."""
-    for path in folder.glob("**/readings*.jsonl"):
-        path.unlink()

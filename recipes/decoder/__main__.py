@@ -25,7 +25,11 @@ from recipes.decoder.train import (
 )
 from recipes.study import new_folder
 from recipes.study.command import (
+    Batch,
+    Context,
+    Heads,
     Out,
+    Processes,
     SeedCount,
     Text,
     check_heads,
@@ -35,8 +39,6 @@ from recipes.study.command import (
 )
 from recipes.study.pictures import save_small
 
-_SIZE = "Size of the model or the run."
-
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -45,13 +47,15 @@ def main(
     seeds: SeedCount = 3,
     out: Out = None,
     data: Text = None,
-    layers: Annotated[int, Option(min=4, help=_SIZE)] = SIZES.layers,
-    width: Annotated[int, Option(min=8, help=_SIZE)] = SIZES.width,
-    heads: Annotated[int, Option(min=1, help=_SIZE)] = SIZES.heads,
-    context: Annotated[int, Option(min=2, help=_SIZE)] = SIZES.context,
-    batch: Annotated[int, Option(min=1, help=_SIZE)] = SIZES.batch,
-    steps: Annotated[int, Option(min=8, help=_SIZE)] = SIZES.steps,
-    warmup: Annotated[int, Option(min=1, help=_SIZE)] = SIZES.warmup,
+    layers: Annotated[int, Option(min=4, help="Blocks of the model.")] = SIZES.layers,
+    width: Annotated[int, Option(min=8, help="Width of the hidden states.")] = SIZES.width,
+    heads: Heads = SIZES.heads,
+    context: Context = SIZES.context,
+    batch: Batch = SIZES.batch,
+    steps: Annotated[int, Option(min=8, help="Optimizer updates.")] = SIZES.steps,
+    warmup: Annotated[
+        int, Option(min=1, help="Updates until the learning rate is at its highest.")
+    ] = SIZES.warmup,
     windows: Annotated[
         int, Option(min=64, help="Held-out windows that each reading looks at.")
     ] = PROBE_WINDOWS,
@@ -59,7 +63,7 @@ def main(
     first: Annotated[
         int, Option(min=1, help="First step that is read after step 0.")
     ] = FIRST_READING,
-    workers: Annotated[int, Option(min=1, help="Seeds trained side by side.")] = 2,
+    processes: Processes = 2,
 ) -> None:
     """Train a character decoder from several seeds and hold the papers' claims against it."""
     with one_line_errors():
@@ -71,7 +75,7 @@ def main(
         folder = out or new_folder("decoder")
         study = Study(sizes, windows, rows, first)
         train_seeds(
-            study, seeds, folder=folder, data=data, workers=workers, report=print_progress()
+            study, seeds, folder=folder, data=data, processes=processes, report=print_progress()
         )
         claims, unanswered = decoder_claims(folder)
         pictures = [

@@ -83,7 +83,7 @@ def train_seeds(
     *,
     folder: Path,
     data: str | None = None,
-    workers: int = 2,
+    processes: int = 2,
     report: Callable[[int, int], object] = lambda done, count: None,
 ) -> None:
     """Train one model for each seed; records that are complete are kept, others gone on with.
@@ -93,7 +93,7 @@ def train_seeds(
         seeds: Number of seeds, which are 0, 1, ...
         folder: Folder of the experiment.
         data: File with the text; None for that of the recipe `enwik8`.
-        workers: Number of processes; each uses one thread.
+        processes: Number of processes; each uses one thread.
         report: Function that is called with the number of finished seeds and of all that were
             missing.
 
@@ -108,7 +108,7 @@ def train_seeds(
     run_side_by_side(
         train_seed,
         [(study, seed, folder, data) for seed in missing],
-        processes=min(workers, len(missing)),
+        processes=min(processes, len(missing)),
         report=report,
     )
 

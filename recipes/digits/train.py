@@ -1,6 +1,5 @@
 """One training, with the monitor beside it."""
 
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from geomon import Monitor, log_spaced, select
 from recipes.digits.data import Images, load
 from recipes.digits.model import CONVOLUTIONAL, TRANSFORMER, Classifier, OneVectorPerImage, build
-from recipes.study import is_finished, mark_finished
+from recipes.study import begin_training, finish_training
 
 # Folder of the readings with one row for each image, inside that of a convolutional network.
 PER_IMAGE = "per_image"
@@ -52,9 +51,9 @@ def train(kind: str, settings: Settings, seed: int, folder: Path) -> None:
         folder: Folder of the record.
     """
     of_this = {**asdict(settings), "kind": kind, "seed": seed}
-    if is_finished(folder, of_this):
+    began = begin_training(folder, of_this)
+    if began is None:
         return
-    began = time.process_time()
     images, held_out = load(seed)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -86,7 +85,7 @@ def train(kind: str, settings: Settings, seed: int, folder: Path) -> None:
     _log(monitors, settings.steps, None, _accuracy(model, held_out))
     for monitor in monitors:
         monitor.close()
-    mark_finished(folder, of_this, time.process_time() - began)
+    finish_training(folder, of_this, began)
 
 
 def _watched(

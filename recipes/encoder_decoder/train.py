@@ -1,7 +1,6 @@
 """One training: windows of enwik8, next or masked characters, and the monitor beside it."""
 
 import math
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from geomon import Monitor, log_spaced, select
 from recipes.encoder_decoder.model import Kind, Size, Transformer
 from recipes.enwik8.data import Corpus
 from recipes.enwik8.windows import Windows, spread
-from recipes.study import is_finished, mark_finished
+from recipes.study import begin_training, finish_training
 
 KINDS = {
     "decoder": Kind(causal=True),
@@ -58,9 +57,9 @@ def train(name: str, training: Training, corpus: Corpus, seed: int, folder: Path
         folder: Folder of the record.
     """
     settings = {"kind": name, "seed": seed, "text": corpus.sha256(), **asdict(training)}
-    if is_finished(folder, settings):
+    began = begin_training(folder, settings)
+    if began is None:
         return
-    began = time.process_time()
     size = training.size
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -91,7 +90,7 @@ def train(name: str, training: Training, corpus: Corpus, seed: int, folder: Path
     monitor.probe(training.steps)
     monitor.log(training.steps, held_out_loss=_held_out_loss(model, held_out))
     monitor.close()
-    mark_finished(folder, settings, time.process_time() - began)
+    finish_training(folder, settings, began)
 
 
 def objective(model: Transformer, windows: Tensor, generator: torch.Generator) -> Tensor:

@@ -28,7 +28,7 @@ _DATA = (
     "enwik8 or a prefix of it: raw, .gz, .bz2, .xz or .zip. Default: the file that the environment "
     "variable ENWIK8 names; else a download; else text that Python carries."
 )
-_SIZE = "Overrides the preset."
+_PRESET = "Default: that of the preset."
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -45,23 +45,29 @@ def main(
     arch: Annotated[
         Literal["gpt2", "llama"], Option(help="Decoder of the transformers library.")
     ] = "gpt2",
-    layers: Annotated[int | None, Option(min=1, help=_SIZE)] = None,
-    width: Annotated[int | None, Option(min=1, help=_SIZE)] = None,
-    heads: Annotated[int | None, Option(min=1, help=_SIZE)] = None,
-    context: Annotated[int | None, Option(min=2, help=_SIZE)] = None,
-    batch: Annotated[int | None, Option(min=1, help=_SIZE)] = None,
-    steps: Annotated[int | None, Option(min=1, help=_SIZE)] = None,
-    learning_rate: Annotated[float | None, Option(help=_SIZE)] = None,
-    dropout: Annotated[float | None, Option(min=0, max=0.99, help=_SIZE)] = None,
+    layers: Annotated[int | None, Option(min=1, help=f"Blocks. {_PRESET}")] = None,
+    width: Annotated[
+        int | None, Option(min=1, help=f"Width of the hidden states. {_PRESET}")
+    ] = None,
+    heads: Annotated[int | None, Option(min=1, help=f"Heads of each attention. {_PRESET}")] = None,
+    context: Annotated[int | None, Option(min=2, help=f"Characters in a window. {_PRESET}")] = None,
+    batch: Annotated[int | None, Option(min=1, help=f"Windows in a batch. {_PRESET}")] = None,
+    steps: Annotated[int | None, Option(min=1, help=f"Optimizer updates. {_PRESET}")] = None,
+    learning_rate: Annotated[float | None, Option(help=f"Highest learning rate. {_PRESET}")] = None,
+    dropout: Annotated[
+        float | None, Option(min=0, max=0.99, help=f"Share of dropout. {_PRESET}")
+    ] = None,
     precision: Annotated[
-        str | None, Option(help="As Lightning names it: 32-true, bf16-mixed, ...")
+        str | None, Option(help=f"Precision, as Lightning names it: bf16-mixed. {_PRESET}")
     ] = None,
     compile: Annotated[bool, Option("--compile", help="Compile the network.")] = False,
-    accelerator: Annotated[str, Option(help="As Lightning names it.")] = "auto",
-    devices: Annotated[str, Option(help="As Lightning takes it.")] = "auto",
-    strategy: Annotated[str, Option(help="As Lightning names it.")] = "auto",
+    accelerator: Annotated[str, Option(help="As Lightning names it: cpu, gpu, mps.")] = "auto",
+    devices: Annotated[str, Option(help="Number of devices.")] = "auto",
+    strategy: Annotated[
+        str, Option(help="Of several devices, as Lightning names it: ddp.")
+    ] = "auto",
     seed: Annotated[
-        int, Option(min=0, max=2**32 - 1, help="Of weights, windows and sampled rows.")
+        int, Option(min=0, max=2**32 - 1, help="Seed of weights, windows and sampled rows.")
     ] = 0,
     out: Annotated[
         Path | None, Option(help="Folder of the run. Default: runs/enwik8, runs/enwik8-2, ...")

@@ -21,6 +21,7 @@ from geomon.analysis import summarise
 from geomon.lightning import GeometryMonitor
 from geomon.record import FILE_NAME
 from geomon.show import geometry_figure, save
+from geomon.show.commands import fit_to_terminal
 from recipes.enwik8.data import Corpus, load
 from recipes.enwik8.extras import explain_missing
 from recipes.enwik8.live import LiveView
@@ -147,7 +148,7 @@ def show(result: Result) -> None:
     save(geometry_figure(result.readings), figure)
     print()
     for sentence in summarise(result.readings):
-        print(f"  {sentence}")
+        print(fit_to_terminal(sentence, indent="  "))
     print(f"  validation: {result.bits_per_character:.3f} bits per character.")
     print(f"figure: {figure}\nrecord: {result.folder / FILE_NAME}")
     if (result.folder / "tensorboard").is_dir():

@@ -1,7 +1,6 @@
 """One training on a part of the table, with geomon's callback on it."""
 
 import logging
-import time
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from geomon.lightning import GeometryMonitor
 from recipes.grokking.data import LENGTH, Pairs, split, table
 from recipes.grokking.data import select as select_pairs
 from recipes.grokking.model import HELD_OUT_ACCURACY, TRAINING_ACCURACY, Answerer
-from recipes.study import is_finished, mark_finished
+from recipes.study import begin_training, finish_training
 
 # Folder of the readings of held-out pairs, inside that of a training.
 HELD_OUT = "held_out"
@@ -76,9 +75,9 @@ def train(settings: Settings, fraction: float, seed: int, folder: Path) -> None:
         folder: Folder of the record.
     """
     of_this = {**asdict(settings), "fraction": fraction, "seed": seed}
-    if is_finished(folder, of_this):
+    began = begin_training(folder, of_this)
+    if began is None:
         return
-    began = time.process_time()
     _quieten()
     train_pairs, held_out_pairs = split(table(settings.modulus), fraction, seed)
     L.seed_everything(seed, verbose=False)
@@ -102,7 +101,7 @@ def train(settings: Settings, fraction: float, seed: int, folder: Path) -> None:
         _batches(train_pairs, settings.batch, settings.steps),
         [_at_once(select_pairs(train_pairs, slice(1024))), _at_once(held_out_pairs)],
     )
-    mark_finished(folder, of_this, time.process_time() - began)
+    finish_training(folder, of_this, began)
 
 
 def _monitor(pairs: Pairs, settings: Settings, interval: int, folder: Path) -> GeometryMonitor:

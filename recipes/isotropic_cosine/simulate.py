@@ -2,7 +2,6 @@
 
 import json
 import math
-import time
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from scipy import special  # type: ignore[import-untyped]
 
-from recipes.study import is_finished, mark_finished
+from recipes.study import begin_training, finish_training
 
 FILE_NAME = "quantiles.json"
 
@@ -82,14 +81,14 @@ def simulate(widths: tuple[int, ...], rows: int, seed: int, folder: Path) -> Non
         folder: Folder of the seed.
     """
     settings = {"widths": widths, "rows": rows, "seed": seed}
-    if is_finished(folder, settings):
+    began = begin_training(folder, settings)
+    if began is None:
         return
-    began = time.process_time()
     generator = torch.Generator().manual_seed(seed)
     found = {str(width): simulated_quantile(width, rows, generator) for width in widths}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / FILE_NAME).write_text(json.dumps({"rows": rows, "quantiles": found}) + "\n")
-    mark_finished(folder, settings, time.process_time() - began)
+    finish_training(folder, settings, began)
 
 
 def load_quantiles(folder: Path) -> tuple[int, dict[int, float]]:

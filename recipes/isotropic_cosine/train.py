@@ -1,6 +1,5 @@
 """A short training of the decoder of recipes/enwik8, watched on held-out windows."""
 
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from recipes.enwik8.data import Corpus
 from recipes.enwik8.model import configuration
 from recipes.enwik8.presets import PRESETS, Preset
 from recipes.enwik8.windows import Windows, spread
-from recipes.study import is_finished, mark_finished
+from recipes.study import begin_training, finish_training
 
 # Rows that a reading stands on: 32 windows of 64 characters.
 TOKENS = 2048
@@ -40,11 +39,9 @@ def train(corpus: Corpus, sizes: Preset, seed: int, folder: Path) -> None:
         folder: Folder of the training, which gets the record.
     """
     settings = {**asdict(sizes), "seed": seed, "text": corpus.sha256()}
-    if is_finished(folder, settings):
+    began = begin_training(folder, settings)
+    if began is None:
         return
-    began = time.process_time()
-    for path in folder.glob("readings*.jsonl"):  # of a training that was broken off
-        path.unlink()
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(configuration("gpt2", corpus.vocabulary_size, sizes))
     optimizer = torch.optim.AdamW(model.parameters(), lr=sizes.learning_rate, betas=(0.9, 0.95))
@@ -71,4 +68,4 @@ def train(corpus: Corpus, sizes: Preset, seed: int, folder: Path) -> None:
         optimizer.step()
     monitor.probe(sizes.steps)
     monitor.close()
-    mark_finished(folder, settings, time.process_time() - began)
+    finish_training(folder, settings, began)

@@ -48,7 +48,7 @@ class Change:
         """Whether the value falls or grows by more than its interval, or neither is decided."""
         change = self.after - self.before
         if abs(change) <= self.margin:
-            return "not decided"
+            return "undecided"
         return "falls" if change < 0 else "grows"
 
 

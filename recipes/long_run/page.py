@@ -67,7 +67,7 @@ _ANSWERS = {
     "falls": "The compression goes on: the paper's estimate (TwoNN, all tokens) falls further.",
     "grows": "The compression does not go on: the paper's estimate (TwoNN, all tokens) grows "
     "again.",
-    "not decided": "Whether the compression goes on is not decided: the paper's estimate (TwoNN, "
+    "undecided": "Whether the compression goes on is undecided: the paper's estimate (TwoNN, "
     "all tokens) changes by less than its interval.",
 }
 
@@ -112,7 +112,7 @@ def _sentences(dimensions: list[Change]) -> list[str]:
     for verdict, words in (
         ("falls", "Falling"),
         ("grows", "Growing"),
-        ("not decided", "Not decided"),
+        ("undecided", "Undecided"),
     ):
         if names := by_verdict.get(verdict):
             lines.append(f"{words}: {'; '.join(names)}.")

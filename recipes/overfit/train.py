@@ -1,6 +1,5 @@
 """One training on few texts or on plenty, with the held-out loss beside the geometry."""
 
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from recipes.encoder_decoder.model import Kind, Size, Transformer
 from recipes.encoder_decoder.train import adamw
 from recipes.enwik8.data import Corpus
 from recipes.enwik8.windows import Windows, spread
-from recipes.study import is_finished, mark_finished
+from recipes.study import begin_training, finish_training
 
 # Trained on the first characters of the text, over and over; or on all of it, as the control.
 TEXTS = ("few", "plenty")
@@ -74,9 +73,9 @@ def train(name: str, training: Training, corpus: Corpus, seed: int, folder: Path
         folder: Folder of the record.
     """
     settings = {"texts": name, "seed": seed, "corpus": corpus.sha256(), **asdict(training)}
-    if is_finished(folder, settings):
+    began = begin_training(folder, settings)
+    if began is None:
         return
-    began = time.process_time()
     length = training.size.context + 1
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -108,7 +107,7 @@ def train(name: str, training: Training, corpus: Corpus, seed: int, folder: Path
     monitor.probe(training.steps)
     monitor.log(training.steps, **_losses(model, trained, held_out))
     monitor.close()
-    mark_finished(folder, settings, time.process_time() - began)
+    finish_training(folder, settings, began)
 
 
 def _loss(model: Transformer, windows: Tensor) -> Tensor:

@@ -3,7 +3,9 @@
 from recipes.study.claim import Claim, load_claims, save_claims, verdict_lines
 from recipes.study.runs import (
     RunError,
+    begin_training,
     call,
+    finish_training,
     is_finished,
     mark_finished,
     new_folder,
@@ -22,9 +24,11 @@ __all__ = [
     "Estimate",
     "RunError",
     "Share",
+    "begin_training",
     "call",
     "estimate",
     "estimate_share",
+    "finish_training",
     "is_finished",
     "load_claims",
     "mark_finished",

@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from geomon import Readings, read
+from geomon.record import Record
 
 _FILE_NAME = "finished.json"
 _SEED = "seed_"
@@ -73,6 +75,45 @@ def is_finished(folder: Path, settings: Mapping[str, Any]) -> bool:
         f"{folder} holds a training with another {', '.join(sorted(differing))}: choose another "
         "folder by --out"
     )
+
+
+def begin_training(folder: Path, settings: Mapping[str, Any]) -> float | None:
+    """Prepare a folder for one training: delete the records of one that was broken off.
+
+    Args:
+        folder: Folder of one training.
+        settings: Everything that makes the training what it is, as plain values.
+
+    Returns:
+        Time of the processor until now, in seconds, for `finish_training`; None where the folder
+        holds the complete training, and nothing is to be done.
+
+    Raises:
+        RunError: The folder holds a complete training with other settings, or another process
+            trains there.
+    """
+    if is_finished(folder, settings):
+        return None
+    for place in sorted({path.parent for path in folder.glob("**/readings*.jsonl")}):
+        try:
+            record = Record(place)  # one process at a time
+        except ValueError as error:
+            raise RunError(str(error)) from error
+        for path in (*place.glob("readings*.jsonl"), *place.glob("arrays*/step_*.npz")):
+            path.unlink()
+        record.close()
+    return time.process_time()
+
+
+def finish_training(folder: Path, settings: Mapping[str, Any], began: float) -> None:
+    """Note that the training in a folder is complete, and the time of the processor it took.
+
+    Args:
+        folder: Folder of one training.
+        settings: Everything that makes the training what it is, as plain values.
+        began: What `begin_training` returned.
+    """
+    mark_finished(folder, settings, time.process_time() - began)
 
 
 def mark_finished(folder: Path, settings: Mapping[str, Any], seconds: float) -> None:

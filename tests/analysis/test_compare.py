@@ -32,6 +32,8 @@ def test_runs_are_compared_at_their_last_common_step(make_readings):
     [
         (5.0, 0.1, "equal"), (5.2, 0.1, "higher"), (4.8, 0.1, "lower"),
         (5.2, 0.2001, "within the errors"), (5.2, math.nan, "error unknown"),
+        (5.0 + 1e-15, 0.1, "equal"), (5.0 - 1e-15, math.nan, "equal"),  # another order of sums
+        (5.0 + 1e-7, math.nan, "error unknown"), (5.0 - 1e-7, 1e-8, "lower"),
     ],
 )  # fmt: skip
 def test_a_difference_is_one_beyond_its_margin_only(second, margin, verdict):

@@ -8,7 +8,7 @@ import pytest
 from geomon.analysis import Phase, find_phase
 from geomon.analysis.phase import FALSE_ALARMS, FALSE_TURNS, exceeds_errors, robust_errors
 
-# notes/definitions.md: the mean of twonn over layers, as training goes on.
+# Mean of twonn over the layers of a character decoder on enwik8, as training goes on.
 STEPS = [0, 32, 64, 128, 256, 512, 1024, 1500, 8192, 16000]
 PAPER = [2.5, 3.3, 5.0, 7.3, 7.4, 6.4, 5.7, 5.3, 4.7, 4.1]
 # A training of 300 steps, with the deviation over two batches: at first it only scatters.

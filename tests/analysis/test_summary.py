@@ -24,7 +24,7 @@ def anisotropy(readings, values, error=0.0):
 def test_the_run_of_the_definitions_in_words(make_readings):
     assert summarise(make_readings()) == [
         "twonn/mean: 2.5 at step 0, peak 7.4 at step 256 (between 128 and 256), 5.3 at the end "
-        "(step 1500, 28 % below the peak).",
+        "(step 1,500, 28 % below the peak).",
         "twonn_distinct/mean fell from 32.1 to 4.9: the first rise of twonn is near-duplicates "
         "(equal tokens at equal positions), not new dimensions.",
         "The scales disagree at the end (since step 256): at the smallest scale the dimension "
@@ -32,7 +32,7 @@ def test_the_run_of_the_definitions_in_words(make_readings):
         "attention_entropy/mean: 3.2 nats at step 0, 1.6 at the end (50 % of its start).",
         "Mean |qk_cosine| over heads: 0.10 at step 0, 0.70 at the end; there mean query and mean "
         "key point the same way (above 0.5) in 8 of 16 heads, and opposite ways (below -0.5) in 8.",
-        "Anisotropy over depth at the end (step 1500): highest, 0.60, at layer 2, in the middle "
+        "Anisotropy over depth at the end (step 1,500): highest, 0.60, at layer 2, in the middle "
         "(0.11 at layer 0, 0.11 at layer 4); bell-shaped.",
         "geomon took 4.0 % of the run's time: 9 readings, 18 s in all.",
     ]
@@ -268,22 +268,22 @@ def test_the_course_of_the_dimension_in_whole_sentences(make_readings):
         return summarise(make_readings(curves={"twonn/mean": curve}, error=error))[0]
 
     assert first([2, 3, 4, 5, 6, 7, 8, 9, 11]) == (
-        "twonn/mean: 2.0 at step 0, 11.0 at the end (step 1500, and still expanding)."
+        "twonn/mean: 2.0 at step 0, 11.0 at the end (step 1,500, and still expanding)."
     )
     assert first([9, 8, 7, 6, 5, 4, 3, 2.5, 2]) == (
-        "twonn/mean: 9.0 at step 0, 2.0 at the end (step 1500); it fell from the first reading on "
+        "twonn/mean: 9.0 at step 0, 2.0 at the end (step 1,500); it fell from the first reading on "
         "and never expanded."
     )
     assert first([5, 5.1, 5, 4.9, 5, 5.1, 5, 4.95, 5]) == (
-        "twonn/mean: 5.0 at step 0, 5.0 at the end (step 1500); between 4.9 and 5.1, no change "
+        "twonn/mean: 5.0 at step 0, 5.0 at the end (step 1,500); between 4.9 and 5.1, no change "
         "above its errors."
     )
     assert first([2, 3, 4, 6, 7, 7.9, 8, 8, 7.84]) == (
-        "twonn/mean: 2.0 at step 0, peak 8.0 at step 512 (between 256 and 1500), 7.8 at the "
-        "end (step 1500, 2 % below the peak, which is within the scatter of the curve)."
+        "twonn/mean: 2.0 at step 0, peak 8.0 at step 512 (between 256 and 1,500), 7.8 at the "
+        "end (step 1,500, 2 % below the peak, which is within the scatter of the curve)."
     )
     assert first([2, 3, 4, 6, 7, 7.9, 8, 8, 8.01]) == (
-        "twonn/mean: 2.0 at step 0, 8.0 at the end (step 1500, with no rise above its errors)."
+        "twonn/mean: 2.0 at step 0, 8.0 at the end (step 1,500, with no rise above its errors)."
     )
 
 

@@ -32,7 +32,7 @@ TINY = Study(
 )
 ARGUMENTS = [
     "--width", "32", "--heads", "2", "--context", "16", "--batch", "64", "--steps", "8",
-    "--warmup", "1", "--windows", "64", "--rows", "256", "--first", "4", "--workers", "1",
+    "--warmup", "1", "--windows", "64", "--rows", "256", "--first", "4", "--processes", "1",
 ]  # fmt: skip
 
 
@@ -51,7 +51,7 @@ def offline(tmp_path_factory):
 def folder(offline, tmp_path_factory):
     """Two trained seeds."""
     path = tmp_path_factory.mktemp("study")
-    train_seeds(TINY, 2, folder=path, workers=1)
+    train_seeds(TINY, 2, folder=path, processes=1)
     return path
 
 
@@ -95,7 +95,7 @@ def test_a_complete_seed_is_kept_and_an_ended_one_completed(folder, tmp_path):
     first, second = (tmp_path / "study" / f"seed_{n}" / "readings.jsonl" for n in range(2))
     before, whole = first.read_bytes(), read(second.parent)
     second.write_text("".join(second.read_text().splitlines(keepends=True)[:-1]))
-    train_seeds(TINY, 2, folder=tmp_path / "study", workers=1)
+    train_seeds(TINY, 2, folder=tmp_path / "study", processes=1)
     assert first.read_bytes() == before
     assert read(second.parent)[-1].step == 8
     tag = "anisotropy/mean"

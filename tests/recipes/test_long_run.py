@@ -46,7 +46,7 @@ def test_each_value_is_judged_by_its_own_change(late, paper, far):
 
 def test_a_change_within_the_errors_decides_nothing():
     (change, _) = changes(record(-0.05, margin=0.5), DIMENSIONS)
-    assert change.verdict == "not decided"
+    assert change.verdict == "undecided"
     assert change.margin >= 0.5 * 2**0.5
 
 
@@ -75,7 +75,7 @@ def test_the_page_says_what_is_decided_and_how_far_the_record_goes(tmp_path):
 
     assert "The compression goes on" in page(-1, 12_000)
     assert "The compression does not go on" in page(1, 12_000)
-    assert "is not decided" in page(0.01, 12_000)
+    assert "is undecided" in page(0.01, 12_000)
     assert "The sign depends on the scale" in page(-1, 12_000)
     assert "of 12,000" not in page(-1, 12_000)
     assert "This record ends at step 12,000 of 24,000" in page(-1, 24_000)

@@ -156,13 +156,20 @@ def test_the_command_leaves_records_claims_and_a_picture(tmp_path):
     text = tmp_path / "prefix"
     text.write_bytes(ENWIK8.head + bytes(letters.tolist()))
     sizes = ["--layers", 1, "--width", 8, "--heads", 2, "--context", 16, "--batch", 2]
+    broken_off = Record(tmp_path / "o" / "seed_0" / "few")
+    broken_off.begin(0, {})
+    for step in (0, 60):
+        broken_off.write(Reading(step, 1.0, 0.1, "probe", "eval", 64, 1, "float32", {"twonn": 1.0}))
+    broken_off.close()
     result = run(
         "--data", text, "--out", tmp_path / "o", "--seeds", 1, "--processes", 1, *sizes,
         "--steps", 3, "--distance", 2, "--few", 100,
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     for name in TEXTS:
-        readings = read(tmp_path / "o" / "seed_0" / name)
+        folder = tmp_path / "o" / "seed_0" / name
+        assert [path.name for path in folder.glob("readings*")] == ["readings.jsonl"]
+        readings = read(folder)
         assert [each.step for each in readings] == [0, 2, 3]
         for each in readings:
             assert each.values["training/held_out_loss"] > 2

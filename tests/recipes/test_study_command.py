@@ -1,11 +1,27 @@
 """What the commands of the experiments share: errors in a line, and results as they are printed."""
 
+import importlib
+from pathlib import Path
+
 import pytest
 import typer
 
+import recipes
 from recipes.enwik8.data import DataError
 from recipes.study import Claim, RunError, load_claims
 from recipes.study.command import check_heads, leave_results, one_line_errors, print_progress
+
+RECIPES = sorted(path.parent.name for path in Path(recipes.__file__).parent.glob("*/__main__.py"))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_option_of_a_command_says_what_it_is(name):
+    """Eight options of one command were "Size of the model or the run."."""
+    command = typer.main.get_command(importlib.import_module(f"recipes.{name}.__main__").app)
+    helps = [option.help for option in command.params]
+    assert helps
+    assert all(words and words.endswith((".", "...")) for words in helps)
+    assert len(set(helps)) == len(helps)
 
 
 @pytest.mark.parametrize("kind", [DataError, RunError, OSError])

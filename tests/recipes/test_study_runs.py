@@ -1,10 +1,19 @@
 """Trainings of an experiment run side by side, and none is made twice."""
 
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
 import pytest
 
-from geomon.record import Reading, Record
+import recipes
+from geomon.record import Reading, Record, read
 from recipes.study import (
     RunError,
+    begin_training,
+    finish_training,
     is_finished,
     mark_finished,
     new_folder,
@@ -25,6 +34,63 @@ def test_a_complete_training_is_known_by_its_settings(tmp_path):
     assert is_finished(tmp_path / "a", dict(settings))
     with pytest.raises(RunError, match=r"another size, steps: choose another folder by --out"):
         is_finished(tmp_path / "a", settings | {"steps": 4, "size": {"layers": 3}})
+
+
+def leave_broken_off(folder) -> None:
+    """Leave the records and arrays of two trainings that did not reach their ends."""
+    reading = Reading(0, 1.0, 0.1, "probe", "eval", 64, 1, "float32", {"twonn/mean": 2.0})
+    for _ in range(2):  # the second puts the record of the first aside
+        record = Record(folder)
+        record.begin(0, {})
+        record.write(reading)
+        record.write_arrays(reading, {"mean_query/layer_01": np.ones(3)})
+        record.close()
+
+
+def test_a_training_that_was_broken_off_leaves_nothing_to_the_next_one(tmp_path):
+    for folder in (tmp_path / "a", tmp_path / "a" / "held_out"):
+        leave_broken_off(folder)
+    own = [tmp_path / "a" / "notes.txt", tmp_path / "a" / "arrays" / "mine.npz"]
+    for path in own:
+        path.write_text("of the user")
+    assert len(list((tmp_path / "a").rglob("*.npz"))) == 5
+    other = tmp_path / "b"
+    leave_broken_off(other)
+    settings = {"steps": 3}
+    began = begin_training(tmp_path / "a", settings)
+    assert began is not None
+    assert sorted(path for path in (tmp_path / "a").rglob("*") if path.is_file()) == sorted(own)
+    assert len(read(other)) == 1
+    finish_training(tmp_path / "a", settings, began)
+    assert 0 <= seconds_on_two_cores([tmp_path / "a"]) < 60
+    leave_broken_off(tmp_path / "a")
+    assert begin_training(tmp_path / "a", settings) is None  # what is complete is kept
+    assert len(read(tmp_path / "a")) == 1
+
+
+def test_the_records_of_a_training_that_goes_on_elsewhere_are_not_deleted(tmp_path):
+    leave_broken_off(tmp_path)
+    program = f"""
+from geomon.record import Record
+record = Record({str(tmp_path)!r})
+print(flush=True)
+input()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        process.stdout.readline()
+        with pytest.raises(RunError, match=r"is in use, process .*: choose another folder"):
+            begin_training(tmp_path, {})
+        process.communicate(b"\n")
+    assert len(read(tmp_path)) == 1
+
+
+def test_every_experiment_begins_its_trainings_by_the_one_mechanism():
+    own_way = re.compile(r"\b(is_finished|mark_finished|unlink|rmtree)\b")
+    for path in Path(recipes.__file__).parent.glob("*/*.py"):
+        if path.parent.name not in ("study", "enwik8"):
+            assert not own_way.search(path.read_text()), path
 
 
 def test_folders_are_counted_up(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 import io
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -73,6 +74,45 @@ def test_a_file_that_is_no_record_and_one_without_readings_are_bad_input(tmp_pat
     result = invoke("figure", tmp_path / "other")
     assert (result.exit_code, "no readings yet" in result.stderr) == (2, True)
     assert invoke("figure", run, "--out", tmp_path / "picture.xyz").exit_code == 2
+
+
+def test_sentences_are_broken_between_words_on_a_terminal_alone(run):
+    plain = invoke("summary", run).stdout.splitlines()
+    program = "import sys; sys.stdout.isatty = lambda: True; from geomon.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "summary", str(run)], capture_output=True, text=True,
+        env=os.environ | {"COLUMNS": "40"}, check=True,
+    )  # fmt: skip
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 40 < max(map(len, plain))
+    assert " ".join(line.strip() for line in lines) == " ".join(plain)
+    assert [line for line in lines if not line.startswith("  ")] == [
+        next(line for line in lines if whole.startswith(line)) for whole in plain
+    ]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("figure", "a.png"), ("compare", "a.png"), ("report", "a.html"), ("export", "a.csv")],
+)
+def test_a_place_that_cannot_be_written_is_named_with_what_to_do(command, run, tmp_path):
+    name, file = command
+    (tmp_path / "file").write_text("of the user")
+    folders = [run, run] if name == "compare" else [run]
+    out = tmp_path / "file" / file
+    result = invoke(name, *folders, "--out", out)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"geomon: {out} cannot be written (")
+    assert result.stderr.endswith("): give another place by --out\n")
+    assert result.stderr.count("\n") == 1
+
+
+def test_several_figures_are_not_written_into_a_file(run, tmp_path):
+    (tmp_path / "a.png").write_text("of the user")
+    result = invoke("figure", run, "--kind", "run", "--kind", "map", "--out", tmp_path / "a.png")
+    assert result.exit_code == 2
+    assert result.stderr.endswith("is a file: give a folder by --out, for several figures\n")
+    assert (tmp_path / "a.png").read_text() == "of the user"
 
 
 ACTING = "\x1b[2J\x1b]0;title\x07\u202eabc\x9b31m\x00\r\nline\u2028end"

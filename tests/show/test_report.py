@@ -222,6 +222,17 @@ def test_the_loss_on_the_probe_has_a_chart_where_there_is_one():
     ]  # fmt: skip
 
 
+def test_a_loss_of_an_earlier_step_is_not_shown_as_that_of_the_end():
+    losses = {0: 4.0, 1000: 2.0, 1500: math.nan}  # after the last update there is no batch
+    readings = [
+        Reading(step, 1.0, 0.1, "probe", "eval", 64, 1, "float32", {"training/loss": loss})
+        for step, loss in losses.items()
+    ]
+    for length, shown in ((3, "2 at step 1,000"), (2, "2")):
+        (run,) = build_content([run_of(Readings([], readings[:length]))])["runs"]
+        assert dict(run["numbers"])["training loss"] == shown
+
+
 def test_a_record_of_one_reading_without_metrics_makes_a_page(make_readings, library):
     reading = replace(make_readings()[0], values={"geomon/seconds": 1.0, "x": math.nan})
     page = Page(render([Run("a", Path("a"), Readings([], [reading]))]))

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
 
 from geomon.analysis import curve_of
 from geomon.analysis.compare import Difference
@@ -34,7 +33,7 @@ def compare_figure(
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.1))
     _draw_dimension(left, runs, names)
     if drawn:
-        _draw_differences(right, drawn, names)
+        _draw_differences(right, drawn)
     else:
         panels.show_message(right, "no difference whose error is known")
     return figure
@@ -46,24 +45,21 @@ def _draw_dimension(panel: Any, runs: tuple[Readings, Readings], names: tuple[st
     if not any(map(len, curves)):
         panels.show_message(panel, "twonn: not measured")
         return
-    for curve, name, colour in zip(curves, names, _COLOURS, strict=True):
+    labels = f"first: {names[0]}", f"second: {names[1]}"
+    for curve, label, colour in zip(curves, labels, _COLOURS, strict=True):
         if not len(curve):
             continue
-        panel.plot(curve.steps, curve.values, color=colour, lw=2, label=name)
+        panel.plot(curve.steps, curve.values, color=colour, lw=2, label=label)
         pairs = list(zip(curve.values, curve.margins, strict=True))
         low, high = [v - m for v, m in pairs], [v + m for v, m in pairs]
         panel.fill_between(curve.steps, low, high, color=colour, alpha=0.2, lw=0)
-    panel.set_xscale("symlog", linthresh=1)
+    panels.step_axis(panel, [step for curve in curves for step in curve.steps])
     panel.set_ylim(bottom=0)
-    panel.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
-    panel.set_xlabel("training step (logarithmic)")
     panel.set_ylabel("intrinsic dimension, twonn (band: 95 % interval)")
-    panel.grid(axis="y", color="#E6E6E6", lw=0.7)
-    panel.spines[["top", "right"]].set_visible(False)
     panel.legend(frameon=False, loc="lower right")
 
 
-def _draw_differences(panel: Any, drawn: Sequence[Difference], names: tuple[str, str]) -> None:
+def _draw_differences(panel: Any, drawn: Sequence[Difference]) -> None:
     for row, each in enumerate(drawn):
         share, width = 100 * each.change / abs(each.first), 100 * each.margin / abs(each.first)
         beyond = each.verdict in ("higher", "lower")
@@ -78,7 +74,7 @@ def _draw_differences(panel: Any, drawn: Sequence[Difference], names: tuple[str,
     steps = sorted({each.step for each in drawn})
     at = f"step {steps[0]:,}" if len(steps) == 1 else f"steps {steps[0]:,} to {steps[-1]:,}"
     panel.set_xlabel(
-        f"change from {names[0]} to {names[1]}, %, at {at}\n"
+        f"change from the first run to the second, %, at {at}\n"
         "bars: 95 % interval over other sequences; filled: 0 is outside"
     )
     panel.grid(axis="x", color="#E6E6E6", lw=0.7)

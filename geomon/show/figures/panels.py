@@ -253,7 +253,12 @@ def draw_dimension(panel: Axes, readings: Readings, *, legend_above: bool = Fals
     mark_alerts(panel, readings, named=True)
     curves = [curve for _, curve, _ in drawn]
     lines = len(panel.get_legend_handles_labels()[1]) + 1
-    _dimension_axis(panel, curves, lines=0 if legend_above else max(lines, 4))
+    lines = 0 if legend_above else max(lines, 4)
+    _dimension_axis(panel, curves, lines=lines)
+    _, nulls = readings.series("twonn/null")
+    low, high = panel.get_ylim()
+    if nulls and low < nulls[-1] < high:  # or the line would lie behind the legend
+        _dimension_axis(panel, curves, lines=lines, reach=nulls[-1])
     _draw_null(panel, readings, "twonn", label="twonn of noise of this n and width")
     banded = any(error for _, curve, _ in drawn for error in curve.errors)
     said = ["band: 95 % interval"] * banded
@@ -264,14 +269,33 @@ def draw_dimension(panel: Axes, readings: Readings, *, legend_above: bool = Fals
     legend(panel, labelcolor="linecolor", **place)
 
 
+def furthest_loss(readings: Readings) -> tuple[str, Curve]:
+    """Choose the loss that is known up to the latest step, and its name.
+
+    The loss of the training is that of the batch after a reading, and after the last update there
+    is no batch: a loss on the probe reaches the end of the run. Of two that reach equally far, it
+    is that of the training.
+
+    Args:
+        readings: Readings of a run.
+
+    Returns:
+        "training loss" or "loss on the probe", and its curve, which is empty where neither is
+        known.
+    """
+    names = {"training loss": tags.LOSS, "loss on the probe": tags.PROBE_LOSS}
+    curves = {name: curve_of(readings, tags.training_tag(key)) for name, key in names.items()}
+    return max(curves.items(), key=lambda named: max(named[1].steps, default=-1))
+
+
 def draw_loss(panel: Axes, readings: Readings) -> None:
-    """Draw the loss of the training behind a panel over steps, with an axis of its own.
+    """Draw the loss behind a panel over steps, with an axis of its own.
 
     Args:
         panel: Axes with steps, which are drawn already.
         readings: Readings of a run; nothing is drawn where they have no loss.
     """
-    loss = curve_of(readings, tags.training_tag(tags.LOSS))
+    name, loss = furthest_loss(readings)
     if len(loss) < 2:
         return
     axis = panel.twinx()
@@ -279,11 +303,17 @@ def draw_loss(panel: Axes, readings: Readings) -> None:
     panel.patch.set_visible(False)
     axis.plot(loss.steps, loss.values, color=GREY, lw=1.2, ls="-.")
     low, high = min(loss.values), max(loss.values)
-    axis.set_ylim(max(0, low - 0.15 * (high - low)), high + 0.45 * (high - low))
+    bottom = max(0, low - 0.15 * (high - low))
+    legend = panel.get_legend()
+    lines = 0 if legend is None else max(len(legend.texts), 4)
+    axis.set_ylim(bottom, bottom + (high - bottom) / _share_below_legend(lines))
     axis.spines[["top", "left"]].set_visible(False)
     axis.spines["right"].set_color(GREY)
     axis.tick_params(labelsize=9, length=3, colors=GREY)
-    axis.set_ylabel("training loss (dash-dotted)", fontsize=9.5, color=GREY)
+    said = ["dash-dotted"]
+    if loss.steps[-1] < single_source(readings)[-1].step:
+        said.append(f"known to step {loss.steps[-1]:,}")
+    axis.set_ylabel(f"{name} ({', '.join(said)})", fontsize=9.5, color=GREY)
 
 
 def draw_profile(panel: Axes, readings: Readings, metric: str) -> None:
@@ -462,11 +492,12 @@ def mark_alerts(panel: Axes, readings: Readings, *, named: bool = False) -> None
 
 
 def legend(panel: Axes, **style: Any) -> None:
-    """Add a legend at the upper left."""
+    """Add a legend, at the upper left where no other place is asked for."""
     style = {
         "fontsize": 9,
         "handlelength": 1.6,
-        "borderaxespad": 0.1,
+        "borderaxespad": 0,  # or lines behind it show above it
+        "bbox_to_anchor": (0.004, 0, 0.992, 1),  # beside the axis, which it would cover
         "framealpha": 1,
         "loc": "upper left",
     } | style
@@ -494,28 +525,38 @@ def step_axis(panel: Axes, steps: Sequence[int]) -> None:
     panel.set_xlabel("training step (logarithmic)", fontsize=10)
 
 
-def _dimension_axis(panel: Axes, curves: Sequence[Curve], *, lines: int) -> None:
+def _dimension_axis(
+    panel: Axes, curves: Sequence[Curve], *, lines: int, reach: float = -math.inf
+) -> None:
     """Scale the axis of dimensions: from zero, or logarithmic where the curves lie far apart.
 
     Args:
         panel: Axes of matplotlib.
         curves: What is drawn.
         lines: Number of lines of a legend, for which the top is left free.
+        reach: A further value that stays below the legend.
     """
     by_step: dict[int, list[float]] = {}
     for curve in curves:
         for step, value in zip(curve.steps, curve.values, strict=True):
             by_step.setdefault(step, []).append(value)
     low, high = (pick(v for row in by_step.values() for v in row) for pick in (min, max))
+    high = max(high, reach)
     ratio = max(max(row) / min(row) for row in by_step.values()) if low > 0 else 1.0
     if ratio <= _MAX_LINEAR_RATIO:
-        panel.set_ylim(min(0, low), max(high, 1e-9) * (1.06 + 0.075 * lines))
+        panel.set_ylim(min(0, low), max(high, 1e-9) / _share_below_legend(lines))
         return
     panel.set_yscale("log")
-    panel.set_ylim(low / 1.25, high * (high / low) ** (0.06 + 0.1 * lines))
+    bottom = low / 1.25
+    panel.set_ylim(bottom, bottom * (high / bottom) ** (1 / _share_below_legend(lines)))
     panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
     panel.yaxis.set_minor_locator(NullLocator())
     panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def _share_below_legend(lines: int) -> float:
+    """Return the share of a panel's height that a legend of so many lines at its top leaves."""
+    return 0.95 - 0.065 * lines
 
 
 def _band(curve: Curve) -> tuple[list[float], list[float]]:

@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from geomon.record import Reading, Readings, tags
+from geomon.record import Reading, Readings
 from geomon.show.figures import cards, panels
 from geomon.show.figures.colours import LAYERS, darken
 
@@ -70,9 +70,10 @@ def title_of(readings: Readings) -> str | None:
         parts.append(f"{len(run['layers'])} blocks")
     steps = sorted(reading.step for reading in readings)
     parts.append(f"steps {steps[0]:,} to {steps[-1]:,}")
-    _, losses = readings.series(tags.training_tag(tags.LOSS))
-    if losses:
-        parts.append(f"loss {losses[0]:.2f} → {losses[-1]:.2f}")
+    name, loss = panels.furthest_loss(readings)
+    if len(loss):
+        known = f" (step {loss.steps[-1]:,})" if loss.steps[-1] < steps[-1] else ""
+        parts.append(f"{name} {loss.values[0]:.2f} → {loss.values[-1]:.2f}{known}")
     return ", ".join(parts)
 
 

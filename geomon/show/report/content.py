@@ -159,7 +159,8 @@ def _numbers(readings: Readings, curve: Curve) -> list[tuple[str, str]]:
         numbers.append(("most anisotropic", f"{value:.2g} at layer {layer} of {layers[-1]}"))
     loss = curve_of(readings, tags.training_tag(tags.LOSS))
     if len(loss):
-        numbers.append(("training loss", f"{loss.values[-1]:.3g}"))
+        since = f" at step {loss.steps[-1]:,}" if loss.steps[-1] < last.step else ""
+        numbers.append(("training loss", f"{loss.values[-1]:.3g}{since}"))
     overhead = last.values.get(tags.OVERHEAD, math.nan)
     if math.isfinite(overhead):
         numbers.append(("geomon's share of the time", f"{overhead * 100:.2g} %"))

@@ -146,8 +146,10 @@
     const x = common.map(place);
     const means = rows.map((row) => row.reduce((a, b) => a + b) / row.length);
     const some = shown.map((run) => data.runs[run].name).slice(0, 4).join(", ");
-    const seeds = `${shown.length} seeds (${some}${shown.length > 4 ? ", ..." : ""})`;
-    const name = named(seeds, lines[tag], lines);
+    const names = ` (${some}${shown.length > 4 ? ", ..." : ""})`;
+    // Where no other run is in the picture the names, which may be long, stand above it already.
+    const mean = `mean of ${shown.length} runs`;
+    const name = named(mean + (members.length < data.runs.length ? names : ""), lines[tag], lines);
     const none = { mode: "lines", line: { width: 0 }, hoverinfo: "skip", showlegend: false };
     return [
       { x, y: rows.map((row) => Math.min(...row)), legendgroup: name, ...none },
@@ -156,7 +158,7 @@
       { x, y: means, name, legendgroup: name, mode: "lines",
         line: { color: colour, width: 2.6, dash: DASHES[order % 4] },
         text: common.map((step, at) =>
-          `mean of ${shown.length} seeds<br>step ${step.toLocaleString("en")}: ` +
+          `${mean}<br>step ${step.toLocaleString("en")}: ` +
           `<b>${number(means[at])}</b> (${number(Math.min(...rows[at]))} to ` +
           `${number(Math.max(...rows[at]))})`),
         hovertemplate: "%{text}<extra></extra>" },
@@ -305,7 +307,7 @@
     data.runs.some((run) => run.curves[tag] && run.curves[tag].margin)));
   element("key").textContent = [
     margins ? "Bands: 95 % intervals, over other sequences." : "",
-    data.groups.length ? "Bands of seeds: from the lowest to the highest run, about their mean." : "",
+    data.groups.length ? "Bands of several runs: from the lowest to the highest, about their mean." : "",
     "Click a name to hide its line.",
   ].filter(Boolean).join(" ");
   data.charts.slice(1).forEach((_, at) => {

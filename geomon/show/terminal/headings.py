@@ -172,7 +172,10 @@ def title_of_loss(choices: Choices) -> Text:
     if choices.loss is None:
         return Text()
     curve = choices.run.curve(choices.loss)
+    newest = choices.run.at(None)
     value = f"  {curve.values[-1]:.4g}" if len(curve) and not choices.several else ""
+    if value and newest is not None and curve.steps[-1] < newest.step:
+        value += f" at step {curve.steps[-1]:,}"  # no batch comes after the last reading
     return _safe(Text(choices.loss.title(), style="bold").append(value, style="not bold"))
 
 

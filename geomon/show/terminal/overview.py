@@ -149,6 +149,8 @@ def _lines(readings: list[Reading], width: int) -> Iterator[Text]:
     loss = curve_of(selected, tags.training_tag(tags.LOSS))
     if len(loss):
         after = f"from {number(loss.values[0])}" if len(loss) > 1 else ""
+        if loss.steps[-1] < last.step:  # the last reading has no batch after it
+            after = ", ".join(filter(None, (after, f"known to step {loss.steps[-1]:,}")))
         yield _row("training loss", _unit(loss, ""), loss, after, width)
     yield from _last_alert(readings)
     notes = [note for note in last.notes if not is_alert(note)]

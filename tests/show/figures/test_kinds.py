@@ -288,7 +288,7 @@ def test_spectra_are_shares_of_the_whole_variance(run):
 
 def test_the_title_says_model_size_steps_and_loss(run, make_readings):
     assert title_of(run) == (
-        "Synthetic, 1.23 million parameters, 4 blocks, steps 0 to 1,500, loss 5.00 → 2.00"
+        "Synthetic, 1.23 million parameters, 4 blocks, steps 0 to 1,500, training loss 5.00 → 2.00"
     )
     assert draw("run", run).get_suptitle() == title_of(run)
     acting = Readings([{"model": "a\x1b[2J\u202e$b^$", "layers": 3}], make_readings((0,)).readings)
@@ -297,6 +297,32 @@ def test_the_title_says_model_size_steps_and_loss(run, make_readings):
     assert title_of(Readings([], [])) is None
     losses = [a for a in draw("run", run).axes if "training loss" in a.get_ylabel()]
     assert list(losses[0].lines[0].get_ydata()) == run.series("training/loss")[1]
+    assert losses[0].get_ylabel() == "training loss (dash-dotted)"
+
+
+@pytest.mark.parametrize("on_probe", [False, True])
+def test_a_loss_that_ends_before_the_run_says_so_or_gives_way_to_one_that_does_not(run, on_probe):
+    # The loss of the training is that of the batch after a reading: after the last there is none.
+    def without_batch(reading):
+        values = dict(reading.values)
+        if on_probe:
+            values["training/probe_loss"] = 7.0 - reading.step / 1000
+        if reading is run[-1]:
+            del values["training/loss"]
+        return replace(reading, values=values)
+
+    shorter = Readings(run.runs, [without_batch(reading) for reading in run])
+    drawn = [axes for axes in draw("run", shorter).axes if "dash-dotted" in axes.get_ylabel()]
+    (axes,) = drawn
+    steps = list(axes.lines[0].get_xdata())
+    if on_probe:
+        assert axes.get_ylabel() == "loss on the probe (dash-dotted)"
+        assert steps == list(STEPS)
+        assert title_of(shorter).endswith("steps 0 to 1,500, loss on the probe 7.00 → 5.50")
+    else:
+        assert axes.get_ylabel() == "training loss (dash-dotted, known to step 128)"
+        assert steps == list(STEPS[:-1])
+        assert title_of(shorter).endswith(", training loss 5.00 → 4.74 (step 128)")
 
 
 def test_on_a_dark_page_greys_are_turned_and_fields_keep_their_words(run):

@@ -414,6 +414,28 @@ def test_noise_is_a_line_where_it_lies_within_the_panel(null, seen):
         assert [text.get_text() for text in profile.texts] == ["noise: 0.12"]
 
 
+@pytest.mark.parametrize("distinct", [5.0, 40.0])  # a linear axis, and a logarithmic one
+@pytest.mark.parametrize("factor", [0.5, 1.02, 1.2, 1.35])
+def test_no_line_is_covered_by_the_legend(distinct, factor):
+    null = factor * max(7.2, distinct)
+    values = {"twonn_distinct/mean": distinct, "twonn/null": null}
+    readings = [
+        replace(r, values=r.values | values | {"training/loss": 5 - r.step / 1000})
+        for r in lopsided()
+    ]
+    figure = geometry_figure(Readings([], readings), title="Takes height from the panels")
+    figure.draw_without_rendering()
+    panel = panels(figure)[0]
+    level = next(line for line in panel.lines if list(line.get_ydata()) == [null, null])
+    (loss,) = next(axes for axes in figure.axes if "loss" in axes.get_ylabel()).lines
+    box = panel.get_legend().get_frame().get_window_extent()
+    assert box.y1 >= panel.get_window_extent().y1  # nothing shows above it either
+    assert box.x0 > panel.get_window_extent().x0 + 1
+    bottom = box.y0
+    for line in (*panel.lines, level, loss):
+        assert line.get_window_extent().y1 < bottom
+
+
 @pytest.mark.parametrize(
     ("steps", "ticks", "scale"),
     [
@@ -437,7 +459,7 @@ def test_the_axis_of_steps_has_powers_of_ten_and_all_steps_inside(steps, ticks, 
 
 def test_axes_hold_all_values_and_leave_the_top_to_the_legend():
     dimension, profile, heads, entropy = panels(geometry_figure(lopsided()))
-    assert dimension.get_ylim() == pytest.approx((0, 7.2 * 1.36))
+    assert dimension.get_ylim() == pytest.approx((0, 7.2 / 0.69))
     assert profile.get_ylim()[0] == 0
     assert heads.get_ylim() == (-1.05, 1.3)
     assert entropy.get_ylim() == pytest.approx((0, 1.08 * 2.32))
@@ -445,7 +467,7 @@ def test_axes_hold_all_values_and_leave_the_top_to_the_legend():
         replace(r, values=r.values | {"twonn_distinct/mean": 40.0}) for r in lopsided()
     ])  # fmt: skip
     low, high = panels(geometry_figure(far))[0].get_ylim()
-    assert (low, high) == pytest.approx((5 / 1.25, 40 * 8**0.46))
+    assert (low, high) == pytest.approx((4, 4 * 10 ** (1 / 0.69)))
 
 
 def test_a_profile_with_negative_values_is_drawn_whole():

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from geomon.analysis.compare import compare
 from geomon.analysis.queries_keys import align_layers, chance_limit
 from geomon.cli import make_app
 from geomon.record import Readings, Record, read, tags
@@ -102,6 +103,19 @@ def test_names_of_folders_are_no_formulas(run_of):
     for figure in (draw("stability", runs), compare_figure((runs[0], runs[1]), ("a$^$", "b$"), [])):
         figure.dpi = 30
         as_image(figure)
+
+
+def test_long_names_do_not_push_words_out_of_the_comparison(run_of):
+    first, second = run_of("a", [0.5]), run_of("b", [0.9])
+    names = "/".join(["folder"] * 6) + "/a", "/".join(["folder"] * 6) + "/b"
+    figure = compare_figure((first, second), names, compare(first, second))
+    figure.draw_without_rendering()
+    left, right = figure.axes
+    for words in (left.xaxis.label, right.xaxis.label, *left.get_legend().get_texts()):
+        box = words.get_window_extent()
+        assert 0 <= box.x0 < box.x1 <= figure.bbox.width, words.get_text()
+    labels = [text.get_text() for text in left.get_legend().get_texts()]
+    assert labels == [f"first: {names[0]}", f"second: {names[1]}"]
 
 
 def test_the_command_lays_runs_over_one_another(run_of, tmp_path):

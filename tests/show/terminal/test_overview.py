@@ -283,5 +283,7 @@ def test_the_loss_stands_beside_the_geometry_where_it_is_logged():
     lines = shown(readings)
     row = next(line for line in lines if line.startswith("training loss"))
     assert "2.5" in row
-    assert "from 4.2" in row
+    assert row.endswith("from 4.2, known to step 10")
+    row = next(line for line in shown(readings[:2]) if line.startswith("training loss"))
+    assert row.endswith("from 4.2")
     assert not [line for line in shown([reading(0, math.nan)]) if "loss" in line]
