@@ -3,6 +3,7 @@
 import copy
 import pickle
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import geomon
 from geomon import Memory, Monitor, every, measure, select
 from geomon.capture import Window, extra_pass, find_anatomy
+from geomon.capture.calling import calls, patches
 from geomon.capture.calling.calls import FirstCall
 from geomon.capture.calling.patches import in_extra_pass
 from geomon.capture.snapshot import CAPTURED
@@ -163,8 +165,20 @@ def due_step(kind, model, ids, folder):
     return step, monitor.close
 
 
+@pytest.fixture
+def other_locks(monkeypatch):
+    """Locks for this test alone: a line where a `with` ends counts here, and keeps its lock.
+
+    Between the end of the lines inside and the release Python looks at no signal.
+    """
+    for module in (calls, patches):
+        for patch in vars(module).values():
+            if isinstance(patch, patches.Patch):
+                monkeypatch.setattr(patch, "_lock", threading.RLock())
+
+
 @pytest.mark.parametrize("kind", ["inline", "probe", "session"])
-def test_ctrl_c_at_any_line_of_a_due_step_leaves_nothing(kind, tmp_path):
+def test_ctrl_c_at_any_line_of_a_due_step_leaves_nothing(kind, tmp_path, other_locks):
     torch.manual_seed(0)
     model, ids = PlainDecoder(width=8, layers=1, heads=2).train(), batch(1, 4)
     model.register_buffer("seen", torch.zeros(1))
@@ -188,6 +202,19 @@ def test_ctrl_c_at_any_line_of_a_due_step_leaves_nothing(kind, tmp_path):
     step, close = due_step(kind, model, ids, tmp_path)
     step()
     close()
+
+
+def test_another_thread_of_the_program_has_its_own_window_after_ctrl_c():
+    def look():
+        with window(model) as seen, torch.no_grad():
+            model(batch(1, 4))
+        found.append(seen.snapshot())
+
+    model, found = PlainDecoder(width=8, layers=1, heads=2), []
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    thread.join(timeout=60)
+    assert found
 
 
 # -- nothing that a pass of the monitor's own writes stays --------------------------------------

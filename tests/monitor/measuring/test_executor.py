@@ -272,7 +272,7 @@ def test_casts_that_autocast_keeps_for_the_training_are_kept(way):
         before = cast_of(linear)
         assert cast_of(linear) is before
         if way == "in another thread":  # of the program's own, where autocast is off
-            thread = threading.Thread(target=read)
+            thread = threading.Thread(target=read, daemon=True)
             thread.start()
             thread.join()
         else:
