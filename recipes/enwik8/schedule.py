@@ -6,8 +6,8 @@ from geomon import log_spaced
 
 # Half of a run's readings on a logarithmic scale lie before this step, and show little that is new.
 _LATEST_FIRST = 32
-# Multiples of the first step between which the dimension rises to its peak and turns.
-_DENSE_FROM, _DENSE_TO = 2, 6
+# Multiples of the first step between which the dimension rises to its peak.
+_DENSE_FROM, _DENSE_TO = 2, 4
 # Share of the run after which only its last step is read, which a callback does by itself.
 _BEFORE_THE_END = 0.9
 
@@ -22,7 +22,7 @@ class ReadingSteps:
     Example:
         >>> due = ReadingSteps(1500)
         >>> [step for step in range(1500) if due(step)]
-        [0, 32, 45, 64, 76, 91, 108, 128, 152, 181, 256, 362, 512, 724, 1024]
+        [0, 32, 45, 64, 76, 91, 108, 128, 181, 256, 362, 512, 724, 1024]
     """
 
     steps: int
