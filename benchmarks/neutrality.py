@@ -45,7 +45,7 @@ WAYS_OUT = (
 SETTINGS = (
     "nothing else", "EMA copy", "checkpoint in the window", "compile with dropout",
     "extra columns", "bf16 default dtype", "default device", "generate in the window",
-    "two monitors", "activation checkpointing",
+    "two monitors", "activation checkpointing", "autocast around all steps",
 )  # fmt: skip
 
 _STEPS, _ENDS_AT, _BATCH, _LENGTH, _VOCABULARY = 4, 3, 4, 12, 40
@@ -392,7 +392,9 @@ def _surroundings(setting: str) -> Iterator[None]:
         signal.signal(signal.SIGTERM, ends)
         if setting == "bf16 default dtype":
             torch.set_default_dtype(torch.bfloat16)
-        yield
+        # What is cast is kept from step to step, for all threads of the process.
+        with torch.autocast("cpu", torch.bfloat16, enabled=setting == "autocast around all steps"):
+            yield
     finally:
         torch.set_default_dtype(before)
         for kind, handler in handlers.items():

@@ -10,6 +10,7 @@ QUICK = [
     ("plain", "sigterm", "generate in the window"),
     ("plain", "exception in forward", "default device"),
     ("plain", "exception in backward", "activation checkpointing"),
+    ("plain", "normal", "autocast around all steps"),
     ("Lightning", "normal", "extra columns"),
     ("Lightning", "exception in loader", "checkpoint in the window"),
     ("Lightning", "exception in validation", "two monitors"),
