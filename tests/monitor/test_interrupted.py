@@ -4,51 +4,23 @@ import gc
 import os
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
 from forks import Forks
+from interrupting import Interrupting, files
 from models import PlainDecoder, batch
 
-import geomon
 from geomon import Memory, Monitor, every, read, select
 from geomon.monitor.measuring.jobs import ReadingJob
 
 # What a reading goes through from the first layer that is measured to its line in the record.
-PARTS = {
-    str(Path(geomon.__file__).parent / part)
-    for part in ("monitor/monitor.py", "monitor/measuring/executor.py",
-                 "monitor/measuring/jobs.py", "monitor/writing/output.py",
-                 "monitor/writing/reactions.py", "record/jsonl.py", "metrics/at_once.py")
-}  # fmt: skip
+PARTS = files(
+    "monitor/monitor.py", "monitor/measuring/executor.py", "monitor/measuring/jobs.py",
+    "monitor/writing/output.py", "monitor/writing/reactions.py", "record/jsonl.py",
+    "metrics/at_once.py",
+)  # fmt: skip
 MOVES = ("executor.py", "jsonl.py")
-
-
-class Interrupting:
-    """Raises KeyboardInterrupt at a line that is reached after the first layer is begun."""
-
-    def __init__(self, at: int) -> None:
-        self.at = at
-        self.lines: list[tuple[str, int]] = []
-
-    def begin(self) -> None:
-        sys.settrace(self._trace)
-        frame = sys._getframe()
-        while frame is not None:  # those that run already, which return to lines of theirs
-            if frame.f_code.co_filename in PARTS:
-                frame.f_trace = self._trace
-            frame = frame.f_back
-
-    def _trace(self, frame, event, arg):
-        if frame.f_code.co_filename not in PARTS:
-            return None
-        if event == "line":
-            self.lines.append((frame.f_code.co_filename, frame.f_lineno))
-            if len(self.lines) == self.at:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return self._trace
 
 
 def go_on_after_ctrl_c(folder, at, monkeypatch):
@@ -59,7 +31,7 @@ def go_on_after_ctrl_c(folder, at, monkeypatch):
         model, metrics=select("variance"), tokens=16, schedule=every(1), directory=folder,
         sinks=[Memory()], background=False,
     )  # fmt: skip
-    interrupting = Interrupting(at)
+    interrupting = Interrupting(PARTS, at)
     measure_next = ReadingJob.measure_next
 
     def measured(job, count=1):

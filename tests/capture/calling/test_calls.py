@@ -2,18 +2,16 @@
 
 import copy
 import pickle
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
 from fingerprint import fingerprint, random_state
+from interrupting import Interrupting, files
 from models import PlainDecoder, batch, transformer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import geomon
 from geomon import Memory, Monitor, every, measure, select
 from geomon.capture import Window, extra_pass, find_anatomy
 from geomon.capture.calling import calls, patches
@@ -106,36 +104,11 @@ def test_the_arguments_are_seen_as_the_modules_own_hooks_leave_them():
 
 # -- Ctrl-C at every line ------------------------------------------------------------------------
 
-PARTS = {
-    str(Path(geomon.__file__).parent / part)
-    for part in ("capture/window.py", "capture/calling/patches.py", "capture/calling/calls.py",
-                 "capture/calling/probe.py", "capture/unchanged.py", "monitor/monitor.py",
-                 "monitor/callback.py")
-}  # fmt: skip
-
-
-class Interrupting:
-    """Raises KeyboardInterrupt at one of the lines of geomon's that hooks and flags depend on."""
-
-    def __init__(self, at: int) -> None:
-        self.at = at
-        self.lines: list[tuple[str, int]] = []  # that were reached, in order
-
-    def __enter__(self):
-        sys.settrace(self._trace)
-        return self
-
-    def __exit__(self, *error):
-        sys.settrace(None)
-
-    def _trace(self, frame, event, arg):
-        if frame.f_code.co_filename not in PARTS:
-            return None
-        if event == "line":
-            self.lines.append((frame.f_code.co_filename, frame.f_lineno))
-            if len(self.lines) == self.at:
-                raise KeyboardInterrupt
-        return self._trace
+PARTS = files(
+    "capture/window.py", "capture/calling/patches.py", "capture/calling/calls.py",
+    "capture/calling/probe.py", "capture/unchanged.py", "monitor/monitor.py",
+    "monitor/callback.py",
+)  # fmt: skip
 
 
 def due_step(kind, model, ids, folder):
@@ -184,7 +157,7 @@ def test_ctrl_c_at_any_line_of_a_due_step_leaves_nothing(kind, tmp_path, other_l
     model.register_buffer("seen", torch.zeros(1))
     before, random = fingerprint(model), random_state()
     step, _ = due_step(kind, model, ids, tmp_path)
-    with Interrupting(at=-1) as whole:
+    with Interrupting(PARTS, at=-1) as whole:
         step()
     last = {line: at for at, line in enumerate(whole.lines, 1)}
     assert len(last) > 200
@@ -192,7 +165,7 @@ def test_ctrl_c_at_any_line_of_a_due_step_leaves_nothing(kind, tmp_path, other_l
     for at in sorted(last.values()):
         step, close = due_step(kind, model, ids, tmp_path)
         alive.append(close)
-        with Interrupting(at), pytest.raises(KeyboardInterrupt):
+        with Interrupting(PARTS, at), pytest.raises(KeyboardInterrupt):
             step()
         close()
         assert fingerprint(model) == before, whole.lines[at - 1]
