@@ -231,14 +231,14 @@ def _mean_queries(query: Tensor, real: Tensor, group: Tensor, halves: HalfSample
 
 
 def _about_mean_key(key: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Average the keys that a query sees, [key heads, width]; that stands for those that none sees.
+    """Put the mean of the keys that are seen in place of each key that no query sees.
 
     Args:
         key: Keys, [sequences, key heads, keys, head width].
         seen: True for keys that some query sees, [sequences, keys].
 
     Returns:
-        The keys, and their mean.
+        The keys, and the mean of those that are seen, [key heads, width].
     """
     if bool(seen.all()):
         return key, key.mean(dim=(0, 2))

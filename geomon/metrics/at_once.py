@@ -28,7 +28,7 @@ _NUMBERS = 4_194_304
 # More threads wait for one another: Python lets only one of them choose the next operation. Each
 # layer that is measured takes memory beside its rows.
 _MOST = 8
-# Bytes of a thread's stack with which libraries of linear algebra end the process, with room above.
+# Smallest stack of a thread, in bytes: with 64 kB, libraries of linear algebra end the process.
 _SMALL_STACK = 2**20
 
 
@@ -87,7 +87,7 @@ def stacks_suffice() -> bool:
 
 
 def _start_threads(count: int) -> ThreadPoolExecutor | None:
-    """Start threads that share out those of operations; None where they cannot be had.
+    """Start threads, each with a part of torch's threads; None where they cannot be started.
 
     A system limits the threads and the memory of its users; a program that ends starts none.
     """
@@ -95,7 +95,7 @@ def _start_threads(count: int) -> ThreadPoolExecutor | None:
         return None
     start = functools.partial(_limit_threads, max(1, torch.get_num_threads() // count))
     pool = ThreadPoolExecutor(count, thread_name_prefix="geomon", initializer=start)
-    all_there = threading.Barrier(count)  # each waits for the others, so that all are started
+    all_there = threading.Barrier(count)  # each thread waits until all have started
     try:
         for _ in range(count):
             pool.submit(all_there.wait)
@@ -112,7 +112,7 @@ def _can_share_threads() -> bool:
     """Whether the threads of operations can be shared out among threads that measure."""
     try:
         _openmp()
-    except Exception:  # what it finds out of the system's libraries is not the same everywhere
+    except Exception:  # the look-up of the loaded libraries can fail on some systems
         return False
     return True
 
@@ -125,13 +125,13 @@ def in_pieces(
 ) -> Iterator[LayerValues]:
     """Measure layers, several at once, each in pieces; yields the values of each, in order.
 
-    What is measured of attention and of hidden states has nothing in common. The small pieces come
-    last: no thread waits long for the one that measures the last layer.
+    The metrics of attention and those of hidden states share no view, so that they are measured
+    apart. The small pieces come last: no thread waits long for the last layer.
 
     Args:
         measure: Measures a layer, of which each rank has a part, or a piece of it.
         layers: Parts of each layer.
-        apart: Sources of views that no metric reads together, the one that takes longest first.
+        apart: Groups of sources that no metric reads together, the slowest group first.
         at_once: Number of layers at once; 1 measures each as a whole.
     """
     if at_once == 1:
@@ -162,7 +162,7 @@ def _limit_threads(count: int) -> None:
     By OpenMP's own setting, which belongs to a thread: torch.set_num_threads would change what
     threads of the training get that start later, and how MKL chooses.
     """
-    with contextlib.suppress(Exception):  # with more threads for each it takes longer, no more
+    with contextlib.suppress(Exception):  # without a limit the thread is slower, and right
         torch.get_num_threads()  # at its first question a thread takes torch's setting over
         _openmp().limit(limits=count)
 

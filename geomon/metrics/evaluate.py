@@ -128,7 +128,7 @@ class Evaluator:
 
     @functools.cached_property
     def apart(self) -> list[frozenset[str]]:
-        """Sources of views, those together that one metric reads; with the hidden states first."""
+        """Groups of sources that no metric reads together, that of the hidden states first."""
         read = [frozenset(sources_of(metric)) for metric in self.metrics.values()]
         unread = SOURCES.difference(*read)
         groups: list[frozenset[str]] = []

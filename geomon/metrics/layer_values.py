@@ -53,10 +53,10 @@ class LayerValues:
     without_arrays: str = ""
 
     def joined_with(self, other: "LayerValues") -> "LayerValues":
-        """Return the values of the same layer from two measurements, of other sources each.
+        """Join the values of two measurements of one layer, each of other sources.
 
         Args:
-            other: What was measured beside this.
+            other: Values of the other measurement.
         """
         joined = {}
         for one in fields(self):

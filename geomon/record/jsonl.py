@@ -58,8 +58,8 @@ class Record:
         self._begins = False  # whether the file has no readings, so that arrays are of another run
         self._opening: str | None = None  # the line that describes this run
         self._pending: deque[str] = deque()
-        # The last reading that was given, by what tells it from others, and its line; and the last
-        # line that was written: after Ctrl-C a reading may be given again.
+        # After Ctrl-C the same reading may be given again. So the last one is kept, by its step,
+        # source and time, with its line; and the last line that was written.
         self._given: tuple[tuple[int, str, float], str] | None = None
         self._written: str | None = None
         self._lock: FolderLock | None = None

@@ -76,7 +76,7 @@ class ReadingExecutor:
         return self._finished[0] if self._finished else None
 
     def remove_first(self) -> None:
-        """Remove the first finished job, with which everything has been done."""
+        """Remove the first finished job, once it is recorded or has failed."""
         self._finished.popleft()
 
     def close(self) -> None:
