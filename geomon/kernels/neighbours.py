@@ -213,14 +213,23 @@ def _searched(
     points: "_Points", frame: "_Frame", values: Tensor, own: Tensor, k: int
 ) -> Neighbours:
     """Search the wanted points among all, in all coordinates."""
+    found = Neighbours(
+        torch.empty(len(own), k, dtype=torch.float64, device=own.device),
+        torch.empty(len(own), k, dtype=torch.int64, device=own.device),
+    )
     count = min(k + 1 + _SLACK, len(points))
-    found = _ranked(points, own, _candidates(values, own, count), k, frame.unit)
-    if count < len(points):
-        unsure = _unsure(found, values, own, frame.scale, k)
-        again = _certain(points, frame, own[unsure], found.distances[unsure, k - 1], k)
-        for before, after in zip(found, again, strict=True):
-            before[unsure, :k] = after
-    return Neighbours(found.distances[:, :k], found.indices[:, :k])
+    norm = torch.linalg.vector_norm(values, dim=1)
+    # Some at a time: of their candidates several copies are held.
+    for part, *targets in zip(own.split(_QUERIES), *(x.split(_QUERIES) for x in found), strict=True):
+        near = _ranked(points, part, _candidates(values, part, count), k, frame.unit)
+        for target, some in zip(targets, near, strict=True):
+            target.copy_(some[:, :k])
+        if count < len(points):
+            unsure = _unsure(near, norm[part], values.shape[1], frame.scale, k)
+            again = _certain(points, frame, part[unsure], near.distances[unsure, k - 1], k)
+            for target, some in zip(targets, again, strict=True):
+                target[unsure] = some
+    return found
 
 
 def nearest_among(
@@ -449,13 +458,9 @@ def _candidates(scaled: Tensor, own: Tensor, count: int) -> Tensor:
     """Find the `count` points nearest to each wanted one, itself among them, in float32."""
     if faiss is None or scaled.device.type != "cpu":
         return _expanded(_Points(scaled, None), as_factor, own, count)
-    found = [torch.empty(0, count, dtype=torch.int64, device="cpu")]
-    points = scaled.numpy()
-    whole = len(own) == len(scaled)
-    for part in (own,) if whole else own.split(_QUERIES):
-        queries = points if whole else scaled[part].numpy()
-        found.append(torch.from_numpy(faiss.knn(queries, points, count)[1]))
-    return torch.cat(found)
+    one_by_one = len(own) > 0 and bool((own.diff() == 1).all())
+    queries = scaled[own[0] : own[-1] + 1] if one_by_one else scaled[own]  # without a copy
+    return torch.from_numpy(faiss.knn(queries.numpy(), scaled.numpy(), count)[1])
 
 
 def _expanded(
@@ -557,7 +562,7 @@ def _ranked(points: _Points, own: Tensor, candidates: Tensor, k: int, unit: floa
     return Neighbours(values.gather(1, kept), order.gather(1, kept))
 
 
-def _unsure(found: Neighbours, scaled: Tensor, own: Tensor, scale: Tensor, k: int) -> Tensor:
+def _unsure(found: Neighbours, norm: Tensor, width: int, scale: Tensor, k: int) -> Tensor:
     """Find the wanted rows for which float32 may have found the wrong candidates.
 
     A row that is no candidate seemed no nearer than the farthest candidate. In truth it can be
@@ -567,9 +572,8 @@ def _unsure(found: Neighbours, scaled: Tensor, own: Tensor, scale: Tensor, k: in
     Returns:
         Indices into the wanted rows, int64.
     """
-    width = scaled.shape[1]
     kth, farthest = (found.distances[:, column] / scale for column in (k - 1, k))
-    norm = torch.linalg.vector_norm(scaled, dim=1)[own].double()
+    norm = norm.double()
     rounding = (4 + width**0.5) * torch.finfo(torch.float32).eps
     error = rounding * (norm.square() + (norm + farthest).square())
     unclear = farthest.square() - kth.square() <= 2 * error + certified.UNDERFLOW

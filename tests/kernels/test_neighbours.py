@@ -403,6 +403,27 @@ def test_some_rows_are_searched_as_if_the_others_were_not_there(width):
     assert_nearest_among(got, rows, members, 4)
 
 
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("order", ["shuffled", "reversed", "one twice", "next to each other"])
+@pytest.mark.parametrize("block", [100, 4096])
+@pytest.mark.parametrize("width", [3, 40])
+def test_each_wanted_row_has_its_own_neighbours_in_any_order(monkeypatch, order, block, width):
+    monkeypatch.setattr(geomon.kernels.neighbours, "_QUERIES", block)
+    rows = clusters(100, 3, width, 1e-7, seed=2) + 5
+    own = torch.randperm(300, generator=torch.Generator().manual_seed(1))
+    of = {
+        "shuffled": own,
+        "reversed": torch.arange(300).flip(0),
+        "one twice": torch.cat([own[:299], own[:1]]),
+        "next to each other": torch.arange(40, 260),
+    }[order]
+    want, got = nearest(rows, 4), nearest(rows, 4, of=of)
+    assert torch.equal(got.distances, want.distances[of])
+    assert torch.equal(got.indices, want.indices[of])
+    near = brute_force(rows, 4).distances[of]
+    assert torch.allclose(got.distances, near, rtol=1e-9)
+
+
 def test_one_row_to_search_is_too_few():
     with pytest.raises(ValueError, match="1 of them to search"):
         nearest(normal(10, 3), k=2, among=torch.tensor([4]))
