@@ -295,7 +295,8 @@ def _block_lanczos(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         own = slice(step * _VECTORS, (step + 1) * _VECTORS)
         basis[own] = block
         torch.mm(rows, block.T, out=images[:, own])
-        block, last = _orthonormal_to(basis[: own.stop], images[:, own].T @ rows, random)
+        # In this order: on two threads twice as fast as images^T rows.
+        block, last = _orthonormal_to(basis[: own.stop], (rows.T @ images[:, own]).T, random)
     return images, first.double().cpu(), last.double().cpu()
 
 
