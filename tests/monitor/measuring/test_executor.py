@@ -1,4 +1,5 @@
 import logging
+import random
 import threading
 import time
 
@@ -93,6 +94,21 @@ class Clock:
         return self.now
 
 
+class Stopwatch:
+    """Stands for the clock that costs are taken with: a machine may take any time for anything.
+
+    Up to `longest` seconds pass with each look at it, and as many as a metric says.
+    """
+
+    def __init__(self, longest):
+        self.now, self.longest = 0.0, longest
+        self.chance = random.Random(0)
+
+    def __call__(self):
+        self.now += self.longest * self.chance.random()
+        return self.now
+
+
 def run_on_budget(share, steps=400, **settings):
     clock = Clock()
     for step, monitor, readings in run(steps, clock=clock, budget=share, **settings):
@@ -102,16 +118,14 @@ def run_on_budget(share, steps=400, **settings):
 
 @pytest.mark.parametrize("source", ["inline", "probe"])
 def test_a_budget_is_held_and_what_is_due_is_put_off(source, monkeypatch):
-    # Costs are of this process alone: on a busy machine a layer may take any time.
-    monkeypatch.setattr(time, "perf_counter", time.process_time)
+    monkeypatch.setattr(time, "perf_counter", Stopwatch(4e-4))
     probe = {"probe": models.batch()} if source == "probe" else {}
     shares = []
     for step, monitor, seen in run_on_budget(0.002, tokens=128, **probe):
         readings = seen
         if 30 < step < 400:
             shares.append(monitor.overhead)
-    # The cost of a layer is foreseen from the last ones: one that takes longer may overstep.
-    assert sorted(shares)[len(shares) * 9 // 10] <= 0.002 * 1.2
+    assert max(shares) <= 0.002
     assert 2 <= len(readings) < 390
     assert readings[0].step == 0
     steps = [reading.step for reading in readings]
@@ -158,15 +172,14 @@ def test_a_forced_reading_is_made_whatever_the_budget(caplog):
     assert "after step 0" not in caplog.text
 
 
-def slow(hidden):
-    """Costs a microsecond for each row."""
-    until = time.perf_counter() + len(hidden) * 1e-6
-    while time.perf_counter() < until:
-        pass
-    return hidden.mean()
+def test_rows_are_thinned_and_said(monkeypatch):
+    stopwatch = Stopwatch(1e-6)
+    monkeypatch.setattr(time, "perf_counter", stopwatch)
 
+    def slow(hidden):
+        stopwatch.now += len(hidden) * 1e-6
+        return hidden.mean()
 
-def test_rows_are_thinned_and_said():
     # Four layers of 2,000 rows take 8 ms, and a hundred steps of a second allow 5.
     sizes = {"tokens": 2000, "batches": 1, "metrics": {"slow": slow}}
     model, memory, clock = models.PlainDecoder(), Memory(), Clock()
