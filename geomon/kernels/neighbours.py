@@ -220,15 +220,15 @@ def _searched(
     count = min(k + 1 + _SLACK, len(points))
     norm = torch.linalg.vector_norm(values, dim=1)
     # Some at a time: of their candidates several copies are held.
-    for part, *targets in zip(own.split(_QUERIES), *(x.split(_QUERIES) for x in found), strict=True):
+    parts = zip(own.split(_QUERIES), *(whole.split(_QUERIES) for whole in found), strict=True)
+    for part, distances, indices in parts:
         near = _ranked(points, part, _candidates(values, part, count), k, frame.unit)
-        for target, some in zip(targets, near, strict=True):
-            target.copy_(some[:, :k])
+        distances.copy_(near.distances[:, :k])
+        indices.copy_(near.indices[:, :k])
         if count < len(points):
             unsure = _unsure(near, norm[part], values.shape[1], frame.scale, k)
             again = _certain(points, frame, part[unsure], near.distances[unsure, k - 1], k)
-            for target, some in zip(targets, again, strict=True):
-                target[unsure] = some
+            distances[unsure], indices[unsure] = again
     return found
 
 

@@ -184,6 +184,8 @@ class _Sweep:
             reason = " ".join(str(error).split()) or type(error).__name__
             own = isinstance(error, ValueError | ImportError)
             words = reason if own else f"{type(error).__name__}: {reason}"
+            if isinstance(error, OSError) and not Path(checkpoint.source).exists():
+                words = f"there is no folder {checkpoint.source} here, and from the hub: {words}"
             failure = f"{checkpoint.name} (step {checkpoint.step}): {words[:500]}"
             self._failures.append(failure)
             self._failed.append(f"left out, because it failed: {failure}")

@@ -139,6 +139,16 @@ def test_revisions_of_a_model_on_the_hub_are_loaded_by_their_names(tmp_path, mon
     assert values(readings[0]) != values(readings[1])
 
 
+@pytest.mark.parametrize("name", ["no-such-model", "runs/no-such-run"])
+def test_of_what_is_neither_here_nor_on_the_hub_both_are_said(tmp_path, monkeypatch, name):
+    def from_hub(source, **options):
+        raise OSError("We couldn't connect")
+
+    monkeypatch.setattr(transformers.AutoModel, "from_pretrained", from_hub)
+    with pytest.raises(ValueError, match=f"no folder {name} here, and from the hub: OSError: We"):
+        scan(name, directory=tmp_path / "scan", inputs={"input_ids": PROBE}, metrics=CHOSEN)
+
+
 class Stop:
     """A sink at which the scan is ended from outside, at its second reading."""
 
