@@ -205,8 +205,8 @@ def _disagreement(values: Mapping[str, float]) -> Note | None:
         return None
     return Note(
         "twonn and twonn_distinct disagree",
-        f"twonn/mean is {one:.1f}, twonn_distinct/mean {other:.1f}: near-duplicates (equal tokens "
-        "at equal positions) decide the first",
+        f"twonn/mean is {one:.1f}, but {other:.1f} with each token at each position once "
+        "(twonn_distinct/mean): near-duplicates make the difference",
     )
 
 
