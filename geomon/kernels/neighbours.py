@@ -219,16 +219,19 @@ def _searched(
     )
     count = min(k + 1 + _SLACK, len(points))
     norm = torch.linalg.vector_norm(values, dim=1)
+    unsure = torch.zeros(len(own), dtype=torch.bool, device=own.device)
     # Some at a time: of their candidates several copies are held.
-    parts = zip(own.split(_QUERIES), *(whole.split(_QUERIES) for whole in found), strict=True)
-    for part, distances, indices in parts:
+    parts = (whole.split(_QUERIES) for whole in (own, *found, unsure))
+    for part, distances, indices, unclear in zip(*parts, strict=True):
         near = _ranked(points, part, _candidates(values, part, count), k, frame.unit)
         distances.copy_(near.distances[:, :k])
         indices.copy_(near.indices[:, :k])
         if count < len(points):
-            unsure = _unsure(near, norm[part], values.shape[1], frame.scale, k)
-            again = _certain(points, frame, part[unsure], near.distances[unsure, k - 1], k)
-            distances[unsure], indices[unsure] = again
+            unclear.copy_(_unclear(near, norm[part], values.shape[1], frame.scale, k))
+    left = unsure.nonzero().squeeze(1)
+    again = _certain(points, frame, own[left], found.distances[left, k - 1], k)
+    for before, after in zip(found, again, strict=True):
+        before[left] = after
     return found
 
 
@@ -562,19 +565,18 @@ def _ranked(points: _Points, own: Tensor, candidates: Tensor, k: int, unit: floa
     return Neighbours(values.gather(1, kept), order.gather(1, kept))
 
 
-def _unsure(found: Neighbours, norm: Tensor, width: int, scale: Tensor, k: int) -> Tensor:
-    """Find the wanted rows for which float32 may have found the wrong candidates.
+def _unclear(found: Neighbours, norm: Tensor, width: int, scale: Tensor, k: int) -> Tensor:
+    """Mark the wanted rows for which float32 may have found the wrong candidates.
 
     A row that is no candidate seemed no nearer than the farthest candidate. In truth it can be
     nearer than the k-th where the two are closer than the rounding of the expansion, which grows
     with the norms: among near-duplicates, and for rows far from most others.
 
     Returns:
-        Indices into the wanted rows, int64.
+        True for these, [wanted].
     """
     kth, farthest = (found.distances[:, column] / scale for column in (k - 1, k))
     norm = norm.double()
     rounding = (4 + width**0.5) * torch.finfo(torch.float32).eps
     error = rounding * (norm.square() + (norm + farthest).square())
-    unclear = farthest.square() - kth.square() <= 2 * error + certified.UNDERFLOW
-    return unclear.nonzero().squeeze(1)
+    return farthest.square() - kth.square() <= 2 * error + certified.UNDERFLOW
