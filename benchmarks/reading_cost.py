@@ -37,8 +37,8 @@ COLUMNS = (
 
 # Where the time of a reading goes: the views that are computed for it, and its metrics.
 SEARCH = (
-    "nearest", "far_nearest", "distinct_nearest", "distinct_half_ratios", "scaled_rows",
-    "unique_rows", "distinct",
+    "nearest", "far_nearest", "distinct_alone", "distinct_nearest", "distinct_half_ratios",
+    "scaled_rows", "unique_rows", "distinct",
 )  # fmt: skip
 PARTS = dict.fromkeys(SEARCH, "neighbours") | {
     "spectrum": "spectrum", "spectrum_summary": "spectrum", "ordinary_summary": "spectrum",

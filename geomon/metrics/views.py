@@ -288,15 +288,33 @@ def _distinct(hidden: Tensor, unique_rows: Tensor, token_ids: Tensor, positions:
     return torch.cat([unique_rows[alone], first]).sort().values
 
 
+def _distinct_alone(
+    hidden: Tensor,
+    distinct: Tensor,
+    unique_rows: Tensor,
+    scaled_rows: ScaledRows,
+    known_halves: HalfSamples,
+) -> Neighbours | None:
+    # Where distinct rows are few, few of a row's neighbours are distinct rows. They are searched
+    # among themselves, which costs a quarter of the search among all, or less. Halves need so many.
+    few = 2 <= len(distinct) < len(unique_rows) / 2
+    if not few or len(known_halves.first) == 0:
+        return None
+    return find_nearest(hidden, NEAR, among=distinct, scaled=scaled_rows)
+
+
 def _distinct_nearest(
     nearest: Neighbours,
     hidden: Tensor,
     distinct: Tensor,
     unique_rows: Tensor,
     scaled_rows: ScaledRows,
+    distinct_alone: Neighbours | None,
 ) -> Neighbours:
     if len(distinct) < 2:
         return _without_neighbours(distinct)
+    if distinct_alone is not None:
+        return Neighbours(*(found[:, :2] for found in distinct_alone))
     return nearest_among(nearest, hidden, distinct, k=2, among=unique_rows, scaled=scaled_rows)
 
 
@@ -383,13 +401,10 @@ def _distinct_half_ratios(
     distinct: Tensor,
     unique_rows: Tensor,
     halves: HalfSamples,
-    scaled_rows: ScaledRows,
+    distinct_alone: Neighbours | None,
 ) -> HalfRatios:
-    if 2 <= len(distinct) < len(unique_rows) / 2:
-        # Few of a row's neighbours are distinct rows: these are searched among themselves, which
-        # costs a quarter of the search among all, or less.
-        distances, indices = find_nearest(hidden, NEAR, among=distinct, scaled=scaled_rows)
-        return ratios_in_halves(distances, indices, distinct, halves)[0]
+    if distinct_alone is not None:
+        return ratios_in_halves(*distinct_alone, distinct, halves)[0]
     places = torch.searchsorted(unique_rows, distinct)
     is_distinct = torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device)
     is_distinct[distinct] = True
@@ -556,7 +571,8 @@ DERIVED: dict[str, Callable[..., Any] | tuple[Callable[..., Any], ...]] = {
     "local_shapes": _local_shapes,  # anisotropy and mean cosine of each about its own mean
     "rounding": _rounding,  # distance that rounding alone makes, over the median nearest distance
     "distinct": _distinct,  # index of one unique row for each (token id, position)
-    "distinct_nearest": _distinct_nearest,  # neighbours among distinct rows
+    "distinct_alone": _distinct_alone,  # more neighbours among distinct rows, where these are few
+    "distinct_nearest": _distinct_nearest,  # the two nearest distinct rows of each of them
     "distinct_neighbours": _distinct_neighbours,  # distances to those
     "repeated": _repeated,  # share of the rows that repeat a (token id, position)
     "attention": (_attention, score_rows),  # reduced softmax rows: AttentionRows
