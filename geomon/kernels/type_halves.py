@@ -1,7 +1,7 @@
 """Token types on halves of the sequences: for the intervals of what is measured by type.
 
-Of every type the rows are counted, and their mean and scatter are computed, in each half. All rows
-and the halves of all ways follow from one pass: with S_g the sum over the rows of group g about the
+Of every type the rows are counted, and their scatter is computed, in each half. All rows and the
+halves of all ways follow from one pass: with S_g the sum over the rows of group g about the
 mean of their type, the squared norm of a sum of groups is the sum of the products S_g . S_h.
 """
 
@@ -23,12 +23,10 @@ class TypeHalves(NamedTuple):
 
     Attributes:
         rows: Number of rows, n_t, [2 ways, types].
-        m: Squared norm of the mean, M_t; 0 where there is no row, [2 ways, types].
         scatter: Sum of the squared distances from the mean, [2 ways, types].
     """
 
     rows: Tensor
-    m: Tensor
     scatter: Tensor
 
 
@@ -86,14 +84,12 @@ class _Cells(NamedTuple):
         rows: Number of rows, [types, groups].
         squares: Sum of the squared distances, [types, groups].
         inner: Products of the sums of two groups, [types, groups, groups].
-        outer: Products of the sums and the mean of the type, [types, groups].
         norm: Squared norm of the mean of the type, [types].
     """
 
     rows: Tensor
     squares: Tensor
     inner: Tensor
-    outer: Tensor
     norm: Tensor
 
 
@@ -114,8 +110,7 @@ def _sum_cells(
     cell = kind * groups + group
     rows = torch.bincount(cell, minlength=types * groups).view(types, groups).double()
     squares = rows.new_zeros(types * groups)
-    inner, outer = rows.new_zeros(types, groups, groups), rows.new_zeros(types, groups)
-    norm = rows.new_zeros(types)
+    inner, norm = rows.new_zeros(types, groups, groups), rows.new_zeros(types)
     # A quarter of a block stays in the cache. Three buffers serve all of them: the pages of new
     # ones would have to be mapped each time.
     step = min(rows_in_block(4 * max(len(hidden), types * groups), hidden.device), hidden.shape[1])
@@ -132,15 +127,13 @@ def _sum_cells(
         sums = about.new_zeros(types * groups, about.shape[1]).index_add_(0, cell, about)
         sums = sums.view(types, groups, -1)
         shift = sums.sum(dim=1) / rows.sum(dim=1, keepdim=True)
-        mean = start + shift
-        norm += mean.square().sum(dim=1)
+        norm += (start + shift).square().sum(dim=1)
         # About the mean of the type: |x - s|^2 summed is |x|^2 - 2 s . sum + n |s|^2.
         along = (sums @ shift[:, :, None])[:, :, 0]
         squares += (rows * shift.square().sum(dim=1)[:, None] - 2 * along).flatten()
         sums -= rows[:, :, None] * shift[:, None]
         inner += product_with_itself(sums.mT)
-        outer += (sums @ mean[:, :, None])[:, :, 0]
-    return _Cells(rows, squares.view(types, groups), inner, outer, norm)
+    return _Cells(rows, squares.view(types, groups), inner, norm)
 
 
 def _in_halves(cells: _Cells, halves: HalfSamples) -> TypeHalves:
@@ -149,10 +142,8 @@ def _in_halves(cells: _Cells, halves: HalfSamples) -> TypeHalves:
     sides = torch.cat([first, 1 - first])
     rows = sides @ cells.rows.T
     shift = ((sides @ cells.inner) * sides).sum(dim=2).T
-    size = rows.clamp(min=1)
-    m = cells.norm + (2 * (sides @ cells.outer.T) + shift / size) / size
-    scatter = sides @ cells.squares.T - shift / size
-    return TypeHalves(rows, torch.where(rows > 0, m.clamp_(min=0), 0), scatter.clamp_(min=0))
+    scatter = sides @ cells.squares.T - shift / rows.clamp(min=1)
+    return TypeHalves(rows, scatter.clamp_(min=0))
 
 
 def _part(buffer: Tensor, columns: Tensor) -> Tensor:
@@ -175,25 +166,3 @@ def within_of_halves(types: TypeHalves) -> Tensor:
         types: Moments of the token types in each half.
     """
     return types.scatter.sum(dim=1) / (types.rows - 1).clamp(min=0).sum(dim=1)
-
-
-def variation_differences(types: TypeHalves, smallest: int = 10, largest: int = 100_000) -> Tensor:
-    """Compare the coefficient of variation of Q_t over token types in the two halves: [ways].
-
-    A half has about half of the rows of every type, so that the limits are halved too: with the
-    limits of all rows a half would stand on other types. The slope of V_t on M_t has no such
-    comparison: on a trained encoder it covered .80 to .95 by layer, and its R^2 .55 to .95, since a
-    few types with long means decide both.
-
-    Args:
-        types: Moments of the token types in each half.
-        smallest: Fewest rows of a type that counts among all rows.
-        largest: Most rows of a type that counts among all rows.
-    """
-    chosen = (types.rows >= smallest / 2) & (types.rows <= largest / 2)
-    number = chosen.sum(dim=1, keepdim=True).double()
-    square = torch.where(chosen, types.m + types.scatter / types.rows.clamp(min=1), 0)
-    mean = square.sum(dim=1, keepdim=True) / number
-    spread = torch.where(chosen, square - mean, 0).square().sum(dim=1) / number[:, 0]
-    one, other = (spread.sqrt() / mean[:, 0]).chunk(2)
-    return one - other

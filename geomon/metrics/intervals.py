@@ -31,7 +31,7 @@ from geomon.kernels.half_samples import GroupSums, HalfMoments, HalfSamples, Hea
 from geomon.kernels.moments import squares_about_mean
 from geomon.kernels.neighbourhoods import LocalIsotropy
 from geomon.kernels.scores import QueryVariances, ScoreMoments
-from geomon.kernels.type_halves import TypeHalves, variation_differences, within_of_halves
+from geomon.kernels.type_halves import TypeHalves, within_of_halves
 from geomon.metrics import table
 from geomon.metrics.last_tokens import AtLast, read_last
 from geomon.metrics.table import Metric
@@ -177,10 +177,6 @@ def _between_variance(type_halves: TypeHalves, half_moments: HalfMoments) -> Ten
     return _between_halves(half_moments.variance - within_of_halves(type_halves))
 
 
-def _norm_variance_slope(type_halves: TypeHalves) -> dict[str, Tensor]:
-    return {"q_variation": variation_differences(type_halves)}
-
-
 def _mean_share(half_moments: HalfMoments) -> Tensor:
     mean, whole = half_moments
     return _between_halves(mean / (mean + whole))
@@ -309,7 +305,6 @@ DIFFERENCES: Mapping[Metric, Differences] = {
     attention.attention_sink: _attention_sink,
     table.within_variance: _within_variance,
     table.between_variance: _between_variance,
-    table.norm_variance_slope: _norm_variance_slope,
     table.mean_share: _mean_share,
     table.within_share: _within_share,
     table.between_share: _between_share,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from geomon.kernels import _blocks
 from geomon.kernels.half_samples import half_samples
 from geomon.kernels.token_types import token_types
-from geomon.kernels.type_halves import type_moments, variation_differences, within_of_halves
+from geomon.kernels.type_halves import type_moments, within_of_halves
 
 
 def text(sequences=24, length=40, types=30, width=6, offset=0.0, seed=0):
@@ -47,19 +47,6 @@ def test_the_variance_within_types_is_that_of_each_half(offset, dtype):
     assert want.std() > 0.01 * want.mean()
 
 
-@pytest.mark.parametrize("offset", [0.0, 30.0])
-def test_the_variation_is_that_of_each_half_at_half_the_limits(offset):
-    rows, ids, sequences = text(length=80, offset=offset)
-    halves = half_samples(sequences)
-    found = variation_differences(type_halves(rows, ids, halves), smallest=20, largest=400)
-    want = of_halves(
-        lambda types: types.norm_variance_slope(10, 200).q_variation, rows, ids, halves
-    )
-    one, other = want.chunk(2)
-    torch.testing.assert_close(found, one - other, rtol=1e-3, atol=1e-5)
-    assert (one - other).abs().max() > 1e-4
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_long_rows_of_a_type_leave_the_digits_of_the_others(dtype):
     """The first row of each type is 300 times as long as the others: nothing may cancel with it."""
@@ -76,8 +63,6 @@ def test_long_rows_of_a_type_leave_the_digits_of_the_others(dtype):
             own = rows[member & (ids == number)].double()
             want = (own - own.mean(dim=0)).square().sum()
             torch.testing.assert_close(found.scatter[half, place], want, rtol=1e-5, atol=0)
-            square = own.mean(dim=0).square().sum()
-            torch.testing.assert_close(found.m[half, place], square, rtol=1e-9, atol=0)
 
 
 @settings(deadline=None, derandomize=True, max_examples=25)
@@ -115,8 +100,7 @@ def test_moments_of_types_under_order_scale_and_names(seed, scale):
     one = type_halves(rows, ids, half_samples(sequences))
     other = type_halves(scale * rows[order], ids[order] * 3, half_samples(sequences[order]))
     torch.testing.assert_close(other.rows, one.rows)
-    for left, right in ((other.m, one.m), (other.scatter, one.scatter)):
-        torch.testing.assert_close(left / scale**2, right, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(other.scatter / scale**2, one.scatter, rtol=1e-4, atol=1e-5)
 
 
 def test_without_a_type_that_comes_twice_there_is_no_difference():
@@ -124,4 +108,3 @@ def test_without_a_type_that_comes_twice_there_is_no_difference():
     types = type_halves(rows, torch.arange(len(rows)), half_samples(sequences))
     assert types.rows.shape == (30, 0)
     assert within_of_halves(types).isnan().all()
-    assert variation_differences(types).isnan().all()
