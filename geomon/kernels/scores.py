@@ -173,7 +173,8 @@ def query_variances(
         for number, face in enumerate(key[sequence]):
             heads_of = slice(number * heads // len(origin), (number + 1) * heads // len(origin))
             weight = weights if len(weights) == 1 else weights[heads_of]
-            facing = (face - origin[number]).double()
+            # In float64: half precision would round the differences.
+            facing = face.double() - origin[number].double()
             variances = _variances(weight, torch.einsum("mhw,kw->hkm", means[:, heads_of], facing))
             common[:, heads_of, at] += variances.sum(dim=1).T
             scores = query[sequence, heads_of, some].double() @ facing.T

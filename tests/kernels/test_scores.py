@@ -150,6 +150,18 @@ def test_the_order_of_sequences_heads_and_queries_does_not_matter(seed):
         torch.testing.assert_close(found, want, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", MASKS)
+def test_variances_are_those_of_the_same_numbers_in_float64(dtype, kind):
+    # Keys on both sides of 0: half precision rounds their differences from their mean.
+    query, key = (part.to(dtype) for part in attention(sequences=16))
+    seen, halves = mask(kind, sequences=16), halves_of(query)
+    got = query_variances(query, key, seen, halves)
+    want = query_variances(query.double(), key.double(), seen, halves)
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("alike", ["all keys", "keys of a sequence", "keys of a document"])
 def test_where_scores_do_not_vary_the_mean_query_has_no_share(dtype, alike):
