@@ -15,7 +15,7 @@ from geomon.kernels._blocks import rows_in_block
 from geomon.kernels.attention import (
     ScoreBlocks,
     by_head,
-    expand_to_scores,
+    expand_visible,
     given_blocks,
     mean_over,
     score_blocks,
@@ -155,7 +155,7 @@ def query_variances(
         ValueError: The shapes do not fit one another.
     """
     sequences, heads, queries, keys = shape = score_shape(query, key)
-    seen = expand_to_scores("visible", visible, shape)
+    seen = expand_visible(visible, shape)
     group = halves.group.view(sequences, queries)[:, 0]
     groups = group.tolist()  # read once: an index that is on a device would be waited for
     means = _mean_queries(query, seen.any(dim=3), group, halves)

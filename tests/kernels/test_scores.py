@@ -161,6 +161,12 @@ def test_a_mask_without_leading_dimensions_counts_for_all_sequences_and_heads():
             torch.testing.assert_close(one, other, rtol=1e-12, atol=0)
     with pytest.raises(ValueError, match="expected visible that broadcasts to"):
         query_variances(query, key, seen[0, 0, :4], halves)
+    added = torch.where(seen, 0.0, -math.inf)
+    for other in (added, seen.float(), seen.to(torch.uint8)):
+        with pytest.raises(ValueError, match="expected visible as booleans"):
+            query_variances(query, key, other, halves)
+        with pytest.raises(ValueError, match="expected visible as booleans"):
+            score_moments(query, key, other, 1.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
