@@ -234,7 +234,9 @@ def _searched(
     count = min(k + 1 + _SLACK, len(points))
     norm = torch.linalg.vector_norm(values, dim=1)
     # Some at a time: of their candidates several copies are held.
-    for part, *targets in zip(own.split(_QUERIES), *(x.split(_QUERIES) for x in found), strict=True):
+    for part, *targets in zip(
+        own.split(_QUERIES), *(x.split(_QUERIES) for x in found), strict=True
+    ):
         near = _ranked(points, part, _candidates(values, part, count), k, frame.unit)
         for target, some in zip(targets, near, strict=True):
             target.copy_(some[:, :k])
