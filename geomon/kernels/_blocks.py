@@ -166,7 +166,8 @@ def with_squares(block: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype != torch.float64:
         return block
     size = torch.frexp(block.abs().amax(dim=2, keepdim=True)).exponent.clamp(-1000, 1000)
-    return torch.ldexp(block, -size)
+    # A product, for its gradient: in torch 2.13 that of ldexp is 0 for exponents below 0.
+    return block * torch.ldexp(torch.ones_like(size, dtype=torch.float64), -size)
 
 
 def sum_of(parts: Iterable[Tensor]) -> Tensor:

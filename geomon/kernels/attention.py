@@ -374,6 +374,24 @@ def score_shape(query: Tensor, key: Tensor) -> _Shape:
     return query.shape[0], query.shape[1], query.shape[2], key.shape[2]
 
 
+def expand_visible(visible: Tensor, shape: _Shape) -> Tensor:
+    """Broadcast the visibility of keys to the shape of the scores.
+
+    Args:
+        visible: True where a query may attend, broadcastable to the shape.
+        shape: Shape of the scores.
+
+    Raises:
+        ValueError: It is not boolean, or does not broadcast.
+    """
+    if visible.dtype != torch.bool:
+        raise ValueError(
+            f"expected visible as booleans, True where a query may attend, got {visible.dtype}: "
+            "of a mask that is added to scores, mask == 0"
+        )
+    return _expand("visible", visible, shape)
+
+
 def _expand(name: str, values: Tensor, shape: _Shape) -> Tensor:
     """Broadcast `values` to the shape of the scores; `name` stands in the message."""
     try:
@@ -443,7 +461,7 @@ def score_blocks(
     shape = score_shape(query, key)
     keys, width = key.shape[2:]
     group = shape[1] // key.shape[1]
-    visible = _expand("visible", visible, shape)
+    visible = expand_visible(visible, shape)
     bias = None if bias is None else _expand("bias", bias, shape)
     cuts = list(_cuts(shape, query.device, group=group))
     ends = _ends(visible)
@@ -486,7 +504,7 @@ def given_blocks(scores: Tensor, visible: Tensor) -> ScoreBlocks:
             f"expected scores [sequences, heads, queries, keys], got {list(scores.shape)}"
         )
     shape = (scores.shape[0], scores.shape[1], scores.shape[2], scores.shape[3])
-    expanded = _expand("visible", visible, shape)
+    expanded = expand_visible(visible, shape)
     ends = _ends(expanded)
     cuts = _cuts(shape, scores.device, group=1)
     blocks = ((at, _seen(expanded, ends, at)) for at in cuts)

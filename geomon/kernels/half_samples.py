@@ -174,7 +174,12 @@ def group_sums(rows: Tensor, halves: HalfSamples) -> GroupSums:
     Args:
         rows: Floating-point rows by head, [tokens, heads, width].
         halves: The groups of the rows.
+
+    Raises:
+        ValueError: The groups are of another number of rows.
     """
+    if len(halves.group) != len(rows):
+        raise ValueError(f"expected a group for each of {len(rows)} rows, got {len(halves.group)}")
     groups, heads = halves.first.shape[1], rows.shape[1]
     total = rows.new_zeros(groups, *rows.shape[1:], dtype=torch.float64)
     directions, numbers = torch.zeros_like(total), total.new_zeros(groups, 2 * heads)

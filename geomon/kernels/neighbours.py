@@ -105,10 +105,15 @@ class ScaledRows:
         return made
 
     def _places(self, among: Tensor | None) -> Tensor | None:
-        """Convert indices into the rows to places among those that are ready; None for all."""
-        if among is None or len(among) == len(self.values):
-            return None
-        return among if self.among is None else torch.searchsorted(self.among, among.contiguous())
+        """Convert indices into the rows to places among those that are ready; None for all.
+
+        Raises:
+            ValueError: One of these rows is not ready.
+        """
+        if among is None or self.among is None:
+            return among
+        places = _find(among, self.among, "rows that are ready")
+        return None if len(places) == len(self.among) else places
 
 
 def scale_rows(rows: Tensor, among: Tensor | None = None) -> ScaledRows:
@@ -120,8 +125,11 @@ def scale_rows(rows: Tensor, among: Tensor | None = None) -> ScaledRows:
 
     Returns:
         The rows, with one float32 copy of them.
+
+    Raises:
+        ValueError: `among` does not name rows in ascending order.
     """
-    points = _Points(rows, None if among is None or len(among) == len(rows) else among.contiguous())
+    points = _Points(rows, _unless_all(among, len(rows)))
     frame = _frame(rows)
     values = rows.new_empty((len(points), rows.shape[1]), dtype=torch.float32)
     # An eighth of a block, which stays in the cache.
@@ -159,7 +167,8 @@ def nearest(
 
     Raises:
         ValueError: `rows` is not a floating-point matrix, there are fewer than two rows to search,
-            or `k` is below 1.
+            `k` is below 1, `among` does not name rows in ascending order, or a row that is wanted
+            is not searched, or one that is searched not ready.
 
     Example:
         >>> nearest(torch.tensor([[0.0], [1.0], [3.0]]), k=2).distances.tolist()
@@ -171,11 +180,16 @@ def nearest(
             "expected at least 2 floating-point rows [tokens, width] and k of at least 1, got "
             f"{rows.dtype} {list(rows.shape)}, {searched} of them to search, and k={k}"
         )
-    points = _Points(rows, None if searched == len(rows) or among is None else among.contiguous())
+    points = _Points(rows, _unless_all(among, len(rows)))
     k = min(k, searched - 1)
     own = points.places(of)
     ready = scale_rows(rows, points.among) if scaled is None else scaled
     frame, values = ready.frame, ready.of(points.among)
+    if values.shape != (searched, rows.shape[1]):
+        raise ValueError(
+            f"expected {searched} rows made ready in width {rows.shape[1]}, got "
+            f"{list(values.shape)}: make all rows ready that are searched"
+        )
     found = _by_bounds(points, ready, values, own, k)
     if found is None:
         return _searched(points, frame, values, own, k)
@@ -263,16 +277,22 @@ def nearest_among(
         Neighbours, of shape [members, min(k, members - 1)]; the indices are into `rows`.
 
     Raises:
-        ValueError: There are fewer than two members.
+        ValueError: There are fewer than two members, `members` or `among` does not name rows in
+            ascending order, a member is not among them, or `neighbours` are of other rows.
     """
     if len(members) < 2:
         raise ValueError(f"expected at least 2 member rows, got {len(members)}")
+    _unless_all(members, len(rows))
     k = min(k, len(members) - 1)
     is_member = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
     is_member[members] = True
-    places = members
-    if among is not None:
-        places = torch.searchsorted(among.contiguous(), members.contiguous())
+    points = _Points(rows, _unless_all(among, len(rows)))
+    if len(neighbours.indices) != len(points):
+        raise ValueError(
+            f"expected neighbours of {len(points)} rows, got those of {len(neighbours.indices)}: "
+            "name the rows that were searched as `among`"
+        )
+    places = points.places(members)
     index = neighbours.indices[places]
     distances = neighbours.distances[places].masked_fill(~is_member[index], torch.inf)
     near = distances.topk(min(k, distances.shape[1]), dim=1, largest=False)
@@ -394,6 +414,38 @@ def _firsts(label: Tensor) -> Tensor:
     return first.scatter_reduce(0, label, order, reduce="amin")
 
 
+def _as_indices(index: Tensor) -> Tensor:
+    """Check that a tensor holds indices, and return them as int64."""
+    if index.ndim != 1 or index.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"expected indices of rows, int64 [some], got {index.dtype} {list(index.shape)}: of a "
+            "mask, mask.nonzero().squeeze(1)"
+        )
+    return index.long()
+
+
+def _unless_all(among: Tensor | None, count: int) -> Tensor | None:
+    """Check that indices name some of so many rows in ascending order; None where they name all."""
+    if among is None:
+        return None
+    among = _as_indices(among).contiguous()
+    inside = (among[:1] >= 0).all() & (among[-1:] < count).all()
+    if not bool(inside & (among.diff() > 0).all()):
+        raise ValueError(
+            f"expected indices of rows from 0 to {count - 1} in ascending order, none of them "
+            "twice: give indices.unique()"
+        )
+    return None if len(among) == count else among
+
+
+def _find(index: Tensor, among: Tensor, which: str) -> Tensor:
+    """Find the places of indices among others, ascending; `which` says in the message of what."""
+    places = torch.searchsorted(among, index.contiguous())
+    if not bool((among[places.clamp(max=len(among) - 1)] == index).all()):
+        raise ValueError(f"expected indices of {which}, {len(among)} of them: got others too")
+    return places
+
+
 @dataclass(frozen=True)
 class _Points:
     """The rows that are searched: all, or some of them by their indices, without a copy."""
@@ -418,7 +470,12 @@ class _Points:
         """Convert indices into the rows to places among the points; None gives all places."""
         if index is None:
             return torch.arange(len(self), dtype=torch.int64, device=self.rows.device)
-        return index if self.among is None else torch.searchsorted(self.among, index.contiguous())
+        if self.among is not None:
+            return _find(_as_indices(index), self.among, "rows that are searched")
+        index = _as_indices(index)
+        if not bool(((index >= 0) & (index < len(self))).all()):
+            raise ValueError(f"expected indices of rows from 0 to {len(self) - 1}")
+        return index
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from geomon.kernels._blocks import rows_in_block
 from geomon.kernels.attention import (
     ScoreBlocks,
     by_head,
+    expand_visible,
     given_blocks,
     mean_over,
     score_blocks,
@@ -154,14 +155,14 @@ def query_variances(
         ValueError: The shapes do not fit one another.
     """
     sequences, heads, queries, keys = shape = score_shape(query, key)
-    seen = visible.expand(shape)
+    seen = expand_visible(visible, shape)
     group = halves.group.view(sequences, queries)[:, 0]
     groups = group.tolist()  # read once: an index that is on a device would be waited for
     means = _mean_queries(query, seen.any(dim=3), group, halves)
     common = means.new_zeros(len(means), heads, halves.first.shape[1])
     own, level = common[0].clone(), common[0].clone()
     # A visibility that is the same for all heads is converted once.
-    alike = visible.expand(sequences, -1, queries, keys)
+    alike = seen[:, :1] if seen.stride(1) == 0 else seen
     # What all keys of a head share makes no difference between them.
     key, origin = _about_mean_key(key, alike.any(dim=(1, 2)))
     step = rows_in_block(keys, query.device)
@@ -173,7 +174,8 @@ def query_variances(
         for number, face in enumerate(key[sequence]):
             heads_of = slice(number * heads // len(origin), (number + 1) * heads // len(origin))
             weight = weights if len(weights) == 1 else weights[heads_of]
-            facing = (face - origin[number]).double()
+            # In float64: half precision would round the differences.
+            facing = face.double() - origin[number].double()
             variances = _variances(weight, torch.einsum("mhw,kw->hkm", means[:, heads_of], facing))
             common[:, heads_of, at] += variances.sum(dim=1).T
             scores = query[sequence, heads_of, some].double() @ facing.T

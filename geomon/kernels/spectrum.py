@@ -155,7 +155,7 @@ def anisotropy(spectrum: Tensor) -> Tensor:
     A few rows of massive norm drive it to 1 by themselves.
 
     Args:
-        spectrum: Eigenvalues, descending, [rank].
+        spectrum: Eigenvalues in any order, [rank].
 
     Returns:
         A scalar; NaN where all rows are equal.
@@ -167,9 +167,7 @@ def anisotropy(spectrum: Tensor) -> Tensor:
         >>> anisotropy(torch.tensor([3.0, 1.0])).item()
         0.75
     """
-    if spectrum.ndim != 1 or len(spectrum) == 0:
-        raise ValueError(f"expected eigenvalues [rank], got {list(spectrum.shape)}")
-    return spectrum[0].double() / spectrum.double().sum()
+    return _shares(spectrum).amax()
 
 
 def effective_rank(spectrum: Tensor) -> Tensor:
@@ -180,7 +178,7 @@ def effective_rank(spectrum: Tensor) -> Tensor:
     a larger number. Range [1, rank]; never below `participation_ratio`.
 
     Args:
-        spectrum: Eigenvalues, descending, [rank].
+        spectrum: Eigenvalues in any order, [rank].
 
     Returns:
         A scalar; NaN where all rows are equal.
@@ -202,7 +200,7 @@ def participation_ratio(spectrum: Tensor) -> Tensor:
     isotropic Gaussian in width d gives about n d / (n + d).
 
     Args:
-        spectrum: Eigenvalues, descending, [rank].
+        spectrum: Eigenvalues in any order, [rank].
 
     Returns:
         A scalar; NaN where all rows are equal.
@@ -228,7 +226,7 @@ def power_law(spectrum: Tensor, first: int = 11, last: int = 100) -> PowerLaw:
     share of the others grows with the width.
 
     Args:
-        spectrum: Eigenvalues, descending, [rank].
+        spectrum: Eigenvalues in any order, [rank].
         first: First rank, at least 1.
         last: Last rank.
 
@@ -245,7 +243,7 @@ def power_law(spectrum: Tensor, first: int = 11, last: int = 100) -> PowerLaw:
     """
     if first < 1:
         raise ValueError(f"ranks are counted from 1, got first={first}")
-    shares = _shares(spectrum)
+    shares = _shares(spectrum).sort(descending=True).values
     rounding = torch.finfo(torch.float64).eps * len(shares)
     above = int((shares > rounding * shares[0]).sum())
     last = min(last, 4 * above // 5)
@@ -348,7 +346,11 @@ _scatter = scatter
 
 
 def _shares(spectrum: Tensor) -> Tensor:
-    """Divide eigenvalues by their sum, in float64; NaN where the sum is 0."""
+    """Divide eigenvalues by their sum, in float64; NaN where the sum is 0.
+
+    Those of a covariance that was computed elsewhere may be below 0 by rounding: they are 0.
+    """
     if spectrum.ndim != 1 or len(spectrum) == 0:
         raise ValueError(f"expected eigenvalues [rank], got {list(spectrum.shape)}")
-    return spectrum.double() / spectrum.double().sum()
+    values = spectrum.double().clamp(min=0)
+    return values / values.sum()

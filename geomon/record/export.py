@@ -156,11 +156,13 @@ def _write_parquet(readings: Readings, path: Path) -> None:
 
 
 def _parts(readings: Sequence[Reading]) -> Iterator[list[Reading]]:
-    """Split readings into parts of the same tags, of bounded size."""
+    """Split readings that have values into parts of the same tags, of bounded size."""
     part: list[Reading] = []
     rows = 0
     for reading in readings:
         layout = Values.of(reading.values).layout
+        if not layout.tags:  # no row; and no names, which pandas would take for another kind
+            continue
         other = part and Values.of(part[-1].values).layout is not layout
         if other or (rows + len(layout.tags) > _ROWS and part):
             yield part

@@ -237,8 +237,14 @@ class Readings:
             close = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
             advice = f": did you mean {' or '.join(map(repr, close))}?" if close else ""
             raise KeyError(f"no reading has a value called {key!r}{advice}")
-        widths = dict(zip(*self.series(f"{key}/{tags.margin_part()}"), strict=True))
-        return Series(steps, values, [widths.get(step, math.nan) for step in steps])
+        # Of each reading its own: those of two sources may share a step.
+        width = f"{key}/{tags.margin_part()}"
+        points = sorted(
+            (reading.step, reading.values[key], reading.values.get(width, math.nan))
+            for reading in self
+            if not math.isnan(reading.values.get(key, math.nan))
+        )
+        return Series(steps, values, [margin for _, _, margin in points])
 
     def __repr__(self) -> str:
         if not self.readings:

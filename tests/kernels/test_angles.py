@@ -528,3 +528,15 @@ def test_heads_side_by_side_are_one_long_head(shape, group):
     torch.testing.assert_close(
         qk_cosine_concatenated(query[:1], key[:1]), qk_cosine(query[:1], key[:1])[0]
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kernel", [cosine, cosine_centred])
+def test_the_gradient_of_a_cosine_is_that_of_its_definition(kernel, dtype):
+    rows = torch.randn(40, 5, generator=torch.Generator().manual_seed(0)).to(dtype) + 1
+    one, other = rows.clone().requires_grad_(), rows.clone().requires_grad_()
+    kernel(one).backward()
+    exact = other.double() - (other.double().mean(dim=0) if kernel is cosine_centred else 0)
+    directions = exact / exact.norm(dim=1, keepdim=True)
+    (((directions @ directions.T).sum() - 40) / (40 * 39)).backward()
+    torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-9)

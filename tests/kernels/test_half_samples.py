@@ -87,6 +87,12 @@ def test_groups_are_filled_by_the_sequences_that_are_there():
     assert halves.group.bincount(minlength=16).tolist() == [5] * 16
 
 
+@pytest.mark.parametrize("groups", [150, 50])
+def test_groups_of_other_rows_are_refused(groups):
+    with pytest.raises(ValueError, match=f"a group for each of 100 rows, got {groups}"):
+        group_sums(torch.ones(100, 1, 3), half_samples(torch.arange(groups)))
+
+
 def test_a_half_without_rows_has_no_anisotropy():
     halves = HalfSamples(torch.zeros(9, dtype=torch.int64), half_samples(torch.arange(16)).first)
     rows = torch.randn(9, 3, generator=torch.Generator().manual_seed(0))

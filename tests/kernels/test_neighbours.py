@@ -424,6 +424,45 @@ def test_each_wanted_row_has_its_own_neighbours_in_any_order(monkeypatch, order,
     assert torch.allclose(got.distances, near, rtol=1e-9)
 
 
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"among": torch.arange(60).flip(0)},
+        {"among": torch.cat([torch.arange(59), torch.tensor([58])])},
+        {"among": torch.arange(30).flip(0)},
+        {"among": torch.tensor([0, 0, 1, 2])},
+        {"among": torch.arange(-1, 30)},
+        {"among": torch.arange(20, 61)},
+        {"among": torch.arange(60) % 2 == 0},
+        {"of": torch.arange(60) % 2 == 0},
+        {"of": torch.tensor([-1])},
+        {"of": torch.tensor([60])},
+        {"of": torch.tensor([1]), "among": torch.arange(0, 60, 2)},
+        {"of": torch.tensor([59]), "among": torch.arange(0, 60, 2)},
+        {"scaled": torch.arange(0, 60, 2)},
+        {"scaled": torch.arange(0, 60, 2), "among": torch.arange(0, 30)},
+        {"scaled": torch.arange(0, 60, 2), "among": torch.arange(0, 5)},
+    ],
+)
+def test_indices_that_name_other_rows_than_are_searched_are_no_indices(given):
+    rows = normal(60, 3)
+    if "scaled" in given:
+        given = given | {"scaled": scale_rows(rows, given["scaled"])}
+    with pytest.raises(ValueError, match=r"expected (indices of rows|60 rows made ready)"):
+        nearest(rows, 3, **given)
+
+
+def test_members_are_in_order_and_of_the_rows_whose_neighbours_are_known():
+    rows, half = normal(60, 3), torch.arange(0, 60, 2)
+    some = nearest(rows, 8, among=half)
+    for members in (half.flip(0), half[[0, 0, 1]], half + 1, torch.ones(60, dtype=torch.bool)):
+        with pytest.raises(ValueError, match="expected indices of rows"):
+            nearest_among(some, rows, members, 2, among=half)
+    with pytest.raises(ValueError, match="expected neighbours of 60 rows, got those of 30"):
+        nearest_among(some, rows, half, 2)
+
+
 def test_one_row_to_search_is_too_few():
     with pytest.raises(ValueError, match="1 of them to search"):
         nearest(normal(10, 3), k=2, among=torch.tensor([4]))

@@ -150,6 +150,37 @@ def test_the_order_of_sequences_heads_and_queries_does_not_matter(seed):
         torch.testing.assert_close(found, want, rtol=1e-6, atol=1e-9)
 
 
+def test_a_mask_without_leading_dimensions_counts_for_all_sequences_and_heads():
+    query, key = attention(sequences=16)
+    seen, halves = mask("causal"), halves_of(query)
+    want = query_variances(query, key, seen, halves)
+    every = seen.expand(16, 4, 6, 9)
+    for given_mask in (seen[0], seen[0, 0], every, every.contiguous()):
+        got = query_variances(query, key, given_mask, halves)
+        for one, other in zip(got, want, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=0)
+    with pytest.raises(ValueError, match="expected visible that broadcasts to"):
+        query_variances(query, key, seen[0, 0, :4], halves)
+    added = torch.where(seen, 0.0, -math.inf)
+    for other in (added, seen.float(), seen.to(torch.uint8)):
+        with pytest.raises(ValueError, match="expected visible as booleans"):
+            query_variances(query, key, other, halves)
+        with pytest.raises(ValueError, match="expected visible as booleans"):
+            score_moments(query, key, other, 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", MASKS)
+def test_variances_are_those_of_the_same_numbers_in_float64(dtype, kind):
+    # Keys on both sides of 0: half precision rounds their differences from their mean.
+    query, key = (part.to(dtype) for part in attention(sequences=16))
+    seen, halves = mask(kind, sequences=16), halves_of(query)
+    got = query_variances(query, key, seen, halves)
+    want = query_variances(query.double(), key.double(), seen, halves)
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("alike", ["all keys", "keys of a sequence", "keys of a document"])
 def test_where_scores_do_not_vary_the_mean_query_has_no_share(dtype, alike):

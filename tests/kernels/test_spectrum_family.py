@@ -53,6 +53,18 @@ def is_krylov(rows):
     return module._leading_eigenvalue(tall) is not None
 
 
+def test_eigenvalues_may_come_in_any_order_and_just_below_0():
+    """As `torch.linalg.eigvalsh` gives them of a covariance in float32."""
+    rows = (normal(400, 40) @ normal(40, 128, seed=1)).float()
+    found = torch.linalg.eigvalsh(torch.cov(rows.T))
+    assert found[0] < 0
+    want = spectrum(rows)
+    for kernel in (anisotropy, effective_rank, participation_ratio):
+        assert kernel(found).item() == pytest.approx(kernel(want).item(), rel=1e-4)
+    law = 3 * torch.arange(1, 129, dtype=torch.float64) ** -1.5
+    assert power_law(law.flip(0)) == power_law(law)
+
+
 @pytest.mark.parametrize("kernel", RANKS)
 @pytest.mark.parametrize("rank", [1, 2, 17, 768])
 def test_equal_eigenvalues_count_themselves(kernel, rank):

@@ -121,6 +121,28 @@ def test_a_tag_gives_its_curve(make_readings):
     assert never["a/mean"].steps == []
 
 
+def test_readings_at_one_step_have_margins_of_their_own():
+    values = {"probe": (5.0, 0.1), "inline": (4.0, 0.9), "other": (6.0, None)}
+    same_step = [
+        reading(8, {"a/mean": value} | ({} if width is None else {"a/mean/margin": width}), source)
+        for source, (value, width) in values.items()
+    ]
+    curve = Readings([], same_step)["a/mean"]
+    assert curve.values == [4.0, 5.0, 6.0]
+    assert curve.margins[:2] == [0.9, 0.1]
+    assert math.isnan(curve.margins[2])
+
+
+def test_a_reading_without_values_has_no_row(tmp_path):
+    some = Readings([], [reading(0, {}), reading(1, {"twonn/mean": 5.0}), reading(2, {})])
+    assert some.to_pandas().step.tolist() == [1]
+    assert len(Readings([], [reading(0, {})]).to_pandas()) == 0
+    import pandas
+
+    path = export.export(some, tmp_path / "run.parquet")
+    assert pandas.read_parquet(path).step.tolist() == [1]
+
+
 @pytest.mark.parametrize(
     ("tag", "advice"),
     [("twon/mean", "did you mean 'twonn/mean'"), ("twonn", "did you mean"), ("\x00", "no reading")],
