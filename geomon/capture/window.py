@@ -136,6 +136,7 @@ class Window:
         ]
         self._thread = threading.get_ident()
         self._other_thread = False  # a block ran in another thread
+        self._no_tokens = False  # a block was given a batch without tokens
         # What is done as the call of a module begins, and when it has returned, by its address.
         self._before: dict[int, list[Callable[..., None]]] = {}
         self._after: dict[int, list[Callable[..., None]]] = {}
@@ -231,6 +232,7 @@ class Window:
             matrices=self._matrices(),
             final_norm=FINAL_NORM in self._extra,
             other_thread=self._other_thread,
+            no_tokens=self._no_tokens,
             notes=[*(Note(text, text) for text in texts), *self._memory.notes()],
             device=device,
         )
@@ -526,14 +528,20 @@ class Window:
         args: Any,
         kwargs: Mapping[str, Any],
     ) -> BlockCall | None:
-        """Note that a block is called, and keep what enters the first one that counts."""
+        """Note that a block is called, and keep what enters the first one that counts.
+
+        A call without tokens does not count: where data run out, a rank is given an empty batch.
+        """
+        entered = first_tensor([*args, *kwargs.values()])
+        if entered is not None and entered.numel() == 0:
+            self._no_tokens = True
+            return None
         if not stack_pass.block_calls:
             stack_pass.masks += find_padding_masks(module, args, kwargs).items()
             stack_pass.given += find_possible_masks(module, args, kwargs, shared=False)
         block_call = stack_pass.begin_call(index)
         if block_call is None:
             return None
-        entered = first_tensor([*args, *kwargs.values()])
         if entered is not None and not entered.is_nested:
             rows = move_width_last(local_shard(entered), module, entering=True)
             block_call.shape = tuple(rows.shape[:-1])

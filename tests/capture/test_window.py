@@ -1611,3 +1611,14 @@ def test_what_a_model_overwrites_after_its_last_block_is_captured_as_it_was():
             if isinstance(value, torch.Tensor):
                 assert torch.equal(other.captured[name], value), name
     assert not found[0][1].captured["visible"].all()
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (2, 0)])
+def test_a_batch_without_tokens_does_not_count(shape):
+    """A rank is given one where its data run out."""
+    model = PlainDecoder()
+    with torch.no_grad(), window(model) as seen:
+        model(torch.zeros(shape, dtype=torch.int64))
+    snapshot = seen.snapshot()
+    assert snapshot.is_empty
+    assert "a batch without tokens" in snapshot.layers[1].missing["hidden"]
