@@ -69,7 +69,6 @@ _OTHER_THREAD = (
     "the block was run in another thread than the one that opened the window (nn.DataParallel): "
     "train with DistributedDataParallel, or measure the wrapped module by a probe"
 )
-_EMPTY = "the block was given a batch without tokens"
 _DROPPED = "the block was not run in this pass, as others were (layers dropped at random, say)"
 _NO_ATTENTION = (
     "no attention call was seen in the block: it goes neither through transformers' attention "
@@ -138,7 +137,7 @@ def build_snapshot(
     sources: set[str],
     *,
     other_thread: bool,
-    no_tokens: bool = False,
+    no_rows: str | None = None,
     final_norm: bool = False,
     matrices: Iterable[Layer] = (),
     notes: Iterable[Note] = (),
@@ -153,7 +152,7 @@ def build_snapshot(
         passes: Passes through the stacks of the model, in order.
         sources: Sources of the views that are wanted: "hidden", "attention", "projection".
         other_thread: Whether blocks were run in another thread.
-        no_tokens: Whether blocks were run on a batch without tokens.
+        no_rows: Why calls of blocks did not count, where some did not.
         final_norm: Whether what the final norm of each stack returns is a layer too.
         matrices: Layers of matrices of weights, which follow the others.
         notes: Further notes, which follow those on the layers.
@@ -165,7 +164,7 @@ def build_snapshot(
         stack_pass.settle_padding()
     run = [stack_pass for stack_pass in passes if stack_pass.block_calls]
     for stack_pass in run or passes:
-        not_run = _EMPTY if no_tokens else _OTHER_THREAD if other_thread else _NOT_RUN
+        not_run = no_rows or (_OTHER_THREAD if other_thread else _NOT_RUN)
         builder = StackBuilder(stack_pass, sources, not_run, device)
         layers += builder.layers()
         for label in stack_pass.stack.side_labels:

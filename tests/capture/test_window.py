@@ -1622,3 +1622,33 @@ def test_a_batch_without_tokens_does_not_count(shape):
     snapshot = seen.snapshot()
     assert snapshot.is_empty
     assert "a batch without tokens" in snapshot.layers[1].missing["hidden"]
+
+
+def test_a_pass_inside_grad_is_seen_as_any_other():
+    """`torch.func.grad` wraps tensors that have no address."""
+    model, ids = PlainDecoder(), batch()
+    parameters = {name: value.detach() for name, value in model.named_parameters()}
+
+    def loss(given):
+        return torch.func.functional_call(model, given, (ids,)).logsumexp(-1).mean()
+
+    with window(model) as plain:
+        loss(parameters)
+    with window(model) as seen:
+        torch.func.grad(loss)(parameters)
+    pairs = zip(seen.snapshot().layers, plain.snapshot().layers, strict=True)
+    for layer, expected in pairs:
+        assert (layer.captured.keys(), layer.missing) == (expected.captured.keys(), {})
+        for view, value in expected.captured.items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(layer.captured[view], value)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_a_pass_inside_vmap_is_refused_in_words():
+    model = PlainDecoder()
+    with window(model) as seen:
+        torch.func.vmap(model, randomness="different")(batch()[:, None])
+    snapshot = seen.snapshot()
+    assert snapshot.is_empty
+    assert "inside torch.func.vmap" in snapshot.layers[1].missing["hidden"]
