@@ -62,14 +62,18 @@ _PROJECTED_VIEWS = ("projected_query", "projected_key")
 _PROJECTED_SEQUENCES = ("query_sequences", "key_sequences")
 
 _NOT_RUN = (
-    "the block was not run under the window (called by .forward() directly, skipped, or compiled "
-    "in a way that hides it); call the model itself, or measure by a probe"
+    "the block was not run under the window (called by .forward() directly, skipped, compiled in a "
+    "way that hides it, or a copy of the model was run in its place); call the model itself, or "
+    "measure by a probe"
 )
 _OTHER_THREAD = (
     "the block was run in another thread than the one that opened the window (nn.DataParallel): "
     "train with DistributedDataParallel, or measure the wrapped module by a probe"
 )
-_DROPPED = "the block was not run in this pass, as others were (layers dropped at random, say)"
+_DROPPED = (
+    "the block was not run in this pass, as others were (layers dropped at random, say; where "
+    "blocks of the model were replaced, build the monitor anew)"
+)
 _NO_ATTENTION = (
     "no attention call was seen in the block: it goes neither through transformers' attention "
     "interface nor through torch.nn.functional.scaled_dot_product_attention (called by this name), "

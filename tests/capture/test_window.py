@@ -1652,3 +1652,14 @@ def test_a_pass_inside_vmap_is_refused_in_words():
     snapshot = seen.snapshot()
     assert snapshot.is_empty
     assert "inside torch.func.vmap" in snapshot.layers[1].missing["hidden"]
+
+
+def test_what_the_monitor_was_not_built_for_is_named_among_the_causes():
+    model = PlainDecoder()
+    with torch.no_grad(), window(model) as seen:
+        copy.deepcopy(model)(batch())
+    assert "a copy of the model" in seen.snapshot().layers[1].missing["hidden"]
+    with torch.no_grad(), window(model) as seen:
+        model.blocks[1] = copy.deepcopy(model.blocks[1])
+        model(batch())
+    assert "were replaced" in seen.snapshot().layers[2].missing["hidden"]
