@@ -351,7 +351,14 @@ def fsdp1(model: nn.Module) -> nn.Module:
     )  # fmt: skip
 
 
-STRATEGIES = {"ddp": plain_ddp, "fsdp2": fsdp2, "fsdp1": fsdp1}
+def fsdp1_in_one(model: nn.Module) -> nn.Module:
+    """All weights are one flat parameter: of most blocks a rank holds nothing."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+
+
+STRATEGIES = {"ddp": plain_ddp, "fsdp2": fsdp2, "fsdp1": fsdp1, "fsdp1 in one": fsdp1_in_one}
 
 
 def train(model: nn.Module, rank: int, size: int, around) -> list[float]:

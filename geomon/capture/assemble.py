@@ -62,14 +62,18 @@ _PROJECTED_VIEWS = ("projected_query", "projected_key")
 _PROJECTED_SEQUENCES = ("query_sequences", "key_sequences")
 
 _NOT_RUN = (
-    "the block was not run under the window (called by .forward() directly, skipped, or compiled "
-    "in a way that hides it); call the model itself, or measure by a probe"
+    "the block was not run under the window (called by .forward() directly, skipped, compiled in a "
+    "way that hides it, or a copy of the model was run in its place); call the model itself, or "
+    "measure by a probe"
 )
 _OTHER_THREAD = (
     "the block was run in another thread than the one that opened the window (nn.DataParallel): "
     "train with DistributedDataParallel, or measure the wrapped module by a probe"
 )
-_DROPPED = "the block was not run in this pass, as others were (layers dropped at random, say)"
+_DROPPED = (
+    "the block was not run in this pass, as others were (layers dropped at random, say; where "
+    "blocks of the model were replaced, build the monitor anew)"
+)
 _NO_ATTENTION = (
     "no attention call was seen in the block: it goes neither through transformers' attention "
     "interface nor through torch.nn.functional.scaled_dot_product_attention (called by this name), "
@@ -137,6 +141,7 @@ def build_snapshot(
     sources: set[str],
     *,
     other_thread: bool,
+    no_rows: str | None = None,
     final_norm: bool = False,
     matrices: Iterable[Layer] = (),
     notes: Iterable[Note] = (),
@@ -151,6 +156,7 @@ def build_snapshot(
         passes: Passes through the stacks of the model, in order.
         sources: Sources of the views that are wanted: "hidden", "attention", "projection".
         other_thread: Whether blocks were run in another thread.
+        no_rows: Why calls of blocks did not count, where some did not.
         final_norm: Whether what the final norm of each stack returns is a layer too.
         matrices: Layers of matrices of weights, which follow the others.
         notes: Further notes, which follow those on the layers.
@@ -162,7 +168,7 @@ def build_snapshot(
         stack_pass.settle_padding()
     run = [stack_pass for stack_pass in passes if stack_pass.block_calls]
     for stack_pass in run or passes:
-        not_run = _OTHER_THREAD if other_thread else _NOT_RUN
+        not_run = no_rows or (_OTHER_THREAD if other_thread else _NOT_RUN)
         builder = StackBuilder(stack_pass, sources, not_run, device)
         layers += builder.layers()
         for label in stack_pass.stack.side_labels:

@@ -136,6 +136,7 @@ class Window:
         ]
         self._thread = threading.get_ident()
         self._other_thread = False  # a block ran in another thread
+        self._no_rows: str | None = None  # why calls of blocks did not count
         # What is done as the call of a module begins, and when it has returned, by its address.
         self._before: dict[int, list[Callable[..., None]]] = {}
         self._after: dict[int, list[Callable[..., None]]] = {}
@@ -231,6 +232,7 @@ class Window:
             matrices=self._matrices(),
             final_norm=FINAL_NORM in self._extra,
             other_thread=self._other_thread,
+            no_rows=self._no_rows,
             notes=[*(Note(text, text) for text in texts), *self._memory.notes()],
             device=device,
         )
@@ -526,14 +528,21 @@ class Window:
         args: Any,
         kwargs: Mapping[str, Any],
     ) -> BlockCall | None:
-        """Note that a block is called, and keep what enters the first one that counts."""
+        """Note that a block is called, and keep what enters the first one that counts.
+
+        A call without tokens does not count: where data run out, a rank is given an empty batch.
+        Nor does one inside `torch.func.vmap`, whose tensors are of no use behind it.
+        """
+        entered = first_tensor([*args, *kwargs.values()])
+        if entered is not None and (why := _why_no_rows(entered)) is not None:
+            self._no_rows = why
+            return None
         if not stack_pass.block_calls:
             stack_pass.masks += find_padding_masks(module, args, kwargs).items()
             stack_pass.given += find_possible_masks(module, args, kwargs, shared=False)
         block_call = stack_pass.begin_call(index)
         if block_call is None:
             return None
-        entered = first_tensor([*args, *kwargs.values()])
         if entered is not None and not entered.is_nested:
             rows = move_width_last(local_shard(entered), module, entering=True)
             block_call.shape = tuple(rows.shape[:-1])
@@ -848,6 +857,15 @@ class Window:
         indices = stack_pass.row_indices(shape, role, block_call)
         rows = SampledRows(copy_rows(values, indices), indices, shape, role)
         block_call.projected[index, which] = rows
+
+
+def _why_no_rows(entered: Tensor) -> str | None:
+    """Say why nothing can be seen of a call on a tensor; None where it can."""
+    if entered.numel() == 0:
+        return "the block was given a batch without tokens"
+    if torch._C._functorch.is_batchedtensor(local_shard(entered)):
+        return "the block was run inside torch.func.vmap: measure by a probe outside of it"
+    return None
 
 
 def _place(values: Tensor) -> tuple[int, tuple[int, ...]]:

@@ -125,7 +125,7 @@ def gather(
     for rank, parcel in enumerate(received):
         if isinstance(parcel, str):
             raise RankFailedError(f"rank {rank}: {parcel}")
-    first = reports[0].info
+    first = next((x for x in reports[:givers] if not x.empty), reports[0]).info
     infos = [report.info for report in reports[:givers]]
     tokens = sum(info.tokens for info in infos)
     notes, loss = _notes(reports, givers), mean_loss(infos)
@@ -273,6 +273,10 @@ def _notes(reports: Sequence[_Report], givers: int) -> list[Note]:
     for rank, report in enumerate(reports[:givers]):
         for note in report.info.notes:
             found.setdefault(note.kind, {})[rank] = note.text
+        if report.empty and not all(other.empty for other in reports[:givers]):
+            why = next((why for lacking in report.lacking for why in lacking.values()), "")
+            found.setdefault("nothing of some ranks", {})[rank] = f"nothing was seen: {why}"
+            continue
         for index, lacking in enumerate(report.lacking):
             for source, why in lacking.items():
                 if any(source not in other.lacking[index] for other in reports[:givers]):
@@ -280,7 +284,7 @@ def _notes(reports: Sequence[_Report], givers: int) -> list[Note]:
                     kind = f"no {source} at {name} of some ranks"
                     found.setdefault(kind, {})[rank] = f"{name}: no {source} was seen: {why}"
     notes = [Note(kind, _of_several(texts, givers, "rank")) for kind, texts in found.items()]
-    if any(report.info.mode != reports[0].info.mode for report in reports[:givers]):
+    if len({report.info.mode for report in reports[:givers] if not report.empty}) > 1:
         notes.append(Note("modes", "some ranks were in train mode and some in eval mode"))
     if any(report.fingerprint != reports[0].fingerprint for report in reports[givers:]):
         notes.append(

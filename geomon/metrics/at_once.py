@@ -46,7 +46,11 @@ def layers_at_once(layer: Layer, rows: int) -> int:
 
 
 def in_threads(
-    function: Callable[[_Item], _Found], items: Iterable[_Item], at_once: int
+    function: Callable[[_Item], _Found],
+    items: Iterable[_Item],
+    at_once: int,
+    *,
+    outside: bool = False,
 ) -> Iterator[_Found]:
     """Call a function on each item, several at once; yields what it returns, in order.
 
@@ -58,6 +62,8 @@ def in_threads(
         function: What is done with an item.
         items: The items.
         at_once: Largest number of items at once.
+        outside: Whether to call it in another thread even for one item at once: a thread is in
+            none of the modes of this one.
 
     Raises:
         Exception: What the function raised for the first item that failed, once those that have
@@ -66,7 +72,7 @@ def in_threads(
     left = deque(items)
     del items
     count = min(at_once, len(left))
-    pool = _start_threads(count) if count > 1 else None
+    pool = _start_threads(count) if count > 1 or (outside and left) else None
     if pool is None:
         while left:
             yield function(left.popleft())
@@ -76,6 +82,15 @@ def in_threads(
             yield begun.result()
     finally:  # after Ctrl-C too: nobody measures when the training goes on
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def in_modes() -> bool:
+    """Say whether this thread is in a mode of torch that sees or changes operations.
+
+    One counts them (FlopCounterMode), another rounds products as a quantised model does: what is
+    measured would be counted with the training, and rounded.
+    """
+    return torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack() > 0
 
 
 def stacks_suffice() -> bool:
@@ -122,6 +137,8 @@ def in_pieces(
     layers: Sequence[tuple[Layer, ...]],
     apart: Sequence[frozenset[str]],
     at_once: int,
+    *,
+    outside: bool = False,
 ) -> Iterator[LayerValues]:
     """Measure layers, several at once, each in pieces; yields the values of each, in order.
 
@@ -133,9 +150,10 @@ def in_pieces(
         layers: Parts of each layer.
         apart: Groups of sources that no metric reads together, the slowest group first.
         at_once: Number of layers at once; 1 measures each as a whole.
+        outside: Whether to measure in another thread in any case (see `in_threads`).
     """
     if at_once == 1:
-        yield from in_threads(measure, layers, at_once)
+        yield from in_threads(measure, layers, at_once, outside=outside)
         return
     pieces = [
         (place, tuple(part.only(sources) for part in parts))

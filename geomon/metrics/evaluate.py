@@ -140,7 +140,8 @@ class Evaluator:
     def layers_at_once(self, layers: Sequence[Layer], rows: int) -> int:
         """Count how many of the layers `measure_layers` measures at once on the host.
 
-        A metric of the user's own is called in the thread that asks, for one layer after another.
+        A metric of the user's own is called for one layer after another, in the thread that asks
+        unless that one is in a mode of torch.
 
         Args:
             layers: The layers, in order of depth.

@@ -1611,3 +1611,55 @@ def test_what_a_model_overwrites_after_its_last_block_is_captured_as_it_was():
             if isinstance(value, torch.Tensor):
                 assert torch.equal(other.captured[name], value), name
     assert not found[0][1].captured["visible"].all()
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (2, 0)])
+def test_a_batch_without_tokens_does_not_count(shape):
+    """A rank is given one where its data run out."""
+    model = PlainDecoder()
+    with torch.no_grad(), window(model) as seen:
+        model(torch.zeros(shape, dtype=torch.int64))
+    snapshot = seen.snapshot()
+    assert snapshot.is_empty
+    assert "a batch without tokens" in snapshot.layers[1].missing["hidden"]
+
+
+def test_a_pass_inside_grad_is_seen_as_any_other():
+    """`torch.func.grad` wraps tensors that have no address."""
+    model, ids = PlainDecoder(), batch()
+    parameters = {name: value.detach() for name, value in model.named_parameters()}
+
+    def loss(given):
+        return torch.func.functional_call(model, given, (ids,)).logsumexp(-1).mean()
+
+    with window(model) as plain:
+        loss(parameters)
+    with window(model) as seen:
+        torch.func.grad(loss)(parameters)
+    pairs = zip(seen.snapshot().layers, plain.snapshot().layers, strict=True)
+    for layer, expected in pairs:
+        assert (layer.captured.keys(), layer.missing) == (expected.captured.keys(), {})
+        for view, value in expected.captured.items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(layer.captured[view], value)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_a_pass_inside_vmap_is_refused_in_words():
+    model = PlainDecoder()
+    with window(model) as seen:
+        torch.func.vmap(model, randomness="different")(batch()[:, None])
+    snapshot = seen.snapshot()
+    assert snapshot.is_empty
+    assert "inside torch.func.vmap" in snapshot.layers[1].missing["hidden"]
+
+
+def test_what_the_monitor_was_not_built_for_is_named_among_the_causes():
+    model = PlainDecoder()
+    with torch.no_grad(), window(model) as seen:
+        copy.deepcopy(model)(batch())
+    assert "a copy of the model" in seen.snapshot().layers[1].missing["hidden"]
+    with torch.no_grad(), window(model) as seen:
+        model.blocks[1] = copy.deepcopy(model.blocks[1])
+        model(batch())
+    assert "were replaced" in seen.snapshot().layers[2].missing["hidden"]

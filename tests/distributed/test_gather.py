@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -314,6 +315,13 @@ def test_notes_are_said_once_however_many_the_ranks():
         "rank 2: b: no hidden was seen: skipped",
     ]
     assert not _notes([report(lacking=lacking)] * 3, 3)  # missing everywhere is in the layer
+
+
+def test_of_a_rank_that_saw_nothing_one_note_says_so():
+    nothing = report(lacking=({"hidden": "no tokens"}, {"hidden": "no tokens"}), empty=True)
+    nothing = replace(nothing, info=PassInfo(0, "eval", ""))
+    texts = [note.text for note in _notes([nothing, report(), report()], 3)]
+    assert texts == ["rank 0: nothing was seen: no tokens"]
 
 
 def test_a_parcel_comes_back_as_it_was():

@@ -4,6 +4,7 @@ Stacks are found by structure, never by a table of class names: those change fro
 and under sharding.
 """
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from geomon.capture.anatomy.projections import find_projections
+from geomon.capture.anatomy.projections import find_projections, find_widths
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 NOT_CALLABLE = (nn.ModuleList, nn.ModuleDict)
@@ -364,7 +365,11 @@ def _has_children(module: nn.Module) -> bool:
 
 
 def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+    size = sum(parameter.numel() for parameter in module.parameters())
+    if not any(getattr(inner, "_is_fsdp_managed_module", False) for inner in module.modules()):
+        return size
+    # FSDP1 has made one flat parameter of many, of which this rank may hold nothing of a block.
+    return sum(math.prod(find_widths(inner) or (0,)) for inner in module.modules()) or size
 
 
 def _size_of(family: Family) -> int:

@@ -84,7 +84,7 @@ class Projections:
     @property
     def latent_width(self) -> int | None:
         """Width of the latent from which keys and values are made; None where it is not known."""
-        widths = _widths(self.key) if self.kind == "latent" else None
+        widths = find_widths(self.key) if self.kind == "latent" else None
         return None if widths is None else widths[1]
 
 
@@ -117,7 +117,7 @@ def find_projections(module: nn.Module) -> Projections | None:
             modules = [children[name] for name in names]
             return Projections("latent", modules[0], modules[1], names, modules[2])
     for name in _FUSED:
-        if name in children and _widths(children[name]) is not None:
+        if name in children and find_widths(children[name]) is not None:
             return Projections("fused", children[name], children[name], (name,))
     return None
 
@@ -141,7 +141,7 @@ def find_sizes(projections: Projections | None, holders: Iterable[Any]) -> Sizes
         return Sizes(heads, key_heads, width)
     if projections.kind == "multihead":
         return Sizes(heads, heads, width)
-    widths = _widths(projections.query)
+    widths = find_widths(projections.query)
     if widths is None:
         return Sizes(heads, key_heads, width)
     made, taken = widths
@@ -152,7 +152,7 @@ def find_sizes(projections: Projections | None, holders: Iterable[Any]) -> Sizes
         key_heads = fused_key_heads(made, heads, width)
     else:
         width = made // heads if made % heads == 0 else width
-        key = _widths(projections.key)
+        key = find_widths(projections.key)
         if key is not None and width:
             key_heads = key[0] // width // (2 if projections.kind == "halves" else 1)
     return Sizes(heads, key_heads, width)
@@ -166,15 +166,25 @@ def _first_of(names: Iterable[str], holders: list[Any]) -> int | None:
     return None
 
 
-def _widths(module: nn.Module) -> tuple[int, int] | None:
-    """Return the widths of a projection's output and input; None where it is no matrix."""
+def find_widths(module: nn.Module) -> tuple[int, int] | None:
+    """Find the widths of a projection's output and input; None where it is no matrix.
+
+    What the module says of itself goes first: of a weight that FSDP1 has flattened each rank holds
+    a part without a shape.
+
+    Args:
+        module: A module that may be a projection.
+    """
     made, taken = getattr(module, "out_features", None), getattr(module, "in_features", None)
+    if isinstance(made, int) and isinstance(taken, int):
+        return made, taken
+    made, taken = getattr(module, "nf", None), getattr(module, "nx", None)  # transformers' Conv1D
     if isinstance(made, int) and isinstance(taken, int):
         return made, taken
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 2:
         return None
-    if getattr(module, "nf", None) == weight.shape[1]:  # transformers' Conv1D is transposed
+    if made == weight.shape[1]:  # that of an older release: its weight is transposed
         return weight.shape[1], weight.shape[0]
     return weight.shape[0], weight.shape[1]
 

@@ -19,7 +19,7 @@ from geomon.capture.snapshot import (
 )
 from geomon.distributed import RankFailedError, RankGroup, gather, merge_layers
 from geomon.metrics import Evaluator, LayerValues
-from geomon.metrics.at_once import in_pieces
+from geomon.metrics.at_once import in_modes, in_pieces
 from geomon.metrics.between_readings import INLINE, EarlierReading, Kept
 from geomon.monitor.measuring.device import MeasuringDevice
 from geomon.record import Reading, tags
@@ -249,9 +249,13 @@ class ReadingJob:
             yield
 
     def _measure(self, layers: Sequence[_Parts], rows: int) -> Iterator[LayerValues]:
-        """Measure layers, several at once on the host; yields their values in order."""
+        """Measure layers, several at once on the host; yields their values in order.
+
+        On the host it is done outside of the modes that the training is in.
+        """
         measure = functools.partial(self._measure_one, rows=rows)
-        return in_pieces(measure, layers, self._evaluator.apart, self.at_once)
+        outside = self._device == HOST and in_modes()
+        return in_pieces(measure, layers, self._evaluator.apart, self.at_once, outside=outside)
 
     def _measure_one(self, parts: _Parts, rows: int) -> LayerValues:
         """Measure a layer on its device; on the host, with all that follow, what fails there."""

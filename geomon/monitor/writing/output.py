@@ -150,7 +150,8 @@ class ReadingWriter:
         if self._record is not None:
             record = self._record
             written = self._warnings.attempt(
-                lambda: record.write(reading), f"{record.path} could not be written"
+                lambda: record.write(reading),
+                f"{record.path} could not be written, its readings wait for the next one",
             )
             if written and arrays:
                 self._warnings.attempt(

@@ -58,6 +58,20 @@ def test_widths_are_what_a_quantised_projection_says_of_itself():
     assert find_sizes(find_projections(module), [module]) == (4, 1, 16)
 
 
+def test_widths_of_a_weight_that_fsdp1_has_flattened():
+    """Each rank holds a part of it without a shape, or nothing."""
+
+    class Flat(nn.Module):
+        nf, nx = 96, 32
+
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(0))
+
+    module = holder(4, c_attn=Flat())
+    assert find_sizes(find_projections(module), [module]) == (4, 4, 8)
+
+
 def test_widths_without_names_are_those_of_the_weight():
     """Of transformers' Conv1D the weight is transposed."""
 

@@ -2,12 +2,14 @@ import pytest
 import threadpoolctl
 import torch
 from measuring import evaluate
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from geomon.capture.snapshot import Layer, Note, PassInfo, Snapshot
 from geomon.distributed import RankGroup
 from geomon.metrics import Evaluator, select
 from geomon.monitor.measuring.jobs import ReadingJob
 
+aten = torch.ops.aten
 METRICS = {
     "mean": lambda hidden: hidden.mean(),
     "rows": lambda hidden: float(len(hidden)),
@@ -147,3 +149,29 @@ def test_what_a_metric_raises_is_the_result():
 def test_without_a_snapshot_there_is_no_job_but_its_error():
     with pytest.raises(OSError, match="no window"):
         make_job(of=OSError("no window"))
+
+
+class Rounded(TorchDispatchMode):
+    """A mode that rounds products, as a training in few bits does, and counts operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen += 1
+        out = func(*args, **(kwargs or {}))
+        return out.round() if func.overloadpacket in (aten.mm, aten.bmm) else out
+
+
+def test_rows_are_measured_outside_of_the_modes_of_the_training():
+    metrics = select("cosine", "variance", "twonn", "anisotropy")
+    with threadpoolctl.threadpool_limits(1, user_api="openmp"):
+        plain, job, tried = (make_job(metrics) for _ in range(3))
+        expected = values_of(measured(plain))
+        with Rounded() as mode:
+            tried.try_layer()
+            while not job.complete:
+                job.measure_next()
+        assert mode.seen == 0
+        assert values_of(measured(job)) == expected
