@@ -439,7 +439,9 @@ def _show_options(defaults: MonitorOptions, *declarations: type) -> Callable[[_C
             parameters=[*plain[1:], *keywords], return_annotation=inspect.Signature.empty
         )
         if cls.__doc__ is not None:  # python -OO removes docstrings
-            cls.__doc__ = cls.__doc__.replace("    {options}\n", _sections(declarations))
+            # From Python 3.13 on, docstrings have no indentation of the code around them.
+            words = inspect.cleandoc(cls.__doc__)
+            cls.__doc__ = words.replace("{options}", _sections(declarations))
         return cls
 
     return show
@@ -447,13 +449,12 @@ def _show_options(defaults: MonitorOptions, *declarations: type) -> Callable[[_C
 
 def _sections(declarations: Sequence[type]) -> str:
     """The "Args" of several TypedDicts, and the "Raises" of the last one."""
-    arguments, raised = "", ""
+    arguments, raised = [], ""
     for declaration in declarations:
-        section, _, raised = (
-            (declaration.__doc__ or "").partition("    Args:\n")[2].partition("    Raises:\n")
-        )
-        arguments += section.rstrip() + "\n"
-    return f"{arguments}\n    Raises:\n{raised.rstrip()}\n"
+        words = inspect.cleandoc(declaration.__doc__ or "").partition("Args:\n")[2]
+        section, _, raised = words.partition("Raises:\n")
+        arguments.append(section.rstrip())
+    return "\n".join([*arguments, "", "Raises:", raised])
 
 
 show_monitor_options = _show_options(DEFAULTS, MonitorOptions)
