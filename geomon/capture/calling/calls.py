@@ -365,22 +365,36 @@ def _copies(
         raise ValueError(f"ranks exchange something in the forward pass of {type(target).__name__}")
     if any(nn.parameter.is_lazy(parameter) for parameter in target.parameters()):
         raise ValueError(f"parameters of {type(target).__name__} have no values yet")
-    file, kept = BytesIO(), []
+    file, kept = BytesIO(), list[Any]()
+    _Pickler(file, kept).dump((args, kwargs))
+    file.seek(0)
+    copied: tuple[tuple[Any, ...], dict[str, Any]] = _Unpickler(file, kept).load()
+    return copied
 
-    def keep(value: Any) -> int | None:
+
+class _Pickler(pickle.Pickler):
+    """Keeps copies of tensors, and modules as they are, beside what is pickled."""
+
+    def __init__(self, file: BytesIO, kept: list[Any]) -> None:
+        super().__init__(file)
+        self._kept = kept
+
+    def persistent_id(self, value: Any) -> int | None:
         if not isinstance(value, Tensor | nn.Module):
             return None
-        kept.append(value.detach().clone() if isinstance(value, Tensor) else value)
-        return len(kept) - 1
+        self._kept.append(value.detach().clone() if isinstance(value, Tensor) else value)
+        return len(self._kept) - 1
 
-    pickler, unpickler = pickle.Pickler(file), pickle.Unpickler
-    pickler.persistent_id = keep  # type: ignore[method-assign]
-    pickler.dump((args, kwargs))
-    file.seek(0)
-    reader = unpickler(file)
-    reader.persistent_load = kept.__getitem__  # type: ignore[method-assign]
-    copied: tuple[tuple[Any, ...], dict[str, Any]] = reader.load()
-    return copied
+
+class _Unpickler(pickle.Unpickler):
+    """Puts back what a `_Pickler` kept."""
+
+    def __init__(self, file: BytesIO, kept: list[Any]) -> None:
+        super().__init__(file)
+        self._kept = kept
+
+    def persistent_load(self, place: int) -> Any:
+        return self._kept[place]
 
 
 def _is_collective(module: nn.Module) -> bool:
