@@ -66,13 +66,16 @@ class ScaledRows:
         among: Indices of the rows that are ready, ascending; None for all.
         frame: Centre and scale.
         values: These rows, [len(among), width], float32.
-        integers: These rows as integers, once a search has made them: one item at most.
+        integers: These rows as integers, once a search has made them: one item at most, which is
+            None where integers are of no use.
     """
 
     among: Tensor | None
     frame: "_Frame"
     values: Tensor
-    integers: list[quantised.Integers] = field(default_factory=list, compare=False, repr=False)
+    integers: list[quantised.Integers | None] = field(
+        default_factory=list, compare=False, repr=False
+    )
 
     def of(self, among: Tensor | None) -> Tensor:
         """Return some of the rows, [len(among), width].
@@ -96,13 +99,25 @@ class ScaledRows:
         places = self._places(among)
         # One step each, so that searches in several threads can do no more than make them twice.
         for kept in self.integers[-1:]:
-            if kept.wanted >= wanted:
+            if kept is None and places is None:
+                return None
+            if kept is not None and kept.wanted >= wanted:
                 return kept if places is None else kept.of(places)
         if places is not None:
             return quantised.prepare(self.values[places], wanted, k)
         made = quantised.prepare(self.values, wanted, k)
-        self.integers[:] = [] if made is None else [made]
+        self.integers[:] = [made]
         return made
+
+    def leave_integers(self, among: Tensor | None) -> None:
+        """Free the integers of all rows, which were of no use in a search of each of them.
+
+        Args:
+            among: Indices of the rows that were searched, as in `integers_of`; where these are not
+                all rows, nothing changes.
+        """
+        if self._places(among) is None:
+            self.integers[:] = [None]
 
     def _places(self, among: Tensor | None) -> Tensor | None:
         """Convert indices into the rows to places among those that are ready; None for all.
@@ -214,9 +229,13 @@ def _by_bounds(
     scale = float(ready.frame.scale)
     if quantised.pays(len(values), values.shape[1], len(own), k):
         integers = ready.integers_of(points.among, len(own), k)
-        found = quantised.search(values, own, k, exact, scale, faiss, integers)
-        if not quantised.ended_early(found):
-            return found
+        if integers is not None:
+            found = quantised.search(values, own, k, exact, scale, faiss, integers)
+            if not quantised.ended_early(found):
+                return found
+            del integers
+            if len(own) == len(values):
+                ready.leave_integers(points.among)
     plan = certified.choose(values, len(own), k)
     if plan is None:
         return None

@@ -340,6 +340,27 @@ def test_integers_for_few_wanted_rows_are_made_again_for_many(monkeypatch):
     assert [kept.wanted for kept in ready.integers] == [1500]
 
 
+def test_integers_of_no_use_are_freed_and_not_made_again(monkeypatch, asked):
+    monkeypatch.setattr(quantised, "is_fast", lambda: True)
+    rows = two_clusters(2600, 40)
+    ready = scale_rows(rows)
+    # After a search of all rows: the few of a later one; and other rows, another question.
+    searches = [{"k": 2}, {"k": 10, "of": torch.arange(0, 2600, 8)}]
+    searches.append({"k": 2, "among": torch.arange(0, 2600, 2)})
+    got, count = [], []
+    for one in searches:
+        got.append(nearest(rows, **one, scaled=ready))
+        count.append(len(asked))
+        assert ready.integers == [None]
+    assert count == [1, 1, 2]
+    assert quantised.ended_early(asked[0])
+    monkeypatch.setattr(quantised, "is_fast", lambda: False)
+    for near, one in zip(got, searches, strict=True):
+        want = nearest(rows, **one)
+        assert torch.equal(near.distances, want.distances)
+        assert torch.equal(near.indices, want.indices)
+
+
 def test_some_of_the_integers_are_those_of_their_rows():
     values = scale_rows(decaying(333, 30)).values
     whole = quantised._integers(values, quantised._Bounds(values, 0.0), 333)
