@@ -387,7 +387,7 @@ def expand_visible(visible: Tensor, shape: _Shape) -> Tensor:
     if visible.dtype != torch.bool:
         raise ValueError(
             f"expected visible as booleans, True where a query may attend, got {visible.dtype}: "
-            "of a mask that is added to scores, mask == 0"
+            "for a mask that is added to scores give mask == 0"
         )
     return _expand("visible", visible, shape)
 

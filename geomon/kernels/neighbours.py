@@ -437,8 +437,8 @@ def _as_indices(index: Tensor) -> Tensor:
     """Check that a tensor holds indices, and return them as int64."""
     if index.ndim != 1 or index.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            f"expected indices of rows, int64 [some], got {index.dtype} {list(index.shape)}: of a "
-            "mask, mask.nonzero().squeeze(1)"
+            f"expected indices of rows, int64 [some], got {index.dtype} {list(index.shape)}: for a "
+            "mask give mask.nonzero().squeeze(1)"
         )
     return index.long()
 
@@ -461,7 +461,7 @@ def _find(index: Tensor, among: Tensor, which: str) -> Tensor:
     """Find the places of indices among others, ascending; `which` says in the message of what."""
     places = torch.searchsorted(among, index.contiguous())
     if not bool((among[places.clamp(max=len(among) - 1)] == index).all()):
-        raise ValueError(f"expected indices of {which}, {len(among)} of them: got others too")
+        raise ValueError(f"expected only indices of the {len(among)} {which}, got others too")
     return places
 
 

@@ -151,7 +151,7 @@ class ReadingWriter:
             record = self._record
             written = self._warnings.attempt(
                 lambda: record.write(reading),
-                f"{record.path} could not be written, its readings wait for the next one",
+                f"{record.path} could not be written, and its readings are kept until it can be",
             )
             if written and arrays:
                 self._warnings.attempt(
