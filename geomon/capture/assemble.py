@@ -71,8 +71,8 @@ _OTHER_THREAD = (
     "train with DistributedDataParallel, or measure the wrapped module by a probe"
 )
 _DROPPED = (
-    "the block was not run in this pass, as others were (layers dropped at random, say; where "
-    "blocks of the model were replaced, build the monitor anew)"
+    "the block was not run in this pass, as others were (layers dropped at random, say, or blocks "
+    "of the model that were replaced while it was watched)"
 )
 _NO_ATTENTION = (
     "no attention call was seen in the block: it goes neither through transformers' attention "

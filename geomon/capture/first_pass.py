@@ -126,7 +126,9 @@ class StackPass:
     The rule, here and nowhere else: of the calls of a stack's blocks those count that come between
     the first call of the stack's owner and its return. A second pass in the same window (of
     contrastive training, of a generation loop) does not count, and neither does a pass that never
-    returned, once another begins. Where nobody calls the owner (its `forward` is called directly,
+    returned, once another begins. A pass in which gradients are recorded takes the place of one in
+    which none are: what a training step generates or scores without them is not what it trains on.
+    Where nobody calls the owner (its `forward` is called directly,
     or the training step runs the blocks itself) the first call of each block counts.
 
     Args:
@@ -157,6 +159,7 @@ class StackPass:
         mode: "train" or "eval".
         dtype: Data type of the hidden states in the model.
         sharded: Whether hidden states were sharded, and this rank's part was taken.
+        with_gradients: Whether gradients are recorded in the pass that counts.
     """
 
     def __init__(self, stack: Stack, sampler: RowSampler, *, first: bool = True) -> None:
@@ -166,6 +169,7 @@ class StackPass:
         self.given: list[GivenMask] = []
         self.token_ids: list[Tensor] = []
         self.tables: list[nn.Module] = []
+        self.with_gradients = False
         self.length_first = any(
             getattr(attention.module, "batch_first", True) is False
             for block in stack.blocks
@@ -196,8 +200,11 @@ class StackPass:
 
     # -- which calls count -----------------------------------------------------------------------
 
-    def begin(self) -> bool:
+    def begin(self, *, with_gradients: bool) -> bool:
         """Note that the owner is called.
+
+        Args:
+            with_gradients: Whether gradients are recorded.
 
         Returns:
             Whether the pass that counts begins.
@@ -205,8 +212,15 @@ class StackPass:
         if self._state == "over":
             return False
         self._clear()
-        self._state = "running"
+        self._state, self.with_gradients = "running", with_gradients
         return True
+
+    def forget(self) -> None:
+        """Forget the pass that was seen: another one is to count."""
+        for seen in (self.masks, self.given, self.token_ids, self.tables):
+            seen.clear()
+        self._clear()
+        self._state = "never called"
 
     def end(self) -> None:
         """Note that the owner has returned."""

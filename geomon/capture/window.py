@@ -43,7 +43,12 @@ from geomon.capture.attending.by_hand import (
 from geomon.capture.attending.max_logit import max_logits_of_call, max_logits_of_scores
 from geomon.capture.attending.qkv import copy_multihead_weights
 from geomon.capture.calling.calls import unwatch_calls, unwrap, watch_calls
-from geomon.capture.calling.patches import run_eagerly, watch_attention, without_fast_path
+from geomon.capture.calling.patches import (
+    in_extra_pass,
+    run_eagerly,
+    watch_attention,
+    without_fast_path,
+)
 from geomon.capture.first_pass import (
     BlockCall,
     SampledRows,
@@ -147,6 +152,7 @@ class Window:
         self._failure: Exception | None = None  # in opening the window
         self._failures: list[str] = []  # in what sees the calls
         self._attends_outside = False  # attention was called outside the blocks
+        self._twin_records = False  # whether the call that a twin is run for records gradients
         self._forced_eager = False  # whether compiled code of the training was run eagerly
         self._settled = True  # whether nothing is half open or half closed
         self.seconds = 0.0
@@ -393,7 +399,9 @@ class Window:
         Args:
             module: The module, without wrappers.
         """
-        if all(stack_pass.over for stack_pass in self._passes):
+        self._twin_records = torch.is_grad_enabled()
+        done = (x.over and (x.with_gradients or not self._twin_records) for x in self._passes)
+        if all(done):
             return False
         attends = bool(self._sources & {"attention", "projection"})
         inside = attends and bool(self._running) and self._running[-1][1] is not None
@@ -441,6 +449,7 @@ class Window:
         args: Any,
         kwargs: Mapping[str, Any],
     ) -> None:
+        self._prefer_gradients(module)
         if stack_pass.block_calls or stack_pass.over:
             return
         masks = find_padding_masks(module, args, kwargs)
@@ -456,6 +465,20 @@ class Window:
                 other.given += (
                     m for m in given if not (other.first and m.name.startswith(OF_DECODER))
                 )
+
+    def _prefer_gradients(self, module: nn.Module) -> None:
+        """Forget passes without gradients where one with gradients begins."""
+        passed = [x for x in self._passes if x.over and not x.with_gradients]
+        if not passed or not self._records_gradients():
+            return
+        inside = set(module.modules())
+        for stack_pass in passed:
+            if stack_pass.stack.owner in inside:
+                stack_pass.forget()
+
+    def _records_gradients(self) -> bool:
+        """Whether the call that is seen, or the one whose twin it is, records gradients."""
+        return self._twin_records if in_extra_pass() else torch.is_grad_enabled()
 
     def _on_embedding(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -487,7 +510,7 @@ class Window:
             stack_pass.normed = rows, name
 
     def _on_owner(self, stack_pass: StackPass, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if stack_pass.begin():
+        if stack_pass.begin(with_gradients=self._records_gradients()):
             self._running.clear()
 
     def _on_owner_left(self, stack_pass: StackPass, module: nn.Module, output: Any) -> None:

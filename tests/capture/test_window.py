@@ -11,8 +11,10 @@ from fingerprint import fingerprint
 from models import PlainBlock, PlainDecoder, batch, transformer
 from plain_models import CausalSelfAttention, language_model
 from referee import sampled
+from specimens import built, inputs_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from zoo import ZOO
 
 from geomon import describe, measure
 from geomon.capture import Window, find_anatomy
@@ -453,6 +455,52 @@ def test_a_second_pass_in_the_window_counts_for_nothing():
         assert one.captured.keys() == other.captured.keys()
         for view in ("hidden", "token_ids", *(("query", "projected_key") if one.index else ())):
             assert torch.equal(one.captured[view], other.captured[view])
+
+
+def in_order(layer: Layer) -> list[torch.Tensor]:
+    """Hidden states, token ids and attended queries, in the order of the batch."""
+    seen = layer.captured
+    order = (1000 * seen["sequences"] + seen["positions"]).argsort()
+    attended = [seen["query"], seen["visible"]] if layer.index else []
+    return [seen["hidden"][order], seen["token_ids"][order], *attended]
+
+
+@pytest.mark.parametrize("order", ["without first", "with first", "without alone"])
+def test_a_pass_with_gradients_goes_before_one_without(order):
+    model = transformer("gpt2").eval()
+    inputs = {"input_ids": batch(seed=1), "attention_mask": padded(batch(), "right")}
+    other = {"input_ids": batch(3, 12, seed=2)}  # generated, scored: of another shape
+    with window(model) as alone:
+        model(**(other if order == "without alone" else inputs))
+    passes = {"without first": [other, other, inputs], "with first": [inputs, other]}
+    with window(model) as seen:
+        for given in passes.get(order, [other, other]):
+            with torch.set_grad_enabled(given is inputs):
+                model(**given)
+    for layer, expected in zip(seen.snapshot().layers, alone.snapshot().layers, strict=True):
+        assert layer.missing == expected.missing == {}
+        for one, another in zip(in_order(layer), in_order(expected), strict=True):
+            assert torch.equal(one, another)
+
+
+def test_of_two_stacks_each_has_its_pass_with_gradients():
+    name = "T5 (position bias)"
+    model, inputs = built(ZOO[name], "sdpa").eval(), inputs_of(ZOO[name], padded=True)
+    with window(model) as alone:
+        model(**inputs)
+    with window(model) as seen:
+        with torch.no_grad():
+            model(**{argument: value[:1] for argument, value in inputs.items()})
+        model(**inputs)
+    layers = seen.snapshot().layers
+    assert {"encoder", "decoder"} <= {layer.stack for layer in layers}
+    for layer, expected in zip(layers, alone.snapshot().layers, strict=True):
+        assert layer.missing == expected.missing
+        if "hidden" in expected.captured:
+            one, another = (
+                each.captured["hidden"].norm(dim=1).sort() for each in (layer, expected)
+            )
+            assert torch.equal(one.values, another.values)
 
 
 def test_a_pass_that_failed_gives_way_to_the_next():
