@@ -66,6 +66,7 @@ from geomon.capture.snapshot import (
     Note,
     Snapshot,
 )
+from geomon.capture.tokens.boundaries import find_places
 from geomon.capture.tokens.padding import (
     OF_DECODER,
     find_padding_masks,
@@ -456,6 +457,7 @@ class Window:
         shared = number == 0 and len(self._passes) > 1  # the call of a module around all stacks
         given = find_possible_masks(module, args, kwargs, shared=shared)
         if not shared:
+            stack_pass.given_places += find_places(module, args, kwargs)
             stack_pass.masks += masks.items()
             stack_pass.given += given
             return
@@ -563,6 +565,7 @@ class Window:
         if not stack_pass.block_calls:
             stack_pass.masks += find_padding_masks(module, args, kwargs).items()
             stack_pass.given += find_possible_masks(module, args, kwargs, shared=False)
+            stack_pass.given_places += find_places(module, args, kwargs)
         block_call = stack_pass.begin_call(index)
         if block_call is None:
             return None

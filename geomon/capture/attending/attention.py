@@ -42,6 +42,8 @@ class Arguments(NamedTuple):
             says so; None for all.
         softcap: Bound on the scores (Gemma 2), or None.
         sink: Logits of learned sinks, [heads] (GPT-OSS), or None.
+        numbers: Number of the sequence of each query and key, [keys], where several lie behind one
+            another and a query sees its own alone; None where masks say all.
     """
 
     query: Tensor
@@ -53,6 +55,7 @@ class Arguments(NamedTuple):
     sliding_window: int | None
     softcap: float | None
     sink: Tensor | None
+    numbers: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -146,9 +149,9 @@ def read_arguments(
             f"the mask is a {type(mask).__name__}, not a tensor (flex attention?); run the model "
             'with attn_implementation="sdpa" or "eager"'
         )
-    if any(options.get(name) is not None for name in ("cu_seq_lens_q", "cu_seqlens")):
-        raise NotUnderstoodError("sequences are packed without padding (cu_seq_lens_q)")
     query, key = local_shard(query), local_shard(key)
+    knows_masks_alone = route == "sdpa" or _implementation(module) in _BY_MASKS
+    packed = mask is None and not knows_masks_alone
     by_key = route == "interface" and mask is not None and mask.ndim == 2  # [sequences, keys]
     if mask is not None:
         mask = local_shard(mask)
@@ -171,7 +174,43 @@ def read_arguments(
         ),
         softcap=None if softcap is None else float(softcap),
         sink=None if sink is None else local_shard(sink).detach(),
+        numbers=_number_packed(query, key, options) if packed else None,
     )
+
+
+# Implementations of transformers that see no more of a batch than its mask.
+_BY_MASKS = ("eager", "sdpa", "flex_attention")
+
+
+def _implementation(module: Any) -> str | None:
+    """Return the name of the implementation that an attention of transformers calls."""
+    name = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    return name if isinstance(name, str) else None
+
+
+def _number_packed(query: Tensor, key: Tensor, options: Mapping[str, Any]) -> Tensor | None:
+    """Number the sequences that lie behind one another in the only row of a batch.
+
+    Kernels for sequences of any length are told where they begin by lengths that are summed up, or,
+    in transformers, find it themselves where positions are 0.
+
+    Raises:
+        NotUnderstoodError: There are lengths, and more than one row, or other queries than keys.
+    """
+    summed = next((options[n] for n in _SUMMED if isinstance(options.get(n), Tensor)), None)
+    positions = options.get("position_ids")
+    alone = query.shape[0] == 1 and query.shape[2] == key.shape[2]
+    if summed is not None:
+        if not alone:
+            raise NotUnderstoodError("sequences are packed without padding (cu_seq_lens_q)")
+        order = torch.arange(key.shape[2], dtype=summed.dtype, device=summed.device)
+        return torch.searchsorted(summed.detach(), order, right=True)
+    if not alone or not isinstance(positions, Tensor) or positions.shape != (1, key.shape[2]):
+        return None
+    return (positions.detach()[0] == 0).cumsum(dim=0)
+
+
+_SUMMED = ("cu_seq_lens_q", "cu_seqlens_q", "cu_seqlens")
 
 
 def record_call(sampler: RowSampler, given: Arguments) -> AttentionCall:
@@ -189,6 +228,7 @@ def record_call(sampler: RowSampler, given: Arguments) -> AttentionCall:
         mask=_sampled_rows(given.mask, sequences, places),
         bias=_sampled_rows(given.bias, sequences, places),
         sink=None if given.sink is None else given.sink.clone(),
+        numbers=None if given.numbers is None else given.numbers.clone(),
     )
     return AttentionCall(sampled, sequences, places, (count, length))
 
@@ -305,6 +345,9 @@ def _visibility(call: AttentionCall, keys: int) -> tuple[Tensor, Tensor | None]:
         visible = visible & (order <= places)
     if call.given.sliding_window is not None:
         visible = visible & (places - order < call.given.sliding_window)
+    if call.given.numbers is not None:
+        numbers = call.given.numbers.cpu()
+        visible = visible & (numbers == numbers[places])
     return visible, bias if bias is not None and bool(bias.any()) else None
 
 

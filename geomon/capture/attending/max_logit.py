@@ -129,7 +129,7 @@ def _reach(given: Arguments, rows: slice, keys: int) -> tuple[int, int]:
 
 def _mask_by_place(scores: Tensor, given: Arguments, rows: slice, seen: slice) -> None:
     """Mask the scores of keys that the rows do not see by their places, in place."""
-    if not given.causal and given.sliding_window is None:
+    if not given.causal and given.sliding_window is None and given.numbers is None:
         return
     order = torch.arange(seen.start, seen.stop, dtype=torch.int64, device=scores.device)
     places = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=scores.device)[:, None]
@@ -138,6 +138,9 @@ def _mask_by_place(scores: Tensor, given: Arguments, rows: slice, seen: slice) -
     if given.causal:  # no key before the first row is later than any row
         late = slice(max(rows.start - seen.start, 0), None)
         scores[..., late].masked_fill_(order[late] > places, -torch.inf)
+    if given.numbers is not None:
+        numbers = given.numbers.to(scores.device)
+        scores.masked_fill_(numbers[seen] != numbers[rows, None], -torch.inf)
 
 
 def _part(mask: Tensor | None, some: slice, rows: slice) -> Tensor | None:
