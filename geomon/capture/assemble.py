@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from geomon.capture.anatomy import CROSS, Attention, Block, find_sizes
 from geomon.capture.anatomy.projections import Sizes
+from geomon.capture.anatomy.weights import present_weight
 from geomon.capture.attending.attention import (
     AttentionCall,
     NotUnderstoodError,
@@ -140,6 +141,7 @@ _NO_MATRIX = {
         "no linear module outside the blocks has one output for each row of an embedding table"
     ),
 }
+_NO_ROWS_OF = "its weight, of the class {kind}, does not give its rows ({error})"
 _IN_PARTS = "its weight is no matrix on this rank (shared out among ranks, say)"
 
 
@@ -203,14 +205,19 @@ def matrix_layer(name: str, module: nn.Module | None, sampler: RowSampler) -> La
         module: The module whose weight it is, [rows, width]; None where there is none.
         sampler: Sampler of the rows.
     """
-    weight = getattr(module, "weight", None)
+    weight = None if module is None else present_weight(module)
     layer = Layer(0, name, {}, {}, name, frozenset({"hidden"}), of_weights=True)
     if module is None:
         return replace(layer, missing=dict.fromkeys(_ROW_VIEWS, _NO_MATRIX[name]))
     if not isinstance(weight, Tensor) or weight.ndim != 2 or hasattr(weight, "to_local"):
         return replace(layer, missing=dict.fromkeys(_ROW_VIEWS, _IN_PARTS))
-    rows = copy_rows(weight, sampler.sample_places(len(weight))).cpu()
-    return replace(layer, captured={"hidden": rows, "precision": torch.finfo(weight.dtype).eps})
+    try:
+        rows = copy_rows(weight, sampler.sample_places(len(weight))).cpu()
+        eps = torch.finfo(weight.dtype).eps
+    except Exception as error:  # a quantised weight does what its own code can do
+        reason = _NO_ROWS_OF.format(kind=type(weight).__name__, error=f"{type(error).__name__}")
+        return replace(layer, missing=dict.fromkeys(_ROW_VIEWS, reason))
+    return replace(layer, captured={"hidden": rows, "precision": eps})
 
 
 def side_stack_name(stack_pass: StackPass, label: str, passes: Sequence[StackPass]) -> str:

@@ -82,6 +82,11 @@ _FORCED = (
 )
 
 
+_ADAPTED = (
+    "its rows are those of the matrix itself; what an adapter around it adds is not in them until "
+    "it is merged"
+)
+
 _OUTSIDE = (
     "attention was seen outside the blocks that are watched, and none in them: these may be the "
     "wrong blocks. print(geomon.describe(model)) shows them, blocks=... names others"
@@ -146,6 +151,10 @@ class Window:
         # What is done as the call of a module begins, and when it has returned, by its address.
         self._before: dict[int, list[Callable[..., None]]] = {}
         self._after: dict[int, list[Callable[..., None]]] = {}
+        # Arguments of the calls around embedding tables that are running, by the address of the
+        # module, and how often a table had been called before.
+        self._embedding: dict[int, tuple[tuple[Any, ...], int]] = {}
+        self._embedded = 0
         # Passes whose final norm is running, by the address of the norm.
         self._norming: dict[int, StackPass] = {}
         # Calls of blocks that are running, outermost first; None for one that does not count.
@@ -211,6 +220,7 @@ class Window:
         self._after.clear()
         self._running.clear()
         self._norming.clear()
+        self._embedding.clear()
         for stack_pass in self._passes:
             stack_pass.leaving = None
         self._settled = True
@@ -232,6 +242,11 @@ class Window:
         ]
         texts += [_FORCED] * self._forced_eager
         seen = any(call.routes for stack_pass in self._passes for call in stack_pass.block_calls)
+        texts += [
+            f"{name}: {_ADAPTED}"
+            for name, module in self._found_matrices().items()
+            if any(module is adapted for adapted in self._anatomy.adapted)
+        ]
         texts += [_OUTSIDE] * (self._attends_outside and not seen)
         return build_snapshot(
             self._passes,
@@ -248,16 +263,17 @@ class Window:
         """Make the layers of the matrices of weights that are asked for."""
         if not any(stack_pass.block_calls for stack_pass in self._passes):
             return []
+        found = self._found_matrices()
+        return [matrix_layer(name, module, self._sampler) for name, module in found.items()]
+
+    def _found_matrices(self) -> dict[str, nn.Module | None]:
+        """Find the modules that hold the matrices that are asked for."""
         tables = (stack_pass.token_table() for stack_pass in self._passes if stack_pass.shape)
         found = {
             EMBEDDING: next(tables, None) or next(iter(self._anatomy.embeddings), None),
             UNEMBEDDING: self._anatomy.output,
         }
-        return [
-            matrix_layer(name, module, self._sampler)
-            for name, module in found.items()
-            if name in self._extra
-        ]
+        return {name: module for name, module in found.items() if name in self._extra}
 
     def routes(self, stack: str, label: str = "") -> set[str]:
         """List the routes by which attention was seen: of "interface", "sdpa", "softmax".
@@ -308,7 +324,10 @@ class Window:
         self._after.clear()
         if self._wants_tokens:
             for table in self._anatomy.embeddings:
-                self._see(self._before, table, self._on_embedding)
+                self._see(self._before, table, self._on_embedding, table)
+            for module, table in self._anatomy.around_embeddings:
+                self._see(self._before, module, self._on_around_embedding)
+                self._see(self._after, module, self._on_embedded, table)
         for name, norm in self._anatomy.norms if FINAL_NORM in self._extra else ():
             self._see(self._before, norm, self._on_norm)
             self._see(self._after, norm, self._on_normed, name)
@@ -482,18 +501,36 @@ class Window:
         """Whether the call that is seen, or the one whose twin it is, records gradients."""
         return self._twin_records if in_extra_pass() else torch.is_grad_enabled()
 
-    def _on_embedding(
+    def _on_around_embedding(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        self._embedding[id(module)] = args, self._embedded
+
+    def _on_embedded(self, table: nn.Embedding, module: nn.Module, output: Any) -> None:
+        args, before = self._embedding.pop(id(module), ((), self._embedded))
+        ids = args[0] if args else None
+        if self._embedded > before or not isinstance(ids, Tensor):  # the table was called inside
+            return
+        if isinstance(output, Tensor) and output.shape[:-1] == ids.shape:
+            self._on_embedding(table, module, args, {})
+
+    def _on_embedding(
+        self,
+        table: nn.Embedding,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
     ) -> None:
         ids = args[0] if args else None
         if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_nested:
             return
+        self._embedded += 1
         running = [stack_pass for stack_pass in self._passes if stack_pass.running]
         kept = local_shard(ids).detach().clone()
         for stack_pass in running or self._passes:
             if not stack_pass.over and not (stack_pass.block_calls and stack_pass not in running):
                 stack_pass.token_ids.append(kept)
-                stack_pass.tables.append(module)
+                stack_pass.tables.append(table)
 
     def _on_norm(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         given = first_tensor([*args, *kwargs.values()])

@@ -1711,3 +1711,52 @@ def test_what_the_monitor_was_not_built_for_is_named_among_the_causes():
         model.blocks[1] = copy.deepcopy(model.blocks[1])
         model(batch())
     assert "were replaced" in seen.snapshot().layers[2].missing["hidden"]
+
+
+class Merging(nn.Module):
+    """Adds to the weights of an attention for the time of its call, and passes attributes on."""
+
+    def __init__(self, inner: nn.MultiheadAttention) -> None:
+        super().__init__()
+        self.inner, self.more = inner, nn.Parameter(torch.randn(inner.in_proj_weight.shape))
+        self.num_heads, self.batch_first = inner.num_heads, inner.batch_first
+        self._qkv_same_embed_dim = True
+
+    @property
+    def in_proj_weight(self):
+        return self.inner.in_proj_weight
+
+    @property
+    def in_proj_bias(self):
+        return self.inner.in_proj_bias
+
+    def forward(self, *args, **kwargs):
+        weight = self.inner.in_proj_weight
+        del self.inner.in_proj_weight
+        self.inner.in_proj_weight = weight + self.more
+        try:
+            return self.inner(*args, **kwargs)
+        finally:
+            del self.inner.in_proj_weight
+            self.inner.in_proj_weight = weight
+
+
+def test_weights_that_are_merged_for_a_call_are_those_that_project():
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), 2,
+        enable_nested_tensor=False,
+    )  # fmt: skip
+    x = torch.randn(4, 8, 16)
+    merged = copy.deepcopy(model)
+    for layer, plain in zip(model.layers, merged.layers, strict=True):
+        layer.self_attn = Merging(layer.self_attn)
+        plain.self_attn.in_proj_weight.data += layer.self_attn.more.detach()
+    pictures = []
+    for each in (model, merged):
+        with window(each) as seen:
+            each(x)
+        pictures.append(seen.snapshot().layers)
+    for one, other in zip(*pictures, strict=True):
+        for view in ("projected_query", "projected_key") if one.index else ():
+            torch.testing.assert_close(one.captured[view], other.captured[view])
