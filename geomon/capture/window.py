@@ -729,7 +729,7 @@ class Window:
                 if not further:
                     block_call.refused.setdefault(index, str(error))
                 return
-            if not further and mask is not None and mask.ndim in (2, 4):
+            if not further and isinstance(mask, Tensor) and mask.ndim in (2, 4):
                 by_key = route == "interface" and mask.ndim == 2
                 plain = mask[:, None, None, :] if by_key else mask[(None,) * (4 - mask.ndim)]
                 sequences = block_call.attention_calls[index].shape[0]

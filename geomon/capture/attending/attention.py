@@ -6,7 +6,7 @@ scale, softcap and sink, or scores and visible. A call that cannot be rebuilt is
 reason.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,6 +27,9 @@ class NotUnderstoodError(ValueError):
     """An attention call does something that cannot be rebuilt; the message says what."""
 
 
+Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
 class Arguments(NamedTuple):
     """Arguments of a call of an attention function, as all implementations mean them.
 
@@ -44,6 +47,8 @@ class Arguments(NamedTuple):
         sink: Logits of learned sinks, [heads] (GPT-OSS), or None.
         numbers: Number of the sequence of each query and key, [keys], where several lie behind one
             another and a query sees its own alone; None where masks say all.
+        rule: Says which query sees which key, by the numbers of sequence, head, query and key (flex
+            attention); None where tensors say it.
     """
 
     query: Tensor
@@ -56,6 +61,7 @@ class Arguments(NamedTuple):
     softcap: float | None
     sink: Tensor | None
     numbers: Tensor | None = None
+    rule: Rule | None = None
 
 
 @dataclass(frozen=True)
@@ -144,14 +150,16 @@ def read_arguments(
     for name, given in (("queries", query), ("keys", key)):
         if not isinstance(given, Tensor) or given.ndim != 4 or given.is_nested:
             raise NotUnderstoodError(f"the {name} are no plain tensor of four dimensions")
-    if mask is not None and not isinstance(mask, Tensor):
+    rule = getattr(mask, "mask_mod", None)  # of a BlockMask
+    if mask is not None and not isinstance(mask, Tensor) and not callable(rule):
         raise NotUnderstoodError(
-            f"the mask is a {type(mask).__name__}, not a tensor (flex attention?); run the model "
-            'with attn_implementation="sdpa" or "eager"'
+            f"the mask is a {type(mask).__name__}, and neither a tensor nor one with a rule "
+            '(mask_mod); run the model with attn_implementation="sdpa" or "eager"'
         )
+    mask = mask if isinstance(mask, Tensor) else None
     query, key = local_shard(query), local_shard(key)
     knows_masks_alone = route == "sdpa" or _implementation(module) in _BY_MASKS
-    packed = mask is None and not knows_masks_alone
+    packed = mask is None and rule is None and not knows_masks_alone
     by_key = route == "interface" and mask is not None and mask.ndim == 2  # [sequences, keys]
     if mask is not None:
         mask = local_shard(mask)
@@ -165,16 +173,19 @@ def read_arguments(
         query=query.detach(),
         key=key.detach(),
         mask=None if mask is None else mask.detach(),
-        causal=bool(causal) and query.shape[2] > 1 and (mask is None or by_key),
+        causal=bool(causal) and rule is None and query.shape[2] > 1 and (mask is None or by_key),
         scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
         bias=local_shard(bias).detach() if isinstance(bias, Tensor) else None,
         # A mask with a row for each query has the sliding window in it.
         sliding_window=(
-            options.get("sliding_window") if mask is None or mask.shape[2] == 1 else None
+            options.get("sliding_window")
+            if rule is None and (mask is None or mask.shape[2] == 1)
+            else None
         ),
         softcap=None if softcap is None else float(softcap),
         sink=None if sink is None else local_shard(sink).detach(),
         numbers=_number_packed(query, key, options) if packed else None,
+        rule=rule,
     )
 
 
@@ -225,12 +236,50 @@ def record_call(sampler: RowSampler, given: Arguments) -> AttentionCall:
     sampled = given._replace(
         query=at_places(given.query[sequences], places),
         key=given.key[sequences],
-        mask=_sampled_rows(given.mask, sequences, places),
+        mask=(
+            _sampled_rows(given.mask, sequences, places)
+            if given.rule is None
+            else visible_by_rule(given, sequences, places)
+        ),
         bias=_sampled_rows(given.bias, sequences, places),
         sink=None if given.sink is None else given.sink.clone(),
         numbers=None if given.numbers is None else given.numbers.clone(),
+        rule=None,
     )
     return AttentionCall(sampled, sequences, places, (count, length))
+
+
+@torch.no_grad()
+def visible_by_rule(given: Arguments, sequences: Tensor, places: Tensor) -> Tensor:
+    """Find which keys some queries see, by the rule of an attention call.
+
+    Args:
+        given: Arguments of the call, with a rule.
+        sequences: Indices of some sequences.
+        places: Positions of some queries in each of them, [sequences, queries].
+
+    Returns:
+        True where a key is seen, [sequences, heads, queries, keys].
+
+    Raises:
+        NotUnderstoodError: The rule cannot be asked of many numbers at once.
+    """
+    assert given.rule is not None
+    device = given.query.device
+    sizes = (len(sequences), given.query.shape[1], places.shape[1], given.key.shape[2])
+    heads, keys = (torch.arange(n, dtype=torch.int64, device=device) for n in (sizes[1], sizes[3]))
+    asked = (
+        sequences.to(device).view(-1, 1, 1, 1),
+        heads.view(1, -1, 1, 1),
+        places.to(device)[:, None, :, None],
+        keys.view(1, 1, 1, -1),
+    )
+    try:
+        return given.rule(*asked).to(torch.bool).expand(sizes)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        raise NotUnderstoodError(
+            f"the rule of the mask (mask_mod) cannot be asked of many pairs at once: {error}"
+        ) from error
 
 
 def local_shard(values: Tensor) -> Tensor:
