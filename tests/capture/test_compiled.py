@@ -476,3 +476,23 @@ def test_attention_that_is_compiled_by_itself_runs_compiled(fresh_compiler, monk
     assert torch.equal(found, expected)
     assert not any("ran eagerly" in note for note in memory.readings[0].notes)
     assert "attention_entropy/layer_01" in memory.readings[0].values
+
+
+@compiles
+def test_of_compiled_calls_the_one_with_gradients_is_read(fresh_compiler):
+    model = made(dropout=0.2)
+    model.compile(backend=Counting())
+    memory = Memory()
+    monitor = Monitor(
+        model, metrics=METRICS, schedule=every(1), tokens=1000, batches=1, directory=None,
+        sinks=[memory],
+    )  # fmt: skip
+    for first in (False, True):
+        with monitor(int(first)):
+            if first:
+                with torch.no_grad():
+                    model(IDS[:1, :7])
+            logits_of(model)
+    monitor.close()
+    assert [r.tokens for r in memory.readings] == [IDS.numel()] * 2
+    assert not any("ran eagerly" in note for r in memory.readings for note in r.notes)
