@@ -118,6 +118,10 @@ _INVERTED = (
     "of what they mean under this name elsewhere. Turn it, or call the argument padding_mask"
 )
 _NO_TOKENS = "no embedding outside the blocks was given integers of the hidden states' shape"
+_FEWER_TOKENS = (
+    "; one was given fewer: some hidden states are of no token of the text (virtual tokens of "
+    "prompt tuning, say), and they count as rows"
+)
 _ACROSS = (
     "queries see keys of other sequences in their row: no mask keeps packed sequences apart (a "
     "model of transformers makes one of position_ids where it is given use_cache=False and no "
@@ -423,7 +427,8 @@ class StackBuilder:
             missing["sequences"] = _PACKED
         ids = self._pass.ids_as(kept.shape)
         if ids is None:
-            return captured, missing | {"token_ids": _NO_TOKENS}
+            fewer = any(0 < given.numel() < math.prod(kept.shape) for given in self._pass.token_ids)
+            return captured, missing | {"token_ids": _NO_TOKENS + _FEWER_TOKENS * fewer}
         return captured | {"token_ids": ids.flatten().cpu()[kept.indices][finite]}, missing
 
     def _positions(self, kept: SampledRows) -> Tensor:

@@ -1760,3 +1760,20 @@ def test_weights_that_are_merged_for_a_call_are_those_that_project():
     for one, other in zip(*pictures, strict=True):
         for view in ("projected_query", "projected_key") if one.index else ():
             torch.testing.assert_close(one.captured[view], other.captured[view])
+
+
+@pytest.mark.parametrize("virtual", [0, 3])
+def test_hidden_states_of_no_token_are_said(virtual):
+    class Prompted(PlainDecoder):
+        def forward(self, ids):
+            x = torch.cat([torch.zeros(len(ids), virtual, 32), self.tokens(ids)], dim=1)
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x)
+
+    model = Prompted()
+    with torch.no_grad(), window(model) as seen:
+        model(batch())
+    missing = seen.snapshot().layers[1].missing
+    assert set(missing) == ({"token_ids", "last_token_ids"} if virtual else set())
+    assert all("one was given fewer" in reason for reason in missing.values())
