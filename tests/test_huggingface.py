@@ -735,3 +735,22 @@ def test_a_training_without_gradients_is_read(tmp_path):
     assert [r.step for r in memory.readings] == [0, 1, 2]
     assert all("variance/layer_03" in r.values for r in memory.readings)
     assert fingerprint(model) == before
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_step_that_breaks_behind_a_pass_without_gradients_leaves_nothing(tmp_path, error):
+    class Breaking(Scoring):
+        """Fails between what it scores and what it trains on."""
+
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            if self.state.global_step == 1:
+                raise error("in a reward")
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    model, before = trained(tmp_path)
+    memory = Memory()
+    monitor = GeometryMonitor(**FEW, schedule=every(1), sinks=[memory])
+    with pytest.raises(error):
+        fit(tmp_path, [monitor], model=model, kind=Breaking, steps=3)
+    assert fingerprint(model) == before
+    assert [r.step for r in memory.readings] == [0]
