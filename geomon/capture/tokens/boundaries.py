@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from geomon.capture.tokens.padding import arguments_by_name
 
-_POSITIONS = re.compile(r"pos(ition)?s?(_|$)", re.IGNORECASE)
+_POSITIONS = re.compile(r"(^|_)pos(ition)?s?(_(ids?|index|indices|idx))?$", re.IGNORECASE)
+# Places in a picture: columns begin anew in each row.
+_OF_A_PICTURE = re.compile(r"(^|_)(x|y|h|w|rows?|col(umn)?s?|height|width)(_|$)", re.IGNORECASE)
 _SUMMED_LENGTHS = re.compile(r"cu_?seq_?len|cu_?len", re.IGNORECASE)
 
 
@@ -66,7 +68,8 @@ def find_places(
         if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
             continue
         summed = bool(_SUMMED_LENGTHS.search(name))
-        if (value.ndim == 1 and summed) or (value.ndim in (1, 2) and _POSITIONS.search(name)):
+        positions = bool(_POSITIONS.search(name)) and not _OF_A_PICTURE.search(name)
+        if (value.ndim == 1 and summed) or (value.ndim in (1, 2) and positions):
             found.append(GivenPlaces(name, value.detach().clone(), summed))
     return found
 

@@ -90,7 +90,15 @@ def test_arguments_are_found_by_name_wherever_they_are():
     assert [(one.name, one.summed) for one in given] == [
         ("position_ids", False), ("cu_seqlens", True),
     ]  # fmt: skip
-    others = {"positive": POSITIONS, "position_embeddings": torch.ones(1, 16), "cu_seqlens": 3}
+    for name in ("position_ids", "positions", "input_pos", "pos", "pos_ids", "position_indices"):
+        assert [one.name for one in find_places(Taking(), (), {name: POSITIONS})] == [name]
+    others = {
+        "positive": POSITIONS,
+        "x_pos": POSITIONS,
+        "col_position_ids": POSITIONS,
+        "position_embeddings": torch.ones(1, 16),
+        "cu_seqlens": 3,
+    }
     assert find_places(Taking(), (), others) == []
 
 
