@@ -682,3 +682,75 @@ def test_without_validation_data_there_is_one_line(tmp_path):
     with pytest.raises(ValueError, match=r"data, and there are none: .*probe=loader") as e:
         trainer.train()
     assert "\n" not in str(e.value)
+
+
+class Scoring(Trainer):
+    """Generates, and scores what it has, before the forward pass that it trains on."""
+
+    def training_step(self, model, inputs, *args, **kwargs):
+        with torch.no_grad():
+            model.eval()
+            model.generate(inputs["input_ids"][:2, :4], max_new_tokens=3, do_sample=True)
+            model.train()
+            model(input_ids=inputs["input_ids"][:1, :7])
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_a_step_does_without_gradients_is_not_what_is_read(tmp_path, accumulate):
+    model, before = trained(tmp_path)
+    watched, plain = Memory(), {}
+    options = {**FEW, "tokens": 4096, "schedule": every(1)}
+    for name, callbacks in (("bare", []), ("read", [GeometryMonitor(**options, sinks=[watched])])):
+        other = copy.deepcopy(model)
+        trainer = fit(
+            tmp_path / name, callbacks, model=other, kind=Scoring, steps=3,
+            gradient_accumulation_steps=accumulate,
+        )  # fmt: skip
+        plain[name] = list(other.parameters()), torch.get_rng_state()
+        assert fingerprint(other) == before
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        plain[name] += (losses,)
+    assert all(map(torch.equal, plain["bare"][0], plain["read"][0]))
+    assert torch.equal(plain["bare"][1], plain["read"][1])
+    assert plain["bare"][2] == plain["read"][2]
+    rows = 8 * batch().shape[1]  # of a whole batch of eight, and not of one or two short ones
+    assert [r.tokens for r in watched.readings] == [rows] * 3
+
+
+def test_a_training_without_gradients_is_read(tmp_path):
+    class Blind(Trainer):
+        """Steps without gradients, as those of evolution strategies are."""
+
+        def training_step(self, model, inputs, *args, **kwargs):
+            with torch.no_grad():
+                return self.compute_loss(model, inputs)
+
+    model, before = trained(tmp_path)
+    memory = Memory()
+    fit(
+        tmp_path, [GeometryMonitor(**FEW, schedule=every(1), sinks=[memory])],
+        model=model, kind=Blind, steps=3,
+    )  # fmt: skip
+    assert [r.step for r in memory.readings] == [0, 1, 2]
+    assert all("variance/layer_03" in r.values for r in memory.readings)
+    assert fingerprint(model) == before
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_step_that_breaks_behind_a_pass_without_gradients_leaves_nothing(tmp_path, error):
+    class Breaking(Scoring):
+        """Fails between what it scores and what it trains on."""
+
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            if self.state.global_step == 1:
+                raise error("in a reward")
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    model, before = trained(tmp_path)
+    memory = Memory()
+    monitor = GeometryMonitor(**FEW, schedule=every(1), sinks=[memory])
+    with pytest.raises(error):
+        fit(tmp_path, [monitor], model=model, kind=Breaking, steps=3)
+    assert fingerprint(model) == before
+    assert [r.step for r in memory.readings] == [0]

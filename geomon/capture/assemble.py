@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from geomon.capture.anatomy import CROSS, Attention, Block, find_sizes
 from geomon.capture.anatomy.projections import Sizes
+from geomon.capture.anatomy.weights import present_weight
 from geomon.capture.attending.attention import (
     AttentionCall,
     NotUnderstoodError,
@@ -32,6 +33,7 @@ from geomon.capture.attending.qkv import (
     split_separate,
 )
 from geomon.capture.first_pass import (
+    SAMPLES,
     BlockCall,
     SampledRows,
     StackPass,
@@ -52,6 +54,7 @@ from geomon.capture.snapshot import (
     at_places,
     group_by_layer,
 )
+from geomon.capture.tokens.boundaries import Sequences as Packed
 from geomon.capture.tokens.sampling import RowSampler, copy_rows
 
 _HIDDEN_ONLY = frozenset({"hidden", "last"})
@@ -71,8 +74,8 @@ _OTHER_THREAD = (
     "train with DistributedDataParallel, or measure the wrapped module by a probe"
 )
 _DROPPED = (
-    "the block was not run in this pass, as others were (layers dropped at random, say; where "
-    "blocks of the model were replaced, build the monitor anew)"
+    "the block was not run in this pass, as others were (layers dropped at random, say, or blocks "
+    "of the model that were replaced while it was watched)"
 )
 _NO_ATTENTION = (
     "no attention call was seen in the block: it goes neither through transformers' attention "
@@ -115,6 +118,15 @@ _INVERTED = (
     "of what they mean under this name elsewhere. Turn it, or call the argument padding_mask"
 )
 _NO_TOKENS = "no embedding outside the blocks was given integers of the hidden states' shape"
+_FEWER_TOKENS = (
+    "; one was given fewer: some hidden states are of no token of the text (virtual tokens of "
+    "prompt tuning, say), and they count as rows"
+)
+_ACROSS = (
+    "queries see keys of other sequences in their row: no mask keeps packed sequences apart (a "
+    "model of transformers makes one of position_ids where it is given use_cache=False and no "
+    "attention_mask)"
+)
 _PACKED = (
     "the hidden states are [tokens, width]: where one sequence ends and the next begins is unknown"
 )
@@ -133,6 +145,7 @@ _NO_MATRIX = {
         "no linear module outside the blocks has one output for each row of an embedding table"
     ),
 }
+_NO_ROWS_OF = "its weight, of the class {kind}, does not give its rows ({error})"
 _IN_PARTS = "its weight is no matrix on this rank (shared out among ranks, say)"
 
 
@@ -196,14 +209,19 @@ def matrix_layer(name: str, module: nn.Module | None, sampler: RowSampler) -> La
         module: The module whose weight it is, [rows, width]; None where there is none.
         sampler: Sampler of the rows.
     """
-    weight = getattr(module, "weight", None)
+    weight = None if module is None else present_weight(module)
     layer = Layer(0, name, {}, {}, name, frozenset({"hidden"}), of_weights=True)
     if module is None:
         return replace(layer, missing=dict.fromkeys(_ROW_VIEWS, _NO_MATRIX[name]))
     if not isinstance(weight, Tensor) or weight.ndim != 2 or hasattr(weight, "to_local"):
         return replace(layer, missing=dict.fromkeys(_ROW_VIEWS, _IN_PARTS))
-    rows = copy_rows(weight, sampler.sample_places(len(weight))).cpu()
-    return replace(layer, captured={"hidden": rows, "precision": torch.finfo(weight.dtype).eps})
+    try:
+        rows = copy_rows(weight, sampler.sample_places(len(weight))).cpu()
+        eps = torch.finfo(weight.dtype).eps
+    except Exception as error:  # a quantised weight does what its own code can do
+        reason = _NO_ROWS_OF.format(kind=type(weight).__name__, error=f"{type(error).__name__}")
+        return replace(layer, missing=dict.fromkeys(_ROW_VIEWS, reason))
+    return replace(layer, captured={"hidden": rows, "precision": eps})
 
 
 def side_stack_name(stack_pass: StackPass, label: str, passes: Sequence[StackPass]) -> str:
@@ -243,6 +261,7 @@ class StackBuilder:
         self._not_run = _DROPPED if stack_pass.block_calls else not_run
         name = stack_pass.contradicted
         self._inverted = None if name is None else _INVERTED.format(name=name)
+        self._packings: dict[tuple[int, ...], Packed | None] = {}  # by the shape of hidden states
         self._remarks: dict[tuple[str, str], list[int]] = {}  # and the layers to which they apply
 
     def layers(self) -> list[Layer]:
@@ -309,6 +328,13 @@ class StackBuilder:
             )
             text = f"{stack}padding, {share:.0%} of the tokens, was left out{source}"
             notes.append(Note(f"{stack}padding", text))
+        packed = self._packed(stack_pass.shape) if stack_pass.shape else None
+        if packed is not None:
+            text = (
+                f"{stack}rows of the batch hold several sequences, told apart by {packed.source}: "
+                "metrics of hidden states and of projected queries and keys count each for itself"
+            )
+            notes.append(Note(f"{stack}packed sequences", text))
         if stack_pass.restarts:
             notes.append(Note(f"{stack}{_RESTARTS}", f"{stack}{_RESTARTS}"))
         if (runs := stack_pass.unrecognised) is not None:
@@ -365,10 +391,9 @@ class StackBuilder:
 
     def _last_views(self, depth: int, kept: SampledRows) -> tuple[dict[str, Any], dict[str, str]]:
         """Make the views of the last tokens, now that padding is settled."""
-        if len(kept.shape) == 1:
-            return {}, dict.fromkeys(_ROW_VIEWS, _PACKED)
         last, valid = kept.last, self._pass.valid(kept.shape)
-        assert last is not None  # the window was asked for them
+        if last is None:
+            return {}, dict.fromkeys(_ROW_VIEWS, _PACKED)
         places = self._pass.last_places(kept.shape, valid, length_first=self._length_first())
         among = torch.isin(last.indices, places)
         if int(among.sum()) < len(places):
@@ -395,26 +420,44 @@ class StackBuilder:
             "positions": self._positions(kept)[finite],
         }
         missing: dict[str, str] = {}
-        if len(kept.shape) > 1:
-            captured["sequences"] = self._sequences(kept.indices, kept.shape)[finite]
+        numbers = self._sequences(kept.indices, kept.shape)
+        if numbers is not None:
+            captured["sequences"] = numbers[finite]
         else:
             missing["sequences"] = _PACKED
         ids = self._pass.ids_as(kept.shape)
         if ids is None:
-            return captured, missing | {"token_ids": _NO_TOKENS}
+            fewer = any(0 < given.numel() < math.prod(kept.shape) for given in self._pass.token_ids)
+            return captured, missing | {"token_ids": _NO_TOKENS + _FEWER_TOKENS * fewer}
         return captured | {"token_ids": ids.flatten().cpu()[kept.indices][finite]}, missing
 
     def _positions(self, kept: SampledRows) -> Tensor:
         """Return the position of each row in its sequence or in its feature map."""
+        packed = self._packed(kept.shape)
+        if packed is not None:
+            return packed.places.flatten()[kept.indices]
         inner = math.prod(kept.shape[1:])
         if len(kept.shape) == 1:
             return kept.indices
         return kept.indices // inner if self._length_first() else kept.indices % inner
 
-    def _sequences(self, indices: Tensor, shape: Sequence[int]) -> Tensor:
+    def _sequences(self, indices: Tensor, shape: tuple[int, ...], role: str = "") -> Tensor | None:
         """Return the number of the sequence, or of the feature map, that each row is of."""
+        packed = None if role else self._packed(shape)
+        if packed is not None:
+            return packed.numbers.flatten()[indices]
+        if len(shape) == 1:
+            return None
         inner = math.prod(shape[1:])
         return indices % inner if self._length_first() else indices // inner
+
+    def _packed(self, shape: tuple[int, ...]) -> Packed | None:
+        """Return the sequences in the rows of the batch, where a row holds several."""
+        if shape not in self._packings:
+            self._packings[shape] = self._pass.sequences(
+                shape, self._pass.valid(shape), length_first=self._length_first()
+            )
+        return self._packings[shape]
 
     def _length_first(self) -> bool:
         """Whether hidden states are [length, batch, width], by the modules or by the calls."""
@@ -438,6 +481,9 @@ class StackBuilder:
         if self._inverted is not None:
             return {}, dict.fromkeys(wanted, self._inverted)
         captured, missing = self._attention_views(block_call, index)
+        call = block_call.attention_calls.get(index)
+        if call is not None and "visible" in captured and self._goes_across(call, captured):
+            self._remark("attention", depth, _ACROSS, stack)
         if index in block_call.further and index in block_call.attention_calls:
             self._remark("attention", depth, _CALLED_AGAIN, stack)
         if "projection" not in self._sources:
@@ -460,6 +506,21 @@ class StackBuilder:
             captured |= dict(zip(_PROJECTED_SEQUENCES, sequences, strict=True))
         return captured, missing
 
+    def _goes_across(self, call: AttentionCall | SoftmaxCall, captured: dict[str, Any]) -> bool:
+        """Whether queries see keys of another sequence of their row, by the last of the queries."""
+        packed = self._packed(self._pass.shape)
+        if packed is None or tuple(packed.numbers.shape) != call.shape:
+            return False
+        numbers = packed.numbers[call.sequences]
+        asking = numbers.gather(1, call.places)[:, -SAMPLES:]
+        visible = captured["visible"]
+        visible = visible.expand(*visible.shape[:2], call.places.shape[1], -1)[
+            :, :, -SAMPLES:
+        ].cpu()
+        if visible.shape[3] != numbers.shape[1]:
+            return False
+        return bool((visible & (asking[:, None, :, None] != numbers[:, None, None])).any())
+
     def _projected_sequences(
         self, block_call: BlockCall, index: int
     ) -> tuple[Tensor, Tensor] | None:
@@ -467,11 +528,10 @@ class StackBuilder:
         query, key = (block_call.projected.get((index, which)) for which in ("query", "key"))
         if query is None:
             return None
-        found = [kept for kept in (query, key or query) if len(kept.shape) > 1]
-        if len(found) < 2:
-            return None
-        one, other = (self._sequences(kept.indices, kept.shape) for kept in found)
-        return one, other
+        one, other = (
+            self._sequences(kept.indices, kept.shape, kept.role) for kept in (query, key or query)
+        )
+        return None if one is None or other is None else (one, other)
 
     def _attention_views(
         self, block_call: BlockCall, index: int

@@ -16,6 +16,7 @@ from geomon.capture.anatomy import Block, Stack
 from geomon.capture.attending.attention import AttentionCall, SoftmaxCall
 from geomon.capture.attending.by_hand import Product
 from geomon.capture.attending.qkv import Multihead
+from geomon.capture.tokens.boundaries import GivenPlaces, Sequences, find_sequences
 from geomon.capture.tokens.padding import (
     OF_MEMORY,
     GivenMask,
@@ -126,7 +127,9 @@ class StackPass:
     The rule, here and nowhere else: of the calls of a stack's blocks those count that come between
     the first call of the stack's owner and its return. A second pass in the same window (of
     contrastive training, of a generation loop) does not count, and neither does a pass that never
-    returned, once another begins. Where nobody calls the owner (its `forward` is called directly,
+    returned, once another begins. A pass in which gradients are recorded takes the place of one in
+    which none are: what a training step generates or scores without them is not what it trains on.
+    Where nobody calls the owner (its `forward` is called directly,
     or the training step runs the blocks itself) the first call of each block counts.
 
     Args:
@@ -142,6 +145,7 @@ class StackPass:
         shape: Shape of those hidden states, without the width.
         masks: Names and values of padding masks, False where there is padding, in the order seen.
         given: Other arguments that may be such masks, in the order seen.
+        given_places: Arguments that may say where sequences begin, in the order seen.
         hidden_keys: True for keys that attention hides from every query, [batch, keys], by the role
             of the keys ("" for those of the stack itself, "key" for those of another) and by their
             shape.
@@ -157,6 +161,7 @@ class StackPass:
         mode: "train" or "eval".
         dtype: Data type of the hidden states in the model.
         sharded: Whether hidden states were sharded, and this rank's part was taken.
+        with_gradients: Whether gradients are recorded in the pass that counts.
     """
 
     def __init__(self, stack: Stack, sampler: RowSampler, *, first: bool = True) -> None:
@@ -164,8 +169,10 @@ class StackPass:
         self.first = first
         self.masks: list[tuple[str, Tensor]] = []
         self.given: list[GivenMask] = []
+        self.given_places: list[GivenPlaces] = []
         self.token_ids: list[Tensor] = []
         self.tables: list[nn.Module] = []
+        self.with_gradients = False
         self.length_first = any(
             getattr(attention.module, "batch_first", True) is False
             for block in stack.blocks
@@ -196,8 +203,11 @@ class StackPass:
 
     # -- which calls count -----------------------------------------------------------------------
 
-    def begin(self) -> bool:
+    def begin(self, *, with_gradients: bool) -> bool:
         """Note that the owner is called.
+
+        Args:
+            with_gradients: Whether gradients are recorded.
 
         Returns:
             Whether the pass that counts begins.
@@ -205,8 +215,15 @@ class StackPass:
         if self._state == "over":
             return False
         self._clear()
-        self._state = "running"
+        self._state, self.with_gradients = "running", with_gradients
         return True
+
+    def forget(self) -> None:
+        """Forget the pass that was seen: another one is to count."""
+        for seen in (self.masks, self.given, self.given_places, self.token_ids, self.tables):
+            seen.clear()
+        self._clear()
+        self._state = "never called"
 
     def end(self) -> None:
         """Note that the owner has returned."""
@@ -311,7 +328,8 @@ class StackPass:
         Returns:
             Flat indices into `shape`, ascending; None where the hidden states are no sequences.
         """
-        if len(shape) != 2:
+        known = len(shape) == 2 or self.sequences(shape, None, length_first=False) is not None
+        if not known:
             return None
         key = (shape, "last")
         if key not in self._indices:
@@ -336,6 +354,9 @@ class StackPass:
             Flat indices into `shape`, ascending; none of sequences that are padding alone, and of
             at most as many sequences as rows are sampled.
         """
+        packed = self.sequences(shape, valid, length_first=length_first)
+        if packed is not None:
+            return self._last_of(packed, shape, valid)
         tokens = torch.ones(shape, dtype=torch.bool, device="cpu") if valid is None else valid.cpu()
         tokens = tokens.T if length_first else tokens
         sequences, length = tokens.shape
@@ -346,6 +367,43 @@ class StackPass:
         chosen, place = chosen[place >= 0], place[place >= 0]
         flat = place * sequences + chosen if length_first else chosen * length + place
         return flat.sort().values
+
+    def _last_of(self, packed: Sequences, shape: Shape, valid: Tensor | None) -> Tensor:
+        """Find the last token of each of several sequences in a row that is no padding."""
+        numbers = packed.numbers.flatten()
+        places = torch.arange(len(numbers), dtype=torch.int64, device="cpu")
+        if valid is not None:
+            places = places[valid.cpu().flatten()]
+        last = torch.full((int(numbers.max()) + 1,), -1, dtype=torch.int64, device="cpu")
+        last.scatter_reduce_(0, numbers[places], places, "amax")
+        last = last[last >= 0]
+        count = min(len(last), self._sampler.max_rows)
+        chosen = torch.arange(count, dtype=torch.int64, device="cpu") * len(last) // max(count, 1)
+        return last[chosen].sort().values
+
+    def sequences(
+        self, shape: Shape, valid: Tensor | None, *, length_first: bool
+    ) -> Sequences | None:
+        """Return which sequences the tokens are of, where rows of the batch hold several.
+
+        Args:
+            shape: Shape of the hidden states, without the width.
+            valid: False where there is padding, of that shape; None without padding.
+            length_first: Whether the shape is [length, batch].
+
+        Returns:
+            The sequences, of the given shape; None where each row is one, or nothing says more.
+        """
+        if len(shape) > 2 or not self.given_places or not math.prod(shape):
+            return None
+        turned = length_first and len(shape) == 2
+        rows, length = (1, shape[0]) if len(shape) == 1 else shape[::-1] if turned else shape
+        tokens = None if valid is None else (valid.T if turned else valid).reshape(rows, length)
+        found = find_sequences(self.given_places[::-1], rows, length, tokens)
+        if found is None:
+            return None
+        numbers, places = (x.T if turned else x.view(shape) for x in found[:2])
+        return found._replace(numbers=numbers, places=places)
 
     def ids_as(self, shape: Shape) -> Tensor | None:
         """Return the token ids among the inputs of embedding tables.

@@ -43,7 +43,12 @@ from geomon.capture.attending.by_hand import (
 from geomon.capture.attending.max_logit import max_logits_of_call, max_logits_of_scores
 from geomon.capture.attending.qkv import copy_multihead_weights
 from geomon.capture.calling.calls import unwatch_calls, unwrap, watch_calls
-from geomon.capture.calling.patches import run_eagerly, watch_attention, without_fast_path
+from geomon.capture.calling.patches import (
+    in_extra_pass,
+    run_eagerly,
+    watch_attention,
+    without_fast_path,
+)
 from geomon.capture.first_pass import (
     BlockCall,
     SampledRows,
@@ -61,6 +66,7 @@ from geomon.capture.snapshot import (
     Note,
     Snapshot,
 )
+from geomon.capture.tokens.boundaries import find_places
 from geomon.capture.tokens.padding import (
     OF_DECODER,
     find_padding_masks,
@@ -75,6 +81,11 @@ _FORCED = (
     "model instead (model.compile() or torch.compile(model)), or measure by a probe"
 )
 
+
+_ADAPTED = (
+    "its rows are those of the matrix itself; what an adapter around it adds is not in them until "
+    "it is merged"
+)
 
 _OUTSIDE = (
     "attention was seen outside the blocks that are watched, and none in them: these may be the "
@@ -140,6 +151,10 @@ class Window:
         # What is done as the call of a module begins, and when it has returned, by its address.
         self._before: dict[int, list[Callable[..., None]]] = {}
         self._after: dict[int, list[Callable[..., None]]] = {}
+        # Arguments of the calls around embedding tables that are running, by the address of the
+        # module, and how often a table had been called before.
+        self._embedding: dict[int, tuple[tuple[Any, ...], int]] = {}
+        self._embedded = 0
         # Passes whose final norm is running, by the address of the norm.
         self._norming: dict[int, StackPass] = {}
         # Calls of blocks that are running, outermost first; None for one that does not count.
@@ -147,6 +162,7 @@ class Window:
         self._failure: Exception | None = None  # in opening the window
         self._failures: list[str] = []  # in what sees the calls
         self._attends_outside = False  # attention was called outside the blocks
+        self._twin_records = False  # whether the call that a twin is run for records gradients
         self._forced_eager = False  # whether compiled code of the training was run eagerly
         self._settled = True  # whether nothing is half open or half closed
         self.seconds = 0.0
@@ -204,6 +220,7 @@ class Window:
         self._after.clear()
         self._running.clear()
         self._norming.clear()
+        self._embedding.clear()
         for stack_pass in self._passes:
             stack_pass.leaving = None
         self._settled = True
@@ -225,6 +242,11 @@ class Window:
         ]
         texts += [_FORCED] * self._forced_eager
         seen = any(call.routes for stack_pass in self._passes for call in stack_pass.block_calls)
+        texts += [
+            f"{name}: {_ADAPTED}"
+            for name, module in self._found_matrices().items()
+            if any(module is adapted for adapted in self._anatomy.adapted)
+        ]
         texts += [_OUTSIDE] * (self._attends_outside and not seen)
         return build_snapshot(
             self._passes,
@@ -241,16 +263,17 @@ class Window:
         """Make the layers of the matrices of weights that are asked for."""
         if not any(stack_pass.block_calls for stack_pass in self._passes):
             return []
+        found = self._found_matrices()
+        return [matrix_layer(name, module, self._sampler) for name, module in found.items()]
+
+    def _found_matrices(self) -> dict[str, nn.Module | None]:
+        """Find the modules that hold the matrices that are asked for."""
         tables = (stack_pass.token_table() for stack_pass in self._passes if stack_pass.shape)
         found = {
             EMBEDDING: next(tables, None) or next(iter(self._anatomy.embeddings), None),
             UNEMBEDDING: self._anatomy.output,
         }
-        return [
-            matrix_layer(name, module, self._sampler)
-            for name, module in found.items()
-            if name in self._extra
-        ]
+        return {name: module for name, module in found.items() if name in self._extra}
 
     def routes(self, stack: str, label: str = "") -> set[str]:
         """List the routes by which attention was seen: of "interface", "sdpa", "softmax".
@@ -301,7 +324,10 @@ class Window:
         self._after.clear()
         if self._wants_tokens:
             for table in self._anatomy.embeddings:
-                self._see(self._before, table, self._on_embedding)
+                self._see(self._before, table, self._on_embedding, table)
+            for module, table in self._anatomy.around_embeddings:
+                self._see(self._before, module, self._on_around_embedding)
+                self._see(self._after, module, self._on_embedded, table)
         for name, norm in self._anatomy.norms if FINAL_NORM in self._extra else ():
             self._see(self._before, norm, self._on_norm)
             self._see(self._after, norm, self._on_normed, name)
@@ -393,7 +419,9 @@ class Window:
         Args:
             module: The module, without wrappers.
         """
-        if all(stack_pass.over for stack_pass in self._passes):
+        self._twin_records = torch.is_grad_enabled()
+        done = (x.over and (x.with_gradients or not self._twin_records) for x in self._passes)
+        if all(done):
             return False
         attends = bool(self._sources & {"attention", "projection"})
         inside = attends and bool(self._running) and self._running[-1][1] is not None
@@ -441,12 +469,14 @@ class Window:
         args: Any,
         kwargs: Mapping[str, Any],
     ) -> None:
+        self._prefer_gradients(module)
         if stack_pass.block_calls or stack_pass.over:
             return
         masks = find_padding_masks(module, args, kwargs)
         shared = number == 0 and len(self._passes) > 1  # the call of a module around all stacks
         given = find_possible_masks(module, args, kwargs, shared=shared)
         if not shared:
+            stack_pass.given_places += find_places(module, args, kwargs)
             stack_pass.masks += masks.items()
             stack_pass.given += given
             return
@@ -457,18 +487,50 @@ class Window:
                     m for m in given if not (other.first and m.name.startswith(OF_DECODER))
                 )
 
-    def _on_embedding(
+    def _prefer_gradients(self, module: nn.Module) -> None:
+        """Forget passes without gradients where one with gradients begins."""
+        passed = [x for x in self._passes if x.over and not x.with_gradients]
+        if not passed or not self._records_gradients():
+            return
+        inside = set(module.modules())
+        for stack_pass in passed:
+            if stack_pass.stack.owner in inside:
+                stack_pass.forget()
+
+    def _records_gradients(self) -> bool:
+        """Whether the call that is seen, or the one whose twin it is, records gradients."""
+        return self._twin_records if in_extra_pass() else torch.is_grad_enabled()
+
+    def _on_around_embedding(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        self._embedding[id(module)] = args, self._embedded
+
+    def _on_embedded(self, table: nn.Embedding, module: nn.Module, output: Any) -> None:
+        args, before = self._embedding.pop(id(module), ((), self._embedded))
+        ids = args[0] if args else None
+        if self._embedded > before or not isinstance(ids, Tensor):  # the table was called inside
+            return
+        if isinstance(output, Tensor) and output.shape[:-1] == ids.shape:
+            self._on_embedding(table, module, args, {})
+
+    def _on_embedding(
+        self,
+        table: nn.Embedding,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
     ) -> None:
         ids = args[0] if args else None
         if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_nested:
             return
+        self._embedded += 1
         running = [stack_pass for stack_pass in self._passes if stack_pass.running]
         kept = local_shard(ids).detach().clone()
         for stack_pass in running or self._passes:
             if not stack_pass.over and not (stack_pass.block_calls and stack_pass not in running):
                 stack_pass.token_ids.append(kept)
-                stack_pass.tables.append(module)
+                stack_pass.tables.append(table)
 
     def _on_norm(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         given = first_tensor([*args, *kwargs.values()])
@@ -487,7 +549,7 @@ class Window:
             stack_pass.normed = rows, name
 
     def _on_owner(self, stack_pass: StackPass, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if stack_pass.begin():
+        if stack_pass.begin(with_gradients=self._records_gradients()):
             self._running.clear()
 
     def _on_owner_left(self, stack_pass: StackPass, module: nn.Module, output: Any) -> None:
@@ -540,6 +602,7 @@ class Window:
         if not stack_pass.block_calls:
             stack_pass.masks += find_padding_masks(module, args, kwargs).items()
             stack_pass.given += find_possible_masks(module, args, kwargs, shared=False)
+            stack_pass.given_places += find_places(module, args, kwargs)
         block_call = stack_pass.begin_call(index)
         if block_call is None:
             return None
@@ -666,7 +729,7 @@ class Window:
                 if not further:
                     block_call.refused.setdefault(index, str(error))
                 return
-            if not further and mask is not None and mask.ndim in (2, 4):
+            if not further and isinstance(mask, Tensor) and mask.ndim in (2, 4):
                 by_key = route == "interface" and mask.ndim == 2
                 plain = mask[:, None, None, :] if by_key else mask[(None,) * (4 - mask.ndim)]
                 sequences = block_call.attention_calls[index].shape[0]

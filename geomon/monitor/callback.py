@@ -153,15 +153,15 @@ class CallbackSession:
             step: Number of optimizer updates already in the weights.
             force: Whether to read whatever the schedule and the budget say.
         """
-        if self.prepare(step, force=force) and self.monitor is not None:
-            with self.monitor.charge(), ExitStack() as stack:
-                stack.enter_context(self.monitor(step, force=force))
-                self._window = stack.pop_all()
+        if self.prepare(step, force=force):
+            self._open_or_proceed(step, force=force)
 
     def open_at_call(self, step: int, *, force: bool = False) -> None:
         """Open a window on the next call of the model, and close it when the call ends.
 
-        Whatever ends the call closes the window. Nothing is open before.
+        Whatever ends the call closes the window. Nothing is open before. After a call without
+        gradients the window waits, with nothing on the model, for one with gradients, which then
+        counts in its place.
 
         Args:
             step: Number of optimizer updates already in the weights.
@@ -171,10 +171,22 @@ class CallbackSession:
             return
         self._first_call = FirstCall(
             self.monitor.modules_around_blocks(),
-            before=lambda: self.open(step, force=force),
+            before=lambda: self._open_or_proceed(step, force=force),
             after=self.close,
+            between=self.monitor.pause,
         )
         self._first_call.begin()
+
+    def _open_or_proceed(self, step: int, *, force: bool) -> None:
+        """Open the window of the step, or have the one that is open see calls again."""
+        if self.monitor is None:
+            return
+        if self._window is not None:
+            self.monitor.proceed()
+            return
+        with self.monitor.charge(), ExitStack() as stack:
+            stack.enter_context(self.monitor(step, force=force))
+            self._window = stack.pop_all()
 
     def close(self, error: BaseException | None = None) -> None:
         """Close the window, if one is open, and measure what it has seen.
@@ -186,7 +198,7 @@ class CallbackSession:
             return
         missed = False
         if self._first_call is not None:
-            missed = self._first_call.waits
+            missed = not self._first_call.came
             self._first_call.end()
             self._first_call = None
         if missed and error is None:  # the model was not called: a window says what was not seen

@@ -68,6 +68,8 @@ class Monitor:
         self._options = options = check_options(options, type(self).__name__)
         self._model = model
         self._anatomy = find_anatomy(model, options["blocks"])
+        self._modules = tuple(model.modules())  # of which the anatomy was found
+        self._names = [block.name for block in self._anatomy.blocks]  # as the run began
         metrics, schedule = options["metrics"], options["schedule"]
         assert isinstance(metrics, Mapping)  # of what is checked
         assert callable(schedule)
@@ -163,6 +165,21 @@ class Monitor:
                     self._executor.advance()
                     self._publish_finished()
                 self._planner.settle(busy=self._executor.busy)
+
+    def pause(self) -> None:
+        """Let the window that is open see nothing, and leave nothing on the model, for a while.
+
+        What it has seen is measured when its `with` ends, unless it sees more after `proceed`.
+        """
+        if self._opened is not None:
+            with self._budget.charge():
+                self._opened[0].close()
+
+    def proceed(self) -> None:
+        """Let the window that `pause` has stopped see calls again."""
+        if self._opened is not None:
+            with self._budget.charge():
+                self._opened[0].__enter__()
 
     def charge(self) -> AbstractContextManager[None]:
         """Return a context manager whose time counts as geomon's (see `overhead`)."""
@@ -377,6 +394,7 @@ class Monitor:
 
     def modules_around_blocks(self) -> tuple[nn.Module, ...]:
         """The model and the modules in it that hold blocks: a training calls one of them."""
+        self._renew_anatomy()
         blocks = [block.module for block in self._anatomy.blocks]
         inside = {module for block in blocks for module in block.modules()}
         return tuple(
@@ -510,12 +528,27 @@ class Monitor:
             self._opened = None
 
     def _window(self, *seed_of: object, rows: int, windows: int = 1) -> Window:
+        self._renew_anatomy()
         most = self._options["max_capture_mb"]
         return Window(
             self._anatomy, self._views, rows=rows, seed=derive_seed(*seed_of),
             max_mb=None if most is None else most / windows,
             extra_layers=self._options["extra_layers"],
         )  # fmt: skip
+
+    def _renew_anatomy(self) -> None:
+        """Find the anatomy again where modules of the model have come, gone or been replaced.
+
+        Adapters are put around projections, merged and taken off, blocks are added or wrapped: what
+        was found before would be looked at in place of what the model runs. Where no blocks are
+        found any more, those found before are expected, and a reading says that they did not run.
+        """
+        modules = tuple(self._model.modules())
+        if list(map(id, modules)) == list(map(id, self._modules)):
+            return
+        self._modules = modules
+        with contextlib.suppress(ValueError):
+            self._anatomy = find_anatomy(self._model, self._options["blocks"])
 
     def _home(self) -> torch.device:
         """Where the rows of a pass stay: those that are sent to other ranks go by the host."""
@@ -687,6 +720,13 @@ class Monitor:
         if (reason := self._group.why_not_connected) is not None:
             text = f"rows of the ranks are not gathered, those of rank 0 are measured: {reason}"
             notes.append(Note("not gathered", text))
+        names = [block.name for block in self._anatomy.blocks]
+        if names != self._names:
+            text = (
+                f"the blocks of the model are not those that the run began with: {len(names)} now, "
+                f"{len(self._names)} then"
+            )
+            notes.append(Note("other blocks", text))
         if (reason := self._measuring_device.why_host) is not None:
             notes.append(Note("measured on the host", f"measured on the host: {reason}"))
         return notes

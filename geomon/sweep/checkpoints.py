@@ -91,6 +91,19 @@ def _folders(folder: Path) -> Iterable[Path]:
     return (path for path in folder.glob("*") if (path / "config.json").is_file())
 
 
+def _adapter_in(folder: Path) -> str:
+    """Say that a folder holds adapters in place of models; "" where it does not."""
+    inside = (folder, *(path for path in folder.glob("*") if path.is_dir()))
+    holding = next((path for path in inside if (path / "adapter_config.json").is_file()), None)
+    if holding is None:
+        return ""
+    return (
+        f"; {holding} holds an adapter without its model: merge both and save that "
+        "(merge_and_unload() and save_pretrained() of peft), or geomon.measure(model, inputs) of "
+        "the model with its adapter loaded"
+    )
+
+
 def _in_folder(folder: Path, *, files: bool) -> list[Checkpoint]:
     expected = f"{_FILES} files of Lightning" if files else "checkpoint-N folders of the Trainer"
     if files:
@@ -104,6 +117,7 @@ def _in_folder(folder: Path, *, files: bool) -> list[Checkpoint]:
             if files
             else "; for its *.ckpt files name the function that builds the model, module:function"
         )  # fmt: skip
+        hint = hint or _adapter_in(folder)
         raise ValueError(f"no checkpoints in {folder}: expected {expected}{hint}")
     step_of = _step_of_file if files else _step_of_folder
     return [Checkpoint(path.name, step_of(path), str(path)) for path in paths]
@@ -116,7 +130,7 @@ def _of_model(model: str, revisions: Sequence[str]) -> list[Checkpoint]:
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ValueError(
             f"no model in {folder}: expected the folder of a transformers model, with a "
-            "config.json in it, or one of checkpoint-N folders"
+            f"config.json in it, or one of checkpoint-N folders{_adapter_in(folder)}"
         )
     looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1 or folder.is_file()
     if not folder.is_dir() and looks_local:

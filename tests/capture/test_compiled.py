@@ -15,6 +15,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from zoo import ZOO
 
 from geomon import Memory, Monitor, every, select
@@ -439,3 +441,58 @@ def test_readings_are_of_the_weights_that_ran(name):
                 optimizer.step()
         readings.append(values_of(memory))
     assert readings[0] == readings[1]
+
+
+@compiles
+def test_attention_that_is_compiled_by_itself_runs_compiled(fresh_compiler, monkeypatch):
+    """transformers compiles the function of flex attention, and not the model around it."""
+    backend, sdpa = Counting(), torch.nn.functional.scaled_dot_product_attention
+    attend = torch.compile(
+        functools.partial(sdpa, is_causal=True, enable_gqa=True), backend=backend
+    )
+    plain = []
+
+    def compiled(module, query, key, value, mask, **options):
+        plain.append(torch.nn.functional.scaled_dot_product_attention is sdpa)
+        return attend(query, key, value).transpose(1, 2), None
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "flex_attention", compiled)
+    masks = ALL_MASK_ATTENTION_FUNCTIONS
+    monkeypatch.setitem(masks, "flex_attention", masks["sdpa"])
+    model = built(ZOO["Qwen3"], "sdpa")
+    model.config._attn_implementation = "flex_attention"
+    memory = Memory()
+    monitor = Monitor(
+        model, metrics=METRICS, schedule=every(1), tokens=64, batches=1, directory=None,
+        sinks=[memory],
+    )  # fmt: skip
+    expected = model(IDS)[0]
+    graphs = backend.graphs
+    with monitor(0):
+        found = model(IDS)[0]
+    monitor.close()
+    assert graphs == backend.graphs > 0
+    assert all(plain)
+    assert torch.equal(found, expected)
+    assert not any("ran eagerly" in note for note in memory.readings[0].notes)
+    assert "attention_entropy/layer_01" in memory.readings[0].values
+
+
+@compiles
+def test_of_compiled_calls_the_one_with_gradients_is_read(fresh_compiler):
+    model = made(dropout=0.2)
+    model.compile(backend=Counting())
+    memory = Memory()
+    monitor = Monitor(
+        model, metrics=METRICS, schedule=every(1), tokens=1000, batches=1, directory=None,
+        sinks=[memory],
+    )  # fmt: skip
+    for first in (False, True):
+        with monitor(int(first)):
+            if first:
+                with torch.no_grad():
+                    model(IDS[:1, :7])
+            logits_of(model)
+    monitor.close()
+    assert [r.tokens for r in memory.readings] == [IDS.numel()] * 2
+    assert not any("ran eagerly" in note for r in memory.readings for note in r.notes)

@@ -209,3 +209,60 @@ def test_names_are_checked():
         Monitor(PlainDecoder(), directory=None, extra_layers=["normed"])
     with pytest.raises(ValueError, match="extra_layers are some of"):
         check_extra_layers([3])
+
+
+class Opaque(torch.Tensor):
+    """A weight whose class has no code for taking rows, as quantised ones may be."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function in (torch.Tensor.index_select, torch.Tensor.__getitem__):
+            raise NotImplementedError(str(function))
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+def test_a_weight_that_gives_no_rows_is_missing_alone():
+    model = PlainDecoder()
+    model.head.weight = nn.Parameter(model.head.weight.detach().as_subclass(Opaque))
+    seen = layers(model, batch())
+    assert "does not give its rows" in seen["unembedding/0"].missing["hidden"]
+    assert seen["embedding/0"].missing == seen["/3"].missing == {}
+
+
+def test_what_an_adapter_adds_to_a_matrix_is_said():
+    class Beside(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base, self.more = base, nn.Parameter(torch.ones(2))
+            self.in_features, self.out_features = base.in_features, base.out_features
+
+        def forward(self, x):
+            return self.base(x) * self.more.sum()
+
+    model = PlainDecoder()
+    asked = {"metrics": select("variance"), "extra_layers": ("unembedding",)}
+    assert not any("adapter" in note for note in measure(model, batch(), **asked).notes)
+    model.head = Beside(model.head)
+    assert any("unembedding: its rows" in note for note in measure(model, batch(), **asked).notes)
+    plain = measure(model, batch(), metrics=select("variance"))
+    assert not any("adapter" in note for note in plain.notes)
+
+
+@pytest.mark.parametrize("calls", [True, False])
+def test_token_ids_are_known_where_something_around_the_table_takes_them(calls):
+    class Around(nn.Module):
+        """Trains some rows of a table apart, and may never call it."""
+
+        def __init__(self, table):
+            super().__init__()
+            self.table, self.more = table, nn.Parameter(torch.zeros(table.embedding_dim))
+
+        def forward(self, ids):
+            if calls:
+                return self.table(ids) + self.more
+            return nn.functional.embedding(ids, self.table.weight + self.more)
+
+    model = PlainDecoder()
+    model.tokens = Around(model.tokens)
+    seen = layers(model, batch(), extra=())["/1"].captured
+    assert torch.equal(seen["token_ids"], batch()[seen["sequences"], seen["positions"]])

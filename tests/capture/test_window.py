@@ -11,8 +11,10 @@ from fingerprint import fingerprint
 from models import PlainBlock, PlainDecoder, batch, transformer
 from plain_models import CausalSelfAttention, language_model
 from referee import sampled
+from specimens import built, inputs_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from zoo import ZOO
 
 from geomon import describe, measure
 from geomon.capture import Window, find_anatomy
@@ -453,6 +455,52 @@ def test_a_second_pass_in_the_window_counts_for_nothing():
         assert one.captured.keys() == other.captured.keys()
         for view in ("hidden", "token_ids", *(("query", "projected_key") if one.index else ())):
             assert torch.equal(one.captured[view], other.captured[view])
+
+
+def in_order(layer: Layer) -> list[torch.Tensor]:
+    """Hidden states, token ids and attended queries, in the order of the batch."""
+    seen = layer.captured
+    order = (1000 * seen["sequences"] + seen["positions"]).argsort()
+    attended = [seen["query"], seen["visible"]] if layer.index else []
+    return [seen["hidden"][order], seen["token_ids"][order], *attended]
+
+
+@pytest.mark.parametrize("order", ["without first", "with first", "without alone"])
+def test_a_pass_with_gradients_goes_before_one_without(order):
+    model = transformer("gpt2").eval()
+    inputs = {"input_ids": batch(seed=1), "attention_mask": padded(batch(), "right")}
+    other = {"input_ids": batch(3, 12, seed=2)}  # generated, scored: of another shape
+    with window(model) as alone:
+        model(**(other if order == "without alone" else inputs))
+    passes = {"without first": [other, other, inputs], "with first": [inputs, other]}
+    with window(model) as seen:
+        for given in passes.get(order, [other, other]):
+            with torch.set_grad_enabled(given is inputs):
+                model(**given)
+    for layer, expected in zip(seen.snapshot().layers, alone.snapshot().layers, strict=True):
+        assert layer.missing == expected.missing == {}
+        for one, another in zip(in_order(layer), in_order(expected), strict=True):
+            assert torch.equal(one, another)
+
+
+def test_of_two_stacks_each_has_its_pass_with_gradients():
+    name = "T5 (position bias)"
+    model, inputs = built(ZOO[name], "sdpa").eval(), inputs_of(ZOO[name], padded=True)
+    with window(model) as alone:
+        model(**inputs)
+    with window(model) as seen:
+        with torch.no_grad():
+            model(**{argument: value[:1] for argument, value in inputs.items()})
+        model(**inputs)
+    layers = seen.snapshot().layers
+    assert {"encoder", "decoder"} <= {layer.stack for layer in layers}
+    for layer, expected in zip(layers, alone.snapshot().layers, strict=True):
+        assert layer.missing == expected.missing
+        if "hidden" in expected.captured:
+            one, another = (
+                each.captured["hidden"].norm(dim=1).sort() for each in (layer, expected)
+            )
+            assert torch.equal(one.values, another.values)
 
 
 def test_a_pass_that_failed_gives_way_to_the_next():
@@ -1663,3 +1711,69 @@ def test_what_the_monitor_was_not_built_for_is_named_among_the_causes():
         model.blocks[1] = copy.deepcopy(model.blocks[1])
         model(batch())
     assert "were replaced" in seen.snapshot().layers[2].missing["hidden"]
+
+
+class Merging(nn.Module):
+    """Adds to the weights of an attention for the time of its call, and passes attributes on."""
+
+    def __init__(self, inner: nn.MultiheadAttention) -> None:
+        super().__init__()
+        self.inner, self.more = inner, nn.Parameter(torch.randn(inner.in_proj_weight.shape))
+        self.num_heads, self.batch_first = inner.num_heads, inner.batch_first
+        self._qkv_same_embed_dim = True
+
+    @property
+    def in_proj_weight(self):
+        return self.inner.in_proj_weight
+
+    @property
+    def in_proj_bias(self):
+        return self.inner.in_proj_bias
+
+    def forward(self, *args, **kwargs):
+        weight = self.inner.in_proj_weight
+        del self.inner.in_proj_weight
+        self.inner.in_proj_weight = weight + self.more
+        try:
+            return self.inner(*args, **kwargs)
+        finally:
+            del self.inner.in_proj_weight
+            self.inner.in_proj_weight = weight
+
+
+def test_weights_that_are_merged_for_a_call_are_those_that_project():
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), 2,
+        enable_nested_tensor=False,
+    )  # fmt: skip
+    x = torch.randn(4, 8, 16)
+    merged = copy.deepcopy(model)
+    for layer, plain in zip(model.layers, merged.layers, strict=True):
+        layer.self_attn = Merging(layer.self_attn)
+        plain.self_attn.in_proj_weight.data += layer.self_attn.more.detach()
+    pictures = []
+    for each in (model, merged):
+        with window(each) as seen:
+            each(x)
+        pictures.append(seen.snapshot().layers)
+    for one, other in zip(*pictures, strict=True):
+        for view in ("projected_query", "projected_key") if one.index else ():
+            torch.testing.assert_close(one.captured[view], other.captured[view])
+
+
+@pytest.mark.parametrize("virtual", [0, 3])
+def test_hidden_states_of_no_token_are_said(virtual):
+    class Prompted(PlainDecoder):
+        def forward(self, ids):
+            x = torch.cat([torch.zeros(len(ids), virtual, 32), self.tokens(ids)], dim=1)
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x)
+
+    model = Prompted()
+    with torch.no_grad(), window(model) as seen:
+        model(batch())
+    missing = seen.snapshot().layers[1].missing
+    assert set(missing) == ({"token_ids", "last_token_ids"} if virtual else set())
+    assert all("one was given fewer" in reason for reason in missing.values())

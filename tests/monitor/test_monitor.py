@@ -809,3 +809,67 @@ def test_what_sinks_do_at_the_end_counts_as_geomons_time():
     spent = monitor._budget.spent
     monitor.close()
     assert monitor._budget.spent - spent >= 0.2
+
+
+class Added(nn.Module):
+    """A projection with another one beside it, as adapters of low rank are."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.more = inner, nn.Linear(inner.in_features, inner.out_features)
+
+    def forward(self, x):
+        return self.base(x) + self.more(x)
+
+
+def test_what_is_put_in_place_of_a_projection_between_readings_is_seen():
+    model = transformer("llama").eval()
+    seen = monitor(
+        model, metrics=select("qk_cosine"), schedule=every(1), tokens=512, batches=1
+    )  # fmt: skip
+
+    def expected():
+        found = {}
+        attention = model.model.layers[1].self_attn
+        handles = [
+            getattr(attention, f"{name}_proj").register_forward_hook(
+                lambda m, args, out, name=name: found.update({name: out.double()})
+            )
+            for name in "qk"
+        ]
+        with torch.no_grad():
+            model(batch())
+        for handle in handles:
+            handle.remove()
+        query, key = (found[name].unflatten(-1, (-1, 8)).flatten(0, 1).mean(0) for name in "qk")
+        return torch.cosine_similarity(query, key.repeat_interleave(2, 0), dim=-1).tolist()
+
+    attention = model.model.layers[1].self_attn
+    plain = attention.q_proj, attention.k_proj
+    for step, wrapped in enumerate([False, True, False]):
+        torch.manual_seed(step)
+        attention.q_proj, attention.k_proj = map(Added, plain) if wrapped else plain
+        with torch.no_grad(), seen(step):
+            model(batch())
+        found = [seen.latest.values[f"qk_cosine/layer_02/head_{head}"] for head in range(4)]
+        assert found == pytest.approx(expected(), abs=1e-6)
+        assert not any("began with" in note for note in seen.latest.notes)
+    seen.close()
+
+
+def test_blocks_that_are_replaced_or_added_between_readings_are_seen():
+    model, memory = PlainDecoder(), Memory()
+    seen = monitor(model, schedule=every(1), sinks=[memory])
+    for step in range(3):
+        if step == 1:
+            model.blocks[1] = copy.deepcopy(model.blocks[1])
+        if step == 2:
+            model.blocks.append(copy.deepcopy(model.blocks[1]))
+        with seen(step):
+            model(batch())
+    seen.close()
+    layers = [[f"variance/layer_{n:02d}" in r.values for n in range(5)] for r in memory.readings]
+    assert layers == [[True] * 4 + [False]] * 2 + [[True] * 5]
+    said = [[note for note in r.notes if "began with" in note] for r in memory.readings]
+    assert list(map(len, said)) == [0, 0, 1]
+    assert "4 now, 3 then" in said[2][0]

@@ -113,3 +113,20 @@ def test_what_is_no_checkpoint_is_said_in_one_line(tmp_path, arguments, words):
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
     assert Path(tmp_path / "empty").is_dir()
+
+
+def test_adapters_without_their_model_are_named(tmp_path):
+    for number in (2, 4):
+        (tmp_path / "run" / f"checkpoint-{number}").mkdir(parents=True)
+        (tmp_path / "run" / f"checkpoint-{number}" / "adapter_config.json").write_text("{}")
+    (tmp_path / "empty").mkdir()
+    for arguments in (
+        (str(tmp_path / "run"),),
+        (str(tmp_path / "run" / "checkpoint-4"),),
+        ("model", tmp_path / "run"),
+    ):
+        with pytest.raises(ValueError, match=r"holds an adapter without its model: merge both"):
+            find_checkpoints(*arguments)
+    with pytest.raises(ValueError, match="no model in") as raised:
+        find_checkpoints(str(tmp_path / "empty"))
+    assert "holds an adapter" not in str(raised.value)

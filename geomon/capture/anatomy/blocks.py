@@ -27,6 +27,7 @@ from geomon.capture.anatomy.families import (
     shown_name,
 )
 from geomon.capture.anatomy.projections import Projections, find_projections
+from geomon.capture.anatomy.weights import stored_weight
 
 # What attention to another stack is called.
 _CROSS_NAME = re.compile(r"cross|enc_?dec|encoder_att|multihead_attn|memory|src_att", re.IGNORECASE)
@@ -116,16 +117,22 @@ class Anatomy:
     Attributes:
         stacks: Stacks of blocks, in the order of the model's modules.
         embeddings: Embedding tables outside the blocks: the input of one is the token ids.
+        around_embeddings: Modules that hold such a table and no blocks, with the table: one may
+            take the token ids and never call it.
         norms: Names and modules of the norms outside the blocks, one of which may be the final one.
         output: The module whose weight makes logits of hidden states, [vocabulary, width]; None
             where none is known.
+        adapted: Those of the embeddings and the output around which a module of the same widths
+            has parameters of its own: what it adds is not in their weights.
         left_out: Families that look like a stack and are not watched.
     """
 
     stacks: tuple[Stack, ...]
     embeddings: tuple[nn.Embedding, ...] = field(repr=False)
+    around_embeddings: tuple[tuple[nn.Module, nn.Embedding], ...] = field(default=(), repr=False)
     norms: tuple[tuple[str, nn.Module], ...] = field(default=(), repr=False)
     output: nn.Module | None = field(default=None, repr=False)
+    adapted: tuple[nn.Module, ...] = field(default=(), repr=False)
     left_out: tuple[LeftOut, ...] = ()
 
     @property
@@ -173,18 +180,38 @@ def find_anatomy(model: nn.Module, blocks: str | Sequence[nn.Module] | None = No
     inside = {module for family in families for block in family for module in block.modules()}
     outside = {module: name for module, name in names.items() if module not in inside}
     embeddings = tuple(module for module in outside if isinstance(module, nn.Embedding))
+    output = _find_output(outside, embeddings)
+    matrices = [*embeddings, *([] if output is None else [output])]
     return Anatomy(
         stacks=_stacks(model, families, names),
         embeddings=embeddings,
+        around_embeddings=tuple(_around(model, embeddings, names, inside)),
         norms=tuple(
             (shown_name(name), module) for module, name in outside.items() if _is_norm(module)
         ),
-        output=_find_output(outside, embeddings),
+        output=output,
+        adapted=tuple(m for m in matrices if _is_adapted(m, outside, model)),
         left_out=tuple(left_out),
     )
 
 
 # -- modules in and around the blocks --------------------------------------------------------
+
+
+def _around(
+    model: nn.Module, embeddings: Sequence[nn.Embedding], names: Names, inside: set[nn.Module]
+) -> Iterator[tuple[nn.Module, nn.Embedding]]:
+    """Iterate over the modules that hold a table and no blocks, each with its first table."""
+    found: set[nn.Module] = set()
+    for table in embeddings:
+        parts = names[table].split(".")[:-1]
+        for length in range(len(parts), 0, -1):
+            module = model.get_submodule(".".join(parts[:length]))
+            if not inside.isdisjoint(module.modules()):
+                break
+            if module not in found and not isinstance(module, NOT_CALLABLE):
+                found.add(module)
+                yield module, table
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -195,11 +222,33 @@ def _is_norm(module: nn.Module) -> bool:
 def _find_output(
     outside: Iterable[nn.Module], embeddings: Sequence[nn.Embedding]
 ) -> nn.Module | None:
-    """Find the last linear module with one output for each row of an embedding table."""
+    """Find the last linear module with one output for each row of an embedding table.
+
+    Where an adapter trains a copy of one, the copy is meant and not what it is a copy of.
+    """
     rows = {table.num_embeddings for table in embeddings}
+    shapes = {(table.num_embeddings, table.embedding_dim) for table in embeddings}
     heads = [m for m in outside if isinstance(m, nn.Linear) and m.out_features in rows]
-    tied = [m for m in heads if any(m.weight is table.weight for table in embeddings)]
+    # A factor of low rank has as many outputs.
+    heads = [m for m in heads if (m.out_features, m.in_features) in shapes] or heads
+    heads = [m for m in heads if _is_trained(m)] or heads
+    weights = [stored_weight(table) for table in embeddings]
+    tied = [m for m in heads if any(stored_weight(m) is w for w in weights if w is not None)]
     return next(reversed(tied or heads), None)
+
+
+def _is_adapted(matrix: nn.Module, names: Names, model: nn.Module) -> bool:
+    """Whether a module of the same widths around a matrix has parameters of its own."""
+    around = model.get_submodule(names[matrix].rpartition(".")[0])
+    says = {getattr(around, name, None) for name in ("in_features", "out_features")} - {None}
+    weight = stored_weight(matrix)
+    if weight is None or not says or says != set(weight.shape):
+        return False
+    return sum(1 for _ in around.parameters()) > sum(1 for _ in matrix.parameters())
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def _stacks(model: nn.Module, families: list[Family], names: Names) -> tuple[Stack, ...]:

@@ -8,7 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
+
+from geomon.capture.anatomy.weights import has_weight, stored_weight
 
 # Siblings that project to queries and to keys.
 _SEPARATE = (
@@ -105,9 +107,10 @@ def find_projections(module: nn.Module) -> Projections | None:
     Returns:
         The projections, or None where no children have the names of projections.
     """
-    if all(hasattr(module, name) for name in ("in_proj_weight", "in_proj_bias", "num_heads")):
-        return Projections("multihead", module, module, ("in_proj_weight",))
     children = {name: child for name, child in module._modules.items() if child is not None}
+    # What is around one, an adapter say, may pass its attributes on, and changes its weights.
+    if _is_multihead(module) and not any(map(_is_multihead, children.values())):
+        return Projections("multihead", module, module, ("in_proj_weight",))
     for kind, pairs in _PAIRS:
         for query, key in pairs:
             if query in children and key in children:
@@ -120,6 +123,10 @@ def find_projections(module: nn.Module) -> Projections | None:
         if name in children and find_widths(children[name]) is not None:
             return Projections("fused", children[name], children[name], (name,))
     return None
+
+
+def _is_multihead(module: nn.Module) -> bool:
+    return all(has_weight(module, name) for name in ("in_proj_weight", "in_proj_bias", "num_heads"))
 
 
 def find_sizes(projections: Projections | None, holders: Iterable[Any]) -> Sizes:
@@ -181,8 +188,8 @@ def find_widths(module: nn.Module) -> tuple[int, int] | None:
     made, taken = getattr(module, "nf", None), getattr(module, "nx", None)  # transformers' Conv1D
     if isinstance(made, int) and isinstance(taken, int):
         return made, taken
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, Tensor) or weight.ndim != 2:
+    weight = stored_weight(module)
+    if weight is None or weight.ndim != 2:
         return None
     if made == weight.shape[1]:  # that of an older release: its weight is transposed
         return weight.shape[1], weight.shape[0]

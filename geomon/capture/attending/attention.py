@@ -6,7 +6,7 @@ scale, softcap and sink, or scores and visible. A call that cannot be rebuilt is
 reason.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,6 +27,9 @@ class NotUnderstoodError(ValueError):
     """An attention call does something that cannot be rebuilt; the message says what."""
 
 
+Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
 class Arguments(NamedTuple):
     """Arguments of a call of an attention function, as all implementations mean them.
 
@@ -42,6 +45,10 @@ class Arguments(NamedTuple):
             says so; None for all.
         softcap: Bound on the scores (Gemma 2), or None.
         sink: Logits of learned sinks, [heads] (GPT-OSS), or None.
+        numbers: Number of the sequence of each query and key, [keys], where several lie behind one
+            another and a query sees its own alone; None where masks say all.
+        rule: Says which query sees which key, by the numbers of sequence, head, query and key (flex
+            attention); None where tensors say it.
     """
 
     query: Tensor
@@ -53,6 +60,8 @@ class Arguments(NamedTuple):
     sliding_window: int | None
     softcap: float | None
     sink: Tensor | None
+    numbers: Tensor | None = None
+    rule: Rule | None = None
 
 
 @dataclass(frozen=True)
@@ -141,14 +150,16 @@ def read_arguments(
     for name, given in (("queries", query), ("keys", key)):
         if not isinstance(given, Tensor) or given.ndim != 4 or given.is_nested:
             raise NotUnderstoodError(f"the {name} are no plain tensor of four dimensions")
-    if mask is not None and not isinstance(mask, Tensor):
+    rule = getattr(mask, "mask_mod", None)  # of a BlockMask
+    if mask is not None and not isinstance(mask, Tensor) and not callable(rule):
         raise NotUnderstoodError(
-            f"the mask is a {type(mask).__name__}, not a tensor (flex attention?); run the model "
-            'with attn_implementation="sdpa" or "eager"'
+            f"the mask is a {type(mask).__name__}, and neither a tensor nor one with a rule "
+            '(mask_mod); run the model with attn_implementation="sdpa" or "eager"'
         )
-    if any(options.get(name) is not None for name in ("cu_seq_lens_q", "cu_seqlens")):
-        raise NotUnderstoodError("sequences are packed without padding (cu_seq_lens_q)")
+    mask = mask if isinstance(mask, Tensor) else None
     query, key = local_shard(query), local_shard(key)
+    knows_masks_alone = route == "sdpa" or _implementation(module) in _BY_MASKS
+    packed = mask is None and rule is None and not knows_masks_alone
     by_key = route == "interface" and mask is not None and mask.ndim == 2  # [sequences, keys]
     if mask is not None:
         mask = local_shard(mask)
@@ -162,16 +173,55 @@ def read_arguments(
         query=query.detach(),
         key=key.detach(),
         mask=None if mask is None else mask.detach(),
-        causal=bool(causal) and query.shape[2] > 1 and (mask is None or by_key),
+        causal=bool(causal) and rule is None and query.shape[2] > 1 and (mask is None or by_key),
         scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
         bias=local_shard(bias).detach() if isinstance(bias, Tensor) else None,
         # A mask with a row for each query has the sliding window in it.
         sliding_window=(
-            options.get("sliding_window") if mask is None or mask.shape[2] == 1 else None
+            options.get("sliding_window")
+            if rule is None and (mask is None or mask.shape[2] == 1)
+            else None
         ),
         softcap=None if softcap is None else float(softcap),
         sink=None if sink is None else local_shard(sink).detach(),
+        numbers=_number_packed(query, key, options) if packed else None,
+        rule=rule,
     )
+
+
+# Implementations of transformers that see no more of a batch than its mask.
+_BY_MASKS = ("eager", "sdpa", "flex_attention")
+
+
+def _implementation(module: Any) -> str | None:
+    """Return the name of the implementation that an attention of transformers calls."""
+    name = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    return name if isinstance(name, str) else None
+
+
+def _number_packed(query: Tensor, key: Tensor, options: Mapping[str, Any]) -> Tensor | None:
+    """Number the sequences that lie behind one another in the only row of a batch.
+
+    Kernels for sequences of any length are told where they begin by lengths that are summed up, or,
+    in transformers, find it themselves where positions are 0.
+
+    Raises:
+        NotUnderstoodError: There are lengths, and more than one row, or other queries than keys.
+    """
+    summed = next((options[n] for n in _SUMMED if isinstance(options.get(n), Tensor)), None)
+    positions = options.get("position_ids")
+    alone = query.shape[0] == 1 and query.shape[2] == key.shape[2]
+    if summed is not None:
+        if not alone:
+            raise NotUnderstoodError("sequences are packed without padding (cu_seq_lens_q)")
+        order = torch.arange(key.shape[2], dtype=summed.dtype, device=summed.device)
+        return torch.searchsorted(summed.detach(), order, right=True)
+    if not alone or not isinstance(positions, Tensor) or positions.shape != (1, key.shape[2]):
+        return None
+    return (positions.detach()[0] == 0).cumsum(dim=0)
+
+
+_SUMMED = ("cu_seq_lens_q", "cu_seqlens_q", "cu_seqlens")
 
 
 def record_call(sampler: RowSampler, given: Arguments) -> AttentionCall:
@@ -186,11 +236,50 @@ def record_call(sampler: RowSampler, given: Arguments) -> AttentionCall:
     sampled = given._replace(
         query=at_places(given.query[sequences], places),
         key=given.key[sequences],
-        mask=_sampled_rows(given.mask, sequences, places),
+        mask=(
+            _sampled_rows(given.mask, sequences, places)
+            if given.rule is None
+            else visible_by_rule(given, sequences, places)
+        ),
         bias=_sampled_rows(given.bias, sequences, places),
         sink=None if given.sink is None else given.sink.clone(),
+        numbers=None if given.numbers is None else given.numbers.clone(),
+        rule=None,
     )
     return AttentionCall(sampled, sequences, places, (count, length))
+
+
+@torch.no_grad()
+def visible_by_rule(given: Arguments, sequences: Tensor, places: Tensor) -> Tensor:
+    """Find which keys some queries see, by the rule of an attention call.
+
+    Args:
+        given: Arguments of the call, with a rule.
+        sequences: Indices of some sequences.
+        places: Positions of some queries in each of them, [sequences, queries].
+
+    Returns:
+        True where a key is seen, [sequences, heads, queries, keys].
+
+    Raises:
+        NotUnderstoodError: The rule cannot be asked of many numbers at once.
+    """
+    assert given.rule is not None
+    device = given.query.device
+    sizes = (len(sequences), given.query.shape[1], places.shape[1], given.key.shape[2])
+    heads, keys = (torch.arange(n, dtype=torch.int64, device=device) for n in (sizes[1], sizes[3]))
+    asked = (
+        sequences.to(device).view(-1, 1, 1, 1),
+        heads.view(1, -1, 1, 1),
+        places.to(device)[:, None, :, None],
+        keys.view(1, 1, 1, -1),
+    )
+    try:
+        return given.rule(*asked).to(torch.bool).expand(sizes)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        raise NotUnderstoodError(
+            f"the rule of the mask (mask_mod) cannot be asked of many pairs at once: {error}"
+        ) from error
 
 
 def local_shard(values: Tensor) -> Tensor:
@@ -305,6 +394,9 @@ def _visibility(call: AttentionCall, keys: int) -> tuple[Tensor, Tensor | None]:
         visible = visible & (order <= places)
     if call.given.sliding_window is not None:
         visible = visible & (places - order < call.given.sliding_window)
+    if call.given.numbers is not None:
+        numbers = call.given.numbers.cpu()
+        visible = visible & (numbers == numbers[places])
     return visible, bias if bias is not None and bool(bias.any()) else None
 
 

@@ -72,11 +72,19 @@ def weight_storages(module: nn.Module) -> frozenset[int]:
         module: The module.
     """
     weights = map(local_shard, itertools.chain(module.parameters(), module.buffers()))
-    return frozenset(weight.untyped_storage().data_ptr() for weight in weights) - {0}
+    return frozenset(filter(None, map(_address, weights)))
+
+
+def _address(values: Tensor) -> int | None:
+    """Return the address of a tensor's storage; None where it only holds others, quantised say."""
+    holds_others = hasattr(values, "__tensor_flatten__")
+    return None if holds_others else values.untyped_storage().data_ptr()
 
 
 def has_weights(factors: Iterable[Any], storages: frozenset[int]) -> bool:
     """Whether a factor of a product is a weight, or a view of one.
+
+    A tensor that only holds others is taken for one: weights are quantised, and scores are not.
 
     Args:
         factors: Arguments of the product: tensors, lists of tensors, and others.
@@ -84,7 +92,8 @@ def has_weights(factors: Iterable[Any], storages: frozenset[int]) -> bool:
     """
     for factor in factors:
         if isinstance(factor, Tensor):
-            if local_shard(factor).untyped_storage().data_ptr() in storages:
+            address = _address(local_shard(factor))
+            if address is None or address in storages:
                 return True
         elif isinstance(factor, list | tuple) and has_weights(factor, storages):
             return True

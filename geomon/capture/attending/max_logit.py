@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from geomon.capture.attending.attention import Arguments, split_masks
+from geomon.capture.attending.attention import Arguments, split_masks, visible_by_rule
 from geomon.capture.tokens.visibility import MASKED
 from geomon.kernels.products import as_factor, without_autocast
 
@@ -48,6 +48,8 @@ def max_logits_of_call(given: Arguments) -> Tensor:
         for some, rows in _cuts((sequences, heads, queries, keys), block, causal=given.causal):
             seen = slice(*_reach(given, rows, keys))
             masks = [_part(mask, some, rows) for mask in (given.mask, given.bias)]
+            if given.rule is not None:
+                masks.append(_by_rule(given, some, rows))
             hidden, bias = split_masks(masks, keys)
             facing = as_factor(key[some, :, seen]).flatten(0, 1).transpose(1, 2)
             asking = as_factor(query[some, :, rows]).reshape(len(facing), -1, width)
@@ -129,7 +131,7 @@ def _reach(given: Arguments, rows: slice, keys: int) -> tuple[int, int]:
 
 def _mask_by_place(scores: Tensor, given: Arguments, rows: slice, seen: slice) -> None:
     """Mask the scores of keys that the rows do not see by their places, in place."""
-    if not given.causal and given.sliding_window is None:
+    if not given.causal and given.sliding_window is None and given.numbers is None:
         return
     order = torch.arange(seen.start, seen.stop, dtype=torch.int64, device=scores.device)
     places = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=scores.device)[:, None]
@@ -138,6 +140,19 @@ def _mask_by_place(scores: Tensor, given: Arguments, rows: slice, seen: slice) -
     if given.causal:  # no key before the first row is later than any row
         late = slice(max(rows.start - seen.start, 0), None)
         scores[..., late].masked_fill_(order[late] > places, -torch.inf)
+    if given.numbers is not None:
+        numbers = given.numbers.to(scores.device)
+        scores.masked_fill_(numbers[seen] != numbers[rows, None], -torch.inf)
+
+
+def _by_rule(given: Arguments, some: slice, rows: slice) -> Tensor:
+    """Find which keys some sequences and rows see by the rule of the call."""
+    device = given.query.device
+    sequences, places = (
+        torch.arange(part.start, part.stop, dtype=torch.int64, device=device)
+        for part in (some, rows)
+    )
+    return visible_by_rule(given, sequences, places.expand(len(sequences), -1))
 
 
 def _part(mask: Tensor | None, some: slice, rows: slice) -> Tensor | None:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from geomon.capture.anatomy.projections import Sizes, fused_key_heads
+from geomon.capture.anatomy.weights import present_weight
 
 # A layout agrees when its norms, or its scores, follow the attended ones to within this share. The
 # rounding of bfloat16 stays below it; a wrong layout, whose norms vary by about
@@ -236,11 +237,12 @@ def copy_multihead_weights(module: Any) -> Multihead | None:
     """
     if any(hasattr(parameter, "to_local") for parameter in module.parameters(recurse=False)):
         return None
-    if module.in_proj_weight is not None:
-        query, key, _ = module.in_proj_weight.chunk(3)
-    else:
-        query, key = module.q_proj_weight, module.k_proj_weight
-    biases = (None, None) if module.in_proj_bias is None else module.in_proj_bias.chunk(3)[:2]
+    fused, bias = (present_weight(module, f"in_proj_{name}") for name in ("weight", "bias"))
+    apart = (present_weight(module, f"{name}_proj_weight") for name in ("q", "k"))
+    query, key = apart if fused is None else fused.chunk(3)[:2]
+    if query is None or key is None:
+        return None
+    biases = (None, None) if bias is None else bias.chunk(3)[:2]
     pairs = [
         (weight.detach().clone(), None if bias is None else bias.detach().clone())
         for weight, bias in zip((query, key), biases, strict=True)

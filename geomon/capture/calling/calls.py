@@ -198,10 +198,16 @@ def _nothing(*call: Any) -> None:
 class FirstCall:
     """Does something around the first call of one of some modules, in the thread that made this.
 
+    A call in which gradients are recorded goes before one in which none are: what a training step
+    generates or scores without them is not what it trains on. Of the others the first is taken too,
+    as no call with gradients may come.
+
     Args:
         modules: The modules.
-        before: Called before the call, which is then made anew.
+        before: Called before the call, which is then made anew; a second time where the call with
+            gradients comes after one without.
         after: Called when it has ended, with what has ended it or None.
+        between: Called in place of `after` when a call without gradients has returned.
     """
 
     def __init__(
@@ -209,11 +215,14 @@ class FirstCall:
         modules: tuple[nn.Module, ...],
         before: Callable[[], object],
         after: Callable[[BaseException | None], object],
+        between: Callable[[], object],
     ) -> None:
         self._modules = set(map(id, modules))
         self._kept = modules  # as long as their addresses are
         self._before = before
         self._after = after
+        self._between = between
+        self._came = False
         self._thread = threading.get_ident()
 
     def begin(self) -> None:
@@ -227,9 +236,9 @@ class FirstCall:
         _calls.release(self)
 
     @property
-    def waits(self) -> bool:
-        """Whether the call has not come yet."""
-        return any(other is self for other in _first_calls)
+    def came(self) -> bool:
+        """Whether a call has come."""
+        return self._came
 
     def takes(self, module: nn.Module) -> bool:
         """Whether a call is the one that is waited for.
@@ -240,6 +249,7 @@ class FirstCall:
         return (
             threading.get_ident() == self._thread
             and torch._C._current_graph_task_id() == -1
+            and (torch.is_grad_enabled() or not self._came)
             and (id(module) in self._modules or id(unwrap(module)) in self._modules)
         )
 
@@ -252,13 +262,18 @@ class FirstCall:
             kwargs: Arguments by name.
         """
         self.end()
+        self._came, last = True, torch.is_grad_enabled()
         self._before()
         try:
             output = nn.Module.__call__(module, *args, **kwargs)
         except BaseException as error:
             self._after(error)
             raise
-        self._after(None)
+        if last:
+            self._after(None)
+        else:
+            self._between()
+            self.begin()
         return output
 
 

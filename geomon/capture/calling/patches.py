@@ -212,9 +212,33 @@ def _wrap_interface(undo: Undo) -> None:
 
     @functools.wraps(find)
     def find_observed(*args: Any, **kwargs: Any) -> Any:
-        return _observed(find(*args, **kwargs), notify)
+        attend = find(*args, **kwargs)
+        compiled = any(name == _COMPILED for name in (*args, *kwargs.values()))
+        return _observed(_left_alone(attend) if compiled else attend, notify)
 
     replace(undo, interface, "get_interface", find_observed)
+    masking = sys.modules.get("transformers.masking_utils")
+    make = getattr(masking, _COMPILED_MASK, None)
+    if make is not None:
+        replace(undo, masking, _COMPILED_MASK, _left_alone(make))
+
+
+# The implementation of transformers that is compiled by itself, and what makes its masks. Run
+# eagerly they would hold all scores, and round them differently; what is to be seen of them are
+# their arguments.
+_COMPILED = "flex_attention"
+_COMPILED_MASK = "create_block_mask"
+
+
+def _left_alone(function: Any) -> Any:
+    """Wrap a function: it runs with the process as it is without any window."""
+
+    @functools.wraps(function)
+    def alone(*args: Any, **kwargs: Any) -> Any:
+        with watch_attention.suspended(), run_eagerly.suspended():
+            return function(*args, **kwargs)
+
+    return alone
 
 
 # Arguments of the attention functions, in the order in which they may be given without a name.

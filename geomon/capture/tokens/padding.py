@@ -149,7 +149,7 @@ def _matrices(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
     """Iterate over arguments [batch, length] and [batch, 1, 1, length], also those of one dict."""
-    given = _by_name(module, args, kwargs)
+    given = arguments_by_name(module, args, kwargs)
     inner = [value for value in given.values() if isinstance(value, Mapping)]
     for name, value in [*given.items(), *(pair for held in inner for pair in held.items())]:
         if not isinstance(name, str) or not isinstance(value, Tensor) or value.is_nested:
@@ -160,10 +160,16 @@ def _matrices(
             yield name, matrix
 
 
-def _by_name(
+def arguments_by_name(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Name all arguments of a call; positional ones are lost where there is no signature."""
+    """Name all arguments of a call; positional ones are lost where there is no signature.
+
+    Args:
+        module: The module that is called.
+        args: Positional arguments.
+        kwargs: Arguments by name.
+    """
     if not args:
         return kwargs
     try:

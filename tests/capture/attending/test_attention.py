@@ -98,7 +98,7 @@ def test_scale_softcap_and_sinks_are_as_given():
     ("given", "reason"),
     [
         ({"mask": torch.ones(1, 1, 6, 6, dtype=torch.int64)}, "neither boolean nor additive"),
-        ({"mask": SimpleNamespace()}, "the mask is a SimpleNamespace, not a tensor"),
+        ({"mask": SimpleNamespace()}, "the mask is a SimpleNamespace, and neither a tensor"),
         ({"cu_seq_lens_q": torch.tensor([0, 6])}, "sequences are packed"),
         ({"s_aux": torch.ones(3)}, "3 learned sinks for 4 heads"),
     ],
@@ -115,7 +115,68 @@ def test_nested_and_odd_queries_are_refused():
 
 
 @pytest.mark.parametrize("name", ["cu_seq_lens_q", "cu_seqlens"])
-def test_packed_sequences_are_refused_under_either_name(name):
+def test_lengths_of_several_rows_are_refused_under_either_name(name):
     with pytest.raises(NotUnderstoodError, match="sequences are packed without padding"):
         views(**{name: torch.tensor([0, 6])})
     assert views(**{name: None})["query"] is not None
+
+
+def packed(implementation, mask=None, **options) -> torch.Tensor:
+    """What is visible in one row of six tokens, for an attention of transformers."""
+    module = SimpleNamespace(config=SimpleNamespace(_attn_implementation=implementation))
+    query = torch.randn(1, 4, 6, 8)
+    options = {"is_causal": True} | options
+    given = read_arguments("interface", module, query, query, mask, options)
+    found = read_call(record_call(RowSampler(100, 0), given), None)["visible"]
+    return found.expand(1, 1, 6, 6)[0, 0]
+
+
+SUMMED = torch.tensor([0, 2, 5, 6], dtype=torch.int32)
+OWN = torch.block_diag(*(torch.ones(n, n) for n in (2, 3, 1))).bool()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cu_seq_lens_q": SUMMED, "cu_seq_lens_k": SUMMED},
+        {"position_ids": torch.tensor([[0, 1, 0, 1, 2, 0]])},
+    ],
+)
+def test_a_kernel_for_sequences_of_any_length_sees_each_alone(options):
+    assert torch.equal(packed("flash_attention_2", **options), OWN.tril())
+    assert torch.equal(packed("flash_attention_2", **options, is_causal=False), OWN)
+    near = packed("flash_attention_2", **options, sliding_window=2)
+    assert torch.equal(near, OWN.tril() & torch.ones(6, 6, dtype=torch.bool).triu(-1))
+    for name in ("sdpa", "eager"):  # they see no more than the mask
+        assert torch.equal(packed(name, **options), LOWER[0, 0])
+        assert torch.equal(packed(name, OWN[None, None], **options), OWN)
+
+
+def test_positions_of_one_sequence_divide_nothing():
+    positions = torch.arange(3, 9)[None]
+    assert torch.equal(packed("flash_attention_2", position_ids=positions), LOWER[0, 0])
+    for other in (torch.arange(6), torch.zeros(2, 6)):  # no positions of the row
+        assert torch.equal(packed("flash_attention_2", position_ids=other), LOWER[0, 0])
+
+
+def ruled(rule, **options) -> torch.Tensor:
+    """What is visible of two sequences under a mask with a rule, in four heads."""
+    query = torch.randn(2, 4, 6, 8)
+    options = {"is_causal": True, "sliding_window": 2} | options
+    given = read_arguments("interface", None, query, query, SimpleNamespace(mask_mod=rule), options)
+    found = read_call(record_call(RowSampler(100, 0), given), None)["visible"]
+    return found.expand(2, 4, 6, 6)
+
+
+def test_a_rule_says_what_is_visible_whatever_flags_say():
+    own = torch.tensor([[0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1]])
+    assert torch.equal(ruled(lambda b, h, q, k: q >= k), LOWER)
+    found = ruled(lambda b, h, q, k: (q >= k) & (own[b, q] == own[b, k]))
+    assert torch.equal(found[:, 0], LOWER[:, 0] & (own[:, :, None] == own[:, None]))
+    heads = ruled(lambda b, h, q, k: (q - k < h + 1) & (q >= k))
+    assert [int(heads[0, head].sum()) for head in range(4)] == [6, 11, 15, 18]
+
+
+def test_a_rule_that_takes_one_pair_at_a_time_is_refused():
+    with pytest.raises(NotUnderstoodError, match="cannot be asked of many pairs at once"):
+        ruled(lambda b, h, q, k: q >= k if bool(q > 2) else q == k)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import geomon
 from geomon.capture.anatomy import find_anatomy
@@ -13,8 +14,10 @@ from geomon.capture.attending.attention import NotUnderstoodError, read_call
 from geomon.capture.attending.by_hand import (
     Known,
     Product,
+    has_weights,
     is_second_softmax,
     record_softmax,
+    weight_storages,
 )
 from geomon.capture.calling.patches import _PRODUCTS, _SOFTMAXES
 from geomon.capture.snapshot import CAPTURED
@@ -443,3 +446,14 @@ def test_scores_of_unknown_order_are_missed_with_the_cure():
         del block.attention.num_heads
     for layer in layers_of(model, torch.randn(2, LENGTH, HEADS * 16)):
         assert "num_heads" in layer.missing["visible"]
+
+
+def test_weights_that_only_hold_others_have_no_address_and_are_weights():
+    held = nn.Linear(6, 4)
+    held.weight = nn.Parameter(TwoTensor(torch.ones(4, 6), torch.ones(4, 6)))
+    plain = nn.Linear(6, 4)
+    storages = weight_storages(nn.ModuleList([held, plain]))
+    assert len(storages) == 3  # two biases and a plain weight
+    assert has_weights((torch.ones(2, 6), held.weight), storages)
+    assert has_weights((torch.ones(2, 6), plain.weight.T), storages)
+    assert not has_weights((torch.ones(2, 6), torch.ones(6, 4)), storages)

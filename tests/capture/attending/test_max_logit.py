@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -95,6 +96,35 @@ def test_no_later_key_is_seen_in_a_part_of_the_queries(monkeypatch, window, fewe
     lower = read_arguments("interface", None, torch.ones(1, 1, 24, 1), -key, None, options)
     first = [max(0, row + 1 - (window or 24)) for row in range(24)]
     assert max_logits_of_call(lower)[0, 0].tolist() == [-number for number in first]
+
+
+@pytest.mark.parametrize("fewest", [1, 4])
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 3), (False, None)])
+def test_of_packed_sequences_none_sees_another(monkeypatch, causal, window, fewest):
+    monkeypatch.setattr(max_logit, "_FEWEST_QUERIES", fewest)
+    lengths = [5, 1, 12, 6]
+    query, key = torch.randn(1, 2, 24, 8), torch.randn(1, 2, 24, 8)
+    summed = torch.tensor([0, *lengths]).cumsum(dim=0)
+    options = {"is_causal": causal, "sliding_window": window, "cu_seq_lens_q": summed}
+    given = read_arguments("interface", None, query, key, None, options)
+    visible = torch.block_diag(*(torch.ones(n, n) for n in lengths)).bool()
+    visible = visible.tril() if causal else visible
+    visible = visible if window is None else visible.triu(1 - window)
+    found = over_rows(max_logits_of_call(given), None)
+    expected = reference(query, key, visible, 8**-0.5)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("block", [1, 100, 1 << 22])
+def test_under_a_rule_it_is_that_of_the_pairs_that_the_rule_allows(monkeypatch, block):
+    monkeypatch.setattr(max_logit, "_BLOCK_ON_HOST", block)
+    query, key = torch.randn(3, 4, 9, 8), torch.randn(3, 2, 9, 8)
+    visible = torch.rand(3, 4, 9, 9) > 0.7
+    mask = SimpleNamespace(mask_mod=lambda b, h, q, k: visible[b, h, q, k])
+    given = read_arguments("interface", None, query, key, mask, {"is_causal": True})
+    found = over_rows(max_logits_of_call(given), None)
+    expected = reference(query, key, visible, 8**-0.5)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])

@@ -291,12 +291,47 @@ def test_a_recomputation_is_not_the_first_call_that_is_waited_for():
     block = nn.Linear(3, 3)
     kept = checkpoint(block, torch.ones(2, 3, requires_grad=True), use_reentrant=False)
     seen = []
-    first = FirstCall((block,), lambda: seen.append("before"), seen.append)
+    first = FirstCall((block,), lambda: seen.append("before"), seen.append, lambda: None)
     first.begin()
     try:
         kept.sum().backward()  # runs the block again
         assert seen == []
         block(torch.ones(2, 3))
         assert seen == ["before", None]
+    finally:
+        first.end()
+
+
+def test_a_call_with_gradients_goes_before_earlier_ones_without():
+    block, seen = nn.Linear(3, 3), []
+    first = FirstCall(
+        (block,),
+        lambda: seen.append("before"),
+        seen.append,
+        lambda: seen.append("between"),
+    )
+    first.begin()
+    try:
+        with torch.no_grad():
+            for _ in range(3):  # of these the first counts until a better one comes
+                block(torch.ones(2, 3))
+        assert first.came
+        assert seen == ["before", "between"]
+        for _ in range(2):
+            block(torch.ones(2, 3))
+        assert seen == ["before", "between", "before", None]
+    finally:
+        first.end()
+
+
+def test_a_call_without_gradients_that_fails_is_the_end():
+    block, seen = nn.Linear(3, 3), []
+    first = FirstCall((block,), lambda: None, seen.append, lambda: seen.append("between"))
+    first.begin()
+    try:
+        with torch.no_grad(), pytest.raises(RuntimeError):
+            block(torch.ones(2, 4))
+        block(torch.ones(2, 3))
+        assert [type(one) for one in seen] == [RuntimeError]
     finally:
         first.end()

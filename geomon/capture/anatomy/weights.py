@@ -1,0 +1,55 @@
+"""Weights of modules, looked at without an effect on training.
+
+A weight under `torch.nn.utils.parametrize` is made anew at each access, and its making may change
+what the next one is made of: spectral norm iterates in train mode.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+
+def has_weight(module: nn.Module, name: str) -> bool:
+    """Whether a module has an attribute that may be a weight; it is not made for the answer.
+
+    Args:
+        module: Any module.
+        name: Name of the attribute.
+    """
+    return is_parametrized(module, name) or hasattr(module, name)
+
+
+def stored_weight(module: nn.Module, name: str = "weight") -> Tensor | None:
+    """Return the parameter that a weight is, or is made of; None where there is no single one.
+
+    Args:
+        module: Any module.
+        name: Name of the weight.
+    """
+    if is_parametrized(module, name):
+        made_of = getattr(module.parametrizations, name)._parameters
+        return made_of.get("original")
+    weight = getattr(module, name, None)
+    return weight if isinstance(weight, Tensor) else None
+
+
+@torch.no_grad()
+def present_weight(module: nn.Module, name: str = "weight") -> Tensor | None:
+    """Return a weight as it is in a forward pass in eval mode; None where there is none.
+
+    Args:
+        module: Any module.
+        name: Name of the weight.
+    """
+    if not is_parametrized(module, name):
+        return stored_weight(module, name)
+    makers = list(getattr(module.parametrizations, name).modules())
+    flags = [maker.training for maker in makers]
+    try:
+        for maker in makers:
+            maker.training = False
+        weight = getattr(module, name)
+    finally:
+        for maker, flag in zip(makers, flags, strict=True):
+            maker.training = flag
+    return weight if isinstance(weight, Tensor) else None

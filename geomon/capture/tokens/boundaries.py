@@ -1,0 +1,129 @@
+"""Boundaries: where several sequences lie behind one another in a row of the batch.
+
+Packed batches have no padding and no mask by which it could be seen. Their calls say it otherwise:
+positions that begin anew, or lengths that are summed up. Neither is taken by its name alone.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from geomon.capture.tokens.padding import arguments_by_name
+
+_POSITIONS = re.compile(r"(^|_)pos(ition)?s?(_(ids?|index|indices|idx))?$", re.IGNORECASE)
+# Places in a picture: columns begin anew in each row.
+_OF_A_PICTURE = re.compile(r"(^|_)(x|y|h|w|rows?|col(umn)?s?|height|width)(_|$)", re.IGNORECASE)
+_SUMMED_LENGTHS = re.compile(r"cu_?seq_?len|cu_?len", re.IGNORECASE)
+
+
+class GivenPlaces(NamedTuple):
+    """An argument that may say where sequences begin.
+
+    Attributes:
+        name: Name of the argument.
+        values: Its values: positions, [batch (or 1), length] or [length], or the places at which
+            sequences begin and the last one ends, [sequences + 1].
+        summed: Whether they are such places.
+    """
+
+    name: str
+    values: Tensor
+    summed: bool
+
+
+class Sequences(NamedTuple):
+    """The sequences in the rows of a batch.
+
+    Attributes:
+        numbers: Number of the sequence that each token is of, [batch, length], on the host.
+        places: Position of each token in its sequence, of the same shape.
+        source: What the boundaries are known by: the name of an argument.
+    """
+
+    numbers: Tensor
+    places: Tensor
+    source: str
+
+
+@torch.no_grad()
+def find_places(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[GivenPlaces]:
+    """Find the arguments of a call that may say where sequences begin.
+
+    Args:
+        module: The module that is called; its signature names positional arguments.
+        args: Positional arguments.
+        kwargs: Arguments by name.
+    """
+    given = arguments_by_name(module, args, kwargs)
+    inner = [value for value in given.values() if isinstance(value, Mapping)]
+    found = []
+    for name, value in [*given.items(), *(pair for held in inner for pair in held.items())]:
+        if not isinstance(name, str) or not isinstance(value, Tensor) or value.is_nested:
+            continue
+        if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+            continue
+        summed = bool(_SUMMED_LENGTHS.search(name))
+        positions = bool(_POSITIONS.search(name)) and not _OF_A_PICTURE.search(name)
+        if (value.ndim == 1 and summed) or (value.ndim in (1, 2) and positions):
+            found.append(GivenPlaces(name, value.detach().clone(), summed))
+    return found
+
+
+@torch.no_grad()
+def find_sequences(
+    given: Sequence[GivenPlaces], batch: int, length: int, valid: Tensor | None
+) -> Sequences | None:
+    """Decide where sequences begin in the rows of a batch.
+
+    Positions count if each is one more than that before it, or 0. Summed lengths count if they grow
+    from 0 to the number of all tokens.
+
+    Args:
+        given: Arguments that may say it, the one that counts most first.
+        batch: Number of rows of the batch.
+        length: Number of tokens in each row.
+        valid: False where there is padding, whose positions may be any, [batch, length]; None
+            without padding.
+
+    Returns:
+        The sequences; None where nothing says that a row holds several.
+    """
+    for argument in given:
+        begins = _begins(argument, batch, length, valid)
+        if begins is not None:
+            begins[:, 0] = True
+            order = torch.arange(batch * length, dtype=torch.int64, device="cpu")
+            starts = torch.where(begins.flatten(), order, 0).cummax(dim=0).values
+            numbers = begins.flatten().cumsum(dim=0) - 1
+            return Sequences(
+                numbers.view(batch, length), (order - starts).view(batch, length), argument.name
+            )
+    return None
+
+
+def _begins(argument: GivenPlaces, batch: int, length: int, valid: Tensor | None) -> Tensor | None:
+    """Find the first tokens of sequences, [batch, length]; None unless a row holds several."""
+    values = argument.values.cpu()
+    begins = torch.zeros(batch * length + 1, dtype=torch.bool, device="cpu")
+    if argument.summed:
+        places = values.long()
+        ends = len(places) > 1 and int(places[0]) == 0 and int(places[-1]) == batch * length
+        if not ends or bool((places.diff() < 0).any()):
+            return None
+        begins[places] = True
+        begins = begins[:-1].view(batch, length)
+        return begins if bool(begins[:, 1:].any()) else None
+    if values.shape[-1] != length or values.numel() not in (length, batch * length):
+        return None
+    values, begins = values.expand(batch, length), begins[:-1].view(batch, length)
+    tokens = torch.ones_like(begins) if valid is None else valid.cpu()
+    begins[:, 1:] = (values[:, 1:] == 0) & tokens[:, 1:]
+    both = tokens[:, 1:] & tokens[:, :-1]
+    follows = values[:, 1:] == values[:, :-1] + 1
+    several = bool((begins[:, 1:] & both).any())
+    return begins if several and bool((follows | begins[:, 1:] | ~both).all()) else None

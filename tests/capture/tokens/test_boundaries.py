@@ -1,0 +1,163 @@
+"""Sequences that lie behind one another in a row: where they begin, and by what that is known."""
+
+import pytest
+import torch
+from models import batch, transformer
+from torch import nn
+
+from geomon import Memory, Monitor, every, select
+from geomon.capture import Window, find_anatomy
+from geomon.capture.snapshot import CAPTURED, Snapshot
+from geomon.capture.tokens.boundaries import GivenPlaces, find_places, find_sequences
+
+LENGTHS = [3, 5, 1, 7]
+POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])
+NUMBERS = torch.arange(4).repeat_interleave(torch.tensor(LENGTHS))
+SUMMED = torch.tensor([0, *LENGTHS]).cumsum(dim=0)
+
+
+def find(values, rows=1, length=16, *, summed=False, valid=None):
+    return find_sequences([GivenPlaces("given", values, summed)], rows, length, valid)
+
+
+@pytest.mark.parametrize(
+    ("values", "summed"),
+    [(POSITIONS, False), (POSITIONS[None], False), (SUMMED, True), (SUMMED.int(), True)],
+)
+def test_positions_and_summed_lengths_say_the_same(values, summed):
+    found = find(values, summed=summed)
+    assert torch.equal(found.numbers, NUMBERS[None])
+    assert torch.equal(found.places, POSITIONS[None])
+    assert found.source == "given"
+
+
+def test_several_rows_hold_several_sequences_each():
+    found = find(torch.stack([POSITIONS, torch.arange(16)]), rows=2)
+    assert torch.equal(found.numbers, torch.stack([NUMBERS, torch.full((16,), 4)]))
+    summed = find(torch.tensor([0, 10, 16, 32]), rows=2, summed=True)
+    assert summed.numbers[1].unique().tolist() == [2]
+    assert summed.places[0, -1] == 5
+
+
+def test_a_row_that_begins_in_the_middle_of_a_text_begins_a_sequence():
+    found = find(torch.tensor([[7, 8, 9, 0, 1, 2]]), length=6)
+    assert found.numbers.tolist() == [[0, 0, 0, 1, 1, 1]]
+    assert found.places.tolist() == [[0, 1, 2, 0, 1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("values", "summed"),
+    [
+        (torch.arange(16), False),  # one sequence
+        (torch.arange(16)[None].expand(2, 16), False),  # of another number of rows
+        (torch.arange(12), False),
+        (torch.arange(16).flip(0), False),
+        (torch.arange(16) // 4, False),  # rows of a picture
+        (torch.zeros(16, dtype=torch.int64) + 3, False),
+        (torch.tensor([0, 16]), True),
+        (torch.tensor([0, 4, 12]), True),
+        (torch.tensor([0, 9, 4, 16]), True),
+        (torch.tensor([2, 4, 16]), True),
+    ],
+)
+def test_what_says_nothing_divides_nothing(values, summed):
+    assert find(values, summed=summed) is None
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("filled", [0, 1])
+def test_positions_of_padding_may_be_any(side, filled):
+    padding = torch.full((3,), filled)
+    values = [padding, POSITIONS] if side == "left" else [POSITIONS, padding]
+    tokens = torch.cat([torch.ones_like(part) for part in values]).bool()
+    tokens[: 3 if side == "left" else None][-3:] = False
+    found = find(torch.cat(values)[None], length=19, valid=tokens[None])
+    assert torch.equal(found.places[tokens[None]], POSITIONS)
+    numbers = found.numbers[tokens[None]]
+    assert torch.equal(numbers - numbers[0], NUMBERS)
+    one = torch.cat([padding, torch.arange(16)] if side == "left" else [torch.arange(16), padding])
+    assert find(one[None], length=19, valid=tokens[None]) is None
+
+
+class Taking(nn.Module):
+    def forward(self, ids, position_ids=None, more=None, **kwargs): ...
+
+
+def test_arguments_are_found_by_name_wherever_they_are():
+    given = find_places(
+        Taking(), (torch.ones(2, 3), POSITIONS), {"more": {"cu_seqlens": SUMMED}, "pos": None}
+    )
+    assert [(one.name, one.summed) for one in given] == [
+        ("position_ids", False), ("cu_seqlens", True),
+    ]  # fmt: skip
+    for name in ("position_ids", "positions", "input_pos", "pos", "pos_ids", "position_indices"):
+        assert [one.name for one in find_places(Taking(), (), {name: POSITIONS})] == [name]
+    others = {
+        "positive": POSITIONS,
+        "x_pos": POSITIONS,
+        "col_position_ids": POSITIONS,
+        "position_embeddings": torch.ones(1, 16),
+        "cu_seqlens": 3,
+    }
+    assert find_places(Taking(), (), others) == []
+
+
+def look(model, ids, **given) -> Snapshot:
+    with torch.no_grad(), Window(find_anatomy(model), set(CAPTURED), rows=1000, seed=0) as seen:
+        model.eval()(ids, **given)
+    return seen.snapshot()
+
+
+def by_sequence(snapshot: Snapshot, depth: int) -> list[torch.Tensor]:
+    """Views of a layer in the order of the sequences and the places in them."""
+    seen = snapshot.layers[depth].captured
+    order = (1000 * seen["sequences"] + seen["positions"]).argsort()
+    rows = [seen[view][order] for view in ("sequences", "positions", "token_ids", "hidden")]
+    return [*rows, seen["last_positions"], seen["last_token_ids"]]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_packed_batch_reads_as_its_sequences_do(name):
+    """The attention of transformers keeps them apart by positions: hidden states are the same."""
+    model, ids = transformer(name), batch(1, 16)
+    packed = look(model, ids, position_ids=POSITIONS[None], use_cache=False)
+    parts = ids[0].split(LENGTHS)
+    padded = nn.utils.rnn.pad_sequence(parts, batch_first=True)
+    mask = nn.utils.rnn.pad_sequence([torch.ones_like(part) for part in parts], batch_first=True)
+    alone = look(model, padded, attention_mask=mask)
+    for depth in range(4):
+        for one, other in zip(by_sequence(packed, depth), by_sequence(alone, depth), strict=True):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+    for view in ("query_sequences", "key_sequences"):
+        found = packed.layers[1].captured[view]
+        assert torch.equal(found.sort().values, NUMBERS)
+    assert any("told apart by position_ids" in note.text for note in packed.info.notes)
+    assert not any("told apart" in note.text for note in alone.info.notes)
+
+
+def test_margins_stand_on_the_sequences_of_a_packed_batch():
+    model, memory = transformer("llama"), Memory()
+    positions = torch.arange(8).repeat(12)[None]
+    monitor = Monitor(
+        model, metrics=select("variance", "qk_cosine"), schedule=every(1), tokens=96, batches=1,
+        directory=None, sinks=[memory],
+    )  # fmt: skip
+    for step, given in enumerate([{}, {"position_ids": positions}]):
+        with torch.no_grad(), monitor(step):
+            model(batch(1, 96), **given)
+    monitor.close()
+    plain, packed = memory.readings
+    for metric in ("variance", "qk_cosine"):
+        assert f"{metric}/mean/margin" not in plain.values
+        assert packed.values[f"{metric}/mean/margin"] > 0
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_attention_that_goes_across_packed_sequences_is_said(attention):
+    """With a cache of keys, transformers makes no mask of the positions."""
+    model, ids = transformer("llama", attention), batch(2, 16)
+    positions = POSITIONS[None].expand(2, 16)
+    own = (NUMBERS[:, None] == NUMBERS).tril()[None, None].expand(2, 1, 16, 16)
+    for given, across in (({}, True), ({"attention_mask": own}, False)):
+        notes = look(model, ids, position_ids=positions, use_cache=True, **given).info.notes
+        assert any("see keys of other sequences" in note.text for note in notes) == across
