@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from geomon.capture import Window, extra_pass, find_anatomy, padding_arguments
-from geomon.capture.anatomy import CROSS, Anatomy, Attention, Block, Stack, find_sizes, shown_name
+from geomon.capture.anatomy import CROSS, Anatomy, Attention, Block, Stack, shown_name
 from geomon.capture.snapshot import CAPTURED, Layer, explain_missing
 from geomon.record.printable import printable
 
@@ -18,7 +18,16 @@ from geomon.record.printable import printable
 ROUTES = {
     "interface": "through transformers' attention interface",
     "sdpa": "through torch's scaled_dot_product_attention",
+    "flex": "through torch's flex_attention",
+    "flash": "through a function of flash attention",
     "softmax": "by hand: its scores are seen at the softmax",
+}
+# What the source of an attention holds that takes a route.
+_CALLS = {
+    "sdpa": "scaled_dot_product_attention(",
+    "flex": "flex_attention(",
+    "flash": "flash_attn",
+    "softmax": "oftmax(",
 }
 _UNKNOWN = "by a route that the first pass shows"
 
@@ -85,7 +94,8 @@ def describe(
     rows: list[_Row] = []
     for stack in anatomy.stacks:
         rows += _stack_rows(stack, seen, several=len(anatomy.stacks) > 1)
-    rows.append(("token ids", _token_ids(model, anatomy)))
+    tables = anatomy.embeddings if seen is None else seen.token_tables() or anatomy.embeddings
+    rows.append(("token ids", _token_ids(model, tables)))
     rows.append(("padding", _padding(anatomy) if seen is None else seen.padding(anatomy)))
     for left_out in anatomy.left_out:
         what = f"{_count(left_out.count, 'block')} {left_out.pattern}"
@@ -170,7 +180,7 @@ def _attention_rows(
 
 def _heads(attentions: list[Attention]) -> str:
     """Say how many heads there are, with a comma after it; "" where that is not known."""
-    sizes = {find_sizes(a.projections, [a.module]) for a in attentions}
+    sizes = {a.sizes for a in attentions}
     known = sorted({size for size in sizes if size.heads is not None}, key=str)
     if len(known) != 1:
         counts = sorted({size.heads for size in known if size.heads is not None})
@@ -198,9 +208,9 @@ def _projections(attentions: list[Attention], *, settled: bool) -> str:
 # -- around the stacks ---------------------------------------------------------------------------
 
 
-def _token_ids(model: nn.Module, anatomy: Anatomy) -> str:
+def _token_ids(model: nn.Module, embeddings: Iterable[nn.Module]) -> str:
     names = {module: shown_name(name) for name, module in model.named_modules()}
-    tables = [names[table] for table in anatomy.embeddings]
+    tables = [names[table] for table in embeddings]
     if not tables:
         return "none: no embedding outside the blocks; metrics of token types are missing"
     return f"inputs of {_listed(tables, most=2)}"
@@ -248,11 +258,11 @@ def predict_route(attention: Attention) -> str | None:
     source = _source(attention.module)
     if "get_interface(" in source:
         return "interface"
-    attends, takes_softmax = "scaled_dot_product_attention(" in source, "oftmax(" in source
-    if attends and takes_softmax:
+    found = [route for route, call in _CALLS.items() if call in source]
+    if found == ["sdpa", "softmax"]:
         asked = getattr(getattr(attention.module, "config", None), "_attn_implementation", None)
         return {"sdpa": "sdpa", "eager": "softmax"}.get(str(asked))
-    return "sdpa" if attends else "softmax" if takes_softmax else None
+    return found[0] if len(found) == 1 else None
 
 
 def _source(module: nn.Module) -> str:
@@ -307,6 +317,10 @@ class _SeenModel:
     def routes(self, stack: Stack, label: str) -> set[str]:
         """List the routes by which attention was seen."""
         return self._window.routes(stack.name, label)
+
+    def token_tables(self) -> tuple[nn.Module, ...]:
+        """List the embedding tables whose inputs were the token ids."""
+        return self._window.token_tables()
 
     def attends_elsewhere(self, stack: Stack, label: str) -> bool:
         """Whether the keys of an attention are not those of the stack."""

@@ -76,8 +76,9 @@ _DROPPED = (
 )
 _NO_ATTENTION = (
     "no attention call was seen in the block: it goes neither through transformers' attention "
-    "interface nor through torch.nn.functional.scaled_dot_product_attention (called by this name), "
-    "and no softmax of scores of its tokens was seen (linear attention has none)"
+    "interface nor through torch.nn.functional.scaled_dot_product_attention, flex_attention or the "
+    "functions of flash attention (called by these names), and no softmax of scores of its tokens "
+    "was seen (linear attention has none)"
 )
 _BY_HAND = (
     "attention is written out by hand: its scores were seen, and not the queries and keys that it "
@@ -395,7 +396,7 @@ class StackBuilder:
             "positions": self._positions(kept)[finite],
         }
         missing: dict[str, str] = {}
-        if len(kept.shape) > 1:
+        if len(kept.shape) > 1 or self._begins(kept.shape) is not None:
             captured["sequences"] = self._sequences(kept.indices, kept.shape)[finite]
         else:
             missing["sequences"] = _PACKED
@@ -407,6 +408,11 @@ class StackBuilder:
     def _positions(self, kept: SampledRows) -> Tensor:
         """Return the position of each row in its sequence or in its feature map."""
         inner = math.prod(kept.shape[1:])
+        begins = self._begins(kept.shape)
+        if begins is not None:
+            order = torch.arange(len(begins), dtype=torch.int64, device="cpu")
+            starts = torch.where(begins, order, 0).cummax(dim=0).values
+            return kept.indices - starts[kept.indices]
         if len(kept.shape) == 1:
             return kept.indices
         return kept.indices // inner if self._length_first() else kept.indices % inner
@@ -414,7 +420,20 @@ class StackBuilder:
     def _sequences(self, indices: Tensor, shape: Sequence[int]) -> Tensor:
         """Return the number of the sequence, or of the feature map, that each row is of."""
         inner = math.prod(shape[1:])
+        begins = self._begins(shape)
+        if begins is not None:
+            return begins.cumsum(dim=0)[indices] - 1
         return indices % inner if self._length_first() else indices // inner
+
+    def _begins(self, shape: Sequence[int]) -> Tensor | None:
+        """Say which tokens begin a sequence, in one row of packed ones; None where that is unknown.
+
+        One that all tokens are in is not packed.
+        """
+        begins = self._pass.begins
+        if begins is None or math.prod(shape) != len(begins) or int(begins.sum()) < 2:
+            return None
+        return begins.cpu()
 
     def _length_first(self) -> bool:
         """Whether hidden states are [length, batch, width], by the modules or by the calls."""
@@ -467,7 +486,11 @@ class StackBuilder:
         query, key = (block_call.projected.get((index, which)) for which in ("query", "key"))
         if query is None:
             return None
-        found = [kept for kept in (query, key or query) if len(kept.shape) > 1]
+        found = [
+            kept
+            for kept in (query, key or query)
+            if len(kept.shape) > 1 or self._begins(kept.shape) is not None
+        ]
         if len(found) < 2:
             return None
         one, other = (self._sequences(kept.indices, kept.shape) for kept in found)
@@ -565,7 +588,7 @@ def _split_projected(
 
 def _sizes(attention: Attention, call: AttentionCall | SoftmaxCall | None) -> Sizes:
     """Return the heads as attended, or as the modules say where no call was recorded."""
-    found = find_sizes(attention.projections, [attention.module])
+    found = attention.sizes
     if isinstance(call, AttentionCall):
         return found._replace(heads=call.heads, head_width=call.given.query.shape[-1])
     if isinstance(call, SoftmaxCall):

@@ -62,7 +62,7 @@ class BlockCall:
         hidden: Rows of the hidden states that left the block.
         running_attention: Index of the attention that is running, if the block has several.
         attention_calls: Recorded call of each attention.
-        routes: Where each attention was seen: "interface", "sdpa" or "softmax".
+        routes: Where each attention was seen: "interface", "sdpa", "flex", "flash" or "softmax".
         refused: Why the call of an attention was not kept.
         max_logits: Largest score of each row of each call of an attention, [sequences, heads,
             queries] each.
@@ -145,6 +145,8 @@ class StackPass:
         hidden_keys: True for keys that attention hides from every query, [batch, keys], by the role
             of the keys ("" for those of the stack itself, "key" for those of another) and by their
             shape.
+        begins: True for a token that begins a sequence, in one row of packed sequences; None where
+            attention did not say it.
         parts: Last call of a block that is a list of modules (None where it does not count), index
             of the block, and addresses of the modules that it called.
         left: Address and shape of what left the last block that was called.
@@ -183,6 +185,7 @@ class StackPass:
         self.mode = "eval"
         self.sharded = False
         self.hidden_keys: dict[tuple[str, Shape], Tensor] = {}
+        self.begins: Tensor | None = None
         # The last call of a block that is a list of modules, and those of them that it called.
         self.parts: tuple[BlockCall | None, int, set[int]] = (None, -1, set())
         self.left: tuple[int, Shape] | None = None
@@ -278,6 +281,8 @@ class StackPass:
         entered = self.shape_at(block_call)
         if len(shape) != 2 and math.prod(shape) == math.prod(entered):
             shape = entered
+        if len(shape) == 1:  # packed: attention takes them as one row
+            shape = (1, *shape)
         return (shape[0], shape[1]) if len(shape) == 2 else None
 
     def row_indices(
@@ -462,6 +467,16 @@ class StackPass:
         first = self.valid(self.shape)
         known = shape in (self.shape, self.shape[::-1]) or self.valid(shape) is not None
         return first is not None and not known and not bool(first.all())
+
+    def keep_begins(self, length: int, find: Callable[[int], Tensor]) -> None:
+        """Keep where packed sequences begin in the one row that a stack was given.
+
+        Args:
+            length: Number of tokens in the row.
+            find: Finds them: True for a token that begins one, [length].
+        """
+        if self.begins is None and math.prod(self.shape) == length:
+            self.begins = find(length)
 
     def keep_hidden_keys(self, role: str, shape: Shape, find: Callable[[], Tensor]) -> None:
         """Keep which keys an attention hides from every query.

@@ -26,7 +26,13 @@ from geomon.capture.anatomy.families import (
     pattern_of,
     shown_name,
 )
-from geomon.capture.anatomy.projections import Projections, find_projections
+from geomon.capture.anatomy.projections import (
+    Projections,
+    Sizes,
+    find_projections,
+    find_sizes,
+    find_widths,
+)
 
 # What attention to another stack is called.
 _CROSS_NAME = re.compile(r"cross|enc_?dec|encoder_att|multihead_attn|memory|src_att", re.IGNORECASE)
@@ -46,6 +52,7 @@ class Attention:
         cross: Whether the keys come from another stack, going by names.
         label: Which of the block's attentions it is: "" for the one to its own stack, "cross" for
             the one to another; a further one has its name in the block.
+        around: Modules between this one and the block, the block included, the innermost first.
     """
 
     name: str
@@ -53,6 +60,12 @@ class Attention:
     projections: Projections
     cross: bool
     label: str = ""
+    around: tuple[nn.Module, ...] = field(default=(), repr=False)
+
+    @property
+    def sizes(self) -> Sizes:
+        """Number of heads and their width, as the module says, or those around it."""
+        return find_sizes(self.projections, [self.module, *self.around])
 
 
 @dataclass(frozen=True)
@@ -123,7 +136,7 @@ class Anatomy:
     """
 
     stacks: tuple[Stack, ...]
-    embeddings: tuple[nn.Embedding, ...] = field(repr=False)
+    embeddings: tuple[nn.Module, ...] = field(repr=False)
     norms: tuple[tuple[str, nn.Module], ...] = field(default=(), repr=False)
     output: nn.Module | None = field(default=None, repr=False)
     left_out: tuple[LeftOut, ...] = ()
@@ -172,7 +185,7 @@ def find_anatomy(model: nn.Module, blocks: str | Sequence[nn.Module] | None = No
         )
     inside = {module for family in families for block in family for module in block.modules()}
     outside = {module: name for module, name in names.items() if module not in inside}
-    embeddings = tuple(module for module in outside if isinstance(module, nn.Embedding))
+    embeddings = tuple(module for module in outside if _is_table(module))
     return Anatomy(
         stacks=_stacks(model, families, names),
         embeddings=embeddings,
@@ -192,14 +205,28 @@ def _is_norm(module: nn.Module) -> bool:
     return not any(True for _ in module.children()) and "norm" in type(module).__name__.lower()
 
 
-def _find_output(
-    outside: Iterable[nn.Module], embeddings: Sequence[nn.Embedding]
-) -> nn.Module | None:
+def _is_table(module: nn.Module) -> bool:
+    """Whether a module is an embedding table: torch's, or a matrix whose class is called one."""
+    if isinstance(module, nn.Embedding):
+        return True
+    alone = not any(True for _ in module.children())
+    named = "embed" in type(module).__name__.lower()
+    return alone and named and find_widths(module) is not None
+
+
+def _find_output(outside: Iterable[nn.Module], embeddings: Sequence[nn.Module]) -> nn.Module | None:
     """Find the last linear module with one output for each row of an embedding table."""
-    rows = {table.num_embeddings for table in embeddings}
+    rows = {_rows(table) for table in embeddings}
     heads = [m for m in outside if isinstance(m, nn.Linear) and m.out_features in rows]
     tied = [m for m in heads if any(m.weight is table.weight for table in embeddings)]
     return next(reversed(tied or heads), None)
+
+
+def _rows(table: nn.Module) -> int | None:
+    """Return the number of rows of an embedding table."""
+    rows = getattr(table, "num_embeddings", None)
+    widths = None if isinstance(rows, int) else find_widths(table)
+    return rows if widths is None else widths[0]
 
 
 def _stacks(model: nn.Module, families: list[Family], names: Names) -> tuple[Stack, ...]:
@@ -257,7 +284,8 @@ def _block(
             # attn1 and attn2 are alike by name: what the second one attends to is seen in the pass.
             alike = bool(found) and pattern_of(found[0].name) == pattern_of(shown)
             cross = bool(_CROSS_NAME.search(shown)) or (second and len(found) == 1 and not alike)
-            found.append(Attention(shown, inner, projections, cross))
+            around = tuple(_around(held, name))
+            found.append(Attention(shown, inner, projections, cross, around=around))
     # The only attention of a block is to its own stack, unless "cross" is in its name.
     if len(found) == 1 and found[0].cross and not re.search("cross", found[0].name, re.IGNORECASE):
         found = [replace(found[0], cross=False)]
@@ -268,6 +296,13 @@ def _block(
         any(not a.cross for a in found) if found else attends(module),
         tuple(_called(held)) if lists else (),
     )
+
+
+def _around(block: nn.Module, name: str) -> Iterator[nn.Module]:
+    """Iterate over the modules around one inside a block, the innermost first."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield block.get_submodule(name)
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:

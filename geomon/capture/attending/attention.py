@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from geomon.capture.attending.rules import Rule
 from geomon.capture.snapshot import HOST, at_places
 from geomon.capture.tokens.sampling import RowSampler
 from geomon.capture.tokens.visibility import are_made_of, hidden_in_scores, hidden_keys
@@ -42,6 +43,7 @@ class Arguments(NamedTuple):
             says so; None for all.
         softcap: Bound on the scores (Gemma 2), or None.
         sink: Logits of learned sinks, [heads] (GPT-OSS), or None.
+        rule: Which keys a query sees where that is no tensor (fused attention), or None.
     """
 
     query: Tensor
@@ -53,6 +55,7 @@ class Arguments(NamedTuple):
     sliding_window: int | None
     softcap: float | None
     sink: Tensor | None
+    rule: Rule | None = None
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,7 @@ def read_arguments(
     """Read the arguments of an attention call; nothing is copied.
 
     Args:
-        route: "interface" or "sdpa".
+        route: "interface" or "sdpa" (`geomon.capture.attending.fused` reads the others).
         module: The module that calls, or None.
         query: Queries of the call, [sequences, heads, queries, head width].
         key: Keys of the call, [sequences, key heads, keys, head width].
@@ -189,8 +192,27 @@ def record_call(sampler: RowSampler, given: Arguments) -> AttentionCall:
         mask=_sampled_rows(given.mask, sequences, places),
         bias=_sampled_rows(given.bias, sequences, places),
         sink=None if given.sink is None else given.sink.clone(),
+        rule=None,
     )
+    if given.rule is not None:
+        sampled = _at_rule(sampled, given.rule, sequences, places)
     return AttentionCall(sampled, sequences, places, (count, length))
+
+
+def _at_rule(sampled: Arguments, rule: Rule, sequences: Tensor, places: Tensor) -> Arguments:
+    """Write what a rule says of the sampled queries as a mask and a bias.
+
+    A rule may change scores in any way: what it adds to those of these queries is a bias.
+    """
+    mask = rule.visible(sequences, places)
+    if not rule.changes_scores:
+        return sampled._replace(mask=mask)
+    group = sampled.query.shape[1] // sampled.key.shape[1]
+    key = sampled.key.repeat_interleave(group, dim=1).float()
+    scores = sampled.query.float() @ key.transpose(-1, -2) * sampled.scale
+    changed = rule.changed(scores, sequences, places)
+    hidden = ~mask | (changed == -torch.inf)
+    return sampled._replace(mask=~hidden, bias=torch.where(hidden, 0, changed - scores))
 
 
 def local_shard(values: Tensor) -> Tensor:
