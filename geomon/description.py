@@ -174,7 +174,7 @@ def _attention_rows(
         some += "to keys of another source, "
     return [
         (f"{indent}{named}", f"{some}{_heads(found)}{words or _UNKNOWN}"),
-        (f"{indent}Q, K projected", _projections(found, settled=seen is not None)),
+        (f"{indent}Q, K projected", _projections(found, _layout(seen))),
     ]
 
 
@@ -191,7 +191,14 @@ def _heads(attentions: list[Attention]) -> str:
     return f"{text}, {_count(key_heads or 0, 'key head')}, " if grouped else f"{text}, "
 
 
-def _projections(attentions: list[Attention], *, settled: bool) -> str:
+def _layout(seen: "_SeenModel | None") -> str:
+    """Say what is known of the layout of a projection to queries, keys and values."""
+    if seen is None:
+        return "layout to be verified on the first pass"
+    return "layout not decided: see the note" if seen.lacks_layouts else "layout verified"
+
+
+def _projections(attentions: list[Attention], layout: str) -> str:
     if not attentions:
         return "not seen: no projections under a name that the field gives them"
     first = attentions[0]
@@ -200,8 +207,7 @@ def _projections(attentions: list[Attention], *, settled: bool) -> str:
     if first.projections.kind == "multihead":
         return f"{first.name}, from its inputs and in_proj_weight"
     if first.projections.kind == "fused":
-        how = "verified" if settled else "to be verified on the first pass"
-        return f"{path}{names[0]}, with V; layout {how}"
+        return f"{path}{names[0]}, with V; {layout}"
     return _listed(path + name for name in names)
 
 
@@ -325,6 +331,11 @@ class _SeenModel:
     def attends_elsewhere(self, stack: Stack, label: str) -> bool:
         """Whether the keys of an attention are not those of the stack."""
         return self._window.attends_elsewhere(stack.name, label)
+
+    @property
+    def lacks_layouts(self) -> bool:
+        """Whether queries and keys were not found in the output of a projection."""
+        return any("projected Q and K" in note.text for note in self._snapshot.info.notes)
 
     def padding(self, anatomy: Anatomy) -> str:
         """Say what the padding was known by in the pass."""

@@ -185,7 +185,8 @@ def build_snapshot(
     first = (run or [*passes])[0]
     rows = [len(x.entered.indices) for x in run if x.entered is not None]
     dtype = str(first.dtype).removeprefix("torch.") if run else ""
-    info = PassInfo(min(rows, default=0), first.mode, dtype, [*remarks, *notes])
+    notes = [*remarks, *notes]
+    info = PassInfo(min(rows, default=0), first.mode, dtype, notes, batch=first.batch)
     return Snapshot([layer.to(device) for layer in [*layers, *matrices]], info)
 
 
@@ -620,8 +621,8 @@ def _evidence(call: AttentionCall | SoftmaxCall) -> Evidence:
         return Evidence(None, None, rows(own), torch.cat([places[:, :1], seen], dim=1))
     earlier = call.given.key.shape[2] - call.shape[1]  # keys kept from before (a cache of keys)
     key = at_places(call.given.key, call.places + earlier)
-    query = rows(call.given.query)
-    return Evidence(query.norm(dim=-1), rows(key).norm(dim=-1), None, places, query)
+    query, faced = rows(call.given.query), rows(key)
+    return Evidence(query.norm(dim=-1), faced.norm(dim=-1), None, places, query, faced)
 
 
 def _lacking(kept: SampledRows | None) -> frozenset[str]:

@@ -5,6 +5,7 @@ the layers.
 """
 
 import math
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -29,6 +30,9 @@ Shape = tuple[int, ...]
 
 # Queries at which the output of a fused projection is compared with what was attended.
 SAMPLES = 64
+
+# Rows of hidden states by which ranks see whether they have the same tokens.
+LANDMARKS = 8
 
 
 class SampledRows(NamedTuple):
@@ -147,6 +151,7 @@ class StackPass:
             shape.
         begins: True for a token that begins a sequence, in one row of packed sequences; None where
             attention did not say it.
+        landmarks: Rows at fixed places of the hidden states that entered the first of these calls.
         parts: Last call of a block that is a list of modules (None where it does not count), index
             of the block, and addresses of the modules that it called.
         left: Address and shape of what left the last block that was called.
@@ -186,6 +191,7 @@ class StackPass:
         self.sharded = False
         self.hidden_keys: dict[tuple[str, Shape], Tensor] = {}
         self.begins: Tensor | None = None
+        self.landmarks: Tensor | None = None
         # The last call of a block that is a list of modules, and those of them that it called.
         self.parts: tuple[BlockCall | None, int, set[int]] = (None, -1, set())
         self.left: tuple[int, Shape] | None = None
@@ -366,6 +372,22 @@ class StackPass:
             return None
         ids, _ = found
         return ids if ids.shape == shape else ids.T
+
+    @property
+    def batch(self) -> str:
+        """What tells the tokens of the pass from others; "" where nothing was seen.
+
+        Integers that tables were given may be positions, the same in every batch: they tell alone
+        only where they are more than the hidden states, of which a rank then has a part.
+        """
+        if self.landmarks is None:
+            return ""
+        ids = [ids.cpu().contiguous() for ids in self.token_ids]
+        known = "-".join(f"{zlib.crc32(each.numpy().tobytes()):08x}" for each in ids)
+        if any(each.numel() > math.prod(self.shape) for each in ids):
+            return known
+        rows = self.landmarks.cpu().float().contiguous()
+        return f"{known} {zlib.crc32(rows.numpy().tobytes()):08x}"
 
     def token_table(self) -> nn.Module | None:
         """Return the embedding table of the tokens; None where no table was given token ids."""
@@ -629,12 +651,13 @@ def attention_key(block: Block, label: str = "") -> int | None:
     return 0 if not block.attentions and not label else block.attention_index(label)
 
 
-def spread_indices(count: int) -> Tensor:
-    """Return evenly spread indices, at most `SAMPLES` of them.
+def spread_indices(count: int, most: int = SAMPLES) -> Tensor:
+    """Return evenly spread indices.
 
     Args:
-        count: Number of sampled queries.
+        count: Number of sampled queries, say.
+        most: Largest number of indices.
     """
-    kept = min(count, SAMPLES)
+    kept = min(count, most)
     order = torch.arange(kept, dtype=torch.int64, device="cpu")
     return order * (count - 1) // max(kept - 1, 1)

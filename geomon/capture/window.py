@@ -47,6 +47,7 @@ from geomon.capture.attending.qkv import copy_multihead_weights
 from geomon.capture.calling.calls import unwatch_calls, unwrap, watch_calls
 from geomon.capture.calling.patches import run_eagerly, watch_attention, without_fast_path
 from geomon.capture.first_pass import (
+    LANDMARKS,
     BlockCall,
     SampledRows,
     StackPass,
@@ -574,6 +575,9 @@ class Window:
             stack_pass.mode = "train" if module.training else "eval"
             if entered is not None:
                 stack_pass.entered = self._sample_hidden(stack_pass, entered, module, entering=True)
+            if stack_pass.entered is not None and block_call.shape is not None:
+                places = spread_indices(math.prod(block_call.shape), LANDMARKS)
+                stack_pass.landmarks = copy_rows(rows, places)
         return block_call
 
     def _on_block_left(
