@@ -429,12 +429,18 @@ class StackBuilder:
     def _begins(self, shape: Sequence[int]) -> Tensor | None:
         """Say which tokens begin a sequence, in one row of packed ones; None where that is unknown.
 
-        One that all tokens are in is not packed.
+        Attention says it: by what it hides, or as it takes the row as sequences. One sequence that
+        all tokens are in is not packed.
         """
-        begins = self._pass.begins
-        if begins is None or math.prod(shape) != len(begins) or int(begins.sum()) < 2:
+        length, begins = math.prod(shape), self._pass.begins
+        if begins is not None and len(begins) == length and int(begins.sum()) > 1:
+            return begins.cpu()
+        calls = [c for call in self._pass.block_calls for c in call.attention_calls.values()]
+        if len(shape) > 1 or not calls or math.prod(calls[0].shape) != length:
             return None
-        return begins.cpu()
+        sequences, each = calls[0].shape
+        order = torch.arange(length, dtype=torch.int64, device="cpu")
+        return order % each == 0 if sequences > 1 else None
 
     def _length_first(self) -> bool:
         """Whether hidden states are [length, batch, width], by the modules or by the calls."""

@@ -371,7 +371,7 @@ class StackPass:
         if found is None:
             return None
         ids, _ = found
-        return ids if ids.shape == shape else ids.T
+        return ids.T if ids.shape == shape[::-1] != shape else ids.reshape(shape)
 
     @property
     def batch(self) -> str:
@@ -398,6 +398,8 @@ class StackPass:
         given = list(zip(self.token_ids, self.tables, strict=True))
         found = [pair for pair in given if pair[0].shape == shape]
         found = found or [pair for pair in given if pair[0].shape == shape[::-1]]
+        # Packed hidden states are flattened ids, or ids without sequences have got a batch of one.
+        found = found or [pair for pair in given if _is_flat(pair[0].shape, shape)]
         # Several tables may be given integers of the tokens' shape (token types, positions): the
         # token ids are those that vary most.
         if len(found) < 2:
@@ -635,6 +637,11 @@ class StackPass:
         block = self.stack.blocks[depth - 1]
         calls = (call for call in self.block_calls if call.block == depth - 1)
         return block, next(calls, None), block.name
+
+
+def _is_flat(ids: Shape, shape: Shape) -> bool:
+    """Whether token ids are those of hidden states whose sequences are in one row."""
+    return math.prod(ids) == math.prod(shape) and 1 in (len(shape), *shape[:-1])
 
 
 def attention_key(block: Block, label: str = "") -> int | None:

@@ -181,7 +181,8 @@ def find_anatomy(model: nn.Module, blocks: str | Sequence[nn.Module] | None = No
             f"no transformer blocks in {type(model).__name__} (its children: {children}): expected "
             "modules that hold others, in a ModuleList or Sequential; give them with "
             r'blocks="regular expression of their names", such as r"encoder\.layer\.\d+", or as a '
-            "list of modules"
+            "list of modules. Where layers are no modules, pass what leaves each of them through "
+            "an nn.Identity of its own, and name these"
         )
     inside = {module for family in families for block in family for module in block.modules()}
     outside = {module: name for module, name in names.items() if module not in inside}

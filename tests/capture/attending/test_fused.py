@@ -335,3 +335,29 @@ def test_a_function_of_the_same_name_with_another_order_is_refused(package):
     with torch.no_grad():
         text = str(describe(model, ids))
     assert "by hand" in text or "queries were attended with, of" in text
+
+
+def test_tokens_in_one_row_are_told_apart_as_attention_takes_them():
+    def unflattened(q, k, v, ids):
+        q, k, v = (x.unflatten(0, (-1, LENGTH)).transpose(1, 2) for x in (q, k, v))
+        attend = nn.functional.scaled_dot_product_attention
+        return attend(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(0, 1)
+
+    class Flat(Decoder):
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embed(ids).flatten(0, 1)
+            for block in self.blocks:
+                x = block(x, ids)
+            return self.head(x)
+
+    model, ids = Flat(unflattened).eval(), tokens(16)
+    memory = Memory()
+    with Monitor(
+        model, metrics=select("variance", "twonn_distinct", "attention_entropy"), batches=1,
+        tokens=ids.numel(), directory=None, sinks=[memory], strict=True,
+    ) as monitor, monitor(0):  # fmt: skip
+        model(ids)
+    (reading,) = memory.readings
+    assert "variance/layer_01/margin" in reading.values
+    distinct = len({(int(token), place) for row in ids for place, token in enumerate(row)})
+    assert reading.values["twonn_distinct/layer_00/n"] <= distinct
