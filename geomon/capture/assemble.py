@@ -123,6 +123,10 @@ _LAST_UNKNOWN = (
     "which token is the last of its sequence was known only after the pass: pass the model a mask "
     "[batch, length] as attention_mask"
 )
+_ENDS_LATE = (
+    "the hidden states are [tokens, width]: where one sequence ends is known by the attention that "
+    "follows, when the rows have been kept"
+)
 _NESTED = "the hidden states are nested tensors, or there are none in what the block returns"
 _NO_FINAL_NORM = (
     "no module outside the blocks whose class is called a norm was given what leaves the last "
@@ -368,7 +372,8 @@ class StackBuilder:
     def _last_views(self, depth: int, kept: SampledRows) -> tuple[dict[str, Any], dict[str, str]]:
         """Make the views of the last tokens, now that padding is settled."""
         if len(kept.shape) == 1:
-            return {}, dict.fromkeys(_ROW_VIEWS, _PACKED)
+            known = self._begins(kept.shape) is not None
+            return {}, dict.fromkeys(_ROW_VIEWS, _ENDS_LATE if known else _PACKED)
         last, valid = kept.last, self._pass.valid(kept.shape)
         assert last is not None  # the window was asked for them
         places = self._pass.last_places(kept.shape, valid, length_first=self._length_first())

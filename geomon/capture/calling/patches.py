@@ -10,6 +10,7 @@ import functools
 import inspect
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
@@ -240,8 +241,8 @@ def _wrap_imported(undo: Undo) -> None:
     A module that is not loaded has imported nothing; none is asked for names that it makes lazily.
     """
     attend = getattr(torch.nn.functional.scaled_dot_product_attention, "__wrapped__", None)
-    for module in [*sys.modules.values()]:
-        names = getattr(module, "__dict__", {})
+    for module in _importers():
+        names = vars(module)
         if attend is not None and names.get(_BY_NAME) is attend:
             replace(undo, module, _BY_NAME, torch.nn.functional.scaled_dot_product_attention)
         for name in _FLASH:
@@ -253,6 +254,32 @@ def _wrap_imported(undo: Undo) -> None:
                     replace(undo, module, name, _observed_once(function, notify))
 
 
+def _importers() -> list[Any]:
+    """List the modules that have a name of an attention function.
+
+    It takes some milliseconds, once for a holder: the patch is suspended at every compiled block.
+    """
+    holder = watch_attention.holders[0]
+    if _scan.holder is None or _scan.holder() is not holder:
+        modules = [*sys.modules.values()]
+        _scan.found = [
+            m for m in modules if not getattr(m, "__dict__", {}).keys().isdisjoint(_NAMES)
+        ]
+        _scan.holder = weakref.ref(holder)
+    return _scan.found
+
+
+class _Scan:
+    """What was found for a holder of the patch."""
+
+    def __init__(self) -> None:
+        self.holder: weakref.ref[Any] | None = None
+        self.found: list[Any] = []
+
+
+_scan = _Scan()
+
+
 # The attention function of torch, and functions that attend with flash attention, by the names that
 # their packages and torch give them.
 _BY_NAME = "scaled_dot_product_attention"
@@ -261,6 +288,7 @@ _FLASH = (
     "flash_attn_varlen_func", "flash_attn_varlen_qkvpacked_func",
     "flash_attn_varlen_kvpacked_func", "varlen_attn",
 )  # fmt: skip
+_NAMES = frozenset((_BY_NAME, *_FLASH))
 
 
 def _parameters(function: Any) -> tuple[str, ...]:
