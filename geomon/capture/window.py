@@ -399,13 +399,18 @@ class Window:
             with self._guarded():
                 action(module, output)
 
+    @property
+    def finished(self) -> bool:
+        """Whether the passes that count are over: nothing more is to be seen."""
+        return all(stack_pass.over for stack_pass in self._passes)
+
     def needs_twin(self, module: nn.Module) -> bool:
         """Whether the compiled code of a module hides what this window is to see.
 
         Args:
             module: The module, without wrappers.
         """
-        if all(stack_pass.over for stack_pass in self._passes):
+        if self.finished:
             return False
         attends = bool(self._sources & {"attention", "projection"})
         inside = attends and bool(self._running) and self._running[-1][1] is not None

@@ -429,19 +429,24 @@ def _force_eager(undo: Undo) -> None:
                 return choose(callback)
             if getattr(function, "__module__", None) == _FLEX_MODULE:
                 name = getattr(function, "__name__", "")
-                if name not in _FLEX_FUNCTIONS:  # what flex attention itself compiles
+                if leaf is None or name not in _FLEX_FUNCTIONS:  # what flex attention compiles
                     return choose(callback)
                 if name == "flex_attention":
                     notify_of_flex(args, kwargs)
                 leaf.begin(frame)
+                return choose(callback)
+            if leaf is not None and all(holder.finished for holder in run_eagerly.holders):
+                leaf.begin(frame)  # a loss, say: nothing more is to be seen
                 return choose(callback)
             if not in_extra_pass():
                 for holder in run_eagerly.holders:
                     holder.on_forced_eager()
             return choose(callback)
 
-        leaf = _Leaf(compiler, before)
-        _replace_ending(undo, compiler, leaf)
+        leaf = None
+        if hasattr(compiler, "set_eval_frame"):  # its end is seen in no other way
+            leaf = _Leaf(compiler, before)
+            _replace_ending(undo, compiler, leaf)
         replace(undo, compiler, "_callback_from_stance", observed)
     before = compiler._stance
     undo(lambda: compiler._set_stance(before))
@@ -503,7 +508,7 @@ class _Leaf:
             frame: Frame of the wrapper that makes the call.
         """
         self._frame, self._forced = frame, self._compiler._stance
-        for patch in (watch_attention, without_fast_path):
+        for patch in not_compiled_with:
             self._stack.enter_context(patch.suspended())
         self._compiler._stance = self._before
 
@@ -572,3 +577,7 @@ def _forbid_fast_path(undo: Undo) -> None:
 
 run_eagerly = Patch(_force_eager)
 without_fast_path = Patch(_forbid_fast_path)
+
+# Patches that are taken away while a compiled function runs: its code is guarded by what it refers
+# to, and would be compiled again.
+not_compiled_with = [watch_attention, without_fast_path]
