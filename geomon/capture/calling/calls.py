@@ -26,7 +26,6 @@ from geomon.capture.calling.patches import (
     end_extra_passes,
     extra_pass_begun,
     in_extra_pass,
-    not_compiled_with,
     replace,
     run_eagerly,
     watch_attention,
@@ -107,8 +106,7 @@ def _patch_call(undo: Undo) -> None:
     replace(undo, nn.Module, "__call__", observed)
 
 
-_calls = Patch(_patch_call)
-not_compiled_with.append(_calls)
+_calls = Patch(_patch_call, around_compiled=False)
 _observers: list[CallObserver] = []
 _first_calls: list["FirstCall"] = []
 _placed: list[tuple[nn.Module, "_Hook"]] = []  # hooks for the moment at which a call begins

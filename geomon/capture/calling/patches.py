@@ -67,15 +67,22 @@ class AttentionObserver(Protocol):
         """
 
 
+_not_around_compiled: list["Patch"] = []
+
+
 class Patch:
     """A change of the process that is made for its first holder and undone for its last.
 
     Args:
         apply: Makes the change; it is given a function that takes note of what undoes it.
+        around_compiled: Whether the change stays while a compiled function runs as compiled. Its
+            code is guarded by what it refers to, and would be compiled again.
     """
 
-    def __init__(self, apply: Callable[[Undo], None]) -> None:
+    def __init__(self, apply: Callable[[Undo], None], *, around_compiled: bool = True) -> None:
         self._apply = apply
+        if not around_compiled:
+            _not_around_compiled.append(self)
         self._holders: list[object] = []
         self._suspensions: list[object] = []
         self._undo: list[Callable[[], Any]] = []
@@ -198,7 +205,9 @@ _PRODUCTS: tuple[tuple[Any, str], ...] = (
     *((torch.functional._VF, name) for name in ("einsum", "tensordot")),  # type: ignore[attr-defined]
 )
 
-watch_attention = Patch(_patch_attention)  # its holders are AttentionObservers
+watch_attention = Patch(
+    _patch_attention, around_compiled=False
+)  # its holders are AttentionObservers
 
 
 def _wrap_sdpa(undo: Undo) -> None:
@@ -508,7 +517,7 @@ class _Leaf:
             frame: Frame of the wrapper that makes the call.
         """
         self._frame, self._forced = frame, self._compiler._stance
-        for patch in not_compiled_with:
+        for patch in _not_around_compiled:
             self._stack.enter_context(patch.suspended())
         self._compiler._stance = self._before
 
@@ -576,8 +585,4 @@ def _forbid_fast_path(undo: Undo) -> None:
 
 
 run_eagerly = Patch(_force_eager)
-without_fast_path = Patch(_forbid_fast_path)
-
-# Patches that are taken away while a compiled function runs: its code is guarded by what it refers
-# to, and would be compiled again.
-not_compiled_with = [watch_attention, without_fast_path]
+without_fast_path = Patch(_forbid_fast_path, around_compiled=False)
