@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from geomon.capture import Window, extra_pass, find_anatomy, padding_arguments
-from geomon.capture.anatomy import CROSS, Anatomy, Attention, Block, Stack, find_sizes, shown_name
+from geomon.capture.anatomy import CROSS, Anatomy, Attention, Block, Stack, shown_name
 from geomon.capture.snapshot import CAPTURED, Layer, explain_missing
 from geomon.record.printable import printable
 
@@ -18,7 +18,16 @@ from geomon.record.printable import printable
 ROUTES = {
     "interface": "through transformers' attention interface",
     "sdpa": "through torch's scaled_dot_product_attention",
+    "flex": "through torch's flex_attention",
+    "flash": "through a function of flash attention",
     "softmax": "by hand: its scores are seen at the softmax",
+}
+# What the source of an attention holds that takes a route.
+_CALLS = {
+    "sdpa": "scaled_dot_product_attention(",
+    "flex": "flex_attention(",
+    "flash": "flash_attn",
+    "softmax": "oftmax(",
 }
 _UNKNOWN = "by a route that the first pass shows"
 
@@ -85,7 +94,8 @@ def describe(
     rows: list[_Row] = []
     for stack in anatomy.stacks:
         rows += _stack_rows(stack, seen, several=len(anatomy.stacks) > 1)
-    rows.append(("token ids", _token_ids(model, anatomy)))
+    tables = anatomy.embeddings if seen is None else seen.token_tables() or anatomy.embeddings
+    rows.append(("token ids", _token_ids(model, tables)))
     rows.append(("padding", _padding(anatomy) if seen is None else seen.padding(anatomy)))
     for left_out in anatomy.left_out:
         what = f"{_count(left_out.count, 'block')} {left_out.pattern}"
@@ -164,13 +174,13 @@ def _attention_rows(
         some += "to keys of another source, "
     return [
         (f"{indent}{named}", f"{some}{_heads(found)}{words or _UNKNOWN}"),
-        (f"{indent}Q, K projected", _projections(found, settled=seen is not None)),
+        (f"{indent}Q, K projected", _projections(found, _layout(seen))),
     ]
 
 
 def _heads(attentions: list[Attention]) -> str:
     """Say how many heads there are, with a comma after it; "" where that is not known."""
-    sizes = {find_sizes(a.projections, [a.module]) for a in attentions}
+    sizes = {a.sizes for a in attentions}
     known = sorted({size for size in sizes if size.heads is not None}, key=str)
     if len(known) != 1:
         counts = sorted({size.heads for size in known if size.heads is not None})
@@ -181,7 +191,14 @@ def _heads(attentions: list[Attention]) -> str:
     return f"{text}, {_count(key_heads or 0, 'key head')}, " if grouped else f"{text}, "
 
 
-def _projections(attentions: list[Attention], *, settled: bool) -> str:
+def _layout(seen: "_SeenModel | None") -> str:
+    """Say what is known of the layout of a projection to queries, keys and values."""
+    if seen is None:
+        return "layout to be verified on the first pass"
+    return "layout not decided: see the note" if seen.lacks_layouts else "layout verified"
+
+
+def _projections(attentions: list[Attention], layout: str) -> str:
     if not attentions:
         return "not seen: no projections under a name that the field gives them"
     first = attentions[0]
@@ -190,17 +207,16 @@ def _projections(attentions: list[Attention], *, settled: bool) -> str:
     if first.projections.kind == "multihead":
         return f"{first.name}, from its inputs and in_proj_weight"
     if first.projections.kind == "fused":
-        how = "verified" if settled else "to be verified on the first pass"
-        return f"{path}{names[0]}, with V; layout {how}"
+        return f"{path}{names[0]}, with V; {layout}"
     return _listed(path + name for name in names)
 
 
 # -- around the stacks ---------------------------------------------------------------------------
 
 
-def _token_ids(model: nn.Module, anatomy: Anatomy) -> str:
+def _token_ids(model: nn.Module, embeddings: Iterable[nn.Module]) -> str:
     names = {module: shown_name(name) for name, module in model.named_modules()}
-    tables = [names[table] for table in anatomy.embeddings]
+    tables = [names[table] for table in embeddings]
     if not tables:
         return "none: no embedding outside the blocks; metrics of token types are missing"
     return f"inputs of {_listed(tables, most=2)}"
@@ -248,11 +264,11 @@ def predict_route(attention: Attention) -> str | None:
     source = _source(attention.module)
     if "get_interface(" in source:
         return "interface"
-    attends, takes_softmax = "scaled_dot_product_attention(" in source, "oftmax(" in source
-    if attends and takes_softmax:
+    found = [route for route, call in _CALLS.items() if call in source]
+    if found == ["sdpa", "softmax"]:
         asked = getattr(getattr(attention.module, "config", None), "_attn_implementation", None)
         return {"sdpa": "sdpa", "eager": "softmax"}.get(str(asked))
-    return "sdpa" if attends else "softmax" if takes_softmax else None
+    return found[0] if len(found) == 1 else None
 
 
 def _source(module: nn.Module) -> str:
@@ -308,9 +324,18 @@ class _SeenModel:
         """List the routes by which attention was seen."""
         return self._window.routes(stack.name, label)
 
+    def token_tables(self) -> tuple[nn.Module, ...]:
+        """List the embedding tables whose inputs were the token ids."""
+        return self._window.token_tables()
+
     def attends_elsewhere(self, stack: Stack, label: str) -> bool:
         """Whether the keys of an attention are not those of the stack."""
         return self._window.attends_elsewhere(stack.name, label)
+
+    @property
+    def lacks_layouts(self) -> bool:
+        """Whether queries and keys were not found in the output of a projection."""
+        return any("projected Q and K" in note.text for note in self._snapshot.info.notes)
 
     def padding(self, anatomy: Anatomy) -> str:
         """Say what the padding was known by in the pass."""

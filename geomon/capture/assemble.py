@@ -55,6 +55,7 @@ from geomon.capture.snapshot import (
     group_by_layer,
 )
 from geomon.capture.tokens.boundaries import Sequences as Packed
+from geomon.capture.tokens.boundaries import sequences_from
 from geomon.capture.tokens.sampling import RowSampler, copy_rows
 
 _HIDDEN_ONLY = frozenset({"hidden", "last"})
@@ -79,8 +80,9 @@ _DROPPED = (
 )
 _NO_ATTENTION = (
     "no attention call was seen in the block: it goes neither through transformers' attention "
-    "interface nor through torch.nn.functional.scaled_dot_product_attention (called by this name), "
-    "and no softmax of scores of its tokens was seen (linear attention has none)"
+    "interface nor through torch.nn.functional.scaled_dot_product_attention, flex_attention or the "
+    "functions of flash attention (called by these names), and no softmax of scores of its tokens "
+    "was seen (linear attention has none)"
 )
 _BY_HAND = (
     "attention is written out by hand: its scores were seen, and not the queries and keys that it "
@@ -134,6 +136,10 @@ _LAST_UNKNOWN = (
     "which token is the last of its sequence was known only after the pass: pass the model a mask "
     "[batch, length] as attention_mask"
 )
+_ENDS_LATE = (
+    "the hidden states are [tokens, width]: where one sequence ends is known by the attention that "
+    "follows, when the rows have been kept"
+)
 _NESTED = "the hidden states are nested tensors, or there are none in what the block returns"
 _NO_FINAL_NORM = (
     "no module outside the blocks whose class is called a norm was given what leaves the last "
@@ -182,7 +188,7 @@ def build_snapshot(
     run = [stack_pass for stack_pass in passes if stack_pass.block_calls]
     for stack_pass in run or passes:
         not_run = no_rows or (_OTHER_THREAD if other_thread else _NOT_RUN)
-        builder = StackBuilder(stack_pass, sources, not_run, device)
+        builder = StackBuilder(stack_pass, sources, not_run, device, alone=len(passes) == 1)
         layers += builder.layers()
         for label in stack_pass.stack.side_labels:
             layers += builder.side_layers(label, side_stack_name(stack_pass, label, passes))
@@ -197,7 +203,8 @@ def build_snapshot(
     first = (run or [*passes])[0]
     rows = [len(x.entered.indices) for x in run if x.entered is not None]
     dtype = str(first.dtype).removeprefix("torch.") if run else ""
-    info = PassInfo(min(rows, default=0), first.mode, dtype, [*remarks, *notes])
+    notes = [*remarks, *notes]
+    info = PassInfo(min(rows, default=0), first.mode, dtype, notes, batch=first.batch)
     return Snapshot([layer.to(device) for layer in [*layers, *matrices]], info)
 
 
@@ -250,12 +257,20 @@ class StackBuilder:
         sources: Sources of the views that are wanted.
         not_run: Why views are missing where no block of the stack was run.
         device: Where rows, queries and keys stay; what is small is on the host.
+        alone: Whether the model has no other stack.
     """
 
     def __init__(
-        self, stack_pass: StackPass, sources: set[str], not_run: str, device: torch.device
+        self,
+        stack_pass: StackPass,
+        sources: set[str],
+        not_run: str,
+        device: torch.device,
+        *,
+        alone: bool,
     ) -> None:
         self._pass = stack_pass
+        self._alone = alone
         self._device = device
         self._sources = sources
         self._not_run = _DROPPED if stack_pass.block_calls else not_run
@@ -393,7 +408,8 @@ class StackBuilder:
         """Make the views of the last tokens, now that padding is settled."""
         last, valid = kept.last, self._pass.valid(kept.shape)
         if last is None:
-            return {}, dict.fromkeys(_ROW_VIEWS, _PACKED)
+            known = self._packed(kept.shape) is not None
+            return {}, dict.fromkeys(_ROW_VIEWS, _ENDS_LATE if known else _PACKED)
         places = self._pass.last_places(kept.shape, valid, length_first=self._length_first())
         among = torch.isin(last.indices, places)
         if int(among.sum()) < len(places):
@@ -427,9 +443,17 @@ class StackBuilder:
             missing["sequences"] = _PACKED
         ids = self._pass.ids_as(kept.shape)
         if ids is None:
-            fewer = any(0 < given.numel() < math.prod(kept.shape) for given in self._pass.token_ids)
-            return captured, missing | {"token_ids": _NO_TOKENS + _FEWER_TOKENS * fewer}
+            return captured, missing | {"token_ids": _NO_TOKENS + _FEWER_TOKENS * self._has_fewer()}
         return captured | {"token_ids": ids.flatten().cpu()[kept.indices][finite]}, missing
+
+    def _has_fewer(self) -> bool:
+        """Whether a table was given fewer token ids than there are hidden states of a sequence.
+
+        Where there are several stacks, they may be those of another one.
+        """
+        shape, given = self._pass.shape, [ids.shape for ids in self._pass.token_ids]
+        alike = [ids for ids in given if len(ids) == len(shape) == 2 and ids[0] == shape[0] > 1]
+        return self._alone and any(ids[1] < shape[1] for ids in alike)
 
     def _positions(self, kept: SampledRows) -> Tensor:
         """Return the position of each row in its sequence or in its feature map."""
@@ -456,8 +480,26 @@ class StackBuilder:
         if shape not in self._packings:
             self._packings[shape] = self._pass.sequences(
                 shape, self._pass.valid(shape), length_first=self._length_first()
-            )
+            ) or self._packed_by_attention(shape)
         return self._packings[shape]
+
+    def _packed_by_attention(self, shape: tuple[int, ...]) -> Packed | None:
+        """Return the sequences in the one row of a batch that attention keeps apart.
+
+        It hides one from another, or takes the row as sequences.
+        """
+        length, begins = math.prod(shape), self._pass.begins
+        if begins is None or len(begins) != length:
+            calls = [c for call in self._pass.block_calls for c in call.attention_calls.values()]
+            if len(shape) > 1 or not calls or math.prod(calls[0].shape) != length:
+                return None
+            begins = torch.arange(length, dtype=torch.int64, device="cpu") % calls[0].shape[1] == 0
+        valid = self._pass.valid(shape)
+        tokens = None if valid is None else valid.view(1, -1)
+        found = sequences_from(begins.cpu().view(1, -1), tokens, "attention")
+        if found is None:
+            return None
+        return found._replace(numbers=found.numbers.view(shape), places=found.places.view(shape))
 
     def _length_first(self) -> bool:
         """Whether hidden states are [length, batch, width], by the modules or by the calls."""
@@ -548,6 +590,8 @@ class StackBuilder:
                 captured |= self._max_logits(block_call.max_logits.get(index, ()))
             except NotUnderstoodError as error:
                 reason = f"attention is not rebuilt here: {error}"
+            except Exception as error:  # hidden states, and other layers, do not depend on it
+                reason = f"attention could not be rebuilt: {type(error).__name__}: {error}"
             else:
                 if isinstance(call, SoftmaxCall):
                     return captured, dict.fromkeys(_QUERY_VIEWS, _BY_HAND)
@@ -625,7 +669,7 @@ def _split_projected(
 
 def _sizes(attention: Attention, call: AttentionCall | SoftmaxCall | None) -> Sizes:
     """Return the heads as attended, or as the modules say where no call was recorded."""
-    found = find_sizes(attention.projections, [attention.module])
+    found = attention.sizes
     if isinstance(call, AttentionCall):
         return found._replace(heads=call.heads, head_width=call.given.query.shape[-1])
     if isinstance(call, SoftmaxCall):
@@ -657,8 +701,8 @@ def _evidence(call: AttentionCall | SoftmaxCall) -> Evidence:
         return Evidence(None, None, rows(own), torch.cat([places[:, :1], seen], dim=1))
     earlier = call.given.key.shape[2] - call.shape[1]  # keys kept from before (a cache of keys)
     key = at_places(call.given.key, call.places + earlier)
-    query = rows(call.given.query)
-    return Evidence(query.norm(dim=-1), rows(key).norm(dim=-1), None, places, query)
+    query, faced = rows(call.given.query), rows(key)
+    return Evidence(query.norm(dim=-1), faced.norm(dim=-1), None, places, query, faced)
 
 
 def _lacking(kept: SampledRows | None) -> frozenset[str]:

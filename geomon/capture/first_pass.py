@@ -5,6 +5,7 @@ the layers.
 """
 
 import math
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -30,6 +31,9 @@ Shape = tuple[int, ...]
 
 # Queries at which the output of a fused projection is compared with what was attended.
 SAMPLES = 64
+
+# Rows of hidden states by which ranks see whether they have the same tokens.
+LANDMARKS = 8
 
 
 class SampledRows(NamedTuple):
@@ -63,7 +67,7 @@ class BlockCall:
         hidden: Rows of the hidden states that left the block.
         running_attention: Index of the attention that is running, if the block has several.
         attention_calls: Recorded call of each attention.
-        routes: Where each attention was seen: "interface", "sdpa" or "softmax".
+        routes: Where each attention was seen: "interface", "sdpa", "flex", "flash" or "softmax".
         refused: Why the call of an attention was not kept.
         max_logits: Largest score of each row of each call of an attention, [sequences, heads,
             queries] each.
@@ -149,6 +153,9 @@ class StackPass:
         hidden_keys: True for keys that attention hides from every query, [batch, keys], by the role
             of the keys ("" for those of the stack itself, "key" for those of another) and by their
             shape.
+        begins: True for a token that begins a sequence, in one row of packed sequences; None where
+            attention did not say it.
+        landmarks: Rows at fixed places of the hidden states that entered the first of these calls.
         parts: Last call of a block that is a list of modules (None where it does not count), index
             of the block, and addresses of the modules that it called.
         left: Address and shape of what left the last block that was called.
@@ -190,6 +197,8 @@ class StackPass:
         self.mode = "eval"
         self.sharded = False
         self.hidden_keys: dict[tuple[str, Shape], Tensor] = {}
+        self.begins: Tensor | None = None
+        self.landmarks: Tensor | None = None
         # The last call of a block that is a list of modules, and those of them that it called.
         self.parts: tuple[BlockCall | None, int, set[int]] = (None, -1, set())
         self.left: tuple[int, Shape] | None = None
@@ -295,6 +304,8 @@ class StackPass:
         entered = self.shape_at(block_call)
         if len(shape) != 2 and math.prod(shape) == math.prod(entered):
             shape = entered
+        if len(shape) == 1:  # packed: attention takes them as one row
+            shape = (1, *shape)
         return (shape[0], shape[1]) if len(shape) == 2 else None
 
     def row_indices(
@@ -418,7 +429,23 @@ class StackPass:
         if found is None:
             return None
         ids, _ = found
-        return ids if ids.shape == shape else ids.T
+        return ids.T if ids.shape == shape[::-1] != shape else ids.reshape(shape)
+
+    @property
+    def batch(self) -> str:
+        """What tells the tokens of the pass from others; "" where nothing was seen.
+
+        Integers that tables were given may be positions, the same in every batch: they tell alone
+        only where they are more than the hidden states, of which a rank then has a part.
+        """
+        if self.landmarks is None:
+            return ""
+        ids = [ids.cpu().contiguous() for ids in self.token_ids]
+        known = "-".join(f"{zlib.crc32(each.numpy().tobytes()):08x}" for each in ids)
+        if any(each.numel() > math.prod(self.shape) for each in ids):
+            return known
+        rows = self.landmarks.cpu().float().contiguous()
+        return f"{known} {zlib.crc32(rows.numpy().tobytes()):08x}"
 
     def token_table(self) -> nn.Module | None:
         """Return the embedding table of the tokens; None where no table was given token ids."""
@@ -429,6 +456,8 @@ class StackPass:
         given = list(zip(self.token_ids, self.tables, strict=True))
         found = [pair for pair in given if pair[0].shape == shape]
         found = found or [pair for pair in given if pair[0].shape == shape[::-1]]
+        # Packed hidden states are flattened ids, or ids without sequences have got a batch of one.
+        found = found or [pair for pair in given if _is_flat(pair[0].shape, shape)]
         # Several tables may be given integers of the tokens' shape (token types, positions): the
         # token ids are those that vary most.
         if len(found) < 2:
@@ -520,6 +549,16 @@ class StackPass:
         first = self.valid(self.shape)
         known = shape in (self.shape, self.shape[::-1]) or self.valid(shape) is not None
         return first is not None and not known and not bool(first.all())
+
+    def keep_begins(self, length: int, find: Callable[[int], Tensor]) -> None:
+        """Keep where packed sequences begin in the one row that a stack was given.
+
+        Args:
+            length: Number of tokens in the row.
+            find: Finds them: True for a token that begins one, [length].
+        """
+        if self.begins is None and math.prod(self.shape) == length:
+            self.begins = find(length)
 
     def keep_hidden_keys(self, role: str, shape: Shape, find: Callable[[], Tensor]) -> None:
         """Keep which keys an attention hides from every query.
@@ -658,6 +697,11 @@ class StackPass:
         return block, next(calls, None), block.name
 
 
+def _is_flat(ids: Shape, shape: Shape) -> bool:
+    """Whether token ids are those of hidden states whose sequences are in one row."""
+    return math.prod(ids) == math.prod(shape) and 1 in (len(shape), *shape[:-1])
+
+
 def attention_key(block: Block, label: str = "") -> int | None:
     """Return the index under which an attention is kept in `BlockCall`.
 
@@ -672,12 +716,13 @@ def attention_key(block: Block, label: str = "") -> int | None:
     return 0 if not block.attentions and not label else block.attention_index(label)
 
 
-def spread_indices(count: int) -> Tensor:
-    """Return evenly spread indices, at most `SAMPLES` of them.
+def spread_indices(count: int, most: int = SAMPLES) -> Tensor:
+    """Return evenly spread indices.
 
     Args:
-        count: Number of sampled queries.
+        count: Number of sampled queries, say.
+        most: Largest number of indices.
     """
-    kept = min(count, SAMPLES)
+    kept = min(count, most)
     order = torch.arange(kept, dtype=torch.int64, device="cpu")
     return order * (count - 1) // max(kept - 1, 1)

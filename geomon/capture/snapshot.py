@@ -190,6 +190,8 @@ class PassInfo:
         dtype: Data type of the hidden states in the model, before they were copied to float32.
         notes: Remarks for the reader of the numbers.
         loss: Loss of a probe's pass; None where none was asked for.
+        batch: What tells the tokens of the pass from others: ranks with the same one had the same
+            tokens. "" where nothing was seen.
     """
 
     tokens: int
@@ -197,6 +199,7 @@ class PassInfo:
     dtype: str
     notes: list[Note] = field(default_factory=list)
     loss: MeanLoss | None = None
+    batch: str = ""
 
 
 @dataclass(frozen=True)

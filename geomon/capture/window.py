@@ -6,6 +6,7 @@ does no arithmetic but for the largest logit, which no sample has (`capture.atte
 """
 
 import functools
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from geomon.capture.anatomy import Anatomy, Attention, Block, find_sizes
+from geomon.capture.anatomy import Anatomy, Attention, Block
 from geomon.capture.assemble import build_snapshot, matrix_layer
 from geomon.capture.attending.attention import (
     Arguments,
@@ -40,6 +41,7 @@ from geomon.capture.attending.by_hand import (
     record_softmax,
     weight_storages,
 )
+from geomon.capture.attending.fused import read_flash, read_flex
 from geomon.capture.attending.max_logit import max_logits_of_call, max_logits_of_scores
 from geomon.capture.attending.qkv import copy_multihead_weights
 from geomon.capture.calling.calls import unwatch_calls, unwrap, watch_calls
@@ -50,6 +52,7 @@ from geomon.capture.calling.patches import (
     without_fast_path,
 )
 from geomon.capture.first_pass import (
+    LANDMARKS,
     BlockCall,
     SampledRows,
     StackPass,
@@ -91,6 +94,10 @@ _OUTSIDE = (
     "attention was seen outside the blocks that are watched, and none in them: these may be the "
     "wrong blocks. print(geomon.describe(model)) shows them, blocks=... names others"
 )
+
+
+# What reads the arguments of a call of fused attention, by its route.
+_FUSED = {"flex": read_flex, "flash": read_flash}
 
 
 class Window:
@@ -268,15 +275,15 @@ class Window:
 
     def _found_matrices(self) -> dict[str, nn.Module | None]:
         """Find the modules that hold the matrices that are asked for."""
-        tables = (stack_pass.token_table() for stack_pass in self._passes if stack_pass.shape)
+        tables = self.token_tables() or self._anatomy.embeddings
         found = {
-            EMBEDDING: next(tables, None) or next(iter(self._anatomy.embeddings), None),
+            EMBEDDING: next(iter(tables), None),
             UNEMBEDDING: self._anatomy.output,
         }
         return {name: module for name, module in found.items() if name in self._extra}
 
     def routes(self, stack: str, label: str = "") -> set[str]:
-        """List the routes by which attention was seen: of "interface", "sdpa", "softmax".
+        """List the routes by which attention was seen: keys of `geomon.description.ROUTES`.
 
         Args:
             stack: Name of the stack.
@@ -307,6 +314,11 @@ class Window:
             if (index := attention_key(stack_pass.stack.blocks[block_call.block], label))
             is not None
         )
+
+    def token_tables(self) -> tuple[nn.Module, ...]:
+        """List the embedding tables whose inputs were the token ids, in the order of the stacks."""
+        tables = (stack_pass.token_table() for stack_pass in self._passes if stack_pass.shape)
+        return tuple(dict.fromkeys(table for table in tables if table is not None))
 
     def padding(self, stack: str) -> str | None:
         """Say what the padding of a stack is known by; None where nothing says that there is any.
@@ -413,6 +425,15 @@ class Window:
             with self._guarded():
                 action(module, output)
 
+    @property
+    def finished(self) -> bool:
+        """Whether the passes that count are over: nothing more is to be seen.
+
+        Where gradients are recorded, a pass without them may be followed by one that counts.
+        """
+        records = self._records_gradients()
+        return all(x.over and (x.with_gradients or not records) for x in self._passes)
+
     def needs_twin(self, module: nn.Module) -> bool:
         """Whether the compiled code of a module hides what this window is to see.
 
@@ -420,8 +441,7 @@ class Window:
             module: The module, without wrappers.
         """
         self._twin_records = torch.is_grad_enabled()
-        done = (x.over and (x.with_gradients or not self._twin_records) for x in self._passes)
-        if all(done):
+        if self.finished:
             return False
         attends = bool(self._sources & {"attention", "projection"})
         inside = attends and bool(self._running) and self._running[-1][1] is not None
@@ -506,7 +526,7 @@ class Window:
     ) -> None:
         self._embedding[id(module)] = args, self._embedded
 
-    def _on_embedded(self, table: nn.Embedding, module: nn.Module, output: Any) -> None:
+    def _on_embedded(self, table: nn.Module, module: nn.Module, output: Any) -> None:
         args, before = self._embedding.pop(id(module), ((), self._embedded))
         ids = args[0] if args else None
         if self._embedded > before or not isinstance(ids, Tensor):  # the table was called inside
@@ -516,12 +536,12 @@ class Window:
 
     def _on_embedding(
         self,
-        table: nn.Embedding,
+        table: nn.Module,
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> None:
-        ids = args[0] if args else None
+        ids = next(iter([*args, *kwargs.values()]), None)
         if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_nested:
             return
         self._embedded += 1
@@ -626,6 +646,9 @@ class Window:
             stack_pass.mode = "train" if module.training else "eval"
             if entered is not None:
                 stack_pass.entered = self._sample_hidden(stack_pass, entered, module, entering=True)
+            if stack_pass.entered is not None and block_call.shape is not None:
+                places = spread_indices(math.prod(block_call.shape), LANDMARKS)
+                stack_pass.landmarks = copy_rows(rows, places)
         return block_call
 
     def _on_block_left(
@@ -689,12 +712,12 @@ class Window:
         """Record the sampled queries of a call (see `capture.calling.patches.AttentionObserver`).
 
         Args:
-            route: "interface" or "sdpa".
+            route: "interface", "sdpa", "flex" or "flash".
             module: The module that calls, or None.
             query: Queries of the call.
             key: Keys of the call.
             mask: Mask of the call.
-            options: All other arguments of the call by name.
+            options: All other arguments of the call by name; for "flex" and "flash" all of them.
         """
         current = self._current_call()
         if current is None:
@@ -717,10 +740,14 @@ class Window:
             block_call.inside.add(index)
         with self._guarded(), torch.no_grad():
             try:
-                if stack_pass.shape:
-                    known = _known(stack_pass, block_call, block, index)
-                    query, key, mask = arrange_call(query, key, mask, known)
-                given = read_arguments(route, module, query, key, mask, options)
+                if route in _FUSED:
+                    given = _FUSED[route](options)
+                    _check_tokens(given, stack_pass.shape_at(block_call))
+                else:
+                    if stack_pass.shape:
+                        known = _known(stack_pass, block_call, block, index)
+                        query, key, mask = arrange_call(query, key, mask, known)
+                    given = read_arguments(route, module, query, key, mask, options)
                 if not further:
                     block_call.max_logits.pop(index, None)
                     self._keep_call(block_call, index, route, record_call(self._sampler, given))
@@ -729,11 +756,11 @@ class Window:
                 if not further:
                     block_call.refused.setdefault(index, str(error))
                 return
-            if not further and isinstance(mask, Tensor) and mask.ndim in (2, 4):
-                by_key = route == "interface" and mask.ndim == 2
-                plain = mask[:, None, None, :] if by_key else mask[(None,) * (4 - mask.ndim)]
+            if not further and given.rule is not None and given.query.shape[0] == 1:
+                stack_pass.keep_begins(given.query.shape[2], given.rule.begins)
+            if not further and given.mask is not None and mask.ndim in (2, 4):
                 sequences = block_call.attention_calls[index].shape[0]
-                self._keep_hidden_keys(stack_pass, block_call, index, sequences, plain)
+                self._keep_hidden_keys(stack_pass, block_call, index, sequences, given.mask)
 
     def on_softmax(self, scores: Any, dim: Any) -> None:
         """Record the sampled rows of a softmax of scores (see `AttentionObserver`).
@@ -931,6 +958,21 @@ def _why_no_rows(entered: Tensor) -> str | None:
     return None
 
 
+def _check_tokens(given: Arguments, shape: tuple[int, ...]) -> None:
+    """Refuse queries that are not those of the tokens that a block was given.
+
+    A function may have the name of another and take its arguments in another order.
+
+    Raises:
+        NotUnderstoodError: There are not as many.
+    """
+    sequences, _, queries, _ = given.query.shape
+    if shape and sequences * queries != math.prod(shape):
+        raise NotUnderstoodError(
+            f"{sequences} x {queries} queries were attended with, of {math.prod(shape)} tokens"
+        )
+
+
 def _place(values: Tensor) -> tuple[int, tuple[int, ...]]:
     """Return the address and the shape of a tensor, which tell it from others while it lives."""
     return local_shard(values).data_ptr(), tuple(values.shape)
@@ -952,7 +994,7 @@ def _known(stack_pass: StackPass, block_call: BlockCall, block: Block, index: in
     if index >= len(block.attentions):
         return Known(shape, width)
     attention = block.attentions[index]
-    sizes = find_sizes(attention.projections, [attention.module])
+    sizes = attention.sizes
     return Known(shape, width, sizes.heads, sizes.head_width)
 
 

@@ -119,22 +119,57 @@ def gather(
     reports = _meet(_report(snapshot, about), group)
     _check_reports(reports)
     assert isinstance(snapshot, Snapshot)
-    givers = 1 if copies else group.members
-    parcels = _parcels(snapshot, reports[:givers], group, rows, queries)
-    received = group.all_to_all(parcels)[:givers]
-    for rank, parcel in enumerate(received):
+    givers = [0] if copies else _givers(reports)
+    giving = [reports[rank] for rank in givers]
+    parcels = _parcels(snapshot, giving, givers, group, rows, queries)
+    everything = group.all_to_all(parcels)
+    received = [everything[rank] for rank in givers]
+    for rank, parcel in zip(givers, received, strict=True):
         if isinstance(parcel, str):
             raise RankFailedError(f"rank {rank}: {parcel}")
-    first = next((x for x in reports[:givers] if not x.empty), reports[0]).info
-    infos = [report.info for report in reports[:givers]]
+    if not copies:
+        group.share_rows_among(len(givers))
+    first = next((report for report in giving if not report.empty), reports[0]).info
+    infos = [report.info for report in giving]
     tokens = sum(info.tokens for info in infos)
-    notes, loss = _notes(reports, givers), mean_loss(infos)
+    notes, loss = _notes(giving, givers), mean_loss(infos)
+    if copies and len({report.fingerprint for report in reports}) > 1:
+        notes.append(_PROBES_DIFFER)
+    elif not copies and len(givers) < len(reports):
+        notes.append(_same_tokens(reports, givers))
     return GatheredLayers(
         parts=list(zip(*received, strict=True)),
         count=len(snapshot.layers),
         info=PassInfo(tokens, first.mode, first.dtype, notes, loss),
         empty=all(report.empty for report in reports),
     )
+
+
+def _givers(reports: Sequence[_Report]) -> list[int]:
+    """List the ranks whose rows are measured: of ranks with the same tokens the first one."""
+    found: dict[str, int] = {}
+    for rank, report in enumerate(reports):
+        found.setdefault(report.info.batch or f"rank {rank}", rank)
+    return list(found.values())
+
+
+def _same_tokens(reports: Sequence[_Report], givers: Sequence[int]) -> Note:
+    """Make a note of ranks that have the same tokens as others."""
+    rank = next(rank for rank in range(len(reports)) if rank not in givers)
+    same = next(other for other in givers if reports[other].info.batch == reports[rank].info.batch)
+    others = len(reports) - len(givers) - 1
+    more = f" (and {others} other ranks alike)" if others else ""
+    text = (
+        f"rank {rank} had the same tokens as rank {same}{more}: they are counted once, and of what "
+        f"ranks share out among them (heads, in a tensor-parallel model) the part of rank {same} "
+        "was measured. Where ranks should have had tokens of their own, look at the data loader"
+    )
+    return Note("ranks with the same tokens", text)
+
+
+_PROBES_DIFFER = Note(
+    "probes differ", "the ranks probe with different inputs: rank 0's were measured"
+)
 
 
 def _merge_passes(passes: Sequence[Snapshot], rows: int, queries: int) -> Snapshot:
@@ -166,7 +201,8 @@ def _merge_passes(passes: Sequence[Snapshot], rows: int, queries: int) -> Snapsh
     infos = [one.info for one in passes]
     tokens = sum(info.tokens for info in infos)
     loss = mean_loss(infos)
-    return Snapshot(layers, PassInfo(tokens, first.info.mode, first.info.dtype, notes, loss))
+    batch = " and ".join(info.batch for info in infos) if all(i.batch for i in infos) else ""
+    return Snapshot(layers, PassInfo(tokens, first.info.mode, first.info.dtype, notes, loss, batch))
 
 
 def _meet(report: _Report, group: RankGroup) -> list[_Report]:
@@ -194,16 +230,22 @@ def _meet(report: _Report, group: RankGroup) -> list[_Report]:
 
 
 def _parcels(
-    snapshot: Snapshot, reports: Sequence[_Report], group: RankGroup, rows: int, queries: int
+    snapshot: Snapshot,
+    reports: Sequence[_Report],
+    givers: Sequence[int],
+    group: RankGroup,
+    rows: int,
+    queries: int,
 ) -> list[list[Layer]] | list[str]:
     """For each rank its layers with this rank's rows, or why there are none."""
     parcels: list[list[Layer]] = [[] for _ in range(group.members)]
-    if group.place >= len(reports):
+    if group.place not in givers:
         return parcels
+    place = givers.index(group.place)
     try:
         for index, layer in enumerate(snapshot.layers):
             shapes = [report.attention[index] for report in reports]
-            share = take_share(layer, shapes, group.place, rows, queries)
+            share = take_share(layer, shapes, place, rows, queries)
             parcels[index % group.members].append(share)
     except Exception as error:  # the others wait for this rank's rows
         return [f"{type(error).__name__}: {error}"] * group.members
@@ -267,29 +309,25 @@ def _names(report: _Report) -> str:
     return f"from '{report.layers[0][2]}' to '{report.layers[-1][2]}'"
 
 
-def _notes(reports: Sequence[_Report], givers: int) -> list[Note]:
-    """The notes of all ranks, one of each kind, and how the ranks differ from one another."""
+def _notes(reports: Sequence[_Report], givers: Sequence[int]) -> list[Note]:
+    """The notes of the ranks that give, one of each kind, and how they differ from one another."""
     found: dict[str, dict[int, str]] = {}
-    for rank, report in enumerate(reports[:givers]):
+    for rank, report in zip(givers, reports, strict=True):
         for note in report.info.notes:
             found.setdefault(note.kind, {})[rank] = note.text
-        if report.empty and not all(other.empty for other in reports[:givers]):
+        if report.empty and not all(other.empty for other in reports):
             why = next((why for lacking in report.lacking for why in lacking.values()), "")
             found.setdefault("nothing of some ranks", {})[rank] = f"nothing was seen: {why}"
             continue
         for index, lacking in enumerate(report.lacking):
             for source, why in lacking.items():
-                if any(source not in other.lacking[index] for other in reports[:givers]):
+                if any(source not in other.lacking[index] for other in reports):
                     name = report.layers[index][2]
                     kind = f"no {source} at {name} of some ranks"
                     found.setdefault(kind, {})[rank] = f"{name}: no {source} was seen: {why}"
-    notes = [Note(kind, _of_several(texts, givers, "rank")) for kind, texts in found.items()]
-    if len({report.info.mode for report in reports[:givers] if not report.empty}) > 1:
+    notes = [Note(kind, _of_several(texts, len(givers), "rank")) for kind, texts in found.items()]
+    if len({report.info.mode for report in reports if not report.empty}) > 1:
         notes.append(Note("modes", "some ranks were in train mode and some in eval mode"))
-    if any(report.fingerprint != reports[0].fingerprint for report in reports[givers:]):
-        notes.append(
-            Note("probes differ", "the ranks probe with different inputs: rank 0's were measured")
-        )
     return notes
 
 

@@ -58,6 +58,7 @@ class RankGroup:
         self.size = size
         self.why_not_connected = why_not_connected
         self._process_group = process_group
+        self._givers: int | None = None
 
     @property
     def connected(self) -> bool:
@@ -84,7 +85,17 @@ class RankGroup:
             >>> [RankGroup(rank, 4, process_group=object()).rows_of(10) for rank in range(4)]
             [3, 3, 2, 2]
         """
+        if self._givers is not None and self.connected:
+            return -(-rows // self._givers)
         return rows // self.members + (self.place < rows % self.members)
+
+    def share_rows_among(self, givers: int) -> None:
+        """Share rows out among fewer ranks from here on: the others have the same tokens as these.
+
+        Args:
+            givers: Number of ranks whose rows are measured.
+        """
+        self._givers = None if givers == self.members else givers
 
     def disconnect(self) -> None:
         """Exchange nothing with the other ranks from here on.

@@ -181,6 +181,32 @@ def test_compiled_models_give_the_same_readings_by_probe(way):
     assert values_of(memory) == values_of(expected)
 
 
+@compiles
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("compiled_first", [False, True])
+def test_a_compiled_loss_beside_the_model_is_run_as_compiled(caplog, compiled_first):
+    runs = []
+
+    class Counted(Counting):
+        def __call__(self, graph, inputs):
+            self.graphs += 1
+            return lambda *given: runs.append(1) or graph.forward(*given)
+
+    backend = Counted()
+    loss_of = torch.compile(lambda logits: logits.square().mean(), backend=backend)
+    model = made()
+    if compiled_first:
+        loss_of(logits_of(model))
+    monitor, memory = watching(model)
+    for step in range(3):
+        with monitor(step):
+            loss_of(logits_of(model)).backward()
+    assert backend.graphs == 1
+    assert len(runs) == 3 + compiled_first
+    assert memory.readings
+    assert not [r for r in caplog.records if "ran eagerly" in r.getMessage()]
+
+
 def compiled_function(model, backend):
     """A function that is compiled hides which modules it calls."""
     model.forward = torch.compile(model.forward, backend=backend)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from zoo import ZOO
 
 from geomon import describe, measure
-from geomon.capture import Window, find_anatomy
+from geomon.capture import Window, assemble, find_anatomy
 from geomon.capture.calling.patches import Patch
 from geomon.capture.snapshot import CAPTURED, Layer
 from geomon.metrics.views import LayerViews, MissingViewError
@@ -312,6 +312,20 @@ def test_what_was_not_seen_says_why():
     assert "written out by hand" in layer.missing["query"]
     assert "no projections of queries and keys were found" in layer.missing["projected_query"]
     assert "no embedding" in layer.missing["token_ids"]
+
+
+def test_attention_that_cannot_be_rebuilt_costs_nothing_else(monkeypatch):
+    def broken(*args):
+        raise RuntimeError("of shapes, say")
+
+    monkeypatch.setattr(assemble, "read_call", broken)
+    model = PlainDecoder()
+    with window(model) as seen:
+        model(batch())
+    layers = seen.snapshot().layers
+    assert all("hidden" in layer.captured for layer in layers)
+    reasons = {layer.missing["visible"] for layer in layers[1:]}
+    assert reasons == {"attention could not be rebuilt: RuntimeError: of shapes, say"}
 
 
 def test_half_precision_is_kept_in_float32_and_named():

@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from geomon.capture.snapshot import Layer, Note, PassInfo
 from geomon.distributed import RankFailedError, RankGroup, find_ranks, join_ranks, merge_layers
-from geomon.distributed.gather import GatheredLayers, _check_reports, _meet, _notes, _Report
+from geomon.distributed.gather import (
+    GatheredLayers,
+    _check_reports,
+    _givers,
+    _meet,
+    _notes,
+    _Report,
+    _same_tokens,
+)
 from geomon.distributed.group import why_not_gathered
 from geomon.distributed.merge import attention_shape, take_share
 from geomon.distributed.packing import pack, unpack
@@ -308,20 +316,38 @@ def test_notes_are_said_once_however_many_the_ranks():
         report(notes=[shared, own[rank]], lacking=lacking if rank == 2 else None)
         for rank in range(1, 4)
     ]
-    texts = [note.text for note in _notes(reports, 4)]
+    texts = [note.text for note in _notes(reports, range(4))]
     assert texts == [
         "said by all",
         "rank 0: 0 % (and 3 other ranks alike)",
         "rank 2: b: no hidden was seen: skipped",
     ]
-    assert not _notes([report(lacking=lacking)] * 3, 3)  # missing everywhere is in the layer
+    assert not _notes([report(lacking=lacking)] * 3, range(3))  # missing everywhere is in the layer
 
 
 def test_of_a_rank_that_saw_nothing_one_note_says_so():
     nothing = report(lacking=({"hidden": "no tokens"}, {"hidden": "no tokens"}), empty=True)
     nothing = replace(nothing, info=PassInfo(0, "eval", ""))
-    texts = [note.text for note in _notes([nothing, report(), report()], 3)]
+    texts = [note.text for note in _notes([nothing, report(), report()], range(3))]
     assert texts == ["rank 0: nothing was seen: no tokens"]
+
+
+def test_of_ranks_with_the_same_tokens_the_first_one_gives():
+    batches = ["a", "b", "a", "", "", "b"]
+    reports = [report() for _ in batches]
+    reports = [
+        replace(one, info=replace(one.info, batch=batch))
+        for one, batch in zip(reports, batches, strict=True)
+    ]
+    givers = _givers(reports)
+    assert givers == [0, 1, 3, 4]  # what is not known is not the same
+    text = _same_tokens(reports, givers).text
+    assert text.startswith("rank 2 had the same tokens as rank 0 (and 1 other ranks alike)")
+    group = RankGroup(1, 6, object())
+    group.share_rows_among(len(givers))
+    assert group.rows_of(10) == 3
+    group.share_rows_among(6)
+    assert group.rows_of(10) == 2
 
 
 def test_a_parcel_comes_back_as_it_was():

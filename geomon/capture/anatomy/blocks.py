@@ -26,7 +26,13 @@ from geomon.capture.anatomy.families import (
     pattern_of,
     shown_name,
 )
-from geomon.capture.anatomy.projections import Projections, find_projections
+from geomon.capture.anatomy.projections import (
+    Projections,
+    Sizes,
+    find_projections,
+    find_sizes,
+    find_widths,
+)
 from geomon.capture.anatomy.weights import stored_weight
 
 # What attention to another stack is called.
@@ -47,6 +53,7 @@ class Attention:
         cross: Whether the keys come from another stack, going by names.
         label: Which of the block's attentions it is: "" for the one to its own stack, "cross" for
             the one to another; a further one has its name in the block.
+        around: Modules between this one and the block, the block included, the innermost first.
     """
 
     name: str
@@ -54,6 +61,12 @@ class Attention:
     projections: Projections
     cross: bool
     label: str = ""
+    around: tuple[nn.Module, ...] = field(default=(), repr=False)
+
+    @property
+    def sizes(self) -> Sizes:
+        """Number of heads and their width, as the module says, or those around it."""
+        return find_sizes(self.projections, [self.module, *self.around])
 
 
 @dataclass(frozen=True)
@@ -128,8 +141,8 @@ class Anatomy:
     """
 
     stacks: tuple[Stack, ...]
-    embeddings: tuple[nn.Embedding, ...] = field(repr=False)
-    around_embeddings: tuple[tuple[nn.Module, nn.Embedding], ...] = field(default=(), repr=False)
+    embeddings: tuple[nn.Module, ...] = field(repr=False)
+    around_embeddings: tuple[tuple[nn.Module, nn.Module], ...] = field(default=(), repr=False)
     norms: tuple[tuple[str, nn.Module], ...] = field(default=(), repr=False)
     output: nn.Module | None = field(default=None, repr=False)
     adapted: tuple[nn.Module, ...] = field(default=(), repr=False)
@@ -175,17 +188,18 @@ def find_anatomy(model: nn.Module, blocks: str | Sequence[nn.Module] | None = No
             f"no transformer blocks in {type(model).__name__} (its children: {children}): expected "
             "modules that hold others, in a ModuleList or Sequential; give them with "
             r'blocks="regular expression of their names", such as r"encoder\.layer\.\d+", or as a '
-            "list of modules"
+            "list of modules. Where layers are no modules, pass what leaves each of them through "
+            "an nn.Identity of its own, and name these"
         )
     inside = {module for family in families for block in family for module in block.modules()}
     outside = {module: name for module, name in names.items() if module not in inside}
-    embeddings = tuple(module for module in outside if isinstance(module, nn.Embedding))
+    embeddings = tuple(module for module in outside if _is_table(module))
     output = _find_output(outside, embeddings)
     matrices = [*embeddings, *([] if output is None else [output])]
     return Anatomy(
         stacks=_stacks(model, families, names),
         embeddings=embeddings,
-        around_embeddings=tuple(_around(model, embeddings, names, inside)),
+        around_embeddings=tuple(_around_tables(model, embeddings, names, inside)),
         norms=tuple(
             (shown_name(name), module) for module, name in outside.items() if _is_norm(module)
         ),
@@ -198,9 +212,9 @@ def find_anatomy(model: nn.Module, blocks: str | Sequence[nn.Module] | None = No
 # -- modules in and around the blocks --------------------------------------------------------
 
 
-def _around(
-    model: nn.Module, embeddings: Sequence[nn.Embedding], names: Names, inside: set[nn.Module]
-) -> Iterator[tuple[nn.Module, nn.Embedding]]:
+def _around_tables(
+    model: nn.Module, embeddings: Sequence[nn.Module], names: Names, inside: set[nn.Module]
+) -> Iterator[tuple[nn.Module, nn.Module]]:
     """Iterate over the modules that hold a table and no blocks, each with its first table."""
     found: set[nn.Module] = set()
     for table in embeddings:
@@ -219,15 +233,22 @@ def _is_norm(module: nn.Module) -> bool:
     return not any(True for _ in module.children()) and "norm" in type(module).__name__.lower()
 
 
-def _find_output(
-    outside: Iterable[nn.Module], embeddings: Sequence[nn.Embedding]
-) -> nn.Module | None:
+def _is_table(module: nn.Module) -> bool:
+    """Whether a module is an embedding table: torch's, or a matrix whose class is called one."""
+    if isinstance(module, nn.Embedding):
+        return True
+    alone = not any(True for _ in module.children())
+    named = "embed" in type(module).__name__.lower()
+    return alone and named and find_widths(module) is not None
+
+
+def _find_output(outside: Iterable[nn.Module], embeddings: Sequence[nn.Module]) -> nn.Module | None:
     """Find the last linear module with one output for each row of an embedding table.
 
     Where an adapter trains a copy of one, the copy is meant and not what it is a copy of.
     """
-    rows = {table.num_embeddings for table in embeddings}
-    shapes = {(table.num_embeddings, table.embedding_dim) for table in embeddings}
+    shapes = {shape for shape in map(_shape, embeddings) if shape is not None}
+    rows = {shape[0] for shape in shapes}
     heads = [m for m in outside if isinstance(m, nn.Linear) and m.out_features in rows]
     # A factor of low rank has as many outputs.
     heads = [m for m in heads if (m.out_features, m.in_features) in shapes] or heads
@@ -235,6 +256,14 @@ def _find_output(
     weights = [stored_weight(table) for table in embeddings]
     tied = [m for m in heads if any(stored_weight(m) is w for w in weights if w is not None)]
     return next(reversed(tied or heads), None)
+
+
+def _shape(table: nn.Module) -> tuple[int, int] | None:
+    """Return the number of rows and the width of an embedding table; None where not known."""
+    rows, width = (getattr(table, name, None) for name in ("num_embeddings", "embedding_dim"))
+    if isinstance(rows, int) and isinstance(width, int):
+        return rows, width
+    return find_widths(table)
 
 
 def _is_adapted(matrix: nn.Module, names: Names, model: nn.Module) -> bool:
@@ -306,7 +335,8 @@ def _block(
             # attn1 and attn2 are alike by name: what the second one attends to is seen in the pass.
             alike = bool(found) and pattern_of(found[0].name) == pattern_of(shown)
             cross = bool(_CROSS_NAME.search(shown)) or (second and len(found) == 1 and not alike)
-            found.append(Attention(shown, inner, projections, cross))
+            around = tuple(_around(held, name))
+            found.append(Attention(shown, inner, projections, cross, around=around))
     # The only attention of a block is to its own stack, unless "cross" is in its name.
     if len(found) == 1 and found[0].cross and not re.search("cross", found[0].name, re.IGNORECASE):
         found = [replace(found[0], cross=False)]
@@ -317,6 +347,13 @@ def _block(
         any(not a.cross for a in found) if found else attends(module),
         tuple(_called(held)) if lists else (),
     )
+
+
+def _around(block: nn.Module, name: str) -> Iterator[nn.Module]:
+    """Iterate over the modules around one inside a block, the innermost first."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield block.get_submodule(name)
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:

@@ -4,6 +4,7 @@ They are found by the few names that the field has for them.
 """
 
 import itertools
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -56,6 +57,11 @@ _HEAD_WIDTH = (
 )  # fmt: skip
 
 Kind = Literal["separate", "halves", "latent", "fused", "multihead"]
+# The part of a name that says that a module projects to queries, and what stands in the name of its
+# sibling: c_q and c_k, attn_query and attn_key, wQ and wK.
+_QUERY_PART = re.compile(r"(?<![A-Za-z])(?:query|q)(?![A-Za-z])|(?<=[a-z])Q(?![a-z])")
+_KEY_OF = {"query": "key", "q": "k", "Q": "K"}
+
 _PAIRS: tuple[tuple[Kind, tuple[tuple[str, str], ...]], ...] = (
     ("separate", _SEPARATE),
     ("halves", _HALVES),
@@ -90,6 +96,24 @@ class Projections:
         return None if widths is None else widths[1]
 
 
+def _named_alike(children: dict[str, nn.Module]) -> Projections | None:
+    """Find two matrices of one input whose names differ in "q" and "k" alone.
+
+    Their norms have such names too, and are no matrices.
+    """
+    for query, module in children.items():
+        part = _QUERY_PART.search(query)
+        if part is None:
+            continue
+        key = query[: part.start()] + _KEY_OF[part.group()] + query[part.end() :]
+        if key not in children:
+            continue
+        made, other = find_widths(module), find_widths(children[key])
+        if made is not None and other is not None and made[1] == other[1]:
+            return Projections("separate", module, children[key], (query, key))
+    return None
+
+
 class Sizes(NamedTuple):
     """Number of query heads, number of key heads and head width; None where not known."""
 
@@ -115,6 +139,9 @@ def find_projections(module: nn.Module) -> Projections | None:
         for query, key in pairs:
             if query in children and key in children:
                 return Projections(kind, children[query], children[key], (query, key))
+    named_alike = _named_alike(children)
+    if named_alike is not None:
+        return named_alike
     for names in _LATENT:
         if all(name in children for name in names):
             modules = [children[name] for name in names]
@@ -140,7 +167,7 @@ def find_sizes(projections: Projections | None, holders: Iterable[Any]) -> Sizes
         holders: Objects whose attributes are asked, in this order: the attention module, and others
             that know the heads.
     """
-    known = [*(given := list(holders)), *(getattr(holder, "config", None) for holder in given)]
+    known = [each for holder in holders for each in (holder, getattr(holder, "config", None))]
     heads, key_heads, width = (
         _first_of(names, known) for names in (_HEADS, _KEY_HEADS, _HEAD_WIDTH)
     )

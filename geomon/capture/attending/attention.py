@@ -6,13 +6,14 @@ scale, softcap and sink, or scores and visible. A call that cannot be rebuilt is
 reason.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from geomon.capture.attending.rules import FlexRule, PlaceRule, Rule, heads_of
 from geomon.capture.snapshot import HOST, at_places
 from geomon.capture.tokens.sampling import RowSampler
 from geomon.capture.tokens.visibility import are_made_of, hidden_in_scores, hidden_keys
@@ -25,9 +26,6 @@ NO_SCORES = (
 
 class NotUnderstoodError(ValueError):
     """An attention call does something that cannot be rebuilt; the message says what."""
-
-
-Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Arguments(NamedTuple):
@@ -45,10 +43,7 @@ class Arguments(NamedTuple):
             says so; None for all.
         softcap: Bound on the scores (Gemma 2), or None.
         sink: Logits of learned sinks, [heads] (GPT-OSS), or None.
-        numbers: Number of the sequence of each query and key, [keys], where several lie behind one
-            another and a query sees its own alone; None where masks say all.
-        rule: Says which query sees which key, by the numbers of sequence, head, query and key (flex
-            attention); None where tensors say it.
+        rule: Which keys a query sees where that is no tensor (fused or packed attention), or None.
     """
 
     query: Tensor
@@ -60,7 +55,6 @@ class Arguments(NamedTuple):
     sliding_window: int | None
     softcap: float | None
     sink: Tensor | None
-    numbers: Tensor | None = None
     rule: Rule | None = None
 
 
@@ -137,7 +131,7 @@ def read_arguments(
     """Read the arguments of an attention call; nothing is copied.
 
     Args:
-        route: "interface" or "sdpa".
+        route: "interface" or "sdpa" (`geomon.capture.attending.fused` reads the others).
         module: The module that calls, or None.
         query: Queries of the call, [sequences, heads, queries, head width].
         key: Keys of the call, [sequences, key heads, keys, head width].
@@ -150,25 +144,40 @@ def read_arguments(
     for name, given in (("queries", query), ("keys", key)):
         if not isinstance(given, Tensor) or given.ndim != 4 or given.is_nested:
             raise NotUnderstoodError(f"the {name} are no plain tensor of four dimensions")
-    rule = getattr(mask, "mask_mod", None)  # of a BlockMask
-    if mask is not None and not isinstance(mask, Tensor) and not callable(rule):
+    block = mask if callable(getattr(mask, "mask_mod", None)) else None  # a BlockMask
+    if mask is not None and not isinstance(mask, Tensor) and block is None:
         raise NotUnderstoodError(
-            f"the mask is a {type(mask).__name__}, and neither a tensor nor one with a rule "
-            '(mask_mod); run the model with attn_implementation="sdpa" or "eager"'
+            f"the mask is a {type(mask).__name__}, and neither a tensor nor one with a function of "
+            'places (mask_mod); run the model with attn_implementation="sdpa" or "eager"'
         )
     mask = mask if isinstance(mask, Tensor) else None
     query, key = local_shard(query), local_shard(key)
-    knows_masks_alone = route == "sdpa" or _implementation(module) in _BY_MASKS
-    packed = mask is None and rule is None and not knows_masks_alone
     by_key = route == "interface" and mask is not None and mask.ndim == 2  # [sequences, keys]
     if mask is not None:
         mask = local_shard(mask)
         mask = mask[:, None, None, :] if by_key else mask[(None,) * (4 - mask.ndim)]
+        if (
+            route == "interface"
+        ):  # of a mask for more keys (a cache of fixed length) the first count
+            mask = mask[..., : key.shape[2]]
+        if mask.shape[3] not in (1, key.shape[2]):
+            raise NotUnderstoodError(
+                f"the mask is for {mask.shape[3]} keys, and there are {key.shape[2]}"
+            )
     causal = options.get("is_causal")
     if causal is None:
         causal = getattr(module, "is_causal", False)
     scale = options.get("scaling", options.get("scale"))
     bias, sink, softcap = (options.get(name) for name in ("position_bias", "s_aux", "softcap"))
+    window = options.get("sliding_window")
+    rule: Rule | None = None
+    if block is not None:
+        rule = FlexRule(key.shape[2], key.device, block.mask_mod, heads_of(block))
+    elif mask is None and route == "interface" and _implementation(module) not in _BY_MASKS:
+        ends = _ends_of_packed(query, key, options)
+        if ends is not None:
+            left, right = None if window is None else window - 1, 0 if causal else None
+            rule = PlaceRule(key.shape[2], key.device, left, right, ends=(ends, ends))
     return Arguments(
         query=query.detach(),
         key=key.detach(),
@@ -177,14 +186,9 @@ def read_arguments(
         scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
         bias=local_shard(bias).detach() if isinstance(bias, Tensor) else None,
         # A mask with a row for each query has the sliding window in it.
-        sliding_window=(
-            options.get("sliding_window")
-            if rule is None and (mask is None or mask.shape[2] == 1)
-            else None
-        ),
+        sliding_window=window if rule is None and (mask is None or mask.shape[2] == 1) else None,
         softcap=None if softcap is None else float(softcap),
         sink=None if sink is None else local_shard(sink).detach(),
-        numbers=_number_packed(query, key, options) if packed else None,
         rule=rule,
     )
 
@@ -199,11 +203,14 @@ def _implementation(module: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _number_packed(query: Tensor, key: Tensor, options: Mapping[str, Any]) -> Tensor | None:
-    """Number the sequences that lie behind one another in the only row of a batch.
+def _ends_of_packed(query: Tensor, key: Tensor, options: Mapping[str, Any]) -> Tensor | None:
+    """Return the ends of the sequences that lie behind one another in the only row of a batch.
 
-    Kernels for sequences of any length are told where they begin by lengths that are summed up, or,
-    in transformers, find it themselves where positions are 0.
+    Kernels for sequences of any length are told where they end by lengths that are summed up, or,
+    in transformers, find where they begin themselves where positions are 0.
+
+    Returns:
+        The ends, from 0 on, [sequences + 1]; None where nothing is packed.
 
     Raises:
         NotUnderstoodError: There are lengths, and more than one row, or other queries than keys.
@@ -214,11 +221,12 @@ def _number_packed(query: Tensor, key: Tensor, options: Mapping[str, Any]) -> Te
     if summed is not None:
         if not alone:
             raise NotUnderstoodError("sequences are packed without padding (cu_seq_lens_q)")
-        order = torch.arange(key.shape[2], dtype=summed.dtype, device=summed.device)
-        return torch.searchsorted(summed.detach(), order, right=True)
+        return summed.detach()
     if not alone or not isinstance(positions, Tensor) or positions.shape != (1, key.shape[2]):
         return None
-    return (positions.detach()[0] == 0).cumsum(dim=0)
+    begins = (positions.detach()[0] == 0).nonzero().squeeze(1)
+    ends = begins.new_tensor([0, key.shape[2]])
+    return torch.cat([ends[:1], begins[begins > 0], ends[1:]])
 
 
 _SUMMED = ("cu_seq_lens_q", "cu_seqlens_q", "cu_seqlens")
@@ -236,50 +244,39 @@ def record_call(sampler: RowSampler, given: Arguments) -> AttentionCall:
     sampled = given._replace(
         query=at_places(given.query[sequences], places),
         key=given.key[sequences],
-        mask=(
-            _sampled_rows(given.mask, sequences, places)
-            if given.rule is None
-            else visible_by_rule(given, sequences, places)
-        ),
+        mask=_sampled_rows(given.mask, sequences, places),
         bias=_sampled_rows(given.bias, sequences, places),
         sink=None if given.sink is None else given.sink.clone(),
-        numbers=None if given.numbers is None else given.numbers.clone(),
         rule=None,
     )
+    if given.rule is not None:
+        sampled = _at_rule(sampled, given.rule, sequences, places)
     return AttentionCall(sampled, sequences, places, (count, length))
 
 
-@torch.no_grad()
-def visible_by_rule(given: Arguments, sequences: Tensor, places: Tensor) -> Tensor:
-    """Find which keys some queries see, by the rule of an attention call.
+def _at_rule(sampled: Arguments, rule: Rule, sequences: Tensor, places: Tensor) -> Arguments:
+    """Write what a rule says of the sampled queries as a mask and a bias.
 
-    Args:
-        given: Arguments of the call, with a rule.
-        sequences: Indices of some sequences.
-        places: Positions of some queries in each of them, [sequences, queries].
-
-    Returns:
-        True where a key is seen, [sequences, heads, queries, keys].
+    A rule may change scores in any way: what it adds to those of these queries is a bias.
 
     Raises:
-        NotUnderstoodError: The rule cannot be asked of many numbers at once.
+        NotUnderstoodError: The functions of the rule cannot be asked of many places at once.
     """
-    assert given.rule is not None
-    device = given.query.device
-    sizes = (len(sequences), given.query.shape[1], places.shape[1], given.key.shape[2])
-    heads, keys = (torch.arange(n, dtype=torch.int64, device=device) for n in (sizes[1], sizes[3]))
-    asked = (
-        sequences.to(device).view(-1, 1, 1, 1),
-        heads.view(1, -1, 1, 1),
-        places.to(device)[:, None, :, None],
-        keys.view(1, 1, 1, -1),
-    )
     try:
-        return given.rule(*asked).to(torch.bool).expand(sizes)
+        mask = rule.visible(sequences, places)
+        if not rule.changes_scores:
+            return sampled._replace(mask=mask)
+        group = sampled.query.shape[1] // sampled.key.shape[1]
+        key = sampled.key.repeat_interleave(group, dim=1).float()
+        scores = sampled.query.float() @ key.transpose(-1, -2) * sampled.scale
+        changed = rule.changed(scores, sequences, places)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         raise NotUnderstoodError(
-            f"the rule of the mask (mask_mod) cannot be asked of many pairs at once: {error}"
+            f"the functions of the mask or of the scores (mask_mod, score_mod) cannot be asked of "
+            f"many places at once: {error}"
         ) from error
+    hidden = ~mask | (changed == -torch.inf)
+    return sampled._replace(mask=~hidden, bias=torch.where(hidden, 0, changed - scores))
 
 
 def local_shard(values: Tensor) -> Tensor:
@@ -394,9 +391,6 @@ def _visibility(call: AttentionCall, keys: int) -> tuple[Tensor, Tensor | None]:
         visible = visible & (order <= places)
     if call.given.sliding_window is not None:
         visible = visible & (places - order < call.given.sliding_window)
-    if call.given.numbers is not None:
-        numbers = call.given.numbers.cpu()
-        visible = visible & (numbers == numbers[places])
     return visible, bias if bias is not None and bool(bias.any()) else None
 
 

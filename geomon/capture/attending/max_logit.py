@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from geomon.capture.attending.attention import Arguments, split_masks, visible_by_rule
+from geomon.capture.attending.attention import Arguments, split_masks
 from geomon.capture.tokens.visibility import MASKED
 from geomon.kernels.products import as_factor, without_autocast
 
@@ -48,17 +48,23 @@ def max_logits_of_call(given: Arguments) -> Tensor:
         for some, rows in _cuts((sequences, heads, queries, keys), block, causal=given.causal):
             seen = slice(*_reach(given, rows, keys))
             masks = [_part(mask, some, rows) for mask in (given.mask, given.bias)]
+            at = _indices(some, rows)
             if given.rule is not None:
-                masks.append(_by_rule(given, some, rows))
+                masks.append(given.rule.visible(*at))
             hidden, bias = split_masks(masks, keys)
+            changes = given.rule is not None and given.rule.changes_scores
+            if changes:  # functions of places are asked about all keys
+                seen = slice(0, keys)
             facing = as_factor(key[some, :, seen]).flatten(0, 1).transpose(1, 2)
             asking = as_factor(query[some, :, rows]).reshape(len(facing), -1, width)
             scores = torch.bmm(asking, facing).float()
             scores = scores.view(_size(some), heads, _size(rows), -1)
             # A scale and a cap keep the order: the largest of a row needs them alone.
-            ordered = bias is None and given.scale > 0
+            ordered = bias is None and given.scale > 0 and not changes
             if not ordered:
                 scores = _scaled(scores, given)
+            if changes and given.rule is not None:
+                scores = given.rule.changed(scores, *at)
             if bias is not None:
                 scores += bias[..., seen]
             if hidden is not None:
@@ -124,6 +130,8 @@ def _cuts(
 
 def _reach(given: Arguments, rows: slice, keys: int) -> tuple[int, int]:
     """Return the first key that the rows may see by their places, and the one after the last."""
+    if given.rule is not None:
+        return given.rule.reach(rows)
     window = given.sliding_window
     first = 0 if window is None else min(max(0, rows.start - window + 1), keys - 1)
     return first, min(rows.stop, keys) if given.causal else keys
@@ -131,7 +139,7 @@ def _reach(given: Arguments, rows: slice, keys: int) -> tuple[int, int]:
 
 def _mask_by_place(scores: Tensor, given: Arguments, rows: slice, seen: slice) -> None:
     """Mask the scores of keys that the rows do not see by their places, in place."""
-    if not given.causal and given.sliding_window is None and given.numbers is None:
+    if not given.causal and given.sliding_window is None:
         return
     order = torch.arange(seen.start, seen.stop, dtype=torch.int64, device=scores.device)
     places = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=scores.device)[:, None]
@@ -140,19 +148,6 @@ def _mask_by_place(scores: Tensor, given: Arguments, rows: slice, seen: slice) -
     if given.causal:  # no key before the first row is later than any row
         late = slice(max(rows.start - seen.start, 0), None)
         scores[..., late].masked_fill_(order[late] > places, -torch.inf)
-    if given.numbers is not None:
-        numbers = given.numbers.to(scores.device)
-        scores.masked_fill_(numbers[seen] != numbers[rows, None], -torch.inf)
-
-
-def _by_rule(given: Arguments, some: slice, rows: slice) -> Tensor:
-    """Find which keys some sequences and rows see by the rule of the call."""
-    device = given.query.device
-    sequences, places = (
-        torch.arange(part.start, part.stop, dtype=torch.int64, device=device)
-        for part in (some, rows)
-    )
-    return visible_by_rule(given, sequences, places.expand(len(sequences), -1))
 
 
 def _part(mask: Tensor | None, some: slice, rows: slice) -> Tensor | None:
@@ -161,6 +156,15 @@ def _part(mask: Tensor | None, some: slice, rows: slice) -> Tensor | None:
         return None
     mask = mask[some] if mask.shape[0] > 1 else mask
     return mask[:, :, rows] if mask.shape[2] > 1 else mask
+
+
+def _indices(some: slice, rows: slice) -> tuple[Tensor, Tensor]:
+    """Return indices of sequences, and the positions of queries in each of them."""
+    sequences, places = (
+        torch.arange(part.start, part.stop, dtype=torch.int64, device="cpu")
+        for part in (some, rows)
+    )
+    return sequences, places.expand(len(sequences), -1)
 
 
 def _scaled(scores: Tensor, given: Arguments) -> Tensor:

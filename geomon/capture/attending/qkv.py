@@ -44,6 +44,7 @@ class Evidence(NamedTuple):
             scores may be a linear function of either (padding counts in the position alone),
             [rows, 2].
         rows: Queries as attended, [rows, heads, head width], or None.
+        key_rows: Keys as attended, [rows, key heads, head width], or None.
     """
 
     query: Tensor | None
@@ -51,6 +52,7 @@ class Evidence(NamedTuple):
     diagonal: Tensor | None
     places: Tensor
     rows: Tensor | None = None
+    key_rows: Tensor | None = None
 
 
 def split_separate(
@@ -197,6 +199,8 @@ def _likeness(rows: Tensor, attended: Tensor) -> float:
     """
     width = rows.shape[-1]
     best = 0.0
+    if rows.shape != attended.shape:
+        return best
     for turned in (width, width // 2, width // 4):
         half = turned // 2
         if not half:
@@ -337,6 +341,9 @@ def split_fused(
     }
     best, *others = sorted(errors, key=errors.__getitem__)
     if not errors[best] < _AGREES:
+        alike = _alike(layouts, sample, heads, key_heads, evidence)
+        if alike is not None:
+            return layouts[alike](output, heads, key_heads)
         raise UndecidedError(
             "none of the known layouts agrees with what was attended (queries and keys may be "
             "normalised after projecting)"
@@ -344,6 +351,29 @@ def split_fused(
     if any(errors[other] < _TELLS_APART * errors[best] for other in others):
         raise UndecidedError("several layouts agree with what was attended")
     return layouts[best](output, heads, key_heads)
+
+
+def _alike(
+    layouts: dict[str, Layout], sample: Tensor, heads: int, key_heads: int, evidence: Evidence
+) -> str | None:
+    """Find the layout of queries and keys that were normalised after projecting; None for none."""
+    if evidence.rows is None or evidence.key_rows is None:
+        return None
+    likeness = {}
+    for name, layout in layouts.items():
+        pairs = zip(
+            layout(sample, heads, key_heads), (evidence.rows, evidence.key_rows), strict=True
+        )
+        likeness[name] = min(_likeness(_repeated(own, seen), seen) for own, seen in pairs)
+    best, *others = sorted(likeness, key=likeness.__getitem__, reverse=True)
+    clear = all(likeness[other] <= _UNLIKE for other in others)
+    return best if likeness[best] >= _LIKE and clear else None
+
+
+def _repeated(own: Tensor, seen: Tensor) -> Tensor:
+    """Repeat keys for every query head, where the attended ones were."""
+    times, odd = divmod(seen.shape[1], own.shape[1])
+    return own if odd else own.repeat_interleave(times, dim=1)
 
 
 def _disagreement(query: Tensor, key: Tensor, evidence: Evidence) -> float:

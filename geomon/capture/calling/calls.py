@@ -106,7 +106,7 @@ def _patch_call(undo: Undo) -> None:
     replace(undo, nn.Module, "__call__", observed)
 
 
-_calls = Patch(_patch_call)
+_calls = Patch(_patch_call, around_compiled=False)
 _observers: list[CallObserver] = []
 _first_calls: list["FirstCall"] = []
 _placed: list[tuple[nn.Module, "_Hook"]] = []  # hooks for the moment at which a call begins

@@ -7,13 +7,17 @@ undone twice.
 """
 
 import functools
+import inspect
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 Undo = Callable[[Callable[[], Any]], None]  # takes note of what undoes a change
 
@@ -30,12 +34,12 @@ class AttentionObserver(Protocol):
         """Take a call of an attention function.
 
         Args:
-            route: "interface" (of transformers) or "sdpa" (of torch).
+            route: "interface" (of transformers), "sdpa" (of torch), "flex" or "flash" (fused).
             module: The module that calls; None where the route does not pass it on.
             query: Queries as the function is given them.
             key: Keys as the function is given them.
             mask: Mask as the function is given it.
-            options: All other arguments by name.
+            options: All other arguments by name; of fused attention all arguments.
         """
 
     def on_softmax(self, scores: Any, dim: Any) -> None:
@@ -63,15 +67,22 @@ class AttentionObserver(Protocol):
         """
 
 
+_not_around_compiled: list["Patch"] = []
+
+
 class Patch:
     """A change of the process that is made for its first holder and undone for its last.
 
     Args:
         apply: Makes the change; it is given a function that takes note of what undoes it.
+        around_compiled: Whether the change stays while a compiled function runs as compiled. Its
+            code is guarded by what it refers to, and would be compiled again.
     """
 
-    def __init__(self, apply: Callable[[Undo], None]) -> None:
+    def __init__(self, apply: Callable[[Undo], None], *, around_compiled: bool = True) -> None:
         self._apply = apply
+        if not around_compiled:
+            _not_around_compiled.append(self)
         self._holders: list[object] = []
         self._suspensions: list[object] = []
         self._undo: list[Callable[[], Any]] = []
@@ -163,6 +174,8 @@ def _patch_attention(undo: Undo) -> None:
     """
     _wrap_sdpa(undo)
     _wrap_interface(undo)
+    _wrap_flex(undo)
+    _wrap_imported(undo)
     for holder, name in _SOFTMAXES:
         softmax = getattr(holder, name)
         replace(undo, holder, name, _observed(softmax, _notify_softmax))
@@ -192,7 +205,9 @@ _PRODUCTS: tuple[tuple[Any, str], ...] = (
     *((torch.functional._VF, name) for name in ("einsum", "tensordot")),  # type: ignore[attr-defined]
 )
 
-watch_attention = Patch(_patch_attention)  # its holders are AttentionObservers
+watch_attention = Patch(
+    _patch_attention, around_compiled=False
+)  # its holders are AttentionObservers
 
 
 def _wrap_sdpa(undo: Undo) -> None:
@@ -241,9 +256,89 @@ def _left_alone(function: Any) -> Any:
     return alone
 
 
+def _wrap_flex(undo: Undo) -> None:
+    """Wrap the operator behind flex attention, where it is loaded.
+
+    All that calls `flex_attention` eagerly comes to it, under whatever name that was imported.
+    """
+    operators = sys.modules.get("torch._higher_order_ops.flex_attention")
+    operator = getattr(operators, "FlexAttentionHOP", None)
+    if operator is not None:
+        notify = functools.partial(_notify_fused, "flex", _FLEX)
+        replace(undo, operator, "__call__", _observed_once(operator.__call__, notify))
+
+
+def _wrap_imported(undo: Undo) -> None:
+    """Wrap attention functions in every module that has imported them by their names.
+
+    A module that is not loaded has imported nothing; none is asked for names that it makes lazily.
+    """
+    attend = getattr(torch.nn.functional.scaled_dot_product_attention, "__wrapped__", None)
+    for module in _importers():
+        names = vars(module)
+        if attend is not None and names.get(_BY_NAME) is attend:
+            replace(undo, module, _BY_NAME, torch.nn.functional.scaled_dot_product_attention)
+        for name in _FLASH:
+            function = names.get(name)
+            if callable(function):
+                parameters = _parameters(function)
+                if {"q", "qkv", "query"} & set(parameters):
+                    notify = functools.partial(_notify_fused, "flash", parameters)
+                    replace(undo, module, name, _observed_once(function, notify))
+
+
+def _importers() -> list[Any]:
+    """List the modules that have a name of an attention function.
+
+    It takes some milliseconds, once for a holder: the patch is suspended at every compiled block.
+    """
+    holder = watch_attention.holders[0]
+    if _scan.holder is None or _scan.holder() is not holder:
+        modules = [*sys.modules.values()]
+        _scan.found = [
+            m for m in modules if not getattr(m, "__dict__", {}).keys().isdisjoint(_NAMES)
+        ]
+        _scan.holder = weakref.ref(holder)
+    return _scan.found
+
+
+class _Scan:
+    """What was found for a holder of the patch."""
+
+    def __init__(self) -> None:
+        self.holder: weakref.ref[Any] | None = None
+        self.found: list[Any] = []
+
+
+_scan = _Scan()
+
+
+# The attention function of torch, and functions that attend with flash attention, by the names that
+# their packages and torch give them.
+_BY_NAME = "scaled_dot_product_attention"
+_FLASH = (
+    "flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_kvpacked_func",
+    "flash_attn_varlen_func", "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_varlen_kvpacked_func", "varlen_attn",
+)  # fmt: skip
+_NAMES = frozenset((_BY_NAME, *_FLASH))
+
+
+def _parameters(function: Any) -> tuple[str, ...]:
+    """List the parameters of a function by name; none where they are not known."""
+    try:
+        return tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return ()
+
+
 # Arguments of the attention functions, in the order in which they may be given without a name.
 _SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _INTERFACE = ("module", "query", "key", "value", "attention_mask")
+_FLEX = (
+    "operator", "query", "key", "value", "score_mod", "block_mask", "scale", "kernel_options",
+    "score_mod_other_buffers", "mask_mod_other_buffers",
+)  # fmt: skip
 
 _Notify = Callable[[AttentionObserver, tuple[Any, ...], dict[str, Any]], None]
 
@@ -265,6 +360,32 @@ def _observed(function: Any, notify: _Notify) -> Any:
         return function(*args, **kwargs)
 
     return observed
+
+
+def _observed_once(function: Any, notify: _Notify) -> Any:
+    """Wrap a function of fused attention: of calls inside one another the outermost counts."""
+    observed = _observed(function, notify)
+
+    @functools.wraps(function)
+    def once(*args: Any, **kwargs: Any) -> Any:
+        if _fused.running:
+            return function(*args, **kwargs)
+        _fused.running = True
+        try:
+            return observed(*args, **kwargs)
+        finally:
+            _fused.running = False
+
+    return once
+
+
+class _Fused(threading.local):
+    """Whether a thread is in a function of fused attention."""
+
+    running = False
+
+
+_fused = _Fused()
 
 
 def _observed_product(function: Any, *, alone: bool) -> Any:
@@ -297,6 +418,19 @@ def _notify_attention(
     observer.on_attention(route, module, query, key, mask, given)
 
 
+def _notify_fused(
+    route: str,
+    names: tuple[str, ...],
+    observer: AttentionObserver,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    given = dict(zip(names, args, strict=False)) | kwargs
+    traced = any(isinstance(value, FakeTensor | FunctionalTensor) for value in given.values())
+    if not traced:  # by a compiler, which computes nothing
+        observer.on_attention(route, None, None, None, None, given)
+
+
 def _notify_softmax(
     observer: AttentionObserver, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
@@ -316,20 +450,124 @@ def _force_eager(undo: Undo) -> None:
     compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
     if compiler is None:  # nothing can have been compiled
         return
+    before = compiler._stance
     choose = getattr(compiler, "_callback_from_stance", None)
     if choose is not None:
 
         @functools.wraps(choose)
         def observed(callback: Any) -> Any:
-            if callback not in (None, False) and not in_extra_pass():
+            frame = sys._getframe(1)
+            function, args, kwargs = _called(frame)
+            if callback in (None, False):
+                return choose(callback)
+            if getattr(function, "__module__", None) == _FLEX_MODULE:
+                name = getattr(function, "__name__", "")
+                if leaf is None or name not in _FLEX_FUNCTIONS:  # what flex attention compiles
+                    return choose(callback)
+                if name == "flex_attention":
+                    notify_of_flex(args, kwargs)
+                leaf.begin(frame)
+                return choose(callback)
+            if leaf is not None and all(holder.finished for holder in run_eagerly.holders):
+                leaf.begin(frame)  # a loss, say: nothing more is to be seen
+                return choose(callback)
+            if not in_extra_pass():
                 for holder in run_eagerly.holders:
                     holder.on_forced_eager()
             return choose(callback)
 
+        leaf = None
+        if hasattr(compiler, "set_eval_frame"):  # its end is seen in no other way
+            leaf = _Leaf(compiler, before)
+            _replace_ending(undo, compiler, leaf)
         replace(undo, compiler, "_callback_from_stance", observed)
     before = compiler._stance
     undo(lambda: compiler._set_stance(before))
     torch.compiler.set_stance("force_eager")
+
+
+# Compiled functions that call no module: they are run as they are.
+_FLEX_MODULE = "torch.nn.attention.flex_attention"
+_FLEX_FUNCTIONS = ("flex_attention", "create_block_mask", "create_mask")
+
+
+def _called(frame: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Find which compiled function is called, and with which arguments.
+
+    Args:
+        frame: Frame of the wrapper that `torch.compile` has made.
+    """
+    given = frame.f_locals
+    function, args, kwargs = given.get("fn"), given.get("args", ()), given.get("kwargs", {})
+    while isinstance(function, functools.partial):
+        args, kwargs = (*function.args, *args), function.keywords | kwargs
+        function = function.func
+    return function, args, kwargs
+
+
+def notify_of_flex(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Notify observers of a call of compiled flex attention, which they see nothing else of.
+
+    Args:
+        args: Positional arguments.
+        kwargs: Arguments by name.
+    """
+    for observer in watch_attention.holders:
+        try:
+            _notify_fused("flex", _FLEX[1:], observer, args, kwargs)
+        except Exception as error:
+            observer.on_failure(error)
+
+
+class _Leaf:
+    """A compiled function that is run as compiled, with the process as it is without windows.
+
+    Args:
+        compiler: The module of torch that runs compiled functions.
+        before: Its stance without windows.
+    """
+
+    def __init__(self, compiler: Any, before: Any) -> None:
+        self._compiler = compiler
+        self._before = before
+        self._forced: Any = None
+        self._frame: Any = None
+        self._stack = ExitStack()
+
+    def begin(self, frame: Any) -> None:
+        """Put the process in order for a call.
+
+        Args:
+            frame: Frame of the wrapper that makes the call.
+        """
+        self._frame, self._forced = frame, self._compiler._stance
+        for patch in _not_around_compiled:
+            self._stack.enter_context(patch.suspended())
+        self._compiler._stance = self._before
+
+    def end(self, frame: Any) -> None:
+        """Watch again, if the call that a frame makes is over.
+
+        Args:
+            frame: Frame of a wrapper.
+        """
+        if frame is self._frame:
+            self._frame = None
+            self._compiler._stance = self._forced
+            self._stack.close()
+
+
+def _replace_ending(undo: Undo, compiler: Any, leaf: _Leaf) -> None:
+    """Have a leaf notified when the wrapper of a compiled function has made its call."""
+    leave = compiler.set_eval_frame
+
+    @functools.wraps(leave)
+    def left(callback: Any) -> Any:
+        result = leave(callback)
+        leaf.end(sys._getframe(1))
+        return result
+
+    replace(undo, compiler, "set_eval_frame", left)
 
 
 class _Marker(threading.local):
@@ -371,4 +609,4 @@ def _forbid_fast_path(undo: Undo) -> None:
 
 
 run_eagerly = Patch(_force_eager)
-without_fast_path = Patch(_forbid_fast_path)
+without_fast_path = Patch(_forbid_fast_path, around_compiled=False)

@@ -95,19 +95,37 @@ def find_sequences(
     """
     for argument in given:
         begins = _begins(argument, batch, length, valid)
-        if begins is not None:
-            begins[:, 0] = True
-            order = torch.arange(batch * length, dtype=torch.int64, device="cpu")
-            starts = torch.where(begins.flatten(), order, 0).cummax(dim=0).values
-            numbers = begins.flatten().cumsum(dim=0) - 1
-            return Sequences(
-                numbers.view(batch, length), (order - starts).view(batch, length), argument.name
-            )
+        found = None if begins is None else sequences_from(begins, valid, argument.name)
+        if found is not None:
+            return found
     return None
 
 
+def sequences_from(begins: Tensor, valid: Tensor | None, source: str) -> Sequences | None:
+    """Number the sequences in the rows of a batch.
+
+    Args:
+        begins: True for a token that begins a sequence, [batch, length], on the host.
+        valid: False where there is padding, [batch, length]; None without padding.
+        source: What the boundaries are known by.
+
+    Returns:
+        The sequences; None where no row holds several.
+    """
+    begins = begins.clone()
+    begins[:, 0] = True
+    numbers = begins.flatten().cumsum(dim=0).view(begins.shape) - 1
+    tokens = torch.ones_like(begins) if valid is None else valid.cpu()
+    last = torch.where(tokens, numbers, -1).amax(dim=1)
+    if not bool((tokens & (numbers < last[:, None])).any()):
+        return None
+    order = torch.arange(begins.numel(), dtype=torch.int64, device="cpu")
+    starts = torch.where(begins.flatten(), order, 0).cummax(dim=0).values
+    return Sequences(numbers, (order - starts).view(begins.shape), source)
+
+
 def _begins(argument: GivenPlaces, batch: int, length: int, valid: Tensor | None) -> Tensor | None:
-    """Find the first tokens of sequences, [batch, length]; None unless a row holds several."""
+    """Find the first tokens of sequences, [batch, length]; None where the values do not say it."""
     values = argument.values.cpu()
     begins = torch.zeros(batch * length + 1, dtype=torch.bool, device="cpu")
     if argument.summed:
@@ -116,8 +134,7 @@ def _begins(argument: GivenPlaces, batch: int, length: int, valid: Tensor | None
         if not ends or bool((places.diff() < 0).any()):
             return None
         begins[places] = True
-        begins = begins[:-1].view(batch, length)
-        return begins if bool(begins[:, 1:].any()) else None
+        return begins[:-1].view(batch, length)
     if values.shape[-1] != length or values.numel() not in (length, batch * length):
         return None
     values, begins = values.expand(batch, length), begins[:-1].view(batch, length)
@@ -125,5 +142,4 @@ def _begins(argument: GivenPlaces, batch: int, length: int, valid: Tensor | None
     begins[:, 1:] = (values[:, 1:] == 0) & tokens[:, 1:]
     both = tokens[:, 1:] & tokens[:, :-1]
     follows = values[:, 1:] == values[:, :-1] + 1
-    several = bool((begins[:, 1:] & both).any())
-    return begins if several and bool((follows | begins[:, 1:] | ~both).all()) else None
+    return begins if bool((follows | begins[:, 1:] | ~both).all()) else None

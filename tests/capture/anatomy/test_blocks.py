@@ -73,6 +73,43 @@ def test_models_without_blocks_are_refused_in_one_line():
         find_anatomy(PlainDecoder(), [nn.Linear(2, 2)])
 
 
+def test_heads_are_known_by_the_modules_around_an_attention():
+    class Projection(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wqkv = nn.Linear(64, 192)
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.n_heads, self.qkv = 4, Projection()
+
+    def block():
+        return nn.ModuleDict({"attention": Attention(), "mlp": nn.Linear(64, 64)})
+
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.Sequential(block()) for _ in range(2))
+    (attention,) = find_anatomy(model).blocks[0].attentions
+    assert attention.sizes == (4, 4, 16)
+
+
+def test_a_matrix_whose_class_is_called_an_embedding_is_a_table():
+    class ParallelEmbedding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(50, 64))
+
+    class RotaryEmbedding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("frequencies", torch.randn(64))
+
+    model = PlainDecoder(width=64, layers=2)
+    model.embed, model.rotary = ParallelEmbedding(), RotaryEmbedding()
+    assert model.embed in find_anatomy(model).embeddings
+    assert model.rotary not in find_anatomy(model).embeddings
+
+
 def test_embeddings_are_those_outside_the_blocks():
     model = PlainDecoder()
     model.blocks[0].inside = nn.Embedding(3, 3)

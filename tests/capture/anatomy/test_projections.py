@@ -26,6 +26,19 @@ def test_projections_are_found_by_the_names_of_the_field():
     assert find_projections(holder(q_proj=linear, v_proj=linear)) is None
 
 
+def test_projections_are_found_by_names_that_differ_in_one_part():
+    linear = nn.Linear(8, 8)
+    for names in (("c_q", "c_k"), ("attn_query", "attn_key"), ("wQ", "wK"), ("q_w", "k_w")):
+        found = find_projections(holder(**dict.fromkeys(names, linear)))
+        assert (found.kind, found.names) == ("separate", names)
+    norms = {"q_norm": nn.LayerNorm(8), "k_norm": nn.LayerNorm(8)}
+    assert find_projections(holder(**norms)) is None
+    assert find_projections(holder(qkv=nn.Linear(8, 24), **norms)).kind == "fused"
+    other = {"q_b": nn.Linear(4, 8), "k_b": nn.Linear(2, 8)}  # of two latents
+    assert find_projections(holder(**other)) is None
+    assert find_projections(holder(freq=linear, frek=linear)) is None
+
+
 @pytest.mark.parametrize(
     ("children", "sizes"),
     [

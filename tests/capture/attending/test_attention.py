@@ -41,6 +41,15 @@ def test_additive_masks_hide_what_is_very_negative(lowest):
     assert found["bias"] is None
 
 
+def test_of_a_mask_for_more_keys_the_first_count():
+    for mask in (LOWER, torch.zeros(2, 1, 6, 6).masked_fill(~LOWER[:, :1], -torch.inf)):
+        wider = torch.cat([mask, mask[..., :3]], dim=3)
+        assert torch.equal(visible(mask=wider), LOWER)
+        for route, other in (("sdpa", wider), ("interface", mask[..., :4])):
+            with pytest.raises(NotUnderstoodError, match=r"mask is for [49] keys, and there are 6"):
+                views(mask=other, route=route)
+
+
 def test_additive_biases_are_kept():
     slopes = -torch.rand(1, 4, 6, 6) * 20
     found = views(mask=slopes.masked_fill(~LOWER[:1], -torch.inf))
@@ -163,7 +172,8 @@ def ruled(rule, **options) -> torch.Tensor:
     """What is visible of two sequences under a mask with a rule, in four heads."""
     query = torch.randn(2, 4, 6, 8)
     options = {"is_causal": True, "sliding_window": 2} | options
-    given = read_arguments("interface", None, query, query, SimpleNamespace(mask_mod=rule), options)
+    mask = SimpleNamespace(mask_mod=rule, kv_num_blocks=torch.zeros(2, 4, 1))
+    given = read_arguments("interface", None, query, query, mask, options)
     found = read_call(record_call(RowSampler(100, 0), given), None)["visible"]
     return found.expand(2, 4, 6, 6)
 
@@ -178,5 +188,5 @@ def test_a_rule_says_what_is_visible_whatever_flags_say():
 
 
 def test_a_rule_that_takes_one_pair_at_a_time_is_refused():
-    with pytest.raises(NotUnderstoodError, match="cannot be asked of many pairs at once"):
+    with pytest.raises(NotUnderstoodError, match="cannot be asked of many places at once"):
         ruled(lambda b, h, q, k: q >= k if bool(q > 2) else q == k)

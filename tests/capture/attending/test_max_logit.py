@@ -120,7 +120,9 @@ def test_under_a_rule_it_is_that_of_the_pairs_that_the_rule_allows(monkeypatch, 
     monkeypatch.setattr(max_logit, "_BLOCK_ON_HOST", block)
     query, key = torch.randn(3, 4, 9, 8), torch.randn(3, 2, 9, 8)
     visible = torch.rand(3, 4, 9, 9) > 0.7
-    mask = SimpleNamespace(mask_mod=lambda b, h, q, k: visible[b, h, q, k])
+    mask = SimpleNamespace(
+        mask_mod=lambda b, h, q, k: visible[b, h, q, k], kv_num_blocks=torch.zeros(3, 4, 1)
+    )
     given = read_arguments("interface", None, query, key, mask, {"is_causal": True})
     found = over_rows(max_logits_of_call(given), None)
     expected = reference(query, key, visible, 8**-0.5)

@@ -1,0 +1,116 @@
+"""Fused attention: calls of flex attention and of the functions of flash attention, read.
+
+Flash attention takes [sequences, queries, heads, width], or with packed sequences [tokens, heads,
+width] and where each of them ends; a window counts keys to the left and to the right.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from geomon.capture.attending.attention import Arguments, NotUnderstoodError, local_shard
+from geomon.capture.attending.rules import FlexRule, PlaceRule, heads_of
+
+# Options that change which keys a query sees, or its scores, in ways that are not rebuilt.
+_NOT_REBUILT = ("alibi_slopes", "block_table", "page_table", "seqused_k", "attn_bias", "qv")
+
+
+def read_flex(given: Mapping[str, Any]) -> Arguments:
+    """Read a call of flex attention; nothing is copied.
+
+    Args:
+        given: Arguments by the names of `torch.nn.attention.flex_attention.flex_attention`; the
+            mask may be a `BlockMask`, or a tuple that ends with its function.
+
+    Raises:
+        NotUnderstoodError: The call cannot be rebuilt from what it was given.
+    """
+    query, key = (_plain(given.get(name), name, 4) for name in ("query", "key"))
+    block, score = given.get("block_mask"), given.get("score_mod")
+    mask = block[-1] if isinstance(block, tuple) else getattr(block, "mask_mod", None)
+    scale = given.get("scale")
+    return Arguments(
+        query=query, key=key, mask=None, causal=False,
+        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
+        bias=None, sliding_window=None, softcap=None, sink=None,
+        rule=FlexRule(
+            key.shape[2], query.device, mask,
+            heads=heads_of(block),
+            score=None if getattr(score, "__name__", "") == "_identity" else score,
+            mask_buffers=tuple(given.get("mask_mod_other_buffers") or ()),
+            score_buffers=tuple(given.get("score_mod_other_buffers") or ()),
+        ),
+    )  # fmt: skip
+
+
+def read_flash(given: Mapping[str, Any]) -> Arguments:
+    """Read a call of a function of flash attention; nothing is copied.
+
+    Args:
+        given: Arguments by the names of `flash_attn`, or of `torch.nn.attention.varlen`.
+
+    Raises:
+        NotUnderstoodError: The call cannot be rebuilt from what it was given.
+    """
+    for name in _NOT_REBUILT:
+        if given.get(name) is not None:
+            raise NotUnderstoodError(f"fused attention was given {name}")
+    ends = [_first(given, f"cu_seqlens_{side}", f"cu_seq_{side}") for side in "qk"]
+    if ends[0] is None:  # queries and keys in one tensor have the same ends
+        ends = [_first(given, "cu_seqlens")] * 2
+    if ends[1] is None:
+        ends[1] = ends[0]
+    query, key = _queries_and_keys(given, packed=ends[0] is not None)
+    window = given.get("window_size") or (-1, -1)
+    left, right = (None if side < 0 else int(side) for side in window)
+    causal = bool(given.get("causal") or given.get("is_causal"))
+    scale, cap = _first(given, "softmax_scale", "scale"), given.get("softcap")
+    return Arguments(
+        query=query, key=key, mask=None, causal=False,
+        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
+        bias=None, sliding_window=None, softcap=float(cap) if cap else None, sink=None,
+        rule=PlaceRule(
+            key.shape[2], query.device, left=left, right=0 if causal else right,
+            offset=key.shape[2] - query.shape[2],
+            ends=None if ends[0] is None else (ends[0].detach(), ends[1].detach()),
+        ),
+    )  # fmt: skip
+
+
+def _queries_and_keys(given: Mapping[str, Any], *, packed: bool) -> tuple[Tensor, Tensor]:
+    """Return queries and keys as [sequences, heads, places, width]."""
+    both, all_three = given.get("kv"), given.get("qkv")
+    dimensions = 3 if packed else 4
+    if all_three is not None:
+        three = _plain(all_three, "queries, keys and values", dimensions + 1)
+        query, key = three.select(-3, 0), three.select(-3, 1)
+    else:
+        query = _plain(_first(given, "q", "query"), "queries", dimensions)
+        if both is not None:
+            key = _plain(both, "keys and values", dimensions + 1).select(-3, 0)
+        else:
+            key = _plain(_first(given, "k", "key"), "keys", dimensions)
+    if packed:
+        query, key = query[None], key[None]
+    return query.transpose(1, 2), key.transpose(1, 2)
+
+
+def _first(given: Mapping[str, Any], *names: str) -> Any:
+    """Return the first argument that was given under some names; None where none was."""
+    return next((given[name] for name in names if given.get(name) is not None), None)
+
+
+def _plain(values: Any, what: str, dimensions: int) -> Tensor:
+    """Return a tensor without its graph.
+
+    Raises:
+        NotUnderstoodError: It is none, or has another number of dimensions.
+    """
+    if not isinstance(values, Tensor) or values.is_nested or values.ndim != dimensions:
+        raise NotUnderstoodError(f"the {what} are no plain tensor of {dimensions} dimensions")
+    values = local_shard(values).detach()
+    if type(values) not in (Tensor, torch.nn.Parameter):  # what a compiler traces with
+        raise NotUnderstoodError(f"the {what} are a {type(values).__name__}")
+    return values

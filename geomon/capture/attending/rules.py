@@ -1,0 +1,235 @@
+"""Rules: which keys a query sees, where a model gives no mask but a function of places.
+
+Fused attention takes no mask of all pairs, which would not fit into memory: it is told how far a
+query sees and where packed sequences end, or is given functions of two places (flex attention). A
+rule says the same of the sampled queries, and of a block of queries at a time.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Rule(Protocol):
+    """Which keys a query sees, and what becomes of its scores."""
+
+    def visible(self, sequences: Tensor, places: Tensor) -> Tensor:
+        """Say which keys some queries see.
+
+        Args:
+            sequences: Indices of their sequences, [sequences].
+            places: Position of each query in its sequence, [sequences, queries].
+
+        Returns:
+            True where a key is visible, [sequences, heads (or 1), queries, keys].
+        """
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether scores are changed before the softmax."""
+
+    def changed(self, scores: Tensor, sequences: Tensor, places: Tensor) -> Tensor:
+        """Change scaled scores as the model does before the softmax.
+
+        Args:
+            scores: [sequences, heads, queries, keys].
+            sequences: Indices of their sequences, [sequences].
+            places: Position of each query in its sequence, [sequences, queries].
+        """
+
+    def reach(self, rows: slice) -> tuple[int, int]:
+        """Return the first key that any query of some rows may see, and the one after the last.
+
+        Args:
+            rows: Positions of the queries.
+        """
+
+    def begins(self, length: int) -> Tensor:
+        """Say which tokens begin a sequence, in one row of several packed sequences.
+
+        Args:
+            length: Number of tokens in the row.
+
+        Returns:
+            True where a token does not see the one before it, [length].
+        """
+
+
+@dataclass(frozen=True)
+class PlaceRule:
+    """How far a query sees, and where packed sequences end.
+
+    Attributes:
+        keys: Number of keys.
+        device: Where the queries are.
+        left: Number of keys before its own place that a query sees; None for all.
+        right: The same behind its own place: 0 where no later key is seen.
+        offset: Place of the first query among the keys: the last query stands at the last key.
+        ends: Ends of the packed queries and of the packed keys, from 0 on, [sequences + 1] each;
+            None where nothing is packed.
+    """
+
+    keys: int
+    device: torch.device
+    left: int | None = None
+    right: int | None = None
+    offset: int = 0
+    ends: tuple[Tensor, Tensor] | None = None
+    changes_scores: bool = False
+
+    def visible(self, sequences: Tensor, places: Tensor) -> Tensor:
+        """Say which keys some queries see (see `Rule`)."""
+        order = torch.arange(self.keys, dtype=torch.int64, device=self.device)
+        asking = places.to(self.device)[..., None] + self.offset
+        seen = torch.ones(*places.shape, self.keys, dtype=torch.bool, device=self.device)
+        if self.ends is not None:
+            queries, keys = (ends.to(self.device, torch.int64) for ends in self.ends)
+            places = places.to(self.device)
+            number = torch.searchsorted(queries, places, right=True) - 1
+            inside = (number >= 0) & (number < len(queries) - 1)
+            number = number.clamp(0, len(queries) - 2)
+            facing = torch.searchsorted(keys, order, right=True) - 1
+            seen = (facing == number[..., None]) & inside[..., None]
+            # The last query of a sequence stands at its last key.
+            asking = (places + keys[number + 1] - queries[number + 1])[..., None]
+        if self.left is not None:
+            seen &= order >= asking - self.left
+        if self.right is not None:
+            seen &= order <= asking + self.right
+        return seen[:, None]
+
+    def changed(self, scores: Tensor, sequences: Tensor, places: Tensor) -> Tensor:
+        """Leave scores as they are (see `Rule`)."""
+        return scores
+
+    def reach(self, rows: slice) -> tuple[int, int]:
+        """Return the keys that some rows may see (see `Rule`); of packed sequences all."""
+        if self.ends is not None:
+            return 0, self.keys
+        first = 0 if self.left is None else rows.start + self.offset - self.left
+        last = self.keys if self.right is None else rows.stop + self.offset + self.right
+        first = min(max(first, 0), self.keys - 1)
+        return first, max(min(last, self.keys), first + 1)
+
+    def begins(self, length: int) -> Tensor:
+        """Say which tokens begin a sequence (see `Rule`)."""
+        starts = torch.zeros(length, dtype=torch.bool, device=self.device)
+        if self.ends is not None:
+            ends = self.ends[0].to(self.device, torch.int64)
+            # Buffers of ends are filled up with the last one.
+            starts[ends[ends < length]] = True
+        starts[:1] = True
+        return starts
+
+
+@dataclass(frozen=True)
+class FlexRule:
+    """The functions of two places that flex attention is given.
+
+    Attributes:
+        keys: Number of keys.
+        device: Where the queries are.
+        mask: Function of sequence, head, query and key: whether the key is visible; None for all.
+        heads: Number of heads over which the mask differs, or 1.
+        score: Function of a score and the same: the score that enters the softmax; None where that
+            is the score itself.
+        mask_buffers: Further arguments of `mask`.
+        score_buffers: Further arguments of `score`.
+    """
+
+    keys: int
+    device: torch.device
+    mask: Callable[..., Any] | None
+    heads: int
+    score: Callable[..., Any] | None = None
+    mask_buffers: tuple[Any, ...] = ()
+    score_buffers: tuple[Any, ...] = ()
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether scores are changed before the softmax."""
+        return self.score is not None
+
+    def visible(self, sequences: Tensor, places: Tensor) -> Tensor:
+        """Say which keys some queries see (see `Rule`)."""
+        shape = (len(sequences), self.heads, places.shape[1], self.keys)
+        if self.mask is None:
+            return torch.ones(1, 1, 1, self.keys, dtype=torch.bool, device=self.device).expand(
+                shape[0], 1, *shape[2:]
+            )
+        found = self._at_all(self.mask, (), self.mask_buffers, sequences, places, self.heads)
+        return found.expand(shape)
+
+    def changed(self, scores: Tensor, sequences: Tensor, places: Tensor) -> Tensor:
+        """Change scores as the model does (see `Rule`)."""
+        if self.score is None:
+            return scores
+        heads = scores.shape[1]
+        return self._at_all(self.score, (scores,), self.score_buffers, sequences, places, heads)
+
+    def reach(self, rows: slice) -> tuple[int, int]:
+        """Return all keys: nothing says which a function hides."""
+        return 0, self.keys
+
+    def begins(self, length: int) -> Tensor:
+        """Say which tokens begin a sequence (see `Rule`)."""
+        starts = torch.zeros(length, dtype=torch.bool, device=self.device)
+        starts[:1] = True
+        if self.mask is not None and length > 1:
+            mask, first = self.mask, torch.zeros((), dtype=torch.int64, device=self.device)
+            places = torch.arange(1, length, dtype=torch.int64, device=self.device)
+            with _indexable():
+                seen = torch.vmap(lambda place: mask(first, first, place, place - 1))(places)
+            starts[1:] = ~seen
+        return starts
+
+    def _at_all(
+        self,
+        function: Callable[..., Any],
+        lead: tuple[Tensor, ...],
+        buffers: tuple[Any, ...],
+        sequences: Tensor,
+        places: Tensor,
+        heads: int,
+    ) -> Tensor:
+        """Call a function of places at all of some queries, in every head, with all keys."""
+
+        def at(*given: Tensor) -> Any:
+            return function(*given, *buffers)
+
+        # The innermost dimension first: keys, queries with their places, heads, sequences.
+        of_lead = (0,) * len(lead)
+        for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None)):
+            at = torch.vmap(at, in_dims=(*of_lead, *dims))
+        at = torch.vmap(at, in_dims=(*of_lead, 0, None, 0, None))
+        order = (
+            sequences.to(self.device),
+            torch.arange(heads, dtype=torch.int64, device=self.device),
+            places.to(self.device),
+            torch.arange(self.keys, dtype=torch.int64, device=self.device),
+        )
+        with _indexable():
+            found: Tensor = at(*lead, *order)
+        return found
+
+
+def heads_of(block: Any) -> int:
+    """Return the number of heads over which a block mask differs.
+
+    Args:
+        block: A `BlockMask`, or a tuple of its parts.
+    """
+    counts = getattr(block, "kv_num_blocks", None)
+    if isinstance(block, tuple):
+        counts = next((part for part in block if isinstance(part, Tensor)), None)
+    return 1 if counts is None else int(counts.shape[1])
+
+
+def _indexable() -> Any:
+    """Let functions of places index tensors by them, as flex attention does."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    return TransformGetItemToIndex()

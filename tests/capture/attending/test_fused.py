@@ -1,0 +1,363 @@
+"""Fused attention: flex attention, and the functions of flash attention under their names."""
+
+import functools
+import sys
+import types
+
+import pytest
+import torch
+from fingerprint import fingerprint
+from torch import Tensor, nn
+from torch.nn.attention import flex_attention as flex
+
+from geomon import Memory, Monitor, describe, every, select
+
+HEADS, WIDTH, LENGTH, SEQUENCES = 4, 32, 24, 3
+METRICS = select("attention_entropy", "max_logit", "qk_cosine", "variance")
+BREAK = 7  # token that ends a document
+
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
+
+class Attention(nn.Module):
+    """Attends with a function of queries, keys and values, [sequences, length, heads, width]."""
+
+    def __init__(self, attend) -> None:
+        super().__init__()
+        self.attend, self.num_heads, self.given = attend, HEADS, []
+        self.q_proj, self.k_proj = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH // 2)
+        self.v_proj, self.o_proj = nn.Linear(WIDTH, WIDTH // 2), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        parts = (p(x).unflatten(-1, (-1, WIDTH // HEADS)) for p in self.projections())
+        self.given = list(parts)
+        return self.o_proj(self.attend(*self.given, ids).flatten(-2))
+
+    def projections(self):
+        return self.q_proj, self.k_proj, self.v_proj
+
+
+class Block(nn.Module):
+    def __init__(self, attend) -> None:
+        super().__init__()
+        self.norm, self.attn = nn.LayerNorm(WIDTH), Attention(attend)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        x = x + self.attn(self.norm(x), ids)
+        return x + self.mlp(x)
+
+
+class Decoder(nn.Module):
+    def __init__(self, attend, *, packed: bool = False) -> None:
+        super().__init__()
+        self.packed = packed
+        self.embed = nn.Embedding(50, WIDTH)
+        self.blocks = nn.ModuleList(Block(attend) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 50)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        ids = ids.flatten() if self.packed else ids
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x, ids)
+        return self.head(x)
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+    torch.compiler.reset()
+
+
+def tokens(sequences: int = SEQUENCES) -> Tensor:
+    ids = torch.randint(8, 50, (sequences, LENGTH))
+    ids[:, 9], ids[1, 15] = BREAK, BREAK
+    return ids
+
+
+def documents(ids: Tensor) -> Tensor:
+    """Number of the document of each token: a break is the first of the next one."""
+    return (ids == BREAK).cumsum(dim=-1)
+
+
+def measured(model: nn.Module, ids: Tensor, **options):
+    memory = Memory()
+    monitor = Monitor(
+        model, metrics=METRICS, schedule=every(1), tokens=ids.numel(), batches=1, directory=None,
+        sinks=[memory], strict=True, **options,
+    )  # fmt: skip
+    with torch.no_grad(), monitor(0):
+        output = model(ids)
+    monitor.close()
+    return memory.readings[-1], output
+
+
+def reference(attention: Attention, visible: Tensor, change=lambda scores: scores):
+    """Entropy and largest score of each head, in float64; `visible` is [.., queries, keys]."""
+    query, key = (x.detach().double() for x in attention.given[:2])
+    if query.ndim == 3:
+        query, key = query[None], key[None]
+    key = key.repeat_interleave(2, dim=2)
+    scores = torch.einsum("bqhd,bkhd->bhqk", query, key) * query.shape[-1] ** -0.5
+    scores = change(scores).masked_fill(~visible, -torch.inf)
+    weights = scores.softmax(dim=-1)
+    entropy = -torch.xlogy(weights, weights).sum(dim=-1).mean(dim=(0, 2))
+    return entropy, scores.amax(dim=(0, 2, 3))
+
+
+def agrees(reading, model: Decoder, visible: Tensor, **given) -> None:
+    for depth, block in enumerate(model.blocks, 1):
+        entropy, largest = reference(block.attn, visible, **given)
+        for head in range(HEADS):
+            at = f"layer_{depth:02d}/head_{head}"
+            assert reading.values[f"attention_entropy/{at}"] == pytest.approx(
+                entropy[head].item(), rel=1e-5
+            )
+            assert reading.values[f"max_logit/{at}"] == pytest.approx(
+                largest[head].item(), rel=1e-5
+            )
+        assert f"qk_cosine/layer_{depth:02d}/head_0" in reading.values
+
+
+ORDER = torch.arange(LENGTH)
+CAUSAL = ORDER[:, None] >= ORDER
+
+
+# -- flex attention --------------------------------------------------------------------------------
+
+
+def by_flex(q, k, v, ids, *, function=flex.flex_attention, score=None):
+    """Causal within documents, or with packed tokens."""
+    packed = q.ndim == 3
+    q, k, v, ids = (x[None] if packed else x for x in (q, k, v, ids))
+    which = documents(ids)
+
+    def mask(b, h, i, j):
+        return (i >= j) & (which[b, i] == which[b, j])
+
+    block = flex.create_block_mask(mask, len(ids), None, q.shape[1], k.shape[1], device="cpu")
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    found = function(q, k, v, block_mask=block, score_mod=score, enable_gqa=True).transpose(1, 2)
+    return found[0] if packed else found
+
+
+def within_documents(ids: Tensor) -> Tensor:
+    which = documents(ids)
+    return (CAUSAL & (which[:, :, None] == which[:, None, :]))[:, None]
+
+
+def test_flex_attention_is_seen_with_its_mask():
+    model, ids = Decoder(by_flex).eval(), tokens()
+    with torch.no_grad():
+        alone = model(ids)
+    before = fingerprint(model)
+    reading, output = measured(model, ids)
+    assert torch.equal(output, alone)
+    assert fingerprint(model) == before
+    agrees(reading, model, within_documents(ids))
+    assert not any("compiled" in note for note in reading.notes)
+    with torch.no_grad():
+        assert "through torch's flex_attention" in str(describe(model, ids))
+
+
+def test_a_function_that_changes_the_scores_of_flex_attention_is_in_them():
+    slopes = torch.tensor([0.1, 0.2, 0.3, 0.4])
+
+    def change(score, b, h, i, j):
+        return 2 * torch.tanh(score / 2) - slopes[h] * (i - j)
+
+    model, ids = Decoder(functools.partial(by_flex, score=change)).eval(), tokens()
+    reading, _ = measured(model, ids)
+    distance = (ORDER[:, None] - ORDER) * slopes.double()[:, None, None]
+    agrees(
+        reading, model, within_documents(ids),
+        change=lambda scores: 2 * torch.tanh(scores / 2) - distance,
+    )  # fmt: skip
+
+
+def test_packed_sequences_are_told_apart_by_what_attention_hides():
+    model, ids = Decoder(by_flex, packed=True).eval(), tokens(16)
+    reading, _ = measured(model, ids)
+    which = documents(ids.flatten())
+    order = torch.arange(len(which))
+    visible = (order <= order[:, None]) & (which[:, None] == which)
+    agrees(reading, model, visible)
+    assert "variance/layer_01/margin" in reading.values  # from the documents
+
+
+class Counting:
+    """A backend that runs graphs as they are, and counts calls of what it has compiled."""
+
+    def __init__(self) -> None:
+        self.graphs = self.calls = 0
+
+    def __call__(self, graph, inputs):
+        self.graphs += 1
+
+        def run(*given):
+            self.calls += 1
+            return graph.forward(*given)
+
+        return run
+
+
+def test_compiled_flex_attention_is_run_as_compiled():
+    backend = Counting()
+    compiled = torch.compile(flex.flex_attention, backend=backend)
+    model, ids = Decoder(functools.partial(by_flex, function=compiled)).eval(), tokens()
+    with torch.no_grad():
+        alone = model(ids)
+    graphs, calls, before = backend.graphs, backend.calls, fingerprint(model)
+    reading, output = measured(model, ids)
+    assert torch.equal(output, alone)
+    assert (backend.graphs, backend.calls) == (graphs, 2 * calls)
+    assert fingerprint(model) == before
+    agrees(reading, model, within_documents(ids))
+    assert not any("compiled" in note for note in reading.notes)
+
+
+def test_an_error_in_compiled_flex_attention_leaves_nothing_behind():
+    compiled = torch.compile(flex.flex_attention, backend=Counting())
+
+    def broken(q, k, v, ids):
+        return compiled(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))  # no enable_gqa
+
+    model, ids = Decoder(broken).eval(), tokens()
+    before = fingerprint(model)
+    with pytest.raises(Exception, match="same number of heads"):
+        measured(model, ids)
+    assert fingerprint(model) == before
+
+
+# -- functions of flash attention ------------------------------------------------------------------
+
+
+def attend(q, k, v, visible):
+    group = q.shape[-2] // k.shape[-2]
+    q, k, v = (x.transpose(-3, -2) for x in (q, *(x.repeat_interleave(group, -2) for x in (k, v))))
+    mask = visible if q.ndim == 3 else visible[:, None] if visible.ndim == 3 else visible
+    scores = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).masked_fill(~mask, -torch.inf)
+    return (scores.softmax(-1).nan_to_num() @ v).transpose(-3, -2)
+
+
+def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1)):
+    """Stands for the function of that name, which needs an accelerator."""
+    visible = CAUSAL if causal else torch.ones_like(CAUSAL)
+    if window_size[0] >= 0:
+        visible = visible & (ORDER[:, None] - window_size[0] <= ORDER)
+    return attend(q, k, v, visible)
+
+
+def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, causal=False):
+    """Stands for the function of that name."""
+    order = torch.arange(len(q))
+    which = torch.searchsorted(cu_seqlens_q, order, right=True)
+    visible = which == which[:, None]
+    return attend(q, k, v, visible & (order <= order[:, None]) if causal else visible)
+
+
+def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1)):
+    """Stands for the function of that name of torch."""
+    return flash_attn_varlen_func(query, key, value, cu_seq_q, cu_seq_k, window_size[1] == 0)
+
+
+@pytest.fixture
+def package(monkeypatch):
+    """A module that has imported the functions by their names, as models do."""
+    module = types.ModuleType("somebodys_model")
+    vars(module).update(
+        flash_attn_func=flash_attn_func, flash_attn_varlen_func=flash_attn_varlen_func,
+        varlen_attn=varlen_attn,
+        scaled_dot_product_attention=nn.functional.scaled_dot_product_attention,
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module
+
+
+def ends_of(ids: Tensor) -> Tensor:
+    """Ends of the documents among all tokens, as flash attention takes them; the last one twice."""
+    breaks = (ids.flatten() == BREAK).nonzero().flatten()
+    return torch.cat(
+        [torch.zeros(1, dtype=torch.int64), breaks, *[torch.tensor([ids.numel()])] * 2]
+    )
+
+
+def test_flash_attention_under_its_own_name_is_seen(package):
+    model = Decoder(
+        lambda q, k, v, ids: package.flash_attn_func(q, k, v, causal=True, window_size=(5, 0))
+    ).eval()
+    ids = tokens()
+    before = fingerprint(model), dict(vars(package))
+    reading, _ = measured(model, ids)
+    assert (fingerprint(model), dict(vars(package))) == before
+    agrees(reading, model, (CAUSAL & (ORDER[:, None] - 5 <= ORDER)))
+    assert "through a function of flash attention" in str(describe(model, ids))
+
+
+def test_packed_flash_attention_is_seen_with_its_sequences(package):
+    calls = [
+        lambda q, k, v, ids: package.flash_attn_varlen_func(
+            q, k, v, ends_of(ids), ends_of(ids), causal=True
+        ),
+        lambda q, k, v, ids: package.varlen_attn(
+            q, k, v, ends_of(ids), ends_of(ids), 1, 1, window_size=(-1, 0)
+        ),
+    ]
+    for call in calls:
+        model, ids = Decoder(call, packed=True).eval(), tokens(16)
+        reading, _ = measured(model, ids)
+        which = (ids.flatten() == BREAK).cumsum(0)
+        order = torch.arange(len(which))
+        agrees(reading, model, (order <= order[:, None]) & (which[:, None] == which))
+        assert "variance/layer_01/margin" in reading.values
+
+
+def test_torchs_attention_is_seen_where_it_was_imported_by_name(package):
+    def by_name(q, k, v, ids):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        call = package.scaled_dot_product_attention
+        return call(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+    model, ids = Decoder(by_name).eval(), tokens()
+    agrees(measured(model, ids)[0], model, CAUSAL)
+
+
+def test_a_function_of_the_same_name_with_another_order_is_refused(package):
+    def heads_first(q, k, v, ids):
+        q, k, v = (x.transpose(1, 2) for x in (q, k.repeat_interleave(2, 2), v))
+        return package.flash_attn_func(q, k, v.repeat_interleave(2, 1)).transpose(1, 2)
+
+    package.flash_attn_func = lambda q, k, v: attend(
+        *(x.transpose(1, 2) for x in (q, k, v)), CAUSAL
+    ).transpose(1, 2)
+    model, ids = Decoder(heads_first).eval(), tokens()
+    with torch.no_grad():
+        text = str(describe(model, ids))
+    assert "by hand" in text or "queries were attended with, of" in text
+
+
+def test_tokens_in_one_row_are_told_apart_as_attention_takes_them():
+    def unflattened(q, k, v, ids):
+        q, k, v = (x.unflatten(0, (-1, LENGTH)).transpose(1, 2) for x in (q, k, v))
+        attend = nn.functional.scaled_dot_product_attention
+        return attend(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(0, 1)
+
+    class Flat(Decoder):
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embed(ids).flatten(0, 1)
+            for block in self.blocks:
+                x = block(x, ids)
+            return self.head(x)
+
+    model, ids = Flat(unflattened).eval(), tokens(16)
+    memory = Memory()
+    with Monitor(
+        model, metrics=select("variance", "twonn_distinct", "attention_entropy"), batches=1,
+        tokens=ids.numel(), directory=None, sinks=[memory], strict=True,
+    ) as monitor, monitor(0):  # fmt: skip
+        model(ids)
+    (reading,) = memory.readings
+    assert "variance/layer_01/margin" in reading.values
+    distinct = len({(int(token), place) for row in ids for place, token in enumerate(row)})
+    assert reading.values["twonn_distinct/layer_00/n"] <= distinct
