@@ -1791,3 +1791,81 @@ def test_hidden_states_of_no_token_are_said(virtual):
     missing = seen.snapshot().layers[1].missing
     assert set(missing) == ({"token_ids", "last_token_ids"} if virtual else set())
     assert all("one was given fewer" in reason for reason in missing.values())
+
+
+# -- which tensor of several is the stream ---------------------------------------------------------
+
+
+class Ordered(PlainBlock):
+    """A block that takes tables before its hidden states and returns other tensors before them."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(32, 4, 0.0)
+        self.way = way
+
+    def forward(self, angles, bias, x):
+        y = super().forward(x)
+        values = y.unflatten(-1, (4, 8)).transpose(1, 2)
+        if self.way == "mapping":
+            return {"values": values, "hidden": y}
+        return (values, y) if self.way == "tuple" else y
+
+
+class Ordering(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(50, 32)
+        self.blocks = nn.ModuleList(Ordered(way) for _ in range(3))
+
+    def forward(self, ids):
+        x = self.tokens(ids)
+        self.states = [x]
+        angles, bias = torch.randn(1, ids.shape[1], 8), torch.zeros(len(ids), 1, 1, ids.shape[1])
+        for block in self.blocks:
+            y = (
+                block(angles=angles, bias=bias, x=x)
+                if block.way == "named"
+                else block(angles, bias, x)
+            )
+            x = y["hidden"] if block.way == "mapping" else y[1] if block.way == "tuple" else y
+            self.states.append(x)
+        return x
+
+
+@pytest.mark.parametrize("sequences", [1, 5])
+@pytest.mark.parametrize("way", ["plain", "named", "tuple", "mapping"])
+def test_the_stream_is_found_among_several_tensors(way, sequences):
+    model, ids = Ordering(way), torch.randint(0, 50, (sequences, 12))
+    with torch.no_grad(), window(model) as seen:
+        model(ids)
+    layers = seen.snapshot().layers
+    for layer, state in zip(layers, model.states, strict=True):
+        place = layer.captured["sequences"], layer.captured["positions"]
+        assert torch.equal(layer.captured["hidden"], state[place])
+
+
+class Apart(PlainBlock):
+    """A block that hands on its residual beside what it has made."""
+
+    def forward(self, x, residual=None):
+        residual = x if residual is None else x + residual
+        return super().forward(residual) - residual, residual
+
+
+def test_several_tensors_of_the_stream_s_shape_are_said():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Apart(32, 4, 0.0) for _ in range(2))
+
+        def forward(self, x):
+            residual = None
+            for block in self.blocks:
+                x, residual = block(x, residual)
+            return x + residual
+
+    model = Model()
+    with torch.no_grad(), window(model) as seen:
+        model(torch.randn(4, 8, 32))
+    assert any("several tensors of the shape" in note.text for note in seen.snapshot().info.notes)

@@ -135,6 +135,7 @@ class Anatomy:
         norms: Names and modules of the norms outside the blocks, one of which may be the final one.
         output: The module whose weight makes logits of hidden states, [vocabulary, width]; None
             where none is known.
+        of_output: Those of the embeddings that have one row for each output of that module.
         adapted: Those of the embeddings and the output around which a module of the same widths
             has parameters of its own: what it adds is not in their weights.
         left_out: Families that look like a stack and are not watched.
@@ -145,6 +146,7 @@ class Anatomy:
     around_embeddings: tuple[tuple[nn.Module, nn.Module], ...] = field(default=(), repr=False)
     norms: tuple[tuple[str, nn.Module], ...] = field(default=(), repr=False)
     output: nn.Module | None = field(default=None, repr=False)
+    of_output: tuple[nn.Module, ...] = field(default=(), repr=False)
     adapted: tuple[nn.Module, ...] = field(default=(), repr=False)
     left_out: tuple[LeftOut, ...] = ()
 
@@ -204,6 +206,7 @@ def find_anatomy(model: nn.Module, blocks: str | Sequence[nn.Module] | None = No
             (shown_name(name), module) for module, name in outside.items() if _is_norm(module)
         ),
         output=output,
+        of_output=tuple(table for table in embeddings if _makes_rows_of(output, table)),
         adapted=tuple(m for m in matrices if _is_adapted(m, outside, model)),
         left_out=tuple(left_out),
     )
@@ -256,6 +259,12 @@ def _find_output(outside: Iterable[nn.Module], embeddings: Sequence[nn.Module]) 
     weights = [stored_weight(table) for table in embeddings]
     tied = [m for m in heads if any(stored_weight(m) is w for w in weights if w is not None)]
     return next(reversed(tied or heads), None)
+
+
+def _makes_rows_of(output: nn.Module | None, table: nn.Module) -> bool:
+    """Whether the output has as many features as an embedding table has rows."""
+    shape = _shape(table)
+    return shape is not None and getattr(output, "out_features", None) == shape[0]
 
 
 def _shape(table: nn.Module) -> tuple[int, int] | None:
