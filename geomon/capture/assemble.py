@@ -114,6 +114,7 @@ _ROUTED = (
     "the block was given some tokens of each sequence, and others were given more (tokens are "
     "routed past it, say): which ones these are is not known"
 )
+_HEADS_DIFFER = "its heads are modules of their own that differ in their {view}"
 _UNRECOGNISED = (
     "padding could not be recognised: {share:.0%} of the tokens are one token id at the ends of "
     "sequences of unequal length, and no mask and no attention says that they are padding: they "
@@ -374,7 +375,9 @@ class StackBuilder:
 
     def _remark(self, subject: str, depth: int, remark: str, stack: str) -> None:
         subject = f"{stack}: {subject}" if stack else subject
-        self._remarks.setdefault((subject, remark), []).append(depth)
+        depths = self._remarks.setdefault((subject, remark), [])
+        if depth not in depths:
+            depths.append(depth)
 
     def _layer(self, depth: int) -> Layer:
         block, block_call, name = self._pass.layer_at(depth)
@@ -389,7 +392,9 @@ class StackBuilder:
             sources = _HIDDEN_ONLY - _lacking(kept)
             return Layer(depth, name, captured, missing, stack, sources)
         if self._sources & _HEADS_ONLY:
-            more, lacking = self._head_views(depth, block, block_call, index, stack)
+            indices = block.attention_indices() or [index]
+            heads = [self._head_views(depth, block, block_call, i, stack) for i in indices]
+            more, lacking = _beside(heads)
             captured, missing = captured | more, missing | lacking
         return Layer(depth, name, captured, missing, stack, SOURCES - _lacking(kept))
 
@@ -631,6 +636,32 @@ class StackBuilder:
             ]
         ).amax(dim=0)
         return {"max_logits": largest.masked_fill(largest == -torch.inf, torch.nan)}
+
+
+def _beside(
+    heads: Sequence[tuple[dict[str, Any], dict[str, str]]],
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Lay the views of heads that are modules of their own beside one another."""
+    if len(heads) == 1:
+        return heads[0]
+    missing = {view: reason for _, lacking in reversed(heads) for view, reason in lacking.items()}
+    found: dict[str, Any] = {}
+    for view in heads[0][0].keys() - missing.keys():
+        values = [captured[view] for captured, _ in heads]
+        first = values[0]
+        if all(x is None for x in values) or view in _PROJECTED_SEQUENCES:
+            found[view] = first
+        elif all(isinstance(x, Tensor) for x in values):
+            if view in ("visible", "bias"):
+                length = [max(x.shape[0] for x in values), -1, -1, -1]
+                values = [x.expand(length) for x in values]
+            along = 0 if view in ("max_logits", "sink") else 1
+            found[view] = torch.cat(values, dim=along)
+        elif all(x == first for x in values):
+            found[view] = first
+        else:
+            return {}, missing | dict.fromkeys(heads[0][0].keys(), _HEADS_DIFFER.format(view=view))
+    return found, missing
 
 
 # -- queries and keys as projected ---------------------------------------------------------------

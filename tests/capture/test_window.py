@@ -1869,3 +1869,74 @@ def test_several_tensors_of_the_stream_s_shape_are_said():
     with torch.no_grad(), window(model) as seen:
         model(torch.randn(4, 8, 32))
     assert any("several tensors of the shape" in note.text for note in seen.snapshot().info.notes)
+
+
+# -- heads that are modules of their own -----------------------------------------------------------
+
+
+class OneHead(nn.Module):
+    def __init__(self, by_hand: bool) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(32, 8, bias=False) for _ in range(3))
+        self.by_hand = by_hand
+
+    def forward(self, x):
+        self.q, self.k = self.query(x), self.key(x)
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        scores = (self.q @ self.k.mT * 8**-0.5).masked_fill(later, -torch.inf)
+        self.weights = (scores - scores.logsumexp(-1, keepdim=True)).exp()
+        if self.by_hand:
+            return scores.softmax(-1) @ self.value(x)
+        return nn.functional.scaled_dot_product_attention(
+            self.q, self.k, self.value(x), is_causal=True
+        )
+
+
+class ManyHeads(nn.Module):
+    """An attention as tutorials write it; `num_heads` is not what each of its heads has."""
+
+    def __init__(self, by_hand: bool, wide: bool) -> None:
+        super().__init__()
+        self.num_heads = 4
+        self.heads = nn.ModuleList(OneHead(by_hand) for _ in range(4))
+        self.mlp = nn.Linear(32, 32 * (8 if wide else 1))
+
+    def forward(self, x):
+        return x + torch.cat([head(x) for head in self.heads], -1) + self.mlp(x)[..., :32]
+
+
+@pytest.mark.parametrize("sequences", [1, 4, 12])
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_heads_that_are_modules_are_the_heads_of_one_attention(by_hand, wide, sequences):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(ManyHeads(by_hand, wide) for _ in range(2))
+
+        def forward(self, x):
+            self.states = [x]
+            for layer in self.layers:
+                self.states.append(layer(self.states[-1]))
+            return self.states[-1]
+
+    torch.manual_seed(0)
+    model = Model()
+    with torch.no_grad(), window(model) as seen:
+        model(torch.randn(sequences, 12, 32))
+    snapshot = seen.snapshot()
+    assert [(layer.stack, layer.index) for layer in snapshot.layers] == [("", 0), ("", 1), ("", 2)]
+    for layer in snapshot.layers[1:]:
+        views, heads = layer.captured, model.layers[layer.index - 1].heads
+        place = views["sequences"], views["positions"]
+        assert torch.equal(views["hidden"], model.states[layer.index][place])
+        found = views["scores"].softmax(-1) if by_hand else rebuilt(layer)
+        expected = torch.stack([head.weights for head in heads], 1)
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+        rows = views["query_sequences"], views["positions"]
+        for view, name in (("projected_query", "q"), ("projected_key", "k")):
+            each = torch.stack([getattr(head, name) for head in heads], 2)
+            assert torch.equal(views[view], each[rows])
+        assert views["max_logits"].shape == (4,)
+    values = measure(model, torch.randn(12, 12, 32))
+    assert {f"attention_entropy/layer_01/head_{head}" for head in range(4)} <= values.keys()

@@ -29,6 +29,7 @@ from geomon.capture.anatomy.families import (
 from geomon.capture.anatomy.projections import (
     Projections,
     Sizes,
+    are_heads,
     find_projections,
     find_sizes,
     find_widths,
@@ -52,8 +53,10 @@ class Attention:
         projections: The modules that make queries and keys.
         cross: Whether the keys come from another stack, going by names.
         label: Which of the block's attentions it is: "" for the one to its own stack, "cross" for
-            the one to another; a further one has its name in the block.
+            the one to another; a further one has its name in the block. Heads that are modules of
+            a list have the same.
         around: Modules between this one and the block, the block included, the innermost first.
+        is_head: Whether it is one of the heads of an attention, which are modules of a list.
     """
 
     name: str
@@ -62,10 +65,14 @@ class Attention:
     cross: bool
     label: str = ""
     around: tuple[nn.Module, ...] = field(default=(), repr=False)
+    is_head: bool = False
 
     @property
     def sizes(self) -> Sizes:
         """Number of heads and their width, as the module says, or those around it."""
+        if self.is_head:
+            made = find_widths(self.projections.query)
+            return Sizes(1, 1, None if made is None else made[0])
         return find_sizes(self.projections, [self.module, *self.around])
 
 
@@ -94,7 +101,15 @@ class Block:
         Args:
             label: Label of the attention: "" for the one to the block's own stack.
         """
-        return next((i for i, a in enumerate(self.attentions) if a.label == label), None)
+        return next(iter(self.attention_indices(label)), None)
+
+    def attention_indices(self, label: str = "") -> list[int]:
+        """Return the indices in `attentions` of all with a label: heads that are modules of a list.
+
+        Args:
+            label: Label of the attention: "" for the one to the block's own stack.
+        """
+        return [index for index, each in enumerate(self.attentions) if each.label == label]
 
 
 @dataclass(frozen=True)
@@ -374,8 +389,17 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
+def _are_heads(attentions: list[Attention]) -> bool:
+    """Whether attentions are the heads of one, in a list."""
+    patterns = {pattern_of(attention.name) for attention in attentions}
+    alike = len(patterns) == 1 and not any(attention.cross for attention in attentions)
+    return alike and are_heads([attention.projections for attention in attentions])
+
+
 def _labelled(attentions: list[Attention]) -> tuple[Attention, ...]:
     """Label the attentions of a block, each in its own way."""
+    if _are_heads(attentions):
+        return tuple(replace(attention, is_head=True) for attention in attentions)
     labels: list[str] = []
     for attention in attentions:
         label = CROSS if attention.cross else ""

@@ -12,7 +12,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from geomon.capture.anatomy.projections import find_projections, find_widths
+from geomon.capture.anatomy.projections import (
+    Projections,
+    are_heads,
+    find_projections,
+    find_widths,
+)
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 NOT_CALLABLE = (nn.ModuleList, nn.ModuleDict)
@@ -205,6 +210,8 @@ def _expand(
     for candidate in inner:
         if _ATTENTION_NAME.search(candidate.rpartition(".")[2]):
             continue  # attn1 and attn2 of one block
+        if _are_lists_of_heads(families[candidate], names):
+            continue
         if _are_stages(family, families[candidate]):
             by_member = [
                 [block for block in families[candidate] if names[block].startswith(f"{names[m]}.")]
@@ -220,6 +227,14 @@ def _expand(
         first = [next(member.children()) for member in family]
         return [first] if all(map(attends, first)) and are_first_parts(model, first, names) else []
     return [family if isinstance(parent, nn.ModuleList) else _without_ends(family)]
+
+
+def _are_lists_of_heads(family: Family, names: Names) -> bool:
+    """Whether the members are heads of attentions, which are run on the same hidden states."""
+    lists: dict[str, list[Projections | None]] = {}
+    for member in family:
+        lists.setdefault(names[member].rpartition(".")[0], []).append(find_projections(member))
+    return all(map(are_heads, lists.values()))
 
 
 def _are_stages(family: Family, inner: Family) -> bool:

@@ -5,7 +5,7 @@ They are found by the few names that the field has for them.
 
 import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -150,6 +150,20 @@ def find_projections(module: nn.Module) -> Projections | None:
         if name in children and find_widths(children[name]) is not None:
             return Projections("fused", children[name], children[name], (name,))
     return None
+
+
+def are_heads(attentions: Sequence[Projections | None]) -> bool:
+    """Whether the attentions of a list are heads: together as wide as the input of each.
+
+    Args:
+        attentions: Projections of each module of the list; None where it has none.
+    """
+    known = [each for each in attentions if each is not None and each.kind == "separate"]
+    widths = {find_widths(each.query) for each in known}
+    if len(known) != len(attentions) or len(known) < 2 or len(widths) > 1:
+        return False
+    width = widths.pop()
+    return width is not None and width[0] * len(known) == width[1]
 
 
 def _is_multihead(module: nn.Module) -> bool:
