@@ -96,6 +96,11 @@ _OUTSIDE = (
     "wrong blocks. print(geomon.describe(model)) shows them, blocks=... names others"
 )
 
+_LEFT_OUT = (
+    "{count} blocks {pattern} are not watched: {reason}. blocks=... with a regular expression that "
+    "matches the names of all blocks measures them too"
+)
+
 
 # What reads the arguments of a call of fused attention, by its route.
 _FUSED = {"flex": read_flex, "flash": read_flash}
@@ -257,6 +262,11 @@ class Window:
             if any(module is adapted for adapted in self._anatomy.adapted)
         ]
         texts += [_OUTSIDE] * (self._attends_outside and not seen)
+        texts += [
+            _LEFT_OUT.format(count=family.count, pattern=family.pattern, reason=family.reason)
+            for family in self._anatomy.left_out
+            if family.is_large
+        ]
         return build_snapshot(
             self._passes,
             self._sources,

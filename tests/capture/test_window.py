@@ -1940,3 +1940,35 @@ def test_heads_that_are_modules_are_the_heads_of_one_attention(by_hand, wide, se
         assert views["max_logits"].shape == (4,)
     values = measure(model, torch.randn(12, 12, 32))
     assert {f"attention_entropy/layer_01/head_{head}" for head in range(4)} <= values.keys()
+
+
+class Mixing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.inner = nn.Sequential(nn.Linear(32, 160), nn.GELU(), nn.Linear(160, 32))
+
+    def forward(self, x):
+        return x + self.inner(self.norm(x))
+
+
+@pytest.mark.parametrize("blocks", [None, r"(own|other)\.\d+"])
+def test_a_large_stack_that_is_not_watched_is_said(blocks):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.own = nn.ModuleList(PlainBlock(32, 4, 0.0) for _ in range(2))
+            self.other = nn.ModuleList(Mixing() for _ in range(2))
+
+        def forward(self, x):
+            for block in [*self.own, *self.other]:
+                x = block(x)
+            return x
+
+    model = Model()
+    anatomy = find_anatomy(model, blocks)
+    with torch.no_grad(), Window(anatomy, set(CAPTURED), rows=100, seed=0) as seen:
+        model(torch.randn(4, 8, 32))
+    told = [note.text for note in seen.snapshot().info.notes if "not watched" in note.text]
+    assert bool(told) == (blocks is None)
+    assert all("2 blocks other.#" in text and "blocks=..." in text for text in told)

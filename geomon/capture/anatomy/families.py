@@ -47,11 +47,14 @@ class LeftOut:
         pattern: Names of its modules, with "#" for the numbers in which they differ.
         count: Number of its modules.
         reason: Why it is not watched.
+        is_large: Whether it has at least half as many parameters as a stack that is watched, and is
+            no copy of one.
     """
 
     pattern: str
     count: int
     reason: str
+    is_large: bool = False
 
 
 def shown_name(name: str) -> str:
@@ -167,7 +170,13 @@ def find_families(model: nn.Module, names: Names) -> tuple[list[Family], list[Le
     ]
     watched = _main(candidates)
     left_out = [
-        LeftOut(_shown_pattern(family, names), len(family), _why_not(family, watched))
+        LeftOut(
+            _shown_pattern(family, names),
+            len(family),
+            _why_not(family, watched),
+            2 * _size_of(family) >= max(map(_size_of, watched))
+            and not any(_is_copy(family, other) for other in watched),
+        )
         for family in candidates
         if family not in watched and len(family) > 1
     ]
@@ -371,7 +380,7 @@ def _why_not(family: Family, watched: list[Family]) -> str:
     if any(_is_copy(family, other) for other in watched):
         return "a frozen copy of a stack that is watched"
     if not any(map(attends, family)) and any(attends(b) for other in watched for b in other):
-        return "no attention in them, unlike in others"
+        return "no attention was found in them by name, unlike in others"
     return "few parameters beside the largest stack"
 
 
