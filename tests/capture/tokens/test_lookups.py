@@ -7,7 +7,7 @@ that a block is not given.
 
 import pytest
 import torch
-from models import VOCABULARY, PlainBlock
+from models import VOCABULARY, PlainBlock, transformer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -134,6 +134,13 @@ def test_of_several_tables_that_of_the_words_says_the_token_ids(kind, shape):
     for layer in look(model, ids).layers:
         seen = layer.captured
         assert torch.equal(seen["token_ids"], ids[seen["sequences"], seen["positions"]])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_positions_of_a_batch_of_one_are_no_token_ids(name):
+    ids = words(1, 30, count=10)
+    for layer in look(transformer(name), ids).layers:
+        assert torch.equal(layer.captured["token_ids"], ids[0, layer.captured["positions"]])
 
 
 @pytest.mark.parametrize("seed", range(5))
