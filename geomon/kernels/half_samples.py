@@ -44,10 +44,13 @@ class HalfSamples(NamedTuple):
         group: Group of each row, int64, [tokens].
         first: True for the groups in the first half, one way in each row, [ways, groups]. No ways
             where there are fewer than 8 sequences.
+        widening: What a difference between halves is to be multiplied by, because sequences of
+            unequal length are worth fewer than their number; 1 where all are of one length.
     """
 
     group: Tensor
     first: Tensor
+    widening: float = 1.0
 
 
 class HalfMoments(NamedTuple):
@@ -118,13 +121,14 @@ class GroupSums(NamedTuple):
         return torch.where(n >= 2, value, torch.nan)
 
 
-def half_samples(sequences: Tensor) -> HalfSamples:
+def half_samples(sequences: Tensor, counted: Tensor | None = None) -> HalfSamples:
     """Cut rows into two halves of whole sequences, in balanced ways.
 
     Neighbouring sequences come into one group: they may be parts of one text.
 
     Args:
         sequences: Number of each row's sequence, int64, [tokens].
+        counted: True for the rows that count, [tokens]; None for all.
 
     Example:
         >>> halves = half_samples(torch.arange(16).repeat_interleave(3))
@@ -132,17 +136,58 @@ def half_samples(sequences: Tensor) -> HalfSamples:
         ([15, 16], True)
     """
     # By those that are there: of several ranks each split of the rows may hold one rank's alone.
-    numbers, order = torch.unique(sequences, return_inverse=True)
-    count = len(numbers)
+    _, order, sizes = torch.unique(sequences, return_inverse=True, return_counts=True)
+    count = len(sizes)
     groups = _GROUPS if count >= _GROUPS else FEWEST_SEQUENCES
     number = torch.arange(groups, dtype=torch.int64, device=sequences.device)
     # Rows of a Hadamard matrix: the parity of the common bits of two numbers below 16.
     common = number[1:, None] & number
     common ^= common >> 2
     table = (common ^ (common >> 1)) & 1 == 0
+    of_sequence = torch.arange(count, dtype=torch.int64, device=sequences.device) * groups
+    of_sequence //= max(count, 1)
     if count < FEWEST_SEQUENCES:
-        table = table[:0]
-    return HalfSamples(order * groups // max(count, 1), table)
+        return HalfSamples(of_sequence[order], table[:0])
+    if counted is not None:
+        sizes = torch.bincount(order[counted], minlength=count)
+    return HalfSamples(of_sequence[order], table, _widening(sizes, of_sequence, table))
+
+
+def _widening(sizes: Tensor, group: Tensor, first: Tensor) -> float:
+    """Compute by how much unequal lengths of sequences must widen an interval.
+
+    For a mean over rows, ((a - b) / 2)^2 averaged over the ways is a quadratic form Q of the sums
+    of the groups. If the rows of a sequence are all alike, such a sum has a variance in proportion
+    to the sum of the squared lengths in it. That gives the expectation of the form, which is too
+    small where one sequence has a large part of all rows, and by its second moment (Satterthwaite
+    1946; Bell and McCaffrey 2002) the degrees of freedom that it is worth. Rows that are less alike
+    have more, so that the interval is then too wide rather than too narrow.
+
+    Args:
+        sizes: Number of rows of each sequence, [sequences].
+        group: Group of each sequence, [sequences].
+        first: True for the groups in the first half of each way, [ways, groups].
+    """
+    ways, groups = first.shape
+    rows, member = sizes.cpu().double(), group.cpu()
+    counts, variances = (
+        torch.bincount(member, weights=each, minlength=groups) for each in (rows, rows.square())
+    )
+    side = first.cpu().double()
+    one = side @ counts
+    if not bool(((one > 0) & (one < counts.sum())).all()):
+        return 1.0  # a half without rows: its differences are not finite
+    weights = (side / one[:, None] - (1 - side) / (counts.sum() - one)[:, None]) / 2
+    form = weights.T @ weights / ways * variances.sqrt() * variances.sqrt()[:, None]
+    expected = float(form.trace())
+    degrees = expected**2 / float(form.square().sum())
+    bias = float(variances.sum() / counts.sum().square()) / expected
+    return math.sqrt(bias) * _student(degrees) / _student(ways)
+
+
+def _student(degrees: float) -> float:
+    """Return the 97.5 % point of Student's distribution."""
+    return float(special.stdtrit(degrees, 0.975))
 
 
 def margin(differences: Iterable[float]) -> float:
@@ -165,7 +210,7 @@ def margin(differences: Iterable[float]) -> float:
     if not known or not all(map(math.isfinite, known)):
         return math.nan
     error = math.hypot(*known) / (2 * math.sqrt(len(known)))
-    return float(special.stdtrit(len(known), 0.975)) * error
+    return _student(len(known)) * error
 
 
 def group_sums(rows: Tensor, halves: HalfSamples) -> GroupSums:

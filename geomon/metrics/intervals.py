@@ -66,7 +66,7 @@ def _anisotropy_no_sinks(
 ) -> Tensor:
     if len(ordinary_hidden) == len(ordinary_rows):
         return half_anisotropy
-    some = HalfSamples(halves.group[ordinary_rows], halves.first)
+    some = halves._replace(group=halves.group[ordinary_rows])
     squares, sums = squares_about_mean(ordinary_hidden), sums_of_both[1]
     return half_samples.anisotropy_differences(ordinary_hidden, squares, sums, some, scatters[1])
 
@@ -425,6 +425,22 @@ def _minus(one: Any, other: Any) -> Tensor:
         torch.as_tensor(value, dtype=torch.float64, device="cpu") for value in (one, other)
     )
     return left - right
+
+
+def cut_of(differences: Differences) -> str:
+    """Name the view that says how the rows which such a function compares are cut into halves.
+
+    Args:
+        differences: A function of views.
+    """
+    leaves = captured_views(parameters(differences))
+    cuts = {
+        "sequences": "halves",
+        "last_sequences": "last_halves",
+        "query_sequences": "query_halves",
+        "key_sequences": "key_halves",
+    }
+    return next((cut for leaf, cut in cuts.items() if leaf in leaves), "attention_halves")
 
 
 def by_part(result: Any) -> dict[str, list[float]]:

@@ -80,8 +80,8 @@ FAR_ROWS = 256
 # that they stand for: by the neighbours of every row, and by those of the few rows. In a half about
 # every second neighbour is left, so that rank k / 2 there reaches as far as rank k among all rows:
 # where copies decide, dimensions at another distance scatter otherwise. At small k it is too noisy.
-HALF_SCALES = {1: 1, 2: 2, 4: 4}
-FAR_SCALES = {8: 4, 16: 8, 32: 16}
+HALF_SCALES = {1: 1, 2: 2, 4: 2, 8: 2}
+FAR_SCALES = {16: 8, 32: 16}
 _FAR_IN_HALVES = 100  # of which about half are in a row's own half, where 2 x 16 are needed
 
 
@@ -471,8 +471,11 @@ def _score_sequences(scores: Tensor) -> Tensor:
     return _attention_sequences(scores)
 
 
-def _attention_halves(attention_sequences: Tensor) -> HalfSamples:
-    return half_samples(attention_sequences)
+def _attention_halves(attention_sequences: Tensor, visible: Tensor) -> HalfSamples:
+    real = visible.any(dim=3).any(dim=1)  # padding among the queries sees no key
+    sequences = int(attention_sequences[-1]) + 1
+    counted = real.expand(sequences, len(attention_sequences) // sequences)
+    return half_samples(attention_sequences, counted.flatten())
 
 
 def _attention_differences(

@@ -87,6 +87,69 @@ def test_groups_are_filled_by_the_sequences_that_are_there():
     assert halves.group.bincount(minlength=16).tolist() == [5] * 16
 
 
+def lengths_of(kind, sequences, generator):
+    """Rows of each sequence: all alike, log-normal, or a tenth of them fifty times as long."""
+    if kind == "equal":
+        return torch.full((sequences,), 40)
+    if kind == "one in ten is long":
+        return torch.where(torch.rand(sequences, generator=generator) < 0.1, 1000, 20)
+    return (torch.randn(sequences, generator=generator) + 3.5).exp().clamp(2, 1000).long()
+
+
+@pytest.mark.parametrize(
+    ("kind", "sequences", "without"),
+    [("equal", 8, 0.95), ("log-normal", 12, 0.92), ("one in ten is long", 16, 0.86)],
+)
+def test_intervals_cover_with_sequences_of_unequal_length(kind, sequences, without):
+    """The mean of rows of which those of one sequence share half of what they scatter by."""
+    generator = torch.Generator().manual_seed(sequences)
+    covered, plain = [], []
+    for _ in range(40):
+        lengths = lengths_of(kind, sequences, generator)
+        halves = half_samples(torch.arange(sequences).repeat_interleave(lengths))
+        # A hundred draws side by side, as if they were heads.
+        own, each = torch.randn(2, sequences, 100, generator=generator, dtype=torch.float64)
+        sums = 0.5 * own * lengths[:, None] + each * lengths[:, None].sqrt()
+        group = kernel.halves_of_sequences(own).group
+        values, counts = (
+            torch.zeros(halves.first.shape[1], 100, dtype=torch.float64).index_add_(0, group, part)
+            for part in (sums, lengths[:, None].double().expand(-1, 100))
+        )
+        differences = kernel.mean_differences(values, counts, halves)
+        unit = margin([1.0] * len(differences))
+        errors = (sums.sum(dim=0) / lengths.sum()).abs()
+        widths = unit * differences.square().mean(dim=0).sqrt()
+        covered.append((errors <= halves.widening * widths).double().mean())
+        plain.append((errors <= widths).double().mean())
+    assert torch.stack(covered).mean() >= 0.94
+    assert torch.stack(plain).mean() == pytest.approx(without, abs=0.02)
+
+
+def test_sequences_of_one_length_widen_nothing():
+    for sequences in (8, 16, 64):
+        numbers = torch.arange(sequences).repeat_interleave(5)
+        assert half_samples(numbers).widening == pytest.approx(1)
+    # Two sequences in one group and one in all others are worth 14.4 degrees of freedom.
+    assert 1 < half_samples(torch.arange(17).repeat_interleave(5)).widening < 1.01
+
+
+def test_one_sequence_that_has_nearly_all_rows_is_worth_one_degree_of_freedom():
+    lengths = torch.tensor([10_000] + [2] * 15)
+    halves = half_samples(torch.arange(16).repeat_interleave(lengths))
+    # Student's 12.7 in place of 2.13; nothing but its short companions is seen to differ.
+    assert halves.widening > stats.t.ppf(0.975, 1) / stats.t.ppf(0.975, 15)
+
+
+def test_rows_that_do_not_count_have_no_part_in_the_lengths():
+    numbers = torch.arange(16).repeat_interleave(10)
+    counted = torch.arange(160) % 10 < torch.where(numbers < 2, 10, 1)
+    known = half_samples(numbers[counted])
+    found = half_samples(numbers, counted)
+    assert found.widening == pytest.approx(known.widening)
+    assert found.widening > 1.5
+    assert torch.equal(found.group[counted], known.group)
+
+
 @pytest.mark.parametrize("groups", [150, 50])
 def test_groups_of_other_rows_are_refused(groups):
     with pytest.raises(ValueError, match=f"a group for each of 100 rows, got {groups}"):
