@@ -96,8 +96,8 @@ def _at_last_common(name: str, first: Curve, second: Curve) -> Difference | None
         return None
     step = max(common)
     one, other = first.steps.index(step), second.steps.index(step)
-    # One margin that is unknown, 0, makes that of the difference unknown. A deviation over splits of
-    # the rows is none: with it two readings of one model differed in 38 % of 200 pairs.
+    # One margin that is unknown, 0, makes that of the difference unknown. A deviation over splits
+    # of the rows is none: with it two readings of one model differed in 38 % of 200 pairs.
     margins = first.margins[one], second.margins[other]
     margin = math.hypot(*margins) if all(margins) else math.nan
     return Difference(name, step, first.values[one], second.values[other], margin)

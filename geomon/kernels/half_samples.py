@@ -510,6 +510,47 @@ def anisotropy_differences(
     return _leading_share_differences(groups, drift, variances, sums.counts, halves)
 
 
+def shares_of_halves(
+    hidden: Tensor, sums: GroupSums, halves: HalfSamples, scatter: Tensor
+) -> Tensor:
+    """Compute the shares of the variance of each half along the directions of all rows.
+
+    They stand for the eigenvalues of the half. To first order these change by what the variance
+    along the eigenvectors of all rows changes by; what the directions turn by is of second order,
+    and alike in both halves.
+
+    Args:
+        hidden: Rows, [tokens, width].
+        sums: Sums over the rows of each group, with one head.
+        halves: The groups of the rows, and the ways.
+        scatter: Sum over all rows of the products of their centred numbers, [width, width],
+            float64.
+
+    Returns:
+        [2 ways, width], float64; NaN where a half has no variance.
+    """
+    trace = scatter.diagonal().sum()
+    sides = torch.cat(sides_of(halves))
+    if not bool(trace > 0) or not bool(trace.isfinite()) or len(sides) == 0:
+        return scatter.new_full((len(sides), len(scatter)), torch.nan)
+    basis = as_factor(torch.linalg.eigh((scatter / trace).float()).eigenvectors)
+    # Divided by a power of two, so that squares stay within float32.
+    exponent = int(torch.frexp((trace / len(hidden)).sqrt()).exponent)
+    centre = sums.rows.sum(dim=0) / sums.counts.sum()
+    squares = scatter.new_zeros(len(sums.counts), len(scatter))
+    start = 0
+    for block in in_blocks(hidden):
+        group = halves.group[start : start + len(block)]
+        start += len(block)
+        unit = torch.ldexp(block.sub_(centre), block.new_tensor(-exponent))
+        _add_by_group(squares, group, (unit.to(basis) @ basis).double().square_())
+    about = sums.rows[:, 0] - sums.counts[:, None] * centre
+    drift = torch.ldexp(about, about.new_tensor(-exponent)) @ basis.double()
+    n = (sides @ sums.counts)[:, None]
+    variances = (sides @ squares / n - (sides @ drift / n).square()).clamp_(min=0)
+    return variances / variances.sum(dim=1, keepdim=True)
+
+
 def scatter_by_group(rows: Tensor, halves: HalfSamples) -> HeadScatter:
     """Sum the products of the centred numbers of each head, over all rows and over groups.
 

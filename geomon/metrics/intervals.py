@@ -71,6 +71,14 @@ def _anisotropy_no_sinks(
     return half_samples.anisotropy_differences(ordinary_hidden, squares, sums, some, scatters[1])
 
 
+def _effective_rank(half_shares: Tensor) -> Tensor:
+    return _between_halves(torch.special.entr(half_shares).sum(dim=1).exp())
+
+
+def _participation_ratio(half_shares: Tensor) -> Tensor:
+    return _between_halves(1 / half_shares.square().sum(dim=1))
+
+
 def _cosine(row_sums: GroupSums, halves: HalfSamples) -> Tensor:
     return half_samples.cosine_differences(row_sums, halves)
 
@@ -280,6 +288,8 @@ def _attention_sink(attention_differences: Mapping[str, Tensor]) -> Tensor:
 DIFFERENCES: Mapping[Metric, Differences] = {
     table.METRICS["anisotropy"]: _anisotropy,
     table.anisotropy_no_sinks: _anisotropy_no_sinks,
+    table.effective_rank: _effective_rank,
+    table.participation_ratio: _participation_ratio,
     table.cosine: _cosine,
     table.drift_norm: _drift_norm,
     table.variance: _variance,
@@ -318,7 +328,6 @@ DIFFERENCES: Mapping[Metric, Differences] = {
     scores.score_spread: _score_spread,
     attention.attention_sequence_max: _of_sequences(lambda extremes: extremes.maximum),
     attention.attention_sequence_median: _of_sequences(lambda extremes: extremes.median),
-    attention.attention_sequence_min: _of_sequences(lambda extremes: extremes.minimum),
 }
 
 

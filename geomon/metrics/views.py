@@ -40,6 +40,7 @@ from geomon.kernels.half_samples import (
     moments_of_halves,
     row_mean_differences,
     scatter_by_group,
+    shares_of_halves,
     without_places,
 )
 from geomon.kernels.massive import ordinary_rows, share_beyond
@@ -80,6 +81,8 @@ FAR_ROWS = 256
 # that they stand for: by the neighbours of every row, and by those of the few rows. In a half about
 # every second neighbour is left, so that rank k / 2 there reaches as far as rank k among all rows:
 # where copies decide, dimensions at another distance scatter otherwise. At small k it is too noisy.
+# Of 16 neighbours fewer than 4 are hardly ever in a half, fewer than 8 often: in how many rows that
+# is so differs between halves, and made the interval four times too wide.
 HALF_SCALES = {1: 1, 2: 2, 4: 2, 8: 2}
 FAR_SCALES = {16: 8, 32: 16}
 _FAR_IN_HALVES = 100  # of which about half are in a row's own half, where 2 x 16 are needed
@@ -375,6 +378,14 @@ def _half_anisotropy(
     return anisotropy_differences(hidden, squares_about_mean, row_sums, halves, scatter)
 
 
+def _half_shares(
+    hidden: Tensor, row_sums: GroupSums, halves: HalfSamples, scatter: Tensor | None
+) -> Tensor:
+    if scatter is None:
+        return hidden.new_empty(0, 1, dtype=torch.float64)
+    return shares_of_halves(hidden, row_sums, halves, scatter)
+
+
 def _half_moments(
     squares_about_mean: Tensor, row_sums: GroupSums, halves: HalfSamples
 ) -> HalfMoments:
@@ -384,8 +395,8 @@ def _half_moments(
 def _half_ratios(
     nearest: Neighbours, unique_rows: Tensor, halves: HalfSamples
 ) -> dict[int, HalfRatios]:
-    found = ratios_in_halves(*nearest, unique_rows, halves, [*HALF_SCALES.values()])
-    return dict(zip(HALF_SCALES.values(), found, strict=True))
+    ranks = sorted(set(HALF_SCALES.values()))
+    return dict(zip(ranks, ratios_in_halves(*nearest, unique_rows, halves, ranks), strict=True))
 
 
 def _far_half_ratios(
@@ -586,6 +597,7 @@ DERIVED: dict[str, Callable[..., Any] | tuple[Callable[..., Any], ...]] = {
     "row_sums": _row_sums,  # sums of the rows and their directions over groups of sequences
     "half_moments": _half_moments,  # norm of the mean and variance of each half: HalfMoments
     "half_anisotropy": _half_anisotropy,  # differences of the anisotropy between halves
+    "half_shares": _half_shares,  # shares of the variance along directions, in each half
     "half_isotropy": _half_isotropy,  # the same of the isotropy of neighbourhoods
     "half_ratios": _half_ratios,  # ratios of distances within each row's half, by rank
     "far_half_ratios": _far_half_ratios,  # the same at larger scales, of a few rows

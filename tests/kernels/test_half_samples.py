@@ -33,7 +33,13 @@ from geomon.kernels.dimension import (
 from geomon.kernels.half_samples import HalfSamples, group_sums, half_samples, margin
 from geomon.kernels.moments import drift_norm, mean_square_norm, squares_about_mean, variance
 from geomon.kernels.neighbours import nearest
-from geomon.kernels.spectrum import anisotropy, scatter, spectrum
+from geomon.kernels.spectrum import (
+    anisotropy,
+    effective_rank,
+    participation_ratio,
+    scatter,
+    spectrum,
+)
 
 few_examples = settings(deadline=None, derandomize=True, max_examples=25)
 
@@ -294,6 +300,39 @@ def test_anisotropy_of_halves_is_not_made_of_shortened_factors():
                 rows, squares_about_mean(rows), sums, halves, known
             )
         torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("exponent", [-75, 0, 66])
+@pytest.mark.parametrize("offset", [0.0, 1e4])
+def test_shares_of_halves_serve_for_differences_of_their_spectra(offset, exponent):
+    rows, numbers = rows_of_sequences(32, 40, 24, offset=offset)
+    rows = rows * 2.0**exponent
+    halves = half_samples(numbers)
+    shares = kernel.shares_of_halves(rows, group_sums(rows[:, None], halves), halves, scatter(rows))
+    torch.testing.assert_close(shares.sum(dim=1), torch.ones(30, dtype=torch.float64))
+    for of_spectrum, of_shares in (
+        (effective_rank, lambda p: torch.special.entr(p).sum(dim=1).exp()),
+        (participation_ratio, lambda p: 1 / p.square().sum(dim=1)),
+    ):
+        one, other = of_shares(shares).chunk(2)
+        want = on_halves(lambda part, of=of_spectrum: of(spectrum(part)), rows, halves)
+        assert (one - other - want).norm() < 0.2 * want.norm()  # of first order
+
+
+def test_shares_of_halves_are_not_made_of_shortened_factors():
+    rows, numbers = rows_of_sequences(16, 40, 24)
+    rows, halves = rows.float(), half_samples(numbers)
+    of = rows, group_sums(rows[:, None], halves), halves, scatter(rows)
+    want = kernel.shares_of_halves(*of)
+    with ShortProducts():
+        torch.testing.assert_close(kernel.shares_of_halves(*of), want, rtol=1e-4, atol=1e-7)
+
+
+def test_equal_rows_have_no_shares_of_the_variance():
+    halves = half_samples(torch.arange(16).repeat_interleave(3))
+    rows = torch.ones(48, 4)
+    of = rows, group_sums(rows[:, None], halves), halves, scatter(rows)
+    assert kernel.shares_of_halves(*of).isnan().all()
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e4])
