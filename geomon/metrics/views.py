@@ -87,6 +87,9 @@ HALF_SCALES = {1: 1, 2: 2, 4: 2, 8: 2}
 FAR_SCALES = {16: 8, 32: 16}
 _FAR_IN_HALVES = 100  # of which about half are in a row's own half, where 2 x 16 are needed
 
+# An odd number whose bits are spread, by which labels are mixed: about 2^63 over the golden ratio.
+_MIXING = 5_700_357_409_661_599_241
+
 
 def _duplicates(hidden: Tensor, unique_rows: Tensor) -> float:
     return 1 - len(unique_rows) / len(hidden)
@@ -273,7 +276,27 @@ def _rounding(mean_square: Tensor, neighbours: Tensor, precision: float) -> floa
     return float(torch.where(spacing.isfinite(), noise / spacing, torch.nan))
 
 
-def _distinct(hidden: Tensor, unique_rows: Tensor, token_ids: Tensor, positions: Tensor) -> Tensor:
+def _distinct_by_sequence(
+    hidden: Tensor, unique_rows: Tensor, token_ids: Tensor, positions: Tensor, sequences: Tensor
+) -> Tensor:
+    # Chosen by the sequence, the same row stands for its pair at every layer and in every number
+    # format, and in a probe at every step. The pair is mixed in, so that no sequence leads in all.
+    key = torch.zeros_like(sequences, dtype=torch.int64)
+    for labels in (token_ids, positions, sequences):
+        key = (key ^ labels) * _MIXING  # 64 bits, the rest is cut off
+        key = key ^ (key >> 29)
+    return _distinct(hidden, unique_rows, token_ids, positions, key)
+
+
+def _distinct_by_content(
+    hidden: Tensor, unique_rows: Tensor, token_ids: Tensor, positions: Tensor
+) -> Tensor:
+    return _distinct(hidden, unique_rows, token_ids, positions, None)
+
+
+def _distinct(
+    hidden: Tensor, unique_rows: Tensor, token_ids: Tensor, positions: Tensor, key: Tensor | None
+) -> Tensor:
     # One number for each pair: sorting pairs costs twenty times as much. Labels are numbered first,
     # so that no product is beyond 64 bits.
     token, position = (
@@ -284,9 +307,12 @@ def _distinct(hidden: Tensor, unique_rows: Tensor, token_ids: Tensor, positions:
         token * len(unique_rows) + position, return_inverse=True, return_counts=True
     )
     alone = count[pair] == 1
-    # Which row stands for its pair must not depend on the order of the rows: the first by content.
+    # Which row stands for its pair must not depend on the order of the rows: the first by a key, and
+    # where there is none, or rows of one sequence have the same, by content.
     tied, pair = unique_rows[~alone], pair[~alone]
     order = content_keys(hidden, tied).argsort()
+    if key is not None:
+        order = order[key[tied[order]].argsort(stable=True)]
     first = tied[order[first_of_each(pair[order])]]
     return torch.cat([unique_rows[alone], first]).sort().values
 
@@ -584,7 +610,8 @@ DERIVED: dict[str, Callable[..., Any] | tuple[Callable[..., Any], ...]] = {
     "local_dimensions": _local_dimensions,  # TwoNN of each of these neighbourhoods
     "local_shapes": _local_shapes,  # anisotropy and mean cosine of each about its own mean
     "rounding": _rounding,  # distance that rounding alone makes, over the median nearest distance
-    "distinct": _distinct,  # index of one unique row for each (token id, position)
+    # Index of one unique row for each (token id, position).
+    "distinct": (_distinct_by_sequence, _distinct_by_content),
     "distinct_alone": _distinct_alone,  # more neighbours among distinct rows, where these are few
     "distinct_nearest": _distinct_nearest,  # the two nearest distinct rows of each of them
     "distinct_neighbours": _distinct_neighbours,  # distances to those
