@@ -307,8 +307,8 @@ def _distinct(
         token * len(unique_rows) + position, return_inverse=True, return_counts=True
     )
     alone = count[pair] == 1
-    # Which row stands for its pair must not depend on the order of the rows: the first by a key, and
-    # where there is none, or rows of one sequence have the same, by content.
+    # Which row stands for its pair must not depend on the order of the rows: the first by a key,
+    # and where there is none, or rows of one sequence have the same, by content.
     tied, pair = unique_rows[~alone], pair[~alone]
     order = content_keys(hidden, tied).argsort()
     if key is not None:

@@ -195,5 +195,5 @@ def test_the_rows_that_stand_for_others_are_of_all_sequences():
         views = repeated(seed)
         found = LayerViews(Layer(1, "", views))["distinct"]
         counts += views["sequences"][found].bincount(minlength=40)
-    # About 15 of each: of 600 balls in 40 urns none has twice as many, or a third.
-    assert 5 <= counts.min() <= counts.max() <= 30
+    # About 15 of each, with a deviation of 4 or 5: chosen by the sequence alone, one would have 60.
+    assert 1 <= counts.min() <= counts.max() <= 35
