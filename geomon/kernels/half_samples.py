@@ -304,9 +304,9 @@ def without_places(
     Places are no part of the sample where they are spread evenly by design, as those of the queries
     of attention are: another draw of sequences has the same ones, but a half has others than its
     counterpart. Lines are fitted to about 16 rows that see about as many keys. The mean of all rows
-    alone is subtracted where those are of fewer than 6 groups, and everywhere where sequences are of
-    unequal length, or places differ from sequence to sequence more than within one: the length of a
-    sequence is part of the sample, and which places there are follows from it.
+    alone is subtracted where those are of fewer than 6 groups, and everywhere where sequences are
+    of unequal length, or places differ from sequence to sequence more than within one: the length
+    of a sequence is part of the sample, and which places there are follows from it.
 
     Args:
         values: One number for each row of each head, [heads, rows].
