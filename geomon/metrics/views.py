@@ -406,11 +406,13 @@ def _half_anisotropy(
 
 
 def _half_shares(
-    hidden: Tensor, row_sums: GroupSums, halves: HalfSamples, scatter: Tensor | None
-) -> Tensor:
-    if scatter is None:
+    hidden: Tensor, squares_about_mean: Tensor, row_sums: GroupSums, halves: HalfSamples,
+    scatter: Tensor | None, spectrum_summary: SpectrumSummary,
+) -> Tensor:  # fmt: skip
+    if scatter is None or not spectrum_summary.is_whole:
         return hidden.new_empty(0, 1, dtype=torch.float64)
-    return shares_of_halves(hidden, row_sums, halves, scatter)
+    known = spectrum_summary.eigenvalues
+    return shares_of_halves(hidden, squares_about_mean, row_sums, halves, scatter, known)
 
 
 def _half_moments(

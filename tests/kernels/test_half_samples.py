@@ -302,37 +302,49 @@ def test_anisotropy_of_halves_is_not_made_of_shortened_factors():
         torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-7)
 
 
+def shares_of(rows, numbers):
+    halves = half_samples(numbers)
+    squares = (rows.double() - rows.double().mean(dim=0)).square().sum(dim=1)
+    sums = group_sums(rows[:, None], halves)
+    return kernel.shares_of_halves(rows, squares, sums, halves, scatter(rows), spectrum(rows))
+
+
+OF_SHARES = [
+    (effective_rank, lambda p: torch.special.entr(p).sum(dim=1).exp()),
+    (participation_ratio, lambda p: 1 / p.square().sum(dim=1)),
+]
+
+
 @pytest.mark.parametrize("exponent", [-75, 0, 66])
 @pytest.mark.parametrize("offset", [0.0, 1e4])
 def test_shares_of_halves_serve_for_differences_of_their_spectra(offset, exponent):
     rows, numbers = rows_of_sequences(32, 40, 24, offset=offset)
     rows = rows * 2.0**exponent
-    halves = half_samples(numbers)
-    shares = kernel.shares_of_halves(rows, group_sums(rows[:, None], halves), halves, scatter(rows))
+    shares = shares_of(rows, numbers)
     torch.testing.assert_close(shares.sum(dim=1), torch.ones(30, dtype=torch.float64))
-    for of_spectrum, of_shares in (
-        (effective_rank, lambda p: torch.special.entr(p).sum(dim=1).exp()),
-        (participation_ratio, lambda p: 1 / p.square().sum(dim=1)),
-    ):
+    for of_spectrum, of_shares in OF_SHARES:
         one, other = of_shares(shares).chunk(2)
-        want = on_halves(lambda part, of=of_spectrum: of(spectrum(part)), rows, halves)
+        want = on_halves(
+            lambda part, of=of_spectrum: of(spectrum(part)), rows, half_samples(numbers)
+        )
         assert (one - other - want).norm() < 0.2 * want.norm()  # of first order
 
 
-def test_shares_of_halves_are_not_made_of_shortened_factors():
-    rows, numbers = rows_of_sequences(16, 40, 24)
-    rows, halves = rows.float(), half_samples(numbers)
-    of = rows, group_sums(rows[:, None], halves), halves, scatter(rows)
-    want = kernel.shares_of_halves(*of)
-    with ShortProducts():
-        torch.testing.assert_close(kernel.shares_of_halves(*of), want, rtol=1e-4, atol=1e-7)
+def test_shares_beyond_the_leading_directions_are_divided_as_those_of_all_rows(monkeypatch):
+    rows, numbers = rows_of_sequences(32, 40, 24)
+    rows = rows * torch.arange(1, 25) ** -0.7
+    every = shares_of(rows, numbers)
+    monkeypatch.setattr(kernel, "_SHARES", 8)
+    some = shares_of(rows, numbers)
+    assert some.shape == every.shape
+    torch.testing.assert_close(some.sum(dim=1), torch.ones(30, dtype=torch.float64))
+    for _, of_shares in OF_SHARES:
+        want, found = (one - other for one, other in (of_shares(p).chunk(2) for p in (every, some)))
+        assert (found - want).norm() < 0.25 * want.norm()
 
 
 def test_equal_rows_have_no_shares_of_the_variance():
-    halves = half_samples(torch.arange(16).repeat_interleave(3))
-    rows = torch.ones(48, 4)
-    of = rows, group_sums(rows[:, None], halves), halves, scatter(rows)
-    assert kernel.shares_of_halves(*of).isnan().all()
+    assert shares_of(torch.ones(48, 4), torch.arange(16).repeat_interleave(3)).isnan().all()
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e4])
