@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -63,6 +64,8 @@ def load_model(checkpoint: Checkpoint, build: Build | None) -> tuple[nn.Module, 
     with torch.random.fork_rng():
         if build is not None:
             return _of_file(checkpoint, build), []
+        if checkpoint.base is not None:
+            return _of_adapter(checkpoint, checkpoint.base)
         return _of_transformers(checkpoint)
 
 
@@ -109,6 +112,47 @@ def _of_transformers(checkpoint: Checkpoint) -> tuple[nn.Module, list[str]]:
             "this model"
         )
     return model, []
+
+
+def _of_adapter(checkpoint: Checkpoint, base: str) -> tuple[nn.Module, list[str]]:
+    """Load a model and an adapter of it, merged: what a pass through both gives, but for rounding.
+
+    The model is of the class that its configuration names: the names of an adapter's weights hold
+    the way to them through its head.
+    """
+    transformers = import_transformers()
+    try:
+        peft = importlib.import_module("peft")
+    except ImportError as error:
+        raise ImportError(
+            f"{checkpoint.source} holds an adapter, which needs peft ({error}): pip install peft; "
+            "or merge it with its model and save that (merge_and_unload(), save_pretrained())"
+        ) from error
+    with _quiet(transformers), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as reports of a load are
+        # An adapter of which nothing was loaded changes nothing: that is not what was asked for.
+        warnings.filterwarnings("error", message=".*missing adapter keys")
+        try:
+            config = transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)
+            name = next(iter(config.architectures or ()), "")
+            family = getattr(transformers, name, transformers.AutoModel)
+            model = family.from_pretrained(base)
+        except Exception as error:
+            raise ValueError(
+                f"the model of the adapter {checkpoint.name}, {base}, cannot be loaded "
+                f"({' '.join(str(error).split())[:200]}): name it, and the adapters by "
+                "checkpoints=FOLDER (--checkpoints FOLDER)"
+            ) from error
+        try:
+            adapted = peft.PeftModel.from_pretrained(model, checkpoint.source)
+            merged = adapted.merge_and_unload()
+        except Exception as error:
+            raise ValueError(
+                f"the adapter {checkpoint.name} cannot be merged with {base} "
+                f"({' '.join(str(error).split())[:200]}): expected weights that are added to those "
+                "of this model (LoRA, for instance)"
+            ) from error
+    return merged.base_model, [f"measured: {base} merged with its adapter"]
 
 
 def import_transformers() -> Any:

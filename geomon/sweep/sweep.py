@@ -56,8 +56,8 @@ def scan(
     the next reading's notes, is left out, and is tried again by the next scan.
 
     Args:
-        model: Folder of a transformers model or of its `checkpoint-N` folders, name of a model on
-            the hub, or for `*.ckpt` files of Lightning the function that builds the model from the
+        model: Folder of a transformers model, of an adapter of one (peft) or of `checkpoint-N`
+            folders of either, name of a model on the hub, or for `*.ckpt` files of Lightning the function that builds the model from the
             hyper-parameters in the file, itself or as text "module:function".
         checkpoints: Folder with `checkpoint-N` folders or `*.ckpt` files; None for the model
             itself.
