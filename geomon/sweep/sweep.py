@@ -57,8 +57,9 @@ def scan(
 
     Args:
         model: Folder of a transformers model, of an adapter of one (peft) or of `checkpoint-N`
-            folders of either, name of a model on the hub, or for `*.ckpt` files of Lightning the function that builds the model from the
-            hyper-parameters in the file, itself or as text "module:function".
+            folders of either, name of a model on the hub, or for `*.ckpt` files of Lightning the
+            function that builds the model from the hyper-parameters in the file, itself or as text
+            "module:function".
         checkpoints: Folder with `checkpoint-N` folders or `*.ckpt` files; None for the model
             itself.
         revisions: Revisions of a model on the hub, in the order of the training.
