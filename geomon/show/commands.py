@@ -1,5 +1,6 @@
 """Commands on the record of a run: `geomon watch`, `geomon figure` and `geomon summary`."""
 
+import os
 import shutil
 import sys
 import textwrap
@@ -262,13 +263,15 @@ def compare_runs(
             `out` does not end like the name of a picture or cannot be written.
         ImportError: matplotlib is missing, for a picture.
     """
-    from geomon.analysis.compare import compare, describe_differences
+    from geomon.analysis.compare import compare, describe_differences, describe_settings
 
     runs = load(first, stack), load(second, stack)
     _say_remarks([first, second], runs)
     names = (str(first), str(second))
     found = compare(*runs)
     lines = describe_differences(found, names)
+    settings = describe_settings(*runs)
+    lines[1:1] = [settings] if settings else []
     if out is not None:
         from geomon.show.figures import save
         from geomon.show.figures.compare import compare_figure
@@ -309,6 +312,10 @@ def exit_on_bad_input() -> Iterator[None]:
 
     try:
         yield
+        sys.stdout.flush()
+    except BrokenPipeError as error:  # who reads has seen enough: `geomon compare A B | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(0) from error
     except (ValueError, OSError, ImportError) as error:
         typer.echo(f"geomon: {printable(' '.join(str(error).split()))}", err=True)
         raise typer.Exit(2) from error

@@ -478,7 +478,7 @@ class _Powers(ScalarFormatter):
         self.set_scientific(False)
 
     def __call__(self, value: float, place: int | None = None) -> str:
-        largest = max(map(abs, self.axis.get_view_interval()))
+        largest = max(map(abs, self.axis.get_view_interval())) if self.axis else 1
         if not value or 1e-4 <= largest < 1e5:
             return super().__call__(value, place)
         size, _, power = f"{value:.3e}".partition("e")

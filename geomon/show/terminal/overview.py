@@ -9,7 +9,8 @@ from geomon.analysis import Curve, curve_of, mean_abs_over_heads, single_source
 from geomon.analysis.alerts import alert_notes, is_alert
 from geomon.record import Reading, Readings, tags
 from geomon.record.printable import printable
-from geomon.show.terminal.scales import FLAT, number, thin, typical, with_margin
+from geomon.show.numbers import number, with_margin
+from geomon.show.terminal.scales import FLAT, thin, typical
 
 try:
     from rich.console import Console, ConsoleOptions, RenderResult
