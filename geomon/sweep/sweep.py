@@ -164,7 +164,8 @@ class _Sweep:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *more: object) -> None:
-        self._record.close()
+        with self._record_is_written():
+            self._record.close()
         for sink in self._sinks:
             self._call(sink, sink.close)
         if kind is None and self._failures and not self._made and not self.recorded:
@@ -179,8 +180,8 @@ class _Sweep:
             yield
         except InputError:  # it would be so at each checkpoint
             raise
-        except _RecordError as error:
-            raise error.cause from error
+        except _RecordError:
+            raise
         except Exception as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             own = isinstance(error, ValueError | ImportError)
@@ -197,18 +198,24 @@ class _Sweep:
         reading, run = probed.reading, probed.run
         said = [*self._failed, *self._notes, *probed.notes]
         own = replace(reading, notes=[*said, *reading.notes])
-        try:
+        with self._record_is_written():
             if not self._begun:
                 description = {**run, "schedule": "checkpoints", _SCAN: self._asked}
                 self._record.begin(reading.step, description, resumes=bool(self.recorded))
                 self._begun = True
             self._record.write(own)
-        except OSError as error:
-            raise _RecordError(error) from error
         self._failed = []
         self._made += 1
         for sink in self._sinks:
             self._call(sink, lambda sink=sink: sink.write(own))
+
+    @contextmanager
+    def _record_is_written(self) -> Iterator[None]:
+        """Have an error of the record name its file."""
+        try:
+            yield
+        except OSError as error:
+            raise _RecordError(error.errno, error.strerror, str(self._record.path)) from error
 
     def _call(self, sink: Sink, action: Any) -> None:
         try:
@@ -219,12 +226,8 @@ class _Sweep:
             )
 
 
-class _RecordError(Exception):
+class _RecordError(OSError):
     """The record cannot be written: no other checkpoint would fare better."""
-
-    def __init__(self, cause: OSError) -> None:
-        super().__init__(str(cause))
-        self.cause = cause
 
 
 def _earlier(directory: Path, asked: dict[str, Any]) -> Sequence[Reading]:

@@ -150,6 +150,8 @@ def save(figure: Figure, path: str | os.PathLike[str], *, dark: bool = False) ->
         OSError: The file cannot be written.
     """
     path = Path(path)
+    if not path.suffix:  # matplotlib would choose one, and write another file
+        raise ValueError("figures are written to a file that ends in .png, .svg or .pdf")
     path.parent.mkdir(parents=True, exist_ok=True)
     if dark:
         darken(figure)
