@@ -169,7 +169,15 @@ def _setting(value: Any) -> str:
     """Format a setting in a word or two: of a list its length, where that says it."""
     if isinstance(value, list | Mapping):
         return f"of {len(value)}"
-    text = f"{value:,}" if type(value) is int else "unknown" if value is None else str(value)
+    if value is None:
+        return "unknown"
+    text = (
+        f"{value:,}"
+        if type(value) is int
+        else f"{value:.4g}"
+        if type(value) is float
+        else str(value)
+    )
     return printable(text if len(text) <= 60 else f"{text[:60]} ...")
 
 

@@ -25,7 +25,7 @@ from geomon.show.report.glossary import MEANINGS
 # Largest numbers of steps in curves, and in what a slider moves over.
 _MOST_POINTS, _MOST_STEPS = 400, 32
 # What describes a start of a run and nothing that distinguishes it from runs beside it.
-_OF_A_START = ("time", "from_step", "seed")
+_OF_A_START = ("time", "from_step", "seed", "training/seed")
 _ALERT = re.compile(r"(?P<words>.*) \((?P<link>docs/alerts\.md#\w+)\)", re.DOTALL)
 
 # Keys of curves that are of no single tag.
@@ -330,11 +330,13 @@ def _seed_groups(runs: Sequence[Run]) -> list[list[int]]:
         told = {key: x for key, x in run.description.items() if key not in _OF_A_START}
         if told:
             groups.setdefault(repr(sorted(told.items())), []).append(index)
-    seeds = {index: run.description.get("seed") for index, run in enumerate(runs)}
+    seeds = [
+        repr([run.description.get(name) for name in ("seed", "training/seed")]) for run in runs
+    ]
     return [
         group
         for group in groups.values()
-        if len(group) > 1 and len({repr(seeds[index]) for index in group}) == len(group)
+        if len(group) > 1 and len({seeds[index] for index in group}) == len(group)
     ]
 
 
