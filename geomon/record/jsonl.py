@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from geomon.record.arrays import ArrayFolder, Arrays
 from geomon.record.columns import parse_json
-from geomon.record.lock import FolderLock, lock_folder
+from geomon.record.lock import FolderLock, follow_folder, lock_folder
 from geomon.record.reading import LineCheck, Reading, Readings
 
 FILE_NAME = "readings.jsonl"
@@ -41,7 +41,8 @@ class Record:
 
     A line that cannot be written (a full disk, say) stays in memory and is written before the next
     one, or by `close`. At most 100 lines are kept; then the oldest reading is dropped. A folder
-    that was removed is made again.
+    that was removed is made again; one that was renamed is gone on with, where the system tells
+    its new name.
 
     Args:
         directory: Folder of the run; made if it does not exist.
@@ -63,6 +64,7 @@ class Record:
         self._given: tuple[tuple[int, str, float], str] | None = None
         self._written: str | None = None
         self._lock: FolderLock | None = None
+        self._locked: Path | None = None  # where the lock stood when this record last looked
         try:
             self._take_lock()
             with self.path.open("a"):
@@ -165,10 +167,18 @@ class Record:
             self._lock = None
 
     def _take_lock(self) -> None:
-        """Make the folder if it is not there, and see that this process holds it."""
+        """Make the folder if it is not there, and see that this process holds it.
+
+        A folder that was renamed while it is held is gone on with under its new name.
+        """
+        if self._lock is not None and follow_folder(self._lock) and self._lock.path != self._locked:
+            self._locked = self._lock.path
+            self.path = self._lock.path.with_name(FILE_NAME)
+            self.arrays = ArrayFolder.beside(self.path)
         if self._lock is None or not self._lock.is_held:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._lock = lock_folder(self.path.parent / _LOCK_NAME)
+            self._locked = self._lock.path
         self._lock.refresh()
 
     def _write_pending(self) -> None:
