@@ -67,7 +67,8 @@ def test_a_trial_of_a_search_has_a_folder_of_its_own_and_its_settings(tmp_path, 
     assert plain["training/learning_rate"] == 0.25
     assert plain["training/lr_scheduler_type"] == "constant"
     assert "training/trial" not in plain
-    monkeypatch.setattr(trainer, "_get_output_dir", lambda trial: f"{tmp_path}/run-{trial.number}")
+    own = f"{tmp_path}/run-7"
+    monkeypatch.setattr(trainer, "_get_output_dir", lambda trial: own if trial else str(tmp_path))
     begin = trainer.callback_handler.on_train_begin
 
     def begins(args, state, control):  # as a search leaves it to the events
