@@ -7,6 +7,7 @@ to the same file. One process at a time writes into a folder (see `geomon.record
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import reprlib
@@ -31,6 +32,8 @@ _MAX_PENDING = 100
 MAX_LINE = 2**26
 # Bytes that are read at once: a line of a large model is longer than the usual 8 kB.
 BUFFER = 2**20
+# Folders that a message names.
+_MOST_NAMED = 4
 # What every line of a record begins with.
 _BEGINNINGS = (b'{"run"', b'{"step"')
 _CHUNK = 2**16  # bytes
@@ -231,8 +234,21 @@ def read(directory: str | os.PathLike[str]) -> Readings:
     if not path.is_file():
         raise FileNotFoundError(
             f"no record at {path}: expected the folder of a run, with a {FILE_NAME} in it"
+            + _records_below(path.parent if path.name == FILE_NAME else path)
         )
     return _parse(path)
+
+
+def _records_below(folder: Path) -> str:
+    """Name the records in the folders below one, at most three deep; "" where there are none."""
+    patterns = [f"{'*/' * depth}{FILE_NAME}" for depth in (1, 2, 3)]
+    try:
+        files = itertools.chain.from_iterable(map(folder.glob, patterns))
+        found = [str(path.parent) for path in itertools.islice(files, _MOST_NAMED + 1)]
+    except OSError:
+        return ""
+    more = " ..." if len(found) > _MOST_NAMED else ""
+    return f"; there is one in {', '.join(sorted(found[:_MOST_NAMED]))}{more}" if found else ""
 
 
 def parse_line(line: bytes) -> Reading | dict[str, Any]:
