@@ -5,7 +5,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -17,6 +17,8 @@ from geomon.sweep.checkpoints import Build, Checkpoint, read_file
 _HEAD = re.compile(
     r"(?:^|\.)(?:pooler|lm_head|classifier|score|head|heads|masked_spec_embed|mask_token)(?:\.|$)"
 )
+# Under which names files hold the weights of a model.
+_WEIGHTS = ("state_dict", "model", "model_state_dict")
 _IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
@@ -71,9 +73,12 @@ def load_model(checkpoint: Checkpoint, build: Build | None) -> tuple[nn.Module, 
 
 def _of_file(checkpoint: Checkpoint, build: Build) -> nn.Module:
     content = read_file(checkpoint.source)
-    weights, settings = content.get("state_dict"), content.get("hyper_parameters", {})
-    if not isinstance(weights, Mapping):
-        raise ValueError(f"{checkpoint.source} has no state_dict: expected a file of Lightning")
+    weights, settings = _weights_of(content), content.get("hyper_parameters", {})
+    if weights is None:
+        raise ValueError(
+            f"{checkpoint.source} holds no weights ({', '.join(map(str, list(content)[:5]))}): "
+            f"expected a state dict, or a dict with one as {' or '.join(_WEIGHTS)}"
+        )
     try:
         model = build(**settings)
     except TypeError as error:
@@ -92,6 +97,15 @@ def _of_file(checkpoint: Checkpoint, build: Build) -> nn.Module:
             f"{' '.join(str(error).split())[:300]}"
         ) from error
     return model
+
+
+def _weights_of(content: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Find the state dict in a file of Lightning or of a loop of one's own; None without one."""
+    for name in _WEIGHTS:
+        if isinstance(content.get(name), Mapping):
+            return cast("Mapping[str, Any]", content[name])
+    own = content and all(isinstance(value, torch.Tensor) for value in content.values())
+    return content if own else None
 
 
 def _of_transformers(checkpoint: Checkpoint) -> tuple[nn.Module, list[str]]:

@@ -186,6 +186,11 @@ class _Sweep:
             reason = " ".join(str(error).split()) or type(error).__name__
             own = isinstance(error, ValueError | ImportError)
             words = reason if own else f"{type(error).__name__}: {reason}"
+            if isinstance(error, IndexError):
+                words += (
+                    "; sequences may be longer than the model takes (length=, --length), or hold "
+                    "tokens that it does not know"
+                )
             if isinstance(error, OSError) and not Path(checkpoint.source).exists():
                 words = f"there is no folder {checkpoint.source} here, and from the hub: {words}"
             failure = f"{checkpoint.name} (step {checkpoint.step}): {words[:500]}"

@@ -169,6 +169,21 @@ def test_an_adapter_is_measured_as_merged_with_its_model(tmp_path, monkeypatch, 
     assert any("merged with its adapter" in note for note in found[0].notes)
 
 
+@pytest.mark.parametrize("key", [None, "model", "model_state_dict"])
+def test_a_file_of_a_loop_of_ones_own_is_read(key, tmp_path):
+    model = transformer("gpt2")
+    weights = model.state_dict()
+    torch.save(weights if key is None else {key: weights, "best": 0.5}, tmp_path / "step7.pt")
+    own = {**SMALL, "inputs": {"input_ids": PROBE % 50}, "directory": tmp_path / "scan"}
+    (found,) = scan(lambda: transformer("gpt2"), checkpoints=tmp_path / "step7.pt", **own)
+    assert found.step == 7
+    torch.save({"optimizer": {}, "best": 0.5}, tmp_path / "step8.pt")
+    with pytest.raises(ValueError, match=r"holds no weights \(optimizer, best\): expected a state"):
+        scan(lambda: transformer("gpt2"), checkpoints=tmp_path / "step8.pt", **{
+            **own, "directory": tmp_path / "other"
+        })  # fmt: skip
+
+
 def test_revisions_of_a_model_on_the_hub_are_loaded_by_their_names(tmp_path, monkeypatch):
     """No network here: the hub's revisions are folders."""
     loaded, local = [], transformers.AutoModel.from_pretrained
