@@ -392,7 +392,11 @@ def test_figures_are_written_by_kind(run, tmp_path):
 def test_all_draws_what_the_run_can_give_and_says_the_rest_in_a_line(
     make_readings, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("geomon.show.figures.save", lambda figure, path, dark: path)
+    def save(figure, path, *, dark):
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+
+    monkeypatch.setattr("geomon.show.figures.save", save)
     write_run(tmp_path, make_readings(without=["qk_cosine"]), with_arrays=False)
     result = invoke(tmp_path, "--all")
     assert result.exit_code == 0
