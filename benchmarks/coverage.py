@@ -1,10 +1,12 @@
 """Do the intervals cover? Trained models measured on many fresh draws of text.
 
-    python -m benchmarks.coverage [--draws 60] [--steps 400] [--model NAME ...]
+    python -m benchmarks.coverage [--draws 60] [--steps 400] [--model NAME ...] [--metric NAME ...]
 
 Each model is measured on fresh batches of 128 sequences of 64 characters, as a reading of the
-recipe measures them (two splits of 4,096 rows). An interval covers where value +- margin contains
-the mean of the values over all draws. Of 60 intervals of 95 %, between 53 and 60 cover by chance.
+recipe measures them (two splits of 4,096 rows); two models on documents of 8 to 256 characters
+(log-normal, median 33), of which 48 are padded to one length, or which fill 16 rows of 256
+characters one behind another. An interval covers where value +- margin contains the mean of the
+values over all draws. Of 60 intervals of 95 %, between 53 and 60 cover by chance.
 """
 
 import argparse
@@ -12,6 +14,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,10 +30,12 @@ from transformers import (
     PretrainedConfig,
 )
 
-from geomon import measure
+from geomon import METRICS, MORE_METRICS, measure
 from recipes.enwik8.data import Corpus, load
 
 SEQUENCES, LENGTH = 128, 64
+# Documents of unequal length: how many are padded, and how many rows others fill, of what length.
+DOCUMENTS, FILLED, LONGEST = 48, 16, 256
 # A mask token, for the encoder alone.
 _MASK = 255
 
@@ -57,6 +62,7 @@ LLAMA = {
     "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 5,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": LENGTH,
 }  # fmt: skip
+LONG = LLAMA | {"max_position_embeddings": LONGEST, "num_hidden_layers": 3, "hidden_size": 64}
 NEOX = {
     "hidden_size": 96, "intermediate_size": 384, "num_hidden_layers": 4,
     "num_attention_heads": 4, "max_position_embeddings": LENGTH,
@@ -69,27 +75,70 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], float, str]] = {
     "GPT-NeoX": (causal(GPTNeoXConfig, **NEOX), 1.0, "text"),
     "BERT encoder": (encoder, 1.0, "text"),
     "GPT-2 untrained, Zipf's tokens": (causal(GPT2Config, **GPT2), 0.0, "zipf"),
+    "Llama, padded documents": (causal(LlamaConfig, **LONG), 1.0, "padded"),
+    "Llama, packed documents": (causal(LlamaConfig, **LONG), 1.0, "packed"),
 }
 
 
-def batches(ids: np.ndarray, count: int, size: int, source: str, seed: int) -> Iterator[Tensor]:
-    """Draw batches of random windows of a text, or of independent tokens of Zipf's law."""
+def batches(
+    ids: np.ndarray, count: int, size: int, source: str, seed: int
+) -> Iterator[dict[str, Tensor]]:
+    """Draw batches of random windows of a text, of documents, or of tokens of Zipf's law."""
     generator = np.random.default_rng(seed)
     law = 1 / np.arange(1, 257)
     for _ in range(count):
+        if source in ("padded", "packed"):
+            make = padded if source == "padded" else packed
+            yield make(ids, generator)
+            continue
         if source == "zipf":
             drawn = generator.choice(256, (size, LENGTH), p=law / law.sum())
         else:
             starts = generator.integers(0, len(ids) - LENGTH, size)
             drawn = ids[starts[:, None] + np.arange(LENGTH)]
-        yield torch.from_numpy(drawn.astype(np.int64))
+        yield {"input_ids": torch.from_numpy(drawn.astype(np.int64))}
 
 
-def train(model: nn.Module, corpus: Corpus, steps: int) -> float:
+def length(generator: np.random.Generator) -> int:
+    """Draw the length of a document."""
+    return int(np.clip(np.exp(generator.normal(3.5, 1.0)), 8, LONGEST))
+
+
+def padded(ids: np.ndarray, generator: np.random.Generator) -> dict[str, Tensor]:
+    """Draw documents, each in a row of its own, with padding behind it."""
+    tokens = torch.zeros(DOCUMENTS, LONGEST, dtype=torch.int64)
+    real = torch.zeros_like(tokens)
+    for row in range(DOCUMENTS):
+        some = length(generator)
+        start = generator.integers(0, len(ids) - some)
+        tokens[row, :some] = torch.from_numpy(ids[start : start + some].astype(np.int64))
+        real[row, :some] = 1
+    longest = int(real.sum(dim=1).max())
+    return {"input_ids": tokens[:, :longest], "attention_mask": real[:, :longest]}
+
+
+def packed(ids: np.ndarray, generator: np.random.Generator) -> dict[str, Tensor]:
+    """Draw documents that fill rows one behind another; the last one of a row is cut off."""
+    tokens = torch.zeros(FILLED, LONGEST, dtype=torch.int64)
+    places = torch.zeros_like(tokens)
+    for row in range(FILLED):
+        begin = 0
+        while begin < LONGEST:
+            some = min(length(generator), LONGEST - begin)
+            start = generator.integers(0, len(ids) - some)
+            text = torch.from_numpy(ids[start : start + some].astype(np.int64))
+            tokens[row, begin : begin + some] = text
+            places[row, begin : begin + some] = torch.arange(some)
+            begin += some
+    return {"input_ids": tokens, "position_ids": places}
+
+
+def train(model: nn.Module, corpus: Corpus, steps: int, source: str) -> float:
     """Train on the text, and return the last loss in bits per character."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     loss = torch.tensor(math.nan)
-    for step, batch in enumerate(batches(corpus.train, steps, 32, "text", seed=1)):
+    for step, inputs in enumerate(batches(corpus.train, steps, 32, source, seed=1)):
+        batch = inputs["input_ids"]
         for group in optimizer.param_groups:
             group["lr"] = 2e-3 * min(1.0, (step + 1) / 50, 0.1 + 1 - step / steps)
         if isinstance(model, BertForMaskedLM):
@@ -97,7 +146,7 @@ def train(model: nn.Module, corpus: Corpus, steps: int) -> float:
             logits = model(batch.masked_fill(hidden, _MASK)).logits
             loss = F.cross_entropy(logits[hidden], batch[hidden])
         else:
-            logits = model(batch, use_cache=False).logits
+            logits = model(**inputs, use_cache=False).logits
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
@@ -105,11 +154,13 @@ def train(model: nn.Module, corpus: Corpus, steps: int) -> float:
     return float(loss) / math.log(2)
 
 
-def covered(model: nn.Module, corpus: Corpus, draws: int, source: str) -> dict[str, list[str]]:
+def covered(
+    model: nn.Module, corpus: Corpus, draws: int, source: str, metrics: dict[str, Any]
+) -> dict[str, list[str]]:
     """Measure fresh draws, and count the intervals that contain the mean over draws."""
     values: dict[str, list[float]] = defaultdict(list)
     for batch in batches(corpus.validation, draws, SEQUENCES, source, seed=2):
-        found = measure(model, batch, tokens=4096, batches=2)
+        found = measure(model, batch, metrics=metrics, tokens=4096, batches=2)
         margins = {f"{tag}/margin": found.get(f"{tag}/margin", np.nan) for tag in found}
         for tag, value in (margins | found).items():
             values[tag].append(value)
@@ -136,7 +187,10 @@ def main() -> None:
     options.add_argument("--draws", type=int, default=60)
     options.add_argument("--steps", type=int, default=400, help="of the training of each model")
     options.add_argument("--model", nargs="*", default=[*MODELS], choices=[*MODELS])
+    every_metric = METRICS | MORE_METRICS
+    options.add_argument("--metric", nargs="*", default=[*METRICS], choices=[*every_metric])
     given = options.parse_args()
+    metrics = {name: every_metric[name] for name in given.metric}
     corpus = load()
     every: dict[str, list[float]] = defaultdict(list)
     for name in given.model:
@@ -144,9 +198,9 @@ def main() -> None:
         torch.manual_seed(0)
         make, share, source = MODELS[name]
         model = make()
-        bits = train(model, corpus, round(share * given.steps))
+        bits = train(model, corpus, round(share * given.steps), source)
         model.eval()
-        rows = covered(model, corpus, given.draws, source)
+        rows = covered(model, corpus, given.draws, source, metrics)
         print(f"\n## {name}: {bits:.2f} bits per character, {time.monotonic() - began:.0f} s")
         print(f"{'value':45s} {'mean':>9s} {'margin':>9s} {'1.96 sd':>9s} {'covered':>8s}")
         for tag, row in rows.items():

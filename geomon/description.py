@@ -159,6 +159,7 @@ def _attention_rows(
 ) -> list[_Row]:
     indices = [(block, block.attention_index(label)) for block in blocks]
     found = [block.attentions[index] for block, index in indices if index is not None]
+    apart = max((len(block.attention_indices(label)) for block in blocks), default=1)
     few = len(blocks) < len(stack.blocks)
     some = f"in {len(blocks)} of {len(stack.blocks)} blocks, " if few else ""
     if label in ("", CROSS):
@@ -168,18 +169,24 @@ def _attention_rows(
     routes = seen.routes(stack, label) if seen else {predict_route(a) for a in found}
     if not routes:
         reason = _NOT_SEEN if found else _NAME_ALONE if seen is None else _NOT_ATTENTION
-        return [(f"{indent}{named}", f"{some}{_heads(found)}{reason}")]
+        return [(f"{indent}{named}", f"{some}{_heads(found, apart)}{reason}")]
     words = " or ".join(ROUTES.get(str(route), _UNKNOWN) for route in sorted(routes, key=str))
     if label not in ("", CROSS) and seen is not None and seen.attends_elsewhere(stack, label):
         some += "to keys of another source, "
     return [
-        (f"{indent}{named}", f"{some}{_heads(found)}{words or _UNKNOWN}"),
+        (f"{indent}{named}", f"{some}{_heads(found, apart)}{words or _UNKNOWN}"),
         (f"{indent}Q, K projected", _projections(found, _layout(seen))),
     ]
 
 
-def _heads(attentions: list[Attention]) -> str:
-    """Say how many heads there are, with a comma after it; "" where that is not known."""
+def _heads(attentions: list[Attention], apart: int) -> str:
+    """Say how many heads there are, with a comma after it; "" where that is not known.
+
+    Where heads are modules of their own, so many are `apart`.
+    """
+    if apart > 1:
+        width = attentions[0].sizes.head_width
+        return f"{_count(apart, 'head')} of width {width}, each a module, "
     sizes = {a.sizes for a in attentions}
     known = sorted({size for size in sizes if size.heads is not None}, key=str)
     if len(known) != 1:

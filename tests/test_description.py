@@ -229,3 +229,19 @@ def test_a_list_of_blocks_is_refused_with_the_way_out(kind, given):
         describe(model, blocks=named)
     way_out = re.search(r'blocks=r"([^"]+)"', str(error.value))[1]
     assert len(find_anatomy(model, way_out).blocks) == 3
+
+
+def test_heads_that_are_modules_are_counted():
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.query, self.key, self.value = (nn.Linear(32, 8) for _ in range(3))
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.n_head, self.heads = 4, nn.ModuleList(Head() for _ in range(4))
+
+    text = str(describe(nn.ModuleDict({"blocks": nn.ModuleList(Block() for _ in range(3))})))
+    assert "blocks.0 to blocks.2" in text
+    assert "4 heads of width 8, each a module" in text

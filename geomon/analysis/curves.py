@@ -4,7 +4,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -20,11 +20,15 @@ class Curve:
         steps: Training steps, ascending.
         values: Finite values, one for each step.
         errors: Standard errors of the values; 0 where unknown.
+        sampled: False for an error that is the deviation over splits of the rows: these are of the
+            same sequences, and it may be a third of the error over others. Empty where there is
+            none.
     """
 
     steps: list[int]
     values: list[float]
     errors: list[float]
+    sampled: list[bool] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -32,7 +36,10 @@ class Curve:
     @property
     def margins(self) -> list[float]:
         """Half widths of the 95 % intervals of the values; 0 where unknown."""
-        return [Z * error for error in self.errors]
+        if not self.sampled:
+            return [Z * error for error in self.errors]
+        pairs = zip(self.errors, self.sampled, strict=True)
+        return [Z * error if sampled else 0.0 for error, sampled in pairs]
 
     def phase(self) -> Phase:
         """Find the phase at the end of the curve."""
@@ -77,7 +84,7 @@ def curve_of(readings: Iterable[Reading], tag: str) -> Curve:
     """Collect the curve of a tag, with its errors where there are any.
 
     A half width of a 95 % interval (`margin`) is 1.96 errors; where there is none, the deviation
-    over splits of the rows (`std`) stands for the error.
+    over splits of the rows (`std`) stands for the error, but makes no interval.
 
     Args:
         readings: Readings of a run.
@@ -88,8 +95,10 @@ def curve_of(readings: Iterable[Reading], tag: str) -> Curve:
     rows = np.flatnonzero(np.isfinite(table[:, 0]))
     values, margins, deviations = table[rows].T
     deviations = np.where(np.isfinite(deviations), deviations, 0.0)
-    errors = np.where(np.isfinite(margins), margins / Z, deviations)
-    return Curve([selected[row].step for row in rows.tolist()], values.tolist(), errors.tolist())
+    sampled = np.isfinite(margins)
+    errors = np.where(sampled, margins / Z, deviations)
+    steps = [selected[row].step for row in rows.tolist()]
+    return Curve(steps, values.tolist(), errors.tolist(), sampled.tolist())
 
 
 def standard_error(reading: Reading, tag: str) -> float:

@@ -106,10 +106,23 @@ _RESTARTS = (
     "blocks are called again on something else than the last block gave (another part of the "
     "sequences, say): each call is a layer, and its rows may not be those of the layers before"
 )
+_SEVERAL = (
+    "blocks give several tensors of the shape of hidden states, and the first is measured: where "
+    "the stream is their sum (a branch and its residual that are handed on apart), it is one part"
+)
+_ROUTED = (
+    "the block was given some tokens of each sequence, and others were given more (tokens are "
+    "routed past it, say): which ones these are is not known"
+)
+_HEADS_DIFFER = "its heads are modules of their own that differ in their {view}"
 _UNRECOGNISED = (
     "padding could not be recognised: {share:.0%} of the tokens are one token id at the ends of "
     "sequences of unequal length, and no mask and no attention says that they are padding: they "
     "are counted. Pass the model a mask [batch, length] as attention_mask to leave them out"
+)
+_STREAMS = (
+    "{streams} streams are handed on beside one another: each token has so many rows, which are "
+    "measured together (where they are alike they are near-duplicates)"
 )
 _LENGTHS_DIFFER = (
     "padding is known for sequences of another length, and nothing shows it for these: all rows "
@@ -344,12 +357,14 @@ class StackBuilder:
             text = f"{stack}padding, {share:.0%} of the tokens, was left out{source}"
             notes.append(Note(f"{stack}padding", text))
         packed = self._packed(stack_pass.shape) if stack_pass.shape else None
-        if packed is not None:
+        if packed is not None and stack_pass.streams(stack_pass.shape) < 2:
             text = (
                 f"{stack}rows of the batch hold several sequences, told apart by {packed.source}: "
                 "metrics of hidden states and of projected queries and keys count each for itself"
             )
             notes.append(Note(f"{stack}packed sequences", text))
+        if stack_pass.hands_on_several:
+            notes.append(Note(f"{stack}{_SEVERAL}", f"{stack}{_SEVERAL}"))
         if stack_pass.restarts:
             notes.append(Note(f"{stack}{_RESTARTS}", f"{stack}{_RESTARTS}"))
         if (runs := stack_pass.unrecognised) is not None:
@@ -360,7 +375,9 @@ class StackBuilder:
 
     def _remark(self, subject: str, depth: int, remark: str, stack: str) -> None:
         subject = f"{stack}: {subject}" if stack else subject
-        self._remarks.setdefault((subject, remark), []).append(depth)
+        depths = self._remarks.setdefault((subject, remark), [])
+        if depth not in depths:
+            depths.append(depth)
 
     def _layer(self, depth: int) -> Layer:
         block, block_call, name = self._pass.layer_at(depth)
@@ -375,7 +392,9 @@ class StackBuilder:
             sources = _HIDDEN_ONLY - _lacking(kept)
             return Layer(depth, name, captured, missing, stack, sources)
         if self._sources & _HEADS_ONLY:
-            more, lacking = self._head_views(depth, block, block_call, index, stack)
+            indices = block.attention_indices() or [index]
+            heads = [self._head_views(depth, block, block_call, i, stack) for i in indices]
+            more, lacking = _beside(heads)
             captured, missing = captured | more, missing | lacking
         return Layer(depth, name, captured, missing, stack, SOURCES - _lacking(kept))
 
@@ -395,6 +414,8 @@ class StackBuilder:
         stack = self._pass.stack.name
         if self._pass.loses_padding(kept.shape):
             self._remark("hidden states", depth, _LENGTHS_DIFFER, stack)
+        if (streams := self._pass.streams(kept.shape)) > 1:
+            self._remark("hidden states", depth, _STREAMS.format(streams=streams), stack)
         if self._pass.sharded:
             self._remark("hidden states", depth, "this rank's part of a sharded tensor", stack)
         captured, missing = self._views_of(depth, kept, "hidden states")
@@ -407,6 +428,8 @@ class StackBuilder:
     def _last_views(self, depth: int, kept: SampledRows) -> tuple[dict[str, Any], dict[str, str]]:
         """Make the views of the last tokens, now that padding is settled."""
         last, valid = kept.last, self._pass.valid(kept.shape)
+        if self._pass.is_routed(kept.shape):
+            return {}, dict.fromkeys(_ROW_VIEWS, _ROUTED)
         if last is None:
             known = self._packed(kept.shape) is not None
             return {}, dict.fromkeys(_ROW_VIEWS, _ENDS_LATE if known else _PACKED)
@@ -433,9 +456,13 @@ class StackBuilder:
         captured: dict[str, Any] = {
             "hidden": hidden,
             "precision": torch.finfo(self._pass.dtype).eps,
-            "positions": self._positions(kept)[finite],
         }
         missing: dict[str, str] = {}
+        if self._pass.is_routed(kept.shape):
+            missing["positions"] = _ROUTED
+            self._remark(subject, depth, _ROUTED, stack)
+        else:
+            captured["positions"] = self._positions(kept)[finite]
         numbers = self._sequences(kept.indices, kept.shape)
         if numbers is not None:
             captured["sequences"] = numbers[finite]
@@ -451,7 +478,7 @@ class StackBuilder:
 
         Where there are several stacks, they may be those of another one.
         """
-        shape, given = self._pass.shape, [ids.shape for ids in self._pass.token_ids]
+        shape, given = self._pass.shape, [x.ids.shape for x in self._pass.lookups]
         alike = [ids for ids in given if len(ids) == len(shape) == 2 and ids[0] == shape[0] > 1]
         return self._alone and any(ids[1] < shape[1] for ids in alike)
 
@@ -502,14 +529,14 @@ class StackBuilder:
         return found._replace(numbers=found.numbers.view(shape), places=found.places.view(shape))
 
     def _length_first(self) -> bool:
-        """Whether hidden states are [length, batch, width], by the modules or by the calls."""
+        """Whether hidden states are [length, batch, width], by modules, calls or token ids."""
         shape = self._pass.shape
         calls = [c for call in self._pass.block_calls for c in call.attention_calls.values()]
-        return self._pass.length_first or (
-            len(shape) == 2
-            and shape[0] != shape[1]
-            and any(call.shape == shape[::-1] for call in calls)
-        )
+        if self._pass.length_first:
+            return True
+        if len(shape) != 2 or shape[0] == shape[1] or not calls:
+            return self._pass.turned
+        return any(call.shape == shape[::-1] for call in calls)
 
     # -- heads -------------------------------------------------------------------------------------
 
@@ -611,6 +638,32 @@ class StackBuilder:
         return {"max_logits": largest.masked_fill(largest == -torch.inf, torch.nan)}
 
 
+def _beside(
+    heads: Sequence[tuple[dict[str, Any], dict[str, str]]],
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Lay the views of heads that are modules of their own beside one another."""
+    if len(heads) == 1:
+        return heads[0]
+    missing = {view: reason for _, lacking in reversed(heads) for view, reason in lacking.items()}
+    found: dict[str, Any] = {}
+    for view in heads[0][0].keys() - missing.keys():
+        values = [captured[view] for captured, _ in heads]
+        first = values[0]
+        if all(x is None for x in values) or view in _PROJECTED_SEQUENCES:
+            found[view] = first
+        elif all(isinstance(x, Tensor) for x in values):
+            if view in ("visible", "bias"):
+                length = [max(x.shape[0] for x in values), -1, -1, -1]
+                values = [x.expand(length) for x in values]
+            along = 0 if view in ("max_logits", "sink") else 1
+            found[view] = torch.cat(values, dim=along)
+        elif all(x == first for x in values):
+            found[view] = first
+        else:
+            return {}, missing | dict.fromkeys(heads[0][0].keys(), _HEADS_DIFFER.format(view=view))
+    return found, missing
+
+
 # -- queries and keys as projected ---------------------------------------------------------------
 
 
@@ -641,7 +694,8 @@ def _split_projected(
             raise UndecidedError("in_proj_weight is sharded among ranks")
         return project_multihead(weights, query.values, key.values)
     call = block_call.attention_calls.get(index)
-    sizes = _sizes(attention, call)
+    # Of several calls the first may have a part of the heads.
+    sizes = _sizes(attention, None if index in block_call.further else call)
     sample = block_call.samples.get((index, "query"))
     sample = None if sample is None else sample.cpu()
     same = call is not None and stack_pass.as_batch(query.shape, block_call) == call.shape

@@ -4,6 +4,7 @@ A window may be open over several calls of a model; `StackPass` has the rule by 
 the layers.
 """
 
+import itertools
 import math
 import zlib
 from collections.abc import Callable
@@ -18,6 +19,14 @@ from geomon.capture.attending.attention import AttentionCall, SoftmaxCall
 from geomon.capture.attending.by_hand import Product
 from geomon.capture.attending.qkv import Multihead
 from geomon.capture.tokens.boundaries import GivenPlaces, Sequences, find_sequences
+from geomon.capture.tokens.lookups import (
+    Found,
+    Lookup,
+    agreement,
+    agrees,
+    candidates,
+    choose,
+)
 from geomon.capture.tokens.padding import (
     OF_MEMORY,
     GivenMask,
@@ -64,6 +73,8 @@ class BlockCall:
         block: Index of the block in its stack, from 0.
         shape: Shape of the hidden states that entered the block, without the width; None where
             they are no plain tensor.
+        entered: The same with the width, as the block was given it.
+        handed_on: Whether what entered the block is what left the one that was called before.
         hidden: Rows of the hidden states that left the block.
         running_attention: Index of the attention that is running, if the block has several.
         attention_calls: Recorded call of each attention.
@@ -87,6 +98,8 @@ class BlockCall:
 
     block: int
     shape: Shape | None = None
+    entered: Shape | None = None
+    handed_on: bool = True
     hidden: SampledRows | None = None
     running_attention: int | None = None
     attention_calls: dict[int, AttentionCall | SoftmaxCall] = field(default_factory=dict)
@@ -159,10 +172,10 @@ class StackPass:
         parts: Last call of a block that is a list of modules (None where it does not count), index
             of the block, and addresses of the modules that it called.
         left: Address and shape of what left the last block that was called.
+        hands_on_several: Whether a block gave several tensors of the hidden states' shape.
         restarts: Whether a block was called again on another tensor than the last block gave.
         length_first: Whether the modules take hidden states as [length, batch, width].
-        token_ids: Inputs of embedding tables, in the order seen.
-        tables: The embedding tables that were given these inputs.
+        lookups: Calls of embedding tables, in the order seen.
         leaving: What left the last block that was called; kept for the final norm alone.
         normed: Rows of what the final norm made of it, and the name of the norm.
         mode: "train" or "eval".
@@ -177,8 +190,7 @@ class StackPass:
         self.masks: list[tuple[str, Tensor]] = []
         self.given: list[GivenMask] = []
         self.given_places: list[GivenPlaces] = []
-        self.token_ids: list[Tensor] = []
-        self.tables: list[nn.Module] = []
+        self.lookups: list[Lookup] = []
         self.with_gradients = False
         self.length_first = any(
             getattr(attention.module, "batch_first", True) is False
@@ -203,12 +215,15 @@ class StackPass:
         self.parts: tuple[BlockCall | None, int, set[int]] = (None, -1, set())
         self.left: tuple[int, Shape] | None = None
         self.restarts = False
+        self.hands_on_several = False
         self.leaving: Tensor | None = None
         self.normed: tuple[SampledRows, str] | None = None
         self._indices: dict[tuple[Shape, str], Tensor] = {}
         self._max_rows = 0
+        self._begun: int | None = None  # lookups that were seen before hidden states
         self._likely: Tensor | None = None  # padding by its looks, before attention is seen
         self._inferred: dict[str, list[Padding]] = {}  # from the whole pass, by role
+        self._found: dict[Shape, Found | None] = {}  # token ids, by the shape of hidden states
 
     # -- which calls count -----------------------------------------------------------------------
 
@@ -229,7 +244,7 @@ class StackPass:
 
     def forget(self) -> None:
         """Forget the pass that was seen: another one is to count."""
-        for seen in (self.masks, self.given, self.given_places, self.token_ids, self.tables):
+        for seen in (self.masks, self.given, self.given_places, self.lookups):
             seen.clear()
         self._clear()
         self._state = "never called"
@@ -278,7 +293,7 @@ class StackPass:
             shape: Shape of the first hidden states that are seen, without the width.
             dtype: Their data type in the model.
         """
-        self.shape, self.dtype = shape, dtype
+        self.shape, self.dtype, self._begun = shape, dtype, len(self.lookups)
         self._max_rows = self._sampler.max_rows
         if self.valid(shape) is None and len(shape) == 2:
             self._likely = self._find_likely()
@@ -306,6 +321,8 @@ class StackPass:
             shape = entered
         if len(shape) == 1:  # packed: attention takes them as one row
             shape = (1, *shape)
+        elif self.turned:
+            shape = shape[::-1]
         return (shape[0], shape[1]) if len(shape) == 2 else None
 
     def row_indices(
@@ -345,10 +362,11 @@ class StackPass:
         key = (shape, "last")
         if key not in self._indices:
             valid = self.valid(shape)
-            found = self.last_places(shape, valid, length_first=self.length_first)
+            first = self.length_first or self.turned
+            found = self.last_places(shape, valid, length_first=first)
             likely = None if self._likely is None else self._oriented(self._likely, shape)
             if valid is None and likely is not None:
-                more = self.last_places(shape, likely, length_first=self.length_first)
+                more = self.last_places(shape, likely, length_first=first)
                 found = torch.cat([found, more]).unique()
             self._indices[key] = found
         return self._indices[key]
@@ -405,16 +423,41 @@ class StackPass:
         Returns:
             The sequences, of the given shape; None where each row is one, or nothing says more.
         """
+        found = self._found.get(shape)
+        if found is not None and found.layout.streams > 1:
+            return _of_streams(found, length_first=length_first)
         if len(shape) > 2 or not self.given_places or not math.prod(shape):
             return None
         turned = length_first and len(shape) == 2
         rows, length = (1, shape[0]) if len(shape) == 1 else shape[::-1] if turned else shape
         tokens = None if valid is None else (valid.T if turned else valid).reshape(rows, length)
-        found = find_sequences(self.given_places[::-1], rows, length, tokens)
-        if found is None:
+        packed = find_sequences(self.given_places[::-1], rows, length, tokens)
+        if packed is None:
             return None
-        numbers, places = (x.T if turned else x.view(shape) for x in found[:2])
-        return found._replace(numbers=numbers, places=places)
+        numbers, places = (x.T if turned else x.view(shape) for x in packed[:2])
+        return packed._replace(numbers=numbers, places=places)
+
+    def meet(self, hidden: Tensor) -> None:
+        """Find the token ids of hidden states of a shape, where that was not done before.
+
+        Args:
+            hidden: Hidden states of that shape, [..., width].
+        """
+        shape = tuple(hidden.shape[:-1])
+        if shape not in self._found:
+            self._found[shape] = self._find_ids(shape, hidden)
+
+    def has_ids_of(self, hidden: Tensor) -> bool:
+        """Whether a table may have given one row for each row of a tensor, of the same width.
+
+        Args:
+            hidden: Any tensor.
+        """
+        shape, width = tuple(hidden.shape[:-1]), hidden.shape[-1:]
+        return any(
+            found.lookup.rows is None or found.lookup.rows.shape[1:] == width
+            for found in candidates(self.lookups, shape, streams=False)
+        )
 
     def ids_as(self, shape: Shape) -> Tensor | None:
         """Return the token ids among the inputs of embedding tables.
@@ -425,11 +468,23 @@ class StackPass:
         Returns:
             Token ids of that shape; None where no table was given integers of it.
         """
-        found = self._find_ids(shape)
-        if found is None:
-            return None
-        ids, _ = found
-        return ids.T if ids.shape == shape[::-1] != shape else ids.reshape(shape)
+        found = self._ids_of(shape)
+        return None if found is None else found.layout.arrange(found.lookup.ids)
+
+    @property
+    def turned(self) -> bool:
+        """Whether token ids [batch, length] are those of hidden states [length, batch, width]."""
+        found = self._found.get(self.shape)
+        return found is not None and found.layout.turned
+
+    def streams(self, shape: Shape) -> int:
+        """Return the number of rows of hidden states that each token has: mostly 1.
+
+        Args:
+            shape: Shape of the hidden states, without the width.
+        """
+        found = self._found.get(shape)
+        return 1 if found is None else found.layout.streams
 
     @property
     def batch(self) -> str:
@@ -440,7 +495,7 @@ class StackPass:
         """
         if self.landmarks is None:
             return ""
-        ids = [ids.cpu().contiguous() for ids in self.token_ids]
+        ids = [lookup.ids.cpu().contiguous() for lookup in self.lookups]
         known = "-".join(f"{zlib.crc32(each.numpy().tobytes()):08x}" for each in ids)
         if any(each.numel() > math.prod(self.shape) for each in ids):
             return known
@@ -449,20 +504,32 @@ class StackPass:
 
     def token_table(self) -> nn.Module | None:
         """Return the embedding table of the tokens; None where no table was given token ids."""
-        found = self._find_ids(self.shape)
-        return None if found is None else found[1]
+        found = self._ids_of(self.shape)
+        return None if found is None else found.lookup.table
 
-    def _find_ids(self, shape: Shape) -> tuple[Tensor, nn.Module] | None:
-        given = list(zip(self.token_ids, self.tables, strict=True))
-        found = [pair for pair in given if pair[0].shape == shape]
-        found = found or [pair for pair in given if pair[0].shape == shape[::-1]]
-        # Packed hidden states are flattened ids, or ids without sequences have got a batch of one.
-        found = found or [pair for pair in given if _is_flat(pair[0].shape, shape)]
-        # Several tables may be given integers of the tokens' shape (token types, positions): the
-        # token ids are those that vary most.
-        if len(found) < 2:
-            return found[0] if found else None
-        return max(found, key=lambda pair: len(pair[0].unique()))
+    def _ids_of(self, shape: Shape) -> Found | None:
+        return self._found.get(shape) or self._find_ids(shape, None)
+
+    def _find_ids(self, shape: Shape, hidden: Tensor | None) -> Found | None:
+        """Find token ids of a shape, by hidden states where several may be those.
+
+        What tables are given when the blocks have begun (the tokens to be predicted next, say) is
+        not what entered them.
+        """
+        begun = len(self.lookups) if self._begun is None else self._begun
+        found = [*candidates(self.lookups[:begun], shape, streams=False)]
+        found = found or [*candidates(self.lookups[begun:], shape, streams=False)]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            return choose(
+                [(one, None if hidden is None else agreement(*one, hidden)) for one in found]
+            )
+        if hidden is None:
+            return None
+        streams = [*candidates(self.lookups[:begun], shape, streams=True)]
+        strong = [(one, known) for one in streams if agrees(known := agreement(*one, hidden))]
+        return choose(strong) if strong else None
 
     # -- which of them are padding ---------------------------------------------------------------
 
@@ -485,7 +552,12 @@ class StackPass:
         inferred = (
             self._oriented(padding.valid, shape) for padding in self._inferred.get(role, ())
         )
-        return next((valid for valid in inferred if valid is not None), None)
+        known = next((valid for valid in inferred if valid is not None), None)
+        found = None if role else self._found.get(shape)
+        if known is not None or found is None or found.layout.streams < 2:
+            return known
+        tokens = self.valid(tuple(found.lookup.ids.shape))
+        return None if tokens is None else found.layout.arrange(tokens)
 
     def valid_queries(self, call: AttentionCall | SoftmaxCall) -> Tensor | None:
         """Return which of the sampled queries are no padding.
@@ -630,7 +702,8 @@ class StackPass:
     def _is_length_first(self) -> bool:
         """Whether hidden states are [length, batch, width], by the modules or by attention."""
         turned = self.shape[::-1]
-        return self.length_first or (turned != self.shape and ("", turned) in self.hidden_keys)
+        by_attention = turned != self.shape and ("", turned) in self.hidden_keys
+        return self.length_first or self.turned or by_attention
 
     def _own_hidden_keys(self) -> Tensor | None:
         shape = self.shape[::-1] if self._is_length_first() else self.shape
@@ -649,7 +722,7 @@ class StackPass:
         """View a mask [batch, length] in a shape; None where it does not fit."""
         if shape == mask.shape:
             square = shape[0] == shape[1]
-            return mask.T if square and self.length_first else mask
+            return mask.T if square and (self.length_first or self.turned) else mask
         return mask.T if shape == mask.shape[::-1] else None
 
     def _unfolded(self, shape: Shape, role: str, block_call: BlockCall | None) -> Shape:
@@ -682,6 +755,28 @@ class StackPass:
         """Number of layers: of blocks, or of calls where blocks are called again."""
         return len(self.block_calls) if self.repeats_blocks else len(self.stack.blocks)
 
+    def is_routed(self, shape: Shape) -> bool:
+        """Whether hidden states are of some tokens, which only some of the blocks are given.
+
+        Tokens that were merged stay merged: they are routed where a block is given more than one
+        before it, or as many that another block has not handed on.
+
+        Args:
+            shape: Shape of the hidden states, without the width.
+        """
+        if not _is_part(shape, self._longest):
+            return False
+        return any(
+            _is_part(self.shape_at(one), self.shape_at(other))
+            or (self.shape_at(one) == self.shape_at(other) == shape and not other.handed_on)
+            for one, other in itertools.pairwise(self.block_calls)
+        )
+
+    @property
+    def _longest(self) -> Shape:
+        """Shape of the hidden states of most tokens that a block was given, without the width."""
+        return max(map(self.shape_at, self.block_calls), key=math.prod, default=())
+
     def layer_at(self, depth: int) -> tuple[Block, BlockCall | None, str]:
         """Return the block of a layer, its call (None where it was not called) and a name.
 
@@ -697,9 +792,20 @@ class StackPass:
         return block, next(calls, None), block.name
 
 
-def _is_flat(ids: Shape, shape: Shape) -> bool:
-    """Whether token ids are those of hidden states whose sequences are in one row."""
-    return math.prod(ids) == math.prod(shape) and 1 in (len(shape), *shape[:-1])
+def _is_part(shape: Shape, whole: Shape) -> bool:
+    """Whether sequences of one shape are shorter than as many of another."""
+    if len(shape) != 2 or len(whole) != 2:
+        return False
+    return any(shape[i] == whole[i] and shape[1 - i] < whole[1 - i] for i in (0, 1))
+
+
+def _of_streams(found: Found, *, length_first: bool) -> Sequences:
+    """Number the sequences where several rows of hidden states stand for each token."""
+    shape, arrange = found.lookup.ids.shape, found.layout.arrange
+    ways = [torch.arange(n, dtype=torch.int64, device="cpu") for n in shape]
+    number, place = ways[0][:, None].expand(shape), ways[1].expand(shape)
+    number, place = (place, number) if length_first else (number, place)
+    return Sequences(arrange(number), arrange(place), "streams")
 
 
 def attention_key(block: Block, label: str = "") -> int | None:

@@ -70,6 +70,7 @@ from geomon.capture.snapshot import (
     Snapshot,
 )
 from geomon.capture.tokens.boundaries import find_places
+from geomon.capture.tokens.lookups import Lookup, rows_of
 from geomon.capture.tokens.padding import (
     OF_DECODER,
     find_padding_masks,
@@ -93,6 +94,11 @@ _ADAPTED = (
 _OUTSIDE = (
     "attention was seen outside the blocks that are watched, and none in them: these may be the "
     "wrong blocks. print(geomon.describe(model)) shows them, blocks=... names others"
+)
+
+_LEFT_OUT = (
+    "{count} blocks {pattern} are not watched: {reason}. blocks=... with a regular expression that "
+    "matches the names of all blocks measures them too"
 )
 
 
@@ -162,6 +168,7 @@ class Window:
         # module, and how often a table had been called before.
         self._embedding: dict[int, tuple[tuple[Any, ...], int]] = {}
         self._embedded = 0
+        self._passed: set[int] = set()  # storages of integers that the model was given
         # Passes whose final norm is running, by the address of the norm.
         self._norming: dict[int, StackPass] = {}
         # Calls of blocks that are running, outermost first; None for one that does not count.
@@ -255,6 +262,11 @@ class Window:
             if any(module is adapted for adapted in self._anatomy.adapted)
         ]
         texts += [_OUTSIDE] * (self._attends_outside and not seen)
+        texts += [
+            _LEFT_OUT.format(count=family.count, pattern=family.pattern, reason=family.reason)
+            for family in self._anatomy.left_out
+            if family.is_large
+        ]
         return build_snapshot(
             self._passes,
             self._sources,
@@ -337,6 +349,7 @@ class Window:
         if self._wants_tokens:
             for table in self._anatomy.embeddings:
                 self._see(self._before, table, self._on_embedding, table)
+                self._see(self._after, table, self._on_looked_up, table)
             for module, table in self._anatomy.around_embeddings:
                 self._see(self._before, module, self._on_around_embedding)
                 self._see(self._after, module, self._on_embedded, table)
@@ -492,6 +505,11 @@ class Window:
         self._prefer_gradients(module)
         if stack_pass.block_calls or stack_pass.over:
             return
+        self._passed |= {
+            value.untyped_storage().data_ptr()
+            for value in [*args, *kwargs.values()]
+            if isinstance(value, Tensor) and not value.is_floating_point() and not value.is_nested
+        }
         masks = find_padding_masks(module, args, kwargs)
         shared = number == 0 and len(self._passes) > 1  # the call of a module around all stacks
         given = find_possible_masks(module, args, kwargs, shared=shared)
@@ -533,6 +551,17 @@ class Window:
             return
         if isinstance(output, Tensor) and output.shape[:-1] == ids.shape:
             self._on_embedding(table, module, args, {})
+            self._on_looked_up(table, module, output)
+
+    def _on_looked_up(self, table: nn.Module, module: nn.Module, output: Any) -> None:
+        if not isinstance(output, Tensor) or output.is_nested:
+            return
+        for stack_pass in self._passes:
+            if stack_pass.lookups and stack_pass.lookups[-1].table is table:
+                last = stack_pass.lookups[-1]
+                if last.rows is None:
+                    rows = rows_of(local_shard(output), last.ids)
+                    stack_pass.lookups[-1] = last._replace(rows=rows)
 
     def _on_embedding(
         self,
@@ -546,11 +575,13 @@ class Window:
             return
         self._embedded += 1
         running = [stack_pass for stack_pass in self._passes if stack_pass.running]
-        kept = local_shard(ids).detach().clone()
+        lookup = Lookup(
+            local_shard(ids).detach().clone(), table, table in self._anatomy.of_output,
+            ids.untyped_storage().data_ptr() in self._passed,
+        )  # fmt: skip
         for stack_pass in running or self._passes:
             if not stack_pass.over and not (stack_pass.block_calls and stack_pass not in running):
-                stack_pass.token_ids.append(kept)
-                stack_pass.tables.append(table)
+                stack_pass.lookups.append(lookup)
 
     def _on_norm(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         given = first_tensor([*args, *kwargs.values()])
@@ -615,7 +646,7 @@ class Window:
         A call without tokens does not count: where data run out, a rank is given an empty batch.
         Nor does one inside `torch.func.vmap`, whose tensors are of no use behind it.
         """
-        entered = first_tensor([*args, *kwargs.values()])
+        entered = _entering(stack_pass, [*args, *kwargs.values()])
         if entered is not None and (why := _why_no_rows(entered)) is not None:
             self._no_rows = why
             return None
@@ -628,9 +659,10 @@ class Window:
             return None
         if entered is not None and not entered.is_nested:
             rows = move_width_last(local_shard(entered), module, entering=True)
-            block_call.shape = tuple(rows.shape[:-1])
+            block_call.shape, block_call.entered = tuple(rows.shape[:-1]), tuple(entered.shape)
             again = any(call.block == index for call in stack_pass.block_calls[:-1])
-            if again and stack_pass.left not in (None, _place(entered)):
+            block_call.handed_on = stack_pass.left in (None, _place(entered))
+            if again and not block_call.handed_on:
                 stack_pass.restarts = True
         if len(stack_pass.block_calls) > 1:
             if stack_pass.stack.entering:
@@ -659,6 +691,10 @@ class Window:
             block_call.products.clear()
         values = output.values() if isinstance(output, Mapping) else output
         hidden = first_tensor(values)
+        if block_call is not None and hidden is not None and hidden is not output:
+            alike = [x for x in _floating(values) if tuple(x.shape) == block_call.entered]
+            hidden = alike[0] if alike else hidden
+            stack_pass.hands_on_several |= len(alike) > 1
         if block_call is not None and hidden is not None and not hidden.is_nested:
             stack_pass.left = _place(hidden)
             if FINAL_NORM in self._extra:
@@ -684,6 +720,7 @@ class Window:
         stack_pass.sharded = stack_pass.sharded or hasattr(hidden, "to_local")
         rows = move_width_last(local_shard(hidden), block, entering=entering)
         shape = tuple(rows.shape[:-1])
+        stack_pass.meet(rows)
         if not stack_pass.shape:
             self._memory.fit_rows(rows.shape[-1])
             stack_pass.set_shape(shape, rows.dtype)
@@ -908,7 +945,10 @@ class Window:
         shape = stack_pass.as_batch(tuple(output.shape[:-1]), block_call)
         if shape is not None and not (attention.cross and which == "key"):
             sequences, places = self._sampler.sample_queries(*shape)
-            flat = (sequences[:, None] * shape[1] + places).flatten()
+            if stack_pass.turned:
+                flat = (places * shape[0] + sequences[:, None]).flatten()
+            else:
+                flat = (sequences[:, None] * shape[1] + places).flatten()
             block_call.samples[index, which] = copy_rows(output, flat[spread_indices(len(flat))])
 
     def _on_multihead(
@@ -947,6 +987,24 @@ class Window:
         indices = stack_pass.row_indices(shape, role, block_call)
         rows = SampledRows(copy_rows(values, indices), indices, shape, role)
         block_call.projected[index, which] = rows
+
+
+def _floating(values: Any) -> list[Tensor]:
+    return [x for x in values or () if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+def _entering(stack_pass: StackPass, given: Sequence[Any]) -> Tensor | None:
+    """Choose the hidden states among the arguments of a block.
+
+    Tables of rotations and masks may come before them: they are what the block before gave, else
+    of the shape and the width of what the tables of tokens gave, else the first argument.
+    """
+    found = _floating(given)
+    if len(found) < 2:
+        return first_tensor(given)
+    handed_on = [x for x in found if not x.is_nested and _place(x) == stack_pass.left]
+    fitting = [x for x in found if not x.is_nested and stack_pass.has_ids_of(x)]
+    return next(iter(handed_on or fitting or found))
 
 
 def _why_no_rows(entered: Tensor) -> str | None:

@@ -57,6 +57,9 @@ _GROUPS = 4  # for each neighbour
 # would be more squares, but not less. With several threads fewer at a time take longer: those of
 # FAISS and of torch wait for each other.
 _QUERIES, _SQUARES, _FEWEST = 1024, 4 * BLOCK, 32
+# Squares in one product of the points that are tried first. Where nothing will be certified nearly
+# all of them are looked at, and lists of them take several times their memory.
+_TRIAL_SQUARES = BLOCK // 2
 # Candidates of a row beyond which it is not certified, in units of k and at least.
 _MOST, _AT_LEAST = 16, 128
 # Candidates of all rows that are listed without a look at how many each has, in units of k.
@@ -247,13 +250,15 @@ def search(
     reach = _Reach(integers.norm[by_norm], np.maximum.accumulate(integers.moved[by_norm]))
     places = len(integers.rows)
     step = max(_FEWEST, min(_QUERIES, _SQUARES // places, len(own)))
-    squares = torch.empty(step, places, dtype=torch.int32, device="cpu")
     rank = _first_rank(k)
     done = 0
-    tried = _TRIED if len(own) > _QUERIES else len(own)
-    parts = order[:tried], order[tried:_QUERIES], order[_QUERIES:]
-    for some in (some for part in parts for some in part.split(step) if len(some) > 0):
+    squares = torch.empty(0, places, dtype=torch.int32, device="cpu")
+    for some in _in_turn(order, places, step):
         mine = own[some]
+        if len(squares) < len(some):
+            squares = torch.empty(
+                step if done >= _TRIED else len(some), places, dtype=torch.int32, device="cpu"
+            )
         near, rank = _near(values, integers, reach, mine, k, rank, squares, faiss)
         left = torch.arange(len(some), dtype=torch.int64, device="cpu")
         # Where float32 cannot tell the k-th from the one after it, more are computed in float64.
@@ -277,6 +282,21 @@ def search(
             if share < (_LEAST if done >= _QUERIES else _HOPELESS):
                 break
     return found
+
+
+def _in_turn(order: Tensor, places: int, step: int) -> list[Tensor]:
+    """Cut the wanted points into those that are searched at a time, the ones to be tried first.
+
+    Args:
+        order: The wanted points in the order in which they are searched.
+        places: Number of places.
+        step: How many are searched at a time.
+    """
+    if len(order) <= _QUERIES:
+        return list(order.split(step))
+    few = max(1, min(step, _TRIAL_SQUARES // places))
+    parts = (order[:_TRIED], few), (order[_TRIED:_QUERIES], step), (order[_QUERIES:], step)
+    return [some for part, size in parts for some in part.split(size)]
 
 
 def ended_early(found: Certified) -> bool:

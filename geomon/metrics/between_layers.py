@@ -180,7 +180,7 @@ def near_rows_of(
     rows = order * count // max(some, 1)
     rows = rows[unique[rows]]
     near = nearest.indices[torch.searchsorted(unique_rows, rows)]
-    kept = HalfSamples(halves.group.cpu(), halves.first.cpu())
+    kept = halves._replace(group=halves.group.cpu(), first=halves.first.cpu())
     return NearRows(labels.cpu(), unique.cpu(), rows.cpu(), near.int().cpu(), kept)
 
 
@@ -216,7 +216,7 @@ def compare_near_rows(
         inside = [unique[near] & (side[near] == side[rows, None]) for near in lists]
         half = _shares(lists, inside, SHARED // 2)
         first, second = (half[side[rows] == own].nanmean() for own in (True, False))
-        differences.append(float(first - second))
+        differences.append(before.halves.widening * float(first - second))
     return Comparison({"": float(known.mean()), "n": len(known)}, differences)
 
 

@@ -42,7 +42,7 @@ from geomon.metrics.between_readings import (
     compare_readings,
 )
 from geomon.metrics.cautions import cautions
-from geomon.metrics.intervals import by_part, differences_of
+from geomon.metrics.intervals import by_part, cut_of, differences_of
 from geomon.metrics.last_tokens import AtLast
 from geomon.metrics.layer_values import LayerValues, Parts
 from geomon.metrics.table import Metric, is_bundled
@@ -235,6 +235,7 @@ class Evaluator:
         used = splits if "hidden" in sources_of(metric) else splits[:1]
         try:
             each = [by_part(_apply(metric, views, function)) for views in used]
+            wider = [_widening(views, cut_of(function)) for views in used]
         except MissingViewError:  # the sequences are not known
             return {}
         except torch.OutOfMemoryError:
@@ -247,7 +248,10 @@ class Evaluator:
         if len({len(one[part]) for one in each for part in one}) != 1:
             return {}
         return {
-            part: list(map(_mean, zip(*(one[part] for one in each), strict=True)))
+            part: [
+                _mean(factor * one for factor, one in zip(wider, way, strict=True))
+                for way in zip(*(one[part] for one in each), strict=True)
+            ]
             for part in each[0]
         }
 
@@ -390,6 +394,14 @@ def _combine_stack(
     result.notes = group_by_layer(_join_metrics(reasons)) + cautions(result.values)
     result.notes += _few_sequences(layers) + _few_last_tokens(metrics, layers, result.values)
     return result
+
+
+def _widening(views: LayerViews, cut: str) -> float:
+    """What differences between halves are multiplied by; 1 where a metric has its own halves."""
+    try:
+        return float(views[cut].widening)
+    except MissingViewError:
+        return 1.0
 
 
 def _few_sequences(layers: list[LayerValues]) -> list[Note]:

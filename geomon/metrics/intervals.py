@@ -66,9 +66,17 @@ def _anisotropy_no_sinks(
 ) -> Tensor:
     if len(ordinary_hidden) == len(ordinary_rows):
         return half_anisotropy
-    some = HalfSamples(halves.group[ordinary_rows], halves.first)
+    some = halves._replace(group=halves.group[ordinary_rows])
     squares, sums = squares_about_mean(ordinary_hidden), sums_of_both[1]
     return half_samples.anisotropy_differences(ordinary_hidden, squares, sums, some, scatters[1])
+
+
+def _effective_rank(half_shares: Tensor) -> Tensor:
+    return _between_halves(torch.special.entr(half_shares).sum(dim=1).exp())
+
+
+def _participation_ratio(half_shares: Tensor) -> Tensor:
+    return _between_halves(1 / half_shares.square().sum(dim=1))
 
 
 def _cosine(row_sums: GroupSums, halves: HalfSamples) -> Tensor:
@@ -280,6 +288,8 @@ def _attention_sink(attention_differences: Mapping[str, Tensor]) -> Tensor:
 DIFFERENCES: Mapping[Metric, Differences] = {
     table.METRICS["anisotropy"]: _anisotropy,
     table.anisotropy_no_sinks: _anisotropy_no_sinks,
+    table.effective_rank: _effective_rank,
+    table.participation_ratio: _participation_ratio,
     table.cosine: _cosine,
     table.drift_norm: _drift_norm,
     table.variance: _variance,
@@ -318,7 +328,6 @@ DIFFERENCES: Mapping[Metric, Differences] = {
     scores.score_spread: _score_spread,
     attention.attention_sequence_max: _of_sequences(lambda extremes: extremes.maximum),
     attention.attention_sequence_median: _of_sequences(lambda extremes: extremes.median),
-    attention.attention_sequence_min: _of_sequences(lambda extremes: extremes.minimum),
 }
 
 
@@ -425,6 +434,22 @@ def _minus(one: Any, other: Any) -> Tensor:
         torch.as_tensor(value, dtype=torch.float64, device="cpu") for value in (one, other)
     )
     return left - right
+
+
+def cut_of(differences: Differences) -> str:
+    """Name the view that says how the rows which such a function compares are cut into halves.
+
+    Args:
+        differences: A function of views.
+    """
+    leaves = captured_views(parameters(differences))
+    cuts = {
+        "sequences": "halves",
+        "last_sequences": "last_halves",
+        "query_sequences": "query_halves",
+        "key_sequences": "key_halves",
+    }
+    return next((cut for leaf, cut in cuts.items() if leaf in leaves), "attention_halves")
 
 
 def by_part(result: Any) -> dict[str, list[float]]:

@@ -40,6 +40,7 @@ from geomon.kernels.half_samples import (
     moments_of_halves,
     row_mean_differences,
     scatter_by_group,
+    shares_of_halves,
     without_places,
 )
 from geomon.kernels.massive import ordinary_rows, share_beyond
@@ -80,9 +81,15 @@ FAR_ROWS = 256
 # that they stand for: by the neighbours of every row, and by those of the few rows. In a half about
 # every second neighbour is left, so that rank k / 2 there reaches as far as rank k among all rows:
 # where copies decide, dimensions at another distance scatter otherwise. At small k it is too noisy.
-HALF_SCALES = {1: 1, 2: 2, 4: 4}
+# Of 16 neighbours often fewer than 8 are in a half: in how many rows that is so differs between
+# halves, and made the interval of k = 4 four times too wide; by rank 3 it is 1.7 times. By rank 2
+# it covered .80 of padded documents, and k = 8 .68.
+HALF_SCALES = {1: 1, 2: 2, 4: 3}
 FAR_SCALES = {8: 4, 16: 8, 32: 16}
 _FAR_IN_HALVES = 100  # of which about half are in a row's own half, where 2 x 16 are needed
+
+# An odd number whose bits are spread, by which labels are mixed: about 2^63 over the golden ratio.
+_MIXING = 5_700_357_409_661_599_241
 
 
 def _duplicates(hidden: Tensor, unique_rows: Tensor) -> float:
@@ -270,7 +277,27 @@ def _rounding(mean_square: Tensor, neighbours: Tensor, precision: float) -> floa
     return float(torch.where(spacing.isfinite(), noise / spacing, torch.nan))
 
 
-def _distinct(hidden: Tensor, unique_rows: Tensor, token_ids: Tensor, positions: Tensor) -> Tensor:
+def _distinct_by_sequence(
+    hidden: Tensor, unique_rows: Tensor, token_ids: Tensor, positions: Tensor, sequences: Tensor
+) -> Tensor:
+    # Chosen by the sequence, the same row stands for its pair at every layer and in every number
+    # format, and in a probe at every step. The pair is mixed in, so that no sequence leads in all.
+    key = torch.zeros_like(sequences, dtype=torch.int64)
+    for labels in (token_ids, positions, sequences):
+        key = (key ^ labels) * _MIXING  # 64 bits, the rest is cut off
+        key = key ^ (key >> 29)
+    return _distinct(hidden, unique_rows, token_ids, positions, key)
+
+
+def _distinct_by_content(
+    hidden: Tensor, unique_rows: Tensor, token_ids: Tensor, positions: Tensor
+) -> Tensor:
+    return _distinct(hidden, unique_rows, token_ids, positions, None)
+
+
+def _distinct(
+    hidden: Tensor, unique_rows: Tensor, token_ids: Tensor, positions: Tensor, key: Tensor | None
+) -> Tensor:
     # One number for each pair: sorting pairs costs twenty times as much. Labels are numbered first,
     # so that no product is beyond 64 bits.
     token, position = (
@@ -281,9 +308,12 @@ def _distinct(hidden: Tensor, unique_rows: Tensor, token_ids: Tensor, positions:
         token * len(unique_rows) + position, return_inverse=True, return_counts=True
     )
     alone = count[pair] == 1
-    # Which row stands for its pair must not depend on the order of the rows: the first by content.
+    # Which row stands for its pair must not depend on the order of the rows: the first by a key,
+    # and where there is none, or rows of one sequence have the same, by content.
     tied, pair = unique_rows[~alone], pair[~alone]
     order = content_keys(hidden, tied).argsort()
+    if key is not None:
+        order = order[key[tied[order]].argsort(stable=True)]
     first = tied[order[first_of_each(pair[order])]]
     return torch.cat([unique_rows[alone], first]).sort().values
 
@@ -375,6 +405,14 @@ def _half_anisotropy(
     return anisotropy_differences(hidden, squares_about_mean, row_sums, halves, scatter)
 
 
+def _half_shares(
+    hidden: Tensor, row_sums: GroupSums, halves: HalfSamples, scatter: Tensor | None
+) -> Tensor:
+    if scatter is None:
+        return hidden.new_empty(0, 1, dtype=torch.float64)
+    return shares_of_halves(hidden, row_sums, halves, scatter)
+
+
 def _half_moments(
     squares_about_mean: Tensor, row_sums: GroupSums, halves: HalfSamples
 ) -> HalfMoments:
@@ -384,8 +422,8 @@ def _half_moments(
 def _half_ratios(
     nearest: Neighbours, unique_rows: Tensor, halves: HalfSamples
 ) -> dict[int, HalfRatios]:
-    found = ratios_in_halves(*nearest, unique_rows, halves, [*HALF_SCALES.values()])
-    return dict(zip(HALF_SCALES.values(), found, strict=True))
+    ranks = sorted(set(HALF_SCALES.values()))
+    return dict(zip(ranks, ratios_in_halves(*nearest, unique_rows, halves, ranks), strict=True))
 
 
 def _far_half_ratios(
@@ -471,8 +509,11 @@ def _score_sequences(scores: Tensor) -> Tensor:
     return _attention_sequences(scores)
 
 
-def _attention_halves(attention_sequences: Tensor) -> HalfSamples:
-    return half_samples(attention_sequences)
+def _attention_halves(attention_sequences: Tensor, visible: Tensor) -> HalfSamples:
+    real = visible.any(dim=3).any(dim=1)  # padding among the queries sees no key
+    sequences = int(attention_sequences[-1]) + 1
+    counted = real.expand(sequences, len(attention_sequences) // sequences)
+    return half_samples(attention_sequences, counted.flatten())
 
 
 def _attention_differences(
@@ -570,7 +611,8 @@ DERIVED: dict[str, Callable[..., Any] | tuple[Callable[..., Any], ...]] = {
     "local_dimensions": _local_dimensions,  # TwoNN of each of these neighbourhoods
     "local_shapes": _local_shapes,  # anisotropy and mean cosine of each about its own mean
     "rounding": _rounding,  # distance that rounding alone makes, over the median nearest distance
-    "distinct": _distinct,  # index of one unique row for each (token id, position)
+    # Index of one unique row for each (token id, position).
+    "distinct": (_distinct_by_sequence, _distinct_by_content),
     "distinct_alone": _distinct_alone,  # more neighbours among distinct rows, where these are few
     "distinct_nearest": _distinct_nearest,  # the two nearest distinct rows of each of them
     "distinct_neighbours": _distinct_neighbours,  # distances to those
@@ -583,6 +625,7 @@ DERIVED: dict[str, Callable[..., Any] | tuple[Callable[..., Any], ...]] = {
     "row_sums": _row_sums,  # sums of the rows and their directions over groups of sequences
     "half_moments": _half_moments,  # norm of the mean and variance of each half: HalfMoments
     "half_anisotropy": _half_anisotropy,  # differences of the anisotropy between halves
+    "half_shares": _half_shares,  # shares of the variance along directions, in each half
     "half_isotropy": _half_isotropy,  # the same of the isotropy of neighbourhoods
     "half_ratios": _half_ratios,  # ratios of distances within each row's half, by rank
     "far_half_ratios": _far_half_ratios,  # the same at larger scales, of a few rows

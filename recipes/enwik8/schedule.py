@@ -8,13 +8,15 @@ from geomon import log_spaced
 _LATEST_FIRST = 32
 # Multiples of the first step between which the dimension rises to its peak.
 _DENSE_FROM, _DENSE_TO = 2, 4
+# Multiple of the first step after which curves move in one direction, and slowly.
+_SELDOM_FROM = 8
 # Share of the run after which only its last step is read, which a callback does by itself.
 _BEFORE_THE_END = 0.9
 
 
 @dataclass(frozen=True)
 class ReadingSteps:
-    """Schedule of a run: step 0, then two readings an octave, and four where most happens.
+    """Schedule of a run: step 0, two readings an octave, four where most happens, at last one.
 
     Attributes:
         steps: Optimizer updates of the run.
@@ -22,7 +24,7 @@ class ReadingSteps:
     Example:
         >>> due = ReadingSteps(1500)
         >>> [step for step in range(1500) if due(step)]
-        [0, 32, 45, 64, 76, 91, 108, 128, 181, 256, 362, 512, 724, 1024]
+        [0, 32, 45, 64, 76, 91, 108, 128, 181, 256, 512, 1024]
     """
 
     steps: int
@@ -32,6 +34,8 @@ class ReadingSteps:
         first = first_reading(self.steps)
         if step < first or step > _BEFORE_THE_END * self.steps:
             return step == 0
+        if step > _SELDOM_FROM * first:
+            return log_spaced(per_octave=1, at_most=self.steps)(step)
         dense = _DENSE_FROM * first <= step <= _DENSE_TO * first
         return log_spaced(per_octave=4 if dense else 2)(step)
 

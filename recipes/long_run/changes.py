@@ -84,7 +84,7 @@ def nearest(steps: list[int], step: int) -> int:
 
 def _change(name: str, curve: Curve, since: int) -> Change:
     begin = nearest(curve.steps, since)
-    margins = replace(curve, errors=curve.robust_errors()).margins
+    margins = replace(curve, errors=curve.robust_errors(), sampled=[]).margins
     peak = max(range(1, len(curve)), key=lambda i: curve.values[i])
     return Change(
         name,

@@ -89,6 +89,18 @@ def test_settings_that_differ_are_named(make_readings):
     )
 
 
+def test_a_deviation_over_splits_of_the_rows_decides_nothing(make_readings):
+    """The splits are of the same sequences: two readings of one model differ by more than that."""
+    runs = make_readings(), make_readings(curves={"gride/mean/k1": [9.0] * 9})
+    for run in runs:
+        for reading in run:
+            reading.values["gride/mean/k1/std"] = 0.01
+            reading.values["twonn/mean/std"] = 0.01
+    found = by_tag(compare(*runs))
+    assert found["gride/mean/k1"].verdict == "error unknown"
+    assert found["twonn/mean"].margin == pytest.approx(math.hypot(0.1, 0.1))
+
+
 def test_runs_without_a_common_step_are_refused(make_readings):
     with pytest.raises(ValueError, match="no value at the same step"):
         compare(make_readings((0, 16)), Readings([], make_readings().readings[4:]))

@@ -31,7 +31,9 @@ def test_without_an_interval_the_deviation_over_splits_stands_for_the_error(make
     for reading in readings:
         reading.values["twonn/mean/std"] = 0.7
         del reading.values["twonn/mean/margin"]
-    assert curve_of(readings, "twonn/mean").errors == [0.7] * 9
+    curve = curve_of(readings, "twonn/mean")
+    assert curve.errors == [0.7] * 9
+    assert curve.margins == [0.0] * 9  # it is no interval over other sequences
     readings[0].values["twonn/mean/std"] = math.nan
     assert curve_of(readings, "twonn/mean").errors[0] == 0
 

@@ -1791,3 +1791,184 @@ def test_hidden_states_of_no_token_are_said(virtual):
     missing = seen.snapshot().layers[1].missing
     assert set(missing) == ({"token_ids", "last_token_ids"} if virtual else set())
     assert all("one was given fewer" in reason for reason in missing.values())
+
+
+# -- which tensor of several is the stream ---------------------------------------------------------
+
+
+class Ordered(PlainBlock):
+    """A block that takes tables before its hidden states and returns other tensors before them."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(32, 4, 0.0)
+        self.way = way
+
+    def forward(self, angles, bias, x):
+        y = super().forward(x)
+        values = y.unflatten(-1, (4, 8)).transpose(1, 2)
+        if self.way == "mapping":
+            return {"values": values, "hidden": y}
+        return (values, y) if self.way == "tuple" else y
+
+
+class Ordering(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(50, 32)
+        self.blocks = nn.ModuleList(Ordered(way) for _ in range(3))
+
+    def forward(self, ids):
+        x = self.tokens(ids)
+        self.states = [x]
+        angles, bias = torch.randn(1, ids.shape[1], 8), torch.zeros(len(ids), 1, 1, ids.shape[1])
+        for block in self.blocks:
+            y = (
+                block(angles=angles, bias=bias, x=x)
+                if block.way == "named"
+                else block(angles, bias, x)
+            )
+            x = y["hidden"] if block.way == "mapping" else y[1] if block.way == "tuple" else y
+            self.states.append(x)
+        return x
+
+
+@pytest.mark.parametrize("sequences", [1, 5])
+@pytest.mark.parametrize("way", ["plain", "named", "tuple", "mapping"])
+def test_the_stream_is_found_among_several_tensors(way, sequences):
+    model, ids = Ordering(way), torch.randint(0, 50, (sequences, 12))
+    with torch.no_grad(), window(model) as seen:
+        model(ids)
+    layers = seen.snapshot().layers
+    for layer, state in zip(layers, model.states, strict=True):
+        place = layer.captured["sequences"], layer.captured["positions"]
+        assert torch.equal(layer.captured["hidden"], state[place])
+
+
+class Apart(PlainBlock):
+    """A block that hands on its residual beside what it has made."""
+
+    def forward(self, x, residual=None):
+        residual = x if residual is None else x + residual
+        return super().forward(residual) - residual, residual
+
+
+def test_several_tensors_of_the_stream_s_shape_are_said():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Apart(32, 4, 0.0) for _ in range(2))
+
+        def forward(self, x):
+            residual = None
+            for block in self.blocks:
+                x, residual = block(x, residual)
+            return x + residual
+
+    model = Model()
+    with torch.no_grad(), window(model) as seen:
+        model(torch.randn(4, 8, 32))
+    assert any("several tensors of the shape" in note.text for note in seen.snapshot().info.notes)
+
+
+# -- heads that are modules of their own -----------------------------------------------------------
+
+
+class OneHead(nn.Module):
+    def __init__(self, by_hand: bool) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(32, 8, bias=False) for _ in range(3))
+        self.by_hand = by_hand
+
+    def forward(self, x):
+        self.q, self.k = self.query(x), self.key(x)
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        scores = (self.q @ self.k.mT * 8**-0.5).masked_fill(later, -torch.inf)
+        self.weights = (scores - scores.logsumexp(-1, keepdim=True)).exp()
+        if self.by_hand:
+            return scores.softmax(-1) @ self.value(x)
+        return nn.functional.scaled_dot_product_attention(
+            self.q, self.k, self.value(x), is_causal=True
+        )
+
+
+class ManyHeads(nn.Module):
+    """An attention as tutorials write it; `num_heads` is not what each of its heads has."""
+
+    def __init__(self, by_hand: bool, wide: bool) -> None:
+        super().__init__()
+        self.num_heads = 4
+        self.heads = nn.ModuleList(OneHead(by_hand) for _ in range(4))
+        self.mlp = nn.Linear(32, 32 * (8 if wide else 1))
+
+    def forward(self, x):
+        return x + torch.cat([head(x) for head in self.heads], -1) + self.mlp(x)[..., :32]
+
+
+@pytest.mark.parametrize("sequences", [1, 4, 12])
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_heads_that_are_modules_are_the_heads_of_one_attention(by_hand, wide, sequences):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(ManyHeads(by_hand, wide) for _ in range(2))
+
+        def forward(self, x):
+            self.states = [x]
+            for layer in self.layers:
+                self.states.append(layer(self.states[-1]))
+            return self.states[-1]
+
+    torch.manual_seed(0)
+    model = Model()
+    with torch.no_grad(), window(model) as seen:
+        model(torch.randn(sequences, 12, 32))
+    snapshot = seen.snapshot()
+    assert [(layer.stack, layer.index) for layer in snapshot.layers] == [("", 0), ("", 1), ("", 2)]
+    for layer in snapshot.layers[1:]:
+        views, heads = layer.captured, model.layers[layer.index - 1].heads
+        place = views["sequences"], views["positions"]
+        assert torch.equal(views["hidden"], model.states[layer.index][place])
+        found = views["scores"].softmax(-1) if by_hand else rebuilt(layer)
+        expected = torch.stack([head.weights for head in heads], 1)
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+        rows = views["query_sequences"], views["positions"]
+        for view, name in (("projected_query", "q"), ("projected_key", "k")):
+            each = torch.stack([getattr(head, name) for head in heads], 2)
+            assert torch.equal(views[view], each[rows])
+        assert views["max_logits"].shape == (4,)
+    values = measure(model, torch.randn(12, 12, 32))
+    assert {f"attention_entropy/layer_01/head_{head}" for head in range(4)} <= values.keys()
+
+
+class Mixing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.inner = nn.Sequential(nn.Linear(32, 160), nn.GELU(), nn.Linear(160, 32))
+
+    def forward(self, x):
+        return x + self.inner(self.norm(x))
+
+
+@pytest.mark.parametrize("blocks", [None, r"(own|other)\.\d+"])
+def test_a_large_stack_that_is_not_watched_is_said(blocks):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.own = nn.ModuleList(PlainBlock(32, 4, 0.0) for _ in range(2))
+            self.other = nn.ModuleList(Mixing() for _ in range(2))
+
+        def forward(self, x):
+            for block in [*self.own, *self.other]:
+                x = block(x)
+            return x
+
+    model = Model()
+    anatomy = find_anatomy(model, blocks)
+    with torch.no_grad(), Window(anatomy, set(CAPTURED), rows=100, seed=0) as seen:
+        model(torch.randn(4, 8, 32))
+    told = [note.text for note in seen.snapshot().info.notes if "not watched" in note.text]
+    assert bool(told) == (blocks is None)
+    assert all("2 blocks other.#" in text and "blocks=..." in text for text in told)

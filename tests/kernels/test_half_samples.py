@@ -33,7 +33,13 @@ from geomon.kernels.dimension import (
 from geomon.kernels.half_samples import HalfSamples, group_sums, half_samples, margin
 from geomon.kernels.moments import drift_norm, mean_square_norm, squares_about_mean, variance
 from geomon.kernels.neighbours import nearest
-from geomon.kernels.spectrum import anisotropy, scatter, spectrum
+from geomon.kernels.spectrum import (
+    anisotropy,
+    effective_rank,
+    participation_ratio,
+    scatter,
+    spectrum,
+)
 
 few_examples = settings(deadline=None, derandomize=True, max_examples=25)
 
@@ -85,6 +91,69 @@ def test_groups_are_filled_by_the_sequences_that_are_there():
     """Of several ranks the first split of the rows holds the sequences of the first rank alone."""
     halves = half_samples(torch.arange(16).repeat_interleave(5) + 1000)
     assert halves.group.bincount(minlength=16).tolist() == [5] * 16
+
+
+def lengths_of(kind, sequences, generator):
+    """Rows of each sequence: all alike, log-normal, or a tenth of them fifty times as long."""
+    if kind == "equal":
+        return torch.full((sequences,), 40)
+    if kind == "one in ten is long":
+        return torch.where(torch.rand(sequences, generator=generator) < 0.1, 1000, 20)
+    return (torch.randn(sequences, generator=generator) + 3.5).exp().clamp(2, 1000).long()
+
+
+@pytest.mark.parametrize(
+    ("kind", "sequences", "without"),
+    [("equal", 8, 0.95), ("log-normal", 12, 0.92), ("one in ten is long", 16, 0.86)],
+)
+def test_intervals_cover_with_sequences_of_unequal_length(kind, sequences, without):
+    """The mean of rows of which those of one sequence share half of what they scatter by."""
+    generator = torch.Generator().manual_seed(sequences)
+    covered, plain = [], []
+    for _ in range(40):
+        lengths = lengths_of(kind, sequences, generator)
+        halves = half_samples(torch.arange(sequences).repeat_interleave(lengths))
+        # A hundred draws side by side, as if they were heads.
+        own, each = torch.randn(2, sequences, 100, generator=generator, dtype=torch.float64)
+        sums = 0.5 * own * lengths[:, None] + each * lengths[:, None].sqrt()
+        group = kernel.halves_of_sequences(own).group
+        values, counts = (
+            torch.zeros(halves.first.shape[1], 100, dtype=torch.float64).index_add_(0, group, part)
+            for part in (sums, lengths[:, None].double().expand(-1, 100))
+        )
+        differences = kernel.mean_differences(values, counts, halves)
+        unit = margin([1.0] * len(differences))
+        errors = (sums.sum(dim=0) / lengths.sum()).abs()
+        widths = unit * differences.square().mean(dim=0).sqrt()
+        covered.append((errors <= halves.widening * widths).double().mean())
+        plain.append((errors <= widths).double().mean())
+    assert torch.stack(covered).mean() >= 0.94
+    assert torch.stack(plain).mean() == pytest.approx(without, abs=0.02)
+
+
+def test_sequences_of_one_length_widen_nothing():
+    for sequences in (8, 16, 64):
+        numbers = torch.arange(sequences).repeat_interleave(5)
+        assert half_samples(numbers).widening == pytest.approx(1)
+    # Two sequences in one group and one in all others are worth 14.4 degrees of freedom.
+    assert 1 < half_samples(torch.arange(17).repeat_interleave(5)).widening < 1.01
+
+
+def test_one_sequence_that_has_nearly_all_rows_is_worth_one_degree_of_freedom():
+    lengths = torch.tensor([10_000] + [2] * 15)
+    halves = half_samples(torch.arange(16).repeat_interleave(lengths))
+    # Student's 12.7 in place of 2.13; nothing but its short companions is seen to differ.
+    assert halves.widening > stats.t.ppf(0.975, 1) / stats.t.ppf(0.975, 15)
+
+
+def test_rows_that_do_not_count_have_no_part_in_the_lengths():
+    numbers = torch.arange(16).repeat_interleave(10)
+    counted = torch.arange(160) % 10 < torch.where(numbers < 2, 10, 1)
+    known = half_samples(numbers[counted])
+    found = half_samples(numbers, counted)
+    assert found.widening == pytest.approx(known.widening)
+    assert found.widening > 1.5
+    assert torch.equal(found.group[counted], known.group)
 
 
 @pytest.mark.parametrize("groups", [150, 50])
@@ -231,6 +300,39 @@ def test_anisotropy_of_halves_is_not_made_of_shortened_factors():
                 rows, squares_about_mean(rows), sums, halves, known
             )
         torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("exponent", [-75, 0, 66])
+@pytest.mark.parametrize("offset", [0.0, 1e4])
+def test_shares_of_halves_serve_for_differences_of_their_spectra(offset, exponent):
+    rows, numbers = rows_of_sequences(32, 40, 24, offset=offset)
+    rows = rows * 2.0**exponent
+    halves = half_samples(numbers)
+    shares = kernel.shares_of_halves(rows, group_sums(rows[:, None], halves), halves, scatter(rows))
+    torch.testing.assert_close(shares.sum(dim=1), torch.ones(30, dtype=torch.float64))
+    for of_spectrum, of_shares in (
+        (effective_rank, lambda p: torch.special.entr(p).sum(dim=1).exp()),
+        (participation_ratio, lambda p: 1 / p.square().sum(dim=1)),
+    ):
+        one, other = of_shares(shares).chunk(2)
+        want = on_halves(lambda part, of=of_spectrum: of(spectrum(part)), rows, halves)
+        assert (one - other - want).norm() < 0.2 * want.norm()  # of first order
+
+
+def test_shares_of_halves_are_not_made_of_shortened_factors():
+    rows, numbers = rows_of_sequences(16, 40, 24)
+    rows, halves = rows.float(), half_samples(numbers)
+    of = rows, group_sums(rows[:, None], halves), halves, scatter(rows)
+    want = kernel.shares_of_halves(*of)
+    with ShortProducts():
+        torch.testing.assert_close(kernel.shares_of_halves(*of), want, rtol=1e-4, atol=1e-7)
+
+
+def test_equal_rows_have_no_shares_of_the_variance():
+    halves = half_samples(torch.arange(16).repeat_interleave(3))
+    rows = torch.ones(48, 4)
+    of = rows, group_sums(rows[:, None], halves), halves, scatter(rows)
+    assert kernel.shares_of_halves(*of).isnan().all()
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e4])

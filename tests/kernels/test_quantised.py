@@ -428,6 +428,21 @@ def test_of_rows_that_integers_cannot_tell_apart_few_are_tried():
     assert 0 < sum(tried) <= len(rows) / 20
 
 
+def test_of_rows_that_are_tried_few_squares_are_held_at_a_time(monkeypatch):
+    rows, at_once = two_clusters(3000, 40), []
+    multiply = quantised.multiply
+
+    def spy(one, other, out):
+        at_once.append(len(one))
+        multiply(one, other, out)
+
+    monkeypatch.setattr(quantised, "multiply", spy)
+    monkeypatch.setattr(quantised, "_TRIAL_SQUARES", 20 * len(rows))
+    assert not bool(searched(rows, 2).certain.any())
+    assert sum(at_once) == quantised._TRIED
+    assert max(at_once) < 20  # places are filled up to whole groups
+
+
 @pytest.mark.parametrize("k", [2, 16])
 def test_many_candidates_take_no_more_memory_than_their_squares(monkeypatch, k):
     monkeypatch.setattr(quantised, "_TRIED", 500)

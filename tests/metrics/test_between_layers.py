@@ -94,7 +94,7 @@ def test_of_many_rows_1024_evenly_spread_ones_are_compared():
     assert values["neighbour_overlap/layer_01"] == pytest.approx(expected)
     kept = LayerViews(made(after)).apply(OVERLAP["neighbour_overlap"])
     assert kept.near.shape == (1024, 16)
-    size = sum(part.numel() * part.element_size() for part in (*kept[:4], *kept.halves))
+    size = sum(part.numel() * part.element_size() for part in (*kept[:4], *kept.halves[:2]))
     assert size < 200_000  # bytes, whatever the width
 
 

@@ -17,7 +17,7 @@ WIDTH = 400
 
 @pytest.fixture
 def wide(monkeypatch):
-    """Rows of this width are wide: their summary is of 320 vectors, as at full width."""
+    """Rows of this width are wide: their summary is of as many vectors as at full width."""
     monkeypatch.setattr(spectrum_summary, "WHOLE_SIDE", WIDTH - 1)
 
 
@@ -43,7 +43,7 @@ def test_values_of_wide_layers_have_an_error_and_are_within_it(massive, wide, mo
     assert found.keys() - want.keys() == {f"{name}/error" for name in metrics}
     for name in metrics:
         assert abs(found[name] - want[name]) <= 2 * found[f"{name}/error"], name
-        assert 0 < found[f"{name}/error"] < 0.02 * want[name], name
+        assert 0 < found[f"{name}/error"] < 0.03 * want[name], name
     assert (found["anisotropy_no_sinks"] < 0.5 * found["anisotropy"]) == (massive > 0)
 
 
@@ -156,3 +156,44 @@ def test_what_can_be_made_depends_on_what_is_there():
     assert not can_be_made(["last_angle"], {"hidden", "last_sequences"})
     with pytest.raises(KeyError):
         can_be_made(["last_query"], {"query"})
+
+
+def repeated(seed=0, *, known=True):
+    """Rows of 40 sequences of 12 tokens, of which many have token id and position in common."""
+    generator = torch.Generator().manual_seed(seed)
+    views = {
+        "hidden": torch.randn(480, 6, generator=generator),
+        "token_ids": torch.randint(0, 5, (480,), generator=generator),
+        "positions": torch.arange(12).repeat(40),
+    }
+    return views | ({"sequences": torch.arange(40).repeat_interleave(12)} if known else {})
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_one_row_stands_for_each_token_id_and_position_in_any_order(known):
+    views = repeated(known=known)
+    found = LayerViews(Layer(1, "", views))["distinct"]
+    pairs = torch.stack([views["token_ids"], views["positions"]], dim=1)
+    assert len(found) == len(pairs[found].unique(dim=0)) == len(pairs.unique(dim=0)) == 60
+    order = torch.randperm(480, generator=torch.Generator().manual_seed(1))
+    other = LayerViews(Layer(1, "", {name: view[order] for name, view in views.items()}))
+    assert torch.equal(order[other["distinct"]].sort().values, found)
+
+
+def test_rounding_does_not_change_which_row_stands_for_a_token_and_position():
+    """By content another row stood for nearly every pair, and twonn_distinct moved by an error."""
+    views = repeated()
+    found = LayerViews(Layer(1, "", views))["distinct"]
+    for hidden in (views["hidden"].bfloat16().float(), views["hidden"] * (1 + 1e-6)):
+        again = LayerViews(Layer(1, "", views | {"hidden": hidden}))["distinct"]
+        assert torch.equal(again, found)
+
+
+def test_the_rows_that_stand_for_others_are_of_all_sequences():
+    counts = torch.zeros(40)
+    for seed in range(10):
+        views = repeated(seed)
+        found = LayerViews(Layer(1, "", views))["distinct"]
+        counts += views["sequences"][found].bincount(minlength=40)
+    # About 15 of each, with a deviation of 4 or 5: chosen by the sequence alone, one would have 60.
+    assert 1 <= counts.min() <= counts.max() <= 35

@@ -29,6 +29,7 @@ from geomon.capture.anatomy.families import (
 from geomon.capture.anatomy.projections import (
     Projections,
     Sizes,
+    are_heads,
     find_projections,
     find_sizes,
     find_widths,
@@ -52,8 +53,10 @@ class Attention:
         projections: The modules that make queries and keys.
         cross: Whether the keys come from another stack, going by names.
         label: Which of the block's attentions it is: "" for the one to its own stack, "cross" for
-            the one to another; a further one has its name in the block.
+            the one to another; a further one has its name in the block. Heads that are modules of
+            a list have the same.
         around: Modules between this one and the block, the block included, the innermost first.
+        is_head: Whether it is one of the heads of an attention, which are modules of a list.
     """
 
     name: str
@@ -62,10 +65,14 @@ class Attention:
     cross: bool
     label: str = ""
     around: tuple[nn.Module, ...] = field(default=(), repr=False)
+    is_head: bool = False
 
     @property
     def sizes(self) -> Sizes:
         """Number of heads and their width, as the module says, or those around it."""
+        if self.is_head:
+            made = find_widths(self.projections.query)
+            return Sizes(1, 1, None if made is None else made[0])
         return find_sizes(self.projections, [self.module, *self.around])
 
 
@@ -94,7 +101,15 @@ class Block:
         Args:
             label: Label of the attention: "" for the one to the block's own stack.
         """
-        return next((i for i, a in enumerate(self.attentions) if a.label == label), None)
+        return next(iter(self.attention_indices(label)), None)
+
+    def attention_indices(self, label: str = "") -> list[int]:
+        """Return the indices in `attentions` of all with a label: heads that are modules of a list.
+
+        Args:
+            label: Label of the attention: "" for the one to the block's own stack.
+        """
+        return [index for index, each in enumerate(self.attentions) if each.label == label]
 
 
 @dataclass(frozen=True)
@@ -135,6 +150,7 @@ class Anatomy:
         norms: Names and modules of the norms outside the blocks, one of which may be the final one.
         output: The module whose weight makes logits of hidden states, [vocabulary, width]; None
             where none is known.
+        of_output: Those of the embeddings that have one row for each output of that module.
         adapted: Those of the embeddings and the output around which a module of the same widths
             has parameters of its own: what it adds is not in their weights.
         left_out: Families that look like a stack and are not watched.
@@ -145,6 +161,7 @@ class Anatomy:
     around_embeddings: tuple[tuple[nn.Module, nn.Module], ...] = field(default=(), repr=False)
     norms: tuple[tuple[str, nn.Module], ...] = field(default=(), repr=False)
     output: nn.Module | None = field(default=None, repr=False)
+    of_output: tuple[nn.Module, ...] = field(default=(), repr=False)
     adapted: tuple[nn.Module, ...] = field(default=(), repr=False)
     left_out: tuple[LeftOut, ...] = ()
 
@@ -204,6 +221,7 @@ def find_anatomy(model: nn.Module, blocks: str | Sequence[nn.Module] | None = No
             (shown_name(name), module) for module, name in outside.items() if _is_norm(module)
         ),
         output=output,
+        of_output=tuple(table for table in embeddings if _makes_rows_of(output, table)),
         adapted=tuple(m for m in matrices if _is_adapted(m, outside, model)),
         left_out=tuple(left_out),
     )
@@ -256,6 +274,12 @@ def _find_output(outside: Iterable[nn.Module], embeddings: Sequence[nn.Module]) 
     weights = [stored_weight(table) for table in embeddings]
     tied = [m for m in heads if any(stored_weight(m) is w for w in weights if w is not None)]
     return next(reversed(tied or heads), None)
+
+
+def _makes_rows_of(output: nn.Module | None, table: nn.Module) -> bool:
+    """Whether the output has as many features as an embedding table has rows."""
+    shape = _shape(table)
+    return shape is not None and getattr(output, "out_features", None) == shape[0]
 
 
 def _shape(table: nn.Module) -> tuple[int, int] | None:
@@ -365,8 +389,17 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
+def _are_heads(attentions: list[Attention]) -> bool:
+    """Whether attentions are the heads of one, in a list."""
+    patterns = {pattern_of(attention.name) for attention in attentions}
+    alike = len(patterns) == 1 and not any(attention.cross for attention in attentions)
+    return alike and are_heads([attention.projections for attention in attentions])
+
+
 def _labelled(attentions: list[Attention]) -> tuple[Attention, ...]:
     """Label the attentions of a block, each in its own way."""
+    if _are_heads(attentions):
+        return tuple(replace(attention, is_head=True) for attention in attentions)
     labels: list[str] = []
     for attention in attentions:
         label = CROSS if attention.cross else ""

@@ -12,7 +12,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from geomon.capture.anatomy.projections import find_projections, find_widths
+from geomon.capture.anatomy.projections import (
+    Projections,
+    are_heads,
+    find_projections,
+    find_widths,
+)
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 NOT_CALLABLE = (nn.ModuleList, nn.ModuleDict)
@@ -42,11 +47,14 @@ class LeftOut:
         pattern: Names of its modules, with "#" for the numbers in which they differ.
         count: Number of its modules.
         reason: Why it is not watched.
+        is_large: Whether it has at least half as many parameters as a stack that is watched, and is
+            no copy of one.
     """
 
     pattern: str
     count: int
     reason: str
+    is_large: bool = False
 
 
 def shown_name(name: str) -> str:
@@ -162,7 +170,13 @@ def find_families(model: nn.Module, names: Names) -> tuple[list[Family], list[Le
     ]
     watched = _main(candidates)
     left_out = [
-        LeftOut(_shown_pattern(family, names), len(family), _why_not(family, watched))
+        LeftOut(
+            _shown_pattern(family, names),
+            len(family),
+            _why_not(family, watched),
+            2 * _size_of(family) >= max(map(_size_of, watched))
+            and not any(_is_copy(family, other) for other in watched),
+        )
         for family in candidates
         if family not in watched and len(family) > 1
     ]
@@ -205,6 +219,8 @@ def _expand(
     for candidate in inner:
         if _ATTENTION_NAME.search(candidate.rpartition(".")[2]):
             continue  # attn1 and attn2 of one block
+        if _are_lists_of_heads(families[candidate], names):
+            continue
         if _are_stages(family, families[candidate]):
             by_member = [
                 [block for block in families[candidate] if names[block].startswith(f"{names[m]}.")]
@@ -220,6 +236,14 @@ def _expand(
         first = [next(member.children()) for member in family]
         return [first] if all(map(attends, first)) and are_first_parts(model, first, names) else []
     return [family if isinstance(parent, nn.ModuleList) else _without_ends(family)]
+
+
+def _are_lists_of_heads(family: Family, names: Names) -> bool:
+    """Whether the members are heads of attentions, which are run on the same hidden states."""
+    lists: dict[str, list[Projections | None]] = {}
+    for member in family:
+        lists.setdefault(names[member].rpartition(".")[0], []).append(find_projections(member))
+    return all(map(are_heads, lists.values()))
 
 
 def _are_stages(family: Family, inner: Family) -> bool:
@@ -356,7 +380,7 @@ def _why_not(family: Family, watched: list[Family]) -> str:
     if any(_is_copy(family, other) for other in watched):
         return "a frozen copy of a stack that is watched"
     if not any(map(attends, family)) and any(attends(b) for other in watched for b in other):
-        return "no attention in them, unlike in others"
+        return "no attention was found in them by name, unlike in others"
     return "few parameters beside the largest stack"
 
 

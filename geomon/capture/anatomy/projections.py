@@ -5,7 +5,7 @@ They are found by the few names that the field has for them.
 
 import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -152,6 +152,20 @@ def find_projections(module: nn.Module) -> Projections | None:
     return None
 
 
+def are_heads(attentions: Sequence[Projections | None]) -> bool:
+    """Whether the attentions of a list are heads: together as wide as the input of each.
+
+    Args:
+        attentions: Projections of each module of the list; None where it has none.
+    """
+    known = [each for each in attentions if each is not None and each.kind == "separate"]
+    widths = {find_widths(each.query) for each in known}
+    if len(known) != len(attentions) or len(known) < 2 or len(widths) > 1:
+        return False
+    width = widths.pop()
+    return width is not None and width[0] * len(known) == width[1]
+
+
 def _is_multihead(module: nn.Module) -> bool:
     return all(has_weight(module, name) for name in ("in_proj_weight", "in_proj_bias", "num_heads"))
 
@@ -185,11 +199,23 @@ def find_sizes(projections: Projections | None, holders: Iterable[Any]) -> Sizes
         width = width or _fused_head_width(made, taken, heads)
         key_heads = fused_key_heads(made, heads, width)
     else:
-        width = made // heads if made % heads == 0 else width
         key = find_widths(projections.key)
+        if width and key is not None and projections.kind == "separate":
+            heads *= _halves_of_heads(made, key[0], heads, key_heads, width)
+        gated = width is not None and made == 2 * heads * width
+        width = made // heads if made % heads == 0 and not gated else width
         if key is not None and width:
             key_heads = key[0] // width // (2 if projections.kind == "halves" else 1)
     return Sizes(heads, key_heads, width)
+
+
+def _halves_of_heads(made: int, keys: int, heads: int, key_heads: int | None, width: int) -> int:
+    """Return 2 where each head has two queries and two keys (differential attention), else 1.
+
+    Where queries alone are twice as wide, the second part of each is a gate.
+    """
+    doubled = made == 2 * heads * width and keys == 2 * (key_heads or heads) * width
+    return 2 if doubled else 1
 
 
 def _first_of(names: Iterable[str], holders: list[Any]) -> int | None:

@@ -249,7 +249,7 @@ def draw_dimension(panel: Axes, readings: Readings, *, legend_above: bool = Fals
             dot: Style = {"ms": 7, "mec": "white", "mew": 1.2, "zorder": 5}
             panel.plot([peak.peak_step], [peak.peak], "o", color=colour, **dot)
         panel.plot(curve.steps, curve.values, color=colour, label=label, **style)
-        if any(curve.errors):
+        if any(curve.margins):
             panel.fill_between(curve.steps, *_band(curve), color=colour, alpha=0.22, lw=0)
     step_axis(panel, [step for _, curve, _ in drawn for step in curve.steps])
     mark_alerts(panel, readings, named=True)
@@ -262,7 +262,7 @@ def draw_dimension(panel: Axes, readings: Readings, *, legend_above: bool = Fals
     if nulls and low < nulls[-1] < high:  # or the line would lie behind the legend
         _dimension_axis(panel, curves, lines=lines, reach=nulls[-1])
     _draw_null(panel, readings, "twonn", label="twonn of noise of this n and width")
-    banded = any(error for _, curve, _ in drawn for error in curve.errors)
+    banded = any(margin for _, curve, _ in drawn for margin in curve.margins)
     said = ["band: 95 % interval"] * banded
     said += ["logarithmic"] * (panel.get_yscale() == "log")
     words = "intrinsic dimension" + f"\n({', '.join(said)})" * bool(said)

@@ -83,7 +83,7 @@ def _dimension(readings: Readings) -> go.Figure | None:
 
 
 def _band(axis: "_StepAxis", curve: Curve, colour: str) -> list[go.Scatter]:
-    if not any(curve.errors):
+    if not any(curve.margins):
         return []
     places = axis.places(curve.steps)
     pairs = list(zip(curve.values, curve.margins, strict=True))

@@ -147,8 +147,9 @@ class Watched:
         if done < len(self.selected):
             new = quantity.curve(self.selected[done:], layer)
             curve = Curve(
-                curve.steps + new.steps, curve.values + new.values, curve.errors + new.errors
-            )
+                curve.steps + new.steps, curve.values + new.values, curve.errors + new.errors,
+                curve.sampled + new.sampled,
+            )  # fmt: skip
             self._curves[quantity, layer] = len(self.selected), curve
         return curve
 

@@ -257,7 +257,7 @@ def test_stacks_without_attention_give_way_to_those_with_it():
     assert [stack.name for stack in anatomy.stacks] == [""]
     assert anatomy.blocks[0].name == "encoder.layers.0"
     assert [(x.pattern, x.count) for x in anatomy.left_out] == [("features.convs.#", 3)]
-    assert "no attention" in anatomy.left_out[0].reason
+    assert "no attention was found" in anatomy.left_out[0].reason
 
 
 def test_a_frozen_twin_is_left_out():

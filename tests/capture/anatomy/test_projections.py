@@ -100,3 +100,21 @@ def test_widths_without_names_are_those_of_the_weight():
     assert find_sizes(find_projections(module), [module]) == (4, 2, 16)
     module = holder(4, c_attn=Transposed(32, 96))
     assert find_sizes(find_projections(module), [module]) == (4, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "key_heads", "expected"),
+    [
+        (64, 64, None, (8, 8, 8)),  # two queries and two keys for each of 4 heads
+        (64, 32, 2, (8, 4, 8)),  # the same, with grouped keys
+        (64, 32, None, (4, 4, 8)),  # a gate beside the queries
+        (64, 16, 2, (4, 2, 8)),
+        (32, 32, None, (4, 4, 8)),
+    ],
+)
+def test_heads_with_two_queries_and_two_keys_are_two_heads(queries, keys, key_heads, expected):
+    module = holder(4, q_proj=nn.Linear(32, queries), k_proj=nn.Linear(32, keys))
+    module.head_dim = 8
+    if key_heads:
+        module.num_kv_heads = key_heads
+    assert find_sizes(find_projections(module), [module]) == expected

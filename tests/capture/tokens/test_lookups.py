@@ -1,0 +1,374 @@
+"""Which token ids, sequences and positions the rows are of, where a model has more than one table.
+
+Each model is run with what a plain language model does not have: tables that are given other
+integers of the tokens' shape, several rows for one token, sequences in the second dimension, tokens
+that a block is not given.
+"""
+
+import pytest
+import torch
+from models import VOCABULARY, PlainBlock, transformer
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from geomon import measure
+from geomon.capture import Window, find_anatomy
+from geomon.capture.snapshot import CAPTURED, Snapshot
+from geomon.capture.tokens.lookups import Layout, Lookup, agreement, layouts, stream_layouts
+
+WIDTH, STREAMS = 32, 4
+
+
+class Model(nn.Module):
+    """A decoder whose parts its children replace."""
+
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(self.block() for _ in range(layers))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.states: list[Tensor] = []
+
+    def block(self) -> nn.Module:
+        return PlainBlock(WIDTH, 4, 0.0)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.tokens(ids)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        self.states = [x]
+        for block in self.blocks:
+            x = block(x)
+            self.states.append(x)
+        return self.head(x)
+
+
+class Hashed(Model):
+    """A second table is given hashes of two tokens, which vary more than tokens do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = nn.Embedding(4999, WIDTH)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        before = F.pad(ids, (1, 0))[:, :-1]
+        return self.tokens(ids) + self.pairs((ids * 131 + before * 977) % 4999)
+
+
+class HashedAndTied(Hashed):
+    """The same, with logits from the table itself: no module tells the size of the vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.head
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.head = F.linear
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return x @ self.tokens.weight.T
+
+
+class Placed(Model):
+    """Positions are given for every sequence: there may be more of them than words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Embedding(400, WIDTH)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        places = torch.arange(ids.shape[1]).expand_as(ids)
+        return self.places(places) + self.tokens(ids)
+
+
+class Ahead(Model):
+    """Blocks that predict further tokens are given the tokens before those, by the same table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ahead = nn.ModuleList(nn.ModuleList([PlainBlock(WIDTH, 4, 0.0)]) for _ in range(3))
+        self.join = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        length = ids.shape[1] - 3
+        logits = super().forward(ids[:, :length])
+        x = self.states[-1]
+        for depth, (block,) in enumerate(self.ahead, 1):
+            x = block(self.join(torch.cat([x, self.tokens(ids[:, depth : depth + length])], -1)))
+            logits = logits + self.head(x)
+        return logits
+
+
+def look(model: nn.Module, *inputs: Tensor, blocks: str | None = None) -> Snapshot:
+    model.eval()
+    anatomy = find_anatomy(model, blocks)
+    with torch.no_grad(), Window(anatomy, set(CAPTURED), rows=100_000, seed=0) as seen:
+        model(*inputs)
+    return seen.snapshot()
+
+
+def words(sequences: int, length: int, count: int = VOCABULARY, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, count, (sequences, length), generator=generator)
+
+
+def check_rows(snapshot: Snapshot, ids: Tensor, states: list[Tensor], stack: str = "") -> None:
+    """Hold every row to the state [sequence, position] that it says it is."""
+    layers = [layer for layer in snapshot.layers if layer.stack == stack]
+    assert len(layers) == len(states)
+    for layer, state in zip(layers, states, strict=True):
+        seen = layer.captured
+        place = seen["sequences"], seen["positions"]
+        assert len(seen["hidden"]) == state[..., 0].numel()
+        torch.testing.assert_close(seen["hidden"], state[place])
+        assert torch.equal(seen["token_ids"], ids[place])
+
+
+@pytest.mark.parametrize("kind", [Hashed, HashedAndTied, Placed])
+@pytest.mark.parametrize("shape", [(1, 300), (4, 90)])
+def test_of_several_tables_that_of_the_words_says_the_token_ids(kind, shape):
+    model, ids = kind(), words(*shape, count=20)
+    for layer in look(model, ids).layers:
+        seen = layer.captured
+        assert torch.equal(seen["token_ids"], ids[seen["sequences"], seen["positions"]])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_positions_of_a_batch_of_one_are_no_token_ids(name):
+    ids = words(1, 30, count=10)
+    for layer in look(transformer(name), ids).layers:
+        assert torch.equal(layer.captured["token_ids"], ids[0, layer.captured["positions"]])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_tokens_that_are_to_be_predicted_are_not_those_of_the_blocks(seed):
+    model, ids = Ahead(), words(2, 43, seed=seed)
+    snapshot = look(model, ids, blocks=r"blocks\.\d+")
+    check_rows(snapshot, ids[:, :40], model.states)
+
+
+class Translator(nn.Module):
+    """Both sentences are embedded before the first block runs."""
+
+    def __init__(self, *, shared: bool, target_first: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.target_first = target_first
+        self.source = nn.Embedding(VOCABULARY, WIDTH)
+        self.target = self.source if shared else nn.Embedding(80, WIDTH)
+        self.both = nn.Transformer(WIDTH, 4, 2, 2, 64, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(WIDTH, self.target.num_embeddings)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        tables = [(self.source, source), (self.target, target)]
+        given = [table(ids) for table, ids in tables[:: -1 if self.target_first else 1]]
+        self.given = given[::-1] if self.target_first else given
+        return self.head(self.both(*self.given))
+
+
+@pytest.mark.parametrize("target_first", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("counts", [(45, 25), (25, 45)])
+def test_two_sentences_of_one_length_are_told_apart(shared, target_first, counts):
+    model = Translator(shared=shared, target_first=target_first)
+    sentences = words(4, 24, counts[0]), words(4, 24, counts[1], seed=1)
+    snapshot = look(model, *sentences)
+    for stack, ids, given in zip(("encoder", "decoder"), sentences, model.given, strict=True):
+        first = next(layer for layer in snapshot.layers if layer.stack == stack)
+        place = first.captured["sequences"], first.captured["positions"]
+        assert torch.equal(first.captured["hidden"], given[place])
+        assert torch.equal(first.captured["token_ids"], ids[place])
+
+
+# -- several rows for one token ------------------------------------------------------------------
+
+
+class StreamBlock(PlainBlock):
+    """Reads a mixture of streams and writes to each of them."""
+
+    def __init__(self, layout: str) -> None:
+        super().__init__(WIDTH, 4, 0.0)
+        self.layout = layout
+        self.read, self.write = nn.Parameter(torch.rand(STREAMS)), nn.Parameter(torch.rand(STREAMS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        apart = _apart(x, self.layout)  # [batch, length, streams, width]
+        read = torch.einsum("btsd,s->btd", apart, self.read)
+        made = super().forward(read) - read
+        return _together(apart + made[:, :, None] * self.write[:, None], self.layout)
+
+
+def _apart(x: Tensor, layout: str) -> Tensor:
+    if layout == "last":
+        return x
+    if layout == "first":
+        return x.movedim(0, 2)
+    if layout == "inner":
+        return x.unflatten(0, (-1, STREAMS)).movedim(1, 2)
+    return x.unflatten(0, (STREAMS, -1)).movedim(0, 2)
+
+
+def _together(x: Tensor, layout: str) -> Tensor:
+    if layout == "last":
+        return x
+    if layout == "first":
+        return x.movedim(2, 0)
+    if layout == "inner":
+        return x.movedim(2, 1).flatten(0, 1)
+    return x.movedim(2, 0).flatten(0, 1)
+
+
+class Streams(Model):
+    def __init__(self, layout: str) -> None:
+        self.layout = layout
+        super().__init__()
+
+    def block(self) -> nn.Module:
+        return StreamBlock(self.layout)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)[:, :, None].expand(-1, -1, STREAMS, -1)
+        return _together(x, self.layout).contiguous()
+
+
+@pytest.mark.parametrize("layout", ["last", "first", "inner", "outer"])
+def test_several_streams_are_rows_of_one_token_of_one_sequence(layout):
+    model, ids = Streams(layout), words(6, 16)
+    snapshot = look(model, ids)
+    for layer, state in zip(snapshot.layers, model.states, strict=True):
+        seen, apart = layer.captured, _apart(state, layout)
+        assert len(seen["hidden"]) == 6 * 16 * STREAMS
+        place = seen["sequences"], seen["positions"]
+        assert torch.equal(seen["token_ids"], ids[place])
+        difference = (apart[place] - seen["hidden"][:, None]).abs().amax(dim=2)
+        assert (difference.amin(dim=1) == 0).all()
+        counts = torch.bincount(seen["sequences"] * 16 + seen["positions"])
+        assert (counts == STREAMS).all()
+    notes = [note.text for note in snapshot.info.notes if "streams are handed on" in note.text]
+    assert notes
+    assert notes[0].startswith("hidden states, layer 0, 1, 2: 4 streams")
+
+
+def test_margins_do_not_count_streams_as_sequences():
+    ids = words(10, 16)
+    values = measure(Streams("inner"), ids)
+    assert values["twonn/layer_01/sequences"] == 10
+
+
+# -- sequences in the second dimension -------------------------------------------------------------
+
+
+class LengthFirst(Model):
+    def block(self) -> nn.Module:
+        return Turned()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids).transpose(0, 1).contiguous()
+        self.states = [x.transpose(0, 1)]
+        for block in self.blocks:
+            x = block(x)
+            self.states.append(x.transpose(0, 1))
+        return self.head(x)
+
+
+class Turned(nn.Module):
+    """Fused queries, keys and values of each head beside one another, on [length, batch, width]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.norm = 4, nn.LayerNorm(WIDTH)
+        self.query_key_value, self.dense = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        fused = self.query_key_value(self.norm(x)).unflatten(-1, (4, 24))
+        self.query, self.key, _ = (part.transpose(0, 1) for part in fused.chunk(3, dim=-1))
+        q, k, v = (part.permute(1, 2, 0, 3) for part in fused.chunk(3, dim=-1))
+        angle = torch.arange(len(x))[:, None] / torch.tensor([1.0, 10.0, 100.0, 1000.0])
+        turn = torch.polar(torch.ones_like(angle), angle)
+        q, k = (torch.view_as_real(_pairs(y) * turn).flatten(-2) for y in (q, k))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.dense(y.permute(2, 0, 1, 3).flatten(2))
+
+
+def _pairs(x: Tensor) -> Tensor:
+    return torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+
+
+@pytest.mark.parametrize("shape", [(5, 12), (8, 8), (1, 20), (12, 5)])
+def test_length_first_hidden_states_have_the_sequences_of_their_token_ids(shape):
+    model, ids = LengthFirst(), words(*shape)
+    snapshot = look(model, ids)
+    check_rows(snapshot, ids, model.states)
+    for layer, block in zip(snapshot.layers[1:], model.blocks, strict=True):
+        seen = layer.captured
+        place = seen["query_sequences"], seen["positions"]
+        torch.testing.assert_close(seen["projected_query"], block.query[place])
+        torch.testing.assert_close(seen["projected_key"], block.key[place])
+        assert torch.equal(seen["last_token_ids"], ids[:, -1])
+    assert not any("projected Q and K" in note.text for note in snapshot.info.notes)
+
+
+# -- tokens that blocks are not given --------------------------------------------------------------
+
+
+class Routed(Model):
+    """Every second block, or every one but the first, is given half of the tokens."""
+
+    def __init__(self, depths: set[int]) -> None:
+        super().__init__(layers=4)
+        self.depths = depths
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for depth, block in enumerate(self.blocks):
+            if depth not in self.depths:
+                x = block(x)
+                continue
+            chosen = x[..., depth].topk(ids.shape[1] // 2, dim=1).indices.sort(dim=1).values
+            index = chosen[..., None].expand(-1, -1, WIDTH)
+            x = x.scatter(1, index, block(x.gather(1, index)))
+        return self.head(x)
+
+
+@pytest.mark.parametrize("depths", [{1, 3}, {1, 2, 3}])
+def test_of_routed_tokens_nobody_says_which_they_are(depths):
+    snapshot = look(Routed(depths), words(4, 16))
+    for layer in snapshot.layers:
+        routed = layer.index - 1 in depths
+        assert len(layer.captured["hidden"]) == (32 if routed else 64)
+        for view in ("positions", "last_hidden"):
+            assert (view in layer.captured) != routed
+            assert not routed or "routed past it" in layer.missing[view]
+        assert "sequences" in layer.captured
+    numbers = ", ".join(str(depth + 1) for depth in sorted(depths))
+    told = [note.text for note in snapshot.info.notes if "routed past it" in note.text]
+    assert told[0].startswith(f"hidden states, layer {numbers}: ")
+
+
+# -- the parts ---------------------------------------------------------------------------------
+
+
+def test_agreement_is_one_for_what_the_table_gave_and_near_zero_for_other_rows():
+    table, ids = nn.Embedding(50, WIDTH), words(4, 16, 50)
+    lookup = Lookup(ids, table, rows=table(ids).detach().flatten(0, 1))
+    (as_given,) = layouts((4, 16), (4, 16))
+    assert agreement(lookup, as_given, table(ids)) == pytest.approx(1, abs=1e-6)
+    assert abs(agreement(lookup, as_given, table(words(4, 16, 50, seed=1)))) < 0.1
+    assert agreement(lookup, as_given, torch.zeros(4, 16, WIDTH)) == 0
+    assert agreement(lookup, as_given, torch.zeros(4, 16, 8)) is None
+    assert agreement(lookup._replace(rows=None), as_given, table(ids)) is None
+
+
+def test_layouts_take_ids_to_the_shape_of_hidden_states():
+    def shapes(found: list[Layout], ids: Tensor) -> list[tuple[int, ...]]:
+        return [tuple(layout.arrange(ids).shape) for layout in found]
+
+    ids = words(3, 5)
+    for shape, count in (((3, 5), 1), ((5, 3), 1), ((15,), 1), ((1, 15), 1), ((3, 6), 0)):
+        assert shapes(layouts((3, 5), shape), ids) == [shape] * count
+    for shape, count in (((6, 5), 2), ((3, 5, 2), 1), ((5, 3, 2), 1), ((2, 3, 5), 1), ((5, 6), 0)):
+        assert shapes(stream_layouts((3, 5), shape), ids) == [shape] * count
+    assert shapes(layouts((4, 4), (4, 4)), words(4, 4)) == [(4, 4)] * 2
