@@ -50,8 +50,9 @@ def _add_scan(app: "typer.Typer") -> None:
         model: Annotated[
             str,
             typer.Argument(
-                help="Folder of a transformers model or of its checkpoint-N folders, name of a "
-                "model on the hub, or module:function, which builds the model of *.ckpt files.",
+                help="Folder of a transformers model, of an adapter or of checkpoint-N folders, "
+                "name of a model on the hub, or module:function, which builds the model of "
+                "*.ckpt files.",
             ),
         ],
         checkpoints: Annotated[

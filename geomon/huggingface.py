@@ -34,6 +34,13 @@ log = logging.getLogger("geomon")
 _STAND_IN = "_geomon_stand_in"
 
 
+# Arguments of the Trainer that stand in the description of a run.
+_TELLING = (
+    "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "optim",
+    "per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "fp16", "seed",
+)  # fmt: skip
+
+
 @show_callback_options
 class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
     """Watch the geometry of a model's representations while a `transformers.Trainer` trains it.
@@ -83,8 +90,11 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
         event = {"model": model, **event}
         sinks = _sinks_of(reporting, detail, args, state, control, event, pictures=pictures)
         trainer = _caller(Trainer)
-        step, folder = state.global_step, args.output_dir
-        self._session.start(model, step, folder, sinks, lambda: _validation_loader(trainer))
+        step, folder = state.global_step, _folder_of(trainer, args)
+        self._session.start(
+            model, step, folder, sinks, lambda: _validation_loader(trainer),
+            settings=_settings_of(trainer, args, state),
+        )  # fmt: skip
         if args.n_gpu > 1 and not self._session.probes:
             log.warning(
                 "the training forward cannot be watched on copies of the model in threads "
@@ -163,6 +173,21 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
         if losses:
             known[LOSS] = functools.reduce(operator.add, losses)
         return known
+
+
+def _folder_of(trainer: Any, args: Any) -> str:
+    """The folder of a training; of a trial of a search, the one that gets its checkpoints."""
+    trial = getattr(trainer, "_trial", None)
+    find = getattr(trainer, "_get_output_dir", None)
+    return str(args.output_dir if trial is None or find is None else find(trial=trial))
+
+
+def _settings_of(trainer: Any, args: Any, state: Any) -> dict[str, Any]:
+    """What tells trainings apart: the usual arguments, and the trial of a search by its number."""
+    known = {name: getattr(args, name, None) for name in _TELLING}
+    number = getattr(getattr(trainer, "_trial", None), "number", None)
+    trial = {} if number is None else {"trial": number}
+    return {**known, **trial, **(state.trial_params or {})}
 
 
 class _TrainingStep:

@@ -94,7 +94,10 @@ class GeometryMonitor(L.Callback):
         if trainer.world_size == 1:  # readings are the first rank's, and all ranks decide alike
             sinks.append(_metrics_of(trainer, without_layers(detail)))
         step = trainer.global_step
-        self._session.start(pl_module, step, folder, sinks, lambda: _validation_loaders(trainer))
+        self._session.start(
+            pl_module, step, folder, sinks, lambda: _validation_loaders(trainer),
+            settings=getattr(pl_module, "_hparams", {}),  # `hparams` would make them
+        )  # fmt: skip
         self._last_step = trainer.estimated_stepping_batches - 1
 
     def on_train_batch_start(

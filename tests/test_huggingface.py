@@ -5,6 +5,7 @@ import logging
 import math
 import pickle
 import threading
+import types
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,29 @@ def logged(trainer):
     """What geomon's readings put into the Trainer's history."""
     history = trainer.state.log_history
     return [entry for entry in history if any(name.startswith("geomon/") for name in entry)]
+
+
+def test_a_trial_of_a_search_has_a_folder_of_its_own_and_its_settings(tmp_path, monkeypatch):
+    trainer = trainer_of(tmp_path, [GeometryMonitor(**FEW)], steps=1, learning_rate=0.25)
+    trainer.train()
+    (plain,) = read(tmp_path).runs
+    assert plain["training/learning_rate"] == 0.25
+    assert plain["training/lr_scheduler_type"] == "constant"
+    assert "training/trial" not in plain
+    own = f"{tmp_path}/run-7"
+    monkeypatch.setattr(trainer, "_get_output_dir", lambda trial: own if trial else str(tmp_path))
+    begin = trainer.callback_handler.on_train_begin
+
+    def begins(args, state, control):  # as a search leaves it to the events
+        trainer._trial = types.SimpleNamespace(number=7)
+        state.trial_params = {"width": 32}
+        return begin(args, state, control)
+
+    monkeypatch.setattr(trainer.callback_handler, "on_train_begin", begins)
+    trainer.train()
+    (trial,) = read(tmp_path / "run-7").runs
+    assert (trial["training/trial"], trial["training/width"]) == (7, 32)
+    assert len(read(tmp_path).runs) == 1
 
 
 def test_a_callback_that_fails_silences_no_other(tmp_path, caplog):

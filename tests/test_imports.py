@@ -38,8 +38,8 @@ INNER = {
     "show": {
         "figures": {"loading"},
         "loggers": {"figures"},
-        "report": {"loading"},
-        "terminal": {"loading"},
+        "report": {"loading", "numbers"},
+        "terminal": {"loading", "numbers"},
     },
 }
 # Modules that are faces of their own: the data of a pass, the notes on values, their intervals,

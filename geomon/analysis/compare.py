@@ -1,15 +1,19 @@
 """Two runs side by side: which of their values differ by more than their errors."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from geomon.analysis.curves import Curve, curve_of
 from geomon.record import Readings, tags
+from geomon.record.printable import printable
 
 # Largest relative difference that is rounding: the same run with other threads adds its sums in
 # another order.
 _ROUNDING = 1e-9
+# What describes a start of a run and is no setting of it.
+_OF_A_START = ("time", "from_step")
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,11 @@ class Difference:
     def change(self) -> float:
         """The second value minus the first."""
         return self.second - self.first
+
+    @property
+    def share(self) -> float:
+        """The change as a share of the first value; NaN where a sign makes that meaningless."""
+        return self.change / self.first if self.first > 0 and self.second >= 0 else math.nan
 
     @property
     def verdict(self) -> str:
@@ -119,9 +128,8 @@ def describe_differences(differences: Iterable[Difference], names: tuple[str, st
           twonn/mean: 5 -> 6, higher by 1 ± 0.5 (+20 %)
     """
     found = list(differences)
-    steps = sorted({each.step for each in found})
-    at = f"step {steps[0]:,}" if len(steps) == 1 else f"steps {steps[0]:,} to {steps[-1]:,}"
-    lines = [f"{names[1]} against {names[0]}, at {at}"]
+    last = max((each.step for each in found), default=0)
+    lines = [f"{names[1]} against {names[0]}, at step {last:,}"]
     tested = sum(math.isfinite(each.margin) for each in found)
     chance = f"of {tested} compared {0.05 * tested:.0f} would be so by chance"
     groups = (
@@ -132,20 +140,77 @@ def describe_differences(differences: Iterable[Difference], names: tuple[str, st
     for title, verdicts in groups:
         members = [each for each in found if each.verdict in verdicts]
         lines += [f"{title}:"] if members else []
-        lines += [f"  {_line(each)}" for each in members]
+        lines += [f"  {_line(each, last)}" for each in members]
     equal = sum(each.verdict == "equal" for each in found)
     lines += [f"{equal} equal"] if equal else []
     return [*lines, "errors are those over other sequences: another seed changes a run too"]
 
 
-def _line(each: Difference) -> str:
+def describe_settings(first: Readings, second: Readings) -> str:
+    """Say in one line in which settings two records differ, or "" where in none.
+
+    Args:
+        first: Readings of one run.
+        second: Readings of the other run.
+    """
+    if not (first.runs and second.runs):
+        return ""
+    one, other = first.runs[-1], second.runs[-1]
+    names = [name for name in {**one, **other} if name not in _OF_A_START]
+    differing = [
+        f"{name} {_setting(one.get(name))} and {_setting(other.get(name))}"
+        for name in names
+        if one.get(name) != other.get(name)
+    ]
+    return f"the records differ in {', '.join(differing)}" if differing else ""
+
+
+def _setting(value: Any) -> str:
+    """Format a setting in a word or two: of a list its length, where that says it."""
+    if isinstance(value, list | Mapping):
+        return f"of {len(value)}"
+    if value is None:
+        return "unknown"
+    text = (
+        f"{value:,}"
+        if type(value) is int
+        else f"{value:.4g}"
+        if type(value) is float
+        else str(value)
+    )
+    return printable(text if len(text) <= 60 else f"{text[:60]} ...")
+
+
+def _line(each: Difference, last: int) -> str:
     margin = f" ± {each.margin:.2g}" if math.isfinite(each.margin) else ""
-    share = f" ({each.change / abs(each.first):+.0%})".replace("%", " %") if each.first else ""
     direction = "higher" if each.change > 0 else "lower"
+    at = f", at step {each.step:,}" if each.step != last else ""
+    first, second = _apart(each.first, each.second)
     return (
-        f"{each.tag}: {each.first:.4g} -> {each.second:.4g}, {direction} by "
-        f"{abs(each.change):.3g}{margin}{share}"
+        f"{each.tag}: {first} -> {second}, {direction} by {abs(each.change):.3g}{margin}"
+        f"{_percent(each.share)}{at}"
     )
 
 
-__all__ = ["Difference", "compare", "describe_differences"]
+def _apart(first: float, second: float) -> tuple[str, str]:
+    """Format two values with as few digits, three at least, as show by how much they differ."""
+    change = second - first
+    for digits in range(3, 10):
+        texts = f"{first:.{digits}g}", f"{second:.{digits}g}"
+        if abs(float(texts[1]) - float(texts[0]) - change) <= 0.3 * abs(change):
+            break
+    return texts
+
+
+def _percent(share: float) -> str:
+    """Format a share of a value in words as long as it says something."""
+    if not math.isfinite(share):
+        return ""
+    if abs(share) < 0.001:
+        return " (less than 0.1 %)"
+    if share >= 10:
+        return f" ({share + 1:,.3g} times as high)" if share < 1e3 else ""
+    return f" ({100 * share:+.{1 if abs(share) < 0.01 else 0}f} %)"
+
+
+__all__ = ["Difference", "compare", "describe_differences", "describe_settings"]

@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -92,6 +93,7 @@ class CallbackSession:
         directory: str | os.PathLike[str],
         sinks: Sequence[Sink],
         validation: Callable[[], Any] = lambda: None,
+        settings: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Start watching the model of a training.
 
@@ -102,6 +104,7 @@ class CallbackSession:
             sinks: Where readings go besides the record and the sinks of the options.
             validation: Gives the training's validation loader, or several in lists and dicts, of
                 which the first is taken; None where there is none.
+            settings: Settings of the training that the trainer knows.
 
         Raises:
             ValueError: The model has no blocks, the directory cannot be written, or the validation
@@ -114,6 +117,7 @@ class CallbackSession:
         if options["probe"] == VALIDATION:
             options["probe"] = self._held_out(model, validation)
         options["log"] = self.logged
+        options["settings"] = {**settings, **self.options["settings"]}
         options["sinks"] = [*self.options["sinks"], *sinks]
         self.monitor = Monitor(model, **options)  # type: ignore[arg-type]
         if self.last_seen is None or self.last_seen >= step:  # of another training

@@ -40,6 +40,7 @@ from geomon.monitor.options import (
     MonitorOptions,
     check_options,
     check_step,
+    flat_settings,
     show_monitor_options,
 )
 from geomon.monitor.planning.budget import Budget
@@ -425,6 +426,7 @@ class Monitor:
             "world_size": self._group.size,
             "gather": self._group.connected,
             "device": str(self._measuring_device.device),
+            **flat_settings(options["settings"]),
         }
 
     # -- capturing -------------------------------------------------------------------------------

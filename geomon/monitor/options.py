@@ -1,7 +1,9 @@
 """Options of a monitor: declared, documented and checked here, for `Monitor` and both callbacks."""
 
 import difflib
+import enum
 import inspect
+import itertools
 import math
 import operator
 import os
@@ -60,6 +62,10 @@ class MonitorOptions(TypedDict, total=False):
             `training/<name>`. Each reading of a `Monitor` waits for what `Monitor.log` gives under
             these names, until the next step. The callbacks take the loss by themselves (`loss`),
             and values of these names from what the trainer logs: `log=("val_loss",)`.
+        settings: Settings of the training by which runs are told apart, as numbers and texts, in
+            dicts if need be: `{"learning_rate": 3e-4, "trial": 7}`. They stand in the description
+            of the run, as `training/learning_rate`, and pages say in which of them runs differ. The
+            callbacks add what they know: hyper-parameters of the module, arguments of the Trainer.
         directory: Folder in which the first rank writes `readings.jsonl`.
         arrays: Whether arrays that figures need stand in files beside the record, in `arrays/`:
             mean queries and keys, a few single ones, eigenvalues, moments of token types. They are
@@ -123,6 +129,7 @@ class MonitorOptions(TypedDict, total=False):
     probe: Any
     probe_loss: LossFunction | None
     log: Sequence[str]
+    settings: Mapping[str, Any]
     directory: str | os.PathLike[str] | None
     arrays: bool
     sinks: Sequence[Sink]
@@ -173,6 +180,7 @@ DEFAULTS: MonitorOptions = {
     "probe": None,
     "probe_loss": None,
     "log": (),
+    "settings": {},
     "directory": "geomon",
     "arrays": True,
     "sinks": (),
@@ -233,6 +241,37 @@ def check_callback_options(options: CallbackOptions, owner: str) -> CallbackOpti
     return checked
 
 
+def flat_settings(settings: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
+    """Flatten settings into those that a description of a run holds.
+
+    What is no number and no text is left out, as are paths within dicts deeper than three.
+
+    Args:
+        settings: Numbers, texts and dicts of these, by name.
+
+    Returns:
+        Numbers and texts, under "training/<name>", at most 100.
+
+    Example:
+        >>> flat_settings({"optimizer": {"lr": 0.1, "betas": (0.9, 0.99)}, "trial": 7})
+        {'training/optimizer/lr': 0.1, 'training/trial': 7}
+    """
+    found: dict[str, bool | int | float | str] = {}
+
+    def walk(content: Mapping[str, Any], before: str, depth: int) -> None:
+        for name, given in content.items():
+            value = given.value if isinstance(given, enum.Enum) else given
+            if isinstance(value, bool | int | float):
+                found[f"{before}/{name}"] = value
+            elif isinstance(value, str):
+                found[f"{before}/{name}"] = value[:200]
+            elif isinstance(value, Mapping) and depth:
+                walk(value, f"{before}/{name}", depth - 1)
+
+    walk(settings, "training", 2)
+    return dict(itertools.islice(found.items(), 100))
+
+
 _Options = TypeVar("_Options", bound=MonitorOptions)
 
 
@@ -251,6 +290,11 @@ def _check(options: _Options, defaults: MonitorOptions, owner: str) -> _Options:
     options["probe"] = _check_probe(options["probe"], owner, callback="pictures" in defaults)
     _check_probe_loss(options, callback="pictures" in defaults)
     options["log"] = _check_names(options["log"])
+    if not isinstance(options["settings"], Mapping):
+        raise TypeError(
+            f"settings is a dict, {{'learning_rate': 3e-4}} for instance, got "
+            f"{type(options['settings']).__name__}"
+        )
     schedule = options["schedule"]
     options["schedule"] = check_schedule(log_spaced() if schedule is None else schedule)
     options["budget"] = check_budget(options["budget"])

@@ -78,7 +78,9 @@ def export(readings: Readings, out: str | os.PathLike[str]) -> Path:
     path = Path(out)
     writers = {".csv": _write_csv, ".parquet": _write_parquet}
     if path.suffix not in writers:
-        raise ValueError(f"values are written to a file that ends in .csv or .parquet, got {path}")
+        raise ValueError(
+            f"values are written to a file that ends in .csv or .parquet, got {path.suffix!r}"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     writers[path.suffix](readings, path)
     return path

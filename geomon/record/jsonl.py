@@ -7,6 +7,7 @@ to the same file. One process at a time writes into a folder (see `geomon.record
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import reprlib
@@ -19,7 +20,7 @@ from typing import Any, BinaryIO
 
 from geomon.record.arrays import ArrayFolder, Arrays
 from geomon.record.columns import parse_json
-from geomon.record.lock import FolderLock, lock_folder
+from geomon.record.lock import FolderLock, follow_folder, lock_folder
 from geomon.record.reading import LineCheck, Reading, Readings
 
 FILE_NAME = "readings.jsonl"
@@ -31,6 +32,8 @@ _MAX_PENDING = 100
 MAX_LINE = 2**26
 # Bytes that are read at once: a line of a large model is longer than the usual 8 kB.
 BUFFER = 2**20
+# Folders that a message names.
+_MOST_NAMED = 4
 # What every line of a record begins with.
 _BEGINNINGS = (b'{"run"', b'{"step"')
 _CHUNK = 2**16  # bytes
@@ -41,7 +44,8 @@ class Record:
 
     A line that cannot be written (a full disk, say) stays in memory and is written before the next
     one, or by `close`. At most 100 lines are kept; then the oldest reading is dropped. A folder
-    that was removed is made again.
+    that was removed is made again; one that was renamed is gone on with, where the system tells
+    its new name.
 
     Args:
         directory: Folder of the run; made if it does not exist.
@@ -63,6 +67,7 @@ class Record:
         self._given: tuple[tuple[int, str, float], str] | None = None
         self._written: str | None = None
         self._lock: FolderLock | None = None
+        self._locked: Path | None = None  # where the lock stood when this record last looked
         try:
             self._take_lock()
             with self.path.open("a"):
@@ -165,10 +170,18 @@ class Record:
             self._lock = None
 
     def _take_lock(self) -> None:
-        """Make the folder if it is not there, and see that this process holds it."""
+        """Make the folder if it is not there, and see that this process holds it.
+
+        A folder that was renamed while it is held is gone on with under its new name.
+        """
+        if self._lock is not None and follow_folder(self._lock) and self._lock.path != self._locked:
+            self._locked = self._lock.path
+            self.path = self._lock.path.with_name(FILE_NAME)
+            self.arrays = ArrayFolder.beside(self.path)
         if self._lock is None or not self._lock.is_held:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._lock = lock_folder(self.path.parent / _LOCK_NAME)
+            self._locked = self._lock.path
         self._lock.refresh()
 
     def _write_pending(self) -> None:
@@ -221,8 +234,21 @@ def read(directory: str | os.PathLike[str]) -> Readings:
     if not path.is_file():
         raise FileNotFoundError(
             f"no record at {path}: expected the folder of a run, with a {FILE_NAME} in it"
+            + _records_below(path.parent if path.name == FILE_NAME else path)
         )
     return _parse(path)
+
+
+def _records_below(folder: Path) -> str:
+    """Name the records in the folders below one, at most three deep; "" where there are none."""
+    patterns = [f"{'*/' * depth}{FILE_NAME}" for depth in (1, 2, 3)]
+    try:
+        files = itertools.chain.from_iterable(map(folder.glob, patterns))
+        found = [str(path.parent) for path in itertools.islice(files, _MOST_NAMED + 1)]
+    except OSError:
+        return ""
+    more = " ..." if len(found) > _MOST_NAMED else ""
+    return f"; there is one in {', '.join(sorted(found[:_MOST_NAMED]))}{more}" if found else ""
 
 
 def parse_line(line: bytes) -> Reading | dict[str, Any]:

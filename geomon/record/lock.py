@@ -69,6 +69,25 @@ class FolderLock:
         """Whether this process still holds the lock, on a file that is still there."""
         return self._process == os.getpid() and self._is_in_place()
 
+    def follow(self) -> bool:
+        """Find the folder again where it was renamed while this process holds it.
+
+        Returns:
+            Whether the lock is held, under the folder's name of now.
+        """
+        if self._process != os.getpid() or self._descriptor < 0 or self._is_in_place():
+            return self.is_held
+        try:
+            if not os.fstat(self._descriptor).st_nlink:
+                return False  # the folder was removed, and not renamed
+            found = _path_of(self._descriptor)
+            same = os.path.samestat(os.fstat(self._descriptor), os.stat(found))
+        except (OSError, ValueError):
+            return False
+        if same and found.name == self.path.name:
+            self.path = found
+        return self.is_held
+
     def refresh(self) -> None:
         """Show that this process is alive, where only the file says so."""
         if not self._exact:
@@ -157,9 +176,38 @@ def lock_folder(path: Path) -> FolderLock:
     with _TAKING:
         name = os.path.realpath(path)
         held = _HELD.get(name)
-        if held is None or not held.is_held:
+        # One that was renamed has gone away with its folder.
+        if held is None or not held.is_held or os.path.realpath(held.path) != name:
             held = _HELD[name] = FolderLock(path)
         return held
+
+
+def follow_folder(lock: FolderLock) -> bool:
+    """Have a lock go along with its folder, if that was renamed.
+
+    Args:
+        lock: Lock that `lock_folder` gave.
+
+    Returns:
+        Whether it is held.
+    """
+    with _TAKING:
+        held = lock.follow()
+        if held:
+            _HELD[os.path.realpath(lock.path)] = lock
+        return held
+
+
+def _path_of(descriptor: int) -> Path:
+    """Return the name that an open file has now.
+
+    Raises:
+        OSError: The system does not tell.
+    """
+    if fcntl is not None and hasattr(fcntl, "F_GETPATH"):  # macOS
+        found = fcntl.fcntl(descriptor, fcntl.F_GETPATH, bytes(1024))
+        return Path(os.fsdecode(found.rstrip(b"\0")))
+    return Path(os.readlink(f"/proc/self/fd/{descriptor}"))
 
 
 def _exists(process: int) -> bool:

@@ -1,10 +1,11 @@
 """Commands on the record of a run: `geomon watch`, `geomon figure` and `geomon summary`."""
 
+import os
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -113,10 +114,9 @@ def add_commands(app: "typer.Typer") -> None:
 
             runs = load_runs(directories, stack)
             _say_remarks([run.path for run in runs], [run.readings for run in runs])
-            with _writes(out):
-                path = write_report(runs, out)
-            size = path.stat().st_size / 1e6
-            typer.echo(printable(f"wrote {path} ({size:.1f} MB): open it in a browser"))
+            with _writes(out) as part:
+                size = write_report(runs, part).stat().st_size / 1e6
+            typer.echo(printable(f"wrote {out} ({size:.1f} MB): open it in a browser"))
 
     @app.command()
     def compare(
@@ -143,9 +143,9 @@ def add_commands(app: "typer.Typer") -> None:
 
             readings = load_all(directory)
             _say_remarks([directory], [readings])
-            with _writes(out):
-                path = write(readings, out)
-            typer.echo(printable(f"wrote {path}"))
+            with _writes(out) as part:
+                write(readings, part)
+            typer.echo(printable(f"wrote {out}"))
 
     @app.command()
     def summary(
@@ -237,9 +237,9 @@ def write_figures(
             path = folder / f"geometry{ending}.png"
         else:
             path = folder / "figures" / name
-        with _writes(path):
-            written = save(figure, path, dark=dark)
-        yield f"wrote {written}"
+        with _writes(path) as part:
+            save(figure, part, dark=dark)
+        yield f"wrote {path}"
 
 
 def compare_runs(
@@ -262,21 +262,24 @@ def compare_runs(
             `out` does not end like the name of a picture or cannot be written.
         ImportError: matplotlib is missing, for a picture.
     """
-    from geomon.analysis.compare import compare, describe_differences
+    from geomon.analysis.compare import compare, describe_differences, describe_settings
 
     runs = load(first, stack), load(second, stack)
     _say_remarks([first, second], runs)
     names = (str(first), str(second))
     found = compare(*runs)
     lines = describe_differences(found, names)
+    settings = describe_settings(*runs)
+    lines[1:1] = [settings] if settings else []
     if out is not None:
         from geomon.show.figures import save
         from geomon.show.figures.compare import compare_figure
 
         one, other = name_runs([first, second])
         figure = compare_figure(runs, (one, other), found)
-        with _writes(out):
-            lines.append(f"wrote {save(figure, out)}")
+        with _writes(out) as part:
+            save(figure, part)
+        lines.append(f"wrote {out}")
     return lines
 
 
@@ -288,18 +291,34 @@ def _say_remarks(paths: Sequence[Path], runs: Sequence[Readings]) -> None:
 
 
 @contextmanager
-def _writes(path: Path) -> Iterator[None]:
-    """Say of a file that cannot be written what to do.
+def _writes(path: Path) -> Iterator[Path]:
+    """Have a file written whole or not at all, and say of one that cannot be what to do.
+
+    Args:
+        path: Path of the file.
+
+    Yields:
+        Path to write to, of the same ending: that of a part beside the file, which takes its place
+        in the end. What is no file, /dev/stdout say, is written itself.
 
     Raises:
         ValueError: The file cannot be written.
     """
+    place = Path(os.path.realpath(path))
+    whole = path.exists() and not path.is_file()
+    part = path if whole else place.with_name(f".{place.stem[:100]}-part{place.suffix}")
     try:
-        yield
+        yield part
+        if not whole:
+            part.replace(place)
     except OSError as error:
         raise ValueError(
             f"{path} cannot be written ({error.strerror or error}): give another place by --out"
         ) from error
+    finally:
+        if not whole:
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -309,6 +328,13 @@ def exit_on_bad_input() -> Iterator[None]:
 
     try:
         yield
+        sys.stdout.flush()
+    except BrokenPipeError as error:  # who reads has seen enough: `geomon compare A B | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(0) from error
     except (ValueError, OSError, ImportError) as error:
-        typer.echo(f"geomon: {printable(' '.join(str(error).split()))}", err=True)
+        words = str(error)
+        if isinstance(error, OSError) and error.strerror and error.filename:
+            words = f"{os.fspath(error.filename)}: {error.strerror}"
+        typer.echo(f"geomon: {printable(' '.join(words.split()))}", err=True)
         raise typer.Exit(2) from error

@@ -16,6 +16,9 @@ Build = Callable[..., nn.Module]
 # What the name of a checkpoint says about its step: checkpoint-500, step1000, epoch=0-step=150.
 _STEP = re.compile(r"(?:checkpoint|step)[-_=]?(\d+)", re.IGNORECASE)
 _FILES = "*.ckpt"
+_ADAPTER = "adapter_config.json"
+# Weights of a whole model, beside which an adapter counts for nothing.
+_WHOLE = ("model*.safetensors", "pytorch_model*.bin")
 
 
 @dataclass(frozen=True)
@@ -27,12 +30,15 @@ class Checkpoint:
         step: Number of optimizer updates already in the weights; -1 where nothing says it.
         source: Folder, file, or name of the model on the hub.
         revision: Revision of the model on the hub; None for a folder or a file.
+        base: Folder or name of the model to which an adapter in the folder belongs; None where the
+            folder holds a whole model.
     """
 
     name: str
     step: int
     source: str
     revision: str | None = None
+    base: str | None = None
 
     @property
     def is_file(self) -> bool:
@@ -70,7 +76,7 @@ def find_checkpoints(
     if checkpoints is not None:
         if revisions:
             raise ValueError("give a folder of checkpoints or revisions of a model, not both")
-        found = _in_folder(Path(checkpoints), files=name is None)
+        found = _in_folder(Path(checkpoints), name)
     elif name is None:
         raise ValueError(
             "a function that builds a model needs the folder of its *.ckpt files: "
@@ -82,34 +88,64 @@ def find_checkpoints(
 
 
 def _run_folder(folder: Path) -> Path | None:
-    """Return the folder itself where it holds the checkpoints of a run and no model."""
-    has_model = (folder / "config.json").is_file()
-    return folder if not has_model and any(_folders(folder)) else None
+    """Return the folder itself where it holds the checkpoints of a run and no model.
+
+    A Trainer that fine-tunes an adapter leaves the last one beside its checkpoint-N folders.
+    """
+    whole = (folder / "config.json").is_file() and not _is_adapter(folder)
+    return folder if not whole and any(_folders(folder)) else None
 
 
 def _folders(folder: Path) -> Iterable[Path]:
-    return (path for path in folder.glob("*") if (path / "config.json").is_file())
+    return (path for path in folder.glob("*") if _is_model(path))
 
 
-def _adapter_in(folder: Path) -> str:
-    """Say that a folder holds adapters in place of models; "" where it does not."""
-    inside = (folder, *(path for path in folder.glob("*") if path.is_dir()))
-    holding = next((path for path in inside if (path / "adapter_config.json").is_file()), None)
-    if holding is None:
-        return ""
-    return (
-        f"; {holding} holds an adapter without its model: merge both and save that "
-        "(merge_and_unload() and save_pretrained() of peft), or geomon.measure(model, inputs) of "
-        "the model with its adapter loaded"
-    )
+def _is_model(folder: Path) -> bool:
+    return (folder / "config.json").is_file() or _is_adapter(folder)
 
 
-def _in_folder(folder: Path, *, files: bool) -> list[Checkpoint]:
+def _is_adapter(folder: Path) -> bool:
+    """Return whether a folder holds an adapter of peft, and not the whole model too."""
+    has_whole = any(any(folder.glob(pattern)) for pattern in _WHOLE)
+    return (folder / _ADAPTER).is_file() and not has_whole
+
+
+def _base_of(folder: Path, given: str | None = None) -> str | None:
+    """Return the model to which the adapter in a folder belongs; None where it holds none.
+
+    Args:
+        folder: Folder of a checkpoint.
+        given: Folder or name of the model; None for the one that the adapter names.
+
+    Raises:
+        ValueError: The adapter does not say which model it belongs to.
+    """
+    if not _is_adapter(folder):
+        return None
+    if given is not None:
+        return given
+    try:
+        base = json.loads((folder / _ADAPTER).read_text())["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError):
+        base = None
+    if not isinstance(base, str) or not base:
+        raise ValueError(
+            f"{folder / _ADAPTER} does not say which model the adapter belongs to: name the model, "
+            "and the adapters by checkpoints=FOLDER (--checkpoints FOLDER)"
+        )
+    return base
+
+
+def _in_folder(folder: Path, model: str | None) -> list[Checkpoint]:
+    files = model is None
+    # Adapters that stand elsewhere than the model that was named are of that model.
+    own = model is None or Path(model).absolute() == folder.absolute()
+    base = None if own or _is_adapter(Path(model or "")) else model
     expected = f"{_FILES} files of Lightning" if files else "checkpoint-N folders of the Trainer"
     if files:
         paths = [folder] if folder.is_file() else sorted(folder.glob(_FILES))
     else:
-        paths = sorted(_folders(folder), key=_natural)
+        paths = sorted(_folders(folder), key=_natural) or [folder] * _is_adapter(folder)
     if not paths:
         other = any(_folders(folder)) if files else any(folder.glob(_FILES))
         hint = "" if not other else (
@@ -117,20 +153,23 @@ def _in_folder(folder: Path, *, files: bool) -> list[Checkpoint]:
             if files
             else "; for its *.ckpt files name the function that builds the model, module:function"
         )  # fmt: skip
-        hint = hint or _adapter_in(folder)
         raise ValueError(f"no checkpoints in {folder}: expected {expected}{hint}")
-    step_of = _step_of_file if files else _step_of_folder
-    return [Checkpoint(path.name, step_of(path), str(path)) for path in paths]
+    if files:
+        return [Checkpoint(path.name, _step_of_file(path), str(path)) for path in paths]
+    return [
+        Checkpoint(path.name, _step_of_folder(path), str(path), base=_base_of(path, base))
+        for path in paths
+    ]
 
 
 def _of_model(model: str, revisions: Sequence[str]) -> list[Checkpoint]:
     folder = Path(model)
     if revisions:
         return [Checkpoint(name, _step_in(name), model, name) for name in revisions]
-    if folder.is_dir() and not (folder / "config.json").is_file():
+    if folder.is_dir() and not _is_model(folder):
         raise ValueError(
             f"no model in {folder}: expected the folder of a transformers model, with a "
-            f"config.json in it, or one of checkpoint-N folders{_adapter_in(folder)}"
+            "config.json in it, of an adapter, or of checkpoint-N folders"
         )
     looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1 or folder.is_file()
     if not folder.is_dir() and looks_local:
@@ -139,7 +178,7 @@ def _of_model(model: str, revisions: Sequence[str]) -> list[Checkpoint]:
             "the hub, or a function that builds a model, as module:function"
         )
     step = _step_of_folder(folder) if folder.is_dir() else _step_in(folder.name)
-    return [Checkpoint(folder.name, step, model)]
+    return [Checkpoint(folder.name, step, model, base=_base_of(folder))]
 
 
 def _ordered(found: list[Checkpoint]) -> tuple[list[Checkpoint], list[str]]:

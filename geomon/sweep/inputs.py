@@ -182,23 +182,29 @@ def _load_tokenizer(checkpoint: Checkpoint, config: Any) -> Any:
     A folder without the files of a tokenizer is not asked: some classes then make one that knows
     no words. Tokenizers of bytes and of characters need no files.
     """
-    folder = Path(checkpoint.source)
+    source = checkpoint.source
+    if checkpoint.base is not None and not _has_tokenizer(Path(source)):
+        source = checkpoint.base  # an adapter mostly has that of its model
+    folder = Path(source)
     without_files = (
         config.model_type == "canine" or getattr(config, "tokenizer_class", None) == "ByT5Tokenizer"
     )
-    has_files = any((folder / name).is_file() for name in _TOKENIZER_FILES)
-    if folder.is_dir() and not has_files and not without_files:
+    if folder.is_dir() and not _has_tokenizer(folder) and not without_files:
         return None
     auto = importlib.import_module("transformers").AutoTokenizer
     where = {} if checkpoint.revision is None else {"revision": checkpoint.revision}
     try:
-        return auto.from_pretrained(checkpoint.source, trust_remote_code=False, **where)
+        return auto.from_pretrained(source, trust_remote_code=False, **where)
     except Exception as error:
         raise ValueError(
             f"the tokenizer of {checkpoint.name} cannot be loaded "
             f"({' '.join(str(error).split())[:200]}): give the tokens in Python, "
             "scan(..., inputs=...)"
         ) from error
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
 
 
 def _token_windows(tokenizer: Any, text: bytes, size: InputSize) -> tuple[Tensor, list[str]]:

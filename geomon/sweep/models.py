@@ -2,9 +2,10 @@
 
 import importlib
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,6 +17,8 @@ from geomon.sweep.checkpoints import Build, Checkpoint, read_file
 _HEAD = re.compile(
     r"(?:^|\.)(?:pooler|lm_head|classifier|score|head|heads|masked_spec_embed|mask_token)(?:\.|$)"
 )
+# Under which names files hold the weights of a model.
+_WEIGHTS = ("state_dict", "model", "model_state_dict")
 _IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
@@ -63,14 +66,19 @@ def load_model(checkpoint: Checkpoint, build: Build | None) -> tuple[nn.Module, 
     with torch.random.fork_rng():
         if build is not None:
             return _of_file(checkpoint, build), []
+        if checkpoint.base is not None:
+            return _of_adapter(checkpoint, checkpoint.base)
         return _of_transformers(checkpoint)
 
 
 def _of_file(checkpoint: Checkpoint, build: Build) -> nn.Module:
     content = read_file(checkpoint.source)
-    weights, settings = content.get("state_dict"), content.get("hyper_parameters", {})
-    if not isinstance(weights, Mapping):
-        raise ValueError(f"{checkpoint.source} has no state_dict: expected a file of Lightning")
+    weights, settings = _weights_of(content), content.get("hyper_parameters", {})
+    if weights is None:
+        raise ValueError(
+            f"{checkpoint.source} holds no weights ({', '.join(map(str, list(content)[:5]))}): "
+            f"expected a state dict, or a dict with one as {' or '.join(_WEIGHTS)}"
+        )
     try:
         model = build(**settings)
     except TypeError as error:
@@ -91,6 +99,15 @@ def _of_file(checkpoint: Checkpoint, build: Build) -> nn.Module:
     return model
 
 
+def _weights_of(content: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Find the state dict in a file of Lightning or of a loop of one's own; None without one."""
+    for name in _WEIGHTS:
+        if isinstance(content.get(name), Mapping):
+            return cast("Mapping[str, Any]", content[name])
+    own = content and all(isinstance(value, torch.Tensor) for value in content.values())
+    return content if own else None
+
+
 def _of_transformers(checkpoint: Checkpoint) -> tuple[nn.Module, list[str]]:
     transformers = import_transformers()
     # Only what is asked for: revision=None is not the default revision for every version.
@@ -109,6 +126,47 @@ def _of_transformers(checkpoint: Checkpoint) -> tuple[nn.Module, list[str]]:
             "this model"
         )
     return model, []
+
+
+def _of_adapter(checkpoint: Checkpoint, base: str) -> tuple[nn.Module, list[str]]:
+    """Load a model and an adapter of it, merged: what a pass through both gives, but for rounding.
+
+    The model is of the class that its configuration names: the names of an adapter's weights hold
+    the way to them through its head.
+    """
+    transformers = import_transformers()
+    try:
+        peft = importlib.import_module("peft")
+    except ImportError as error:
+        raise ImportError(
+            f"{checkpoint.source} holds an adapter, which needs peft ({error}): pip install peft; "
+            "or merge it with its model and save that (merge_and_unload(), save_pretrained())"
+        ) from error
+    with _quiet(transformers), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as reports of a load are
+        # An adapter of which nothing was loaded changes nothing: that is not what was asked for.
+        warnings.filterwarnings("error", message=".*missing adapter keys")
+        try:
+            config = transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)
+            name = next(iter(config.architectures or ()), "")
+            family = getattr(transformers, name, transformers.AutoModel)
+            model = family.from_pretrained(base)
+        except Exception as error:
+            raise ValueError(
+                f"the model of the adapter {checkpoint.name}, {base}, cannot be loaded "
+                f"({' '.join(str(error).split())[:200]}): name it, and the adapters by "
+                "checkpoints=FOLDER (--checkpoints FOLDER)"
+            ) from error
+        try:
+            adapted = peft.PeftModel.from_pretrained(model, checkpoint.source)
+            merged = adapted.merge_and_unload()
+        except Exception as error:
+            raise ValueError(
+                f"the adapter {checkpoint.name} cannot be merged with {base} "
+                f"({' '.join(str(error).split())[:200]}): expected weights that are added to those "
+                "of this model (LoRA, for instance)"
+            ) from error
+    return merged.base_model, [f"measured: {base} merged with its adapter"]
 
 
 def import_transformers() -> Any:

@@ -56,9 +56,10 @@ def scan(
     the next reading's notes, is left out, and is tried again by the next scan.
 
     Args:
-        model: Folder of a transformers model or of its `checkpoint-N` folders, name of a model on
-            the hub, or for `*.ckpt` files of Lightning the function that builds the model from the
-            hyper-parameters in the file, itself or as text "module:function".
+        model: Folder of a transformers model, of an adapter of one (peft) or of `checkpoint-N`
+            folders of either, name of a model on the hub, or for `*.ckpt` files of Lightning the
+            function that builds the model from the hyper-parameters in the file, itself or as text
+            "module:function".
         checkpoints: Folder with `checkpoint-N` folders or `*.ckpt` files; None for the model
             itself.
         revisions: Revisions of a model on the hub, in the order of the training.
@@ -163,7 +164,8 @@ class _Sweep:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *more: object) -> None:
-        self._record.close()
+        with self._record_is_written():
+            self._record.close()
         for sink in self._sinks:
             self._call(sink, sink.close)
         if kind is None and self._failures and not self._made and not self.recorded:
@@ -178,12 +180,17 @@ class _Sweep:
             yield
         except InputError:  # it would be so at each checkpoint
             raise
-        except _RecordError as error:
-            raise error.cause from error
+        except _RecordError:
+            raise
         except Exception as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             own = isinstance(error, ValueError | ImportError)
             words = reason if own else f"{type(error).__name__}: {reason}"
+            if isinstance(error, IndexError):
+                words += (
+                    "; sequences may be longer than the model takes (length=, --length), or hold "
+                    "tokens that it does not know"
+                )
             if isinstance(error, OSError) and not Path(checkpoint.source).exists():
                 words = f"there is no folder {checkpoint.source} here, and from the hub: {words}"
             failure = f"{checkpoint.name} (step {checkpoint.step}): {words[:500]}"
@@ -196,18 +203,24 @@ class _Sweep:
         reading, run = probed.reading, probed.run
         said = [*self._failed, *self._notes, *probed.notes]
         own = replace(reading, notes=[*said, *reading.notes])
-        try:
+        with self._record_is_written():
             if not self._begun:
                 description = {**run, "schedule": "checkpoints", _SCAN: self._asked}
                 self._record.begin(reading.step, description, resumes=bool(self.recorded))
                 self._begun = True
             self._record.write(own)
-        except OSError as error:
-            raise _RecordError(error) from error
         self._failed = []
         self._made += 1
         for sink in self._sinks:
             self._call(sink, lambda sink=sink: sink.write(own))
+
+    @contextmanager
+    def _record_is_written(self) -> Iterator[None]:
+        """Have an error of the record name its file."""
+        try:
+            yield
+        except OSError as error:
+            raise _RecordError(error.errno, error.strerror, str(self._record.path)) from error
 
     def _call(self, sink: Sink, action: Any) -> None:
         try:
@@ -218,12 +231,8 @@ class _Sweep:
             )
 
 
-class _RecordError(Exception):
+class _RecordError(OSError):
     """The record cannot be written: no other checkpoint would fare better."""
-
-    def __init__(self, cause: OSError) -> None:
-        super().__init__(str(cause))
-        self.cause = cause
 
 
 def _earlier(directory: Path, asked: dict[str, Any]) -> Sequence[Reading]:

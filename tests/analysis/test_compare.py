@@ -5,7 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from geomon.analysis.compare import Difference, compare, describe_differences
+from geomon.analysis.compare import (
+    Difference,
+    compare,
+    describe_differences,
+    describe_settings,
+)
 from geomon.cli import make_app
 from geomon.record import FILE_NAME, Readings
 
@@ -51,6 +56,37 @@ def test_a_run_beside_itself_has_no_difference(make_readings):
     found = compare(make_readings(), make_readings())
     assert {each.verdict for each in found} == {"equal"}
     assert describe_differences(found, ("a", "b"))[1:-1] == [f"{len(found)} equal"]
+
+
+def test_words_have_the_digits_that_tell_values_apart_and_no_percent_of_signs():
+    found = [
+        Difference("entropy/mean", 200, 3.2051, 3.2047, 1e-4),
+        Difference("cosine/mean", 200, -0.4, -0.7, 0.02),
+        Difference("norm/mean", 200, 1.5, 45.0, 0.2),
+        Difference("square/mean", 200, 8.0, 2.4e7, 1e5),
+        Difference("training/loss", 128, 2.0, 2.01, math.nan),
+    ]
+    lines = describe_differences(found, ("a", "b"))
+    assert lines[0] == "b against a, at step 200"
+    entropy, cosine, norm, square, loss = (line for line in lines if "->" in line)
+    assert entropy.endswith("3.2051 -> 3.2047, lower by 0.0004 ± 0.0001 (less than 0.1 %)")
+    assert cosine.endswith("-0.4 -> -0.7, lower by 0.3 ± 0.02")
+    assert norm.endswith("(30 times as high)")
+    assert "%" not in square
+    assert loss.endswith("(+0.5 %), at step 128")
+
+
+def test_settings_that_differ_are_named(make_readings):
+    one = {"time": 1.0, "layers": ["a", "b"], "seed": 0, "tokens": 64}
+    runs = [
+        Readings([run], make_readings().readings)
+        for run in (one, {**one, "time": 2.0}, {**one, "layers": ["a"], "seed": 10**4})
+    ]
+    assert describe_settings(runs[0], runs[1]) == ""
+    assert describe_settings(runs[0], Readings([], [])) == ""
+    assert describe_settings(runs[0], runs[2]) == (
+        "the records differ in layers of 2 and of 1, seed 0 and 10,000"
+    )
 
 
 def test_a_deviation_over_splits_of_the_rows_decides_nothing(make_readings):

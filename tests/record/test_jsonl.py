@@ -230,6 +230,48 @@ def test_a_torn_end_of_any_length_is_cut_at_the_last_line_end(tmp_path_factory, 
         assert path.read_bytes() == whole
 
 
+def test_records_below_a_folder_that_holds_none_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"with a readings.jsonl in it$"):
+        read(tmp_path)
+    for name in ("b/version_0", "a", "c/d/e/too_deep"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / FILE_NAME).touch()
+    with pytest.raises(FileNotFoundError) as raised:
+        read(tmp_path)
+    assert str(raised.value).endswith(f"; there is one in {tmp_path}/a, {tmp_path}/b/version_0")
+    for number in range(9):
+        (tmp_path / f"seed_{number}").mkdir()
+        (tmp_path / f"seed_{number}" / FILE_NAME).touch()
+    with pytest.raises(FileNotFoundError, match=r"in (\S+, ){3}\S+ \.\.\.$"):
+        read(tmp_path)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a folder in use cannot be renamed")
+def test_a_folder_that_is_renamed_while_a_run_goes_on_keeps_its_record(tmp_path):
+    record, beside = Record(tmp_path / "a"), Record(tmp_path / "a")
+    record.begin(0, {"model": "M"})
+    record.write(reading(0))
+    record.write_arrays(reading(0), {"mean_query/layer_01": np.ones(2)})
+    (tmp_path / "a").rename(tmp_path / "b")
+    record.write(reading(1))
+    record.write_arrays(reading(1), {"mean_query/layer_01": np.ones(2)})
+    beside.write(reading(2))  # of another monitor of the same folder
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
+    found = read(tmp_path / "b")
+    assert ([each.step for each in found], len(found.runs)) == ([0, 1, 2], 1)
+    assert record.path == beside.path == tmp_path / "b" / FILE_NAME
+    assert found.arrays(1)["mean_query/layer_01"].tolist() == [1, 1]
+    other = Record(tmp_path / "a")  # the name is free for another run
+    other.begin(0, {"model": "N"})
+    other.write(reading(0))
+    record.write(reading(3))
+    assert [each.step for each in read(tmp_path / "a")] == [0]
+    assert [each.step for each in read(tmp_path / "b")] == [0, 1, 2, 3]
+    for each in (record, beside, other):
+        each.close()
+    assert not list(tmp_path.glob("*/.readings.lock"))
+
+
 def test_a_folder_that_was_removed_is_made_again(tmp_path):
     record = Record(tmp_path / "run")
     record.begin(0, {"model": "m"})

@@ -107,6 +107,35 @@ def test_a_place_that_cannot_be_written_is_named_with_what_to_do(command, run, t
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "file", "writes"),
+    [
+        ("export", "a.csv", "geomon.record.export.Values.of"),
+        ("figure", "a.png", "matplotlib.figure.Figure.savefig"),
+    ],
+)
+def test_what_stood_there_stays_where_the_new_one_cannot_be_finished(
+    name, file, writes, run, tmp_path, monkeypatch
+):
+    def fill_up(*given, **more):
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / file).write_text("of yesterday")
+    before = set(tmp_path.iterdir())
+    monkeypatch.setattr(writes, fill_up)
+    result = invoke(name, run, "--out", tmp_path / file)
+    assert result.exit_code == 2
+    assert "cannot be written (No space left on device)" in result.stderr
+    assert (tmp_path / file).read_text() == "of yesterday"
+    assert set(tmp_path.iterdir()) == before  # no part of the new one
+
+
+def test_a_picture_needs_an_ending(run, tmp_path):
+    result = invoke("figure", run, "--out", tmp_path / "picture")
+    assert (result.exit_code, list(tmp_path.glob("*picture*"))) == (2, [])
+    assert "ends in .png, .svg or .pdf" in result.stderr
+
+
 def test_several_figures_are_not_written_into_a_file(run, tmp_path):
     (tmp_path / "a.png").write_text("of the user")
     result = invoke("figure", run, "--kind", "run", "--kind", "map", "--out", tmp_path / "a.png")

@@ -85,8 +85,8 @@ def test_the_page_says_the_run_in_words_first(make_readings, library):
     page = Page(render([run_of(make_readings(), "run of today")]))
     words = " ".join(page.words.split())
     assert "Geometry of run of today" in words
-    assert "Compressing since step 256: 28 % below the peak 7.4 (between" in words
-    order = ["Compressing", "No alerts.", "dimension now", "Over training", "Over depth", "Heads"]
+    assert "Intrinsic dimension: compressing since step 256: 28 % below the peak 7.4" in words
+    order = ["compressing", "No alerts.", "dimension now", "Over training", "Over depth", "Heads"]
     order += ["Warnings and notes", "Configuration", "Cost", "Glossary"]
     places = [words.index(text) for text in order]
     assert places == sorted(places)
@@ -94,6 +94,16 @@ def test_the_page_says_the_run_in_words_first(make_readings, library):
     assert [chart["title"] for chart in page.data["charts"]][:2] == [
         "Intrinsic dimension", "Anisotropy"
     ]  # fmt: skip
+
+
+def test_a_dimension_that_ends_before_the_run_is_not_said_to_be_that_of_now(make_readings):
+    readings = make_readings()
+    lost = replace(readings[-1], values={"training/loss": 1.0}, step=9000)
+    content = build_content([run_of(Readings([], [*readings, lost]))])["runs"][0]
+    end = f"{readings[-1].step:,}"
+    assert content["headline"].endswith(f"(known to step {end} of 9,000).")
+    assert dict(content["numbers"])["dimension"].endswith(f" at step {end}")
+    assert "dimension now" not in dict(content["numbers"])
 
 
 def test_the_page_asks_the_network_for_nothing(make_readings):
@@ -141,6 +151,10 @@ def test_several_runs_stand_side_by_side_and_those_of_other_seeds_make_a_band(
     assert differing == {"seed", "tokens"}
     (tokens,) = (row for row in content["configuration"] if row["name"] == "tokens")
     assert tokens["texts"] == ["not recorded", "not recorded", "64"]
+    # Two runs of one seed differ in something that no record holds, as the learning rate.
+    paths.append(write(tmp_path / "rate" / "seed_1", make_readings(), seed=1))
+    assert build_content(load_runs(paths))["groups"] == []
+    assert build_content(load_runs([paths[1], paths[3]]))["groups"] == []
     assert [run.name for run in load_runs([paths[0], paths[0]])] == ["seed_0 (1)", "seed_0 (2)"]
 
 
@@ -236,7 +250,7 @@ def test_a_loss_of_an_earlier_step_is_not_shown_as_that_of_the_end():
 def test_a_record_of_one_reading_without_metrics_makes_a_page(make_readings, library):
     reading = replace(make_readings()[0], values={"geomon/seconds": 1.0, "x": math.nan})
     page = Page(render([Run("a", Path("a"), Readings([], [reading]))]))
-    assert "Intrinsic dimension not measured." in page.words
+    assert "Intrinsic dimension: not measured." in page.words
     assert page.data["charts"] == []
 
 

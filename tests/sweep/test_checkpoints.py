@@ -115,18 +115,32 @@ def test_what_is_no_checkpoint_is_said_in_one_line(tmp_path, arguments, words):
     assert Path(tmp_path / "empty").is_dir()
 
 
-def test_adapters_without_their_model_are_named(tmp_path):
-    for number in (2, 4):
-        (tmp_path / "run" / f"checkpoint-{number}").mkdir(parents=True)
-        (tmp_path / "run" / f"checkpoint-{number}" / "adapter_config.json").write_text("{}")
-    (tmp_path / "empty").mkdir()
-    for arguments in (
-        (str(tmp_path / "run"),),
-        (str(tmp_path / "run" / "checkpoint-4"),),
-        ("model", tmp_path / "run"),
-    ):
-        with pytest.raises(ValueError, match=r"holds an adapter without its model: merge both"):
-            find_checkpoints(*arguments)
-    with pytest.raises(ValueError, match="no model in") as raised:
-        find_checkpoints(str(tmp_path / "empty"))
-    assert "holds an adapter" not in str(raised.value)
+def adapter_of(path, base="the/model"):
+    path.mkdir(parents=True)
+    named = {} if base is None else {"base_model_name_or_path": base}
+    (path / "adapter_config.json").write_text(json.dumps(named))
+
+
+def test_adapters_are_checkpoints_of_the_model_that_they_or_the_caller_name(tmp_path):
+    run = tmp_path / "run"
+    adapter_of(run)  # the last adapter, which a Trainer leaves beside its checkpoints
+    for step in (20, 3):
+        adapter_of(run / f"checkpoint-{step}")
+
+    def bases(*arguments):
+        return [(one.step, one.base) for one in find_checkpoints(*arguments)[0]]
+
+    assert bases(str(run)) == [(3, "the/model"), (20, "the/model")]
+    assert bases(str(run), run) == [(3, "the/model"), (20, "the/model")]
+    assert bases(str(run / "checkpoint-3")) == [(3, "the/model")]
+    assert bases("other", run) == [(3, "other"), (20, "other")]
+    assert bases("other", run / "checkpoint-20") == [(20, "other")]
+    folder_of(tmp_path / "whole")
+    assert bases(str(tmp_path / "whole")) == [(0, None)]
+    adapter_of(tmp_path / "merged" / "checkpoint-4")
+    (tmp_path / "merged" / "checkpoint-4" / "model.safetensors").touch()
+    (tmp_path / "merged" / "checkpoint-4" / "config.json").touch()
+    assert bases(str(tmp_path / "merged")) == [(4, None)]
+    adapter_of(tmp_path / "orphan", base=None)
+    with pytest.raises(ValueError, match=r"does not say which model .*--checkpoints FOLDER"):
+        find_checkpoints(str(tmp_path / "orphan"))

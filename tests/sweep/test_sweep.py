@@ -3,7 +3,11 @@
 import gc
 import json
 import logging
+import sys
+import types
+import warnings
 import weakref
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import lightning as L
@@ -71,6 +75,7 @@ def test_a_scan_equals_the_live_record_to_the_last_digit(run, scanned):
         for name in ("source", "mode", "tokens", "world_size", "dtype"):
             assert getattr(reading, name) == getattr(live[reading.step], name)
     first, scan_first = read(run).runs[0], readings.runs[0]
+    first = {name: x for name, x in first.items() if not name.startswith("training/")}
     changing = {"time", "from_step", "schedule", "gather", "scan"}
     assert set(first) <= set(scan_first)
     assert {k: v for k, v in first.items() if k not in changing} == {
@@ -113,6 +118,70 @@ def test_checkpoints_are_compared_with_the_ones_before_as_live_readings_are(tmp_
     assert not any(tag.startswith(name) for tag in found[0].values)
     assert 0 < found[2].values[f"{name}/mean"] < 1
     assert [found[n].values[f"{name}/mean/steps"] for n in (1, 2)] == [9, 1]
+
+
+class _Adapted:
+    """As peft has it: weights that are added to those of a model."""
+
+    def __init__(self, model, folder):
+        self.model, self.weights = model, torch.load(Path(folder) / "adapter.pt")
+
+    @classmethod
+    def from_pretrained(cls, model, folder):
+        if "lost" in str(folder):
+            warnings.warn("Found missing adapter keys while loading the checkpoint", stacklevel=1)
+        return cls(model, folder)
+
+    def merge_and_unload(self):
+        with torch.no_grad():
+            for name, weight in self.weights.items():
+                self.model.get_parameter(name).add_(weight)
+        return self.model
+
+
+def test_an_adapter_is_measured_as_merged_with_its_model(tmp_path, monkeypatch, caplog):
+    model = transformer("gpt2")
+    model.save_pretrained(tmp_path / "base")
+    monitor = Monitor(model, tokens=192, directory=tmp_path / "live", metrics=CHOSEN)
+    added = {"transformer.h.0.attn.c_proj.weight": torch.randn(32, 32)}
+    for step in (1, 2):
+        with torch.no_grad():
+            model.transformer.h[0].attn.c_proj.weight.add_(*added.values())
+        monitor.probe(step, {"input_ids": PROBE % 50})
+        folder = tmp_path / "run" / f"checkpoint-{step}"
+        folder.mkdir(parents=True)
+        (folder / "adapter_config.json").write_text(
+            json.dumps({"base_model_name_or_path": str(tmp_path / "base")})
+        )
+        torch.save({name: step * weight for name, weight in added.items()}, folder / "adapter.pt")
+    monitor.close()
+    (tmp_path / "run" / "checkpoint-2").rename(tmp_path / "run" / "lost-step2")
+    own = {**SMALL, "inputs": {"input_ids": PROBE % 50}, "directory": tmp_path / "scan"}
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ValueError, match=r"holds an adapter, which needs peft .* or merge it"):
+        scan(tmp_path / "run", **own)
+    peft = types.ModuleType("peft")
+    peft.__dict__.update(PeftModel=_Adapted, __spec__=ModuleSpec("peft", None))
+    monkeypatch.setitem(sys.modules, "peft", peft)
+    found = scan(tmp_path / "run", **own)
+    assert [values(reading) for reading in found] == [values(read(tmp_path / "live")[0])]
+    assert "cannot be merged" in caplog.text  # one of which nothing was loaded is left out
+    assert any("merged with its adapter" in note for note in found[0].notes)
+
+
+@pytest.mark.parametrize("key", [None, "model", "model_state_dict"])
+def test_a_file_of_a_loop_of_ones_own_is_read(key, tmp_path):
+    model = transformer("gpt2")
+    weights = model.state_dict()
+    torch.save(weights if key is None else {key: weights, "best": 0.5}, tmp_path / "step7.pt")
+    own = {**SMALL, "inputs": {"input_ids": PROBE % 50}, "directory": tmp_path / "scan"}
+    (found,) = scan(lambda: transformer("gpt2"), checkpoints=tmp_path / "step7.pt", **own)
+    assert found.step == 7
+    torch.save({"optimizer": {}, "best": 0.5}, tmp_path / "step8.pt")
+    with pytest.raises(ValueError, match=r"holds no weights \(optimizer, best\): expected a state"):
+        scan(lambda: transformer("gpt2"), checkpoints=tmp_path / "step8.pt", **{
+            **own, "directory": tmp_path / "other"
+        })  # fmt: skip
 
 
 def test_revisions_of_a_model_on_the_hub_are_loaded_by_their_names(tmp_path, monkeypatch):

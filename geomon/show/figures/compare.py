@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
 from geomon.analysis import curve_of
 from geomon.analysis.compare import Difference
@@ -13,6 +14,7 @@ from geomon.show.figures import panels
 
 # Blue and vermillion of Okabe and Ito, and a grey.
 _COLOURS, _GREY = ("#0072B2", "#D55E00"), "#767676"
+_FAR = 10  # share above which the axis of differences is logarithmic
 _MOST = 24  # differences that are drawn: the largest against their errors
 
 
@@ -27,7 +29,7 @@ def compare_figure(
         differences: What `geomon.analysis.compare.compare` found.
     """
     names = panels.literal(names[0]), panels.literal(names[1])
-    drawn = [each for each in differences if math.isfinite(each.margin) and each.first]
+    drawn = [each for each in differences if math.isfinite(each.margin * each.share)]
     drawn = sorted(drawn, key=lambda each: -abs(each.change) / each.margin)[:_MOST][::-1]
     figure = Figure(figsize=(12.5, max(4.2, 1.2 + 0.26 * len(drawn))), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.1))
@@ -61,14 +63,19 @@ def _draw_dimension(panel: Any, runs: tuple[Readings, Readings], names: tuple[st
 
 def _draw_differences(panel: Any, drawn: Sequence[Difference]) -> None:
     for row, each in enumerate(drawn):
-        share, width = 100 * each.change / abs(each.first), 100 * each.margin / abs(each.first)
+        share, width = 100 * each.share, 100 * each.margin / each.first
         beyond = each.verdict in ("higher", "lower")
-        colour = _COLOURS[each.change > 0] if beyond else _GREY
+        colour = "black" if beyond else _GREY  # the colours beside are those of the runs
         panel.errorbar(
             share, row, xerr=width, fmt="o", color=colour, ms=5, capsize=2.5, lw=1.4,
             mfc=colour if beyond else "white",
         )  # fmt: skip
     panel.axvline(0, color=_GREY, lw=0.9)
+    if max(abs(each.share) for each in drawn) > _FAR:  # a run that diverged hides all the others
+        panel.set_xscale("symlog", linthresh=100)
+        panel.set_xlim(left=-200)  # nothing falls by more than 100 %
+        panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        panel.tick_params(axis="x", labelrotation=30)
     panel.set_yticks(range(len(drawn)), labels=[each.tag for each in drawn], fontsize=8.5)
     panel.set_ylim(-0.7, len(drawn) - 0.3)
     steps = sorted({each.step for each in drawn})

@@ -1,13 +1,15 @@
 """The kinds of figures that a run can give, by name."""
 
+import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 
-from geomon.record import Readings
+from geomon.record import Readings, tags
 from geomon.show.figures.maps import heads_over_training_figure, map_figure
 from geomon.show.figures.norms import norms_figure
+from geomon.show.figures.panels import NotMeasuredError
 from geomon.show.figures.profiles import dimension_figure, drift_figure, profiles_figure
 from geomon.show.figures.queries_keys import clouds_figure, cosines_figure, means_figure
 from geomon.show.figures.run import geometry_figure, title_of
@@ -24,12 +26,14 @@ class Kind:
         draw: Function that draws it, of the readings of a run, or of a sequence of runs where it
             `takes_runs`; also of a metric where it `takes_metric`.
         takes_metric: Whether it can be drawn of another metric than by default.
+        of_heads: Whether that is a metric of single heads.
         takes_runs: Whether it lays several runs over one another.
     """
 
     about: str
     draw: Callable[..., Figure]
     takes_metric: bool = False
+    of_heads: bool = False
     takes_runs: bool = False
 
 
@@ -43,10 +47,16 @@ KINDS: dict[str, Kind] = {
     "profiles": Kind("dimension and anisotropy over depth", profiles_figure, takes_metric=True),
     "map": Kind("metrics by layer and step", map_figure, takes_metric=True),
     "heads": Kind(
-        "metrics by head and layer at three steps", heads_over_training_figure, takes_metric=True
+        "metrics by head and layer at three steps",
+        heads_over_training_figure,
+        takes_metric=True,
+        of_heads=True,
     ),
     "cosines": Kind(
-        "cosine of mean query and mean key of each head", cosines_figure, takes_metric=True
+        "cosine of mean query and mean key of each head",
+        cosines_figure,
+        takes_metric=True,
+        of_heads=True,
     ),
     "means": Kind("paths of mean queries and keys of two heads", means_figure),
     "clouds": Kind("single queries and keys of two heads", clouds_figure),
@@ -88,4 +98,19 @@ def draw(kind: str, readings: Readings | Sequence[Readings], metric: str | None 
     if not found.takes_metric:
         able = ", ".join(name for name, one in KINDS.items() if one.takes_metric)
         raise ValueError(f"the figure {kind!r} takes no metric: {able} do")
-    return found.draw(subject, metric)
+    try:
+        return found.draw(subject, metric)
+    except NotMeasuredError as error:
+        known = _metrics(runs[0], of_heads=found.of_heads)
+        close = difflib.get_close_matches(metric, known, n=3, cutoff=0.5)
+        advice = f": did you mean {' or '.join(close)}?" if close else f"; {', '.join(known)} were"
+        raise NotMeasuredError(f"{error}{advice if known else ''}") from error
+
+
+def _metrics(readings: Readings, *, of_heads: bool) -> list[str]:
+    """List the metrics that a run has of layers, or of single heads."""
+    parsed = filter(None, map(tags.parse, readings.tags()))
+    of_layers = (tag for tag in parsed if tag.layer is not None)
+    return list(
+        dict.fromkeys(tag.metric for tag in of_layers if not of_heads or tag.head is not None)
+    )

@@ -9,6 +9,7 @@ import math
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from geomon.analysis import single_source
@@ -65,6 +66,11 @@ def norms_figure(readings: Readings) -> Figure:
         panels.draw_profile(row[2], readings, "within_share")
         row[2].set_ylabel("within types of all variance, V_W / V", fontsize=10)
         panels.caption(row[2], next(letters), "What context does to tokens")
+    figure.supxlabel(
+        "of hidden states: M, squared norm of their mean; V, variance about it, between (V_B) and "
+        "within (V_W) token types; Q = M + V, mean square norm",
+        fontsize=8.5, color=GREY,
+    )  # fmt: skip
     return figure
 
 
@@ -79,6 +85,7 @@ def _draw_types(panel: Axes, arrays: dict[str, NDArray[np.generic]], layer: int)
     variance = scatter[frequent] / (count - 1)
     norm = square[frequent] - variance / count
     panels.plain(panel)
+    panel.xaxis.set_major_locator(MaxNLocator(4))
     panel.set_xlabel("squared norm of the type's mean, M", fontsize=10)
     panel.set_ylabel("variance about it, V", fontsize=10)
     if len(count) < 3:
@@ -93,17 +100,15 @@ def _draw_types(panel: Axes, arrays: dict[str, NDArray[np.generic]], layer: int)
     panel.plot(ends, middle - ends, color=GREY, lw=1, ls="--", label="M + V = mean of Q (slope −1)")
     panel.set_ylim(min(0.0, low), high * 1.35 if high > 0 else 1.0)
     panel.margins(x=0.08)
-    if norm.std() == 0:
+    if not norm.std() or not variance.std():
         return ""
     slope, offset = np.polyfit(norm, variance, 1)
     panel.plot(ends, slope * ends + offset, color=VERMILLION, lw=1.6, label="least squares")
     fit = np.corrcoef(norm, variance)[0, 1] ** 2
     control = total.std() / total.mean()
-    panel.text(
-        0.03, 0.03, f"slope {slope:+.2f}, R² {fit:.2f}\n".replace("-", "−")
-        + f"control: Q varies by {100 * control:.0f} %", transform=panel.transAxes, fontsize=9,
-        va="bottom",
-    )  # fmt: skip
+    words = f"slope {slope:+.2f}, R² {fit:.2f}; control: Q varies by {100 * control:.0f} %"
+    # Below the axis: dots may lie anywhere within.
+    panel.set_xlabel(f"{panel.get_xlabel()}\n{words.replace('-', '−')}", fontsize=10)
     return f", {len(count)} token types"
 
 

@@ -11,7 +11,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import BoundaryNorm, Colormap, ListedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator, ScalarFormatter
 from numpy.typing import NDArray
 
 from geomon.analysis import Curve, curve_of, mean_abs_over_heads, single_source
@@ -26,6 +26,8 @@ Style = dict[str, Any]
 
 # Largest number of steps at which profiles are drawn.
 _MAX_PROFILES = 7
+# Largest number of heads with a line of their own.
+_MOST_LINES = 64
 # Largest number of colours that a colour bar names one by one.
 MAX_NAMED = 12
 # Ratio of the estimates at one step above which their axis is logarithmic.
@@ -369,6 +371,8 @@ def draw_heads_over_training(
 ) -> None:
     """Draw one thin line per head, coloured by layer, and the mean absolute value in bold.
 
+    Of more heads than lines can be told apart, the share of them between values is drawn instead.
+
     Args:
         panel: Axes of matplotlib.
         readings: Readings of a run.
@@ -383,11 +387,13 @@ def draw_heads_over_training(
     steps = [reading.step for reading in selected]
     layers, count = layers_and_heads(readings.tags(), metric)
     values = head_tables(selected, metric, layers, count)
-    many = len(layers) * count > 64
-    style: Style = {"lw": 0.6 if many else 1.0, "alpha": 0.4 if many else 0.75}
+    style: Style = {"lw": 1.0, "alpha": 0.75}
     style |= {"marker": "o", "ms": 3} if len(steps) == 1 else {}
-    for row, layer in enumerate(layers):
-        panel.plot(steps, values[:, row], color=colours[layer], **style)
+    if are_many_heads(readings, metric):
+        _draw_shares_of_heads(panel, steps, values.reshape(len(steps), -1))
+    else:
+        for row, layer in enumerate(layers):
+            panel.plot(steps, values[:, row], color=colours[layer], **style)
     panel.axhline(0, color=GREY, lw=0.8, zorder=0)
     dot: Style = {"marker": "o", "ms": 5} if len(mean) == 1 else {}
     panel.plot(mean.steps, mean.values, color="white", lw=4.5, **dot)
@@ -395,10 +401,33 @@ def draw_heads_over_training(
     label = "mean |cosine| over all heads"
     panel.plot(mean.steps, mean.values, color="black", lw=2.4, label=label, **dot)
     step_axis(panel, steps)
-    panel.set_ylim(-1.05, 1.3)
+    panel.set_ylim(-1.05, 1.8 if are_many_heads(readings, metric) else 1.3)
     panel.set_yticks([-1, -0.5, 0, 0.5, 1])
     panel.set_ylabel(AXIS_LABELS.get(metric, metric), fontsize=10)
     legend(panel)
+
+
+def are_many_heads(readings: Readings, metric: str) -> bool:
+    """Return whether a run has more heads than lines can be told apart.
+
+    Args:
+        readings: Readings of a run.
+        metric: Name of a metric of heads.
+    """
+    layers, count = layers_and_heads(readings.tags(), metric)
+    return len(layers) * count > _MOST_LINES
+
+
+def _draw_shares_of_heads(panel: Axes, steps: list[int], values: NDArray[np.float64]) -> None:
+    """Draw between which values 90 % and half of the heads lie; values are [steps, heads]."""
+    known = np.isfinite(values).any(axis=1)
+    at = np.array(steps)[known]
+    for shares, words, alpha in (
+        ((5, 95), "90 % of the heads", 0.2),
+        ((25, 75), "half of them", 0.3),
+    ):
+        low, high = np.nanpercentile(values[known], shares, axis=1)
+        panel.fill_between(at, low, high, color=BLUE, alpha=alpha, lw=0, label=words)
 
 
 def draw_layers_over_training(
@@ -436,6 +465,24 @@ def plain(panel: Axes) -> None:
     panel.tick_params(labelsize=9.5, length=3)
     panel.grid(axis="y", color=GRID, lw=0.7)
     panel.set_axisbelow(True)
+    for axis in (panel.xaxis, panel.yaxis):
+        if isinstance(axis.get_major_formatter(), ScalarFormatter):
+            axis.set_major_formatter(_Powers())
+
+
+class _Powers(ScalarFormatter):
+    """Numbers of ticks with their power of ten: beside an axis it would lie over its name."""
+
+    def __init__(self) -> None:
+        super().__init__(useOffset=False)
+        self.set_scientific(False)
+
+    def __call__(self, value: float, place: int | None = None) -> str:
+        largest = max(map(abs, self.axis.get_view_interval())) if self.axis else 1
+        if not value or 1e-4 <= largest < 1e5:
+            return super().__call__(value, place)
+        size, _, power = f"{value:.3e}".partition("e")
+        return f"{float(size):g}×10$^{{{int(power)}}}$".replace("-", "−")
 
 
 def show_message(panel: Axes, message: str) -> None:

@@ -36,12 +36,14 @@ def geometry_figure(readings: Readings, *, title: str | None = None) -> Figure:
     colours = dict(zip(layers, panels.colours_of(len(layers), LAYERS), strict=True))
     panels.draw_heads_over_training(axes[1, 0], readings, "qk_cosine", colours)
     panels.draw_layers_over_training(axes[1, 1], readings, "attention_entropy", colours)
+    many = panels.are_many_heads(readings, "qk_cosine")
     if layers:
-        panels.colour_bar(axes[1, 1], [str(layer) for layer in layers], LAYERS, "layer (c and d)")
+        words = "layer" if many else "layer (c and d)"
+        panels.colour_bar(axes[1, 1], [str(layer) for layer in layers], LAYERS, words)
     captions = (
         "Intrinsic dimension, mean over layers",
         "Anisotropy over depth",
-        "Mean query against mean key, one line per head",
+        f"Mean query against mean key, {'all heads' if many else 'one line per head'}",
         "Attention entropy, one line per layer",
     )
     for letter, words, panel in zip("abcd", captions, axes.flat, strict=True):
@@ -148,6 +150,8 @@ def save(figure: Figure, path: str | os.PathLike[str], *, dark: bool = False) ->
         OSError: The file cannot be written.
     """
     path = Path(path)
+    if not path.suffix:  # matplotlib would choose one, and write another file
+        raise ValueError("figures are written to a file that ends in .png, .svg or .pdf")
     path.parent.mkdir(parents=True, exist_ok=True)
     if dark:
         darken(figure)

@@ -19,12 +19,13 @@ from geomon.analysis.alerts import alert_notes, is_alert
 from geomon.record import Readings, tags
 from geomon.record.printable import printable
 from geomon.show.loading import load, name_runs
+from geomon.show.numbers import with_margin
 from geomon.show.report.glossary import MEANINGS
 
 # Largest numbers of steps in curves, and in what a slider moves over.
 _MOST_POINTS, _MOST_STEPS = 400, 32
 # What describes a start of a run and nothing that distinguishes it from runs beside it.
-_OF_A_START = ("time", "from_step", "seed")
+_OF_A_START = ("time", "from_step", "seed", "training/seed")
 _ALERT = re.compile(r"(?P<words>.*) \((?P<link>docs/alerts\.md#\w+)\)", re.DOTALL)
 
 # Keys of curves that are of no single tag.
@@ -126,12 +127,11 @@ def _run_content(run: Run) -> dict[str, Any]:
     selected = Readings([], single_source(run.readings))
     curve = curve_of(selected, _TWONN)
     phase = curve.phase() if len(curve) else None
-    words = phase.words() if phase else "intrinsic dimension not measured"
     return {
         "name": printable(run.name),
         "model": printable(str(run.description.get("model", "unknown model"))),
         "phase": phase.name if phase else "unknown",
-        "headline": words[:1].upper() + words[1:] + (phase.span() if phase else "") + ".",
+        "headline": _headline(selected, curve),
         "numbers": _numbers(selected, curve),
         "sentences": [printable(text) for text in summarise(run.readings)],
         "alerts": _alerts(run.readings),
@@ -142,13 +142,23 @@ def _run_content(run: Run) -> dict[str, Any]:
     }
 
 
+def _headline(readings: Readings, curve: Curve) -> str:
+    """Say how the intrinsic dimension goes, and where it ends before the run does."""
+    if not len(curve):
+        return "Intrinsic dimension: not measured."
+    phase, end = curve.phase(), readings[-1].step
+    ended = f" (known to step {curve.steps[-1]:,} of {end:,})" if curve.steps[-1] < end else ""
+    return f"Intrinsic dimension: {phase.words()}{phase.span()}{ended}."
+
+
 def _numbers(readings: Readings, curve: Curve) -> list[tuple[str, str]]:
     """Labels and texts of the few numbers that a reader looks for first."""
     last = readings[-1]
     numbers = [("readings", f"{len(readings):,}, to step {last.step:,}")]
     if len(curve):
-        margin = f" ± {curve.margins[-1]:.2g}" if curve.margins[-1] else ""
-        numbers.append(("dimension now", f"{curve.values[-1]:.3g}{margin}"))
+        since = f" at step {curve.steps[-1]:,}" if curve.steps[-1] < last.step else ""
+        now = with_margin(curve.values[-1], curve.margins[-1])
+        numbers.append(("dimension now" if not since else "dimension", f"{now}{since}"))
         phase = curve.phase()
         if phase.name in ("peak", "compressing"):
             numbers.append(("its peak", f"{phase.peak:.3g} at step {phase.peak_step:,}"))
@@ -309,13 +319,24 @@ def _rounded(value: float) -> float | None:
 
 
 def _seed_groups(runs: Sequence[Run]) -> list[list[int]]:
-    """Indices of runs whose descriptions differ in nothing but the seed; groups of two at least."""
+    """Indices of runs whose descriptions differ in the seed and nothing else; two at least.
+
+    Runs of one seed that are described alike differ in something that no record holds, such as the
+    learning rate: a mean of them would mean nothing.
+    """
     groups: dict[str, list[int]] = {}
     for index, run in enumerate(runs):
         told = {key: x for key, x in run.description.items() if key not in _OF_A_START}
         if told:
             groups.setdefault(repr(sorted(told.items())), []).append(index)
-    return [group for group in groups.values() if len(group) > 1]
+    seeds = [
+        repr([run.description.get(name) for name in ("seed", "training/seed")]) for run in runs
+    ]
+    return [
+        group
+        for group in groups.values()
+        if len(group) > 1 and len({seeds[index] for index in group}) == len(group)
+    ]
 
 
 def _configuration(runs: Sequence[Run]) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@
     light: ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"],
     dark: ["#56B4E9", "#E69F00", "#009E73", "#F0E442", "#CC79A7", "#D55E00", "#FFFFFF"],
   };
+  const MARKS = ["circle", "square-open", "diamond-open", "triangle-up-open", "x-thin-open"];
   const DASHES = ["solid", "dash", "dot", "dashdot"];
   const data = JSON.parse(document.getElementById("data").textContent);
   const element = (id) => document.getElementById(id);
@@ -101,17 +102,18 @@
     const inGroup = groupOf(run) >= 0;
     const x = curve.x.map(place);
     const name = several ? named(data.runs[run].name, label, lines) : plain(label);
+    const legendgroup = kinds(lines) ? tag : name;
     const traces = [];
     if (curve.margin && !inGroup) {
       const ends = (sign) => curve.y.map((value, at) => value + sign * (curve.margin[at] || 0));
       const none = { mode: "lines", line: { width: 0 }, hoverinfo: "skip", showlegend: false };
-      traces.push({ x, y: ends(-1), legendgroup: name, ...none });
-      traces.push({ x, y: ends(1), legendgroup: name, fill: "tonexty",
+      traces.push({ x, y: ends(-1), legendgroup, ...none });
+      traces.push({ x, y: ends(1), legendgroup, fill: "tonexty",
                     fillcolor: faded(colour, 0.18), ...none });
     }
     traces.push({
-      x, y: curve.y, name, legendgroup: name, mode: x.length > 1 ? "lines" : "markers",
-      showlegend: !inGroup,
+      x, y: curve.y, name, legendgroup, mode: x.length > 1 ? "lines" : "markers",
+      showlegend: !inGroup && !kinds(lines),
       line: { color: inGroup ? faded(colour, 0.45) : colour, width: inGroup ? 1 : 2,
               dash: several ? DASHES[order % 4] : "solid" },
       marker: { color: colour, size: 7 },
@@ -150,12 +152,13 @@
     // Where no other run is in the picture the names, which may be long, stand above it already.
     const mean = `mean of ${shown.length} runs`;
     const name = named(mean + (members.length < data.runs.length ? names : ""), lines[tag], lines);
+    const legendgroup = kinds(lines) ? tag : name;
     const none = { mode: "lines", line: { width: 0 }, hoverinfo: "skip", showlegend: false };
     return [
-      { x, y: rows.map((row) => Math.min(...row)), legendgroup: name, ...none },
-      { x, y: rows.map((row) => Math.max(...row)), legendgroup: name, fill: "tonexty",
+      { x, y: rows.map((row) => Math.min(...row)), legendgroup, ...none },
+      { x, y: rows.map((row) => Math.max(...row)), legendgroup, fill: "tonexty",
         fillcolor: faded(colour, 0.18), ...none },
-      { x, y: means, name, legendgroup: name, mode: "lines",
+      { x, y: means, name, legendgroup, mode: "lines", showlegend: !kinds(lines),
         line: { color: colour, width: 2.6, dash: DASHES[order % 4] },
         text: common.map((step, at) =>
           `${mean}<br>step ${step.toLocaleString("en")}: ` +
@@ -165,13 +168,27 @@
     ];
   }
 
+  // Of several runs with several lines each, names of all would leave no room for the lines: the
+  // cards name the colours, and the legend says what is dashed how.
+  const kinds = (lines) => several && Object.keys(lines).length > 1;
+  const MOST_NAMES = 8;
+
+  function kindTraces(tag, lines) {
+    if (!kinds(lines)) return [];
+    const dash = DASHES[Object.keys(lines).indexOf(tag) % 4];
+    return [{ x: [null], y: [null], name: plain(lines[tag]), legendgroup: tag, mode: "lines",
+              line: { color: style("--ink"), width: 2, dash } }];
+  }
+
   function drawCurves(id, title, unit, lines) {
     const traces = Object.keys(lines).flatMap((tag) => [
       ...[...data.runs.keys()].flatMap((run) => curveTraces(run, tag, lines)),
       ...(banded() ? data.groups.flatMap((group) => groupTraces(group, tag, lines)) : []),
+      ...kindTraces(tag, lines),
     ]);
     element(`${id}-title`).textContent = title;
-    const legend = traces.filter((trace) => trace.showlegend !== false).length > 1;
+    const named = traces.filter((trace) => trace.showlegend !== false);
+    const legend = named.length > 1 && named.length <= MOST_NAMES;
     draw(id, traces, {
       margin: { l: 58, r: 14, t: legend ? 34 : 10, b: 44 },
       showlegend: legend,
@@ -223,10 +240,13 @@
       const label = (index) =>
         `${several ? `${name}, ` : ""}step ${profiles.steps[index].toLocaleString("en")}`;
       const colour = colourOf(run);
+      // Runs of a group have one colour: their marks differ.
+      const member = groupOf(run) < 0 ? 0 : data.groups[groupOf(run)].indexOf(run);
+      const symbol = MARKS[member % MARKS.length];
       traces.push(line(0, label(0), { mode: "lines", showlegend: !several,
                                       line: { color: colour, width: 1.2, dash: "dot" } }));
       traces.push(line(at, label(at), { mode: "lines+markers", line: { color: colour, width: 2.4 },
-                                        marker: { size: 5 } }));
+                                        marker: { size: member ? 9 : 6, symbol } }));
     }
     const [low, high] = range(every);
     const space = 0.06 * (high - low || 1);

@@ -12,7 +12,8 @@ from rich.text import Text
 from geomon.analysis import Curve
 from geomon.analysis.profile import head_values, is_far_above
 from geomon.record import Reading, tags
-from geomon.show.terminal.scales import axis_marks, axis_range, number, place, step_marks
+from geomon.show.numbers import number
+from geomon.show.terminal.scales import axis_marks, axis_range, place, step_marks
 
 Colour = tuple[int, int, int]
 

@@ -8,12 +8,12 @@ from rich.text import Text
 from geomon.analysis import Curve
 from geomon.record import tags
 from geomon.record.printable import printable
+from geomon.show.numbers import with_margin
 from geomon.show.terminal.charts import Colour
 from geomon.show.terminal.choices import DIMENSION, Choices
 from geomon.show.terminal.history import Watched
 from geomon.show.terminal.overview import ago, percent
 from geomon.show.terminal.quantities import TITLES
-from geomon.show.terminal.scales import with_margin
 
 # Most runs that have a line of their own.
 _MOST_NAMED = 6

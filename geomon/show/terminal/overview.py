@@ -9,7 +9,8 @@ from geomon.analysis import Curve, curve_of, mean_abs_over_heads, single_source
 from geomon.analysis.alerts import alert_notes, is_alert
 from geomon.record import Reading, Readings, tags
 from geomon.record.printable import printable
-from geomon.show.terminal.scales import FLAT, number, thin, typical, with_margin
+from geomon.show.numbers import number, with_margin
+from geomon.show.terminal.scales import FLAT, thin, typical
 
 try:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -60,7 +61,14 @@ def format_line(reading: Reading, readings: Readings | Sequence[Reading]) -> str
         f"alert: {' '.join('; '.join(alerts).split())}" if alerts else "",
     ]
     measured = [part for part in parts if part]
-    return f"step {reading.step}: " + (", ".join(measured) or f"{len(reading.values)} values")
+    return f"step {reading.step}: " + (", ".join(measured) or _nothing_usual(reading))
+
+
+def _nothing_usual(reading: Reading) -> str:
+    """Say why a line has no value: other metrics were chosen, or they are not finite."""
+    names = {"twonn": "ID", "anisotropy": "anisotropy", "attention_entropy": "entropy"}
+    lost = [words for name, words in names.items() if tags.mean_tag(name) in reading.values]
+    return f"{', '.join(lost)} not finite" if lost else f"{len(reading.values)} values"
 
 
 def spark(values: Sequence[float], width: int, margin: float = 0.0) -> str:

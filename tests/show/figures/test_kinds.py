@@ -14,7 +14,7 @@ from geomon.kernels.baselines import isotropic_cosine_magnitude
 from geomon.kernels.token_types import token_types
 from geomon.record import Readings, Record, read, tags
 from geomon.show import commands
-from geomon.show.figures import KINDS, as_image, draw, geometry_figure
+from geomon.show.figures import KINDS, as_image, draw, geometry_figure, panels
 from geomon.show.figures.colours import BLUE, GREY, VERMILLION, darken
 from geomon.show.figures.panels import NotMeasuredError
 from geomon.show.figures.queries_keys import (
@@ -254,10 +254,36 @@ def test_the_line_through_token_types_is_that_of_the_metric(make_readings, tmp_p
     arrays = {"type_ids": ids.unique(), "type_rows": found.rows, "type_square_of_mean": found.m}
     arrays["type_scatter"] = found.scatter
     run.folder.write(0, "probe", {f"{n}/layer_01": a.numpy() for n, a in arrays.items()})
-    words = words_of(draw("norms", run)).replace("−", "-")
+    figure = draw("norms", run)
+    words = f"{words_of(figure)} {figure.axes[0].get_xlabel()}".replace("−", "-")
     assert f"slope {fit.slope.item():+.2f}, R² {fit.r_squared.item():.2f}" in words
     assert f"Q varies by {100 * fit.q_variation.item():.0f} %" in words
     assert f"{int(fit.types)} token types" in words
+
+
+def test_large_numbers_of_an_axis_bear_their_power_of_ten():
+    for largest, words in ((3e7, "2×10$^{7}$"), (30, "20"), (3e-6, "2×10$^{−6}$")):
+        figure = panels.new_figure(4, 4)
+        panel = figure.subplots()
+        panel.plot([0, largest], [0, largest])
+        panels.plain(panel)
+        as_image(figure)
+        assert words in [tick.get_text() for tick in panel.get_yticklabels()]
+        assert not panel.yaxis.get_offset_text().get_text()
+
+
+@pytest.mark.parametrize(
+    ("kind", "metric", "words"),
+    [
+        ("map", "anisotropi", r"anisotropi: not measured in this run: did you mean anisotropy"),
+        ("map", "zzz", r"not measured in this run; .*twonn, .* were$"),
+        ("heads", "twonn", r"twonn of single heads: not measured in this run; .*qk_cosine"),
+        ("cosines", "qk_cosin", r"did you mean qk_cosine"),
+    ],
+)
+def test_a_metric_that_is_not_there_is_answered_by_those_that_are(run, kind, metric, words):
+    with pytest.raises(NotMeasuredError, match=words):
+        draw(kind, run, metric)
 
 
 def test_shares_of_a_layer_sum_to_one(run):
@@ -366,7 +392,11 @@ def test_figures_are_written_by_kind(run, tmp_path):
 def test_all_draws_what_the_run_can_give_and_says_the_rest_in_a_line(
     make_readings, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("geomon.show.figures.save", lambda figure, path, dark: path)
+    def save(figure, path, *, dark):
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+
+    monkeypatch.setattr("geomon.show.figures.save", save)
     write_run(tmp_path, make_readings(without=["qk_cosine"]), with_arrays=False)
     result = invoke(tmp_path, "--all")
     assert result.exit_code == 0

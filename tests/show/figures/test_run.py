@@ -499,15 +499,30 @@ def test_lines_of_many_layers_are_thin(layers, width):
     assert {line.get_linewidth() for line in lines(entropy, 3)} == {width}
 
 
-@pytest.mark.parametrize(("heads", "width"), [(16, 1.0), (17, 0.6)])
-def test_lines_of_many_heads_are_thin_and_their_mean_is_not(heads, width):
-    panel = panels(geometry_figure(lopsided(layers=4, heads=heads)))[2]
+def test_a_mean_over_heads_is_set_off_from_their_lines():
+    panel = panels(geometry_figure(lopsided(layers=4, heads=16)))[2]
     *thin, edge, mean = lines(panel, 3)
-    assert {line.get_linewidth() for line in thin} == {width}
-    assert len(thin) == 4 * heads
+    assert {line.get_linewidth() for line in thin} == {1.0}
+    assert len(thin) == 4 * 16
     # The mean lies on a white line that sets it off from the others.
     assert edge.get_linewidth() > mean.get_linewidth() > 2
     assert (edge.get_color(), mean.get_color()) == ("white", "black")
+
+
+def test_of_more_heads_than_lines_can_be_told_apart_shares_are_drawn():
+    readings = lopsided(layers=4, heads=17)
+    figure = geometry_figure(readings)
+    panel = panels(figure)[2]
+    assert len(lines(panel, 3)) == 2  # the mean and its edge
+    wide, half = panel.collections
+    for band, shares in ((wide, (5, 95)), (half, (25, 75))):
+        heads = [v for t, v in readings[-1].values.items() if "qk_cosine" in t and "head_" in t]
+        assert len(heads) == 4 * 17
+        at = band.get_paths()[0].vertices
+        last = at[at[:, 0] == readings[-1].step, 1]
+        assert sorted({round(v, 9) for v in last}) == pytest.approx(np.percentile(heads, shares))
+    assert panel.get_title("left").endswith("all heads")
+    assert "layer (c and d)" not in words(figure)
 
 
 def test_a_run_of_one_reading_is_drawn_as_dots():

@@ -9,7 +9,8 @@ from rich.console import Console
 
 from geomon.analysis.alerts import Alert
 from geomon.record import Reading, Readings
-from geomon.show.terminal import format_line, scales, spark, view
+from geomon.show.numbers import number
+from geomon.show.terminal import format_line, spark, view
 
 ALL = ["twonn", "twonn_distinct", "gride", "anisotropy", "qk_cosine", "attention_entropy", "geomon"]
 
@@ -85,7 +86,7 @@ def test_where_the_printed_ends_agree_so_do_those_of_the_line(values, width):
     ends = [*values, values[0] + 1e-6]
     line = spark(ends, width)
     assert len(line) == min(width, len(ends))
-    if scales.number(ends[0]) == scales.number(ends[-1]):
+    if number(ends[0]) == number(ends[-1]):
         assert line[0] == line[-1]
 
 
