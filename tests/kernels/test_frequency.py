@@ -94,7 +94,7 @@ def test_the_margin_of_a_class_is_that_of_the_metric_on_the_halves():
                 for one, other in pairs
             ]
             tag = f"token_frequency/{name}/{part}/margin"
-            assert values[tag] == pytest.approx(margin(want), rel=1e-6)
+            assert values[tag] == pytest.approx(halves.widening * margin(want), rel=1e-6)
 
 
 def test_bad_token_ids_are_refused():

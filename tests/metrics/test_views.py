@@ -5,7 +5,7 @@ from geomon import geometry
 from geomon.capture.snapshot import Layer
 from geomon.kernels import spectrum as kernels
 from geomon.kernels import spectrum_summary
-from geomon.kernels.half_samples import margin
+from geomon.kernels.half_samples import half_samples, margin
 from geomon.metrics import METRICS, MORE_METRICS, Evaluator, select
 from geomon.metrics.intervals import differences_of
 from geomon.metrics.views import DERIVED, LayerViews, can_be_made
@@ -133,7 +133,8 @@ def test_rows_are_multiplied_with_themselves_once(massive, monkeypatch):
     ):
         want = geometry(hidden[some], sequences=sequences[some], metrics=select("anisotropy"))
         assert float(value[""]) == pytest.approx(want["anisotropy"], rel=1e-12)
-        close = pytest.approx(want["anisotropy/margin"], rel=1e-6)
+        # 45 sequences make no equal groups, and some rows may be left out.
+        close = pytest.approx(want["anisotropy/margin"] / half_samples(sequences[some]).widening)
         assert margin(differences[:, 0].tolist()) == close
 
 

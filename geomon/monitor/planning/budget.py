@@ -46,8 +46,12 @@ class _Charge:
         self._began = time.perf_counter()
 
     def __exit__(self, *error: object) -> None:
-        taken = time.perf_counter() - self._began
-        known = self._budget.spent + self._budget.left_out - self._known
+        now, first = time.perf_counter(), self._budget.first_step
+        known = self._budget.spent + self._budget.left_out
+        if first > self._began:  # the training has begun inside: nothing before that counts
+            taken = now - first
+        else:
+            taken, known = now - self._began, known - self._known
         if taken > known:
             self._budget.spend(taken - known)
 
@@ -66,6 +70,7 @@ class Budget:
 
     Attributes:
         rows: Number of rows in a split of the next reading.
+        first_step: When the training began, in seconds of `time.perf_counter`.
 
     Example:
         >>> seconds = iter([0.0, 50.0, 50.0])
@@ -88,6 +93,7 @@ class Budget:
         self.rows = tokens
         self._rows_chosen = share is None
         self._clock = clock
+        self.first_step = -math.inf
         self._began: float | None = None
         self._steps = 0
         self._spent = 0.0
@@ -101,8 +107,9 @@ class Budget:
         return self._began is not None
 
     def begin(self) -> None:
-        """Start the clock at the first step."""
-        self._began = self._clock()
+        """Start the clock at the first step: what was spent before it does not count."""
+        self._began, self.first_step = self._clock(), time.perf_counter()
+        self._spent = self._left_out = 0.0
 
     def count_step(self) -> None:
         """Count one more step of the training."""

@@ -1,4 +1,5 @@
 import math
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -28,6 +29,18 @@ def test_without_a_limit_everything_is_afforded_and_no_row_left_out():
     assert budget.choose_rows(12)
     assert budget.rows == 4096
     assert not budget.limited
+
+
+def test_what_was_spent_before_the_first_step_is_no_part_of_the_share():
+    budget = Budget(None, 4096)
+    budget.spend(100.0)
+    with budget.charge():
+        time.sleep(0.05)
+        budget.spend(50.0)
+        budget.begin()
+        time.sleep(0.01)
+    assert 0 < budget.overhead <= 1
+    assert budget.spent < 0.05
 
 
 def test_nothing_is_afforded_before_time_has_passed():
