@@ -43,7 +43,7 @@ def test_values_of_wide_layers_have_an_error_and_are_within_it(massive, wide, mo
     assert found.keys() - want.keys() == {f"{name}/error" for name in metrics}
     for name in metrics:
         assert abs(found[name] - want[name]) <= 2 * found[f"{name}/error"], name
-        assert 0 < found[f"{name}/error"] < 0.03 * want[name], name
+        assert 0 < found[f"{name}/error"] < 0.04 * want[name], name
     assert (found["anisotropy_no_sinks"] < 0.5 * found["anisotropy"]) == (massive > 0)
 
 
