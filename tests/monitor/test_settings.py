@@ -64,7 +64,7 @@ class Failing(Mapping):
         (np.float32(0.5), 0.5), (np.int64(3), 3), (np.bool_(True), True), (np.float64(0.1), 0.1),
         (np.str_("adam"), "adam"), (torch.tensor(2), 2), (torch.tensor(0.5), 0.5),
         (Colour.RED, "red"), (math.inf, "inf"), (math.nan, "nan"), (-math.inf, "-inf"),
-        (2**64, 2**64), ("/home/someone/data/enwik8", "enwik8"), ("~/data/enwik8/", "enwik8"),
+        (2**64, 2**64), ("/srv/someone/data/enwik8", "enwik8"), ("~/data/enwik8/", "enwik8"),
         ("C:\\data\\enwik8", "enwik8"), ("gpt2/medium", "gpt2/medium"), ("\ud800", "?"),
         ("https://example.org/a", "https://example.org/a"),
     ],
@@ -79,8 +79,8 @@ def test_a_setting_of_any_type_stands_as_json_has_it(given, stands):
 @pytest.mark.parametrize(
     "given",
     [
-        None, pytest.param(10**5000, id="huge"), (1, 2), torch.ones(2), torch.ones((), device="meta"), torch.nn.Identity(),
-        b"bytes", lambda: 1, Config,
+        None, pytest.param(10**5000, id="huge"), (1, 2), torch.ones(2),
+        torch.ones((), device="meta"), torch.nn.Identity(), b"bytes", lambda: 1, Config,
     ],
 )  # fmt: skip
 def test_what_is_no_number_and_no_text_is_left_out(given):
