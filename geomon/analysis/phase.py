@@ -104,11 +104,11 @@ class Phase:
 
         Example:
             >>> Phase("peak", 128, 7.4, 0.0, 64, 256).span()
-            ' (between 64 and 256)'
+            ' (between steps 64 and 256)'
         """
         if self.earliest is None or self.earliest == self.latest:
             return ""
-        return f" (between {self.earliest:,} and {self.latest:,})"
+        return f" (between steps {self.earliest:,} and {self.latest:,})"
 
     def _below(self) -> str:
         return f"{-self.change:.0%} below".replace("%", " %")
@@ -151,7 +151,7 @@ def find_phase(
         >>> steps, values = [0, 64, 128, 256, 512, 1024], [2.5, 5.0, 7.3, 7.4, 6.4, 5.5]
         >>> phase = find_phase(steps, values, [0.15] * 6)
         >>> phase.words(), phase.span()
-        ('compressing since step 256: 26 % below the peak 7.4', ' (between 128 and 256)')
+        ('compressing since step 256: 26 % below the peak 7.4', ' (between steps 128 and 256)')
     """
     errors = [0.0] * len(values) if errors is None else errors
     if not len(steps) == len(values) == len(errors):

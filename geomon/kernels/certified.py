@@ -284,10 +284,12 @@ class NearOfTrial(NamedTuple):
 
     Attributes:
         distance: Distance to the k-th nearest, of some of the rows, [tried].
+        farther: Distance to the 2k-th nearest, or to the farthest, [tried].
         usual: Median of the distances.
     """
 
     distance: Tensor
+    farther: Tensor
     usual: Tensor
 
 
@@ -296,10 +298,11 @@ def nearest_of_trial(drawn: Tensor, k: int) -> NearOfTrial:
 
     Args:
         drawn: Some of the points, in random order, [pool, width], float32.
-        k: Number of neighbours.
+        k: Number of neighbours, fewer than rows.
     """
     apart = torch.cdist(drawn[:_TRIED], drawn)
-    return NearOfTrial(apart.kthvalue(k + 1, dim=1).values, apart[0].median())
+    near = apart.topk(min(2 * k + 1, len(drawn)), dim=1, largest=False).values
+    return NearOfTrial(near[:, k], near[:, -1], apart[0].median())
 
 
 def needed(drawn: Tensor, directions: Tensor, counts: list[int], distance: Tensor) -> list[Tensor]:

@@ -73,15 +73,18 @@ _TRIED, _HOPELESS = 128, 0.25
 # Fewest coordinates, and fewest points and wanted points, for which this is faster; and most
 # coordinates for which sums of products, and twice them, have 32 bits.
 _NARROWEST, _POINTS, _WANTED, _WIDEST = 24, 1024, 128, 20_000
-# Directions that are tried, the width from which on, and rows of that trial, half of them for the
-# directions; and the share of the usual distance beyond which the nearest row says that no
-# direction is of use.
-_DIRECTIONS, _WIDE, _VERY_WIDE, _POOL, _ALIKE = 31, 256, 1024, 1024, 0.85
+# Numbers of directions that are tried, and the widths from which on: more of them cost more for
+# each coordinate of a row and leave fewer candidates. With 127 the trial costs what is gained. Rows
+# of the trial, half of them for the directions; and the share of the usual distance beyond which
+# the nearest row says that no direction is of use.
+_DIRECTIONS = {31: 256, 63: 1024}
+_WIDE, _POOL, _ALIKE = 256, 1024, 0.85
 # Candidates in all coordinates, in units of k; and how many more the rounding to integers makes.
 _USUAL, _LOOSER = 2.0, 1.3
-# Nanoseconds: of a product of integers, a difference in float32, and a coordinate in float32 along
-# all directions, for each coordinate; and of a candidate beside its difference.
-_PRODUCT, _DIFFERENCE, _READING, _CANDIDATE = 0.0045, 0.2, 1.8, 60.0
+# Nanoseconds for each coordinate: of a product of integers and one in float32, of a difference in
+# float32, of reading a number and of taking it along a direction; and of a candidate beside that.
+_PRODUCT, _IN_FLOAT, _DIFFERENCE = 0.0045, 0.025, 0.2
+_READING, _ALONG, _CANDIDATE = 1.0, 0.025, 60.0
 # Squares of points that are none: beyond all others.
 _NONE = 2**30
 
@@ -396,28 +399,36 @@ def _coordinates(values: Tensor, directions: Tensor, turn: Tensor) -> tuple[Tens
 def _directions(values: Tensor, wanted: int, k: int) -> Tensor | None:
     """Try a few leading directions on some rows; None where all coordinates cost less."""
     points, width = values.shape
-    # Of wide rows fewer, which cost as much; from these, more candidates are expected.
-    pool = _POOL if width < _VERY_WIDE else _POOL // 2
-    # As near as the k-th of all points is the one of so many of these.
-    rank = max(1, round(k * pool / points))
-    if width < _WIDE or points < _POOL or pool < 2 * rank:
+    counts = [count for count, narrowest in _DIRECTIONS.items() if width >= narrowest]
+    # As near as the k-th of all points is about the one of so many of these.
+    wished = k * _POOL / points
+    rank = max(1, round(wished))
+    if not counts or points < _POOL or 2 * rank > _POOL:
         return None
     generator = torch.Generator("cpu").manual_seed(0)
     order = torch.randperm(points, generator=generator, dtype=torch.int64, device="cpu")
-    drawn = values[order[:pool]]
+    drawn = values[order[:_POOL]]
     near = nearest_of_trial(drawn, rank)
     if float(near.distance.median()) > _ALIKE * float(near.usual):
         return None
-    directions = leading(drawn[: pool // 2], _DIRECTIONS, generator)
-    within = needed(drawn, directions, [_DIRECTIONS], near.distance)[0]
-    within = within * (points / pool) * _LOOSER
+    # Volumes in the dimension that the rows have at this distance.
+    grown = float((near.farther / near.distance).nan_to_num(nan=1.0).median())
+    distance = near.distance * (wished / rank) ** math.log2(max(grown, 1.0))
+    directions = leading(drawn[: _POOL // 2], counts[-1], generator)
     most = max(_MOST * k, _AT_LEAST)
-    candidates = float(torch.where(within < most, within, points).mean())
     # Nanoseconds of one core of 2024, for each wanted point; only their ratios matter.
     one = _CANDIDATE + width * _DIFFERENCE
-    here = points * _PRODUCT * _DIRECTIONS + one * candidates + width * points / wanted * _READING
-    whole = points * _PRODUCT * width + one * _USUAL * k
-    return directions if here < whole else None
+    least = points * _PRODUCT * width + one * _USUAL * k
+    cheapest = None
+    for count, inside in zip(counts, needed(drawn, directions, counts, distance), strict=True):
+        within = inside * (points / _POOL) * _LOOSER
+        crowded = within >= most  # and searched again, in float32
+        candidates = one * within.masked_fill(crowded, 0) + crowded * points * width * _IN_FLOAT
+        reading = width * points / wanted * (_READING + _ALONG * count)
+        cost = points * _PRODUCT * count + float(candidates.mean()) + reading
+        if cost < least:
+            least, cheapest = cost, count
+    return None if cheapest is None else directions[:, :cheapest]
 
 
 def prepare(values: Tensor, wanted: int, k: int) -> Integers | None:

@@ -27,8 +27,8 @@ from geomon.kernels._blocks import (
 )
 from geomon.kernels.products import factor_type, product_with_itself
 
-# Largest smaller side of which all eigenvalues are computed. There they are exact, and cost 1.6
-# times as much; at 2,048 columns 3.5 times, at 4,096 nine times (4,096 rows, one thread).
+# Largest smaller side of which all eigenvalues are computed. There they are exact, and cost 2.1
+# times as much; at 2,048 columns 5 times, at 4,096 13 times (4,096 rows, one thread).
 WHOLE_SIDE = 1024
 
 # Eigenvalues that a summary of wide rows holds.

@@ -23,8 +23,8 @@ def anisotropy(readings, values, error=0.0):
 
 def test_the_run_of_the_definitions_in_words(make_readings):
     assert summarise(make_readings()) == [
-        "twonn/mean: 2.5 at step 0, peak 7.4 at step 256 (between 128 and 256), 5.3 at the end "
-        "(step 1,500, 28 % below the peak).",
+        "twonn/mean: 2.5 at step 0, peak 7.4 at step 256 (between steps 128 and 256), 5.3 at the "
+        "end (step 1,500, 28 % below the peak).",
         "twonn_distinct/mean fell from 32.1 to 4.9: the first rise of twonn is near-duplicates "
         "(equal tokens at equal positions), not new dimensions.",
         "The scales disagree at the end (since step 256): at the smallest scale the dimension "
@@ -279,7 +279,7 @@ def test_the_course_of_the_dimension_in_whole_sentences(make_readings):
         "above its errors."
     )
     assert first([2, 3, 4, 6, 7, 7.9, 8, 8, 7.84]) == (
-        "twonn/mean: 2.0 at step 0, peak 8.0 at step 512 (between 256 and 1,500), 7.8 at the "
+        "twonn/mean: 2.0 at step 0, peak 8.0 at step 512 (between steps 256 and 1,500), 7.8 at the "
         "end (step 1,500, 2 % below the peak, which is within the scatter of the curve)."
     )
     assert first([2, 3, 4, 6, 7, 7.9, 8, 8, 8.01]) == (

@@ -304,6 +304,21 @@ def test_noise_has_no_use_for_directions_and_none_are_made(monkeypatch):
     assert made == [1]
 
 
+@pytest.mark.parametrize(("width", "count"), [(512, None), (1100, 63)])
+def test_more_directions_are_tried_where_rows_are_very_wide(monkeypatch, asked, width, count):
+    monkeypatch.setattr(quantised, "is_fast", lambda: True)
+    # Of sixty equal directions 31 leave a half, and too many candidates.
+    rows = normal(1600, 60) @ normal(60, width) / 8 + 0.01 * normal(1600, width, seed=1)
+    chosen = quantised._directions(scale_rows(rows).values, len(rows), 2)
+    assert (None if chosen is None else chosen.shape[1]) == count
+    got = nearest(rows, 2)
+    assert asked[-1].certain.double().mean() > 0.9
+    monkeypatch.setattr(quantised, "is_fast", lambda: False)
+    want = nearest(rows, 2)
+    assert torch.equal(got.distances, want.distances)
+    assert torch.equal(got.indices, want.indices)
+
+
 @pytest.mark.parametrize("width", [60, 300])
 def test_integers_are_made_once_for_all_searches_among_the_same_rows(monkeypatch, asked, width):
     monkeypatch.setattr(quantised, "is_fast", lambda: True)
