@@ -1,3 +1,4 @@
+import argparse
 import csv
 import math
 import os
@@ -5,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import types
 from pathlib import Path
 
 import lightning as L
@@ -80,6 +82,30 @@ def fit(
     torch.manual_seed(1)
     trainer.fit(model, data, ckpt_path=resume, weights_only=weights_only)
     return model, trainer
+
+
+class Described(Decoder):
+    """Hyper-parameters as people keep them: some are no numbers, one is nobody's business."""
+
+    def __init__(self, config, rate, token, rows=None) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_hyper_parameters_stand_in_the_record_and_yours_count(tmp_path):
+    model = Described(
+        types.SimpleNamespace(a=1), torch.tensor(0.5), "hf_abc", argparse.Namespace(n=3)
+    )
+    monitor = GeometryMonitor(
+        **FEW, settings={"rate": 0.25, "trial": 7}, directory=tmp_path / "run"
+    )
+    fit(tmp_path, [monitor], steps=1, model=model)
+    (run,) = read(tmp_path / "run").runs
+    told = {name: value for name, value in run.items() if name.startswith("training/")}
+    assert told == {"training/rows/n": 3, "training/rate": 0.25, "training/trial": 7}
+    fit(tmp_path, [GeometryMonitor(**FEW, directory=tmp_path / "plain")], steps=1)
+    (run,) = read(tmp_path / "plain").runs
+    assert not [name for name in run if name.startswith("training/")]
 
 
 def test_no_argument_is_needed(tmp_path):

@@ -158,11 +158,21 @@ def describe_settings(first: Readings, second: Readings) -> str:
     one, other = first.runs[-1], second.runs[-1]
     names = [name for name in {**one, **other} if name not in _OF_A_START]
     differing = [
-        f"{name} {_setting(one.get(name))} and {_setting(other.get(name))}"
+        f"{name} {_both(one.get(name), other.get(name))}"
         for name in names
         if one.get(name) != other.get(name)
     ]
     return f"the records differ in {', '.join(differing)}" if differing else ""
+
+
+def _both(one: Any, other: Any) -> str:
+    """Format two settings that differ, with more digits or more of a text where both look alike."""
+    short = _setting(one), _setting(other)
+    if short[0] != short[1]:
+        return " and ".join(short)
+    if isinstance(one, list | Mapping):
+        return f"({short[0]}, with other names or values)"
+    return printable(f"{one!r} and {other!r}")
 
 
 def _setting(value: Any) -> str:

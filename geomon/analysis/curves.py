@@ -20,9 +20,9 @@ class Curve:
         steps: Training steps, ascending.
         values: Finite values, one for each step.
         errors: Standard errors of the values; 0 where unknown.
-        sampled: False for an error that is the deviation over splits of the rows: these are of the
-            same sequences, and it may be a third of the error over others. Empty where there is
-            none.
+        sampled: For each error whether it is one over sequences, which makes an interval. False
+            for a deviation over splits of the rows: these are of the same sequences, and it may be
+            a third of that. Empty where all errors are over sequences.
     """
 
     steps: list[int]

@@ -646,7 +646,9 @@ def _beside(
         return heads[0]
     missing = {view: reason for _, lacking in reversed(heads) for view, reason in lacking.items()}
     found: dict[str, Any] = {}
-    for view in heads[0][0].keys() - missing.keys():
+    for view in heads[0][0]:
+        if view in missing or not all(view in captured for captured, _ in heads):
+            continue
         values = [captured[view] for captured, _ in heads]
         first = values[0]
         if all(x is None for x in values) or view in _PROJECTED_SEQUENCES:

@@ -9,7 +9,7 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
@@ -506,9 +506,10 @@ class Window:
         if stack_pass.block_calls or stack_pass.over:
             return
         self._passed |= {
-            value.untyped_storage().data_ptr()
-            for value in [*args, *kwargs.values()]
-            if isinstance(value, Tensor) and not value.is_floating_point() and not value.is_nested
+            storage
+            for value in _with_contents([*args, *kwargs.values()])
+            if isinstance(value, Tensor) and not value.is_floating_point()
+            if (storage := _storage(value)) is not None
         }
         masks = find_padding_masks(module, args, kwargs)
         shared = number == 0 and len(self._passes) > 1  # the call of a module around all stacks
@@ -577,7 +578,7 @@ class Window:
         running = [stack_pass for stack_pass in self._passes if stack_pass.running]
         lookup = Lookup(
             local_shard(ids).detach().clone(), table, table in self._anatomy.of_output,
-            ids.untyped_storage().data_ptr() in self._passed,
+            _storage(ids) in self._passed,
         )  # fmt: skip
         for stack_pass in running or self._passes:
             if not stack_pass.over and not (stack_pass.block_calls and stack_pass not in running):
@@ -1034,6 +1035,23 @@ def _check_tokens(given: Arguments, shape: tuple[int, ...]) -> None:
 def _place(values: Tensor) -> tuple[int, tuple[int, ...]]:
     """Return the address and the shape of a tensor, which tell it from others while it lives."""
     return local_shard(values).data_ptr(), tuple(values.shape)
+
+
+def _storage(values: Tensor) -> int | None:
+    """Return the address of what a tensor, or a part of it, lies in; None where it has none.
+
+    Sparse and nested tensors have none, nor have those inside `torch.func.vmap`.
+    """
+    try:
+        return local_shard(values).untyped_storage().data_ptr() or None
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def _with_contents(values: Iterable[Any]) -> Iterator[Any]:
+    """Iterate over values, and over those that lie in dicts among them."""
+    for value in values:
+        yield from value.values() if isinstance(value, Mapping) else (value,)
 
 
 def _running_index(block: Block, block_call: BlockCall, module: Any) -> int:

@@ -26,6 +26,8 @@ _GRIDS = ("visible", "bias", "scores")
 # Views that number the sequences of a rank's batch.
 _SEQUENCES = ("sequences", "last_sequences", "query_sequences", "key_sequences")
 
+_NOT_ON_ALL = "it is known of the rows of some ranks or batches, and not of others"
+
 
 def attention_shape(layer: Layer) -> Shape | None:
     """Shape of what was kept of the layer's attention; None for nothing.
@@ -99,8 +101,9 @@ def take_share(
 def merge_layers(parts: Sequence[Layer]) -> Layer:
     """Make one layer of the same layer on each rank: the rows of one rank after another's.
 
-    Ranks that saw nothing of a source (a skipped block, say) give nothing to it. Where the ranks
-    that did see something disagree on more than the number of rows, the source is missing.
+    Ranks that saw nothing of a source (a skipped block, say) give nothing to it. What some of the
+    others know of their rows and some do not is missing. Where they disagree on more than the
+    number of rows, the source is.
 
     Args:
         parts: The same layer from each rank, in rank order.
@@ -115,6 +118,10 @@ def merge_layers(parts: Sequence[Layer]) -> Layer:
         seen = [_of(part, source) for part in parts]
         holders = [views for views in seen if views]
         missing = {view: why for view, why in missing.items() if CAPTURED[view] != source}
+        if source != "attention":  # what one rank cannot tell of its rows takes nothing else away
+            lost = {view for views in holders for other in holders for view in views.keys() - other}
+            holders = [{v: x for v, x in views.items() if v not in lost} for views in holders]
+            missing |= dict.fromkeys(sorted(lost), _NOT_ON_ALL)
         if any(_kind(views) != _kind(holders[0]) for views in holders):
             missing |= dict.fromkeys(holders[0], "ranks or batches captured it in different forms")
             continue

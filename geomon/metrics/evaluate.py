@@ -396,10 +396,10 @@ def _combine_stack(
     return result
 
 
-def _widening(views: LayerViews, cut: str) -> float:
+def _widening(views: LayerViews, cut: str | None) -> float:
     """What differences between halves are multiplied by; 1 where a metric has its own halves."""
     try:
-        return float(views[cut].widening)
+        return 1.0 if cut is None else float(views[cut].widening)
     except MissingViewError:
         return 1.0
 

@@ -436,8 +436,10 @@ def _minus(one: Any, other: Any) -> Tensor:
     return left - right
 
 
-def cut_of(differences: Differences) -> str:
+def cut_of(differences: Differences) -> str | None:
     """Name the view that says how the rows which such a function compares are cut into halves.
+
+    None where it reads nothing that knows of sequences: it has halves of its own.
 
     Args:
         differences: A function of views.
@@ -448,8 +450,10 @@ def cut_of(differences: Differences) -> str:
         "last_sequences": "last_halves",
         "query_sequences": "query_halves",
         "key_sequences": "key_halves",
+        "query": "attention_halves",
+        "scores": "attention_halves",
     }
-    return next((cut for leaf, cut in cuts.items() if leaf in leaves), "attention_halves")
+    return next((cut for leaf, cut in cuts.items() if leaf in leaves), None)
 
 
 def by_part(result: Any) -> dict[str, list[float]]:

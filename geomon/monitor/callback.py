@@ -19,6 +19,7 @@ from geomon.capture.unchanged import random_states_kept
 from geomon.monitor.held_out import HeldOut, first_loader
 from geomon.monitor.monitor import Monitor
 from geomon.monitor.options import VALIDATION, CallbackOptions, check_callback_options
+from geomon.monitor.settings import readable_items
 from geomon.record import Sink
 from geomon.record.printable import printable
 from geomon.record.tags import LOSS
@@ -117,7 +118,8 @@ class CallbackSession:
         if options["probe"] == VALIDATION:
             options["probe"] = self._held_out(model, validation)
         options["log"] = self.logged
-        options["settings"] = {**settings, **self.options["settings"]}
+        own = readable_items(self.options["settings"])
+        options["settings"] = {**dict(readable_items(settings)), **dict(own)}
         options["sinks"] = [*self.options["sinks"], *sinks]
         self.monitor = Monitor(model, **options)  # type: ignore[arg-type]
         if self.last_seen is None or self.last_seen >= step:  # of another training

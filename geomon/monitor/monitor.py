@@ -40,13 +40,13 @@ from geomon.monitor.options import (
     MonitorOptions,
     check_options,
     check_step,
-    flat_settings,
     show_monitor_options,
 )
 from geomon.monitor.planning.budget import Budget
 from geomon.monitor.planning.planner import ReadingPlanner
 from geomon.monitor.planning.schedule import Schedule, first_steps
 from geomon.monitor.probe_loss import ProbeLoss
+from geomon.monitor.settings import flat_settings
 from geomon.monitor.writing.logged import LoggedValues
 from geomon.monitor.writing.output import ReadingWriter, Warnings
 from geomon.monitor.writing.reactions import Reactions

@@ -1,9 +1,7 @@
 """Options of a monitor: declared, documented and checked here, for `Monitor` and both callbacks."""
 
 import difflib
-import enum
 import inspect
-import itertools
 import math
 import operator
 import os
@@ -65,7 +63,8 @@ class MonitorOptions(TypedDict, total=False):
         settings: Settings of the training by which runs are told apart, as numbers and texts, in
             dicts if need be: `{"learning_rate": 3e-4, "trial": 7}`. They stand in the description
             of the run, as `training/learning_rate`, and pages say in which of them runs differ. The
-            callbacks add what they know: hyper-parameters of the module, arguments of the Trainer.
+            callbacks add what they know: hyper-parameters of the module, the usual arguments of
+            the Trainer. Texts whose names are those of secrets are left out.
         directory: Folder in which the first rank writes `readings.jsonl`.
         arrays: Whether arrays that figures need stand in files beside the record, in `arrays/`:
             mean queries and keys, a few single ones, eigenvalues, moments of token types. They are
@@ -239,37 +238,6 @@ def check_callback_options(options: CallbackOptions, owner: str) -> CallbackOpti
     checked = _check(given, CALLBACK_DEFAULTS, owner)
     checked["detail"] = _check_detail(checked["detail"], list(checked["metrics"]))
     return checked
-
-
-def flat_settings(settings: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
-    """Flatten settings into those that a description of a run holds.
-
-    What is no number and no text is left out, as are paths within dicts deeper than three.
-
-    Args:
-        settings: Numbers, texts and dicts of these, by name.
-
-    Returns:
-        Numbers and texts, under "training/<name>", at most 100.
-
-    Example:
-        >>> flat_settings({"optimizer": {"lr": 0.1, "betas": (0.9, 0.99)}, "trial": 7})
-        {'training/optimizer/lr': 0.1, 'training/trial': 7}
-    """
-    found: dict[str, bool | int | float | str] = {}
-
-    def walk(content: Mapping[str, Any], before: str, depth: int) -> None:
-        for name, given in content.items():
-            value = given.value if isinstance(given, enum.Enum) else given
-            if isinstance(value, bool | int | float):
-                found[f"{before}/{name}"] = value
-            elif isinstance(value, str):
-                found[f"{before}/{name}"] = value[:200]
-            elif isinstance(value, Mapping) and depth:
-                walk(value, f"{before}/{name}", depth - 1)
-
-    walk(settings, "training", 2)
-    return dict(itertools.islice(found.items(), 100))
 
 
 _Options = TypeVar("_Options", bound=MonitorOptions)

@@ -89,6 +89,21 @@ def test_settings_that_differ_are_named(make_readings):
     )
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "said"),
+    [
+        ([1, 2], [1, 3], "x (of 2, with other names or values)"),
+        (0.10001, 0.10002, "x 0.10001 and 0.10002"),
+        (1, "1", "x 1 and '1'"),
+        ("a" * 61 + "b", "a" * 61 + "c", f"x '{'a' * 61}b' and '{'a' * 61}c'"),
+        (None, 3, "x unknown and 3"),
+    ],
+)  # fmt: skip
+def test_settings_that_look_alike_are_told_apart(one, other, said, make_readings):
+    runs = (Readings([{"x": x}], make_readings().readings) for x in (one, other))
+    assert describe_settings(*runs) == f"the records differ in {said}"
+
+
 def test_a_deviation_over_splits_of_the_rows_decides_nothing(make_readings):
     """The splits are of the same sequences: two readings of one model differ by more than that."""
     runs = make_readings(), make_readings(curves={"gride/mean/k1": [9.0] * 9})

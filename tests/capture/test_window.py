@@ -1691,13 +1691,13 @@ def test_a_pass_inside_grad_is_seen_as_any_other():
     model, ids = PlainDecoder(), batch()
     parameters = {name: value.detach() for name, value in model.named_parameters()}
 
-    def loss(given):
-        return torch.func.functional_call(model, given, (ids,)).logsumexp(-1).mean()
+    def loss(given, tokens):
+        return torch.func.functional_call(model, given, (tokens,)).logsumexp(-1).mean()
 
     with window(model) as plain:
-        loss(parameters)
+        loss(parameters, ids)
     with window(model) as seen:
-        torch.func.grad(loss)(parameters)
+        torch.func.grad(loss)(parameters, ids)
     pairs = zip(seen.snapshot().layers, plain.snapshot().layers, strict=True)
     for layer, expected in pairs:
         assert (layer.captured.keys(), layer.missing) == (expected.captured.keys(), {})

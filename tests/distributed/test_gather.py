@@ -103,15 +103,26 @@ def test_a_rank_that_saw_nothing_gives_nothing():
     [
         rows_layer(drawn(0, 5, WIDTH + 1)),
         rows_layer(drawn(0, 5, WIDTH).double()),
-        layer_of({"hidden": drawn(0, 5, WIDTH), "precision": 1e-7}),
         layer_of(rows_layer(drawn(0, 5, WIDTH)).captured | {"precision": 1e-3}),
     ],
-    ids=["width", "dtype", "no token ids", "precision"],
+    ids=["width", "dtype", "precision"],
 )
 def test_what_ranks_hold_in_different_forms_is_missing_and_said(other):
     whole = merge_layers([rows_layer(drawn(0, 5, WIDTH)), other])
     assert not whole.captured
     assert whole.missing["hidden"] == "ranks or batches captured it in different forms"
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_what_one_rank_does_not_know_of_its_rows_takes_nothing_else_away(turned):
+    known = rows_layer(drawn(0, 5, WIDTH))
+    other = layer_of({"hidden": drawn(1, 5, WIDTH), "precision": 1e-7})
+    parts = [other, known] if turned else [known, other]
+    whole = merge_layers(parts)
+    rows = torch.cat([part.captured["hidden"] for part in parts])
+    assert torch.equal(whole.captured["hidden"], rows)
+    assert whole.captured.keys() == {"hidden", "precision"}
+    assert whole.missing["token_ids"].startswith("it is known of the rows of some ranks")
 
 
 @pytest.mark.parametrize("source", ["hidden", "attention"])

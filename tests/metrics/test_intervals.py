@@ -16,7 +16,7 @@ from geomon.metrics import Evaluator, select
 from geomon.metrics.between_layers import BetweenLayers
 from geomon.metrics.between_readings import BetweenReadings
 from geomon.metrics.cautions import cautions
-from geomon.metrics.intervals import DIFFERENCES, by_part, differences_of
+from geomon.metrics.intervals import DIFFERENCES, by_part, cut_of, differences_of
 from geomon.metrics.views import DERIVED, LayerViews, captured_views, parameters
 
 # Metrics without an interval: of single rows, an extreme, or a few types or eigenvalues.
@@ -222,6 +222,23 @@ def test_an_interval_may_be_computed_in_a_way_of_ones_own():
     again = with_interval(lambda hidden: hidden.mean())
     want = geometry(rows, sequences=sequences, metrics={"own": again})
     assert found["own/margin"] == pytest.approx(want["own/margin"], rel=1e-5)
+
+
+def test_an_interval_with_halves_of_its_own_is_as_wide_as_it_says():
+    """What unequal lengths are worth in another cut says nothing about it."""
+
+    def own(hidden):
+        return hidden.mean()
+
+    own.differences = lambda hidden: torch.linspace(-1, 1, 15, dtype=torch.float64)
+    assert cut_of(own.differences) is None
+    assert {cut_of(function) for function in DIFFERENCES.values()} == {
+        "halves", "query_halves", "key_halves", "attention_halves",
+    }  # fmt: skip
+    rows, sequences = cloud()
+    sequences = sequences.clamp(max=int(sequences.max()) // 2)  # the last is half of all
+    found = geometry(rows, sequences=sequences, metrics={"own": own})
+    assert found["own/margin"] == pytest.approx(margin(own.differences(rows)), rel=1e-6)
 
 
 def test_an_interval_that_cannot_be_is_refused_at_once():

@@ -21,7 +21,6 @@ from geomon.monitor.options import (
     MonitorOptions,
     check_callback_options,
     check_options,
-    flat_settings,
 )
 
 CALLBACKS = (OfLightning, OfTrainer)
@@ -160,20 +159,3 @@ def test_a_callback_can_be_pickled_with_its_options(callback):
     assert copied._session.options["tokens"] == 77
     assert copied._session.options["budget"] == 0.5
     assert copied.overhead != copied.overhead
-
-
-def test_settings_are_numbers_and_texts_by_their_path(tmp_path):
-    given = {
-        "rate": 0.1, "deep": {"a": {"b": 1, "c": {"d": 2}}}, "module": torch.nn.Identity(),
-        "name": "x" * 300, "flag": True, **{f"many_{n}": n for n in range(200)},
-    }  # fmt: skip
-    flat = flat_settings(given)
-    assert len(flat) == 100
-    assert flat["training/deep/a/b"] == 1
-    assert flat["training/name"] == "x" * 200
-    assert not [name for name in flat if "module" in name or name.endswith("/d")]
-    monitor = Monitor(PlainDecoder(), settings={"rate": 0.1, "trial": 3}, directory=tmp_path)
-    assert monitor.describe().items() >= {"training/rate": 0.1, "training/trial": 3}.items()
-    monitor.close()
-    with pytest.raises(TypeError, match="settings is a dict"):
-        Monitor(PlainDecoder(), settings=[3])

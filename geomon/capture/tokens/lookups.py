@@ -158,20 +158,20 @@ def agreement(lookup: Lookup, layout: Layout, hidden: Tensor) -> float | None:
     return float(cosine.nan_to_num(0.0).mean())
 
 
-def choose(candidates: Sequence[tuple[Found, float | None]]) -> Found:
+def choose(known: Sequence[tuple[Found, float | None]]) -> Found:
     """Choose the token ids among integers that tables were given.
 
     Args:
-        candidates: At least one, with the agreement of the hidden states with it.
+        known: At least one, with the agreement of the hidden states with it.
     """
-    strongest = max(strength or 0.0 for _, strength in candidates)
+    strongest = max(strength or 0.0 for _, strength in known)
     best: dict[int, tuple[float, Found]] = {}  # of each call the layout that agrees best
-    for one, strength in candidates:
-        known, key = strength or 0.0, id(one.lookup)
-        if strongest >= _AGREES and known < _UNRELATED:
+    for one, strength in known:
+        strong, key = strength or 0.0, id(one.lookup)
+        if strongest >= _AGREES and strong < _UNRELATED:
             continue
-        if key not in best or known > best[key][0] + _UNRELATED:
-            best[key] = known, one
+        if key not in best or strong > best[key][0] + _UNRELATED:
+            best[key] = strong, one
     left = [one for _, one in best.values()]
     for is_better in (_no_positions, _of_output, _passed):
         left = [one for one in left if len(left) > 1 and is_better(one.lookup)] or left

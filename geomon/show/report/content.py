@@ -260,7 +260,7 @@ def _points(curve: Curve) -> dict[str, list[Any]]:
         "x": [curve.steps[index] for index in indices],
         "y": [_rounded(curve.values[index]) for index in indices],
     }
-    if any(curve.errors) and any(margins := curve.margins):
+    if any(margins := curve.margins):
         points["margin"] = [_rounded(margins[index]) for index in indices]
     return points
 

@@ -5,6 +5,8 @@ integers of the tokens' shape, several rows for one token, sequences in the seco
 that a block is not given.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from models import VOCABULARY, PlainBlock, transformer
@@ -102,7 +104,7 @@ class Ahead(Model):
         return logits
 
 
-def look(model: nn.Module, *inputs: Tensor, blocks: str | None = None) -> Snapshot:
+def look(model: nn.Module, *inputs: Any, blocks: str | None = None) -> Snapshot:
     model.eval()
     anatomy = find_anatomy(model, blocks)
     with torch.no_grad(), Window(anatomy, set(CAPTURED), rows=100_000, seed=0) as seen:
@@ -125,6 +127,33 @@ def check_rows(snapshot: Snapshot, ids: Tensor, states: list[Tensor], stack: str
         assert len(seen["hidden"]) == state[..., 0].numel()
         torch.testing.assert_close(seen["hidden"], state[place])
         assert torch.equal(seen["token_ids"], ids[place])
+
+
+class Asking(Hashed):
+    """A model that is given more than the token ids: what has no storage, or a dict of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.head
+
+    def forward(self, given: Tensor | dict[str, Tensor], graph: Tensor | None = None) -> Tensor:
+        ids = given["words"] if isinstance(given, dict) else given
+        x = self.embed(ids)
+        self.states = [x]
+        for block in self.blocks:
+            x = block(x)
+            self.states.append(x)
+        return x @ self.tokens.weight.T
+
+
+def test_arguments_of_a_model_may_be_sparse_or_lie_in_a_dict():
+    """What else a model is given costs nothing of what is seen of the tokens."""
+    ids, graph = words(4, 90, count=20), torch.eye(90, dtype=torch.int64).to_sparse()
+    for given in ((ids, graph), ({"words": ids},), ({"words": ids}, graph)):
+        model = Asking()
+        snapshot = look(model, *given)
+        check_rows(snapshot, ids, model.states)
+        assert not [note for note in snapshot.info.notes if "hook" in note.text]
 
 
 @pytest.mark.parametrize("kind", [Hashed, HashedAndTied, Placed])
