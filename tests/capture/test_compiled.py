@@ -15,8 +15,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.integrations import flex_attention
 from zoo import ZOO
 
 from geomon import Memory, Monitor, every, select
@@ -205,6 +204,31 @@ def test_a_compiled_loss_beside_the_model_is_run_as_compiled(caplog, compiled_fi
     assert len(runs) == 3 + compiled_first
     assert memory.readings
     assert not [r for r in caplog.records if "ran eagerly" in r.getMessage()]
+
+
+@compiles
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_compiled_function_inside_a_compiled_loss_is_a_part_of_it():
+    """The process is left alone until the outer one has returned."""
+    sdpa, unpatched = torch.nn.functional.scaled_dot_product_attention, []
+    inner = torch.compile(torch.square, backend=Counting())
+
+    @torch.compiler.disable
+    def squared(logits):
+        found = inner(logits)
+        unpatched.append(torch.nn.functional.scaled_dot_product_attention is sdpa)
+        return found
+
+    loss_of = torch.compile(lambda logits: squared(logits).mean() + 1, backend=Counting())
+    model = made()
+    monitor, memory = watching(model)
+    for step in range(3):
+        with monitor(step):
+            loss_of(logits_of(model)).backward()
+            open_again = torch.nn.functional.scaled_dot_product_attention is not sdpa
+            assert open_again == (step != 1)
+    assert unpatched == [True] * 3
+    assert len(memory.readings) == 2
 
 
 def compiled_function(model, backend):
@@ -469,39 +493,53 @@ def test_readings_are_of_the_weights_that_ran(name):
     assert readings[0] == readings[1]
 
 
-@compiles
-def test_attention_that_is_compiled_by_itself_runs_compiled(fresh_compiler, monkeypatch):
-    """transformers compiles the function of flex attention, and not the model around it."""
-    backend, sdpa = Counting(), torch.nn.functional.scaled_dot_product_attention
-    attend = torch.compile(
-        functools.partial(sdpa, is_causal=True, enable_gqa=True), backend=backend
-    )
-    plain = []
+def one_reading(model):
+    """The output of the first pass of a window, and the reading."""
+    monitor, memory = watching(model, every(1), batches=1)
+    with monitor(0):
+        found = logits_of(model)
+    monitor.close()
+    return found, memory.readings[0]
 
-    def compiled(module, query, key, value, mask, **options):
-        plain.append(torch.nn.functional.scaled_dot_product_attention is sdpa)
-        return attend(query, key, value).transpose(1, 2), None
 
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "flex_attention", compiled)
-    masks = ALL_MASK_ATTENTION_FUNCTIONS
-    monkeypatch.setitem(masks, "flex_attention", masks["sdpa"])
+@torch.no_grad()
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("compiled_first", [False, True])
+@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask")
+def test_attention_that_is_compiled_by_itself_runs_compiled(compiled_first, monkeypatch):
+    """transformers compiles flex attention and what makes its masks, not the model around them."""
+    backend, unpatched = Counting(), []
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+
+    def compiled(graph, inputs):
+        unpatched.append(torch.nn.functional.scaled_dot_product_attention is sdpa)
+        return backend(graph, inputs)
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=compiled))
+    monkeypatch.setattr(flex_attention.WrappedFlexAttention, "_instance", None)
     model = built(ZOO["Qwen3"], "sdpa")
     model.config._attn_implementation = "flex_attention"
-    memory = Memory()
-    monitor = Monitor(
-        model, metrics=METRICS, schedule=every(1), tokens=64, batches=1, directory=None,
-        sinks=[memory],
-    )  # fmt: skip
-    expected = model(IDS)[0]
-    graphs = backend.graphs
-    with monitor(0):
-        found = model(IDS)[0]
-    monitor.close()
-    assert graphs == backend.graphs > 0
-    assert all(plain)
-    assert torch.equal(found, expected)
-    assert not any("ran eagerly" in note for note in memory.readings[0].notes)
-    assert "attention_entropy/layer_01" in memory.readings[0].values
+    outputs, counts = [], []
+    for monitored in (False, True):
+        torch.compiler.reset()
+        before = backend.graphs
+        if compiled_first:
+            logits_of(model)
+        found, reading = one_reading(model) if monitored else (logits_of(model), None)
+        outputs.append(found)
+        counts.append(backend.graphs - before)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            assert torch.equal(logits_of(model), found)
+    assert torch.equal(*outputs)
+    assert counts[0] == counts[1] > 0
+    assert all(unpatched)
+    assert not any("ran eagerly" in note for note in reading.notes)
+    _, plain = one_reading(built(ZOO["Qwen3"], "eager"))
+    tags = [tag for tag in plain.values if tag.startswith(("attention_entropy", "qk_cosine"))]
+    assert tags
+    assert {tag: reading.values.get(tag) for tag in tags} == pytest.approx(
+        {tag: plain.values[tag] for tag in tags}, rel=1e-4, abs=1e-5, nan_ok=True
+    )
 
 
 @compiles

@@ -227,33 +227,9 @@ def _wrap_interface(undo: Undo) -> None:
 
     @functools.wraps(find)
     def find_observed(*args: Any, **kwargs: Any) -> Any:
-        attend = find(*args, **kwargs)
-        compiled = any(name == _COMPILED for name in (*args, *kwargs.values()))
-        return _observed(_left_alone(attend) if compiled else attend, notify)
+        return _observed(find(*args, **kwargs), notify)
 
     replace(undo, interface, "get_interface", find_observed)
-    masking = sys.modules.get("transformers.masking_utils")
-    make = getattr(masking, _COMPILED_MASK, None)
-    if make is not None:
-        replace(undo, masking, _COMPILED_MASK, _left_alone(make))
-
-
-# The implementation of transformers that is compiled by itself, and what makes its masks. Run
-# eagerly they would hold all scores, and round them differently; what is to be seen of them are
-# their arguments.
-_COMPILED = "flex_attention"
-_COMPILED_MASK = "create_block_mask"
-
-
-def _left_alone(function: Any) -> Any:
-    """Wrap a function: it runs with the process as it is without any window."""
-
-    @functools.wraps(function)
-    def alone(*args: Any, **kwargs: Any) -> Any:
-        with watch_attention.suspended(), run_eagerly.suspended():
-            return function(*args, **kwargs)
-
-    return alone
 
 
 def _wrap_flex(undo: Undo) -> None:
@@ -452,41 +428,39 @@ def _force_eager(undo: Undo) -> None:
         return
     before = compiler._stance
     choose = getattr(compiler, "_callback_from_stance", None)
-    if choose is not None:
+    if choose is not None and hasattr(compiler, "set_eval_frame"):
+        leaf = _Leaf(compiler, before)
 
         @functools.wraps(choose)
         def observed(callback: Any) -> Any:
+            if callback in (None, False) or leaf.running:
+                return choose(callback)
             frame = sys._getframe(1)
             function, args, kwargs = _called(frame)
-            if callback in (None, False):
-                return choose(callback)
-            if getattr(function, "__module__", None) == _FLEX_MODULE:
-                name = getattr(function, "__name__", "")
-                if leaf is None or name not in _FLEX_FUNCTIONS:  # what flex attention compiles
-                    return choose(callback)
-                if name == "flex_attention":
-                    notify_of_flex(args, kwargs)
+            of_flex = getattr(function, "__module__", None) == _FLEX_MODULE
+            name = getattr(function, "__name__", "") if of_flex else ""
+            if name == "flex_attention":
+                notify_of_flex(args, kwargs)
+            if name in _FLEX_FUNCTIONS:
                 leaf.begin(frame)
-                return choose(callback)
-            if leaf is not None and all(holder.finished for holder in run_eagerly.holders):
+            elif of_flex:  # what flex attention compiles where it is not compiled itself
+                pass
+            elif all(holder.finished for holder in run_eagerly.holders):
                 leaf.begin(frame)  # a loss, say: nothing more is to be seen
-                return choose(callback)
-            if not in_extra_pass():
+            elif not in_extra_pass():
                 for holder in run_eagerly.holders:
                     holder.on_forced_eager()
             return choose(callback)
 
-        leaf = None
-        if hasattr(compiler, "set_eval_frame"):  # its end is seen in no other way
-            leaf = _Leaf(compiler, before)
-            _replace_ending(undo, compiler, leaf)
+        _replace_ending(undo, compiler, leaf)
         replace(undo, compiler, "_callback_from_stance", observed)
-    before = compiler._stance
     undo(lambda: compiler._set_stance(before))
     torch.compiler.set_stance("force_eager")
 
 
-# Compiled functions that call no module: they are run as they are.
+# Flex attention and what makes its masks, compiled by themselves by a model or by transformers. Run
+# eagerly they would hold all scores, and round them differently; what is to be seen of them are
+# their arguments.
 _FLEX_MODULE = "torch.nn.attention.flex_attention"
 _FLEX_FUNCTIONS = ("flex_attention", "create_block_mask", "create_mask")
 
@@ -533,6 +507,11 @@ class _Leaf:
         self._forced: Any = None
         self._frame: Any = None
         self._stack = ExitStack()
+
+    @property
+    def running(self) -> bool:
+        """Whether a call goes on; compiled functions that it calls are a part of it."""
+        return self._frame is not None
 
     def begin(self, frame: Any) -> None:
         """Put the process in order for a call.
