@@ -16,7 +16,7 @@ _BEFORE_THE_END = 0.9
 
 @dataclass(frozen=True)
 class ReadingSteps:
-    """Schedule of a run: step 0, two readings an octave, four where most happens, at last one.
+    """Schedule of a run: step 0, one reading an octave, four where most happens, two after that.
 
     Attributes:
         steps: Optimizer updates of the run.
@@ -24,7 +24,7 @@ class ReadingSteps:
     Example:
         >>> due = ReadingSteps(1500)
         >>> [step for step in range(1500) if due(step)]
-        [0, 32, 45, 64, 76, 91, 108, 128, 181, 256, 512, 1024]
+        [0, 32, 64, 76, 91, 108, 128, 181, 256, 512, 1024]
     """
 
     steps: int
@@ -34,10 +34,9 @@ class ReadingSteps:
         first = first_reading(self.steps)
         if step < first or step > _BEFORE_THE_END * self.steps:
             return step == 0
-        if step > _SELDOM_FROM * first:
+        if step < _DENSE_FROM * first or step > _SELDOM_FROM * first:
             return log_spaced(per_octave=1, at_most=self.steps)(step)
-        dense = _DENSE_FROM * first <= step <= _DENSE_TO * first
-        return log_spaced(per_octave=4 if dense else 2)(step)
+        return log_spaced(per_octave=4 if step <= _DENSE_TO * first else 2)(step)
 
 
 def first_reading(steps: int) -> int:
