@@ -191,11 +191,15 @@ def _widening(sizes: Tensor, group: Tensor, first: Tensor) -> float:
     expected = float(form.trace())
     degrees = expected**2 / float(form.square().sum())
     bias = float(variances.sum() / counts.sum().square()) / expected
-    return math.sqrt(bias) * _student(degrees) / _student(ways)
+    return math.sqrt(bias) * student(degrees) / student(ways)
 
 
-def _student(degrees: float) -> float:
-    """Return the 97.5 % point of Student's distribution."""
+def student(degrees: float) -> float:
+    """Return the 97.5 % point of Student's distribution.
+
+    Args:
+        degrees: Degrees of freedom, which need not be whole.
+    """
     return float(special.stdtrit(degrees, 0.975))
 
 
@@ -219,7 +223,7 @@ def margin(differences: Iterable[float]) -> float:
     if not known or not all(map(math.isfinite, known)):
         return math.nan
     error = math.hypot(*known) / (2 * math.sqrt(len(known)))
-    return _student(len(known)) * error
+    return student(len(known)) * error
 
 
 def group_sums(rows: Tensor, halves: HalfSamples) -> GroupSums:
@@ -497,7 +501,7 @@ def anisotropy_differences(
     count = min(_DIRECTIONS, *hidden.shape)
     start = _start(hidden.shape[1], count, torch.float32)
     if scatter is not None:
-        basis = _subspace(scatter, start.to(scatter))
+        basis = _subspace(lambda basis: scatter @ basis, start.to(scatter))
         inside = torch.cat([block.sub_(centre) @ basis for block in in_blocks(hidden)])
     else:
         # Divided by a power of two, which changes no digit: in float32 the square of 1e20 is no
@@ -508,9 +512,7 @@ def anisotropy_differences(
         for target, block in zip(row_blocks(centred), in_blocks(hidden), strict=True):
             target.copy_(block.sub_(centre).mul_(unit))
         centred = as_factor(centred)
-        basis = start.to(centred)
-        for _ in range(_STEPS):
-            basis = torch.linalg.qr(centred.T @ (centred @ basis)).Q
+        basis = _subspace(lambda basis: centred.T @ (centred @ basis), start.to(centred))
         inside = torch.ldexp((centred @ basis).double(), exponent)
     # A column of ones beside them: products with it are sums.
     products = _products_in_groups(
@@ -549,7 +551,8 @@ def shares_of_halves(
     if not bool(trace > 0) or not bool(trace.isfinite()) or len(sides) == 0:
         return scatter.new_full((len(sides), len(scatter)), torch.nan)
     scatter, count = scatter / trace, min(_SHARES, *hidden.shape)
-    basis = _subspace(scatter, _start(hidden.shape[1], count, torch.float32).to(scatter))
+    start = _start(hidden.shape[1], count, torch.float32).to(scatter)
+    basis = _subspace(lambda basis: scatter @ basis, start)
     basis = basis @ torch.linalg.eigh(basis.T @ scatter @ basis).eigenvectors
     centre = sums.rows.sum(dim=0) / sums.counts.sum()
     inside = torch.cat([(block.sub_(centre) @ basis).square_() for block in in_blocks(hidden)])
@@ -688,11 +691,16 @@ def _products_in_groups(inside: Tensor, halves: HalfSamples) -> Tensor:
     return total
 
 
-def _subspace(scatter: Tensor, start: Tensor) -> Tensor:
-    """Find the space of the leading directions by subspace iteration, orthonormal, of its type."""
+def _subspace(product: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
+    """Find the space of the leading directions by subspace iteration, orthonormal.
+
+    Args:
+        product: Multiplies the scatter with directions, [width, directions].
+        start: Directions from which to start, [width, directions].
+    """
     basis = start
     for _ in range(_STEPS):
-        basis = torch.linalg.qr(scatter @ basis).Q
+        basis = torch.linalg.qr(product(basis)).Q
     return basis
 
 

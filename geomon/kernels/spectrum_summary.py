@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from scipy import special  # type: ignore[import-untyped]
 from torch import Tensor
 
 from geomon.kernels import spectrum as kernels
@@ -25,6 +24,7 @@ from geomon.kernels._blocks import (
     row_blocks,
     sum_of,
 )
+from geomon.kernels.half_samples import student
 from geomon.kernels.products import factor_type, product_with_itself
 
 # Largest smaller side of which all eigenvalues are computed. There they are exact, and cost 2.1
@@ -200,14 +200,14 @@ def _effective_rank(gauss: _Quadrature, radau: _Quadrature) -> Estimate:
     upper, spread = _sum_over(torch.special.entr, gauss)
     lower, _ = _sum_over(torch.special.entr, radau)
     value = ((upper + lower) / 2).exp().clamp(1, gauss.side)
-    off = _student(_VECTORS) * spread + (upper - lower).abs() / 2
+    off = student(_VECTORS - 1) * spread + (upper - lower).abs() / 2
     return Estimate(value, value * (torch.expm1(off) + _LEAST_OF_ENTROPY))
 
 
 def _participation_ratio(gauss: _Quadrature) -> Estimate:
     squares, spread = _sum_over(torch.square, gauss)
     value = (1 / squares).clamp(1, gauss.side)
-    return Estimate(value, value * (_student(_VECTORS) * spread / squares + _LEAST_OF_SQUARES))
+    return Estimate(value, value * (student(_VECTORS - 1) * spread / squares + _LEAST_OF_SQUARES))
 
 
 def _error_of_alpha(gauss: _Quadrature) -> Tensor:
@@ -218,12 +218,7 @@ def _error_of_alpha(gauss: _Quadrature) -> Tensor:
             for weights in gauss.weights.tensor_split(_GROUPS)
         ]
     )
-    return _student(_GROUPS) * found.std() / math.sqrt(_GROUPS) + _LEAST_OF_ALPHA
-
-
-def _student(count: int) -> float:
-    """The 97.5 % point of Student's distribution for the mean of so many numbers."""
-    return float(special.stdtrit(count - 1, 0.975))
+    return student(_GROUPS - 1) * found.std() / math.sqrt(_GROUPS) + _LEAST_OF_ALPHA
 
 
 def _centred(hidden: Tensor) -> tuple[Tensor, float, float]:

@@ -317,8 +317,10 @@ OF_SHARES = [
 
 @pytest.mark.parametrize("exponent", [-75, 0, 66])
 @pytest.mark.parametrize("offset", [0.0, 1e4])
-def test_shares_of_halves_serve_for_differences_of_their_spectra(offset, exponent):
-    rows, numbers = rows_of_sequences(32, 40, 24, offset=offset)
+# Of the wider rows 64 directions are looked at.
+@pytest.mark.parametrize("size", [(32, 40, 24), (160, 16, 96)])
+def test_shares_of_halves_serve_for_differences_of_their_spectra(size, offset, exponent):
+    rows, numbers = rows_of_sequences(*size, offset=offset)
     rows = rows * 2.0**exponent
     shares = shares_of(rows, numbers)
     torch.testing.assert_close(shares.sum(dim=1), torch.ones(30, dtype=torch.float64))
