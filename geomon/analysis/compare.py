@@ -176,7 +176,7 @@ def _both(one: Any, other: Any) -> str:
 
 
 def _setting(value: Any) -> str:
-    """Format a setting in a word or two: of a list its length, where that says it."""
+    """Format a setting briefly; of a list or a dict its length."""
     if isinstance(value, list | Mapping):
         return f"of {len(value)}"
     if value is None:
@@ -213,7 +213,7 @@ def _apart(first: float, second: float) -> tuple[str, str]:
 
 
 def _percent(share: float) -> str:
-    """Format a share of a value in words as long as it says something."""
+    """Format a relative change in percent or as a factor; "" where neither says anything."""
     if not math.isfinite(share):
         return ""
     if abs(share) < 0.001:

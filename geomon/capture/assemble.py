@@ -107,12 +107,12 @@ _RESTARTS = (
     "sequences, say): each call is a layer, and its rows may not be those of the layers before"
 )
 _SEVERAL = (
-    "blocks give several tensors of the shape of hidden states, and the first is measured: where "
-    "the stream is their sum (a branch and its residual that are handed on apart), it is one part"
+    "blocks give several tensors of the shape of hidden states, and the first is measured. Where "
+    "the hidden state is their sum (a branch and its residual), this is one part of it"
 )
 _ROUTED = (
-    "the block was given some tokens of each sequence, and others were given more (tokens are "
-    "routed past it, say): which ones these are is not known"
+    "the block was given fewer tokens than other blocks (tokens may be routed past it): which "
+    "tokens of the sequence these are is not known"
 )
 _HEADS_DIFFER = "its heads are modules of their own that differ in their {view}"
 _UNRECOGNISED = (
@@ -121,8 +121,8 @@ _UNRECOGNISED = (
     "are counted. Pass the model a mask [batch, length] as attention_mask to leave them out"
 )
 _STREAMS = (
-    "{streams} streams are handed on beside one another: each token has so many rows, which are "
-    "measured together (where they are alike they are near-duplicates)"
+    "the model has {streams} streams of hidden states: each token has {streams} rows, which are "
+    "measured together, and rows of one token that are alike are near-duplicates"
 )
 _LENGTHS_DIFFER = (
     "padding is known for sequences of another length, and nothing shows it for these: all rows "

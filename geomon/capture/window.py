@@ -1038,7 +1038,7 @@ def _place(values: Tensor) -> tuple[int, tuple[int, ...]]:
 
 
 def _storage(values: Tensor) -> int | None:
-    """Return the address of what a tensor, or a part of it, lies in; None where it has none.
+    """Return the address of the memory in which a tensor lies; None where it has none.
 
     Sparse and nested tensors have none, nor have those inside `torch.func.vmap`.
     """

@@ -411,7 +411,7 @@ def _directions(values: Tensor, wanted: int, k: int) -> Tensor | None:
     near = nearest_of_trial(drawn, rank)
     if float(near.distance.median()) > _ALIKE * float(near.usual):
         return None
-    # Volumes in the dimension that the rows have at this distance.
+    # The number of points within a distance grows with its power: the exponent is their dimension.
     grown = float((near.farther / near.distance).nan_to_num(nan=1.0).median())
     distance = near.distance * (wished / rank) ** math.log2(max(grown, 1.0))
     directions = leading(drawn[: _POOL // 2], counts[-1], generator)

@@ -30,9 +30,10 @@ _WHOLE_PATH = re.compile(r"(?:~?[/\\]|[A-Za-z]:[/\\])\S")
 def flat_settings(settings: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
     """Flatten settings into those that a description of a run holds.
 
-    What is no number and no text is left out, as are secrets, paths within dicts deeper than three,
-    and what cannot be read. Of the path of a file its last part stands: the folders before it are
-    a machine's. A number that is not finite is a text, as JSON has none.
+    What is no number and no text is left out. So are secrets, values in dicts that are nested more
+    than three deep, and what cannot be read. Of the path of a file only the last part is kept: the
+    folders before it are those of a machine. A number that is not finite becomes a text, as JSON
+    has none.
 
     Args:
         settings: Numbers, texts and dicts (also dataclasses and namespaces) of these, by name.

@@ -1,4 +1,4 @@
-"""Lookups: what embedding tables were asked for, and of which of it the hidden states are.
+"""Lookups: which integers embedding tables were given, and which of these are the token ids.
 
 Several tables may be given integers of the tokens' shape: token types, positions, hashes of several
 tokens, the sentences of another stack, the tokens that are to be predicted next. What a table
@@ -209,7 +209,7 @@ def _places(count: int) -> Tensor:
 
 
 def _no_positions(lookup: Lookup) -> bool:
-    """Whether few integers are one more than that before them."""
+    """Whether integers are no positions: of those, most are one more than the one before."""
     ids = lookup.ids
     if ids.ndim == 0 or ids.shape[-1] < 2:
         return True

@@ -276,9 +276,9 @@ def test_several_streams_are_rows_of_one_token_of_one_sequence(layout):
         assert (difference.amin(dim=1) == 0).all()
         counts = torch.bincount(seen["sequences"] * 16 + seen["positions"])
         assert (counts == STREAMS).all()
-    notes = [note.text for note in snapshot.info.notes if "streams are handed on" in note.text]
+    notes = [note.text for note in snapshot.info.notes if "streams of hidden states" in note.text]
     assert notes
-    assert notes[0].startswith("hidden states, layer 0, 1, 2: 4 streams")
+    assert notes[0].startswith("hidden states, layer 0, 1, 2: the model has 4 streams")
 
 
 def test_margins_do_not_count_streams_as_sequences():
