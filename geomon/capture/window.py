@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
@@ -123,6 +123,8 @@ class Window:
             for it, and attention that does not fit is left out. None for no limit.
         extra_layers: Names of layers to see beside those of the blocks
             (`geomon.capture.snapshot.EXTRA_LAYERS`).
+        charge: Makes a context manager for each piece of work beside the pass, which may stand in
+            one another: an account of time, say.
 
     Attributes:
         seconds: Time taken from the training.
@@ -137,8 +139,10 @@ class Window:
         seed: int,
         max_mb: float | None = None,
         extra_layers: Sequence[str] = (),
+        charge: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._anatomy = anatomy
+        self._charge = charge
         self._sources = {CAPTURED[view] for view in views}
         self._extra = tuple(extra_layers) if "hidden" in self._sources else ()
         self._wants_max_logits = "max_logits" in views
@@ -182,18 +186,17 @@ class Window:
         self.seconds = 0.0
 
     def __enter__(self) -> Self:
-        began = time.perf_counter()
-        self._settled = False
-        try:
-            self._open()
-        except Exception as error:
-            self.close()
-            self._failure = error
-        except BaseException:
-            self.close()
-            raise
-        self._settled = True
-        self.seconds += time.perf_counter() - began
+        with self.timed():
+            self._settled = False
+            try:
+                self._open()
+            except Exception as error:
+                self.close()
+                self._failure = error
+            except BaseException:
+                self.close()
+                raise
+            self._settled = True
         return self
 
     def __exit__(
@@ -202,14 +205,23 @@ class Window:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        began = time.perf_counter()
-        self._settled = False
+        with self.timed():
+            self._settled = False
+            try:
+                self.close()
+            except BaseException:  # Ctrl-C in between
+                self.close()
+                raise
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count the time of the body as taken from the training: once, also inside another one."""
+        began, before = time.perf_counter(), self.seconds
         try:
-            self.close()
-        except BaseException:  # Ctrl-C in between
-            self.close()
-            raise
-        self.seconds += time.perf_counter() - began
+            with self._charge():
+                yield
+        finally:
+            self.seconds = before + time.perf_counter() - began
 
     @property
     def settled(self) -> bool:
@@ -475,13 +487,11 @@ class Window:
     @contextmanager
     def _guarded(self) -> Iterator[None]:
         """Time the body, and keep its error for the notes: no hook ends a run."""
-        began = time.perf_counter()
-        try:
-            yield
-        except Exception as error:
-            self.on_failure(error)
-        finally:
-            self.seconds += time.perf_counter() - began
+        with self.timed():
+            try:
+                yield
+            except Exception as error:
+                self.on_failure(error)
 
     def _ignored(self) -> bool:
         """Whether the present call is another thread's or a recomputation inside backward."""

@@ -433,9 +433,10 @@ class Monitor:
 
     @contextmanager
     def _watching(self, step: int) -> Iterator[None]:
-        rows = self._group.rows_of(self._rows())
-        window = self._window(self._options["seed"], step, *self._place(), rows=rows)
-        self._opened = window, step
+        with self._budget.charge():
+            rows = self._group.rows_of(self._rows())
+            window = self._window(self._options["seed"], step, *self._place(), rows=rows)
+            self._opened = window, step
         with window:
             yield
 
@@ -535,7 +536,7 @@ class Monitor:
         return Window(
             self._anatomy, self._views, rows=rows, seed=derive_seed(*seed_of),
             max_mb=None if most is None else most / windows,
-            extra_layers=self._options["extra_layers"],
+            extra_layers=self._options["extra_layers"], charge=self._budget.charge,
         )  # fmt: skip
 
     def _renew_anatomy(self) -> None:
@@ -579,7 +580,8 @@ class Monitor:
         """Make a reading of what is captured, or begin to."""
         self._planner.mark_read(step, source)
         with self._warnings.guard():
-            job = self._make_job(step, source, capture, began, copies=copies, history=history)
+            with self._budget.charge():
+                job = self._make_job(step, source, capture, began, copies=copies, history=history)
             if job is not None:
                 self._pending.append(step)
                 self._executor.submit(job)
@@ -621,7 +623,7 @@ class Monitor:
                 copies=copies, history=history, place=self._measuring_device,
             )  # fmt: skip
         finally:
-            self._budget.spend_capture(taken())
+            self._budget.learn_capture(taken())
 
     def _check(self, snapshot: Snapshot) -> None:
         """Warn of what was expected in the first snapshot and is missing."""
@@ -654,17 +656,17 @@ class Monitor:
 
     def _publish(self, job: ReadingJob) -> None:
         """Record a reading, and show it. After Ctrl-C it is recorded by the next call, and once."""
-        began = time.perf_counter()
-        try:
-            reading = self._record_result(job)
-        except Exception:
+        with self._budget.charge():
+            try:
+                reading = self._record_result(job)
+            except Exception:
+                self._remove(job)
+                raise
             self._remove(job)
-            raise
-        self._remove(job)
+            if reading is not None:
+                self._latest = reading
+                self._writer.show(reading)
         if reading is not None:
-            self._latest = reading
-            self._writer.show(reading)
-            self._budget.spend(time.perf_counter() - began)
             self._reactions.call(reading)
 
     def _record_result(self, job: ReadingJob) -> Reading | None:

@@ -10,6 +10,8 @@ import subprocess
 import sys
 import time
 import weakref
+from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +25,7 @@ from torch import nn
 import geomon
 from geomon import METRICS, Memory, Monitor, every, measure, read, select
 from geomon.capture.snapshot import NotSeenError
+from geomon.capture.window import Window
 from geomon.distributed import RankGroup
 from geomon.monitor.planning import budget as budget_module
 from geomon.monitor.planning.budget import Budget
@@ -414,7 +417,7 @@ def test_the_time_of_steps_that_are_not_due_counts(tmp_path):
 
 
 def test_time_inside_a_charge_counts_once(monkeypatch):
-    clock = iter([0.0, 1.0, 3.0, 10.0, 20.0, 21.0, 25.0, 26.0])
+    clock = iter([0.0, 1.0, 3.0, 10.0])
     monkeypatch.setattr(budget_module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     budget = Budget(None, 64, clock=time.perf_counter)
     with budget.charge():  # from 0 to 10
@@ -422,9 +425,81 @@ def test_time_inside_a_charge_counts_once(monkeypatch):
             pass
         budget.spend(4.0)
     assert budget.spent == 10.0
-    with budget.charge(), budget.charge():  # from 20 to 26, from 21 to 25
-        budget.spend(50.0)  # of what began before
-    assert budget.spent == 60.0
+
+
+class Clock:
+    """Stands still, but where a test says that something takes time."""
+
+    def __init__(self, monkeypatch):
+        self.taken = Counter()  # seconds, by what took them
+        self._monkeypatch = monkeypatch
+        monkeypatch.setattr(time, "perf_counter", self.taken.total)
+
+    def slow_down(self, holder, name, seconds):
+        """Let a method take so many seconds."""
+        method = getattr(holder, name)
+
+        def slow(*args, **kwargs):
+            self.taken[name] += seconds
+            return method(*args, **kwargs)
+
+        self._monkeypatch.setattr(holder, name, slow)
+
+
+class Ways:
+    """The ways in which a training has a step read."""
+
+    @staticmethod
+    def inline(model, step, seen):
+        with seen(step):
+            model(batch())
+
+    @staticmethod
+    def inside_a_charge(model, step, seen):
+        """As a callback does, whose calls are charges around the monitor's."""
+        with ExitStack() as stack:
+            with seen.charge():
+                stack.enter_context(seen(step))
+            model(batch())
+            with seen.charge():
+                stack.close()
+
+    @staticmethod
+    def paused(model, step, seen):
+        with seen(step):
+            seen.pause()
+            seen.proceed()
+            model(batch())
+
+    @staticmethod
+    def probe(model, step, seen):
+        seen.probe(step, batch())
+
+
+@pytest.mark.parametrize("read_step", [Ways.inline, Ways.inside_a_charge, Ways.paused, Ways.probe])
+def test_every_second_that_geomon_takes_counts_once_and_none_of_the_models(read_step, monkeypatch):
+    """Each piece of a reading takes a time of its own, so that a sum tells what was counted."""
+    clock = Clock(monkeypatch)
+    model = PlainDecoder()
+
+    def metric(hidden):
+        clock.taken["metric"] += 512.0
+        return 0.0
+
+    seen = monitor(model, metrics={"m": metric}, sinks=[Memory()])
+    clock.slow_down(PlainDecoder, "forward", 0.5)
+    clock.slow_down(Window, "_open", 1.0)
+    clock.slow_down(Window, "_begin_call", 8.0)
+    clock.slow_down(Window, "snapshot", 64.0)
+    clock.slow_down(Memory, "write", 4096.0)
+    with seen(0):
+        model(batch())
+    spent, before = seen._budget.spent, clock.taken.copy()
+    read_step(model, 1, seen)
+    taken = clock.taken - before
+    assert set(taken) == {"forward", "_open", "_begin_call", "snapshot", "metric", "write"}
+    of_model = 0 if read_step is Ways.probe else 0.5  # the pass of a probe is geomon's
+    assert seen._budget.spent - spent == taken.total() - of_model
 
 
 UNCLOSED = """

@@ -11,9 +11,8 @@ observed; then the compiled call is made, with every patch taken away.
 import functools
 import pickle
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from io import BytesIO
 from typing import Any, Protocol
 
@@ -40,7 +39,8 @@ class CallObserver(Protocol):
     Nothing that it raises may reach the model: it catches its own errors.
     """
 
-    seconds: float  # time taken from training; a twin adds to it
+    def timed(self) -> AbstractContextManager[None]:
+        """Make a context manager around what takes time from the training: a twin, say."""
 
     def watches(self, module: nn.Module) -> bool:
         """Whether to be notified of the calls of a module.
@@ -344,14 +344,13 @@ def _run_twin(
     observers: list[CallObserver], target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Run the eager twin of a compiled call, which is what observers see of it."""
-    began, before = time.perf_counter(), observers[0].seconds
-    try:
-        with extra_pass_begun(), left_unchanged(target):
-            nn.Module.__call__(target, *args, **kwargs)
-    except Exception as error:
-        for observer in observers:
-            observer.on_failure(error)
-    observers[0].seconds = before + time.perf_counter() - began
+    with observers[0].timed():
+        try:
+            with extra_pass_begun(), left_unchanged(target):
+                nn.Module.__call__(target, *args, **kwargs)
+        except Exception as error:
+            for observer in observers:
+                observer.on_failure(error)
 
 
 @contextmanager

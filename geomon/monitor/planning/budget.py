@@ -138,14 +138,13 @@ class Budget:
         """
         return _Charge(self)
 
-    def spend_capture(self, seconds: float) -> None:
-        """Add the time that capturing one snapshot has taken.
+    def learn_capture(self, seconds: float) -> None:
+        """Note what it cost to capture one snapshot.
 
         Args:
-            seconds: Time taken from the training.
+            seconds: Time that the capture took.
         """
         self._capture = seconds
-        self.spend(seconds)
 
     @property
     def spent(self) -> float:
