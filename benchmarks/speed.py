@@ -96,7 +96,7 @@ def _geomon_twonn(k: int) -> Contender:
 
     def answer(rows: Rows) -> float:
         points = torch.from_numpy(rows)
-        return twonn(nearest(points[unique_rows(points)], k).distances).item()
+        return twonn(nearest(points, k, among=unique_rows(points)).distances).item()
 
     return answer
 

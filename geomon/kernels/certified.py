@@ -14,7 +14,7 @@ none of this; where few rows of a block of 4,096 are certified, the search ends 
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from geomon.kernels._candidates import nearest_first
 _WIDTHS = {31: 256, 63: 256, 127: 1024}
 _EXTRA = 8  # directions of the range finder beyond those that are kept
 # Rows of the trial, those of them from which the directions are made, and those that are tried.
-_POOL, _DIRECTING, _TRIED = 1024, 512, 128
+_POOL, _DIRECTING, _TRIED = 1024, 512, 64
 # Rows that are searched at a time. FAISS takes as many, and smaller products can be much slower.
 _QUERIES = 4096
 # A cost of less than this share of the other search's is a gain; estimates are not better.
@@ -39,8 +39,10 @@ _WORTH = 0.85
 _PRODUCT, _COMPARISON = 0.0204, 1.1
 _CANDIDATE, _DIFFERENCE, _READING = 250.0, 1.1, 2.0
 # OpenBLAS has another way for products of fewer multiplications, here four times as slow. FAISS
-# multiplies with so many points at a time.
-_SMALL, _SLOWER, _POINTS = 1.3e8, 4.0, 1024
+# multiplies with so many points at a time. Of fewer wanted points the differences take less, and in
+# fewer coordinates the comparisons take most.
+_SMALL, _SLOWER, _POINTS = 2**27, 4.0, 1024
+_BY_PRODUCTS, _MANY = 8, 256
 
 # Squares in float32 of numbers up to 1 end at 1e-38; far above all that they lose together.
 UNDERFLOW = 1e-30
@@ -109,9 +111,10 @@ def choose(values: Tensor, wanted: int, k: int) -> Plan | None:
     growth = (points / pool) ** 0.5
     cheapest = _WORTH * wanted * full
     plan = None
-    distance = nearest_of_trial(drawn, k).distance
-    for p, within in zip(counts, needed(drawn, directions, counts, distance), strict=True):
-        need = growth * within
+    # A thousandth for the rounding.
+    distance = 1.001 * nearest_of_trial(drawn, k).distance[:, None]
+    for p, (_, apart) in zip(counts, lower_bounds(drawn, directions, counts), strict=True):
+        need = growth * (apart <= distance).sum(dim=1).double()
         for tried in range(1, len(rungs) + 1):
             short = _pairs_cost(points, wanted, p + 1)
             short += _candidates_cost(width, rungs[:tried], need)
@@ -305,32 +308,50 @@ def nearest_of_trial(drawn: Tensor, k: int) -> NearOfTrial:
     return NearOfTrial(near[:, k], near[:, -1], apart[0].median())
 
 
-def needed(drawn: Tensor, directions: Tensor, counts: list[int], distance: Tensor) -> list[Tensor]:
-    """Count the rows whose lower bound is within a distance, by numbers of directions.
+def lower_bounds(
+    drawn: Tensor, directions: Tensor, counts: list[int]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Compute lower bounds of the distances of the first rows of a trial to all of them.
+
+    In float32: only the certificate takes account of the rounding.
 
     Args:
         drawn: Some of the points, in random order, [pool, width], float32.
         directions: Orthonormal columns, the leading one first, [width, p].
         counts: Numbers of directions.
-        distance: Distance for each of the first rows, [tried].
+
+    Yields:
+        For each of these, the coordinates of all rows, [pool, count + 1], and the bounds,
+        [tried, pool].
     """
-    tried = slice(0, len(distance))
     along = drawn @ directions.float()
     square = drawn.square().sum(dim=1)
-    found = []
     for p in counts:
-        # In float32, and a thousandth for the rounding: the certificate takes account of it.
         rest = (square - along[:, :p].square().sum(dim=1)).clamp(min=0).sqrt()
         short = torch.cat([along[:, :p], rest[:, None]], dim=1)
-        within = torch.cdist(short[tried], short) <= 1.001 * distance[:, None]
-        found.append(within.sum(dim=1).double())
-    return found
+        yield short, torch.cdist(short[:_TRIED], short)
+
+
+def is_slow_in_faiss(wanted: int, coordinates: int) -> bool:
+    """Say whether torch finds the neighbours of so few wanted points faster than FAISS.
+
+    Args:
+        wanted: Number of points whose neighbours are wanted.
+        coordinates: Number of coordinates.
+    """
+    of_products = wanted >= _BY_PRODUCTS and coordinates >= _MANY
+    return of_products and _is_small(wanted, coordinates)
+
+
+def _is_small(wanted: int, coordinates: int) -> bool:
+    """Say whether OpenBLAS has few multiplications in one product of FAISS's."""
+    return min(wanted, _QUERIES) * _POINTS * coordinates < _SMALL
 
 
 def _pairs_cost(points: int, wanted: int, coordinates: int) -> float:
     """Estimate the nanoseconds in which one row is compared with all points."""
     product = _PRODUCT * coordinates
-    if min(wanted, _QUERIES) * _POINTS * coordinates < _SMALL:
+    if _is_small(wanted, coordinates):
         product *= _SLOWER
     return points * (product + _COMPARISON)
 

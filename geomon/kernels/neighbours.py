@@ -16,6 +16,7 @@ several searches of the same rows, the result, and blocks of up to 16 MB.
 
 import functools
 import math
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -40,6 +41,8 @@ _SLACK = 2
 # Powers of two up to which numbers, as they are, have squares that float64 can add; and up to which
 # their inverses are numbers too.
 _ORDINARY, _LARGEST = 400, 1000
+# Powers of two up to which differences in float32, and their products, are far from its ends.
+_IN_FLOAT = 60
 # Wanted rows that are copied for the search at a time, where not all are wanted.
 _QUERIES = 4096
 
@@ -149,9 +152,8 @@ def scale_rows(rows: Tensor, among: Tensor | None = None) -> ScaledRows:
     values = rows.new_empty((len(points), rows.shape[1]), dtype=torch.float32)
     # An eighth of a block, which stays in the cache.
     step = rows_in_block(8 * rows.shape[1], rows.device)
-    exact = rows.new_empty((min(step, len(points)), rows.shape[1]), dtype=torch.float64)
     for target, block in zip(values.split(step), points.blocks(step), strict=True):
-        target.copy_(frame.scaled(exact[: len(block)].copy_(block)))
+        frame.scale_into(target, block)
     return ScaledRows(points.among, frame, values)
 
 
@@ -262,9 +264,10 @@ def _searched(
         if count < len(points):
             unclear.copy_(_unclear(near, norm[part], values.shape[1], frame.scale, k))
     left = unsure.nonzero().squeeze(1)
-    again = _certain(points, frame, own[left], found.distances[left, k - 1], k)
-    for before, after in zip(found, again, strict=True):
-        before[left] = after
+    if len(left) > 0:
+        again = _certain(points, frame, own[left], found.distances[left, k - 1], k)
+        for before, after in zip(found, again, strict=True):
+            before[left] = after
     return found
 
 
@@ -499,7 +502,10 @@ class _Points:
 
 @dataclass(frozen=True)
 class _Frame:
-    """Centre and scale of the rows, which are subtracted and divided by before a search."""
+    """Centre and scale of the rows, which are subtracted and divided by before a search.
+
+    The scale is a power of two, but for the largest numbers of float64.
+    """
 
     centre: Tensor
     scale: Tensor
@@ -508,15 +514,19 @@ class _Frame:
     def __call__(self, rows: Tensor) -> Tensor:
         return (rows.double() - self.centre).div_(self.scale)
 
-    def scaled(self, exact: Tensor) -> Tensor:
-        """Centre and scale rows in place, up to the last digit as for other rows.
+    def scale_into(self, target: Tensor, rows: Tensor) -> None:
+        """Centre and scale rows, and round them to float32: once, but for numbers near 1e-38.
 
         Args:
-            exact: Rows, [some, width], float64.
+            target: Where they go, [some, width], float32.
+            rows: Rows, [some, width].
         """
-        exact.sub_(self.centre)
-        # Twice as fast as a division, of which the last digit does not matter.
-        return exact.mul_(1 / self.scale) if self.unit == 1 else exact.div_(self.scale)
+        _, exponent = math.frexp(float(self.scale))
+        if rows.dtype == torch.float64 or abs(exponent) > _IN_FLOAT:
+            target.copy_(self(rows))
+            return
+        # The centre is one of the rows' numbers, and a product with a power of two is exact.
+        torch.sub(rows, self.centre.float(), out=target).mul_(2.0 ** (1 - exponent))
 
 
 def _frame(rows: Tensor) -> _Frame:
@@ -530,12 +540,14 @@ def _frame(rows: Tensor) -> _Frame:
     reach = (ends.double() - centre).abs_().max()
     _, exponent = math.frexp(float(reach))
     unit = 1.0 if abs(exponent) <= _ORDINARY else 2.0 ** max(-_LARGEST, min(exponent, _LARGEST))
-    return _Frame(centre, torch.where(reach > 0, reach, 1.0), unit)
+    power = exponent < sys.float_info.max_exp
+    return _Frame(centre, torch.full_like(reach, 2.0**exponent) if power else reach, unit)
 
 
 def _candidates(scaled: Tensor, own: Tensor, count: int) -> Tensor:
     """Find the `count` points nearest to each wanted one, itself among them, in float32."""
-    if faiss is None or scaled.device.type != "cpu":
+    on_host = faiss is not None and scaled.device.type == "cpu"
+    if not on_host or certified.is_slow_in_faiss(len(own), scaled.shape[1]):
         return _expanded(_Points(scaled, None), as_factor, own, count)
     one_by_one = len(own) > 0 and bool((own.diff() == 1).all())
     queries = scaled[own[0] : own[-1] + 1] if one_by_one else scaled[own]  # without a copy

@@ -9,7 +9,8 @@ Let c be the number of integers in a unit, q the integers of a row, e how far it
 The squares |q_x - q_y|^2 are exact. A row's candidates are the rows whose integers are nearer than
 a limit; all others are farther than what the limit leaves after the rounding. The limit comes from
 the smallest square in each of many groups of rows: k + 1 of these are of k + 1 rows. The integers
-serve several searches among the same rows, or among some of them. Of the
+serve several searches among the same rows, or among some of them. They may be of few coordinates,
+in which distances are lower bounds too: those in float32 then leave fewer candidates. Of the
 candidates, float32 differences find the few whose distances are computed in float64, and a row is
 *certified* when its k-th distance is below both bounds. A row that is not is left to another
 search.
@@ -30,8 +31,8 @@ from geomon.kernels.certified import (
     Certified,
     Exact,
     leading,
+    lower_bounds,
     nearest_of_trial,
-    needed,
 )
 from geomon.kernels.products import as_factor
 
@@ -45,8 +46,9 @@ _SAMPLED, _SAMPLED_ROWS, _MASSIVE = 32_768, 512, 3.0
 _COLUMNS = 64
 # Numbers in float32 beyond which products with them would end.
 _STEEPEST = 1e30
-# Share of the points for which the first limit is enough; for the others it is set again.
-_ENOUGH = 0.9
+# Shares of the points for which the first limit is enough, of which the cheapest is chosen; for the
+# others it is set again.
+_SHARES = (0.0, 0.25, 0.5, 0.75, 0.9)
 # Squares of so many integers add up to less than 2^24, exactly in float32; and norms in float32 are
 # wrong where squares vanish, below this.
 _EXACT, _SHORTEST = 1024, 1e-15
@@ -60,8 +62,9 @@ _QUERIES, _SQUARES, _FEWEST = 1024, 4 * BLOCK, 32
 # Squares in one product of the points that are tried first. Where nothing will be certified nearly
 # all of them are looked at, and lists of them take several times their memory.
 _TRIAL_SQUARES = BLOCK // 2
-# Candidates of a row beyond which it is not certified, in units of k and at least.
-_MOST, _AT_LEAST = 16, 128
+# Candidates of a row beyond which it is not certified: in units of k, at least, and of how many
+# points one.
+_MOST, _AT_LEAST, _FULL = 16, 128, 16
 # Candidates of all rows that are listed without a look at how many each has, in units of k.
 _LISTED = 8
 # Candidates that are kept beyond the k + 2 nearest: one for so many of k.
@@ -79,16 +82,33 @@ _NARROWEST, _POINTS, _WANTED, _WIDEST = 24, 1024, 128, 20_000
 # the nearest row says that no direction is of use.
 _DIRECTIONS = {31: 256, 63: 1024}
 _WIDE, _POOL, _ALIKE = 256, 1024, 0.85
-# Candidates in all coordinates, in units of k; and how many more the rounding to integers makes.
-_USUAL, _LOOSER = 2.0, 1.3
+# Candidates in all coordinates, in units of k; and of how many candidates beyond the first limit few
+# coordinates leave one.
+_USUAL, _LOOSER = 3.0, 2.0
 # Nanoseconds for each coordinate: of a product of integers and one in float32, of a difference in
 # float32, of reading a number and of taking it along a direction; and of a candidate beside that.
-_PRODUCT, _IN_FLOAT, _DIFFERENCE = 0.0045, 0.025, 0.2
-_READING, _ALONG, _CANDIDATE = 1.0, 0.025, 60.0
+_PRODUCT, _IN_FLOAT, _DIFFERENCE = 0.0045, 0.04, 0.15
+_READING, _ALONG, _CANDIDATE = 1.0, 0.025, 120.0
+# Nanoseconds for a point whose limit is set again.
+_AGAIN = 2500.0
 # Squares of points that are none: beyond all others.
 _NONE = 2**30
 
 _EPS = torch.finfo(torch.float32).eps
+
+
+class Few(NamedTuple):
+    """Points in few coordinates, in which distances are lower bounds.
+
+    Attributes:
+        values: Coordinates, [points, coordinates], float32.
+        moved: How far their computation may have moved each point, [points], float64.
+        leading: Coordinate along the leading direction, [points].
+    """
+
+    values: Tensor
+    moved: Tensor
+    leading: Tensor
 
 
 class Integers(NamedTuple):
@@ -104,7 +124,7 @@ class Integers(NamedTuple):
         per_unit: Number of integers in a unit.
         lost: How much farther apart than two points their coordinates may be by rounding, in units
             of the sum of the norms.
-        leading: Coordinate along the leading direction, [points]; None where it is not known.
+        few: The few coordinates that were rounded to integers; None where these were all.
         wanted: Number of points for whose search the coordinates were chosen.
     """
 
@@ -116,7 +136,7 @@ class Integers(NamedTuple):
     moved: np.ndarray
     per_unit: float
     lost: float
-    leading: Tensor | None
+    few: "Few | None"
     wanted: int
 
     def of(self, some: Tensor) -> "Integers":
@@ -131,10 +151,10 @@ class Integers(NamedTuple):
         torch.index_select(self.rows, 0, here, out=rows[: len(some)])
         torch.index_select(self.square, 0, here, out=square[: len(some)])
         kept = some.numpy()
-        leading = None if self.leading is None else self.leading[some]
+        few = None if self.few is None else Few(*(whole[some] for whole in self.few))
         return Integers(
             rows, square, *_places(order, len(rows)), self.norm[kept], self.moved[kept],
-            self.per_unit, self.lost, leading, self.wanted,
+            self.per_unit, self.lost, few, self.wanted,
         )  # fmt: skip
 
 
@@ -155,17 +175,38 @@ class _Reach(NamedTuple):
 
     Attributes:
         norm: Norm of each point, ascending, [points].
-        moved: The most that the points up to this one were moved, [points].
+        moved: The most that the points up to this one were moved, in integers, [points].
+        moved_few: The same of few coordinates by their computation, [points].
     """
 
     norm: np.ndarray
     moved: np.ndarray
+    moved_few: np.ndarray
 
-    def of(self, longest: np.ndarray) -> np.ndarray:
-        """Find how far points up to some norms may have been moved."""
-        last = np.searchsorted(self.norm, longest, side="right") - 1
-        found: np.ndarray = self.moved[last.clip(min=0)]
-        return found
+    def last(self, longest: np.ndarray) -> np.ndarray:
+        """Find the last of the points up to some norms."""
+        found: np.ndarray = np.searchsorted(self.norm, longest, side="right") - 1
+        return found.clip(min=0)
+
+
+class _Limit(NamedTuple):
+    """Squares beyond which no point can be one of the k nearest.
+
+    Attributes:
+        of_integers: Of integers, without the squared norm of the wanted point, [wanted], int32.
+        of_few: In few coordinates, [wanted]; infinite where there are all.
+    """
+
+    of_integers: np.ndarray
+    of_few: np.ndarray
+
+
+def _reach(integers: Integers) -> _Reach:
+    """Sort the points by their norm, with the most that those up to each were moved."""
+    order = integers.norm.argsort()
+    few = np.zeros(len(order)) if integers.few is None else integers.few.moved.numpy()
+    moved = (np.maximum.accumulate(one[order]) for one in (integers.moved, few))
+    return _Reach(integers.norm[order], *moved)
 
 
 class _Near(NamedTuple):
@@ -186,6 +227,20 @@ class _Near(NamedTuple):
     def of(self, rows: np.ndarray) -> "_Near":
         """Select some of the wanted points."""
         return _Near(*(whole[rows] for whole in self))
+
+
+class _Known(NamedTuple):
+    """What is known of wanted points whose limit is set again.
+
+    Attributes:
+        near: The nearest of the candidates within the first limit.
+        limit: That limit, [some].
+        of_few: Square in few coordinates beyond which no point can be one of the k nearest, [some].
+    """
+
+    near: _Near
+    limit: np.ndarray
+    of_few: np.ndarray
 
 
 def pays(points: int, width: int, wanted: int, k: int) -> bool:
@@ -245,12 +300,11 @@ def search(
     generator = torch.Generator("cpu").manual_seed(0)
     # In random order, so that the first ones stand for all.
     order = torch.randperm(len(own), generator=generator, dtype=torch.int64, device="cpu")
-    if integers.leading is not None:
+    if integers.few is not None:
         # The others with their neighbours, whose candidates then are in the cache.
         later = order[_QUERIES:]
-        order[_QUERIES:] = later[integers.leading[own[later]].argsort()]
-    by_norm = integers.norm.argsort()
-    reach = _Reach(integers.norm[by_norm], np.maximum.accumulate(integers.moved[by_norm]))
+        order[_QUERIES:] = later[integers.few.leading[own[later]].argsort()]
+    reach = _reach(integers)
     places = len(integers.rows)
     step = max(_FEWEST, min(_QUERIES, _SQUARES // places, len(own)))
     rank = _first_rank(k)
@@ -311,29 +365,11 @@ def ended_early(found: Certified) -> bool:
     return float(found.certain.double().mean()) < _LEAST
 
 
-class _Bounds(NamedTuple):
-    """Coordinates in which distances are lower bounds.
-
-    Attributes:
-        values: Coordinates, [points, coordinates], float32.
-        lost: How much farther apart than two points their coordinates may be by rounding, in units
-            of the sum of the norms.
-        moved: How far rounding may have moved each point beside that, [points]; None for not at
-            all.
-        leading: Coordinate along the leading direction, [points]; None where it is not known.
-    """
-
-    values: Tensor
-    lost: float
-    moved: Tensor | None = None
-    leading: Tensor | None = None
-
-
-def _bounds(values: Tensor, wanted: int, k: int) -> _Bounds:
-    """Choose coordinates in which distances are lower bounds: all, or few where that costs less."""
+def _few(values: Tensor, wanted: int, k: int) -> Few | None:
+    """Choose few coordinates in which distances are lower bounds; None where all cost less."""
     directions = _directions(values, wanted, k)
     if directions is None:
-        return _Bounds(values, 2 * _EPS)
+        return None
     # Turned among themselves at random, no direction carries much more than the others.
     count = directions.shape[1]
     generator = torch.Generator("cpu").manual_seed(0)
@@ -341,7 +377,7 @@ def _bounds(values: Tensor, wanted: int, k: int) -> _Bounds:
     short, moved = _coordinates(values, directions, torch.linalg.qr(turn).Q)
     # Norms of the rest are alike, and their differences alone count.
     short[:, -1] -= short[:, -1].median()
-    return _Bounds(short, 3 * _EPS, moved, values @ directions[:, 0].float())
+    return Few(short, moved, values @ directions[:, 0].float())
 
 
 def _coordinates(values: Tensor, directions: Tensor, turn: Tensor) -> tuple[Tensor, Tensor]:
@@ -415,20 +451,35 @@ def _directions(values: Tensor, wanted: int, k: int) -> Tensor | None:
     grown = float((near.farther / near.distance).nan_to_num(nan=1.0).median())
     distance = near.distance * (wished / rank) ** math.log2(max(grown, 1.0))
     directions = leading(drawn[: _POOL // 2], counts[-1], generator)
-    most = max(_MOST * k, _AT_LEAST)
+    most = _most(points, k)
     # Nanoseconds of one core of 2024, for each wanted point; only their ratios matter.
-    one = _CANDIDATE + width * _DIFFERENCE
-    least = points * _PRODUCT * width + one * _USUAL * k
+    least = points * _PRODUCT * width + (_CANDIDATE + _DIFFERENCE * width) * _USUAL * k
     cheapest = None
-    for count, inside in zip(counts, needed(drawn, directions, counts, distance), strict=True):
-        within = inside * (points / _POOL) * _LOOSER
-        crowded = within >= most  # and searched again, in float32
-        candidates = one * within.masked_fill(crowded, 0) + crowded * points * width * _IN_FLOAT
+    for count, (short, apart) in zip(counts, lower_bounds(drawn, directions, counts), strict=True):
+        # The rounding to integers moves two points in two directions, and the worst is allowed for.
+        off = _rounding(short)
+        loose = ((distance + 2 * off).square() - 2 * off**2).sqrt()
+        nearer, seen = (
+            (apart <= limit[:, None]).sum(dim=1) * (points / _POOL)
+            for limit in (1.001 * distance, loose)
+        )
+        crowded = seen >= most  # and searched again, in float32
+        looked_at = (_CANDIDATE + _DIFFERENCE * (count + 1)) * seen + _DIFFERENCE * width * nearer
+        candidates = looked_at.masked_fill(crowded, 0)
+        candidates += crowded * points * width * _IN_FLOAT
         reading = width * points / wanted * (_READING + _ALONG * count)
         cost = points * _PRODUCT * count + float(candidates.mean()) + reading
         if cost < least:
             least, cheapest = cost, count
     return None if cheapest is None else directions[:, :cheapest]
+
+
+def _rounding(short: Tensor) -> float:
+    """Estimate how far the rounding of few coordinates to integers will move a point."""
+    # Turned among themselves all are alike, and about normal: few are beyond three deviations.
+    apart = torch.cat([short[:, :-1], short[:, -1:] - short[:, -1].median()], dim=1)
+    step = 3 * float(apart.square().mean().sqrt()) / LARGEST
+    return step * math.sqrt(short.shape[1] / 12)
 
 
 def prepare(values: Tensor, wanted: int, k: int) -> Integers | None:
@@ -439,13 +490,14 @@ def prepare(values: Tensor, wanted: int, k: int) -> Integers | None:
         wanted: Number of points whose neighbours are wanted.
         k: Number of neighbours.
     """
-    return _integers(values, _bounds(values, wanted, k), wanted)
+    return _integers(values, _few(values, wanted, k), wanted)
 
 
-def _integers(values: Tensor, bounds: _Bounds, wanted: int) -> Integers | None:
+def _integers(values: Tensor, few: Few | None, wanted: int) -> Integers | None:
     """Cut points off, round them to integers, and put them in random order."""
-    count, width = bounds.values.shape
-    largest = _cut_off(bounds.values)
+    numbers = values if few is None else few.values
+    count, width = numbers.shape
+    largest = _cut_off(numbers)
     if largest == 0:
         return None  # nearly all numbers are 0
     per_unit = float(np.float32(min(LARGEST / largest, _STEEPEST)))
@@ -458,7 +510,7 @@ def _integers(values: Tensor, bounds: _Bounds, wanted: int) -> Integers | None:
     error = torch.empty_like(norm)
     step = rows_in_block(4 * width, values.device)
     for block, here, moved in zip(
-        bounds.values.split(step), at.split(step), error.split(step), strict=True
+        numbers.split(step), at.split(step), error.split(step), strict=True
     ):
         number = (block * per_unit).clamp_(-LARGEST, LARGEST)
         nearest = number.round()
@@ -470,11 +522,13 @@ def _integers(values: Tensor, bounds: _Bounds, wanted: int) -> Integers | None:
     summed = _summed(values.shape[1])
     # Float32 rounds a number of up to 127 by less than 127 times e.
     error = error.double() * summed + math.sqrt(width) * LARGEST * _EPS
-    if bounds.moved is not None:
-        error += per_unit * bounds.moved
+    if few is not None:
+        error += per_unit * few.moved
+    # Of few coordinates the last loses as much again with the median.
+    lost = (2 if few is None else 3) * _EPS
     return Integers(
         rows, square, place, at, (norm.double() * summed + _SHORTEST).numpy(), error.numpy(),
-        per_unit, bounds.lost, bounds.leading, wanted,
+        per_unit, lost, few, wanted,
     )  # fmt: skip
 
 
@@ -538,19 +592,44 @@ def _near(
     # Within this, so many groups have a point: k others at least, and few beyond them.
     limit = np.partition(block.smallest, rank, axis=1)[:, rank].clip(max=_NONE - 1)
     mine = part.numpy()
-    near = _within(values, integers, mine, block, np.arange(len(mine)), limit, k, faiss)
+    queries = values.numpy()[mine]  # once for both
+    near = _within(values, integers, mine, queries, block, None, limit, k, faiss)
     bound = _limit(integers, reach, mine, near.squared[:, k - 1], own, values.shape[1])
-    ranks = np.sort(np.count_nonzero(block.smallest <= bound[:, None], axis=1)[near.complete])
-    enough = int(ranks[int(_ENOUGH * len(ranks))]) if len(ranks) > 0 else _first_rank(k)
-    again = np.flatnonzero((bound > limit) & near.complete)
+    ranks = np.count_nonzero(block.smallest <= bound.of_integers[:, None], axis=1)[near.complete]
+    fewest, most = min(k + 2, groups - 1), max(groups // 2, k + 2)
+    enough = _next_rank(ranks.clip(fewest, most), values.shape[1], integers, _first_rank(k))
+    again = np.flatnonzero((bound.of_integers > limit) & near.complete)
     if len(again) > 0:
         later = _within(
-            values, integers, mine[again], block, again, bound[again], k, faiss,
-            beyond=limit[again], known=near.of(again),
+            values, integers, mine, queries, block, again, bound.of_integers[again], k, faiss,
+            _Known(near.of(again), limit[again], bound.of_few[again]),
         )  # fmt: skip
         for target, some in zip(near, later, strict=True):
             target[again] = some
-    return near, max(min(enough, groups // 2), min(k + 2, groups - 1))
+    return near, enough
+
+
+def _next_rank(ranks: np.ndarray, width: int, integers: Integers, first: int) -> int:
+    """Choose how many groups are within the first limit of the next wanted points.
+
+    A lower limit has fewer candidates, and more points whose limit has to be set again.
+
+    Args:
+        ranks: How many groups each of some points needs, [some].
+        width: Number of coordinates.
+        integers: Points as integers.
+        first: The number where no point says any.
+    """
+    if len(ranks) == 0:
+        return first
+    candidate = later = _CANDIDATE + _DIFFERENCE * width
+    if integers.few is not None:  # some of these are farther in few coordinates
+        few = integers.few.values.shape[1]
+        later = _CANDIDATE + _DIFFERENCE * (few + width / _LOOSER)
+    tried = np.unique(np.quantile(ranks, _SHARES, method="lower"))
+    beyond = (ranks - tried[:, None]).clip(min=0)
+    again = _AGAIN * (beyond > 0).mean(axis=1) + later * beyond.mean(axis=1)
+    return int(tried[np.argmin(candidate * tried + again)])
 
 
 def _first_rank(k: int) -> int:
@@ -561,8 +640,8 @@ def _first_rank(k: int) -> int:
 def _limit(
     integers: Integers, reach: _Reach, part: np.ndarray, kth: np.ndarray, own: np.ndarray,
     width: int,
-) -> np.ndarray:  # fmt: skip
-    """Bound the squares of integers of the k nearest, without those of the wanted point.
+) -> _Limit:  # fmt: skip
+    """Bound the squares of the k nearest in integers and in few coordinates.
 
     Let x be a wanted point, in exact numbers, and y one at a distance of at most t, so that
     |x| + |y| <= s = 2|x| + t. Rounding to float32 moves each of the two by at most 2^-24 of its
@@ -570,7 +649,8 @@ def _limit(
     which is of float32 values too. The last of few coordinates loses as much again with the median.
     So `lost` is twice what may be lost of all coordinates, and 1 e above it of few. What their
     computation moved the two is part of `moved`, with what the rounding to integers did.
-    The integers are at most c times as far apart as the values, and what the two were moved.
+    The integers are at most c times as far apart as the values, and what the two were moved. The
+    few coordinates are as far apart as the values, and what their computation moved the two.
 
     Args:
         integers: Points as integers.
@@ -579,18 +659,19 @@ def _limit(
         kth: Squared distance in float32 within which each has k others, [wanted].
         own: Squared norms of the integers of the wanted points, [wanted].
         width: Number of coordinates.
-
-    Returns:
-        Limits, [wanted], int32.
     """
     distance = np.sqrt(kth * _summed(width) + UNDERFLOW, dtype=np.float64)
     norm = integers.norm[part]
     # Stored norms are longer than true ones by as much as this allows.
     longest = (norm + distance) * _summed(width) ** 3 + 3 * _SHORTEST
     distance += integers.lost * (2 * norm + distance)
-    distance = integers.per_unit * distance + integers.moved[part] + reach.of(longest)
-    limit: np.ndarray = (distance**2 - own + 1).clip(max=_NONE - 1).astype(np.int32)
-    return limit
+    last = reach.last(longest)
+    apart = integers.per_unit * distance + integers.moved[part] + reach.moved[last]
+    limit = (apart**2 - own + 1).clip(max=_NONE - 1).astype(np.int32)
+    if integers.few is None:
+        return _Limit(limit, np.full(len(part), np.inf))
+    apart = distance + integers.few.moved.numpy()[part] + reach.moved_few[last]
+    return _Limit(limit, apart**2 * _summed(integers.few.values.shape[1]) + UNDERFLOW)
 
 
 def _summed(width: int) -> float:
@@ -602,9 +683,8 @@ def _summed(width: int) -> float:
 
 
 def _within(
-    values: Tensor, integers: Integers, part: np.ndarray, block: _Squares, rows: np.ndarray,
-    limit: np.ndarray, k: int, faiss: Any,
-    beyond: np.ndarray | None = None, known: _Near | None = None,
+    values: Tensor, integers: Integers, part: np.ndarray, queries: np.ndarray, block: _Squares,
+    some: np.ndarray | None, limit: np.ndarray, k: int, faiss: Any, known: _Known | None = None,
 ) -> _Near:  # fmt: skip
     """Find the points whose squares are within a limit, and the nearest of them.
 
@@ -612,24 +692,25 @@ def _within(
         values: Points, [points, width], float32.
         integers: Points as integers.
         part: Places of the wanted points, [wanted].
+        queries: The wanted points, [wanted, width], float32.
         block: Squares of these and other points.
-        rows: Which of these the wanted points are, [wanted].
-        limit: Limit for each wanted point, [wanted].
+        some: Which of the wanted points to look at; None for all.
+        limit: Limit for each of these, [some].
         k: Number of neighbours.
         faiss: The library.
-        beyond: Limit within which all are known, [rows].
-        known: The nearest of these.
+        known: What is known of these; None for nothing.
     """
+    rows = np.arange(len(part)) if some is None else some
     wanted, groups = len(rows), block.smallest.shape[1]
     size = block.whole.shape[1] // groups
-    smallest = block.smallest if wanted == len(block.smallest) else block.smallest[rows]
+    smallest = block.smallest if some is None else block.smallest[some]
     row, group = np.divmod(np.flatnonzero(smallest <= limit[:, None]), groups)
     squares = np.take(block.whole.reshape(-1, size), rows[row] * groups + group, axis=0)
     inside = squares <= limit[row][:, None]
-    if beyond is not None:
-        inside &= squares > beyond[row][:, None]
+    if known is not None:
+        inside &= squares > known.limit[row][:, None]
     # Of points with too many candidates none is looked at: of noise they would be nearly all pairs.
-    most = max(_MOST * k, _AT_LEAST)
+    most = _most(values.shape[0], k)
     crowded = np.zeros(wanted, dtype=bool)
     if np.count_nonzero(inside) > _LISTED * k * wanted:  # already their list would be long
         crowded = np.bincount(row, inside.sum(axis=1), wanted) > most
@@ -645,13 +726,19 @@ def _within(
         crowded |= over
     position = np.arange(len(row)) - (np.cumsum(counts) - counts)[row]
     kept_count = k + 2 + k // _SPARE
-    places = np.full((wanted, max(kept_count, int(counts.max()))), -1)
-    places[row, position] = place
+    places = np.full((len(part), max(kept_count, int(counts.max()))), -1)
+    places[rows[row], position] = place
     places[places == part[:, None]] = -1
-    squared = _differences(values, part, places, faiss)
+    if known is not None and integers.few is not None:
+        few = integers.few.values
+        apart = _differences(few.numpy()[part], few, places, faiss)
+        places[rows] = np.where(apart[rows] <= known.of_few[:, None], places[rows], -1)
+    squared = _differences(queries, values, places, faiss)
+    if some is not None:
+        places, squared = places[some], squared[some]
     if known is not None:
-        places = np.concatenate([known.places, places], axis=1)
-        squared = np.concatenate([known.squared, squared], axis=1)
+        places = np.concatenate([known.near.places, places], axis=1)
+        squared = np.concatenate([known.near.squared, squared], axis=1)
     # Of so few numbers a partition takes twice as long.
     order = np.argsort(squared, axis=1)[:, :kept_count]
     return _Near(
@@ -660,14 +747,19 @@ def _within(
     )  # fmt: skip
 
 
+def _most(points: int, k: int) -> int:
+    """Choose the most candidates of a point: beyond, the other search costs hardly more."""
+    return max(_MOST * k, _AT_LEAST, points // _FULL)
+
+
 def _differences(
-    values: Tensor, part: np.ndarray, candidates: np.ndarray, faiss: Any
+    queries: np.ndarray, values: Tensor, candidates: np.ndarray, faiss: Any
 ) -> np.ndarray:
     """Compute squared distances of points to candidates by differences in float32.
 
     Args:
-        values: Points, [points, width], float32.
-        part: Places of the points that have candidates, [wanted].
+        queries: The points that have candidates, [wanted, width], float32.
+        values: All points, [points, width], float32.
         candidates: Places of these, -1 for none, [wanted, count].
         faiss: The library.
 
@@ -675,16 +767,8 @@ def _differences(
         Squared distances, infinite to none, [wanted, count].
     """
     apart = np.full(candidates.shape, np.inf, dtype=np.float32)
-    points = values.numpy()
-    step = rows_in_block(points.shape[1], values.device)
-    for start in range(0, len(part), step):
-        some = slice(start, start + step)
-        queries = points[part[some]]
-        # Which stay alive while FAISS has their addresses.
-        given = (apart[some], queries, points, candidates[some])
-        faiss.fvec_L2sqr_by_idx(
-            *map(faiss.swig_ptr, given), points.shape[1], len(queries), candidates.shape[1]
-        )
+    given = (apart, queries, values.numpy(), candidates)
+    faiss.fvec_L2sqr_by_idx(*map(faiss.swig_ptr, given), values.shape[1], *candidates.shape)
     return apart
 
 

@@ -1,4 +1,5 @@
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -605,6 +606,32 @@ def test_rows_made_ready_once_give_the_neighbours_of_each_search(dtype):
     alone = nearest_among(near, rows, fewer, 3, among=some)
     shared = nearest_among(near, rows, fewer, 3, among=some, scaled=ready)
     assert torch.equal(alone.indices, shared.indices)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
+    st.integers(-70, 70), st.floats(-1e4, 1e4), st.integers(0, 10**6),
+)  # fmt: skip
+def test_rows_are_made_ready_by_one_rounding(dtype, exponent, offset, seed):
+    rows = torch.randn(70, 5, generator=torch.Generator().manual_seed(seed)) + offset
+    rows = (rows * 2.0 ** (exponent if dtype != torch.float16 else 0)).to(dtype)
+    ready = scale_rows(rows)
+    centre, scale = ready.frame.centre, ready.frame.scale
+    for row, numbers in zip(rows.double().tolist(), ready.values.tolist(), strict=True):
+        for x, c, got in zip(row, centre.tolist(), numbers, strict=True):
+            want = (Fraction(x) - Fraction(c)) / Fraction(float(scale))
+            assert abs(got) <= 1
+            assert abs(Fraction(got) - want) <= abs(want) * Fraction(1 + 2**-20) / 2**24
+
+
+@pytest.mark.parametrize("wanted", [1, 7, 8, 20, 62, 130])
+def test_few_wanted_rows_have_the_neighbours_of_all(wanted):
+    rows = (normal(700, 300) * torch.arange(1, 301) ** -0.5 + 5).float()
+    some = torch.randperm(700, generator=torch.Generator().manual_seed(1))[:wanted]
+    few, every = nearest(rows, 5, of=some), nearest(rows, 5)
+    assert torch.equal(few.distances, every.distances[some])
+    assert torch.equal(few.indices, every.indices[some])
 
 
 def test_rows_of_which_the_inverse_is_beyond_float64():

@@ -146,7 +146,7 @@ def test_rows_of_extreme_size(size):
 def test_integers_never_lengthen_a_distance_by_more_than_their_rounding(tokens, width, seed, power):
     rows = normal(tokens, width, seed=seed) * 10.0 ** (power * normal(tokens, 1, seed=seed + 1))
     values = (rows / rows.abs().max()).float()
-    integers = quantised._integers(values, quantised._Bounds(values, 0.0), 1)
+    integers = quantised._integers(values, None, 1)
     if integers is None:
         return
     pairs = functools.partial(torch.cdist, compute_mode="donot_use_mm_for_euclid_dist")
@@ -161,9 +161,8 @@ def test_integers_never_lengthen_a_distance_by_more_than_their_rounding(tokens, 
 def test_what_computation_moved_a_point_counts_in_the_units_of_integers():
     values = torch.rand(64, 3, generator=torch.Generator().manual_seed(0)) / 50
     moved = torch.linspace(0, 1e-2, 64, dtype=torch.float64)
-    plain, more = (
-        quantised._integers(values, quantised._Bounds(values, 0.0, by), 1) for by in (None, moved)
-    )
+    plain = quantised._integers(values, None, 1)
+    more = quantised._integers(values, quantised.Few(values, moved, values[:, 0]), 1)
     assert plain.per_unit > 1000
     np.testing.assert_allclose(more.moved - plain.moved, plain.per_unit * moved.numpy(), rtol=1e-9)
 
@@ -171,7 +170,7 @@ def test_what_computation_moved_a_point_counts_in_the_units_of_integers():
 def test_integers_stand_for_their_rows():
     rows = decaying(333, 30)
     values = scale_rows(rows).values
-    integers = quantised._integers(values, quantised._Bounds(values, 0.0), 3)
+    integers = quantised._integers(values, None, 3)
     assert torch.equal(torch.from_numpy(integers.place)[integers.at], torch.arange(333))
     assert len(integers.rows) % max(quantised._SIZES) == 0
     want = (values * integers.per_unit).clamp(-127, 127).round()
@@ -179,7 +178,7 @@ def test_integers_stand_for_their_rows():
     assert torch.equal(integers.square[integers.at].long(), want.long().square().sum(dim=1))
     # Wide rows too, whose squares float32 cannot add up exactly.
     values = scale_rows(normal(64, 3000)).values
-    wide = quantised._integers(values, quantised._Bounds(values, 0.0), 1)
+    wide = quantised._integers(values, None, 1)
     assert torch.equal(wide.square[:64].long(), wide.rows[:64].long().square().sum(dim=1))
 
 
@@ -211,6 +210,58 @@ def test_points_of_a_lattice_have_neighbours_in_order_of_the_index():
     distances, indices = in_order(rows, 10)
     assert torch.equal(got.distances, distances)
     assert torch.equal(got.indices, indices)
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("offset", [0.0, 1e3])
+def test_rows_at_one_distance_are_all_seen_in_few_coordinates(monkeypatch, asked, offset):
+    """Where the directions hold the rows, nothing but rounding is between bound and distance."""
+    side = torch.arange(8.0)
+    lattice = torch.cartesian_prod(side, side, side)[torch.randperm(512)]
+    rows = torch.cat([lattice, torch.zeros(512, 27)], dim=1) + offset
+    monkeypatch.setattr(quantised, "_directions", lambda *_: torch.eye(30).double()[:, :3])
+    # Of the six at one distance the first five, some of which only the second limit reaches.
+    for name in ("_first_rank", "_next_rank"):
+        monkeypatch.setattr(quantised, name, lambda *_: 5)
+    got = nearest(rows, 5)
+    distances, indices = in_order(rows, 5)
+    assert torch.equal(got.distances, distances)
+    assert torch.equal(got.indices, indices)
+    inside = (lattice % 7 > 0).all(dim=1)
+    assert asked[0].certain[inside].all()
+
+
+def test_of_what_integers_leave_few_coordinates_drop_most_that_no_row_needs(monkeypatch):
+    # Between clusters that are far apart the integers are coarse.
+    inside = normal(3000, 12) + 30 * normal(20, 12, seed=1).repeat(150, 1)
+    rows = inside @ normal(12, 600, seed=2) + 0.3 * normal(3000, 600, seed=3)
+    directions = torch.linalg.svd(rows, full_matrices=False).Vh[:31].T
+    monkeypatch.setattr(quantised, "_directions", lambda *_: directions)
+    counts = {32: 0, 600: 0}
+    differences = quantised._differences
+
+    def spy(queries, values, candidates, faiss):
+        counts[values.shape[1]] += int((candidates >= 0).sum())
+        return differences(queries, values, candidates, faiss)
+
+    monkeypatch.setattr(quantised, "_differences", spy)
+    assert searched(rows, 2).certain.all()
+    assert counts[600] < 0.5 * counts[32]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "width", "want"),
+    [
+        ([7] * 50, 768, 7),  # all need as many
+        ([4] * 45 + [60] * 5, 768, 4),  # few need many more: only their limit is set again
+        ([4] * 5 + [6] * 45, 64, 6),  # two more cost less than to begin again
+        ([4] * 20 + [30] * 30, 6000, 4),
+        ([], 64, 5),
+    ],
+)
+def test_the_first_limit_is_the_cheapest(ranks, width, want):
+    integers = quantised._integers(scale_rows(normal(64, 30)).values, None, 1)
+    assert quantised._next_rank(np.array(ranks, dtype=int), width, integers, 5) == want
 
 
 @pytest.mark.usefixtures("always")
@@ -248,12 +299,10 @@ def test_few_directions_are_used_where_they_hold_the_rows(monkeypatch, asked, fe
     if few:
         rows = normal(3000, 8) @ normal(8, 512) + 0.01 * rows
     used = []
-    bounds = quantised._bounds
-    monkeypatch.setattr(
-        quantised, "_bounds", lambda *given: used.append(bounds(*given)) or used[-1]
-    )
+    choose = quantised._few
+    monkeypatch.setattr(quantised, "_few", lambda *given: used.append(choose(*given)) or used[-1])
     got = nearest(rows, 16)
-    assert [bound.values.shape[1] for bound in used] == [32 if few else 512]
+    assert [None if one is None else one.values.shape[1] for one in used] == [32 if few else None]
     assert asked[0].certain.double().mean() > 0.95
     monkeypatch.setattr(quantised, "is_fast", lambda: False)
     want = nearest(rows, 16)
@@ -326,10 +375,8 @@ def test_integers_are_made_once_for_all_searches_among_the_same_rows(monkeypatch
     unique = torch.arange(0, 2600)[torch.arange(2600) % 13 != 0]
     ready = scale_rows(rows, unique)
     made = []
-    bounds = quantised._bounds
-    monkeypatch.setattr(
-        quantised, "_bounds", lambda *given: made.append(given[1]) or bounds(*given)
-    )
+    few = quantised._few
+    monkeypatch.setattr(quantised, "_few", lambda *given: made.append(given[1]) or few(*given))
     searches = [
         {"k": 16, "among": unique},
         {"k": 100, "among": unique, "of": unique[::15]},
@@ -378,7 +425,7 @@ def test_integers_of_no_use_are_freed_and_not_made_again(monkeypatch, asked):
 
 def test_some_of_the_integers_are_those_of_their_rows():
     values = scale_rows(decaying(333, 30)).values
-    whole = quantised._integers(values, quantised._Bounds(values, 0.0), 333)
+    whole = quantised._integers(values, None, 333)
     some = torch.arange(1, 333, 3)
     part = whole.of(some)
     assert torch.equal(part.rows[part.at], whole.rows[whole.at[some]])
