@@ -62,8 +62,8 @@ _QUERIES, _SQUARES, _FEWEST = 1024, 4 * BLOCK, 32
 # Squares in one product of the points that are tried first. Where nothing will be certified nearly
 # all of them are looked at, and lists of them take several times their memory.
 _TRIAL_SQUARES = BLOCK // 2
-# Candidates of a row beyond which it is not certified: in units of k, at least, and of how many
-# points one.
+# Candidates of a row beyond which it is not certified: in units of k, at least, and where there are
+# few coordinates, which noise has not, of how many points one.
 _MOST, _AT_LEAST, _FULL = 16, 128, 16
 # Candidates of all rows that are listed without a look at how many each has, in units of k.
 _LISTED = 8
@@ -82,8 +82,8 @@ _NARROWEST, _POINTS, _WANTED, _WIDEST = 24, 1024, 128, 20_000
 # the nearest row says that no direction is of use.
 _DIRECTIONS = {31: 256, 63: 1024}
 _WIDE, _POOL, _ALIKE = 256, 1024, 0.85
-# Candidates in all coordinates, in units of k; and of how many candidates beyond the first limit few
-# coordinates leave one.
+# Candidates in all coordinates, in units of k; and of how many beyond the first limit those in few
+# leave one.
 _USUAL, _LOOSER = 3.0, 2.0
 # Nanoseconds for each coordinate: of a product of integers and one in float32, of a difference in
 # float32, of reading a number and of taking it along a direction; and of a candidate beside that.
@@ -451,7 +451,7 @@ def _directions(values: Tensor, wanted: int, k: int) -> Tensor | None:
     grown = float((near.farther / near.distance).nan_to_num(nan=1.0).median())
     distance = near.distance * (wished / rank) ** math.log2(max(grown, 1.0))
     directions = leading(drawn[: _POOL // 2], counts[-1], generator)
-    most = _most(points, k)
+    most = max(_MOST * k, _AT_LEAST, points // _FULL)
     # Nanoseconds of one core of 2024, for each wanted point; only their ratios matter.
     least = points * _PRODUCT * width + (_CANDIDATE + _DIFFERENCE * width) * _USUAL * k
     cheapest = None
@@ -592,8 +592,7 @@ def _near(
     # Within this, so many groups have a point: k others at least, and few beyond them.
     limit = np.partition(block.smallest, rank, axis=1)[:, rank].clip(max=_NONE - 1)
     mine = part.numpy()
-    queries = values.numpy()[mine]  # once for both
-    near = _within(values, integers, mine, queries, block, None, limit, k, faiss)
+    near = _within(values, integers, mine, block, np.arange(len(mine)), limit, k, faiss)
     bound = _limit(integers, reach, mine, near.squared[:, k - 1], own, values.shape[1])
     ranks = np.count_nonzero(block.smallest <= bound.of_integers[:, None], axis=1)[near.complete]
     fewest, most = min(k + 2, groups - 1), max(groups // 2, k + 2)
@@ -601,7 +600,7 @@ def _near(
     again = np.flatnonzero((bound.of_integers > limit) & near.complete)
     if len(again) > 0:
         later = _within(
-            values, integers, mine, queries, block, again, bound.of_integers[again], k, faiss,
+            values, integers, mine[again], block, again, bound.of_integers[again], k, faiss,
             _Known(near.of(again), limit[again], bound.of_few[again]),
         )  # fmt: skip
         for target, some in zip(near, later, strict=True):
@@ -683,8 +682,8 @@ def _summed(width: int) -> float:
 
 
 def _within(
-    values: Tensor, integers: Integers, part: np.ndarray, queries: np.ndarray, block: _Squares,
-    some: np.ndarray | None, limit: np.ndarray, k: int, faiss: Any, known: _Known | None = None,
+    values: Tensor, integers: Integers, part: np.ndarray, block: _Squares, rows: np.ndarray,
+    limit: np.ndarray, k: int, faiss: Any, known: _Known | None = None,
 ) -> _Near:  # fmt: skip
     """Find the points whose squares are within a limit, and the nearest of them.
 
@@ -692,25 +691,23 @@ def _within(
         values: Points, [points, width], float32.
         integers: Points as integers.
         part: Places of the wanted points, [wanted].
-        queries: The wanted points, [wanted, width], float32.
         block: Squares of these and other points.
-        some: Which of the wanted points to look at; None for all.
-        limit: Limit for each of these, [some].
+        rows: Which of these the wanted points are, [wanted].
+        limit: Limit for each wanted point, [wanted].
         k: Number of neighbours.
         faiss: The library.
-        known: What is known of these; None for nothing.
+        known: What is known of these points; None for nothing.
     """
-    rows = np.arange(len(part)) if some is None else some
     wanted, groups = len(rows), block.smallest.shape[1]
     size = block.whole.shape[1] // groups
-    smallest = block.smallest if some is None else block.smallest[some]
+    smallest = block.smallest if wanted == len(block.smallest) else block.smallest[rows]
     row, group = np.divmod(np.flatnonzero(smallest <= limit[:, None]), groups)
     squares = np.take(block.whole.reshape(-1, size), rows[row] * groups + group, axis=0)
     inside = squares <= limit[row][:, None]
     if known is not None:
         inside &= squares > known.limit[row][:, None]
     # Of points with too many candidates none is looked at: of noise they would be nearly all pairs.
-    most = _most(values.shape[0], k)
+    most = _most(integers, k)
     crowded = np.zeros(wanted, dtype=bool)
     if np.count_nonzero(inside) > _LISTED * k * wanted:  # already their list would be long
         crowded = np.bincount(row, inside.sum(axis=1), wanted) > most
@@ -726,16 +723,13 @@ def _within(
         crowded |= over
     position = np.arange(len(row)) - (np.cumsum(counts) - counts)[row]
     kept_count = k + 2 + k // _SPARE
-    places = np.full((len(part), max(kept_count, int(counts.max()))), -1)
-    places[rows[row], position] = place
+    places = np.full((wanted, max(kept_count, int(counts.max()))), -1)
+    places[row, position] = place
     places[places == part[:, None]] = -1
     if known is not None and integers.few is not None:
-        few = integers.few.values
-        apart = _differences(few.numpy()[part], few, places, faiss)
-        places[rows] = np.where(apart[rows] <= known.of_few[:, None], places[rows], -1)
-    squared = _differences(queries, values, places, faiss)
-    if some is not None:
-        places, squared = places[some], squared[some]
+        apart = _differences(integers.few.values, part, places, faiss)
+        places[apart > known.of_few[:, None]] = -1
+    squared = _differences(values, part, places, faiss)
     if known is not None:
         places = np.concatenate([known.near.places, places], axis=1)
         squared = np.concatenate([known.near.squared, squared], axis=1)
@@ -747,19 +741,20 @@ def _within(
     )  # fmt: skip
 
 
-def _most(points: int, k: int) -> int:
-    """Choose the most candidates of a point: beyond, the other search costs hardly more."""
-    return max(_MOST * k, _AT_LEAST, points // _FULL)
+def _most(integers: Integers, k: int) -> int:
+    """Choose the most candidates of a point: with more, another search costs hardly more."""
+    few = 0 if integers.few is None else len(integers.norm) // _FULL
+    return max(_MOST * k, _AT_LEAST, few)
 
 
 def _differences(
-    queries: np.ndarray, values: Tensor, candidates: np.ndarray, faiss: Any
+    values: Tensor, part: np.ndarray, candidates: np.ndarray, faiss: Any
 ) -> np.ndarray:
     """Compute squared distances of points to candidates by differences in float32.
 
     Args:
-        queries: The points that have candidates, [wanted, width], float32.
-        values: All points, [points, width], float32.
+        values: Points, [points, width], float32.
+        part: Places of the points that have candidates, [wanted].
         candidates: Places of these, -1 for none, [wanted, count].
         faiss: The library.
 
@@ -767,8 +762,16 @@ def _differences(
         Squared distances, infinite to none, [wanted, count].
     """
     apart = np.full(candidates.shape, np.inf, dtype=np.float32)
-    given = (apart, queries, values.numpy(), candidates)
-    faiss.fvec_L2sqr_by_idx(*map(faiss.swig_ptr, given), values.shape[1], *candidates.shape)
+    points = values.numpy()
+    step = rows_in_block(points.shape[1], values.device)
+    for start in range(0, len(part), step):
+        some = slice(start, start + step)
+        queries = points[part[some]]
+        # Which stay alive while FAISS has their addresses.
+        given = (apart[some], queries, points, candidates[some])
+        faiss.fvec_L2sqr_by_idx(
+            *map(faiss.swig_ptr, given), points.shape[1], len(queries), candidates.shape[1]
+        )
     return apart
 
 

@@ -55,17 +55,23 @@ def always(monkeypatch):
     )
 
 
-@pytest.fixture(params=[False, True], ids=["all coordinates", "few"])
+def any_directions(values, wanted, k):
+    """A few directions that are of no use for the rows."""
+    width = values.shape[1]
+    return torch.linalg.qr(normal(width, max(1, width // 3))).Q
+
+
+def leading_directions(values, wanted, k):
+    """A few directions that hold most of the rows: bounds are little less than distances."""
+    count = max(1, min(len(values), values.shape[1]) // 2)
+    return certified.leading(values, count, torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(params=[None, any_directions, leading_directions], ids=["all", "any", "leading"])
 def coordinates(request, monkeypatch):
-    """Searches in all coordinates, and in a few directions of no use for the rows."""
-
-    def directions(values, wanted, k):
-        del wanted, k
-        width = values.shape[1]
-        return torch.linalg.qr(normal(width, max(1, width // 3))).Q
-
-    if request.param:
-        monkeypatch.setattr(quantised, "_directions", directions)
+    """Searches in all coordinates, and in few of them."""
+    if request.param is not None:
+        monkeypatch.setattr(quantised, "_directions", request.param)
 
 
 @pytest.fixture
@@ -240,9 +246,9 @@ def test_of_what_integers_leave_few_coordinates_drop_most_that_no_row_needs(monk
     counts = {32: 0, 600: 0}
     differences = quantised._differences
 
-    def spy(queries, values, candidates, faiss):
+    def spy(values, part, candidates, faiss):
         counts[values.shape[1]] += int((candidates >= 0).sum())
-        return differences(queries, values, candidates, faiss)
+        return differences(values, part, candidates, faiss)
 
     monkeypatch.setattr(quantised, "_differences", spy)
     assert searched(rows, 2).certain.all()
