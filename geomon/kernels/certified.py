@@ -38,9 +38,9 @@ _WORTH = 0.85
 # true distance. For each coordinate of a row: of reading it in float64.
 _PRODUCT, _COMPARISON = 0.0204, 1.1
 _CANDIDATE, _DIFFERENCE, _READING = 250.0, 1.1, 2.0
-# OpenBLAS has another way for products of fewer multiplications, here four times as slow. FAISS
-# multiplies with so many points at a time. Of fewer wanted points the differences take less, and in
-# fewer coordinates the comparisons take most.
+# OpenBLAS has another way for products of fewer multiplications, here four times as slow, and FAISS
+# multiplies with so many points at a time: torch is taken in its place. But of fewer wanted points
+# the differences take less, and in fewer coordinates the comparisons take most.
 _SMALL, _SLOWER, _POINTS = 2**27, 4.0, 1024
 _BY_PRODUCTS, _MANY = 8, 256
 
@@ -351,7 +351,7 @@ def _is_small(wanted: int, coordinates: int) -> bool:
 def _pairs_cost(points: int, wanted: int, coordinates: int) -> float:
     """Estimate the nanoseconds in which one row is compared with all points."""
     product = _PRODUCT * coordinates
-    if _is_small(wanted, coordinates):
+    if _is_small(wanted, coordinates) and not is_slow_in_faiss(wanted, coordinates):
         product *= _SLOWER
     return points * (product + _COMPARISON)
 

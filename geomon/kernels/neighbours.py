@@ -27,7 +27,7 @@ from torch import Tensor
 from geomon.kernels import certified, quantised
 from geomon.kernels._blocks import row_blocks, rows_in_block
 from geomon.kernels._candidates import distances_to, nearest_first, norms
-from geomon.kernels.products import as_factor
+from geomon.kernels.products import as_factor, without_autocast
 
 faiss: Any
 try:
@@ -42,7 +42,7 @@ _SLACK = 2
 # their inverses are numbers too.
 _ORDINARY, _LARGEST = 400, 1000
 # Powers of two up to which differences in float32, and their products, are far from its ends.
-_IN_FLOAT = 60
+_MODERATE = 60
 # Wanted rows that are copied for the search at a time, where not all are wanted.
 _QUERIES = 4096
 
@@ -207,15 +207,17 @@ def nearest(
             f"expected {searched} rows made ready in width {rows.shape[1]}, got "
             f"{list(values.shape)}: make all rows ready that are searched"
         )
-    found = _by_bounds(points, ready, values, own, k)
-    if found is None:
-        return _searched(points, frame, values, own, k)
-    near = Neighbours(found.distances, points.index(found.places))
-    left = (~found.certain).nonzero().squeeze(1)
-    if len(left) > 0:
-        for before, after in zip(near, _searched(points, frame, values, own[left], k), strict=True):
-            before[left] = after
-    return near
+    with without_autocast({"cpu", rows.device.type}):
+        found = _by_bounds(points, ready, values, own, k)
+        if found is None:
+            return _searched(points, frame, values, own, k)
+        near = Neighbours(found.distances, points.index(found.places))
+        left = (~found.certain).nonzero().squeeze(1)
+        if len(left) > 0:
+            again = _searched(points, frame, values, own[left], k)
+            for before, after in zip(near, again, strict=True):
+                before[left] = after
+        return near
 
 
 def _by_bounds(
@@ -522,7 +524,7 @@ class _Frame:
             rows: Rows, [some, width].
         """
         _, exponent = math.frexp(float(self.scale))
-        if rows.dtype == torch.float64 or abs(exponent) > _IN_FLOAT:
+        if rows.dtype == torch.float64 or abs(exponent) > _MODERATE:
             target.copy_(self(rows))
             return
         # The centre is one of the rows' numbers, and a product with a power of two is exact.

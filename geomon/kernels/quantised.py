@@ -122,8 +122,6 @@ class Integers(NamedTuple):
         norm: Norm of each point, at least, [points], float64.
         moved: How far the rounding may have moved each point, in integers, [points], float64.
         per_unit: Number of integers in a unit.
-        lost: How much farther apart than two points their coordinates may be by rounding, in units
-            of the sum of the norms.
         few: The few coordinates that were rounded to integers; None where these were all.
         wanted: Number of points for whose search the coordinates were chosen.
     """
@@ -135,7 +133,6 @@ class Integers(NamedTuple):
     norm: np.ndarray
     moved: np.ndarray
     per_unit: float
-    lost: float
     few: "Few | None"
     wanted: int
 
@@ -154,7 +151,7 @@ class Integers(NamedTuple):
         few = None if self.few is None else Few(*(whole[some] for whole in self.few))
         return Integers(
             rows, square, *_places(order, len(rows)), self.norm[kept], self.moved[kept],
-            self.per_unit, self.lost, few, self.wanted,
+            self.per_unit, few, self.wanted,
         )  # fmt: skip
 
 
@@ -375,8 +372,10 @@ def _few(values: Tensor, wanted: int, k: int) -> Few | None:
     generator = torch.Generator("cpu").manual_seed(0)
     turn = torch.randn(count, count, generator=generator, dtype=torch.float64, device="cpu")
     short, moved = _coordinates(values, directions, torch.linalg.qr(turn).Q)
-    # Norms of the rest are alike, and their differences alone count.
+    # Norms of the rest are alike, and their differences alone count. The subtraction may move a
+    # short row by the rounding of the median, which is far more than that of its own norm.
     short[:, -1] -= short[:, -1].median()
+    moved += _EPS / 2 * short[:, -1].abs().double()
     return Few(short, moved, values @ directions[:, 0].float())
 
 
@@ -524,11 +523,9 @@ def _integers(values: Tensor, few: Few | None, wanted: int) -> Integers | None:
     error = error.double() * summed + math.sqrt(width) * LARGEST * _EPS
     if few is not None:
         error += per_unit * few.moved
-    # Of few coordinates the last loses as much again with the median.
-    lost = (2 if few is None else 3) * _EPS
     return Integers(
         rows, square, place, at, (norm.double() * summed + _SHORTEST).numpy(), error.numpy(),
-        per_unit, lost, few, wanted,
+        per_unit, few, wanted,
     )  # fmt: skip
 
 
@@ -645,9 +642,8 @@ def _limit(
     Let x be a wanted point, in exact numbers, and y one at a distance of at most t, so that
     |x| + |y| <= s = 2|x| + t. Rounding to float32 moves each of the two by at most 2^-24 of its
     norm: their float32 values are at most t + e s / 2 apart (e = 2^-23), and so much is `kth` off,
-    which is of float32 values too. The last of few coordinates loses as much again with the median.
-    So `lost` is twice what may be lost of all coordinates, and 1 e above it of few. What their
-    computation moved the two is part of `moved`, with what the rounding to integers did.
+    which is of float32 values too: 2 e s is twice what may be lost. What the computation of few
+    coordinates moved the two is part of `moved`, with what the rounding to integers did.
     The integers are at most c times as far apart as the values, and what the two were moved. The
     few coordinates are as far apart as the values, and what their computation moved the two.
 
@@ -663,7 +659,7 @@ def _limit(
     norm = integers.norm[part]
     # Stored norms are longer than true ones by as much as this allows.
     longest = (norm + distance) * _summed(width) ** 3 + 3 * _SHORTEST
-    distance += integers.lost * (2 * norm + distance)
+    distance += 2 * _EPS * (2 * norm + distance)
     last = reach.last(longest)
     apart = integers.per_unit * distance + integers.moved[part] + reach.moved[last]
     limit = (apart**2 - own + 1).clip(max=_NONE - 1).astype(np.int32)

@@ -175,13 +175,14 @@ class CallbackSession:
         """
         if not self.prepare(step, force=force) or self.monitor is None:
             return
-        self._first_call = FirstCall(
-            self.monitor.modules_around_blocks(),
-            before=lambda: self._open_or_proceed(step, force=force),
-            after=self.close,
-            between=self.monitor.pause,
-        )
-        self._first_call.begin()
+        with self.monitor.charge():
+            self._first_call = FirstCall(
+                self.monitor.modules_around_blocks(),
+                before=lambda: self._open_or_proceed(step, force=force),
+                after=self.close,
+                between=self.monitor.pause,
+            )
+            self._first_call.begin()
 
     def _open_or_proceed(self, step: int, *, force: bool) -> None:
         """Open the window of the step, or have the one that is open see calls again."""

@@ -584,7 +584,8 @@ class Monitor:
                 job = self._make_job(step, source, capture, began, copies=copies, history=history)
             if job is not None:
                 self._pending.append(step)
-                self._executor.submit(job)
+                with self._budget.charge():  # the training may wait for an earlier reading
+                    self._executor.submit(job)
         self._publish_finished()
 
     def _make_job(
@@ -667,7 +668,16 @@ class Monitor:
                 self._latest = reading
                 self._writer.show(reading)
         if reading is not None:
+            self._react(reading)
+
+    def _react(self, reading: Reading) -> None:
+        """Call the user's functions, whose time is the training's but where geomon is called."""
+        began, spent = time.perf_counter(), self._budget.spent
+        try:
             self._reactions.call(reading)
+        finally:
+            taken = time.perf_counter() - began - (self._budget.spent - spent)
+            self._budget.leave_out(max(0.0, taken))
 
     def _record_result(self, job: ReadingJob) -> Reading | None:
         reading = job.result()

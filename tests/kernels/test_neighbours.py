@@ -634,6 +634,19 @@ def test_few_wanted_rows_have_the_neighbours_of_all(wanted):
     assert torch.equal(few.indices, every.indices[some])
 
 
+@pytest.mark.parametrize("wanted", [30, 3000])
+@pytest.mark.parametrize("fast", [False, True])
+def test_autocast_of_the_training_rounds_no_distance(monkeypatch, wanted, fast):
+    monkeypatch.setattr(geomon.kernels.neighbours.quantised, "is_fast", lambda: fast)
+    rows = (normal(3000, 300) + 3 * normal(3000, 1, seed=1)).float()
+    some = torch.arange(wanted)
+    want = nearest(rows, 16, of=some)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = nearest(rows, 16, of=some)
+    assert torch.equal(got.distances, want.distances)
+    assert torch.equal(got.indices, want.indices)
+
+
 def test_rows_of_which_the_inverse_is_beyond_float64():
     rows = torch.randint(0, 999, (40, 3), generator=torch.Generator().manual_seed(0)).double()
     tiny = rows * 2.0**-530 * 2.0**-530

@@ -339,6 +339,22 @@ def test_few_coordinates_are_lower_bounds_beside_what_rounding_moved(
     assert (moved <= 0.05 * norm).all()
 
 
+def test_few_coordinates_of_rows_near_the_centre_are_lower_bounds_too(monkeypatch):
+    """Of the rest's norm a median is subtracted, whose rounding is much for such a row."""
+    rows = normal(401, 24) * torch.tensor([3.0] * 3 + [0.02] * 21)
+    rows[:, -1] += 8
+    rows[:40] = 0
+    rows[:40, -1] = torch.linspace(1e-3, 2e-3, 40)  # their bounds are their distances
+    values = (rows / rows.abs().max()).float()
+    monkeypatch.setattr(quantised, "_directions", lambda *_: torch.eye(24).double()[:, :3])
+    few = quantised._few(values, 401, 2)
+    pairs = functools.partial(torch.cdist, compute_mode="donot_use_mm_for_euclid_dist")
+    apart = pairs(values.double(), values.double())
+    bound = pairs(few.values.double(), few.values.double())
+    assert (bound <= apart * (1 + 1e-12) + few.moved[:, None] + few.moved).all()
+    assert (few.moved[:40] <= 1e-7).all()
+
+
 def test_what_rounding_moved_long_rows_does_not_loosen_the_limits_of_others(monkeypatch):
     rows = normal(3000, 8) @ normal(8, 512) + 0.01 * normal(3000, 512, seed=1)
     rows[:20] *= 300  # of these the rest is lost in the rounding

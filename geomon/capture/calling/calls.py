@@ -320,7 +320,8 @@ def _call_compiled(
     observers = [observer for observer in tuple(_observers) if observer.needs_twin(target)]
     if observers:
         try:
-            copies = _copies(target, args, kwargs)
+            with observers[0].timed():
+                copies = _copies(target, args, kwargs)
         except Exception:  # no twin can be made: what is watched is the step itself
             for observer in observers:
                 observer.on_forced_eager()
