@@ -123,8 +123,8 @@ class Window:
             for it, and attention that does not fit is left out. None for no limit.
         extra_layers: Names of layers to see beside those of the blocks
             (`geomon.capture.snapshot.EXTRA_LAYERS`).
-        charge: Makes a context manager for each piece of work beside the pass, which may stand in
-            one another: an account of time, say.
+        charge: Returns a context manager, which is entered around each piece of work beside the
+            pass to account for its time. Pieces may be nested.
 
     Attributes:
         seconds: Time taken from the training.
@@ -215,7 +215,7 @@ class Window:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Count the time of the body as taken from the training: once, also inside another one."""
+        """Count the time of the body as taken from the training; nested bodies count once."""
         began, before = time.perf_counter(), self.seconds
         try:
             with self._charge():

@@ -39,8 +39,9 @@ _WORTH = 0.85
 _PRODUCT, _COMPARISON = 0.0204, 1.1
 _CANDIDATE, _DIFFERENCE, _READING = 250.0, 1.1, 2.0
 # OpenBLAS has another way for products of fewer multiplications, here four times as slow, and FAISS
-# multiplies with so many points at a time: torch is taken in its place. But of fewer wanted points
-# the differences take less, and in fewer coordinates the comparisons take most.
+# multiplies with so many points at a time: torch is used instead. Below the last two numbers FAISS
+# stays faster: it takes differences for so few wanted points, and in so few coordinates the
+# comparisons, not the products, take most of the time.
 _SMALL, _SLOWER, _POINTS = 2**27, 4.0, 1024
 _BY_PRODUCTS, _MANY = 8, 256
 

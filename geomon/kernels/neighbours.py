@@ -517,7 +517,7 @@ class _Frame:
         return (rows.double() - self.centre).div_(self.scale)
 
     def scale_into(self, target: Tensor, rows: Tensor) -> None:
-        """Centre and scale rows, and round them to float32: once, but for numbers near 1e-38.
+        """Centre and scale rows in float32, with one rounding, except of numbers near 1e-38.
 
         Args:
             target: Where they go, [some, width], float32.

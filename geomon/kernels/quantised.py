@@ -372,8 +372,8 @@ def _few(values: Tensor, wanted: int, k: int) -> Few | None:
     generator = torch.Generator("cpu").manual_seed(0)
     turn = torch.randn(count, count, generator=generator, dtype=torch.float64, device="cpu")
     short, moved = _coordinates(values, directions, torch.linalg.qr(turn).Q)
-    # Norms of the rest are alike, and their differences alone count. The subtraction may move a
-    # short row by the rounding of the median, which is far more than that of its own norm.
+    # Norms of the rest are alike, and only their differences count. The subtraction may move a row
+    # that is short by the rounding of the median, which is far more than that of its own norm.
     short[:, -1] -= short[:, -1].median()
     moved += _EPS / 2 * short[:, -1].abs().double()
     return Few(short, moved, values @ directions[:, 0].float())
@@ -738,7 +738,7 @@ def _within(
 
 
 def _most(integers: Integers, k: int) -> int:
-    """Choose the most candidates of a point: with more, another search costs hardly more."""
+    """Choose the most candidates of a point; beyond them another search costs no more."""
     few = 0 if integers.few is None else len(integers.norm) // _FULL
     return max(_MOST * k, _AT_LEAST, few)
 

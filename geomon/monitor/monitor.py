@@ -671,7 +671,7 @@ class Monitor:
             self._react(reading)
 
     def _react(self, reading: Reading) -> None:
-        """Call the user's functions, whose time is the training's but where geomon is called."""
+        """Call the user's functions; their time is the training's, except in calls of geomon."""
         began, spent = time.perf_counter(), self._budget.spent
         try:
             self._reactions.call(reading)

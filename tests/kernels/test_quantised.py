@@ -447,9 +447,11 @@ def test_integers_of_no_use_are_freed_and_not_made_again(monkeypatch, asked):
 
 def test_some_of_the_integers_are_those_of_their_rows():
     values = scale_rows(decaying(333, 30)).values
-    whole = quantised._integers(values, None, 333)
+    few = quantised.Few(values[:, :7], values[:, 8].abs().double(), values[:, 9])
+    whole = quantised._integers(values, few, 333)
     some = torch.arange(1, 333, 3)
     part = whole.of(some)
+    assert all(map(torch.equal, part.few, (of_each[some] for of_each in few)))
     assert torch.equal(part.rows[part.at], whole.rows[whole.at[some]])
     assert torch.equal(part.square[part.at], whole.square[whole.at[some]])
     assert torch.equal(torch.from_numpy(part.place)[part.at], torch.arange(len(some)))

@@ -40,7 +40,7 @@ class CallObserver(Protocol):
     """
 
     def timed(self) -> AbstractContextManager[None]:
-        """Make a context manager around what takes time from the training: a twin, say."""
+        """Return a context manager for work that takes time from the training: a twin, say."""
 
     def watches(self, module: nn.Module) -> bool:
         """Whether to be notified of the calls of a module.

@@ -36,7 +36,8 @@ class Decision(NamedTuple):
 class _Charge:
     """Time of the code inside a `with`: written out, because it is paid at every step.
 
-    For the thread that trains: of charges in two threads at once the common time counts once.
+    Charges are meant for the thread that trains. The time that charges of two threads have in
+    common counts once.
     """
 
     __slots__ = ("_began", "_budget", "_known")
