@@ -6,43 +6,42 @@ file aside, unchanged, and to begin a fresh one. Besides, random bytes of good r
 what is read then may still be a record, and nothing but a ValueError may be raised.
 """
 
-import base64
 import json
 import random
-import struct
 import sys
 import tempfile
-import zlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
-from unittest import mock
 
 import typer
 
-from geomon.record import FILE_NAME, Follower, Reading, Record, columns, read
+from geomon.note import Note
+from geomon.record import FILE_NAME, Follower, Reading, Record, read
+from geomon.record.columns import Column
 from geomon.record.jsonl import MAX_LINE
 from geomon.record.printable import printable
 
 COUNTS = ("step", "tokens", "world_size")
 NUMBERS = ("time", "seconds")
 TEXTS = ("source", "mode", "dtype")
-FIELDS = (*COUNTS, *NUMBERS, *TEXTS, "values")
+FIELDS = (*COUNTS, *NUMBERS, *TEXTS, "stacks")
+
+
+def _reading(step: int, chance: random.Random) -> Reading:
+    layers = [chance.uniform(1, 20) for _ in range(8)]
+    note = Note("few rows", "estimates stand on {rows} rows", numbers={"rows": 64})
+    return Reading(
+        step, 1.7e9 + step, 0.5, "probe", "eval", 8192, 1, "float32",
+        {"": {"twonn": Column(layers=layers)}}, notes=(note,),
+    )  # fmt: skip
 
 
 def good_lines(chance: random.Random) -> list[bytes]:
-    """A record of one run, in the plain or the short form, without the ends of the lines."""
+    """A record of one run, without the ends of the lines."""
     lines = [json.dumps({"run": {"model": "Decoder", "from_step": 0, "layers": ["blocks.0"]}})]
-    for index in range(chance.randint(2, 6)):
-        values = {f"twonn/layer_{layer:02d}": chance.uniform(1, 20) for layer in range(8)}
-        values["twonn/mean"] = float("nan")
-        reading = Reading(
-            10 * index, 1.7e9 + index, 0.5, "probe", "eval", 8192, 1, "float32", values,
-            ["few rows: estimates stand on 64"],
-        )  # fmt: skip
-        with mock.patch.object(columns, "SHORT_FROM", chance.choice([1, columns.SHORT_FROM])):
-            lines.append(reading.line())
+    lines += [_reading(10 * index, chance).line() for index in range(chance.randint(2, 6))]
     return [line.encode() for line in lines]
 
 
@@ -71,26 +70,30 @@ def _field(chance: random.Random, line: bytes) -> bytes:
     if name in TEXTS:
         pool += [None, 0, 1.5]
     if name == "notes":
-        pool = [True, "a word", 3, {}, None, [3], [None], [["nested"]]]
-    if name == "values":
-        pool = [True, "a word", 3, [], [["a", 1.0]], None]
+        pool = [True, "a word", 3, {}, None, [3], [None], [["nested"]], ["words"], [{"kind": "a"}]]
+    if name == "stacks":
+        pool = [True, "a word", 3, [], [["a", 1.0]], None, {"": []}, {"": {"a": [1.0]}}]
     content[name] = chance.choice(pool)
     return json.dumps(content).encode()
 
 
 def _value(chance: random.Random, line: bytes) -> bytes:
-    """Give one of the values another type than a number."""
+    """Give one of the values, or all of a column, another type than a number."""
     content = json.loads(line)
-    tag = chance.choice(list(content["values"]))
-    content["values"][tag] = chance.choice([True, "1.0", [1.0], [], {}, {"a": 1.0}, 10**400])
+    column = content["stacks"][""]["twonn"]
+    wrong = [True, "1.0", [1.0], [], {}, {"a": 1.0}, 10**400]
+    column["layers"][chance.randrange(len(column["layers"]))] = chance.choice(wrong)
+    if chance.random() < 0.3:
+        column["layers"] = chance.choice([True, "1.0", {}, 1.0, None])
     return json.dumps(content).encode()
 
 
 def _constant(chance: random.Random, line: bytes) -> bytes:
     """Write a number that JSON does not have, or that no float holds."""
     content = json.loads(line)
-    place = chance.choice((content, content["values"]))
-    place[chance.choice([*NUMBERS, "step"] if place is content else list(place))] = "@"
+    layers = content["stacks"][""]["twonn"]["layers"]
+    place, keys = chance.choice(((content, [*NUMBERS, "step"]), (layers, range(len(layers)))))
+    place[chance.choice(keys)] = "@"
     word = chance.choice([b"NaN", b"Infinity", b"-Infinity", b"1e999", b"-1e999", b"9" * 5000])
     return json.dumps(content).encode().replace(b'"@"', word)
 
@@ -107,37 +110,6 @@ def _nested(chance: random.Random, line: bytes) -> bytes:
     opening, closing = chance.choice([(b"[", b"]"), (b'{"a":', b"}")])
     nested = opening * depth + (b"1" + closing * depth) * chance.randint(0, 1)
     return chance.choice([nested, line.replace(b"8192", nested)])
-
-
-def _packed(chance: random.Random, line: bytes) -> bytes:
-    """Make the short form of the values one that nothing writes."""
-    content = json.loads(line)
-    data = struct.pack("<2d", 1.5, float("nan"))
-    packed: Any = {
-        "tags": [[["a"], ["layer_01"], ["", "/std"]]],
-        "crc32": zlib.crc32(data),
-        "float64": base64.b64encode(data).decode(),
-    }
-    endless = struct.pack("<2d", 1.5, float("inf"))
-    pools: dict[str, list[Any]] = {
-        "": [None, 5, [], "a word", {}],
-        "tags": [None, 5, [5], [[]], [[["a"], ["layer_01"]]], [[["a"], ["layer_01"], [5, 6]]],
-                 [[["a", "a"], ["layer_01"], [""]]], [["a", "b", "c"]], [],
-                 [[["a"] * 9999, ["b"] * 9999, ["c"] * 9999]]],
-        "crc32": [None, True, 1.5, "a word", packed["crc32"] + 1, -1],
-        "float64": [None, 5, "", "a word", packed["float64"][:-4], packed["float64"] * 2,
-                    packed["float64"].replace("=", ""), "é" * 24, "A" * 24],
-    }  # fmt: skip
-    name = chance.choice([*pools, "missing", "infinity"])
-    if name == "":
-        packed = chance.choice(pools[name])
-    elif name == "missing":
-        del packed[chance.choice(list(packed))]
-    elif name == "infinity":
-        packed |= {"crc32": zlib.crc32(endless), "float64": base64.b64encode(endless).decode()}
-    else:
-        packed[name] = chance.choice(pools[name])
-    return json.dumps(content | {"packed": packed}).encode()
 
 
 def _shape(chance: random.Random, line: bytes) -> bytes:
@@ -180,7 +152,6 @@ KINDS: dict[str, Callable[[random.Random, bytes], bytes]] = {
     "a number that is none": _constant,
     "a missing field": _missing,
     "nested too deeply": _nested,
-    "a short form that is wrong": _packed,
     "JSON of another shape": _shape,
     "a line that was cut": _cut,
     "two lines in one": _joined,
@@ -209,7 +180,7 @@ def check(folder: Path, number: int) -> None:
     try:
         record.begin(30, {})
     except ValueError:
-        record.write(Reading(30, 1.0, 0.1, "probe", "eval", 64, 1, "float32", {"a/mean": 1.0}))
+        record.write(_reading(30, random.Random(0)))
     record.close()
     assert (folder / "readings.1.jsonl").read_bytes() == content, "it was changed"
     assert [reading.step for reading in read(folder)] == [30], "there is no fresh record"

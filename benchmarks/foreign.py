@@ -31,14 +31,15 @@ import typer
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from geomon import METRICS, Monitor, every, read
-from geomon.record import tags
+from geomon import METRICS, Monitor, every, read, select
+from geomon.record.columns import Column, Stacks
 
 SEQUENCES, LENGTH, WIDTH, DEPTH, HEADS, WORDS = 3, 32, 64, 3, 4, 50
 TOLERANCE = 1e-5
 TIME_LIMIT = 150
-BY_HEAD = ("attention_entropy", "attention_max")
-OF_ROWS = ("drift_norm", "variance")
+# Metrics and their parts that are compared.
+BY_HEAD = (("attention_entropy", ""), ("attention_extremes", "max"))
+OF_ROWS = (("drift_norm", ""), ("variance", ""))
 
 
 def _words() -> Tensor:
@@ -532,7 +533,10 @@ def _of_weights(weights: Tensor) -> dict[str, float]:
     entropy = torch.special.entr(weights).sum(dim=-1)
     # Rows that see one key have a largest weight of 1 whatever the model does, and are left out.
     largest = weights.amax(dim=-1)[(weights > 0).sum(dim=-1) > 1]
-    return {"attention_entropy": float(entropy.mean()), "attention_max": float(largest.mean())}
+    return {
+        "attention_entropy": float(entropy.mean()),
+        "attention_extremes/max": float(largest.mean()),
+    }
 
 
 def _numbers(result: Any) -> list[Tensor]:
@@ -591,7 +595,10 @@ def examine(name: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         try:
             monitor = Monitor(
-                model, metrics=METRICS, schedule=every(1), directory=folder, batches=1, budget=None
+                model,
+                metrics=METRICS | select("attention_extremes"),
+                schedule=every(1),
+                directory=folder,
             )
         except ValueError as error:
             return {"refused": str(error)}
@@ -603,7 +610,7 @@ def examine(name: str) -> dict[str, Any]:
         readings = read(folder).readings
         if not readings:
             return {"refused": said.getvalue().strip()[-400:]}
-        values, notes = dict(readings[-1].values), list(readings[-1].notes)
+        stacks, notes = readings[-1].stacks, readings[-1].words()
     same = len(plain) == len(watched) and all(map(torch.equal, plain, watched))
     clean = _state(model) == before
     restore()
@@ -613,11 +620,11 @@ def examine(name: str) -> dict[str, Any]:
         "clean": clean,
         "notes": notes,
         "softmaxes": len(reference.attention),
-        **_compare(values, reference),
+        **_compare(stacks, reference),
     }
 
 
-def _compare(values: dict[str, float], reference: Reference) -> dict[str, Any]:
+def _compare(stacks: Stacks, reference: Reference) -> dict[str, Any]:
     """Which layers were seen, which were wrong, and which were missed."""
     found: dict[str, Any] = {}
     for label, metrics, numbers in (
@@ -625,12 +632,13 @@ def _compare(values: dict[str, float], reference: Reference) -> dict[str, Any]:
         ("attention", BY_HEAD, reference.attention),
     ):
         layers: dict[tuple[str, int], dict[str, float]] = {}
-        for tag, value in values.items():
-            parsed = tags.parse(tag)
-            if parsed and parsed.metric in metrics and parsed.layer is not None:
-                if parsed.part or parsed.head is not None:
-                    continue
-                layers.setdefault((parsed.stack, parsed.layer), {})[parsed.metric] = value
+        for stack, columns in stacks.items():
+            for metric, part in metrics:
+                column = columns.get(metric, Column())
+                column = column.parts.get(part, Column()) if part else column
+                name = f"{metric}/{part}" if part else metric
+                for layer, value in zip(column.depths(), column.layers, strict=True):
+                    layers.setdefault((stack, layer), {})[name] = value
         seen, wrong, missed, disorder = [], [], [], []
         last: dict[str, int] = {}
         for (stack, layer), own in sorted(layers.items()):
@@ -699,7 +707,7 @@ the blocks lie in lists of lists, and `blocks=...` names them): {refused}.
 # Notes of a tiny batch, of a random model and of inputs without token ids, which say nothing of the
 # code.
 _OF_THE_INPUTS = (
-    "gride/mean runs", "no 95 % intervals", "estimates stand on", "exact copies of others",
+    "gride runs", "no 95 % intervals", "estimates stand on", "exact copies of others",
     "'token_ids' is missing",
 )  # fmt: skip
 _LONGEST = 160

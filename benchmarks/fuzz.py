@@ -29,7 +29,6 @@ from scipy.optimize import brentq
 
 from benchmarks.random_models import Draw, draw_model
 from geomon import METRICS, geometry, measure, select
-from geomon.record import tags
 
 TIME_LIMIT = 20  # seconds for one input
 PROGRESS = 2000  # inputs between two lines of counts
@@ -37,7 +36,7 @@ SCALES = (1, 2, 4, 8, 16, 32)
 # Powers of the scale of the rows with which values grow.
 DEGREES = {
     "drift_norm": 1, "variance": 2, "mean_square_norm": 2, "within_variance": 2,
-    "between_variance": 2,
+    "variance_shares/between_variance": 2,
 }  # fmt: skip
 Array = np.ndarray[Any, Any]
 
@@ -251,7 +250,7 @@ def _by_type(rows: Array, ids: Array, variance: float) -> dict[str, float]:
     within = scatter / (len(rows) - len(kinds)) if len(rows) > len(kinds) else math.nan
     values = {
         "within_variance": within,
-        "between_variance": variance - within,
+        "variance_shares/between_variance": variance - within,
         "norm_variance_slope/types": float(len(counts)),
         "norm_variance_slope/coverage": sum(counts) / len(rows),
     }
@@ -334,7 +333,7 @@ def check_rows(seed: int) -> list[str]:
         except ValueError as error:
             return [] if "at least 3 finite rows" in str(error) else [f"CRASH {words}: {error}"]
         return [f"WRONG {words}: fewer than 3 finite rows were measured"]
-    values = geometry(**inputs)
+    values = geometry(**inputs, metrics=OF_ROWS)
     rows = exact[finite]
     reach = float(np.abs(rows).max())
     exponent = math.frexp(reach)[1] if reach > 0 and not 1e-60 < reach < 1e60 else 0
@@ -377,7 +376,7 @@ def compare(
                 continue
             here = math.ldexp(here, -power) if math.isfinite(here) else here
         # A difference of two values is as exact as they are.
-        least = tolerance * (variance if tag == "between_variance" else 0)
+        least = tolerance * (variance if tag.endswith("between_variance") else 0)
         least += 1e-9 if tag in ("cosine", "sink_share") else 1e-12 * (tag in ("anisotropy",))
         if tag == "drift_norm":  # a sum of rows that can cancel
             least += 1e-13 * math.sqrt(expected["mean_square_norm"])
@@ -399,16 +398,15 @@ def unnamed(values: Any) -> list[str]:
     for tag, value in values.items():
         if math.isfinite(value):
             continue
-        parsed = tags.parse(tag)
-        metric = tag.split("/")[0] if parsed is None else parsed.metric
-        part = tag.partition("/")[2] if parsed is None else parsed.part
-        if not {metric, f"{metric}/{part}"} & named:
+        names = tag.split("/")
+        if not {names[0], f"{names[0]}/{names[-1]}"} & named:
             missing.append(tag)
     return missing
 
 
+OF_ROWS = METRICS | select("participation_ratio")
 OF_MODELS = select(
-    "drift_norm", "variance", "cosine", "anisotropy", "attention_entropy", "attention_max",
+    "drift_norm", "variance", "cosine", "anisotropy", "attention_entropy", "attention_extremes",
     "attention_sink", "max_logit", "attention_entropy_normalised", "qk_cosine", "qk_dot",
     "query_mean_norm", "key_mean_norm",
 )  # fmt: skip
@@ -417,7 +415,7 @@ OF_MODELS = select(
 def check_model(seed: int) -> list[str]:
     """Measure one small transformer; what is wrong with the answer."""
     draw: Draw = draw_model(seed)
-    metrics = METRICS if seed % 7 == 0 else OF_MODELS
+    metrics = METRICS | OF_MODELS if seed % 7 == 0 else OF_MODELS
     before = [parameter.detach().clone() for parameter in draw.model.parameters()]
     values = measure(draw.model, draw.inputs, metrics=metrics, tokens=10_000, batches=1)
     wrong = [f"{tag} is {values[tag]}, without a note" for tag in unnamed(values)]

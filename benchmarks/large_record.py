@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import numpy as np
 import torch
 import typer
@@ -21,6 +22,7 @@ from torch import nn
 
 from geomon import Memory, Monitor
 from geomon.record import FILE_NAME, Reading
+from geomon.record.columns import Column
 
 LIMIT_SECONDS, LIMIT_MB = 10.0, 1000.0
 PAGES = {
@@ -49,7 +51,7 @@ def first_reading(layers: int, heads: int) -> tuple[dict[str, object], Reading]:
     return description, memory.readings[0]
 
 
-def write_record(folder: Path, readings: int, layers: int, heads: int, *, plain: bool) -> int:
+def write_record(folder: Path, readings: int, layers: int, heads: int) -> int:
     """Write the record, and return the number of values in a reading.
 
     Args:
@@ -57,33 +59,36 @@ def write_record(folder: Path, readings: int, layers: int, heads: int, *, plain:
         readings: Number of readings.
         layers: Number of layers.
         heads: Number of heads in each.
-        plain: Whether every value stands beside its tag, whatever their number.
     """
     description, first = first_reading(layers, heads)
-    names = list(first.values)
-    start = np.array([first.values[name] for name in names])
     chance = np.random.default_rng(0)
-    walk = np.zeros(len(names))
+    walks: dict[str, float] = {}
     with (folder / FILE_NAME).open("w") as file:
         file.write(json.dumps({"run": {**description, "time": 1.7e9, "from_step": 0}}) + "\n")
         for index in range(readings):
-            walk += chance.normal(0, 0.002, len(names))
+            columns = {}
+            for name, column in first.columns.items():
+                walks[name] = walks.get(name, 0.0) + chance.normal(0, 0.002)
+                columns[name] = _scaled(column, math.exp(walks[name]))
             # The mean dimension rises to a peak and falls, as that of a training does.
-            values = dict(zip(names, start * np.exp(walk), strict=True))
-            values["twonn/mean"] = 5 + 4 * math.exp(-((math.log1p(index) - 4) ** 2))
-            values["twonn/mean/margin"] = 0.2
-            values["geomon/overhead"] = 0.01
+            columns["twonn"].mean = 5 + 4 * math.exp(-((math.log1p(index) - 4) ** 2))
+            columns["twonn"].mean_margin = 0.2
             reading = Reading(
                 100 * index, 1.7e9 + index, 0.5, "inline", "train", 8192, 1, "float32",
-                {name: float(value) for name, value in values.items()},
+                {"": columns}, overhead=0.01,
             )  # fmt: skip
-            line = reading.line()
-            if plain:
-                content = {key: x for key, x in json.loads(line).items() if key != "packed"}
-                every = {n: x if math.isfinite(x) else None for n, x in reading.values.items()}
-                line = json.dumps(content | {"values": every}, allow_nan=False)
-            file.write(line + "\n")
-    return len(names)
+            file.write(reading.line() + "\n")
+    return len(first.values)
+
+
+def _scaled(column: Column, factor: float) -> Column:
+    return msgspec.structs.replace(
+        column,
+        layers=[factor * value for value in column.layers],
+        heads=[[factor * value for value in heads] for heads in column.heads],
+        mean=factor * column.mean,
+        parts={name: _scaled(part, factor) for name, part in column.parts.items()},
+    )
 
 
 def measure(command: list[str]) -> tuple[float, float, float]:
@@ -109,7 +114,6 @@ def main(
     readings: Annotated[int, typer.Option(help="Number of readings.")] = 5000,
     layers: Annotated[int, typer.Option(help="Number of layers.")] = 24,
     heads: Annotated[int, typer.Option(help="Number of heads in each layer.")] = 16,
-    plain: Annotated[bool, typer.Option(help="Write every value beside its tag.")] = False,
     page: Annotated[str, typer.Option(help="The only page to measure.")] = "",
 ) -> None:
     """Write a large record and measure the pages that are made of it."""
@@ -118,7 +122,7 @@ def main(
         run.mkdir()
         out.mkdir()
         began = time.perf_counter()
-        count = write_record(run, readings, layers, heads, plain=plain)
+        count = write_record(run, readings, layers, heads)
         size = (run / FILE_NAME).stat().st_size
         print(
             f"{readings:,} readings of {count:,} values: {size / 1e6:,.0f} MB on disk, "

@@ -371,9 +371,11 @@ def _of_attention(
             "attention_entropy_normalised": (
                 entropy[several] / seen[several].sum(dim=-1).double().log()
             ).mean(),
-            "attention_max": own[several].amax(dim=-1).mean(),
+            "attention_extremes/max": own[several].amax(dim=-1).mean(),
             "attention_sink": first[several].mean(),
             "max_logit": scores[:, head][kept][seen].max(),
         }
-        found |= {f"{name}/{place}/head_{head}": float(v) for name, v in values.items()}
+        for name, value in values.items():
+            metric, slash, part = name.partition("/")
+            found[f"{metric}/{place}{slash}{part}/head_{head}"] = float(value)
     return found

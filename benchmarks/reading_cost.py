@@ -36,12 +36,9 @@ COLUMNS = (
 )  # fmt: skip
 
 # Where the time of a reading goes: the views that are computed for it, and its metrics.
-SEARCH = (
-    "nearest", "far_nearest", "distinct_alone", "distinct_nearest", "distinct_half_ratios",
-    "scaled_rows", "unique_rows", "distinct",
-)  # fmt: skip
+SEARCH = ("nearest", "far_nearest", "distinct_neighbours", "copies", "distinct")
 PARTS = dict.fromkeys(SEARCH, "neighbours") | {
-    "spectrum": "spectrum", "spectrum_summary": "spectrum", "ordinary_summary": "spectrum",
+    "axes": "spectrum", "ordinary_axes": "spectrum",
     "attention": "attention", "token_types": "token types",
     "ordinary_rows": "sinks", "gride": "dimension", "twonn": "dimension",
     "twonn_distinct": "dimension",

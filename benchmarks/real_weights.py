@@ -92,14 +92,14 @@ def show(name: str, found: dict[tuple[float, int], Reading]) -> None:
     """Print the profiles and their shapes."""
     print(f"\n{name}: {len(found)} texts")
     for metric in METRICS:
-        profiles = [profile_of(reading.values, metric) for reading in found.values()]
+        profiles = [profile_of(reading, metric) for reading in found.values()]
         print(f"  {metric}: {'  '.join(interval(list(x)) for x in zip(*profiles, strict=True))}")
     shapes: list[tuple[str, Callable[[list[float]], float]]] = [
         ("bulge", bulge), ("depth of the peak", peak_depth),
     ]  # fmt: skip
     for metric in ("anisotropy", "anisotropy_no_sinks"):
         for label, shape in shapes:
-            values = {text: shape(profile_of(r.values, metric)) for text, r in found.items()}
+            values = {text: shape(profile_of(r, metric)) for text, r in found.items()}
             by_rate = {x: [v for (rate, _), v in values.items() if rate == x] for x in RATES}
             each = ", ".join(f"{rate:.0%} {interval(own)}" for rate, own in by_rate.items())
             print(f"  {label} of {metric}: {interval(list(values.values()))} (by rate: {each})")
@@ -164,7 +164,7 @@ def main(
         found = readings_of(name, weights, seeds)
         show(name, found)
         if "encoder" in name:
-            profiles = [profile_of(reading.values, "drift_norm") for reading in found.values()]
+            profiles = [profile_of(reading, "drift_norm") for reading in found.values()]
             drift = [statistics.fmean(values) for values in zip(*profiles, strict=True)]
             show_fixed_points(name, weights / place, drift)
 

@@ -123,12 +123,6 @@ def _geomon_spectrum() -> Contender:
     return lambda rows: anisotropy(spectrum(torch.from_numpy(rows))).item()
 
 
-def _geomon_leading() -> Contender:
-    from geomon.kernels.spectrum import leading_share
-
-    return lambda rows: leading_share(torch.from_numpy(rows)).item()
-
-
 def _numpy_svd(precision: type[np.floating]) -> Contender:
     def answer(rows: Rows) -> float:
         centred = rows.astype(precision)
@@ -162,7 +156,6 @@ CONTENDERS: dict[str, dict[str, Callable[[], Contender]]] = {
     },
     "anisotropy": {
         "geomon spectrum": _geomon_spectrum,
-        "geomon leading_share": _geomon_leading,
         "numpy svd, float64": lambda: _numpy_svd(np.float64),
         "numpy svd, float32": lambda: _numpy_svd(np.float32),
         "scipy svds, k = 1": _scipy_svds,

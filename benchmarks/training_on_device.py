@@ -167,7 +167,7 @@ def _train(
         seconds, taken, len(read),
         statistics.median([one.seconds for one in read]) if read else float("nan"),
         float("nan") if monitor is None else monitor.overhead,
-        weights, peak, {note for one in read for note in one.notes},
+        weights, peak, {note for one in read for note in one.words()},
     )  # fmt: skip
 
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from geomon.description import describe
-    from geomon.metrics import METRICS, MORE_METRICS, select
-    from geomon.metrics.intervals import with_interval
+    from geomon.metrics import METRICS, MORE_METRICS, Metric, select
     from geomon.metrics.last_tokens import at_last
     from geomon.monitor import Monitor, every, log_spaced
     from geomon.one_shot import geometry, measure
     from geomon.record import Reading, Readings, Sink, read
+    from geomon.record.columns import MetricText
     from geomon.record.sinks import Memory
     from geomon.show.loggers import TensorBoard, WandB
     from geomon.sweep import scan
@@ -28,6 +28,8 @@ __all__ = [
     "METRICS",
     "MORE_METRICS",
     "Memory",
+    "Metric",
+    "MetricText",
     "Monitor",
     "Reading",
     "Readings",
@@ -44,13 +46,14 @@ __all__ = [
     "read",
     "scan",
     "select",
-    "with_interval",
 ]
 
 _MODULES = {
     "METRICS": "metrics",
     "MORE_METRICS": "metrics",
     "Memory": "record.sinks",
+    "Metric": "metrics",
+    "MetricText": "record.columns",
     "Monitor": "monitor",
     "Reading": "record",
     "Readings": "record",
@@ -66,7 +69,6 @@ _MODULES = {
     "read": "record",
     "scan": "sweep",
     "select": "metrics",
-    "with_interval": "metrics.intervals",
 }
 
 
@@ -74,9 +76,16 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    import_module(f"{__name__}.record").Readings.notebook_form = _show_in_notebook
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+def _show_in_notebook(readings: "Readings") -> str:
+    """Build the page of a run for a notebook; record itself imports no folder that draws."""
+    html: str = import_module("geomon.show.notebook").html_of(readings)
+    return html

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from geomon.capture.snapshot import Note
+from geomon.note import Note
 
 # From here on, float64 does not hold every whole number.
 _WHOLE_IN_FLOAT64 = 2**53

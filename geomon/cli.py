@@ -36,8 +36,29 @@ def make_app() -> "typer.Typer":
         pretty_exceptions_enable=False,
     )
     add_commands(app)
+    _add_metrics(app)
     _add_scan(app)
     return app
+
+
+def _add_metrics(app: "typer.Typer") -> None:
+    @app.command()
+    def metrics() -> None:
+        """List the metrics with their titles, units and meanings: the default ones first."""
+        from rich.console import Console
+        from rich.table import Table
+
+        from geomon.metrics import METRICS, MORE_METRICS, check_metrics
+
+        console = Console()
+        for which, group in (("by default", METRICS), ("where asked for", MORE_METRICS)):
+            table = Table(title=f"Measured {which}", show_header=False, show_lines=True)
+            table.add_column(no_wrap=True)
+            for name, metric in check_metrics(group).items():
+                unit = f", in {metric.text.unit}" if metric.text.unit else ""
+                title = f"[bold]{metric.text.title}[/bold]{unit}"
+                table.add_row(name, f"{title}\n{metric.text.meaning}")
+            console.print(table)
 
 
 def _add_scan(app: "typer.Typer") -> None:
@@ -68,7 +89,7 @@ def _add_scan(app: "typer.Typer") -> None:
         ] = 64,
         length: Annotated[int, option(help="Largest number of tokens in a sequence.")] = 128,
         tokens: Annotated[int, option(help="Rows in one split of the estimate.")] = 4096,
-        batches: Annotated[int, option(help="Largest number of splits.")] = 2,
+        batches: Annotated[int, option(help="Largest number of splits.")] = 1,
         seed: Annotated[int, option(help="Seed of what is sampled and drawn.")] = 0,
         blocks: Annotated[
             str | None, option(help="Pattern of the names of the blocks, if they are not found.")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from geomon.capture import Window, extra_pass, find_anatomy, padding_arguments
 from geomon.capture.anatomy import CROSS, Anatomy, Attention, Block, Stack, shown_name
-from geomon.capture.snapshot import CAPTURED, Layer, explain_missing
+from geomon.capture.snapshot import CAPTURED, PROJECTED, Layer, explain_missing
 from geomon.record.printable import printable
 
 # In words, by the routes of `geomon.capture.calling.patches.AttentionObserver`.
@@ -342,7 +342,7 @@ class _SeenModel:
     @property
     def lacks_layouts(self) -> bool:
         """Whether queries and keys were not found in the output of a projection."""
-        return any("projected Q and K" in note.text for note in self._snapshot.info.notes)
+        return any(note.numbers.get("subject") == PROJECTED for note in self._snapshot.info.notes)
 
     def padding(self, anatomy: Anatomy) -> str:
         """Say what the padding was known by in the pass."""
@@ -361,7 +361,7 @@ class _SeenModel:
 
     def remarks(self) -> list[_Row]:
         """Make the rows on what was seen, and on what was not seen and why."""
-        rows = [("note", note.text) for note in self._snapshot.info.notes]
+        rows = [("note", note.words()) for note in self._snapshot.info.notes]
         for view, words in (("query", "Q, K as attended"), ("token_ids", "token ids")):
             for stack, reason in self._reasons(view):
                 where = f" of the {stack}" if stack else ""

@@ -2,10 +2,11 @@
 
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -13,15 +14,15 @@ from geomon.array_input import as_labels, as_rows
 from geomon.capture import Window, derive_seed, extra_pass, find_anatomy
 from geomon.capture.snapshot import (
     Layer,
-    Note,
     NotSeenError,
     check_extra_layers,
     explain_missing,
 )
 from geomon.metrics import METRICS, Evaluator, Metric, check_metrics
-from geomon.metrics.cautions import explain_not_finite
 from geomon.monitor import check_count
+from geomon.note import Note
 from geomon.record import tags
+from geomon.record.columns import places_of, tagged
 
 _LAYER = 1
 
@@ -73,9 +74,10 @@ def measure(
     model: nn.Module,
     inputs: Any,
     *,
-    metrics: Mapping[str, Metric] = METRICS,
+    metrics: Mapping[str, Callable[..., Any]] = METRICS,
     tokens: int = 4096,
-    batches: int = 2,
+    batches: int = 1,
+    queries: int | None = Evaluator.queries,
     seed: int = 0,
     blocks: str | Sequence[nn.Module] | None = None,
     extra_layers: Sequence[str] = (),
@@ -88,7 +90,9 @@ def measure(
             model.
         metrics: Metrics to measure: a dict from a name to a function of views.
         tokens: Number of rows of hidden states in one split of the estimate.
-        batches: Largest number of splits, from which the deviation of each estimate is computed.
+        batches: Largest number of splits; with two or more their deviation is computed too.
+        queries: Number of rows of a split from which distances to all its rows are measured; None
+            for all, the papers' protocol to the letter.
         seed: Seed of the private generator that samples rows.
         blocks: The blocks of the model, where the search does not find them: a regular expression
             that matches their whole names, or the modules.
@@ -103,7 +107,8 @@ def measure(
     """
     check_count("tokens", tokens)
     check_count("batches", batches)
-    evaluator = Evaluator(check_metrics(metrics), batches, strict=True)
+    check_count("queries", queries, at_least=_FEWEST, or_none=True)
+    evaluator = Evaluator(check_metrics(metrics), batches, queries, strict=True)
     views = evaluator.views
     window = Window(
         find_anatomy(model, blocks), views, rows=tokens * batches, seed=derive_seed(seed),
@@ -116,9 +121,8 @@ def measure(
         raise NotSeenError(missing)
     measured = [*evaluator.measure_layers(snapshot.layers, tokens)]
     result = evaluator.combine(measured, tokens)
-    unexplained = explain_not_finite(result.values, result.explained)
-    notes = [*snapshot.info.notes, *result.notes, *unexplained]
-    return Values(result.values, dict.fromkeys(note.text for note in notes))
+    notes = [*snapshot.info.notes, *result.notes, *evaluator.explain_missing(result, measured)]
+    return Values(tagged(result.stacks), dict.fromkeys(note.words() for note in notes))
 
 
 def geometry(
@@ -127,8 +131,9 @@ def geometry(
     positions: Any = None,
     *,
     sequences: Any = None,
-    metrics: Mapping[str, Metric] = METRICS,
+    metrics: Mapping[str, Callable[..., Any]] = METRICS,
     tokens: int | None = None,
+    queries: int | None = Evaluator.queries,
     seed: int = 0,
 ) -> Values:
     """Measure a plain matrix of hidden states: every metric that its inputs allow.
@@ -147,6 +152,8 @@ def geometry(
             and without it nobody knows how alike.
         metrics: Metrics to measure: a dict from a name to a function of views.
         tokens: Number of rows in one split of the estimate, at least 3.
+        queries: Number of rows of a split from which distances to all its rows are measured; None
+            for all.
         seed: Seed of the private generator that shuffles the rows.
 
     Returns:
@@ -191,10 +198,11 @@ def geometry(
     captured |= {"hidden": rows[order], "precision": precision}
     size = len(order) if tokens is None else tokens
     splits = max(1, len(order) // size)
-    evaluator = Evaluator(_allowed(check_metrics(metrics), captured), batches=splits)
+    check_count("queries", queries, at_least=_FEWEST, or_none=True)
+    evaluator = Evaluator(_allowed(check_metrics(metrics), captured), splits, queries)
     values, more = _evaluate(evaluator, Layer(_LAYER, "rows", captured), size)
     notes += _notes_on_rows(len(rows), len(order), size, splits)
-    return Values(values, dict.fromkeys(note.text for note in [*notes, *more]))
+    return Values(values, dict.fromkeys(note.words() for note in [*notes, *more]))
 
 
 def _allowed(metrics: dict[str, Metric], captured: Mapping[str, Any]) -> dict[str, Metric]:
@@ -222,7 +230,8 @@ def _notes_on_rows(given: int, finite: int, size: int, splits: int) -> list[Note
     notes = []
     if finite < given:
         kind = "rows that are not finite were left out"
-        notes.append(Note(kind, f"{given - finite} of {given} {kind}"))
+        numbers = {"lost": given - finite, "rows": given}
+        notes.append(Note("rows not finite", f"{{lost}} of {{rows}} {kind}", numbers=numbers))
     if finite < size:
         kind = "fewer rows than tokens asks for"
         notes.append(Note(kind, f"{finite} rows, {kind} ({size}): TwoNN depends on that number"))
@@ -255,19 +264,16 @@ def _evaluate_once(
 ) -> tuple[dict[str, float], list[Note]]:
     measured = [evaluator.measure_layer(layer, size)]
     result = evaluator.combine(measured, size)
-    marker = f"/{tags.layer_tag('', _LAYER)}"
-    explained = {tag.replace(marker, "", 1) for tag in result.explained}
-    values = {
-        tag.replace(marker, "", 1): value
-        for tag, value in result.values.items()
-        if marker in tag or tags.parse(tag) is None
-    }
     # There is one layer and no mean over layers: neither is named.
-    notes = [
-        Note(note.kind, note.text.replace(f", layer {_LAYER}", "").replace(f"/{tags.MEAN}", ""))
-        for note in result.notes
-    ]
-    return values, notes + explain_not_finite(values, explained)
+    marker = f"/{tags.layer_tag('', _LAYER)}"
+    values = {
+        place.tag.replace(marker, "", 1): place.find(result.stacks)
+        for metric, column in result.stacks[""].items()
+        for place in places_of(metric, column)
+        if place.layer == _LAYER or place.kind == "whole"
+    }
+    notes = [*result.notes, *evaluator.explain_missing(result, measured)]
+    return values, [msgspec.structs.replace(note, layers=()) for note in notes]
 
 
 def _exponent(rows: Tensor) -> int:

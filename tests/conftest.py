@@ -4,14 +4,15 @@ import gc
 import math
 import os
 import sys
-import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from tagged import TEXTS, reading_of
 
-from geomon.record import Reading, Readings, tags
+from geomon.note import Note
+from geomon.record import Readings, tags
 
 # How long an example takes says how busy the machine is, and nothing about the code.
 settings.register_profile("geomon", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -54,6 +55,17 @@ def _imports_are_not_searched_for_garbage():
     gc.freeze()
 
 
+@pytest.fixture
+def own_metrics_in_background(monkeypatch):
+    """Measure a user's metrics in the background too: they stand for slow or broken ones.
+
+    geomon measures them where the training is, since they may draw its random numbers.
+    """
+    from geomon.metrics import Evaluator
+
+    monkeypatch.setattr(Evaluator, "has_own_metrics", False)
+
+
 @pytest.fixture(autouse=True)
 def _wandb_begins_anew():
     """W&B reads its environment once: the next test would write to the folder of this one."""
@@ -71,6 +83,9 @@ def _at(steps: Sequence[int], index: int, layers: int, heads: int) -> dict[str, 
         values[tags.layer_tag("anisotropy", layer)] = 0.1 + 0.5 * progress * bell
         if layer:
             values[tags.layer_tag("attention_entropy", layer)] = 3.0 - progress * layer / layers
+            values[tags.layer_tag("qk_cosine", layer)] = (
+                -(heads % 2) * (0.1 + 0.6 * progress) / max(heads, 1)
+            )
         for head in range(heads if layer else 0):
             sign = 1 if head % 2 else -1
             part = tags.head_part(head)
@@ -89,7 +104,7 @@ def _make(
     heads: int = 4,
     error: float = 0.1,
     without: Sequence[str] = (),
-    notes: Sequence[str] = (),
+    notes: Sequence[Note | str] = (),
     source: str = "probe",
 ) -> Readings:
     curves = {name: values[: len(steps)] for name, values in {**CURVES, **(curves or {})}.items()}
@@ -101,10 +116,8 @@ def _make(
             if name.startswith("twonn"):
                 values[f"{name}/margin"] = error
         kept = {tag: value for tag, value in values.items() if tag.split("/")[0] not in without}
-        readings.append(
-            Reading(step, time.time() - 60, 2.0, source, "eval", 8192, 1, "float32", kept, [*notes])
-        )
-    return Readings([{"model": "Synthetic"}], readings)
+        readings.append(reading_of(kept, step, source, notes))
+    return Readings([{"model": "Synthetic", "metrics": TEXTS}], readings)
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from geomon.capture.snapshot import Layer, PassInfo, Snapshot
 from geomon.distributed import RankFailedError, RankGroup, find_ranks, join_ranks
 from geomon.metrics import Evaluator
 from geomon.monitor.measuring.jobs import ReadingJob
-from geomon.record import tags
+from geomon.record.columns import tagged
 
 VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH = 40, 16, 2, 3, 24
 FEW = select("variance", "twonn", "within_variance", "attention_entropy", "qk_cosine")
@@ -125,7 +125,7 @@ def joined(parts: list[Layer]) -> Layer:
     return replace(parts[0], captured={**parts[0].captured, **views})
 
 
-def one_process(model, batches, metrics, *, step, tokens, most=2):
+def one_process(model, batches, metrics, *, step, tokens, most=1):
     """Values of one process that holds the rows that each rank drew."""
     size, rows = len(batches), tokens * most
     snapshots = []
@@ -138,11 +138,11 @@ def one_process(model, batches, metrics, *, step, tokens, most=2):
             model(ids, attention_mask=mask)
         snapshots.append(window.snapshot())
     layers = [joined(list(parts)) for parts in zip(*(s.layers for s in snapshots), strict=True)]
-    return Evaluator(metrics, most).evaluate(layers, tokens).values
+    return tagged(Evaluator(metrics, most).evaluate(layers, tokens).stacks)
 
 
 def measured(reading) -> dict[str, float]:
-    return {tag: v for tag, v in reading.values.items() if not tags.is_of_run(tag)}
+    return tagged(reading.stacks)
 
 
 # -- what is checked on several ranks --------------------------------------------------------------
@@ -164,7 +164,7 @@ def ragged_readings(ranks: RankGroup, folder: Path) -> dict:
         ("an empty first rank", 400, 0),
     ):
         model = Decoder()
-        monitor, memory = monitor_of(model, metrics=METRICS, tokens=tokens)
+        monitor, memory = monitor_of(model, metrics=METRICS, tokens=tokens, batches=2)
         ids, mask = ragged(ranks.rank, empty=empty)
         with monitor(0):
             model(ids, attention_mask=mask)
@@ -174,7 +174,7 @@ def ragged_readings(ranks: RankGroup, folder: Path) -> dict:
             found[name] = {
                 "gathered": measured(reading), "tokens": reading.tokens,
                 "rows of all": rows_of_all(batches, 2 * tokens),
-                "one process": one_process(model, batches, METRICS, step=0, tokens=tokens),
+                "one process": one_process(model, batches, METRICS, step=0, tokens=tokens, most=2),
             }  # fmt: skip
     return found
 
@@ -237,7 +237,7 @@ def probes(ranks: RankGroup, folder: Path) -> dict:
         model.blocks[1].mlp.weight.add_(0.5 * torch.eye(WIDTH))
     monitor.probe(4)
     later = measured(memory.readings[-1]) if memory.readings else {}
-    notes = [note for reading in memory.readings for note in reading.notes]
+    notes = [note for reading in memory.readings for note in reading.words()]
     return {"probe": one, "own": other, "later": later, "alone": alone, "notes": notes}
 
 
@@ -301,7 +301,7 @@ def failures(ranks: RankGroup, folder: Path) -> dict:
     readings = [(r.step, measured(r)) for r in memory.readings]
     return {
         "readings": readings, "messages": list(heard.messages), "uneven": len(none.readings),
-        "raised": raised, "notes": [r.notes for r in memory.readings],
+        "raised": raised, "notes": [r.words() for r in memory.readings],
     }  # fmt: skip
 
 
@@ -476,7 +476,7 @@ def tensor_parallel(ranks: RankGroup, folder: Path) -> dict:
     monitor, memory = monitor_of(model, metrics=select("variance"), strict=False)
     with monitor(0):
         model(torch.randn(6, 5, 8))
-    return {"notes": [r.notes for r in memory.readings]}
+    return {"notes": [r.words() for r in memory.readings]}
 
 
 # -- ranks that are lost ---------------------------------------------------------------------------
@@ -490,7 +490,7 @@ def lost(ranks: RankGroup, folder: Path) -> dict:
     heard, found = Heard(), {}
     model, (ids, mask) = Decoder(), ragged(ranks.rank)
     for name in ("asleep", "dead"):
-        monitor, memory = monitor_of(model, folder / name, strict=False, tokens=30, rank_timeout=4)
+        monitor, memory = monitor_of(model, folder / name, strict=False, tokens=60, rank_timeout=4)
         began = time.perf_counter()
         for step in range(4):
             if step == 2 and ranks.rank == 1:
@@ -545,7 +545,7 @@ def irregular(ranks: RankGroup, folder: Path) -> dict:
         found[name] = {
             "steps": [r.step for r in memory.readings],
             "tokens": [r.tokens for r in memory.readings],
-            "notes": [r.notes for r in memory.readings],
+            "notes": [r.words() for r in memory.readings],
             "waited": max(waited),
             "messages": list(heard.messages),
         }

@@ -70,7 +70,7 @@ def test_masked_entries_take_their_rows_out():
 
 def test_whole_numbers_that_float64_cannot_hold_are_named():
     rows = torch.tensor([[2**53 + 1, 0], [1, 2], [3, 4]])
-    assert "2^53 and above" in as_rows(rows).notes[0].text
+    assert "2^53 and above" in as_rows(rows).notes[0].words()
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,8 @@ def test_scan_prints_a_line_for_each_checkpoint_and_pages_show_the_record(run, t
     assert [line.split(":")[0] for line in lines] == ["step 3", "step 20", f"2 steps in {folder}"]
     assert "anisotropy" in lines[0]
     readings = read(folder)
-    assert readings.runs[0]["metrics"] == list(METRICS)
-    assert [reading.tokens for reading in readings] == [128, 128]
+    assert list(readings.runs[0]["metrics"]) == list(METRICS)
+    assert [reading.tokens for reading in readings] == [64, 64]
     assert invoke(*arguments).stdout == f"2 steps in {folder}: geomon watch {folder}\n"
     assert "anisotropy" in invoke("summary", folder).stdout.lower()
     assert "step 20" in invoke("watch", folder, "--once").stdout
@@ -85,3 +85,12 @@ def test_without_transformers_it_says_what_to_install(run, tmp_path, monkeypatch
     assert "pip install 'geomon[huggingface]'" in result.stderr.splitlines()[-1]
     with pytest.raises(ImportError, match="pip install"):
         loading.import_transformers()
+
+
+def test_metrics_are_listed_with_the_default_ones_first():
+    result = invoke("metrics")
+    assert result.exit_code == 0, result.output
+    first, more = result.stdout.split("Measured where asked for")
+    assert "twonn" in first
+    assert "alpha" in more
+    assert "twonn_gaussian" not in first

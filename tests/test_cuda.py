@@ -12,11 +12,10 @@ from geomon import METRICS, MORE_METRICS, Memory, Monitor, select
 from geomon.capture.attending.attention import read_arguments
 from geomon.capture.attending.max_logit import max_logits_of_call
 from geomon.kernels.attention import attention_rows
-from geomon.kernels.half_samples import margin
 from geomon.kernels.neighbours import nearest, unique_rows
-from geomon.kernels.spectrum import leading_share, spectrum
-from geomon.kernels.spectrum_summary import summarise_spectrum
+from geomon.kernels.spectrum import principal_axes, spectrum
 from geomon.metrics import Evaluator
+from geomon.metrics.jackknife import margin
 from geomon.monitor.measuring import device as measuring
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
@@ -26,20 +25,20 @@ def normal(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("kernel", [spectrum, leading_share, unique_rows])
+@pytest.mark.parametrize("kernel", [spectrum, unique_rows])
 def test_kernels_of_rows_agree_with_the_host(kernel):
     rows = normal(600, 300) + 3
     torch.testing.assert_close(kernel(rows.cuda()).cpu(), kernel(rows), rtol=1e-9, atol=1e-12)
 
 
-def test_a_summary_of_the_spectrum_agrees_with_the_host():
-    rows = normal(1300, 1100) * torch.arange(1, 1101) ** -0.5 + 3
-    device, host = summarise_spectrum(rows.cuda()), summarise_spectrum(rows)
-    torch.testing.assert_close(device.eigenvalues.cpu(), host.eigenvalues, rtol=1e-4, atol=0)
-    for name in ("anisotropy", "effective_rank", "participation_ratio"):
-        found, want = getattr(device, name), getattr(host, name)
-        assert found.value.device.type == "cuda"
-        torch.testing.assert_close(found.value.cpu(), want.value, rtol=1e-5, atol=0)
+@pytest.mark.parametrize("width", [300, 1100])
+def test_axes_agree_with_the_host(width):
+    rows = normal(1300, width) * torch.arange(1, width + 1) ** -0.5 + 3
+    group = torch.arange(1300) % 8
+    device, host = principal_axes(rows.cuda(), group.cuda(), 8), principal_axes(rows, group, 8)
+    for found, want in zip(device, host, strict=True):
+        assert found.device.type == "cuda"
+        torch.testing.assert_close(found.cpu(), want, rtol=1e-3, atol=1e-3)
 
 
 def test_neighbours_agree_with_the_host():
@@ -140,7 +139,7 @@ def test_every_metric_of_a_layer_agrees_with_the_host(by_hand):
         for one in (layer, layer.to(torch.device("cuda")))
     )
     assert device.failed == host.failed
-    assert device.without_interval == host.without_interval == {}
+    assert device.without_margin == host.without_margin == {}
     assert device.parts.keys() == host.parts.keys()
     for name, splits in host.parts.items():
         of_heads = name.startswith(("attention_", "score_"))
@@ -148,10 +147,10 @@ def test_every_metric_of_a_layer_agrees_with_the_host(by_hand):
             assert device.parts[name][0][part] == pytest.approx(
                 value, rel=1e-4 if of_heads else 1e-8, abs=1e-5 if of_heads else 1e-10, nan_ok=True
             ), (name, part)
-    for name, parts in host.differences.items():
-        for part, differences in parts.items():
-            found = margin(device.differences[name][part])
-            assert found == pytest.approx(margin(differences), rel=1e-2, nan_ok=True), (name, part)
+    for name, parts in host.without.items():
+        for part, values in parts.items():
+            found, want = margin(device.without[name][part]), margin(values)
+            assert found == pytest.approx(want, rel=1e-2, abs=1e-9, nan_ok=True), (name, part)
 
 
 @pytest.mark.usefixtures("reduced_precision")
@@ -206,7 +205,7 @@ def test_readings_on_the_device_are_those_on_the_host_of_the_same_rows(backgroun
 def test_a_reading_without_memory_is_measured_on_the_host(monkeypatch):
     monkeypatch.setattr(measuring, "_free_bytes", lambda device: 1e6)
     (reading,), _ = trained(steps=1)
-    assert any(note.startswith("measured on the host: measuring") for note in reading.notes)
+    assert any(note.startswith("measured on the host: measuring") for note in reading.words())
     assert math.isfinite(reading.values["twonn/mean"])
 
 

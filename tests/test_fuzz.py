@@ -22,7 +22,7 @@ def test_random_models_agree_with_a_forward_written_out(seed):
 def test_a_wrong_value_is_found():
     rows = np.random.default_rng(0).standard_normal((60, 4))
     expected = fuzz.expected_of_rows(rows, None, None)
-    values = dict(geometry(rows))
+    values = dict(geometry(rows, metrics=fuzz.OF_ROWS))
     assert fuzz.compare(values, expected, 0, 1e-8, expected["variance"]) == []
     for tag in ("twonn", "gride/k4", "anisotropy", "cosine"):
         wrong = fuzz.compare(values | {tag: values[tag] + 1e-4}, expected, 0, 1e-8, 1.0)

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import pickle
+import re
 import threading
 import types
 from pathlib import Path
@@ -12,13 +13,13 @@ import pytest
 import torch
 from fingerprint import fingerprint
 from models import batch, transformer
+from tagged import charts_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from wandb_file import wandb_rows, work_offline
 
 from geomon import Memory, every, read, select
 from geomon.huggingface import GeometryMonitor
-from geomon.record.headline import Charts
 
 FEW = {
     "metrics": select("variance", "attention_entropy", "qk_cosine"),
@@ -120,7 +121,7 @@ def test_tensorboard_shows_what_the_record_holds(tmp_path, probe, detail, monkey
     events = EventAccumulator(str(folder), {"images": 0})
     events.Reload()
     expected = {}
-    charts = Charts(detail)
+    charts = charts_of(read(tmp_path), detail)
     for reading in read(tmp_path):
         for tag, value in charts.select(reading).items():
             shown = torch.tensor(value, dtype=torch.float32).item()
@@ -132,8 +133,9 @@ def test_tensorboard_shows_what_the_record_holds(tmp_path, probe, detail, monkey
         assert {event.step: event.value for event in events.Scalars(tag)} == values, tag
     steps = [*range(6)] + ([6] if probe else [])
     assert list(expected["geomon/variance"]) == steps
-    for name in ("6 query and key by head", "7 attention entropy by head"):
-        assert [event.step for event in events.Images(f"Geometry/{name}")] == [0, steps[-1]]
+    for number, metric in ((6, "qk_cosine"), (7, "attention_entropy")):
+        name = f"Geometry/{number} {read(tmp_path).text_of(metric).title} by head"
+        assert [event.step for event in events.Images(name)] == [0, steps[-1]]
     charts = events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
     assert b"geomon/variance$" in charts
     assert (b"variance/layer_[0-9]+$" in charts) == (detail == "layers")
@@ -148,11 +150,12 @@ def test_wandb_offline_holds_what_the_record_holds(tmp_path, monkeypatch):
     rows = wandb_rows(tmp_path)
     shown = {int(r["geomon/step"]): r for r in rows if "geomon/variance" in r}
     assert sorted(shown) == [r.step for r in read(tmp_path)] == [0, 2, 4, 5]
-    charts = Charts()
+    charts = charts_of(read(tmp_path))
     for reading in read(tmp_path):
         for tag, value in charts.select(reading).items():
             assert float(shown[reading.step][tag]) == value
-    assert any("geomon_charts/6_query_and_key_by_head" in row for row in rows)
+    title = re.sub(r"\W+", "_", read(tmp_path).text_of("qk_cosine").title)
+    assert any(f"geomon_charts/6_{title}_by_head" in row for row in rows)
 
 
 def test_other_callbacks_get_the_values_and_the_terminal_does_not(tmp_path, capsys):
@@ -172,7 +175,7 @@ def test_other_callbacks_get_the_values_and_the_terminal_does_not(tmp_path, caps
         ours = [logs for _, logs in reporter.seen if "geomon/variance" in logs]
         for logs, entry in zip(ours, logged(trainer), strict=True):
             assert logs | {"step": entry["step"]} == entry
-    charts = Charts()
+    charts = charts_of(read(tmp_path))
     for entry, reading in zip(logged(trainer), read(tmp_path), strict=True):
         assert entry == charts.select(reading) | {"step": reading.step, "epoch": entry["epoch"]}
     assert "variance" not in capsys.readouterr().out
@@ -494,6 +497,7 @@ def test_the_record_can_be_elsewhere(tmp_path):
     assert not (Path(tmp_path) / "a" / "readings.jsonl").exists()
 
 
+@pytest.mark.usefixtures("own_metrics_in_background")
 def test_a_reading_that_comes_late_is_logged_at_its_own_step(tmp_path):
     go = threading.Event()
     go.set()

@@ -22,6 +22,8 @@ ARROWS = {
     "monitor": {"metrics", "distributed", "capture", "record", "analysis"},
     "sweep": {"monitor", "metrics", "record"},
 }
+# Modules beside the folders that every folder imports: notes are data of all of them.
+BESIDE = {"note"}
 # What folders inside a folder import of the other parts of it. The files beside them import any.
 INNER = {
     "capture": {
@@ -43,23 +45,23 @@ INNER = {
     },
 }
 # Modules that are faces of their own: the data of a pass, the notes on values, their intervals,
-# metrics of the last tokens, what a reading is compared with, arrays beside the record, the names
-# of values, which of them charts show, their long form, where they go, what makes text of unknown
-# origin fit for a terminal, the kinds of alerts, the commands of pages, two runs compared, the
-# shape of profiles and the alignment of queries and keys.
+# metrics of the last tokens, what a reading is compared with, arrays beside the record, columns and
+# the names of values, which of them charts show, their long form, where they go, the main stack,
+# what makes text of unknown origin fit for a terminal, curves, the kinds of alerts, the commands of
+# pages, two runs compared, the shape of profiles and the alignment of queries and keys.
 DOORS = {
-    "analysis.alerts", "capture.snapshot", "capture.unchanged", "metrics.at_once",
-    "metrics.between_readings",
-    "metrics.cautions", "metrics.intervals", "metrics.last_tokens", "record.arrays",
-    "record.export", "record.headline", "record.tags", "record.sinks", "record.printable",
-    "show.commands", "analysis.compare", "analysis.profile", "analysis.queries_keys",
+    "analysis.alerts", "analysis.curves", "capture.snapshot", "capture.unchanged",
+    "metrics.at_once", "metrics.between_readings",
+    "metrics.last_tokens", "record.arrays", "record.columns", "record.export", "record.headline",
+    "record.tags", "record.sinks", "record.printable", "record.reading", "show.commands",
+    "analysis.compare", "analysis.profile", "analysis.queries_keys",
 }  # fmt: skip
 # Kernels are imported by module: a face would load the neighbour search with every one.
 WITHOUT_A_FACE = {"kernels"}
 # What the few modules with a narrower door import of a folder.
 ONLY = {
     ("metrics", "capture"): {"capture.snapshot"},
-    ("metrics", "record"): {"record.tags", "record"},
+    ("metrics", "record"): {"record.tags", "record.columns", "record.arrays", "record"},
     ("distributed", "capture"): {"capture.snapshot"},
     ("capture", "kernels"): {"kernels.products"},
 }
@@ -116,7 +118,7 @@ def test_folders_import_along_the_arrows_alone(path):
     own = folder(path)
     if own not in ARROWS:
         return
-    others = {name.split(".")[0] for name in imported(path)} - {own}
+    others = {name.split(".")[0] for name in imported(path)} - {own, *BESIDE}
     assert others <= ARROWS[own], f"{own} imports from {others - ARROWS[own]}"
     for name in imported(path):
         allowed = ONLY.get((own, name.split(".")[0]))

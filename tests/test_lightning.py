@@ -2,6 +2,7 @@ import argparse
 import csv
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from fingerprint import fingerprint
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from models import VOCABULARY, PlainDecoder, batch
+from tagged import charts_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader, TensorDataset
 from wandb_file import wandb_rows, work_offline
@@ -23,7 +25,6 @@ from wandb_file import wandb_rows, work_offline
 import geomon
 from geomon import Memory, every, read, select
 from geomon.lightning import GeometryMonitor, _sink_of
-from geomon.record.headline import Charts
 from geomon.show.loggers import BoardPages
 
 FEW = {
@@ -187,7 +188,7 @@ def test_a_skipped_batch_leaves_nothing_at_the_end_of_its_epoch(tmp_path):
     monitor = GeometryMonitor(schedule=every(1), directory=tmp_path, **FEW)
     fit(tmp_path, [monitor], steps=4, model=model)
     assert found == [before] * 2
-    assert [(r.step, r.tokens) for r in read(tmp_path)] == [(step, 128) for step in range(4)]
+    assert [(r.step, r.tokens) for r in read(tmp_path)] == [(step, 64) for step in range(4)]
 
 
 def test_accumulated_batches_are_one_step(tmp_path):
@@ -220,7 +221,7 @@ def test_tensorboard_shows_what_the_record_holds(tmp_path, detail):
     events = EventAccumulator(str(tmp_path / "tb" / "x"))
     events.Reload()
     record = read(tmp_path)
-    expected, charts = {}, Charts(detail)
+    expected, charts = {}, charts_of(record, detail)
     for reading in record:
         for tag, value in charts.select(reading).items():
             expected.setdefault(tag, {})[reading.step] = value
@@ -232,9 +233,10 @@ def test_tensorboard_shows_what_the_record_holds(tmp_path, detail):
         assert found.keys() == values.keys(), tag
         for step, value in values.items():
             assert found[step] == torch.tensor(value, dtype=torch.float32).item(), tag
-    images = {f"Geometry/{name}" for name in (
-        "1 intrinsic dimension", "2 anisotropy over depth", "6 query and key by head",
-        "7 attention entropy by head",
+    images = {f"Geometry/{number} {record.text_of(metric).title} {how}".rstrip()
+              for number, metric, how in (
+        (1, "twonn", ""), (2, "anisotropy", "over depth"), (6, "qk_cosine", "by head"),
+        (7, "attention_entropy", "by head"),
     )}  # fmt: skip
     assert images <= set(events.Tags()["images"])
     texts = {"geomon/1 the run in words/text_summary", "geomon/4 model and options/text_summary"}
@@ -251,11 +253,12 @@ def test_wandb_offline_holds_what_the_record_holds(tmp_path, monkeypatch):
     shown = {int(row["geomon/step"]): row for row in rows if "geomon/variance" in row}
     readings = read(tmp_path)
     assert sorted(shown) == [r.step for r in readings] == [0, 4, 8, 11]
-    charts = Charts()
+    charts = charts_of(readings)
     for reading in readings:
         for tag, value in charts.select(reading).items():
             assert float(shown[reading.step][tag]) == value
-    assert any("geomon_charts/6_query_and_key_by_head" in row for row in rows)
+    title = re.sub(r"\W+", "_", readings.text_of("qk_cosine").title)
+    assert any(f"geomon_charts/6_{title}_by_head" in row for row in rows)
 
 
 class Validated(Decoder):
@@ -476,6 +479,7 @@ def test_with_two_optimizers_curves_stand_beside_those_that_lightning_logs(tmp_p
     assert [step for step, _ in csv_rows(path, "loss")] == list(range(7))
 
 
+@pytest.mark.usefixtures("own_metrics_in_background")
 @pytest.mark.parametrize("optimizers", [1, 2])
 def test_a_reading_that_comes_late_is_logged_where_it_was_made(tmp_path, optimizers):
     slow = Slow(2, 5)
@@ -693,7 +697,7 @@ def test_validation_data_of_a_module_without_forward_and_with_labels(tmp_path):
     fit_validated(tmp_path, [monitor], data=[data, data], model=Bare())
     for reading in read(tmp_path):
         assert reading.values["ids/layer_01"] == pytest.approx(float(rows.double().mean()))
-        assert any("all but part 2 of 2" in note for note in reading.notes)
+        assert any("all but part 2 of 2" in note for note in reading.words())
 
 
 def test_without_validation_data_there_is_one_line(tmp_path):
@@ -754,9 +758,10 @@ def test_the_other_package_of_lightning_is_served_by_itself(tmp_path):
     assert [reading.step for reading in record] == [0, 1, 2]
     events = EventAccumulator(str(tmp_path / "tb" / "x"))
     events.Reload()
-    images = {"Geometry/2 anisotropy over depth", "Geometry/6 query and key by head"}
+    images = {f"Geometry/{number} {record.text_of(metric).title} {how}" for number, metric, how in (
+        (2, "anisotropy", "over depth"), (6, "qk_cosine", "by head"))}  # fmt: skip
     assert images <= set(events.Tags()["images"])
-    assert set(Charts().select(record[-1])) <= set(events.Tags()["scalars"])
+    assert set(charts_of(record).select(record[-1])) <= set(events.Tags()["scalars"])
 
 
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])

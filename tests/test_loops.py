@@ -31,9 +31,9 @@ CASES = {
     "end": {},
     "exception in the model": {"error": RuntimeError},
     "ctrl-c": {"error": KeyboardInterrupt},
-    "exception in a metric": {"metrics": lambda: failing(at=5)},
-    # 4 layers, in one batch of rows each: the third reading.
-    "exception in a metric, strict": {"metrics": lambda: failing(at=8), "strict": True},
+    "exception in a metric": {"metrics": lambda: failing(at=45)},
+    # 4 layers, each measured once and 8 times for its margin: the third reading.
+    "exception in a metric, strict": {"metrics": lambda: failing(at=72), "strict": True},
     "accumulation": {"loop": {"accumulate": 4}},
     "lbfgs": {"loop": {"kind": "lbfgs"}, "loops": ("lightning", "plain")},
     "two optimizers": {"loop": {"kind": "two"}, "loops": ("lightning", "plain")},

@@ -139,7 +139,7 @@ DEGREES = {
     "variance": 2,
     "mean_square_norm": 2,
     "within_variance": 2,
-    "between_variance": 2,
+    "variance_shares/between_variance": 2,
 }
 
 

@@ -1,21 +1,23 @@
 """Alerts: what a reading shows that a training should be looked at for.
 
-A rule is a function of one reading; it finds the places where a limit is passed. `AlertWatch` keeps
-what earlier readings had, so that the work for each reading is the same however long the run is. An
-alert is raised where the first reading of the run was within the limit, and again when four times
-as much is found. How often the rules are wrong: benchmarks/README.md.
+A rule is a function of one stack of a reading; it finds the places where a limit is passed.
+`AlertWatch` keeps what earlier readings had, so that the work for each reading is the same however
+long the run is. An alert is raised where the first reading of the run was within the limit, and
+again when four times as much is found. How often the rules are wrong: benchmarks/README.md.
 """
 
 import difflib
 import math
-import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
-from geomon.analysis.curves import standard_error
-from geomon.record import Reading, Readings, tags
+from geomon.analysis.curves import Measured, measured
+from geomon.note import Note
+from geomon.record import Reading
+from geomon.record.columns import Column
+from geomon.record.reading import main_stack
 
 # Entropy of a head as a share of that of uniform attention: nearly all attention is on one key.
 _ENTROPY = 0.05
@@ -36,9 +38,6 @@ _FROZEN, _FROZEN_READINGS = 0.002, 4
 # An alert is raised again when what is found is so many times what it was.
 _AGAIN = 4.0
 _NAMED = 3  # places that are named
-_LEFT_OUT = re.compile(r"hidden states, (.+): (\d+) of (\d+) rows are not finite")
-# How a note of a reading begins that is an alert.
-_PREFIX = "alert: "
 
 
 @dataclass(frozen=True)
@@ -48,183 +47,204 @@ class Alert:
     Attributes:
         name: Name of the rule, for instance "rank_collapse".
         step: Step of the reading.
-        where: Places in the model, in words.
-        evidence: What was found, with numbers.
+        stack: Name of the stack of blocks; "" in a model with one stack.
+        layers: Numbers of the layers, those that are furthest beyond the limit first.
+        heads: Layer and number of each head, in the same order.
+        numbers: Numbers that were found, by name.
         advice: What to look at.
     """
 
     name: str
     step: int
-    where: str
-    evidence: str
-    advice: str
+    stack: str = ""
+    layers: tuple[int, ...] = ()
+    heads: tuple[tuple[int, int], ...] = ()
+    numbers: Mapping[str, int | float | str] = field(default_factory=dict)
+    advice: str = ""
+
+    @property
+    def where(self) -> str:
+        """The places that are furthest beyond the limit, and the number of the others."""
+        places = [f"layer {layer}, head {head}" for layer, head in self.heads]
+        places = places or [f"layer {layer}" for layer in self.layers]
+        more = f" and {len(places) - _NAMED} more" if len(places) > _NAMED else ""
+        return "; ".join(places[:_NAMED]) + more
 
     def words(self) -> str:
         """Describe the alert in one sentence.
 
         Example:
-            >>> Alert("logit_growth", 80, "layer 3, head 1", "score 130", "look there").words()
-            'logit growth (layer 3, head 1): score 130; look there'
+            >>> Alert("logit_growth", 80, heads=((3, 1),),
+            ...       numbers={"largest": 130.0, "limit": 100.0}, advice="look there").words()
+            'logit growth (layer 3, head 1): largest score before the softmax 130, above 100; \
+look there (docs/alerts.md#logit_growth)'
         """
+        return self.note().words()
+
+    def note(self) -> Note:
+        """Build the note of the reading, whose kind is the name of the rule."""
         where = f" ({self.where})" if self.where else ""
-        return f"{self.name.replace('_', ' ')}{where}: {self.evidence}; {self.advice}"
+        return Note(
+            self.name,
+            f"{self.name.replace('_', ' ')}{where}: {RULES[self.name].text}; {self.advice} "
+            f"(docs/alerts.md#{self.name})",
+            stack=self.stack, layers=self.layers, heads=self.heads, numbers=dict(self.numbers),
+            advice=self.advice,
+        )  # fmt: skip
 
-    def note(self) -> str:
-        """Format the alert as a note of its reading, which `alert_notes` finds again."""
-        return f"{_PREFIX}{self.words()} (docs/alerts.md#{self.name})"
 
-
-def alert_notes(reading: Reading) -> list[str]:
-    """Select the notes of a reading that are alerts, without the word at their beginning.
+def alert_notes(reading: Reading) -> list[Note]:
+    """Select the notes of a reading that are alerts.
 
     Args:
         reading: A reading of a record.
     """
-    return [note.removeprefix(_PREFIX) for note in reading.notes if is_alert(note)]
+    return [note for note in reading.notes if note.is_alert]
 
 
-def kind_of(words: str) -> str:
-    """Return the name of the rule in the words of an alert.
+class FirstAlert(NamedTuple):
+    """The first alert of a kind.
 
-    Example:
-        >>> kind_of("logit growth (layer 3, head 1): score 130; look there")
-        'logit growth'
+    Attributes:
+        step: Step of its reading.
+        note: Its note.
+        total: Number of alerts of the kind.
     """
-    return words.partition(" (")[0].partition(":")[0]
+
+    step: int
+    note: Note
+    total: int
+
+    @property
+    def kind(self) -> str:
+        """Name of the kind in words."""
+        return self.note.kind.replace("_", " ")
 
 
-def is_alert(note: str) -> bool:
-    """Return whether a note of a reading is an alert.
+def first_alerts(readings: Iterable[Reading]) -> list[FirstAlert]:
+    """Find the first alert of each kind, in the order in which they came.
 
-    Example:
-        >>> is_alert("alert: rank collapse (layer 4): ..."), is_alert("another note")
-        (True, False)
+    Args:
+        readings: Readings of a run.
     """
-    return note.startswith(_PREFIX)
+    found: dict[str, FirstAlert] = {}
+    for reading in readings:
+        for note in alert_notes(reading):
+            first = found.get(note.kind, FirstAlert(reading.step, note, 0))
+            found[note.kind] = first._replace(total=first.total + 1)
+    return list(found.values())
 
 
 class Finding(NamedTuple):
-    """Places of a reading that pass a limit.
+    """Places of a stack that pass a limit.
 
     Attributes:
-        size: How much is found: a number of places, or a value. 0 for nothing.
-        where: Places in the model, in words.
-        evidence: What was found, with numbers.
+        size: How much is found: a number of places, or a value.
+        numbers: Numbers that were found, by the names in the text of the rule.
+        layers: Numbers of the layers, those that are furthest beyond the limit first.
+        heads: Layer and number of each head, in the same order.
     """
 
     size: float
-    where: str
-    evidence: str
+    numbers: dict[str, int | float | str]
+    layers: tuple[int, ...] = ()
+    heads: tuple[tuple[int, int], ...] = ()
 
 
-_NOTHING = Finding(0, "", "")
+# Finds what a stack of a reading has beyond a limit, given the name of the stack.
+Find = Callable[[Reading, str], Finding | None]
 
 
 class Rule(NamedTuple):
     """One kind of alert.
 
     Attributes:
-        start: Makes the function from a reading to what is found in it, at the start of a run.
+        start: Makes the function that finds it, at the start of a run.
+        text: What was found, as a template of `str.format` for the numbers.
         advice: What to look at.
         by_default: Whether the alert is raised where none are chosen: those that healthy runs do
             not raise.
         may_begin: Whether what the first reading has already is no reason for an alert.
     """
 
-    start: Callable[[], Callable[[Reading], Finding]]
+    start: Callable[[], Find]
+    text: str
     advice: str
     by_default: bool = True
     may_begin: bool = True
 
 
-def _entropy_collapse(reading: Reading) -> Finding:
-    found = {
-        place: value
-        for place, value in _heads(reading, "attention_entropy_normalised")
-        if value < _ENTROPY
-    }
+def _entropy_collapse(reading: Reading, stack: str) -> Finding | None:
+    heads = _column(reading, stack, "attention_entropy_normalised").by_head()
+    found = {place: value for place, value in heads.items() if value < _ENTROPY}
     if not found:
-        return _NOTHING
-    lowest = min(found.values())
-    return Finding(
-        len(found),
-        _places(found, found.__getitem__),
-        f"entropy of {len(found)} head{'s' * (len(found) > 1)} below {_ENTROPY:.0%} of that of "
-        f"uniform attention, lowest {lowest:.2%}".replace("%", " %"),
-    )
+        return None
+    numbers: dict[str, int | float | str] = {
+        "count": len(found), "plural": "s" * (len(found) > 1), "limit": 100 * _ENTROPY,
+        "lowest": 100 * min(found.values()),
+    }  # fmt: skip
+    return Finding(len(found), numbers, heads=tuple(sorted(found, key=found.__getitem__)))
 
 
-def _logit_growth(reading: Reading) -> Finding:
-    found = {place: value for place, value in _heads(reading, "max_logit") if value > _LOGIT}
+def _logit_growth(reading: Reading, stack: str) -> Finding | None:
+    heads = _column(reading, stack, "max_logit").by_head()
+    found = {place: value for place, value in heads.items() if value > _LOGIT}
     if not found:
-        return _NOTHING
+        return None
     largest = max(found.values())
-    return Finding(
-        largest,
-        _places(found, lambda place: -found[place]),
-        f"largest score before the softmax {largest:.0f}, above {_LOGIT:.0f}",
-    )
+    places = tuple(sorted(found, key=lambda place: -found[place]))
+    return Finding(largest, {"largest": largest, "limit": _LOGIT}, heads=places)
 
 
-def _rank_collapse(reading: Reading) -> Finding:
+def _rank_collapse(reading: Reading, stack: str) -> Finding | None:
     # Where a few rows carry the variance, the rank is that of these rows.
-    massive = {place for place, value in _layers(reading, "sink_share") if value >= _MASSIVE}
+    massive = _massive(reading, stack)
     found = {
-        place: value
-        for place, value in _layers(reading, "effective_rank")
-        if value < _RANK and place not in massive
+        layer: value
+        for layer, value in _column(reading, stack, "effective_rank").by_layer().items()
+        if value < _RANK and layer not in massive
     }
     if not found:
-        return _NOTHING
-    return Finding(
-        len(found),
-        _places(found, found.__getitem__),
-        f"effective rank of the hidden states down to {min(found.values()):.2f}, below {_RANK:.0f}",
-    )
+        return None
+    numbers: dict[str, int | float | str] = {"lowest": min(found.values()), "limit": _RANK}
+    return Finding(len(found), numbers, tuple(sorted(found, key=found.__getitem__)))
 
 
-def _massive_rows(reading: Reading) -> Finding:
-    found = {place: value for place, value in _layers(reading, "sink_share") if value >= _MASSIVE}
+def _massive_rows(reading: Reading, stack: str) -> Finding | None:
+    found = _massive(reading, stack)
     if not found:
-        return _NOTHING
-    share = f"{max(found.values()):.0%}".replace("%", " %")
-    return Finding(
-        len(found),
-        _places(found, lambda place: -found[place]),
-        f"a few rows of massive norm carry up to {share} of the variance",
-    )
+        return None
+    layers = tuple(sorted(found, key=lambda layer: -found[layer]))
+    return Finding(len(found), {"share": 100 * max(found.values())}, layers)
 
 
-def _not_finite(reading: Reading) -> Finding:
+def _massive(reading: Reading, stack: str) -> dict[int, float]:
+    """Return the share of the variance in rows of massive norm, by layer where it is large."""
+    shares = _column(reading, stack, "sink_share").by_layer()
+    return {layer: value for layer, value in shares.items() if value >= _MASSIVE}
+
+
+def _not_finite(reading: Reading, stack: str) -> Finding | None:
     lost = [
-        (int(match[2]), int(match[3]), match[1])
-        for note in reading.notes
-        for match in [_LEFT_OUT.match(note)]
-        if match is not None
+        note for note in reading.notes if note.kind == "rows not finite" and note.stack == stack
     ]
     if not lost:
-        return _NOTHING
-    most, rows, where = max(lost)
-    return Finding(most, where, f"{most} of {rows} rows are not finite")
+        return None
+    most = max(lost, key=lambda note: float(note.numbers["lost"]))
+    numbers = {name: most.numbers[name] for name in ("lost", "rows")}
+    return Finding(float(numbers["lost"]), numbers, most.layers)
 
 
-def _flat_profile(reading: Reading) -> Finding:
-    profile = [
-        value
-        for place, value in _layers(reading, "anisotropy")
-        if not place.endswith("layer 0")
-    ]  # fmt: skip
+def _flat_profile(reading: Reading, stack: str) -> Finding | None:
+    blocks = _column(reading, stack, "anisotropy").by_layer()
+    profile = [value for layer, value in blocks.items() if layer > 0]
     if len(profile) < _PROFILE or max(profile) - min(profile) >= _FLAT * max(profile):
-        return _NOTHING
-    return Finding(
-        1,
-        "all layers",
-        f"anisotropy between {min(profile):.3f} and {max(profile):.3f} over {len(profile)} layers",
-    )
+        return None
+    return Finding(1, {"low": min(profile), "high": max(profile), "count": len(profile)})
 
 
 class _Frozen:
-    """Finds a dimension that has not moved while the step has doubled.
+    """Finds a dimension of the main stack that has not moved while the step has doubled.
 
     It keeps the reading since which the dimension has been the same, and nothing else.
     """
@@ -232,47 +252,61 @@ class _Frozen:
     def __init__(self) -> None:
         self._since: dict[str, tuple[int, float, int]] = {}  # by source: step, value, readings
 
-    def __call__(self, reading: Reading) -> Finding:
-        value, _ = dimension_of(reading)
-        if not math.isfinite(value):
-            return _NOTHING
+    def __call__(self, reading: Reading, stack: str) -> Finding | None:
+        value = dimension_of(reading).value
+        if not math.isfinite(value) or stack != main_stack(reading.stacks):
+            return None
         step, before, readings = self._since.get(reading.source, (reading.step, value, 0))
         if abs(value - before) > _FROZEN * abs(before):
             step, before, readings = reading.step, value, 0
         self._since[reading.source] = step, before, readings + 1
         if readings + 1 <= _FROZEN_READINGS or reading.step < 2 * max(step, 1):
-            return _NOTHING
-        return Finding(
-            1,
-            "",
-            f"mean dimension {value:.4g} since step {step}, within {_FROZEN:.1%}".replace(
-                "%", " %"
-            ),
-        )
+            return None
+        return Finding(1, {"value": value, "step": step, "limit": 100 * _FROZEN})
 
 
 _ATTENTION = "look at the learning rate, and at the norms of the queries and keys"
 
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
-        "entropy_collapse": Rule(lambda: _entropy_collapse, _ATTENTION),
-        "logit_growth": Rule(lambda: _logit_growth, f"{_ATTENTION}, or normalise both"),
-        "rank_collapse": Rule(
-            lambda: _rank_collapse, "look at the learning rate, its warm-up and the initialisation"
+        "entropy_collapse": Rule(
+            lambda: _entropy_collapse,
+            "entropy of {count} head{plural} below {limit:.0f} % of that of uniform attention, "
+            "lowest {lowest:.2f} %",
+            _ATTENTION,
         ),
-        "massive_rows": Rule(lambda: _massive_rows, "read anisotropy_no_sinks there"),
+        "logit_growth": Rule(
+            lambda: _logit_growth,
+            "largest score before the softmax {largest:.0f}, above {limit:.0f}",
+            f"{_ATTENTION}, or normalise both",
+        ),
+        "rank_collapse": Rule(
+            lambda: _rank_collapse,
+            "effective rank of the hidden states down to {lowest:.2f}, below {limit:.0f}",
+            "look at the learning rate, its warm-up and the initialisation",
+        ),
+        "massive_rows": Rule(
+            lambda: _massive_rows,
+            "a few rows of massive norm carry up to {share:.0f} % of the variance",
+            "read anisotropy_no_sinks there",
+        ),
         "not_finite": Rule(
             lambda: _not_finite,
+            "{lost} of {rows} rows are not finite",
             "look at the loss and the data type, and for the first step with it",
             may_begin=False,
         ),
         "dimension_frozen": Rule(
             _Frozen,
+            "mean dimension {value:.4g} since step {step}, within {limit:.1f} %",
             "look at whether the weights still change (learning rate, frozen modules)",
             by_default=False,
         ),
         "flat_profile": Rule(
-            lambda: _flat_profile, "look at the profile over depth", by_default=False
+            lambda: _flat_profile,
+            "anisotropy between {low:.3f} and {high:.3f} over {count} layers",
+            "look at the profile over depth",
+            by_default=False,
         ),
     }
 )
@@ -290,12 +324,13 @@ class AlertWatch:
         ValueError: A rule has a name that does not exist.
 
     Example:
+        >>> from geomon.record.columns import Column
         >>> watch = AlertWatch(["rank_collapse"])
         >>> def at(step, rank):
-        ...     values = {"effective_rank/layer_02": rank}
-        ...     return Reading(step, 0.0, 0.0, "probe", "eval", 8192, 1, "float32", values)
-        >>> watch.add(at(0, 60.0)), [alert.where for alert in watch.add(at(8, 1.2))]
-        ([], ['layer 2'])
+        ...     stacks = {"": {"effective_rank": Column(first=2, layers=[rank])}}
+        ...     return Reading(step, 0.0, 0.0, "probe", "eval", 8192, 1, "float32", stacks)
+        >>> watch.add(at(0, 60.0)), [alert.layers for alert in watch.add(at(8, 1.2))]
+        ([], [(2,)])
         >>> watch.add(at(9, 1.1))
         []
     """
@@ -304,7 +339,7 @@ class AlertWatch:
         check_alerts(names)
         self._rules = {name: RULES[name] for name in names}
         self._find = {name: rule.start() for name, rule in self._rules.items()}
-        self._largest: dict[str, float] = {}
+        self._largest: dict[tuple[str, str], float] = {}  # by name and stack
         self._begun: set[str] = set()  # sources of which there has been a reading
 
     def add(self, reading: Reading) -> list[Alert]:
@@ -315,15 +350,20 @@ class AlertWatch:
         """
         first = reading.source not in self._begun
         self._begun.add(reading.source)
+        stacks = dict.fromkeys([*reading.stacks, *(note.stack for note in reading.notes)])
         alerts = []
         for name, rule in self._rules.items():
-            found = self._find[name](reading)
-            largest = self._largest.get(name, 0.0)
-            if found.size <= 0 or found.size < _AGAIN * largest:
-                continue
-            self._largest[name] = found.size
-            if not (first and rule.may_begin):
-                alerts.append(Alert(name, reading.step, found.where, found.evidence, rule.advice))
+            for stack in stacks:
+                found = self._find[name](reading, stack)
+                largest = self._largest.get((name, stack), 0.0)
+                if found is None or found.size < _AGAIN * largest:
+                    continue
+                self._largest[name, stack] = found.size
+                if not (first and rule.may_begin):
+                    _, numbers, layers, heads = found
+                    alerts.append(
+                        Alert(name, reading.step, stack, layers, heads, numbers, rule.advice)
+                    )
         return alerts
 
 
@@ -363,54 +403,17 @@ def find_alerts(
     return [alert for reading in readings for alert in watch.add(reading)]
 
 
-def dimension_of(reading: Reading) -> tuple[float, float]:
-    """Return `twonn/mean` of the main stack of a reading, and its standard error.
+def dimension_of(reading: Reading) -> Measured:
+    """Return the mean of `twonn` over the layers of the main stack, with its standard error.
 
     Args:
         reading: A reading.
-
-    Returns:
-        The value, NaN where there is none, and its error, 0 where it is unknown.
     """
-    main = Readings([], [reading]).of_stack()[0]
-    tag = tags.mean_tag("twonn")
-    return main.values.get(tag, math.nan), standard_error(main, tag)
+    return measured(reading, "twonn")
 
 
-def _layers(reading: Reading, metric: str) -> Iterator[tuple[str, float]]:
-    """Place and finite value of a metric at each layer."""
-    for tag, value in _of_layers(reading, metric):
-        if tag.head is None and not tag.part:
-            yield _place(tag), value
-
-
-def _heads(reading: Reading, metric: str) -> Iterator[tuple[str, float]]:
-    """Place and finite value of a metric at each head of each layer."""
-    for tag, value in _of_layers(reading, metric):
-        if tag.head is not None:
-            yield _place(tag), value
-
-
-def _of_layers(reading: Reading, metric: str) -> Iterator[tuple[tags.Tag, float]]:
-    prefix = f"{metric}/"
-    for name, value in reading.values.items():
-        if name.startswith(prefix) and math.isfinite(value):
-            tag = tags.parse(name)
-            if tag is not None and tag.layer is not None:
-                yield tag, value
-
-
-def _place(tag: tags.Tag) -> str:
-    stack = f"{tag.stack} " if tag.stack else ""
-    head = "" if tag.head is None else f", head {tag.head}"
-    return f"{stack}layer {tag.layer}{head}"
-
-
-def _places(found: Collection[str], order: Callable[[str], float]) -> str:
-    """List the places that are furthest beyond the limit, and the number of the others."""
-    listed = sorted(found, key=order)
-    more = f" and {len(listed) - _NAMED} more" if len(listed) > _NAMED else ""
-    return "; ".join(listed[:_NAMED]) + more
+def _column(reading: Reading, stack: str, metric: str) -> Column:
+    return reading.stacks.get(stack, {}).get(metric, Column())
 
 
 __all__ = [
@@ -418,10 +421,10 @@ __all__ = [
     "RULES",
     "Alert",
     "AlertWatch",
+    "FirstAlert",
     "alert_notes",
     "check_alerts",
     "dimension_of",
     "find_alerts",
-    "is_alert",
-    "kind_of",
+    "first_alerts",
 ]

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from geomon.analysis.curves import Curve, curve_of
+from geomon.analysis.curves import Curve, curve_of, training_curve
 from geomon.record import Readings, tags
 from geomon.record.printable import printable
 
@@ -73,12 +73,13 @@ def compare(first: Readings, second: Readings) -> list[Difference]:
     Raises:
         ValueError: The runs have no value at the same step.
     """
-    compared = []
-    known = set(second.tags())
-    for name in _means(first.tags()):
-        if name in known:
-            found = _at_last_common(name, curve_of(first, name), curve_of(second, name))
-            compared += [] if found is None else [found]
+    others = _curves(second)
+    found = (
+        _at_last_common(name, curve, others[name])
+        for name, curve in _curves(first).items()
+        if name in others
+    )
+    compared = [each for each in found if each is not None]
     if not compared:
         raise ValueError(
             "the runs have no value at the same step: compare runs of the same schedule, which "
@@ -87,16 +88,20 @@ def compare(first: Readings, second: Readings) -> list[Difference]:
     return compared
 
 
-def _means(names: Iterable[str]) -> list[str]:
-    """Select the means over layers, their scales, and what the training logs."""
-    shown = []
-    for name in names:
-        tag = tags.parse(name)
-        part = tag.part if tag is not None else ""
-        mean = tag is not None and tag.layer is None and (not part or part[1:].isdigit())
-        if mean or name.startswith(tags.training_tag("x")[:-1]):
-            shown.append(name)
-    return shown
+def _curves(readings: Readings) -> dict[str, Curve]:
+    """Collect the means over layers, those of scales too, and what the training logs."""
+    parts: dict[tuple[str, str], None] = {}
+    logged: dict[str, None] = {}
+    for reading in readings:
+        logged |= dict.fromkeys(reading.training)
+        for metric, column in reading.columns.items():
+            scales = [part for part in column.parts if part[1:].isdigit()]
+            parts |= dict.fromkeys((metric, part) for part in ("", *scales))
+    curves = {
+        tags.mean_tag(metric, part): curve_of(readings, metric, part=part) for metric, part in parts
+    }
+    curves |= {tags.training_tag(name): training_curve(readings, name) for name in logged}
+    return {name: curve for name, curve in curves.items() if len(curve)}
 
 
 def _at_last_common(name: str, first: Curve, second: Curve) -> Difference | None:

@@ -1,20 +1,19 @@
 """Curves: how one value of a model changes over training, with its errors."""
 
 import math
-import statistics
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-
-import numpy as np
+from typing import NamedTuple
 
 from geomon.analysis.phase import Phase, Z, exceeds_errors, find_phase, robust_errors
-from geomon.record import Reading, Readings, tags
+from geomon.record import Reading, tags
+from geomon.record.columns import NAN, Column
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Values of a tag over training.
+    """One value of a model over training.
 
     Attributes:
         steps: Training steps, ascending.
@@ -80,39 +79,90 @@ def single_source(readings: Iterable[Reading]) -> list[Reading]:
     return [by_step[step] for step in sorted(by_step)]
 
 
-def curve_of(readings: Iterable[Reading], tag: str) -> Curve:
-    """Collect the curve of a tag, with its errors where there are any.
+class Measured(NamedTuple):
+    """A value with its error.
+
+    Attributes:
+        value: The value; NaN where it was not measured.
+        error: Its standard error; 0 where unknown.
+        sampled: Whether the error is one over sequences, which makes an interval.
+    """
+
+    value: float
+    error: float
+    sampled: bool
+
+
+def measured(
+    reading: Reading, metric: str, *, part: str = "", layer: int | None = None
+) -> Measured:
+    """Return a value of the main stack of a reading, with its error.
 
     A half width of a 95 % interval (`margin`) is 1.96 errors; where there is none, the deviation
     over splits of the rows (`std`) stands for the error, but makes no interval.
 
     Args:
-        readings: Readings of a run.
-        tag: Name of a value, for instance "twonn/mean".
+        reading: A reading.
+        metric: Name of a metric.
+        part: Name of a part of it; "" for its value.
+        layer: Number of a layer; None for the mean over layers.
     """
-    selected = Readings([], single_source(readings))
-    table = selected.table([tag, f"{tag}/{tags.margin_part()}", f"{tag}/std"])
-    rows = np.flatnonzero(np.isfinite(table[:, 0]))
-    values, margins, deviations = table[rows].T
-    deviations = np.where(np.isfinite(deviations), deviations, 0.0)
-    sampled = np.isfinite(margins)
-    errors = np.where(sampled, margins / Z, deviations)
-    steps = [selected[row].step for row in rows.tolist()]
-    return Curve(steps, values.tolist(), errors.tolist(), sampled.tolist())
+    column = reading.column(metric, part)
+    value = _entry(column, layer)
+    width = column.mean_margin if layer is None else column.margin_at(layer)
+    if math.isfinite(width):
+        return Measured(value, width / Z, sampled=True)
+    deviation = _entry(reading.column(metric, f"{part}/std" if part else "std"), layer)
+    return Measured(value, deviation if math.isfinite(deviation) else 0.0, sampled=False)
 
 
-def standard_error(reading: Reading, tag: str) -> float:
-    """Return the standard error of a value; 0 where it is unknown.
+def _entry(column: Column, layer: int | None) -> float:
+    return column.mean if layer is None else column.at(layer)
+
+
+def curve_of(
+    readings: Iterable[Reading], metric: str, *, part: str = "", layer: int | None = None
+) -> Curve:
+    """Collect the curve of a metric of the main stack, with its errors where there are any.
 
     Args:
-        reading: A reading.
-        tag: Name of a value, for instance "twonn/mean".
+        readings: Readings of a run.
+        metric: Name of a metric.
+        part: Name of a part of it, "k32" say; "" for its value.
+        layer: Number of a layer; None for the mean over layers.
     """
-    width = reading.values.get(f"{tag}/{tags.margin_part()}", math.nan)
-    if math.isfinite(width):
-        return width / Z
-    deviation = reading.values.get(f"{tag}/std", 0.0)
-    return deviation if math.isfinite(deviation) else 0.0
+    return _curve(readings, lambda reading: measured(reading, metric, part=part, layer=layer))
+
+
+def training_curve(readings: Iterable[Reading], name: str = tags.LOSS) -> Curve:
+    """Collect the curve of a value that the training logs; errors are unknown (0).
+
+    Args:
+        readings: Readings of a run.
+        name: Name of the value.
+    """
+    return plain_curve(readings, lambda reading: reading.training.get(name, NAN))
+
+
+def plain_curve(readings: Iterable[Reading], value: Callable[[Reading], float]) -> Curve:
+    """Collect the curve of a function of readings; errors are unknown (0).
+
+    Args:
+        readings: Readings of a run.
+        value: Function of a reading; NaN where there is no value.
+    """
+    return _curve(readings, lambda reading: Measured(value(reading), 0.0, sampled=False))
+
+
+def _curve(readings: Iterable[Reading], get: Callable[[Reading], Measured]) -> Curve:
+    points = [(reading.step, get(reading)) for reading in single_source(readings)]
+    points = [(step, found) for step, found in points if math.isfinite(found.value)]
+    return Curve(
+        [step for step, _ in points],
+        [found.value for _, found in points],
+        [found.error for _, found in points],
+        [found.sampled for _, found in points],
+    )
 
 
 def mean_abs_over_heads(readings: Iterable[Reading], metric: str) -> Curve:
@@ -124,11 +174,4 @@ def mean_abs_over_heads(readings: Iterable[Reading], metric: str) -> Curve:
         readings: Readings of a run.
         metric: Name of a metric with values of heads.
     """
-    selected = Readings([], single_source(readings))
-    table = np.abs(selected.table(list(tags.heads_of(selected.tags(), metric).values())))
-    steps, means = [], []
-    for reading, row, known in zip(selected, table, np.isfinite(table), strict=True):
-        if known.any():
-            steps.append(reading.step)
-            means.append(statistics.fmean(row[known].tolist()))
-    return Curve(steps, means, [0.0] * len(steps))
+    return plain_curve(readings, lambda reading: reading.column(metric).mean_size())

@@ -15,13 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geomon.analysis.curves import single_source
-from geomon.analysis.profile import head_values
 from geomon.record import Reading, Readings, tags
 
 Direction = Literal["similar", "opposite", "chance"]
 
 _COSINE, _DOT = "qk_cosine", "qk_dot"
-_NULL = f"{_COSINE}/null_magnitude"
+_NULL = "null_magnitude"
 # Probability of a head beyond the null by chance: that of one among all of them for the heads that
 # are named, and of the head itself for the step at which it leaves the null.
 _ALPHA = 0.05
@@ -160,33 +159,26 @@ def queries_and_keys(
     """
     if width is not None and width < 2:
         raise ValueError(f"expected a head width of at least 2, got {width}")
-    selected = Readings([], single_source(readings))
-    places = tags.heads_of(selected.tags(), _COSINE)
-    table = selected.table(list(places.values()))
-    rows = np.flatnonzero(np.isfinite(table).any(axis=1))
-    if not rows.size:
+    every = [(each, each.column(_COSINE).by_head()) for each in single_source(readings)]
+    known = [(each, heads) for each, heads in every if heads]
+    if not known:
         return None
-    first, reading = selected[int(rows[0])], selected[int(rows[-1])]
-    size = width if width is not None else _width_of(reading.values.get(_NULL, math.nan))
+    (first, _), (reading, last) = known[0], known[-1]
+    null = reading.column(_COSINE).whole.get(_NULL, math.nan)
+    size = width if width is not None else _width_of(null)
     if size is None:
         return None
-    cosines = table[rows]
-    last = {
-        place: value
-        for place, value in zip(places, cosines[-1].tolist(), strict=True)
-        if math.isfinite(value)
-    }
     p_values = {place: cosine_p_value(cosine, size) for place, cosine in last.items()}
     level = _holm_level(p_values.values())
-    steps = [selected[int(row)].step for row in rows]
+    steps = [each.step for each, _ in known]
     own_limit = chance_limit(size, 1 - _ALPHA)
     heads = tuple(
-        _head(place, p, steps, column.tolist(), own_limit, is_beyond=p <= level)
-        for place, column in zip(places, cosines.T, strict=True)
-        if (p := p_values.get(place)) is not None
-    )
+        _head(place, p, steps, [heads.get(place, math.nan) for _, heads in known], own_limit,
+              is_beyond=p <= level)
+        for place, p in p_values.items()
+    )  # fmt: skip
     limit = chance_limit(size, 1 - level)
-    dots = _mean_size(first), _mean_size(reading)
+    dots = first.column(_DOT).mean_size(), reading.column(_DOT).mean_size()
     return QueriesKeys(size, limit, heads, _signs(last), *_trend(last), dots)
 
 
@@ -211,7 +203,7 @@ def align_layers(readings: Readings) -> dict[int, LayerAlignment]:
     found: dict[int, dict[int, tuple[float, int]]] = {}
     for step in [reading.step for reading in selected if reading.step in kept]:
         arrays = readings.arrays(step, source)
-        for layer, cosine in _joined_cosines(arrays).items():
+        for layer, cosine in _joined_cosines(arrays, layers_of(readings)).items():
             found.setdefault(layer, {})[step] = cosine
     return {
         layer: LayerAlignment(
@@ -260,19 +252,31 @@ def cosine_p_value(cosine: float, width: int) -> float:
     return float(special.betainc((width - 1) / 2, 0.5, (1 - size) * (1 + size)))
 
 
-def _joined_cosines(arrays: Mapping[str, NDArray[Any]]) -> dict[int, tuple[float, int]]:
+def layers_of(readings: Iterable[Reading]) -> range:
+    """Return all depths of the main stack of a run.
+
+    Args:
+        readings: Readings of a run.
+    """
+    columns = (column for reading in readings for column in reading.columns.values())
+    return range(max((column.first + len(column.layers) for column in columns), default=0))
+
+
+def _joined_cosines(
+    arrays: Mapping[str, NDArray[Any]], layers: Iterable[int]
+) -> dict[int, tuple[float, int]]:
     """Compute the cosine of joined mean queries and keys, with their width, by layer."""
     found = {}
-    for tag, of_queries in arrays.items():
-        name, _, place = tag.partition("/")
-        parsed = tags.parse(tag)
-        of_keys = arrays.get(f"mean_key/{place}")
-        if name != "mean_query" or parsed is None or parsed.layer is None or of_keys is None:
+    for layer in layers:
+        of_queries, of_keys = (
+            arrays.get(tags.layer_tag(name, layer)) for name in ("mean_query", "mean_key")
+        )
+        if of_queries is None or of_keys is None:
             continue
         query = np.asarray(of_queries, dtype=np.float64)
         shared = np.arange(len(query)) * len(of_keys) // len(query)
         key = np.asarray(of_keys, dtype=np.float64)[shared]
-        found[parsed.layer] = (_cosine(query.ravel(), key.ravel()), query.size)
+        found[layer] = (_cosine(query.ravel(), key.ravel()), query.size)
     return found
 
 
@@ -342,12 +346,6 @@ def _signs(cosines: dict[tuple[int, int], float]) -> tuple[LayerSigns, ...]:
         p_value = min(1.0, 2 * float(special.bdtr(rarer, len(values), 0.5)))
         found.append(LayerSigns(layer, positive, len(values), p_value))
     return tuple(found)
-
-
-def _mean_size(reading: Reading) -> float:
-    """Average the absolute dot product of mean query and mean key over heads."""
-    sizes = [abs(value) for value in head_values(reading.values, _DOT).values()]
-    return math.fsum(sizes) / len(sizes) if sizes else math.nan
 
 
 def _width_of(magnitude: float) -> int | None:

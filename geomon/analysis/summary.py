@@ -3,17 +3,17 @@
 import math
 from collections.abc import Callable, Iterable
 
-from geomon.analysis.alerts import alert_notes, kind_of
+from geomon.analysis.alerts import first_alerts
 from geomon.analysis.curves import (
     Curve,
     curve_of,
     mean_abs_over_heads,
+    measured,
+    plain_curve,
     single_source,
-    standard_error,
 )
-from geomon.analysis.profile import head_values
 from geomon.analysis.queries_keys import queries_and_keys
-from geomon.record import Reading, Readings, tags
+from geomon.record import Reading, Readings
 
 # Smallest change of a scale of gride, as a share, that is worth a sentence.
 _MIN_CHANGE = 0.05
@@ -54,20 +54,16 @@ def summarise(readings: Iterable[Reading]) -> list[str]:
 
 def _alerts(readings: list[Reading]) -> list[str]:
     """Say, for each kind of alert, when it came first, and how many there were."""
-    found: dict[str, list[tuple[int, str]]] = {}
-    for reading in readings:
-        for words in alert_notes(reading):
-            found.setdefault(kind_of(words), []).append((reading.step, words))
     return [
-        f"Alert at step {alerts[0][0]:,}"
-        f"{f' (first of {len(alerts)})' if len(alerts) > 1 else ''}: {alerts[0][1]}."
-        for alerts in found.values()
+        f"Alert at step {first.step:,}{f' (first of {first.total})' if first.total > 1 else ''}: "
+        f"{first.note.words()}."
+        for first in first_alerts(readings)
     ]
 
 
 def _dimension(readings: list[Reading]) -> list[str]:
     """Describe the start, peak and end of the paper's estimate of the dimension."""
-    curve = curve_of(readings, tags.mean_tag("twonn"))
+    curve = curve_of(readings, "twonn")
     if len(curve) < 2:
         return [f"twonn/mean: {_n(curve.values[0])} at {_at(curve, 0)}."] if len(curve) else []
     phase = curve.phase()
@@ -96,7 +92,7 @@ def _dimension(readings: list[Reading]) -> list[str]:
 
 def _near_duplicates(readings: list[Reading]) -> list[str]:
     """Describe the estimate of distinct tokens, and what it means for the first rise of twonn."""
-    distinct = curve_of(readings, tags.mean_tag("twonn_distinct"))
+    distinct = curve_of(readings, "twonn_distinct")
     if not len(distinct):
         return []
     ends = f"from {_n(distinct.values[0])} to {_n(distinct.values[-1])}"
@@ -107,7 +103,7 @@ def _near_duplicates(readings: list[Reading]) -> list[str]:
     else:
         fell = distinct.values[-1] < distinct.values[0]
         sentence = f"twonn_distinct/mean {'fell' if fell else 'rose'} {ends}"
-    twonn = curve_of(readings, tags.mean_tag("twonn"))
+    twonn = curve_of(readings, "twonn")
     rise, meanwhile = _first_rise(twonn, distinct)
     if rise and meanwhile < 0:
         return [
@@ -141,15 +137,11 @@ def _first_rise(twonn: Curve, distinct: Curve) -> tuple[bool, int]:
 
 def _scales(readings: list[Reading]) -> list[str]:
     """Say if the smallest and the largest scale of gride move apart over the last two octaves."""
-    parts = {
-        tag.part
-        for name in readings[-1].values
-        if (tag := tags.parse(name)) and tag.metric == "gride"
-    }
+    parts = readings[-1].column("gride").parts
     scales = sorted(int(part[1:]) for part in parts if part[:1] == "k" and part[1:].isdigit())
     if len(scales) < 2:
         return []
-    moves = [_late_change(curve_of(readings, tags.mean_tag("gride", f"k{k}"))) for k in scales]
+    moves = [_late_change(curve_of(readings, "gride", part=f"k{k}")) for k in scales]
     small, large = moves[0], moves[-1]
     if (
         not small
@@ -183,7 +175,7 @@ def _late_change(curve: Curve) -> tuple[int, float, float] | None:
 
 
 def _entropy(readings: list[Reading]) -> list[str]:
-    curve = curve_of(readings, tags.mean_tag("attention_entropy"))
+    curve = curve_of(readings, "attention_entropy")
     if len(curve) < 2:
         return [f"attention_entropy/mean: {_n(curve.values[0])} nats."] if len(curve) else []
     share = (
@@ -200,7 +192,7 @@ def _alignment(readings: list[Reading]) -> list[str]:
     if not len(curve):
         return []
     last = next(reading for reading in reversed(readings) if reading.step == curve.steps[-1])
-    cosines = head_values(last.values, "qk_cosine").values()
+    cosines = last.column("qk_cosine").by_head().values()
     along = sum(value > 0.5 for value in cosines)
     against = sum(value < -0.5 for value in cosines)
     end = f", {curve.values[-1]:.2f} at the end" if len(curve) > 1 else ""
@@ -219,11 +211,10 @@ def _beyond_chance(readings: list[Reading]) -> list[str]:
 
 def _profile(readings: list[Reading]) -> list[str]:
     """Describe at which layer the anisotropy is highest at the end, and the profile's shape."""
-    last = readings[-1].values
+    last = readings[-1]
     points = [
-        (layer, last[tag], standard_error(readings[-1], tag))
-        for layer in readings[-1].layers("anisotropy")
-        if math.isfinite(last.get(tag := tags.layer_tag("anisotropy", layer), math.nan))
+        (layer, value, measured(last, "anisotropy", layer=layer).error)
+        for layer, value in last.column("anisotropy").by_layer().items()
     ]
     if len(points) < 3:
         return []
@@ -231,7 +222,7 @@ def _profile(readings: list[Reading]) -> list[str]:
     top = values.index(max(values))
     error = max(error for _, _, error in points)
     spread = max(values) - min(values)
-    start = f"Anisotropy over depth at the end (step {readings[-1].step:,}): "
+    start = f"Anisotropy over depth at the end (step {last.step:,}): "
     if spread < max(2 * error, _FLAT * max(values)):
         return [f"{start}flat, {min(values):.2f} to {max(values):.2f}; no layer stands out."]
     depth = _depth(top, len(points) - 1)
@@ -290,20 +281,16 @@ def _climbs(values: list[float], slack: float) -> bool:
 
 
 def _cost(readings: list[Reading]) -> list[str]:
-    curve = curve_of(readings, tags.OVERHEAD)
+    curve = plain_curve(readings, lambda reading: reading.overhead)
     if not len(curve):
         return []
-    seconds = sum(_finite_or_zero(reading.seconds) for reading in readings)
+    seconds = sum(reading.seconds for reading in readings)
     spent = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
     share = curve.values[-1] * 100
     return [
         f"geomon took {share:.{1 if share < 10 else 0}f} % of the run's time: {len(readings)} "
         f"reading{'s' * (len(readings) != 1)}, {spent} in all."
     ]
-
-
-def _finite_or_zero(value: float) -> float:
-    return value if math.isfinite(value) else 0.0
 
 
 def _at(curve: Curve, index: int) -> str:

@@ -6,7 +6,8 @@ were captured there, they are not moved. For every view that a layer lacks, the 
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -45,10 +46,10 @@ from geomon.capture.snapshot import (
     EMBEDDING,
     FINAL_NORM,
     HOST,
+    PROJECTED,
     SOURCES,
     UNEMBEDDING,
     Layer,
-    Note,
     PassInfo,
     Snapshot,
     at_places,
@@ -57,8 +58,10 @@ from geomon.capture.snapshot import (
 from geomon.capture.tokens.boundaries import Sequences as Packed
 from geomon.capture.tokens.boundaries import sequences_from
 from geomon.capture.tokens.sampling import RowSampler, copy_rows
+from geomon.note import Note
 
 _HIDDEN_ONLY = frozenset({"hidden", "last"})
+_HIDDEN = "hidden states"  # what remarks on them are about
 _HEADS_ONLY = SOURCES - _HIDDEN_ONLY
 _ROW_VIEWS = ("hidden", "token_ids", "positions", "sequences", "precision")
 _QUERY_VIEWS = ("query", "key", "bias", "scale", "softcap", "sink")
@@ -290,7 +293,9 @@ class StackBuilder:
         name = stack_pass.contradicted
         self._inverted = None if name is None else _INVERTED.format(name=name)
         self._packings: dict[tuple[int, ...], Packed | None] = {}  # by the shape of hidden states
-        self._remarks: dict[tuple[str, str], list[int]] = {}  # and the layers to which they apply
+        # Of each stack: remarks, by subject, with their layers; rows that are not finite, and rows.
+        self._remarks: dict[str, dict[tuple[str, str], list[int]]] = defaultdict(dict)
+        self._lost: dict[str, dict[int, tuple[int, int]]] = defaultdict(dict)  # by subject, layer
 
     def layers(self) -> list[Layer]:
         """Build the input of the first block and the output of each block."""
@@ -346,36 +351,38 @@ class StackBuilder:
     def notes(self) -> list[Note]:
         """Make notes of the remarks on the layers that were built."""
         stack_pass = self._pass
-        notes = group_by_layer(self._remarks)
-        stack = f"{stack_pass.stack.name}: " if stack_pass.stack.name else ""
+        stack = stack_pass.stack.name
+        notes = [
+            note for s, reasons in self._remarks.items() for note in group_by_layer(reasons, s)
+        ]
+        notes += [_rows_lost(subject, lost, stack) for subject, lost in self._lost.items()]
         valid = stack_pass.valid(stack_pass.shape) if stack_pass.shape else None
         if valid is not None and not bool(valid.all()):
             share = float((~valid).float().mean())
             source = (
                 f", going by {stack_pass.padding_source}" if stack_pass.has_inferred_padding else ""
             )
-            text = f"{stack}padding, {share:.0%} of the tokens, was left out{source}"
-            notes.append(Note(f"{stack}padding", text))
+            text = "padding, {share:.0%} of the tokens, was left out{source}"
+            notes.append(Note("padding", text, stack, numbers={"share": share, "source": source}))
         packed = self._packed(stack_pass.shape) if stack_pass.shape else None
         if packed is not None and stack_pass.streams(stack_pass.shape) < 2:
             text = (
-                f"{stack}rows of the batch hold several sequences, told apart by {packed.source}: "
-                "metrics of hidden states and of projected queries and keys count each for itself"
+                "rows of the batch hold several sequences, told apart by {source}: metrics of "
+                "hidden states and of projected queries and keys count each for itself"
             )
-            notes.append(Note(f"{stack}packed sequences", text))
+            notes.append(Note("packed sequences", text, stack, numbers={"source": packed.source}))
         if stack_pass.hands_on_several:
-            notes.append(Note(f"{stack}{_SEVERAL}", f"{stack}{_SEVERAL}"))
+            notes.append(Note(_SEVERAL, _SEVERAL, stack))
         if stack_pass.restarts:
-            notes.append(Note(f"{stack}{_RESTARTS}", f"{stack}{_RESTARTS}"))
+            notes.append(Note(_RESTARTS, _RESTARTS, stack))
         if (runs := stack_pass.unrecognised) is not None:
             share = float((~runs).float().mean())
-            text = f"{stack}{_UNRECOGNISED.format(share=share)}"
-            notes.append(Note(f"{stack}padding could not be recognised", text))
+            kind = "padding could not be recognised"
+            notes.append(Note(kind, _UNRECOGNISED, stack, numbers={"share": share}))
         return notes
 
     def _remark(self, subject: str, depth: int, remark: str, stack: str) -> None:
-        subject = f"{stack}: {subject}" if stack else subject
-        depths = self._remarks.setdefault((subject, remark), [])
+        depths = self._remarks[stack].setdefault((subject, remark), [])
         if depth not in depths:
             depths.append(depth)
 
@@ -413,12 +420,12 @@ class StackBuilder:
             return {}, dict.fromkeys(wanted, reason if ran else self._not_run)
         stack = self._pass.stack.name
         if self._pass.loses_padding(kept.shape):
-            self._remark("hidden states", depth, _LENGTHS_DIFFER, stack)
+            self._remark(_HIDDEN, depth, _LENGTHS_DIFFER, stack)
         if (streams := self._pass.streams(kept.shape)) > 1:
-            self._remark("hidden states", depth, _STREAMS.format(streams=streams), stack)
+            self._remark(_HIDDEN, depth, _STREAMS.format(streams=streams), stack)
         if self._pass.sharded:
-            self._remark("hidden states", depth, "this rank's part of a sharded tensor", stack)
-        captured, missing = self._views_of(depth, kept, "hidden states")
+            self._remark(_HIDDEN, depth, "this rank's part of a sharded tensor", stack)
+        captured, missing = self._views_of(depth, kept, _HIDDEN)
         if "last" in self._sources and not _lacking(kept):
             more, lacking = self._last_views(depth, kept)
             captured |= {f"last_{view}": value for view, value in more.items()}
@@ -449,9 +456,7 @@ class StackBuilder:
         hidden = kept.values.to(self._device)
         finite = hidden.isfinite().all(dim=1).cpu()
         if not finite.all():
-            lost = int((~finite).sum())
-            remark = f"{lost} of {len(hidden)} rows are not finite and were left out"
-            self._remark(subject, depth, remark, stack)
+            self._lost[subject][depth] = int((~finite).sum()), len(hidden)
             hidden = hidden[finite.to(self._device)]
         captured: dict[str, Any] = {
             "hidden": hidden,
@@ -566,7 +571,7 @@ class StackBuilder:
             query, key, numbers = _attended_rows(captured)
             sequences: tuple[Tensor, Tensor] | None = numbers
             remark = f"{error}: Q and K as attended stand for them"
-            self._remark("projected Q and K", depth, remark, stack)
+            self._remark(PROJECTED, depth, remark, stack)
         else:
             sequences = self._projected_sequences(block_call, index)
         captured["projected_query"] = query.to(self._device)
@@ -636,6 +641,17 @@ class StackBuilder:
             ]
         ).amax(dim=0)
         return {"max_logits": largest.masked_fill(largest == -torch.inf, torch.nan)}
+
+
+def _rows_lost(subject: str, lost: Mapping[int, tuple[int, int]], stack: str) -> Note:
+    """Make the note on rows that are not finite, with the numbers of the layer with most."""
+    count, rows = max(lost.values())
+    up_to = "up to " if len(set(lost.values())) > 1 else ""
+    return Note(
+        "rows not finite" if subject == _HIDDEN else f"{subject} not finite",
+        "{subject}{where}: " + up_to + "{lost} of {rows} rows are not finite and were left out",
+        stack, tuple(lost), numbers={"subject": subject, "lost": count, "rows": rows},
+    )  # fmt: skip
 
 
 def _beside(

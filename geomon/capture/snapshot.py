@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from geomon.note import Note
+
 # Where rows stay unless an accelerator is to measure them.
 HOST = torch.device("cpu")
 
@@ -54,21 +56,11 @@ EMBEDDING = "embedding"
 UNEMBEDDING = "unembedding"
 EXTRA_LAYERS = (FINAL_NORM, EMBEDDING, UNEMBEDDING)
 
+# What remarks on queries and keys as projected are about.
+PROJECTED = "projected Q and K"
+
 # Captured views with one entry for each row of hidden states.
 ROW_VIEWS = ("hidden", "token_ids", "positions", "sequences")
-
-
-class Note(NamedTuple):
-    """A remark for the reader of the numbers.
-
-    Attributes:
-        kind: Stays the same while numbers and layers in `text` change: the log has one line of
-            each kind.
-        text: The words; the record keeps them with every reading.
-    """
-
-    kind: str
-    text: str
 
 
 def check_extra_layers(names: Iterable[str]) -> tuple[str, ...]:
@@ -87,16 +79,20 @@ def check_extra_layers(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in EXTRA_LAYERS if name in asked)
 
 
-def group_by_layer(reasons: Mapping[tuple[str, str], Iterable[int]]) -> list[Note]:
-    """Make one note for each (subject, reason), naming the layers to which it applies.
+def group_by_layer(reasons: Mapping[tuple[str, str], Iterable[int]], stack: str = "") -> list[Note]:
+    """Make one note for each (subject, reason), with the layers to which it applies.
 
     Args:
         reasons: Depths of the layers, by subject and reason.
+        stack: Name of their stack.
     """
     return [
-        Note(f"{subject}: {reason}", f"{subject}, layer {', '.join(map(str, layers))}: {reason}")
+        Note(
+            f"{subject}: {reason}", "{subject}{where}: {reason}", stack, tuple(layers),
+            numbers={"subject": subject, "reason": reason},
+        )
         for (subject, reason), layers in reasons.items()
-    ]
+    ]  # fmt: skip
 
 
 @dataclass(frozen=True)

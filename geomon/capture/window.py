@@ -66,7 +66,6 @@ from geomon.capture.snapshot import (
     HOST,
     UNEMBEDDING,
     Layer,
-    Note,
     Snapshot,
 )
 from geomon.capture.tokens.boundaries import find_places
@@ -78,6 +77,7 @@ from geomon.capture.tokens.padding import (
     hidden_keys,
 )
 from geomon.capture.tokens.sampling import MemoryLimit, RowSampler, copy_rows, move_width_last
+from geomon.note import Note
 
 _FORCED = (
     "compiled code of the training ran eagerly while it was watched: dropout draws other random "

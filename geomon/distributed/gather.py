@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from geomon.capture.snapshot import CAPTURED, Layer, Note, PassInfo, Snapshot
+import msgspec
+
+from geomon.capture.snapshot import CAPTURED, Layer, PassInfo, Snapshot
 from geomon.distributed.group import RankFailedError, RankGroup
 from geomon.distributed.merge import (
     Shape,
@@ -19,6 +21,7 @@ from geomon.distributed.merge import (
     merge_layers,
     take_share,
 )
+from geomon.note import Note
 
 _Value = TypeVar("_Value")
 _NO_PASS = PassInfo(0, "", "")
@@ -193,11 +196,11 @@ def _merge_passes(passes: Sequence[Snapshot], rows: int, queries: int) -> Snapsh
         shapes = [attention_shape(layer) for layer in parts]
         shares = [take_share(one, shapes, n, rows, queries) for n, one in enumerate(parts)]
         layers.append(merge_layers(shares))
-    found: dict[str, dict[int, str]] = {}
+    found: dict[tuple[str, str], dict[int, Note]] = {}
     for number, one in enumerate(passes):
         for note in one.info.notes:
-            found.setdefault(note.kind, {})[number] = note.text
-    notes = [Note(kind, _of_several(texts, len(passes), "batch")) for kind, texts in found.items()]
+            found.setdefault((note.stack, note.kind), {})[number] = note
+    notes = [_of_several(alike, len(passes), "batch") for alike in found.values()]
     infos = [one.info for one in passes]
     tokens = sum(info.tokens for info in infos)
     loss = mean_loss(infos)
@@ -311,31 +314,41 @@ def _names(report: _Report) -> str:
 
 def _notes(reports: Sequence[_Report], givers: Sequence[int]) -> list[Note]:
     """The notes of the ranks that give, one of each kind, and how they differ from one another."""
-    found: dict[str, dict[int, str]] = {}
+    found: dict[tuple[str, str], dict[int, Note]] = {}
     for rank, report in zip(givers, reports, strict=True):
-        for note in report.info.notes:
-            found.setdefault(note.kind, {})[rank] = note.text
+        own = [*report.info.notes]
         if report.empty and not all(other.empty for other in reports):
             why = next((why for lacking in report.lacking for why in lacking.values()), "")
-            found.setdefault("nothing of some ranks", {})[rank] = f"nothing was seen: {why}"
-            continue
-        for index, lacking in enumerate(report.lacking):
-            for source, why in lacking.items():
-                if any(source not in other.lacking[index] for other in reports):
-                    name = report.layers[index][2]
-                    kind = f"no {source} at {name} of some ranks"
-                    found.setdefault(kind, {})[rank] = f"{name}: no {source} was seen: {why}"
-    notes = [Note(kind, _of_several(texts, len(givers), "rank")) for kind, texts in found.items()]
+            own.append(Note("nothing of some ranks", f"nothing was seen: {why}"))
+        else:
+            own += _lacking_here(report, reports)
+        for note in own:
+            found.setdefault((note.stack, note.kind), {})[rank] = note
+    notes = [_of_several(alike, len(givers), "rank") for alike in found.values()]
     if len({report.info.mode for report in reports if not report.empty}) > 1:
         notes.append(Note("modes", "some ranks were in train mode and some in eval mode"))
     return notes
 
 
-def _of_several(texts: Mapping[int, str], size: int, word: str) -> str:
-    """The notes of ranks or batches on one matter, in one line however many there are."""
-    number, text = next(iter(texts.items()))
-    if len(texts) == size and set(texts.values()) == {text}:
-        return text
+def _lacking_here(report: _Report, reports: Sequence[_Report]) -> list[Note]:
+    """Make a note of each source that a rank has not seen at a layer where another one has."""
+    return [
+        Note(
+            f"no {source} at {report.layers[index][2]} of some ranks",
+            "{name}: no {source} was seen: {why}",
+            numbers={"name": report.layers[index][2], "source": source, "why": why},
+        )
+        for index, lacking in enumerate(report.lacking)
+        for source, why in lacking.items()
+        if any(source not in other.lacking[index] for other in reports)
+    ]
+
+
+def _of_several(notes: Mapping[int, Note], size: int, word: str) -> Note:
+    """Make one note of those of ranks or batches on one matter: that of the first, and how many."""
+    number, note = next(iter(notes.items()))
+    if len(notes) == size and all(other == note for other in notes.values()):
+        return note
     words = f"{word}es" if word.endswith("ch") else f"{word}s"
-    others = f" (and {len(texts) - 1} other {words} alike)" if len(texts) > 1 else ""
-    return f"{word} {number}: {text}{others}"
+    others = f" (and {len(notes) - 1} other {words} alike)" if len(notes) > 1 else ""
+    return msgspec.structs.replace(note, text=f"{word} {number}: {note.text}{others}")

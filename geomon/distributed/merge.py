@@ -26,6 +26,9 @@ _GRIDS = ("visible", "bias", "scores")
 # Views that number the sequences of a rank's batch.
 _SEQUENCES = ("sequences", "last_sequences", "query_sequences", "key_sequences")
 
+# Parts of the sequences of which each covers all positions.
+_EIGHTHS = 8
+
 _NOT_ON_ALL = "it is known of the rows of some ranks or batches, and not of others"
 
 
@@ -77,9 +80,10 @@ def take_share(
     if len(mine) == shape[0] and each == shape[1]:
         return layer
     sequences = torch.tensor([local for _, local in mine], dtype=torch.int64, device="cpu")
-    shift = torch.tensor([(n + 0.5) / wanted for n, _ in mine], dtype=torch.float64, device="cpu")[
-        :, None
-    ]
+    # As one rank samples them: each eighth of the sequences covers the same positions.
+    shifts = max(1, wanted // _EIGHTHS)
+    places_of = [(n % shifts + 0.5) / shifts for n, _ in mine]
+    shift = torch.tensor(places_of, dtype=torch.float64, device="cpu")[:, None]
     order = torch.arange(shape[1], dtype=torch.int64, device="cpu")
     places = order.expand(len(mine), -1)
     if each < shape[1]:

@@ -187,59 +187,23 @@ def head_cosine(rows: Tensor) -> Tensor:
     return torch.where(n >= 2, value, torch.nan)
 
 
-def head_anisotropy(rows: Tensor) -> Tensor:
+def leading_share(eigenvalues: Tensor) -> Tensor:
     """Compute the share of the variance along the leading direction, per head.
 
     lambda_1 / sum lambda of the covariance of the centred rows of each head, as `anisotropy` for
-    hidden states. Range (0, 1].
+    hidden states (Godey et al., 2401.12143, figure 11). Range (0, 1].
 
     Args:
-        rows: Queries or keys of one projection, [tokens, heads, head width].
+        eigenvalues: Eigenvalues of the covariance of each head, [heads, head width].
 
     Returns:
         [heads]; NaN where all rows of a head are equal.
 
-    Raises:
-        ValueError: `rows` is not a floating-point tensor by head, or one of its sizes is 0.
-
     Example:
-        >>> rows = torch.tensor([[2.0, 0.0], [-2.0, 0.0], [0.0, 1.0], [0.0, -1.0]])
-        >>> head_anisotropy(rows[:, None]).tolist()
-        [0.8]
+        >>> leading_share(torch.tensor([[3.0, 1.0]])).tolist()
+        [0.75]
     """
-    return leading_share(head_scatter(rows))
-
-
-def head_scatter(rows: Tensor) -> Tensor:
-    """Sum the products of the centred numbers of each head: the covariance times the tokens.
-
-    Args:
-        rows: Queries or keys of one projection, [tokens, heads, head width].
-
-    Returns:
-        [heads, head width, head width], float64.
-
-    Raises:
-        ValueError: `rows` is not a floating-point tensor by head, or one of its sizes is 0.
-
-    Example:
-        >>> head_scatter(torch.tensor([[[2.0, 0.0]], [[0.0, 0.0]]])).tolist()
-        [[[2.0, 0.0], [0.0, 0.0]]]
-    """
-    blocks = (block.view(-1, *rows.shape[1:]) for block in centred_blocks(_flat(rows)))
-    return sum_of(block.permute(1, 2, 0) @ block.transpose(0, 1) for block in blocks)
-
-
-def leading_share(scatter: Tensor) -> Tensor:
-    """Compute the share of the leading eigenvalue in the trace, per head: see `head_anisotropy`.
-
-    Args:
-        scatter: Scatter of the rows of each head, [heads, head width, head width].
-
-    Returns:
-        [heads]; NaN where it is 0.
-    """
-    return torch.linalg.eigvalsh(scatter)[:, -1] / scatter.diagonal(dim1=1, dim2=2).sum(dim=1)
+    return eigenvalues.amax(dim=-1) / eigenvalues.sum(dim=-1)
 
 
 def qk_cosine(mean_query: Tensor, mean_key: Tensor) -> Tensor:

@@ -109,20 +109,31 @@ def score_rows(scores: Tensor, visible: Tensor) -> AttentionRows:
     return _reduce(given_blocks(scores, visible), scores.shape[:3], None)
 
 
-def attention_median(
+class RowMedians(NamedTuple):
+    """Median weight of a visible key in each softmax row: every field [heads, rows], float64.
+
+    Attributes:
+        median: The median; of an even number of keys the lower of the two in the middle.
+        visible: Number of visible keys.
+    """
+
+    median: Tensor
+    visible: Tensor
+
+
+def row_medians(
     query: Tensor,
     key: Tensor,
     visible: Tensor,
     scale: float,
-    bias: Tensor | None,
-    softcap: float | None,
-    sink: Tensor | None,
-) -> Tensor:
-    """Compute the mean over rows of the median weight of a visible key, per head.
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+) -> RowMedians:
+    """Compute the median weight of a visible key in each row.
 
-    Godey et al. (2401.12143, figures 9 and 10). Range [0, 1/2]; of an even number of keys the lower
-    of the two in the middle. Rows that see fewer than two keys are left out. Every row is sorted,
-    which costs several times the other reductions.
+    Godey et al. (2401.12143, figure 9). Every row is sorted, which costs several times the other
+    reductions.
 
     Args:
         query: Queries as attended, [sequences, heads, queries, head width].
@@ -133,24 +144,37 @@ def attention_median(
         softcap: Bound on the scores before the bias; None for none.
         sink: Logit of a learned sink for each head, [heads]; None for none.
 
-    Returns:
-        [heads]; NaN where no row sees two keys.
-
     Raises:
         ValueError: The shapes do not fit one another.
     """
     shape = score_shape(query, key)
-    medians, counts = (
-        torch.empty(shape[:3], dtype=torch.float32, device=query.device) for _ in range(2)
-    )
-    for at, scores, seen in score_blocks(query, key, visible, scale, bias, softcap):
+    return _medians(score_blocks(query, key, visible, scale, bias, softcap), shape[:3], sink)
+
+
+def medians_of_scores(scores: Tensor, visible: Tensor) -> RowMedians:
+    """Compute the same of given scores: for attention whose queries and keys are not captured.
+
+    Args:
+        scores: Scores before the softmax, [sequences, heads, queries, keys].
+        visible: True where a query may attend, broadcastable to the shape of `scores`.
+
+    Raises:
+        ValueError: The scores do not have four dimensions, or `visible` does not fit them.
+    """
+    return _medians(given_blocks(scores, visible), scores.shape[:3], None)
+
+
+def _medians(blocks: ScoreBlocks, shape: tuple[int, ...], sink: Tensor | None) -> RowMedians:
+    kept: dict[str, Tensor] = {}
+    for at, scores, seen in blocks:
+        kept = kept or {name: scores.new_empty(shape) for name in RowMedians._fields}
         total = scores.masked_fill_(~seen, -math.inf).logsumexp(dim=-1, keepdim=True)
         if sink is not None:
             total = torch.logaddexp(total, sink.float()[at[1], None, None])
         weights = scores.sub_(total).exp_()
-        medians[at] = weights.masked_fill(~seen, math.nan).nanmedian(dim=-1).values
-        counts[at] = seen.sum(dim=-1).float()
-    return mean_over(by_head(medians), by_head(counts) > 1)
+        kept["median"][at] = weights.masked_fill(~seen, math.nan).nanmedian(dim=-1).values
+        kept["visible"][at] = seen.sum(dim=-1).float()
+    return RowMedians(**{name: by_head(rows) for name, rows in kept.items()})
 
 
 class SequenceExtremes(NamedTuple):
@@ -222,48 +246,6 @@ def extremes_of_scores(scores: Tensor, visible: Tensor) -> SequenceExtremes:
     return _extremes(blocks, scores.shape, None)
 
 
-def attention_sequence_max(sequence_extremes: SequenceExtremes) -> Tensor:
-    """Compute the mean over sequences of the largest weight of a sequence, per head.
-
-    Godey et al. (2401.12143, figure 10). Range (0, 1].
-
-    Args:
-        sequence_extremes: Extremes of the softmax of each sequence.
-
-    Returns:
-        [heads]; NaN where no query sees two keys.
-    """
-    return sequence_extremes.maximum.nanmean(dim=1)
-
-
-def attention_sequence_median(sequence_extremes: SequenceExtremes) -> Tensor:
-    """Compute the mean over sequences of the median weight of a sequence, per head.
-
-    Godey et al. (2401.12143, figure 10). Range [0, 1/2].
-
-    Args:
-        sequence_extremes: Extremes of the softmax of each sequence.
-
-    Returns:
-        [heads]; NaN where no query sees two keys.
-    """
-    return sequence_extremes.median.nanmean(dim=1)
-
-
-def attention_sequence_min(sequence_extremes: SequenceExtremes) -> Tensor:
-    """Compute the mean over sequences of the smallest weight of a sequence, per head.
-
-    Godey et al. (2401.12143, figure 10). Range [0, 1/2].
-
-    Args:
-        sequence_extremes: Extremes of the softmax of each sequence.
-
-    Returns:
-        [heads]; NaN where no query sees two keys.
-    """
-    return sequence_extremes.minimum.nanmean(dim=1)
-
-
 def attention_entropy(attention: AttentionRows) -> Tensor:
     """Compute the mean entropy of the attention rows, per head, in nats.
 
@@ -292,36 +274,6 @@ def attention_entropy_normalised(attention: AttentionRows) -> Tensor:
         [heads]; NaN where no row sees two keys.
     """
     return mean_over(attention.entropy / attention.visible.log(), attention.visible > 1)
-
-
-def attention_max(attention: AttentionRows) -> Tensor:
-    """Compute the mean of the largest weight of a row, per head: mean_i max_j A_ij.
-
-    Godey et al. (2401.12143, figures 9 and 10). Range (0, 1]. Rows that see fewer than two keys
-    have a maximum of 1 whatever the model does and are left out.
-
-    Args:
-        attention: Reduced softmax rows.
-
-    Returns:
-        [heads]; NaN where no row sees two keys.
-    """
-    return mean_over(attention.maximum, attention.visible > 1)
-
-
-def attention_min(attention: AttentionRows) -> Tensor:
-    """Compute the mean of the smallest weight of a visible key, per head: mean_i min_j A_ij.
-
-    Godey et al. (2401.12143, figures 9 and 10). Range [0, 1/2]. Rows that see fewer than two keys
-    are left out.
-
-    Args:
-        attention: Reduced softmax rows.
-
-    Returns:
-        [heads]; NaN where no row sees two keys.
-    """
-    return mean_over(attention.minimum, attention.visible > 1)
 
 
 def attention_sink(attention: AttentionRows) -> Tensor:

@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from geomon.kernels._blocks import in_blocks, require_rows
-from geomon.kernels.half_samples import GroupSums, HalfSamples
+from geomon.kernels._blocks import require_rows
 from geomon.kernels.moments import drift_norm, mean_square_norm, variance
 from geomon.kernels.token_types import require_token_ids
 
@@ -86,58 +85,6 @@ def moments_by_frequency(hidden: Tensor, token_ids: Tensor) -> list[ClassMoments
     require_token_ids(token_ids, len(rows))
     classes = frequency_classes(token_ids)
     return [_moments(rows[classes == number], token_ids[classes == number]) for number in range(3)]
-
-
-def frequency_differences(
-    hidden: Tensor, token_ids: Tensor, sums: GroupSums, halves: HalfSamples
-) -> list[dict[str, Tensor]]:
-    """Compare the moments of each class in the two halves, for each way: rare, middle, frequent.
-
-    Every half has classes of its own: which tokens are frequent in it is part of what would differ
-    with other sequences. The sums over the classes of all halves are one matrix product.
-
-    Args:
-        hidden: Rows, [tokens, width].
-        token_ids: Type of each row, integers, [tokens].
-        sums: Sums over the rows of each group, with one head.
-        halves: The groups of the rows, and the ways.
-
-    Returns:
-        For each class, the differences [ways] by the name of the moment; NaN where a half has no
-        row of the class.
-    """
-    first = halves.first[:, halves.group]
-    members = torch.cat([first, ~first])
-    classes = torch.full(members.shape, -1, dtype=torch.int64, device=hidden.device)
-    for half, chosen in zip(classes, members, strict=True):
-        if bool(chosen.any()):
-            half[chosen] = frequency_classes(token_ids[chosen])
-    every = torch.arange(len(CLASSES), dtype=torch.int64, device=hidden.device)
-    picked = (classes[:, None] == every[:, None]).flatten(0, 1)
-    centre = sums.rows.sum(dim=0)[0] / sums.counts.sum()
-    total = centre.new_zeros(len(picked), len(centre))
-    squares, norms = (centre.new_zeros(len(picked)) for _ in range(2))
-    start = 0
-    for block in in_blocks(hidden):
-        chosen = picked[:, start : start + len(block)].double()
-        start += len(block)
-        norms += chosen @ torch.linalg.vector_norm(block, dim=1)
-        about = block.sub_(centre)
-        total += chosen @ about
-        squares += chosen @ about.square().sum(dim=1)
-    count = picked.sum(dim=1).double()
-    shift = total / count[:, None]
-    square = (shift + centre).square().sum(dim=1)
-    spread = squares / count - shift.square().sum(dim=1)
-    found = {
-        "norm": norms / count, "square_of_mean": square, "variance": spread,
-        "mean_square_norm": square + spread,
-    }  # fmt: skip
-    sides = {name: values.view(2, -1, len(CLASSES)) for name, values in found.items()}
-    return [
-        {name: one[:, number] - other[:, number] for name, (one, other) in sides.items()}
-        for number in range(len(CLASSES))
-    ]
 
 
 def _moments(rows: Tensor, token_ids: Tensor) -> ClassMoments:

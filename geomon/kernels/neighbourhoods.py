@@ -8,13 +8,9 @@ from torch import Tensor
 
 from geomon.kernels._blocks import require_rows, rows_in_block
 from geomon.kernels.dimension import twonn_of_each
-from geomon.kernels.half_samples import HalfSamples
 
 # Relative error of a squared distance above which it is computed again, from differences.
 _TOLERANCE = 1e-10
-
-# Directions in which the leading eigenvalue of a part of a neighbourhood is looked for.
-_DIRECTIONS = 8
 
 
 class LocalIsotropy(NamedTuple):
@@ -65,72 +61,6 @@ def local_dimension(rows: Tensor, members: Tensor, *, discard: float = 0.1) -> T
         squared = _squared_distances(rows, part, centred, scale)
         found.append(twonn_of_each(_two_nearest(squared), discard, rounding=_TOLERANCE))
     return torch.cat(found)
-
-
-def local_dimension_differences(
-    rows: Tensor, members: Tensor, own: Tensor, halves: HalfSamples, discard: float = 0.1
-) -> Tensor:
-    """Compare the mean of `local_dimension` over the tokens of the two halves, for each way.
-
-    Of each neighbourhood the members that are in the half of its token count, about every second
-    one: in the neighbours of a token as in the tokens themselves the sequences are others.
-
-    Args:
-        rows: Finite rows, [tokens, width].
-        members: Indices of the rows of each neighbourhood, int64, [neighbourhoods, size].
-        own: Index of the token that each neighbourhood is of, int64, [neighbourhoods].
-        halves: The groups of the rows, and the ways.
-        discard: Share of the largest ratios that is dropped, in [0, 1).
-
-    Returns:
-        [ways], float64; NaN where a half has no token with at least 3 neighbours of the half.
-    """
-    side = halves.first[:, halves.group[own]]
-    values = rows.new_full((len(side), len(own)), torch.nan, dtype=torch.float64)
-    start = 0
-    for part, centred, scale in _neighbourhoods(rows, members):
-        if part.shape[1] < 3:
-            break
-        squared = _squared_distances(rows, part, centred, scale)
-        place = slice(start, start + len(part))
-        start += len(part)
-        for way, inside in enumerate(_of_own_half(halves, part, side[:, place])):
-            values[way, place] = _in_half(squared, inside, discard)
-    return _mean_differences(values, side)
-
-
-def local_isotropy_differences(
-    rows: Tensor, members: Tensor, own: Tensor, halves: HalfSamples
-) -> LocalIsotropy:
-    """Compare the means of `local_isotropy` over the tokens of the two halves, for each way.
-
-    As `local_dimension_differences`. The leading eigenvalue of the members in a half is looked for
-    in the space of the leading eight directions of the neighbourhood.
-
-    Args:
-        rows: Finite rows, [tokens, width].
-        members: Indices of the rows of each neighbourhood, int64, [neighbourhoods, size].
-        own: Index of the token that each neighbourhood is of, int64, [neighbourhoods].
-        halves: The groups of the rows, and the ways.
-
-    Returns:
-        Differences of both, [ways]; NaN where a half has no token with 2 neighbours of the half.
-    """
-    side = halves.first[:, halves.group[own]]
-    values = rows.new_full((2, len(side), len(own)), torch.nan, dtype=torch.float64)
-    start = 0
-    for part, centred, _ in _neighbourhoods(rows, members):
-        if part.shape[1] < 2:
-            break
-        gram = centred @ centred.transpose(1, 2)
-        squares, vectors = torch.linalg.eigh(gram)
-        leading = vectors[:, :, -_DIRECTIONS:]
-        leading = leading * squares[:, None, -_DIRECTIONS:].clamp(min=0).sqrt()
-        place = slice(start, start + len(part))
-        start += len(part)
-        for way, inside in enumerate(_of_own_half(halves, part, side[:, place])):
-            values[:, way, place] = torch.stack(_isotropy_in_half(gram, leading, inside.double()))
-    return LocalIsotropy(*(_mean_differences(found, side) for found in values))
 
 
 def local_isotropy(rows: Tensor, members: Tensor) -> LocalIsotropy:
@@ -269,57 +199,6 @@ def _two_nearest(squared: Tensor) -> Tensor:
     first, place = squared.min(dim=2, keepdim=True)
     second = squared.scatter(2, place, torch.inf).amin(dim=2, keepdim=True)
     return torch.cat([first, second], dim=2).sqrt()
-
-
-def _in_half(squared: Tensor, inside: Tensor, discard: float) -> Tensor:
-    """Estimate the dimension of each neighbourhood by those of its members that are inside.
-
-    Args:
-        squared: Squared distances, [neighbourhoods, size, size].
-        inside: True for the members that count, [neighbourhoods, size].
-        discard: Share of the largest ratios that is dropped.
-    """
-    two = _two_nearest(squared.masked_fill(~inside[:, None, :], torch.inf))
-    two = two.masked_fill(~inside[:, :, None], torch.inf)
-    return twonn_of_each(two, discard, rounding=_TOLERANCE)
-
-
-def _isotropy_in_half(gram: Tensor, leading: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute anisotropy and mean cosine of those members that are inside, about their own mean.
-
-    Args:
-        gram: Products of the members, [neighbourhoods, size, size].
-        leading: Their coordinates along the leading directions, [neighbourhoods, size, directions].
-        inside: 1 for the members that count, else 0, [neighbourhoods, size].
-    """
-    n = inside.sum(dim=1)
-    with_mean = torch.einsum("bij,bj->bi", gram, inside) / n[:, None]
-    mean_square = (with_mean * inside).sum(dim=1) / n
-    norms = gram.diagonal(dim1=1, dim2=2) - 2 * with_mean + mean_square[:, None]
-    norms = norms.clamp(min=0) * inside
-    weight = torch.where(norms > 0, norms.rsqrt(), 0)  # members over their norms
-    total = torch.einsum("bi,bij,bj->b", weight, gram, weight)
-    size = weight.sum(dim=1)
-    total = total - 2 * (weight * with_mean).sum(dim=1) * size + mean_square * size.square()
-    cosine = (total - n) / (n * (n - 1))
-    drift = torch.einsum("bi,bid->bd", inside, leading) / n[:, None]
-    second = torch.einsum("bi,bid,bie->bde", inside, leading, leading)
-    second = second - n[:, None, None] * drift[:, :, None] * drift[:, None, :]
-    top = torch.linalg.eigvalsh(second.nan_to_num(0, 0, 0))[:, -1]  # a half without members
-    known = (n >= 2) & (norms.sum(dim=1) > 0)
-    share = top / norms.sum(dim=1)
-    return torch.where(known, share, torch.nan), torch.where(known, cosine, torch.nan)
-
-
-def _of_own_half(halves: HalfSamples, part: Tensor, side: Tensor) -> Tensor:
-    """Mark the members that are in the half of their token, [ways, neighbourhoods, size]."""
-    return halves.first[:, halves.group[part]] == side[:, :, None]
-
-
-def _mean_differences(values: Tensor, side: Tensor) -> Tensor:
-    """Compare the means of known values over tokens in the two halves, [ways]."""
-    first, second = (torch.where(half, values, torch.nan).nanmean(dim=1) for half in (side, ~side))
-    return first - second
 
 
 def _squared_differences(rows: Tensor, one: Tensor, other: Tensor, scale: Tensor) -> Tensor:

@@ -1,50 +1,43 @@
-"""Distances to the nearest neighbours: searched in float32, decided in float64.
+"""Distances to the nearest neighbours: candidates in float32, decided in float64.
 
 FAISS expands |x|^2 + |y|^2 - 2xy in float32, which loses the small distances of rows far from the
-origin and of near-duplicates. So: centre and scale in float64 before the search, ask for more
-candidates than are wanted, drop a row's own entry by its index, compute the candidates' distances
-again in float64 from differences of the rows as given, and sort those. Where a true neighbour may
-be missing from the candidates because of rounding, the row is searched again: by the expansion in
-float64, every row that its rounding cannot exclude is compared by differences. So no row stays
-uncertain, however close near-duplicates are.
-Where it costs less, candidates come by lower bounds of the distances instead, from 8-bit integers
-(`quantised`) or from a few coordinates (`certified`); what these leave uncertain is searched as
-above. The distances and their order are the same.
-The memory beyond the rows themselves is one float32 copy of them and one of 8 bits, which serve
-several searches of the same rows, the result, and blocks of up to 16 MB.
+origin and of near-duplicates. So the rows are centred in float64 before the search, a few more
+candidates than neighbours are taken, and the distances to these are computed again in float64 from
+differences of the rows as given. Where rounding may have kept a true neighbour out of the
+candidates, the row is searched again: the expansion in float64 excludes the rows that are certainly
+too far, and all others are compared by differences. So every distance is right, however close
+near-duplicates are. On an accelerator, or without FAISS, torch computes the same expansion.
+The memory beyond the rows is one float32 copy of those that are searched, the result, and blocks.
 """
 
-import functools
 import math
-import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from geomon.kernels import certified, quantised
 from geomon.kernels._blocks import row_blocks, rows_in_block
-from geomon.kernels._candidates import distances_to, nearest_first, norms
-from geomon.kernels.products import as_factor, without_autocast
+from geomon.kernels.products import factor_type, without_autocast
 
 faiss: Any
 try:
     import faiss
-except ImportError:  # the exact search in torch is used instead
+except ImportError:  # torch searches instead
     faiss = None
 
-# Candidates beyond k of the search in float32, which can put near-duplicates in the wrong order. A
-# matter of speed alone: with more candidates fewer rows are uncertain, but every search costs more.
+# Candidates beyond k and the row itself, at least 1. More of them leave fewer rows unclear, but
+# every search costs more.
 _SLACK = 2
-# Powers of two up to which numbers, as they are, have squares that float64 can add; and up to which
-# their inverses are numbers too.
-_ORDINARY, _LARGEST = 400, 1000
-# Powers of two up to which differences in float32, and their products, are far from its ends.
-_MODERATE = 60
-# Wanted rows that are copied for the search at a time, where not all are wanted.
+# Powers of two of the largest number beyond which rows are scaled: squares in float32 fit within.
+_MODERATE = 30
+# Largest power of two of a scale: its inverse is a number of float64 too.
+_LARGEST = 1022
+# Wanted rows that are searched at a time.
 _QUERIES = 4096
+# More than squares in float32 lose together where they are too small for it, below 1e-38.
+_UNDERFLOW = 1e-30
 
 _AS_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -61,113 +54,13 @@ class Neighbours(NamedTuple):
     indices: Tensor
 
 
-@dataclass(frozen=True)
-class ScaledRows:
-    """Rows made ready once for several searches: about a centre, scaled, in float32.
-
-    Attributes:
-        among: Indices of the rows that are ready, ascending; None for all.
-        frame: Centre and scale.
-        values: These rows, [len(among), width], float32.
-        integers: These rows as integers, once a search has made them: one item at most, which is
-            None where integers are of no use.
-    """
-
-    among: Tensor | None
-    frame: "_Frame"
-    values: Tensor
-    integers: list[quantised.Integers | None] = field(
-        default_factory=list, compare=False, repr=False
-    )
-
-    def of(self, among: Tensor | None) -> Tensor:
-        """Return some of the rows, [len(among), width].
-
-        Args:
-            among: Indices of these rows, ascending, each of them ready; None for all rows.
-        """
-        places = self._places(among)
-        return self.values if places is None else self.values[places]
-
-    def integers_of(self, among: Tensor | None, wanted: int, k: int) -> quantised.Integers | None:
-        """Return some of the rows as integers; None where these are of no use.
-
-        Those of all rows are kept for later searches of no more rows.
-
-        Args:
-            among: Indices of these rows, ascending, each of them ready; None for all rows.
-            wanted: Number of rows whose neighbours are wanted.
-            k: Number of neighbours.
-        """
-        places = self._places(among)
-        # One step each, so that searches in several threads can do no more than make them twice.
-        for kept in self.integers[-1:]:
-            if kept is None and places is None:
-                return None
-            if kept is not None and kept.wanted >= wanted:
-                return kept if places is None else kept.of(places)
-        if places is not None:
-            return quantised.prepare(self.values[places], wanted, k)
-        made = quantised.prepare(self.values, wanted, k)
-        self.integers[:] = [made]
-        return made
-
-    def leave_integers(self, among: Tensor | None) -> None:
-        """Free the integers of all rows, which were of no use in a search of each of them.
-
-        Args:
-            among: Indices of the rows that were searched, as in `integers_of`; where these are not
-                all rows, nothing changes.
-        """
-        if self._places(among) is None:
-            self.integers[:] = [None]
-
-    def _places(self, among: Tensor | None) -> Tensor | None:
-        """Convert indices into the rows to places among those that are ready; None for all.
-
-        Raises:
-            ValueError: One of these rows is not ready.
-        """
-        if among is None or self.among is None:
-            return among
-        places = _find(among, self.among, "rows that are ready")
-        return None if len(places) == len(self.among) else places
-
-
-def scale_rows(rows: Tensor, among: Tensor | None = None) -> ScaledRows:
-    """Make rows ready for several searches by `nearest`.
-
-    Args:
-        rows: Finite points, [tokens, width], any floating-point dtype.
-        among: Indices of the rows that will be searched, ascending; None for all rows.
-
-    Returns:
-        The rows, with one float32 copy of them.
-
-    Raises:
-        ValueError: `among` does not name rows in ascending order.
-    """
-    points = _Points(rows, _unless_all(among, len(rows)))
-    frame = _frame(rows)
-    values = rows.new_empty((len(points), rows.shape[1]), dtype=torch.float32)
-    # An eighth of a block, which stays in the cache.
-    step = rows_in_block(8 * rows.shape[1], rows.device)
-    for target, block in zip(values.split(step), points.blocks(step), strict=True):
-        frame.scale_into(target, block)
-    return ScaledRows(points.among, frame, values)
-
-
 def nearest(
-    rows: Tensor,
-    k: int,
-    *,
-    of: Tensor | None = None,
-    among: Tensor | None = None,
-    scaled: ScaledRows | None = None,
+    rows: Tensor, k: int, *, of: Tensor | None = None, among: Tensor | None = None
 ) -> Neighbours:
     """Compute the Euclidean distances of rows to their k nearest other rows.
 
-    Equal rows are neighbours at distance 0: leave them out first with `unique_rows`.
+    Rows at the same distance come in the order of their indices. Equal rows are neighbours at
+    distance 0: leave them out first with `unique_rows`.
 
     Args:
         rows: Finite points, [tokens, width], any floating-point dtype.
@@ -175,8 +68,6 @@ def nearest(
         of: Indices of the rows whose neighbours are wanted, each one of the searched rows; None
             for all searched rows.
         among: Indices of the rows that are searched, ascending; None for all rows.
-        scaled: The rows as `scale_rows` made them ready, with all that are searched; None makes
-            them ready for this search alone.
 
     Returns:
         Neighbours, of shape [searched rows (or len(of)), min(k, searched rows - 1)]; the indices
@@ -185,7 +76,7 @@ def nearest(
     Raises:
         ValueError: `rows` is not a floating-point matrix, there are fewer than two rows to search,
             `k` is below 1, `among` does not name rows in ascending order, or a row that is wanted
-            is not searched, or one that is searched not ready.
+            is not searched.
 
     Example:
         >>> nearest(torch.tensor([[0.0], [1.0], [3.0]]), k=2).distances.tolist()
@@ -197,145 +88,46 @@ def nearest(
             "expected at least 2 floating-point rows [tokens, width] and k of at least 1, got "
             f"{rows.dtype} {list(rows.shape)}, {searched} of them to search, and k={k}"
         )
-    points = _Points(rows, _unless_all(among, len(rows)))
-    k = min(k, searched - 1)
-    own = points.places(of)
-    ready = scale_rows(rows, points.among) if scaled is None else scaled
-    frame, values = ready.frame, ready.of(points.among)
-    if values.shape != (searched, rows.shape[1]):
-        raise ValueError(
-            f"expected {searched} rows made ready in width {rows.shape[1]}, got "
-            f"{list(values.shape)}: make all rows ready that are searched"
-        )
+    points = _Points(rows, _unless_all(among, len(rows)), *_centre_and_scale(rows))
+    own = _places(of, points.among, rows)
     with without_autocast({"cpu", rows.device.type}):
-        found = _by_bounds(points, ready, values, own, k)
-        if found is None:
-            return _searched(points, frame, values, own, k)
-        near = Neighbours(found.distances, points.index(found.places))
-        left = (~found.certain).nonzero().squeeze(1)
-        if len(left) > 0:
-            again = _searched(points, frame, values, own[left], k)
-            for before, after in zip(near, again, strict=True):
-                before[left] = after
-        return near
+        values = points.in_float32()
+        # Some at a time: of their candidates several copies are held.
+        found = [
+            _search(points, values, part, min(k, searched - 1)) for part in own.split(_QUERIES)
+        ]
+    distances, indices = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return Neighbours(distances.mul_(points.scale), indices)
 
 
-def _by_bounds(
-    points: "_Points", ready: ScaledRows, values: Tensor, own: Tensor, k: int
-) -> certified.Certified | None:
-    """Search by lower bounds of the distances, where that is likely to cost less; None elsewhere.
-
-    What it finds is exact, and says for which of the wanted points.
-    """
-    if faiss is None or values.device.type != "cpu":
-        return None
-    exact = functools.partial(_apart, points, ready.frame.unit)
-    scale = float(ready.frame.scale)
-    if quantised.pays(len(values), values.shape[1], len(own), k):
-        integers = ready.integers_of(points.among, len(own), k)
-        if integers is not None:
-            found = quantised.search(values, own, k, exact, scale, faiss, integers)
-            if not quantised.ended_early(found):
-                return found
-            del integers
-            if len(own) == len(values):
-                ready.leave_integers(points.among)
-    plan = certified.choose(values, len(own), k)
-    if plan is None:
-        return None
-    return certified.search(values, own, k, plan, exact, scale, faiss.knn)
-
-
-def _searched(
-    points: "_Points", frame: "_Frame", values: Tensor, own: Tensor, k: int
-) -> Neighbours:
-    """Search the wanted points among all, in all coordinates."""
-    found = Neighbours(
-        torch.empty(len(own), k, dtype=torch.float64, device=own.device),
-        torch.empty(len(own), k, dtype=torch.int64, device=own.device),
-    )
-    count = min(k + 1 + _SLACK, len(points))
-    norm = torch.linalg.vector_norm(values, dim=1)
-    unsure = torch.zeros(len(own), dtype=torch.bool, device=own.device)
-    # Some at a time: of their candidates several copies are held.
-    parts = (whole.split(_QUERIES) for whole in (own, *found, unsure))
-    for part, distances, indices, unclear in zip(*parts, strict=True):
-        near = _ranked(points, part, _candidates(values, part, count), k, frame.unit)
-        distances.copy_(near.distances[:, :k])
-        indices.copy_(near.indices[:, :k])
-        if count < len(points):
-            unclear.copy_(_unclear(near, norm[part], values.shape[1], frame.scale, k))
-    left = unsure.nonzero().squeeze(1)
-    if len(left) > 0:
-        again = _certain(points, frame, own[left], found.distances[left, k - 1], k)
-        for before, after in zip(found, again, strict=True):
-            before[left] = after
-    return found
-
-
-def nearest_among(
-    neighbours: Neighbours,
-    rows: Tensor,
-    members: Tensor,
-    k: int,
-    *,
-    among: Tensor | None = None,
-    scaled: ScaledRows | None = None,
-) -> Neighbours:
-    """Find the k nearest of each member row among the member rows alone.
-
-    Taken from the neighbours among more rows; the search is repeated only for members that have
-    fewer than k other members there.
-
-    Args:
-        neighbours: Neighbours of the rows `among`, as returned by `nearest`.
-        rows: All rows, [tokens, width].
-        members: Indices of the member rows, int64, ascending.
-        k: Number of neighbours.
-        among: Indices of the rows that were searched for `neighbours`, ascending, with every
-            member; None for all rows.
-        scaled: The rows as `scale_rows` made them ready, with every member; None where they are
-            not.
-
-    Returns:
-        Neighbours, of shape [members, min(k, members - 1)]; the indices are into `rows`.
-
-    Raises:
-        ValueError: There are fewer than two members, `members` or `among` does not name rows in
-            ascending order, a member is not among them, or `neighbours` are of other rows.
-    """
-    if len(members) < 2:
-        raise ValueError(f"expected at least 2 member rows, got {len(members)}")
-    _unless_all(members, len(rows))
-    k = min(k, len(members) - 1)
-    is_member = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
-    is_member[members] = True
-    points = _Points(rows, _unless_all(among, len(rows)))
-    if len(neighbours.indices) != len(points):
-        raise ValueError(
-            f"expected neighbours of {len(points)} rows, got those of {len(neighbours.indices)}: "
-            "name the rows that were searched as `among`"
-        )
-    places = points.places(members)
-    index = neighbours.indices[places]
-    distances = neighbours.distances[places].masked_fill(~is_member[index], torch.inf)
-    near = distances.topk(min(k, distances.shape[1]), dim=1, largest=False)
-    found = Neighbours(near.values, index.gather(1, near.indices))
-    short = found.distances.isinf().any(dim=1).nonzero().squeeze(1)
-    if found.distances.shape[1] < k:
-        return nearest(rows, k, among=members, scaled=scaled)
-    if len(short) > 0:
-        again = nearest(rows, k, of=members[short], among=members, scaled=scaled)
-        for before, after in zip(found, again, strict=True):
-            before[short] = after
-    return found
-
-
-def unique_rows(hidden: Tensor) -> Tensor:
-    """Find one row for each distinct content, in ascending order.
+def copies_of(hidden: Tensor) -> Tensor:
+    """Find the first row with the same content as each row.
 
     Rows are compared on their values as captured. Equality is exact: a search that reports a
     distance of 0 finds only about half of the copies.
+
+    Args:
+        hidden: Rows, [tokens, width].
+
+    Returns:
+        Index of the first equal row, which can be the row itself, int64, [tokens].
+
+    Example:
+        >>> copies_of(torch.tensor([[1.0, 2.0], [0.0, 0.0], [1.0, 2.0]])).tolist()
+        [0, 1, 0]
+    """
+    if hidden.shape[1] == 0:
+        return torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)
+    # Rows that differ in the first column differ: sorting one column decides for most rows.
+    _, value, counts = torch.unique(hidden[:, 0], return_inverse=True, return_counts=True)
+    tied = (counts[value] > 1).nonzero().squeeze(1)
+    first = torch.arange(len(hidden), dtype=torch.int64, device=hidden.device)
+    first[tied] = _first_equal(hidden, tied)
+    return first
+
+
+def unique_rows(hidden: Tensor) -> Tensor:
+    """Find one row for each distinct content (see `copies_of`), in ascending order.
 
     Args:
         hidden: Rows, [tokens, width].
@@ -347,13 +139,9 @@ def unique_rows(hidden: Tensor) -> Tensor:
         >>> unique_rows(torch.tensor([[1.0, 2.0], [0.0, 0.0], [1.0, 2.0]])).tolist()
         [0, 1]
     """
-    if hidden.shape[1] == 0:
-        return torch.arange(min(len(hidden), 1), dtype=torch.int64, device=hidden.device)
-    # Rows that differ in the first column differ: sorting one column decides for most rows.
-    _, value, counts = torch.unique(hidden[:, 0], return_inverse=True, return_counts=True)
-    tied = (counts[value] > 1).nonzero().squeeze(1)
-    alone = (counts[value] == 1).nonzero().squeeze(1)
-    return torch.cat([alone, tied[first_of_each(_groups(hidden, tied))]]).sort().values
+    first = copies_of(hidden)
+    order = torch.arange(len(first), dtype=torch.int64, device=first.device)
+    return (first == order).nonzero().squeeze(1)
 
 
 def content_keys(rows: Tensor, some: Tensor) -> Tensor:
@@ -376,14 +164,10 @@ def content_keys(rows: Tensor, some: Tensor) -> Tensor:
         >>> one == copy, one == other
         (True, False)
     """
-    factors = torch.randint(
-        -(2**63),
-        2**63 - 1,
-        rows.shape[1:],
-        generator=torch.Generator("cpu").manual_seed(0),
-        dtype=torch.int64,
-        device="cpu",
-    ).to(rows.device)
+    kind: dict[str, Any] = {"dtype": torch.int64, "device": "cpu"}
+    generator = torch.Generator("cpu").manual_seed(0)
+    factors = torch.randint(-(2**63), 2**63 - 1, rows.shape[1:], generator=generator, **kind)
+    factors = factors.to(rows.device)
     whole = _AS_INTEGERS[rows.element_size()]
     step = rows_in_block(rows.shape[1], rows.device)
     largest = max((float(b.abs().max()) for b in row_blocks(rows) if b.numel()), default=0.0)
@@ -398,19 +182,17 @@ def content_keys(rows: Tensor, some: Tensor) -> Tensor:
     return keys
 
 
-def _groups(rows: Tensor, some: Tensor) -> Tensor:
-    """Label each of some rows, equal rows with the same label."""
+def _first_equal(rows: Tensor, some: Tensor) -> Tensor:
+    """Find for each of some rows the first of them with the same content."""
     # By a hash: sorting whole rows would need several copies of them.
-    keys = content_keys(rows, some)
+    _, group = torch.unique(content_keys(rows, some), return_inverse=True)
+    first = some[_firsts(group)[group]]
     step = rows_in_block(rows.shape[1], rows.device)
-    blocks = some.split(step)
-    _, group = torch.unique(keys, return_inverse=True)
-    alike = some[_firsts(group)[group]]
-    pairs = zip(blocks, alike.split(step), strict=True)
-    if all(torch.equal(rows[part], rows[other]) for part, other in pairs):
-        return group
+    pairs = zip(some.split(step), first.split(step), strict=True)
+    if all(torch.equal(rows[one], rows[other]) for one, other in pairs):
+        return first
     _, group = torch.unique(rows[some], dim=0, return_inverse=True)
-    return group
+    return some[_firsts(group)[group]]
 
 
 def first_of_each(group: Tensor) -> Tensor:
@@ -439,20 +221,20 @@ def _firsts(label: Tensor) -> Tensor:
 
 
 def _as_indices(index: Tensor) -> Tensor:
-    """Check that a tensor holds indices, and return them as int64."""
+    """Check that a tensor holds indices, and return them as int64, contiguous."""
     if index.ndim != 1 or index.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"expected indices of rows, int64 [some], got {index.dtype} {list(index.shape)}: for a "
             "mask give mask.nonzero().squeeze(1)"
         )
-    return index.long()
+    return index.long().contiguous()
 
 
 def _unless_all(among: Tensor | None, count: int) -> Tensor | None:
     """Check that indices name some of so many rows in ascending order; None where they name all."""
     if among is None:
         return None
-    among = _as_indices(among).contiguous()
+    among = _as_indices(among)
     inside = (among[:1] >= 0).all() & (among[-1:] < count).all()
     if not bool(inside & (among.diff() > 0).all()):
         raise ValueError(
@@ -462,26 +244,32 @@ def _unless_all(among: Tensor | None, count: int) -> Tensor | None:
     return None if len(among) == count else among
 
 
-def _find(index: Tensor, among: Tensor, which: str) -> Tensor:
-    """Find the places of indices among others, ascending; `which` says in the message of what."""
-    places = torch.searchsorted(among, index.contiguous())
-    if not bool((among[places.clamp(max=len(among) - 1)] == index).all()):
-        raise ValueError(f"expected only indices of the {len(among)} {which}, got others too")
+def _places(index: Tensor | None, among: Tensor | None, rows: Tensor) -> Tensor:
+    """Convert indices into the rows, None for all, to places among those that are searched."""
+    count = len(rows) if among is None else len(among)
+    if index is None:
+        return torch.arange(count, dtype=torch.int64, device=rows.device)
+    index = _as_indices(index)
+    if among is None:
+        if not bool(((index >= 0) & (index < count)).all()):
+            raise ValueError(f"expected indices of rows from 0 to {count - 1}")
+        return index
+    places = torch.searchsorted(among, index)
+    if not bool((among[places.clamp(max=count - 1)] == index).all()):
+        raise ValueError(
+            f"expected only indices of the {count} rows that are searched, got others too"
+        )
     return places
 
 
 @dataclass(frozen=True)
 class _Points:
-    """The rows that are searched: all, or some of them by their indices, without a copy."""
+    """The rows that are searched, all or some of them, with the centre and scale of the search."""
 
     rows: Tensor
     among: Tensor | None
-
-    def blocks(self, step: int) -> Iterable[Tensor]:
-        """Cut the points into blocks of so many."""
-        if self.among is None:
-            return self.rows.split(step)
-        return (self.rows[index] for index in self.among.split(step))
+    centre: Tensor
+    scale: float  # a power of two, 1 but for very large or small numbers
 
     def __len__(self) -> int:
         return len(self.rows) if self.among is None else len(self.among)
@@ -490,183 +278,129 @@ class _Points:
         """Convert places among the points to indices into the rows."""
         return places if self.among is None else self.among[places]
 
-    def places(self, index: Tensor | None) -> Tensor:
-        """Convert indices into the rows to places among the points; None gives all places."""
-        if index is None:
-            return torch.arange(len(self), dtype=torch.int64, device=self.rows.device)
-        if self.among is not None:
-            return _find(_as_indices(index), self.among, "rows that are searched")
-        index = _as_indices(index)
-        if not bool(((index >= 0) & (index < len(self))).all()):
-            raise ValueError(f"expected indices of rows from 0 to {len(self) - 1}")
-        return index
+    def rounding(self, dtype: torch.dtype) -> float:
+        """Bound the rounding of an expansion, relative to the squares in it."""
+        return float((4 + self.rows.shape[1] ** 0.5) * torch.finfo(dtype).eps)
+
+    def at(self, places: Tensor) -> Tensor:
+        """Copy points in float64."""
+        # Indexing by [] takes twice as long.
+        return self.rows.index_select(0, self.index(places)).double()
+
+    def centred(self, places: Tensor) -> Tensor:
+        """Take points about the centre, scaled, in float64."""
+        return self.at(places).sub_(self.centre).mul_(1 / self.scale)
+
+    def in_float32(self) -> Tensor:
+        """Copy all points about the centre, scaled, in float32."""
+        values = self.rows.new_empty((len(self), self.rows.shape[1]), dtype=torch.float32)
+        # An eighth of a block, which stays in the cache.
+        step = rows_in_block(8 * values.shape[1], values.device)
+        order = torch.arange(len(self), dtype=torch.int64, device=values.device)
+        for target, part in zip(values.split(step), order.split(step), strict=True):
+            target.copy_(self.centred(part))
+        return values
+
+    def apart(self, own: Tensor, others: Tensor) -> Tensor:
+        """Compute scaled distances to others, [own, count], by differences of rows as given."""
+        count, width = others.shape[1], self.rows.shape[1]
+        distances = torch.empty(others.shape, dtype=torch.float64, device=others.device)
+        # A quarter of a block, which stays in the cache.
+        step = rows_in_block(4 * count * width, others.device)
+        for target, x, y in zip(
+            distances.split(step), own.split(step), others.split(step), strict=True
+        ):
+            difference = self.at(y.flatten()).view(-1, count, width).sub_(self.at(x)[:, None])
+            if self.scale != 1:  # so that squares neither vanish nor overflow
+                difference.mul_(1 / self.scale)
+            torch.linalg.vector_norm(difference, dim=2, out=target)
+        return distances
 
 
-@dataclass(frozen=True)
-class _Frame:
-    """Centre and scale of the rows, which are subtracted and divided by before a search.
-
-    The scale is a power of two, but for the largest numbers of float64.
-    """
-
-    centre: Tensor
-    scale: Tensor
-    unit: float  # power of two of the order of the scale where that is extreme, else 1
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        return (rows.double() - self.centre).div_(self.scale)
-
-    def scale_into(self, target: Tensor, rows: Tensor) -> None:
-        """Centre and scale rows in float32, with one rounding, except of numbers near 1e-38.
-
-        Args:
-            target: Where they go, [some, width], float32.
-            rows: Rows, [some, width].
-        """
-        _, exponent = math.frexp(float(self.scale))
-        if rows.dtype == torch.float64 or abs(exponent) > _MODERATE:
-            target.copy_(self(rows))
-            return
-        # The centre is one of the rows' numbers, and a product with a power of two is exact.
-        torch.sub(rows, self.centre.float(), out=target).mul_(2.0 ** (1 - exponent))
-
-
-def _frame(rows: Tensor) -> _Frame:
-    """Choose the centre and the scale of a search."""
+def _centre_and_scale(rows: Tensor) -> tuple[Tensor, float]:
+    """Choose what is subtracted from rows, and then a power of two that they are divided by."""
     # Any centre near most of the rows will do; a mean would be moved by a few massive rows.
     centre = rows[:: max(1, len(rows) // 63)].double().median(dim=0).values
-    # The farthest from the centre is the largest or the smallest of a column: subtraction rounds
-    # both ways alike, and no other row has to be converted.
-    blocks = rows.split(rows_in_block(4 * rows.shape[1], rows.device))
-    ends = torch.cat([torch.stack([block.amax(dim=0), block.amin(dim=0)]) for block in blocks])
-    reach = (ends.double() - centre).abs_().max()
-    _, exponent = math.frexp(float(reach))
-    unit = 1.0 if abs(exponent) <= _ORDINARY else 2.0 ** max(-_LARGEST, min(exponent, _LARGEST))
-    power = exponent < sys.float_info.max_exp
-    return _Frame(centre, torch.full_like(reach, 2.0**exponent) if power else reach, unit)
+    # Not torch.aminmax, which takes four times as long.
+    ends = torch.stack([rows.amin(dim=0), rows.amax(dim=0)]).double()
+    _, exponent = math.frexp(float((ends - centre).abs().max()))
+    if abs(exponent) <= _MODERATE:
+        return centre, 1.0
+    return centre, 2.0 ** max(-_LARGEST, min(exponent, _LARGEST))
 
 
-def _candidates(scaled: Tensor, own: Tensor, count: int) -> Tensor:
-    """Find the `count` points nearest to each wanted one, itself among them, in float32."""
-    on_host = faiss is not None and scaled.device.type == "cpu"
-    if not on_host or certified.is_slow_in_faiss(len(own), scaled.shape[1]):
-        return _expanded(_Points(scaled, None), as_factor, own, count)
-    one_by_one = len(own) > 0 and bool((own.diff() == 1).all())
-    queries = scaled[own[0] : own[-1] + 1] if one_by_one else scaled[own]  # without a copy
-    return torch.from_numpy(faiss.knn(queries.numpy(), scaled.numpy(), count)[1])
-
-
-def _expanded(
-    points: _Points, frame: Callable[[Tensor], Tensor], own: Tensor, count: int
-) -> Tensor:
-    """Find candidates by |y|^2 - 2xy, in the precision that `frame` returns, block by block."""
-    found = [torch.empty(0, count, dtype=torch.int64, device=own.device)]
-    for part in own.split(rows_in_block(len(points), own.device)):
-        squared, _ = _squared(points, frame, part)
-        found.append(squared.topk(count, dim=1, largest=False).indices)
-    return torch.cat(found)
-
-
-def _squared(
-    points: _Points, frame: Callable[[Tensor], Tensor], part: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Compute |y|^2 - 2xy of some points x and all points y, and |y|^2."""
-    queries = frame(points.rows[points.index(part)])
-    norms = queries.new_empty(len(points))
-    # One buffer for all blocks: the allocator would leave gaps between buffers of their own.
-    squared = queries.new_empty(len(part), len(points))
-    step = rows_in_block(4 * points.rows.shape[1], points.rows.device)
-    targets = zip(squared.split(step, dim=1), norms.split(step), strict=True)
-    for (target, norm), block in zip(targets, map(frame, points.blocks(step)), strict=True):
-        torch.sum(block.square(), dim=1, out=norm)
-        target.copy_(torch.addmm(norm[None, :], queries, block.T, alpha=-2))
-    return squared, norms
-
-
-def _certain(points: _Points, frame: _Frame, own: Tensor, reach: Tensor, k: int) -> Neighbours:
-    """Find the k nearest of the wanted points, whatever the rounding.
-
-    The expansion in float64 excludes the points that are farther than `reach` by more than its
-    rounding. All others are compared by differences, in which nothing is lost.
-
-    Args:
-        points: The points that are searched.
-        frame: Centre and scale of the expansion.
-        own: Places of the wanted points.
-        reach: Distance within which each has k others, [wanted].
-        k: Number of neighbours.
-    """
-    found = Neighbours(
-        torch.empty(len(own), k, dtype=torch.float64, device=own.device),
-        torch.empty(len(own), k, dtype=torch.int64, device=own.device),
-    )
-    eps = (4 + points.rows.shape[1] ** 0.5) * torch.finfo(torch.float64).eps
-    step = rows_in_block(len(points), own.device)
-    for part, within, distances, indices in zip(
-        own.split(step), (reach / frame.scale).split(step),
-        found.distances.split(step), found.indices.split(step), strict=True,
-    ):  # fmt: skip
-        squared, norms = _squared(points, frame, part)
-        # The rounding of a difference of centred rows, of its expansion, and of `reach` itself.
-        error = eps * (norms[part, None] + norms)
-        near = squared + norms[part, None] <= within.square()[:, None] + 4 * error
-        near.scatter_(1, part[:, None], value=False)
-        row, column = near.nonzero(as_tuple=True)
-        apart = _differences(points, part[row], column, frame.unit)
-        # In order of distance, and stably in order of the row: each row's nearest come first.
-        order = apart.argsort(stable=True)
-        order = order[row[order].argsort(stable=True)]
-        counts = near.sum(dim=1)
-        first = counts.cumsum(0) - counts
-        chosen = order[first[:, None] + torch.arange(k, dtype=torch.int64, device=own.device)]
-        distances.copy_(apart[chosen])
-        indices.copy_(points.index(column[chosen]))
+def _search(points: _Points, values: Tensor, own: Tensor, k: int) -> Neighbours:
+    """Find the k nearest of the wanted points, at scaled distances."""
+    candidates = _candidates(values, own, min(k + 1 + _SLACK, len(points)))
+    near = _ranked(points, own, candidates)
+    found = Neighbours(near.distances[:, :k], near.indices[:, :k])
+    if candidates.shape[1] == len(points):
+        return found
+    # What is no candidate seemed no nearer than any candidate, the last one too. It can still be
+    # nearer than the k-th if the last is farther than that by less than the rounding of the
+    # expansion, which grows with the norms. (The very last column can be the row itself.)
+    kth, last = near.distances[:, k - 1], near.distances[:, -2]
+    norm = torch.linalg.vector_norm(values, dim=1)[own].double()
+    error = points.rounding(torch.float32) * (norm.square() + (norm + last).square())
+    unclear = last.square() - kth.square() <= 2 * error + _UNDERFLOW
+    if bool(unclear.any()):
+        again = _certain(points, own[unclear], found.distances[unclear, -1], k)
+        found.distances[unclear], found.indices[unclear] = again
     return found
 
 
-def _differences(points: _Points, one: Tensor, other: Tensor, unit: float) -> Tensor:
-    """Compute the distances of pairs of points by differences of the rows as given."""
-    apart = torch.empty(len(one), dtype=torch.float64, device=one.device)
-    step = rows_in_block(points.rows.shape[1], one.device)
-    for target, *pair in zip(apart.split(step), one.split(step), other.split(step), strict=True):
-        x, y = (points.rows[points.index(place)].double() for place in pair)
-        norms(x.sub_(y), unit, out=target)
-    return apart
+def _candidates(values: Tensor, own: Tensor, count: int) -> Tensor:
+    """Find the `count` points that seem nearest to each wanted one in float32, mostly with it."""
+    if faiss is not None and values.device.type == "cpu":
+        return torch.from_numpy(faiss.knn(values[own].numpy(), values.numpy(), count)[1])
+    kind = factor_type(values.device)
+    squares = torch.linalg.vector_norm(values, dim=1).to(kind).square()
+    found = []
+    for part in own.split(rows_in_block(len(values), own.device)):
+        expanded = _expanded(lambda places: values[places].to(kind), squares, part)
+        found.append(expanded.topk(count, dim=1, largest=False).indices)
+    return torch.cat(found)
 
 
-def _apart(points: _Points, unit: float, own: Tensor, candidates: Tensor) -> Tensor:
-    """Compute the distances of wanted points to their candidates, [wanted, count]."""
-    return distances_to(points.rows, points.index(own), points.index(candidates), unit)
+def _expanded(points: Callable[[Tensor], Tensor], squares: Tensor, own: Tensor) -> Tensor:
+    """Compute |y|^2 - 2xy of wanted points x and all points y, given |y|^2, block by block."""
+    queries = points(own)
+    expanded = queries.new_empty(len(own), len(squares))
+    order = torch.arange(len(squares), dtype=torch.int64, device=own.device)
+    step = rows_in_block(4 * queries.shape[1], own.device)
+    for target, places in zip(expanded.split(step, dim=1), order.split(step), strict=True):
+        target.copy_(torch.addmm(squares[places], queries, points(places).T, alpha=-2))
+    return expanded
 
 
-def _ranked(points: _Points, own: Tensor, candidates: Tensor, k: int, unit: float) -> Neighbours:
-    """Sort candidates by their distance in float64.
-
-    Returns:
-        Neighbours, of shape [wanted, k + 1]; the last column is the farthest candidate.
-    """
-    count = candidates.shape[1]
-    # A row that is its own candidate is infinitely far from itself, and comes last.
-    values, order = nearest_first(_apart(points, unit, own, candidates), points.index(candidates))
-    last = count - 1 - values[:, -1:].isinf().long()
-    kept = torch.cat(
-        [torch.arange(k, dtype=torch.int64, device=last.device).expand(len(last), -1), last], dim=1
-    )
-    return Neighbours(values.gather(1, kept), order.gather(1, kept))
+def _ranked(points: _Points, own: Tensor, candidates: Tensor) -> Neighbours:
+    """Sort candidates by their distance in float64, ties by index, and the row itself last."""
+    candidates = candidates.sort(dim=1).values
+    distances = points.apart(own, candidates).masked_fill_(candidates == own[:, None], torch.inf)
+    distances, order = distances.sort(dim=1, stable=True)
+    return Neighbours(distances, points.index(candidates.gather(1, order)))
 
 
-def _unclear(found: Neighbours, norm: Tensor, width: int, scale: Tensor, k: int) -> Tensor:
-    """Mark the wanted rows for which float32 may have found the wrong candidates.
-
-    A row that is no candidate seemed no nearer than the farthest candidate. In truth it can be
-    nearer than the k-th where the two are closer than the rounding of the expansion, which grows
-    with the norms: among near-duplicates, and for rows far from most others.
-
-    Returns:
-        True for these, [wanted].
-    """
-    kth, farthest = (found.distances[:, column] / scale for column in (k - 1, k))
-    norm = norm.double()
-    rounding = (4 + width**0.5) * torch.finfo(torch.float32).eps
-    error = rounding * (norm.square() + (norm + farthest).square())
-    return farthest.square() - kth.square() <= 2 * error + certified.UNDERFLOW
+def _certain(points: _Points, own: Tensor, reach: Tensor, k: int) -> Neighbours:
+    """Find the k nearest of points that have k others within `reach`, whatever the rounding."""
+    order = torch.arange(len(points), dtype=torch.int64, device=own.device)
+    blocks = order.split(rows_in_block(points.rows.shape[1], own.device))
+    squares = torch.cat([points.centred(block).square().sum(dim=1) for block in blocks])
+    rounding = points.rounding(torch.float64)
+    step = rows_in_block(len(points), own.device)
+    found = []
+    for part, within in zip(own.split(step), reach.split(step), strict=True):
+        # Of the rows about the centre, of the expansion, and of `reach` itself. What is farther by
+        # more is left out; all others are compared by differences, in which nothing is lost.
+        limit = within.square()[:, None] + 4 * rounding * (squares[part, None] + squares)
+        near = _expanded(points.centred, squares, part) + squares[part, None] <= limit
+        near.scatter_(1, part[:, None], value=False)
+        row, column = near.nonzero(as_tuple=True)
+        apart = points.apart(part[row], column[:, None]).squeeze(1)
+        # In order of distance, and stably in order of the row: each row's nearest come first.
+        nearest_first = apart.argsort(stable=True)
+        nearest_first = nearest_first[row[nearest_first].argsort(stable=True)]
+        counts = near.sum(dim=1)
+        chosen = nearest_first[(counts.cumsum(0) - counts)[:, None] + order[:k]]
+        found.append((apart[chosen], points.index(column[chosen])))
+    return Neighbours(*(torch.cat(parts) for parts in zip(*found, strict=True)))

@@ -21,7 +21,6 @@ from geomon.kernels.attention import (
     score_blocks,
     score_shape,
 )
-from geomon.kernels.half_samples import HalfSamples, sides_of
 
 # Share of the mean square of scores, counted from the mean key, below which their variance is made
 # by rounding: a variance is a difference of squares here, and the keys are of float32.
@@ -46,8 +45,8 @@ class QueryVariances(NamedTuple):
     """Variances of scores over the visible keys, summed over the queries of a group: float64.
 
     Attributes:
-        common: Those of the scores of a mean query, [1 + 2 ways, heads, groups]: of all queries,
-            then of the first halves of all ways, then of the second ones.
+        common: Those of the scores of a mean query, [1 + groups, heads, groups]: of all queries,
+            then of those without each group; of one group alone that of all, [1, heads, 1].
         own: Those of the scores of each query itself, [heads, groups].
 
     Both are 0 for a head whose scores do not vary by more than rounding.
@@ -55,6 +54,15 @@ class QueryVariances(NamedTuple):
 
     common: Tensor
     own: Tensor
+
+    def without(self, group: int) -> "QueryVariances":
+        """Return the variances of the queries of all other groups, under their own mean query.
+
+        Args:
+            group: Number of a group.
+        """
+        stay = [number for number in range(self.own.shape[1]) if number != group]
+        return QueryVariances(self.common[1 + group][None, :, stay], self.own[:, stay])
 
 
 def score_moments(
@@ -137,29 +145,29 @@ def score_spread(score_moments: ScoreMoments) -> Tensor:
 
 
 def query_variances(
-    query: Tensor, key: Tensor, visible: Tensor, halves: HalfSamples
+    query: Tensor, key: Tensor, visible: Tensor, group: Tensor, groups: int
 ) -> QueryVariances:
     """Compute the variance over visible keys of the scores of mean queries, and of all queries.
 
     For a query i that sees the keys V_i: Var over j in V_i of (mean q) . k_j, and of q_i . k_j. The
-    mean query is that of all queries that see a key, or of those in a half of the sequences. Every
-    variance is over the keys that the query i sees, under a causal mask those before it.
+    mean query is that of all queries that see a key, or of those without a group of sequences.
+    Every variance is over the keys that the query i sees, under a causal mask those before it.
 
     Args:
         query: Queries as attended, [sequences, heads, queries, head width].
         key: Keys as attended, [sequences, key heads, keys, head width]; key heads divide heads.
         visible: True where a query may attend, broadcastable to [sequences, heads, queries, keys].
-        halves: The groups of the queries, sequence-major, and the ways.
+        group: Group of each sequence, int64, [sequences].
+        groups: Number of groups.
 
     Raises:
         ValueError: The shapes do not fit one another.
     """
     sequences, heads, queries, keys = shape = score_shape(query, key)
     seen = expand_visible(visible, shape)
-    group = halves.group.view(sequences, queries)[:, 0]
-    groups = group.tolist()  # read once: an index that is on a device would be waited for
-    means = _mean_queries(query, seen.any(dim=3), group, halves)
-    common = means.new_zeros(len(means), heads, halves.first.shape[1])
+    of_sequence = group.tolist()  # read once: an index that is on a device would be waited for
+    means = _mean_queries(query, seen.any(dim=3), group, groups)
+    common = means.new_zeros(len(means), heads, groups)
     own, level = common[0].clone(), common[0].clone()
     # A visibility that is the same for all heads is converted once.
     alike = seen[:, :1] if seen.stride(1) == 0 else seen
@@ -170,7 +178,7 @@ def query_variances(
         some = slice(start, start + step)
         weights = alike[sequence, :, some].double()
         weights /= weights.sum(dim=2, keepdim=True).clamp_(min=1)
-        at = groups[sequence]
+        at = of_sequence[sequence]
         for number, face in enumerate(key[sequence]):
             heads_of = slice(number * heads // len(origin), (number + 1) * heads // len(origin))
             weight = weights if len(weights) == 1 else weights[heads_of]
@@ -205,30 +213,17 @@ def mean_query_share(query_variances: QueryVariances) -> Tensor:
     return query_variances.common[0].sum(dim=1) / query_variances.own.sum(dim=1)
 
 
-def share_differences(query_variances: QueryVariances, halves: HalfSamples) -> Tensor:
-    """Compare the share that the mean query makes in the two halves, for each way: [ways, heads].
-
-    Every half has its own mean query.
-
-    Args:
-        query_variances: Variances of the scores of mean queries, and of each query itself.
-        halves: The ways.
-    """
-    sides = torch.cat(sides_of(halves))
-    common = torch.einsum("shg,sg->sh", query_variances.common[1:], sides)
-    one, other = (common / (sides @ query_variances.own.T)).chunk(2)
-    return one - other
-
-
-def _mean_queries(query: Tensor, real: Tensor, group: Tensor, halves: HalfSamples) -> Tensor:
-    """Average the queries that see a key: of all, and of each half, [1 + 2 ways, heads, width]."""
+def _mean_queries(query: Tensor, real: Tensor, group: Tensor, groups: int) -> Tensor:
+    """Average the queries that see a key: of all, and without each group, [.., heads, width]."""
     chosen = real[:, :, :, None]
     by_sequence = torch.where(chosen, query.double(), 0).sum(dim=2)
     counts = real.sum(dim=2).double()
-    groups = halves.first.shape[1]
     sums = by_sequence.new_zeros(groups, *by_sequence.shape[1:]).index_add_(0, group, by_sequence)
     sizes = counts.new_zeros(groups, counts.shape[1]).index_add_(0, group, counts)
-    sides = torch.cat([torch.ones_like(sizes[:, :1].T), *sides_of(halves)])
+    sides = torch.ones_like(sizes[:, :1].T)
+    if groups > 1:
+        every = torch.ones(groups, groups, dtype=sizes.dtype, device=sizes.device)
+        sides = torch.cat([sides, every.fill_diagonal_(0)])
     return torch.tensordot(sides, sums, dims=1) / (sides @ sizes)[:, :, None]
 
 

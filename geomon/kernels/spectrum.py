@@ -5,36 +5,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from geomon.kernels._blocks import (
-    centre,
-    centred_blocks,
-    mean_in_parts,
-    require_rows,
-    sum_of,
-)
-from geomon.kernels.products import product_with_itself
+from geomon.kernels._blocks import centre, centred_blocks, require_rows, sum_of
+from geomon.kernels.groups import add_by_group
+from geomon.kernels.products import factor_type, product_with_itself
 
-# Up to this side the full spectrum is as fast as Lanczos (4,096 tokens, isotropic, the worst case).
-_SMALL_SIDE = 256
-
-# Shares of the leading eigenvalue: the largest estimate r^2 / g of its error, and the largest
-# residual r, which bounds the error where the two leading eigenvalues are so near one another that
-# g is not their distance.
-_TOLERANCE = 1e-9
-_RESIDUAL = 1e-8
-
-# Lanczos vectors for which memory is allocated at first.
-_STEPS = 64
-
-# Width up to which a block of rows is multiplied with itself at once; strips of columns in which
-# the Gram matrix of wider rows, which is large beside a block, is added up in place.
+# Width up to which eigenvectors are computed in float64. Above it float32 halves the time, and its
+# rounding, 1e-6 of the largest eigenvalue, is far below the statistical error.
 _NARROW = 1024
-_STRIPS = 4
-
-# Steps without convergence after which computing a Gram matrix pays, where rows are many: products
-# with it cost less than those with the rows.
-_STEPS_TO_GRAM = 12
-
 
 # Fewest ranks through which a power law is laid.
 _FEWEST_RANKS = 5
@@ -52,72 +29,35 @@ class PowerLaw(NamedTuple):
     r_squared: Tensor
 
 
-def scatter(hidden: Tensor) -> Tensor:
-    """Sum the products of the centred numbers: the covariance times the tokens.
+class PrincipalAxes(NamedTuple):
+    """Variance along the eigenvectors of the covariance, as a whole and by group of sequences.
 
-    Args:
-        hidden: Rows, [tokens, width].
-
-    Returns:
-        [width, width], float64; above a width of 1,024 the lower triangle alone is filled.
-
-    Raises:
-        ValueError: `hidden` is not a floating-point matrix with at least one row.
-
-    Example:
-        >>> scatter(torch.tensor([[2.0, 0.0], [0.0, 0.0]])).tolist()
-        [[2.0, 0.0], [0.0, 0.0]]
+    Attributes:
+        eigenvalues: Eigenvalues of the covariance of all rows, descending, [..., rank], float64.
+        counts: Number of rows of each group, [groups].
+        squares: Sum over the rows of each group of the squared coordinates along each eigenvector,
+            about the mean of all rows, [groups, ..., rank]; float64.
     """
-    width = require_rows(hidden).shape[1]
-    if width <= _NARROW:
-        return _scatter_about(hidden, mean_in_parts(hidden))
-    gram = hidden.new_zeros(width, width, dtype=torch.float64)
-    strip = -(-width // _STRIPS)
-    for block in centred_blocks(hidden):
-        for start in range(0, width, strip):
-            part = slice(start, start + strip)
-            gram[start:, part].addmm_(block[:, start:].T, block[:, part])
-    return gram
+
+    eigenvalues: Tensor
+    counts: Tensor
+    squares: Tensor
+
+    def without(self, group: int) -> Tensor:
+        """Return the variance of the rows of all other groups along the eigenvectors of all rows.
+
+        To first order in what is left out these are the eigenvalues without the group, in another
+        order perhaps.
+
+        Args:
+            group: Number of a group.
+        """
+        rows = self.counts.sum()
+        left = self.eigenvalues * rows - self.squares[group]
+        return left.clamp(min=0) / (rows - self.counts[group])
 
 
-def scatter_with(most: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the scatter of most rows, and that of these and the others, in one product.
-
-    What the others add is their scatter about their own mean, and (n m / (n + m)) d d^T with d the
-    distance of the two means: only squares are added, so that nothing cancels.
-
-    Args:
-        most: Rows of a width of at most 1,024, [tokens, width].
-        others: Further rows, [further tokens, width].
-
-    Returns:
-        The scatter of all rows, and that of most, [width, width], float64.
-
-    Raises:
-        ValueError: `most` is not a floating-point matrix with at least one row.
-
-    Example:
-        >>> most, others = torch.tensor([[2.0], [0.0]]), torch.tensor([[5.0], [5.0]])
-        >>> [found.tolist() for found in scatter_with(most, others)]
-        [[[18.0]], [[2.0]]]
-    """
-    mean = mean_in_parts(require_rows(most))
-    known = _scatter_about(most, mean)
-    if len(others) == 0:
-        return known, known
-    other = mean_in_parts(others)
-    apart = (other[0] - mean[0]) + (other[1] - mean[1])
-    share = len(others) * len(most) / (len(others) + len(most))
-    whole = (known + _scatter_about(others, other)).addr_(apart, apart, alpha=share)
-    return whole, known
-
-
-def _scatter_about(rows: Tensor, mean: tuple[Tensor, Tensor]) -> Tensor:
-    """Compute the scatter of rows about their mean, which is known, [width, width]."""
-    return sum_of(map(product_with_itself, centred_blocks(rows, mean)))
-
-
-def spectrum(hidden: Tensor, scatter: Tensor | None = None) -> Tensor:
+def spectrum(hidden: Tensor) -> Tensor:
     """Compute the eigenvalues of the centred covariance, descending.
 
     lambda_i = s_i^2 / tokens, with s the singular values of the centred rows; their sum is the
@@ -127,7 +67,6 @@ def spectrum(hidden: Tensor, scatter: Tensor | None = None) -> Tensor:
 
     Args:
         hidden: Rows, [tokens, width].
-        scatter: Their scatter, where it is known, [width, width].
 
     Returns:
         [min(tokens, width)], float64, in squared units of `hidden`.
@@ -139,12 +78,63 @@ def spectrum(hidden: Tensor, scatter: Tensor | None = None) -> Tensor:
         >>> spectrum(torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 2.0], [0.0, -2.0]])).tolist()
         [2.0, 0.5]
     """
+    return _eigenvalues(_gram(require_rows(hidden)), len(hidden))
+
+
+def principal_axes(hidden: Tensor, group: Tensor, groups: int) -> PrincipalAxes:
+    """Compute the eigenvalues of `spectrum`, and what each group has along the eigenvectors.
+
+    Above a width of 1,024 the eigenvectors are computed in float32.
+
+    Args:
+        hidden: Rows, [tokens, width].
+        group: Group of each row, int64, [tokens].
+        groups: Number of groups.
+
+    Raises:
+        ValueError: `hidden` is not a floating-point matrix with at least one row.
+
+    Example:
+        >>> rows = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 2.0], [0.0, -2.0]])
+        >>> axes = principal_axes(rows, torch.tensor([0, 0, 1, 1]), groups=2)
+        >>> axes.eigenvalues.tolist(), axes.without(1).tolist()
+        ([2.0, 0.5], [0.0, 1.0])
+    """
     tokens, width = require_rows(hidden).shape
-    if width <= tokens:
-        gram = _scatter(hidden) if scatter is None else scatter
+    gram = _gram(hidden)
+    exact = min(tokens, width) <= _NARROW
+    values, vectors = _decompose(gram if exact else gram.float())
+    squares = values.new_zeros(groups, len(values))
+    if width > tokens:  # the eigenvectors are those of the rows' products with one another
+        add_by_group(squares, group, vectors.double().square() * values)
     else:
-        gram = product_with_itself(centre(hidden).T)
-    return torch.linalg.eigvalsh(gram).flip(0).clamp_(min=0).div_(tokens)
+        start = 0
+        kind = factor_type(hidden.device)
+        axes = vectors.to(kind)
+        for block in centred_blocks(hidden):
+            own = group[start : start + len(block)]
+            start += len(block)
+            add_by_group(squares, own, (block.to(kind) @ axes).square_().double())
+    counts = torch.bincount(group, minlength=groups).double()
+    return PrincipalAxes(values / tokens, counts, squares)
+
+
+def _gram(rows: Tensor) -> Tensor:
+    """Multiply the centred rows with themselves, in float64, along the shorter side."""
+    if rows.shape[1] > len(rows):
+        return product_with_itself(centre(rows).T)
+    return sum_of(map(product_with_itself, centred_blocks(rows)))
+
+
+def _eigenvalues(gram: Tensor, tokens: int) -> Tensor:
+    return torch.linalg.eigvalsh(gram).flip(-1).clamp_(min=0).div_(tokens)
+
+
+def _decompose(gram: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute eigenvalues, descending and in float64, and eigenvectors, [..., side, rank]."""
+    # By torch alone: numpy's threads wait for work by running, and take the cores from torch's.
+    values, vectors = torch.linalg.eigh(gram)
+    return values.double().flip(-1).clamp(min=0), vectors.flip(-1)
 
 
 def anisotropy(spectrum: Tensor) -> Tensor:
@@ -261,88 +251,38 @@ def power_law(spectrum: Tensor, first: int = 11, last: int = 100) -> PowerLaw:
     return PowerLaw(-slope, torch.where(total > 0, 1 - left / total, torch.nan))
 
 
-def leading_share(hidden: Tensor) -> Tensor:
-    """Compute `anisotropy(spectrum(hidden))` without the rest of the spectrum: for wide layers.
-
-    lambda_1 by Lanczos with full reorthogonalisation in float64, from products with the centred
-    rows; the trace is their sum of squares. The same rows give the same value: the starting vector
-    is fixed. The relative error is at most about 1e-9, or 1e-8 where the two leading eigenvalues
-    differ by less than 1e-5 of the value. The full spectrum is computed where the smaller side is
-    at most 256, since it is as fast there, and where Lanczos does not converge within a third of
-    the smaller side.
+def head_axes(rows: Tensor, group: Tensor, groups: int) -> PrincipalAxes:
+    """Compute `principal_axes` of the queries or keys of each head.
 
     Args:
-        hidden: Rows, [tokens, width].
+        rows: Queries or keys of one projection, [tokens, heads, head width].
+        group: Group of each row, int64, [tokens].
+        groups: Number of groups.
 
     Returns:
-        A scalar in (0, 1]; NaN where all rows are equal.
+        Eigenvalues [heads, head width].
 
     Raises:
-        ValueError: `hidden` is not a floating-point matrix with at least one row.
-
-    Example:
-        >>> leading_share(torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])).item()
-        0.5
+        ValueError: `rows` is not a floating-point tensor by head, or one of its sizes is 0.
     """
-    rows = require_rows(hidden)
-    centred = centre(rows)
-    trace = torch.linalg.vector_norm(centred).square()  # no second matrix, as squares would be
-    if not 0 < trace < torch.inf:
-        return torch.full_like(trace, torch.nan)
-    if min(rows.shape) <= _SMALL_SIDE:
-        return anisotropy(spectrum(rows))
-    top = _leading_eigenvalue(centred if rows.shape[1] <= rows.shape[0] else centred.T)
-    return anisotropy(spectrum(rows)) if top is None else top / trace
-
-
-def _leading_eigenvalue(rows: Tensor) -> Tensor | None:
-    """Compute the largest eigenvalue of rows^T rows; None where Lanczos does not converge.
-
-    One vector at a time: a product with several costs several times as much. With r the residual of
-    the leading Ritz pair and g its distance to the second Ritz value, the error is at most r and
-    about r^2 / g.
-    """
-    width = rows.shape[1]
-    steps = width // 3
-    basis = rows.new_empty(min(_STEPS, steps), width)  # one vector in each row
-    tridiagonal = rows.new_zeros(steps, steps)
-    vector = torch.randn(
-        width, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32, device="cpu"
-    ).to(rows)
-    vector /= vector.norm()
-    gram: Tensor | None = None
-    check = 2  # number of steps after which convergence is tested next
-    for step in range(steps):
-        if step == len(basis):
-            basis = torch.cat([basis, basis.new_empty(min(step, steps - step), width)])
-        basis[step] = vector
-        known = basis[: step + 1]
-        if step == _STEPS_TO_GRAM and 2 * width <= len(rows):
-            gram = rows.T @ rows
-        image = rows.T.mv(rows.mv(vector)) if gram is None else gram.mv(vector)
-        tridiagonal[step, step] = image.dot(vector)
-        # Done twice: one pass leaves rounding errors along the directions that have converged.
-        for _ in range(2):
-            image -= known.T.mv(known.mv(image))
-        rest = image.norm()
-        size = step + 1
-        exhausted = rest <= 1e-14 * tridiagonal.diagonal().sum()
-        if size >= check or exhausted:
-            values, vectors = torch.linalg.eigh(tridiagonal[:size, :size])
-            residual = rest * vectors[-1, -1].abs()
-            gap = values[-1] - values[-2] if size > 1 else torch.zeros_like(rest)
-            close = torch.minimum(residual, residual.square() / gap) <= _TOLERANCE * values[-1]
-            if exhausted or (close and residual <= _RESIDUAL * values[-1]):
-                return values[-1]
-            check = size + max(2, size // 8)  # the small problem stays cheap beside the products
-        if size < steps:
-            tridiagonal[step, size] = tridiagonal[size, step] = rest
-            vector = image / rest
-    return None
-
-
-# The name of a parameter too.
-_scatter = scatter
+    if rows.ndim != 3 or not rows.is_floating_point() or min(rows.shape) < 1:
+        raise ValueError(
+            "expected a floating-point tensor [tokens, heads, head width] with no size of 0, got "
+            f"{rows.dtype} {list(rows.shape)}"
+        )
+    sums = rows.new_zeros(groups, *rows.shape[1:], rows.shape[2], dtype=torch.float64)
+    start = 0
+    for flat in centred_blocks(rows.flatten(1)):
+        block = flat.view(-1, *rows.shape[1:])
+        own = group[start : start + len(flat)]
+        start += len(flat)
+        for number in own.unique().tolist():
+            by_head = block[own == number].transpose(0, 1)
+            sums[number] += product_with_itself(by_head)
+    values, vectors = _decompose(sums.sum(dim=0))
+    squares = ((sums @ vectors.double()) * vectors.double()).sum(dim=-2)
+    counts = torch.bincount(group, minlength=groups).double()
+    return PrincipalAxes(values / len(rows), counts, squares)
 
 
 def _shares(spectrum: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from geomon.kernels._blocks import column_blocks, mean_row, require_rows
+from geomon.kernels.groups import GROUPS
 from geomon.kernels.moments import mean_square_norm, variance
 
 
@@ -53,6 +54,22 @@ class NormVarianceFit(NamedTuple):
     q_variation: Tensor
 
 
+class TypeCells(NamedTuple):
+    """Sums over the rows of each token type in each group, about the mean of the type.
+
+    Attributes:
+        rows: Number of rows, [types, groups].
+        squares: Sum of the squared distances from the mean of the type, [types, groups].
+        square_of_sum: Squared norm of the sum of the differences from it, [types, groups].
+        along: Product of that sum and the mean of the type, [types, groups].
+    """
+
+    rows: Tensor
+    squares: Tensor
+    square_of_sum: Tensor
+    along: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class TokenTypes:
     """Moments of the rows of each token type, in ascending order of id, float64.
@@ -61,11 +78,35 @@ class TokenTypes:
         rows: Number of rows of each type, n_t, [types].
         m: Squared norm of the mean of each type, M_t = |mean x|^2, [types].
         scatter: Sum of the squared distances of the rows from the mean of their type, [types].
+        cells: The same by group of sequences; None where no groups were given.
     """
 
     rows: Tensor
     m: Tensor
     scatter: Tensor
+    cells: "TypeCells | None" = None
+
+    def without(self, group: int) -> "TokenTypes":
+        """Return the moments of the rows of all other groups.
+
+        With S the sum of the rows that are left out about the mean of their type, the mean moves by
+        -S / (rows that stay).
+
+        Args:
+            group: Number of a group.
+
+        Raises:
+            ValueError: The moments are not known by group.
+        """
+        if self.cells is None:
+            raise ValueError("the moments of token types are not known by group: give groups")
+        out = TypeCells(*(part[:, group] for part in self.cells))
+        rows = self.rows - out.rows
+        stay = rows > 0
+        left = rows.clamp(min=1)
+        m = self.m - 2 * out.along / left + out.square_of_sum / left.square()
+        scatter = (self.scatter - out.squares - out.square_of_sum / left).clamp(min=0)
+        return TokenTypes(rows[stay], m[stay].clamp(min=0), scatter[stay])
 
     @property
     def within_variance(self) -> Tensor:
@@ -166,12 +207,16 @@ def require_token_ids(token_ids: Tensor, rows: int) -> None:
         )
 
 
-def token_types(hidden: Tensor, token_ids: Tensor) -> TokenTypes:
+def token_types(
+    hidden: Tensor, token_ids: Tensor, group: Tensor | None = None, groups: int = GROUPS
+) -> TokenTypes:
     """Count the rows of every token type, and compute the norm of their mean and their scatter.
 
     Args:
         hidden: Rows, [tokens, width].
         token_ids: Type of each row, integers, [tokens].
+        group: Group of sequences of each row, int64, [tokens]; None for no sums by group.
+        groups: Number of groups, some of which may have no row.
 
     Raises:
         ValueError: `hidden` is not a floating-point matrix with at least one row, or `token_ids`
@@ -185,23 +230,38 @@ def token_types(hidden: Tensor, token_ids: Tensor) -> TokenTypes:
     """
     rows = require_rows(hidden)
     require_token_ids(token_ids, len(rows))
-    _, group, count = torch.unique(token_ids, return_inverse=True, return_counts=True)
+    _, kind, count = torch.unique(token_ids, return_inverse=True, return_counts=True)
     size = count.double()
     order = torch.arange(len(rows), dtype=torch.int64, device=rows.device)
-    first = torch.zeros_like(count).scatter_reduce(0, group, order, "amin", include_self=False)
-    m, scatter = torch.zeros_like(size), torch.zeros_like(size)
+    first = torch.zeros_like(count).scatter_reduce(0, kind, order, "amin", include_self=False)
+    groups = 1 if group is None else groups
+    place = kind if group is None else kind * groups + group
+    cells, cell = torch.unique(place, return_inverse=True)
+    m = torch.zeros_like(size)
+    squares, square_of_sum, along = (size.new_zeros(len(cells)) for _ in range(3))
     # By columns: with as many types as rows, a mean of each would be larger than the rows.
     for columns in column_blocks(rows):
         # One of its own rows is subtracted from every type first: far from the origin nothing
         # cancels, and the mean of equal rows is that row.
-        block = columns.double()
-        origin = block[first]
-        centred = block - origin[group]
-        shift = torch.zeros_like(origin).index_add_(0, group, centred).div_(size[:, None])
-        squares = centred.sub_(shift[group]).square_().sum(dim=1)
-        scatter.index_add_(0, group, squares)
-        m += origin.add_(shift).square_().sum(dim=1)
-    return TokenTypes(size, m, scatter)
+        block = columns.to(torch.float64, copy=True)  # rows may be of float64 already
+        mean = block[first]
+        centred = block.sub_(mean[kind])
+        shift = torch.zeros_like(mean).index_add_(0, kind, centred).div_(size[:, None])
+        centred.sub_(shift[kind])
+        mean += shift
+        m += mean.square().sum(dim=1)
+        squares.index_add_(0, cell, torch.linalg.vector_norm(centred, dim=1).square_())
+        if group is not None:
+            sums = mean.new_zeros(len(cells), mean.shape[1]).index_add_(0, cell, centred)
+            square_of_sum += sums.square().sum(dim=1)
+            along += (sums * mean[cells // groups]).sum(dim=1)
+    known = torch.bincount(place, minlength=len(count) * groups).double()
+    parts = [size.new_zeros(len(count) * groups) for _ in range(3)]
+    for part, values in zip(parts, (squares, square_of_sum, along), strict=True):
+        part[cells] = values
+    by_group = TypeCells(*(part.view(-1, groups) for part in (known, *parts)))
+    scatter = by_group.squares.sum(dim=1)
+    return TokenTypes(size, m, scatter, None if group is None else by_group)
 
 
 def variance_shares(

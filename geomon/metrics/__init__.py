@@ -2,7 +2,8 @@
 
 from geomon.metrics.evaluate import Evaluator
 from geomon.metrics.layer_values import LayerValues
-from geomon.metrics.table import METRICS, MORE_METRICS, Metric, check_metrics, select
+from geomon.metrics.metric import Metric
+from geomon.metrics.table import METRICS, MORE_METRICS, check_metrics, select
 
 __all__ = [
     "METRICS",

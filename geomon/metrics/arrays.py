@@ -12,15 +12,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from geomon.kernels.spectrum_summary import EIGENVALUES, SpectrumSummary
 from geomon.kernels.token_types import TokenTypes
 from geomon.metrics.views import LayerViews, parameters
-from geomon.record import tags
+from geomon.record.arrays import ArrayPlace
 
 # Rows of queries and of keys for each head, and bytes of one reading above which they are fewer.
 ROWS = 32
 MOST_BYTES = 2**20
-# Token types of one layer; there are as many eigenvalues.
+# Most eigenvalues, and most token types, of one layer.
+EIGENVALUES = 256
 TYPES = 256
 
 _LARGEST_HALF = float(np.finfo(np.float16).max)
@@ -42,8 +42,8 @@ def _mean_key(mean_key: Tensor) -> Tensor:
     return mean_key
 
 
-def _eigenvalues(spectrum_summary: SpectrumSummary) -> Tensor:
-    return spectrum_summary.eigenvalues[:EIGENVALUES]
+def _eigenvalues(spectrum: Tensor) -> Tensor:
+    return spectrum[:EIGENVALUES]
 
 
 def _type_ids(token_types: TokenTypes, token_ids: Tensor) -> Tensor:
@@ -122,27 +122,24 @@ def _plain(values: Tensor, *, single_rows: bool) -> NDArray[Any]:
 
 def join_arrays(
     layers: Iterable[tuple[str, int, Mapping[str, NDArray[Any]]]],
-) -> dict[str, NDArray[Any]]:
+) -> dict[ArrayPlace, NDArray[Any]]:
     """Join the arrays of all layers of a reading, with fewer single rows where it is too large.
 
     Args:
         layers: Stack, depth and arrays of each layer.
-
-    Returns:
-        Arrays by tag.
     """
     found = {
-        tags.in_stack(tags.layer_tag(name, index), stack): array
+        ArrayPlace(stack, name, index): array
         for stack, index, arrays in layers
         for name, array in arrays.items()
     }
-    of_rows = [tag for tag in found if tag.split("/")[0] in _ROWS_OF]
-    others = sum(array.nbytes for tag, array in found.items() if tag not in of_rows)
-    one_each = sum(found[tag][0].nbytes for tag in of_rows if len(found[tag]))
+    of_rows = [place for place in found if place.name in _ROWS_OF]
+    others = sum(array.nbytes for place, array in found.items() if place not in of_rows)
+    one_each = sum(found[place][0].nbytes for place in of_rows if len(found[place]))
     rows = max(0, MOST_BYTES - others) // one_each if one_each else 0
-    for tag in of_rows:
-        found[tag] = found[tag][_spread(len(found[tag]), rows) if rows else []]
-    return {tag: array for tag, array in found.items() if array.size}
+    for place in of_rows:
+        found[place] = found[place][_spread(len(found[place]), rows) if rows else []]
+    return {place: array for place, array in found.items() if array.size}
 
 
 __all__ = ["ARRAYS", "arrays_of", "join_arrays"]

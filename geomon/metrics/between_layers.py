@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from geomon.kernels import neighbourhoods
-from geomon.kernels.half_samples import HalfSamples
 from geomon.kernels.neighbours import Neighbours
 from geomon.metrics.layer_values import LayerValues
-from geomon.metrics.views import MissingViewError
+from geomon.metrics.views import Groups, MissingViewError, spread_rows
 
-# Nearest rows that are compared: of the 16 that are kept, so many are left where some are copies of
-# others at one of the two layers.
+# Nearest rows that are compared: of the 24 that are listed, so many are left where some are copies
+# of others at one of the two layers.
 SHARED = 10
 # Rows whose neighbours are compared, and of which they are kept.
 _ROWS = 1024
@@ -35,12 +34,11 @@ class Comparison(NamedTuple):
 
     Attributes:
         parts: Values by part, "" for the value itself.
-        differences: Estimate on the first half of the sequences minus that on the second, for each
-            way of cutting them.
+        without: The value without each group of sequences; empty where there are none.
     """
 
     parts: dict[str, float]
-    differences: list[float]
+    without: list[float]
 
 
 class Comparing:
@@ -120,12 +118,12 @@ def with_comparison(
         if strict:
             raise
         return replace(layer, failed={**layer.failed, name: str(error) or type(error).__name__})
-    each = zip(*(one.differences for one in found), strict=True)
-    differences = [sum(way) / len(found) for way in each]
+    each = zip(*(one.without for one in found), strict=True)
+    without = [sum(group) / len(found) for group in each]
     return replace(
         layer,
-        parts={**layer.parts, name: [one.parts for one in found]},
-        differences={**layer.differences, name: {"": differences} if differences else {}},
+        parts={**layer.parts, name: [dict(one.parts) for one in found]},
+        without={**layer.without, name: {"": without} if without else {}},
     )
 
 
@@ -137,51 +135,49 @@ class NearRows(NamedTuple):
 
     Attributes:
         labels: Numbers by which the tokens of the rows are known, [tokens] or [tokens, labels].
-        unique: True for one row of each content, [tokens].
-        rows: Indices of the rows whose neighbours are kept, ascending, [rows].
-        near: Indices of their nearest unique rows, nearest first, int32, [rows, k].
-        halves: Groups of all rows, and the ways of cutting them.
+        copies: For each row the first row of the same content, [tokens].
+        rows: Indices of the rows whose neighbours are kept, ascending, each the first of its
+            content, [rows].
+        near: Indices of their nearest rows, each the first of its content, nearest first,
+            [rows, k].
+        groups: Groups of all rows.
     """
 
     labels: Tensor
-    unique: Tensor
+    copies: Tensor
     rows: Tensor
     near: Tensor
-    halves: HalfSamples
+    groups: Groups
 
 
 def keep_near_rows(
-    nearest: Neighbours, unique_rows: Tensor, positions: Tensor, known_halves: HalfSamples
+    nearest: Neighbours, query_rows: Tensor, copies: Tensor, positions: Tensor, groups: Groups
 ) -> NearRows:
     """Share of the 10 nearest rows of a row that are so before the block too.
 
     Mean over up to 1,024 rows, at layer l for the rows that enter block l and those that leave it.
-    Copies at either layer are left out of both. Part `n`: how many rows it stands on.
+    Of rows that are copies at either layer one is left in both. Part `n`: how many rows it stands
+    on.
     """
-    return near_rows_of(nearest, unique_rows, positions, known_halves)
+    return near_rows_of(nearest, query_rows, copies, positions, groups)
 
 
 def near_rows_of(
-    nearest: Neighbours, unique_rows: Tensor, labels: Tensor, halves: HalfSamples
+    nearest: Neighbours, query_rows: Tensor, copies: Tensor, labels: Tensor, groups: Groups
 ) -> NearRows:
     """Choose up to 1,024 rows of a layer, evenly spread, and copy their neighbours to the host.
 
     Args:
-        nearest: Neighbours of every unique row.
-        unique_rows: Indices of one row of each content, ascending, [unique].
+        nearest: Neighbours of some unique rows.
+        query_rows: Indices of these rows, ascending.
+        copies: For each row the first row of the same content, [tokens].
         labels: Numbers by which the tokens of the rows are known, [tokens] or [tokens, labels].
-        halves: Ways of cutting the rows.
+        groups: Groups of all rows.
     """
-    count = len(labels)
-    some = min(count, _ROWS)
-    order = torch.arange(some, dtype=torch.int64, device=unique_rows.device)
-    unique = torch.zeros(count, dtype=torch.bool, device=unique_rows.device)
-    unique[unique_rows] = True
-    rows = order * count // max(some, 1)
-    rows = rows[unique[rows]]
-    near = nearest.indices[torch.searchsorted(unique_rows, rows)]
-    kept = halves._replace(group=halves.group.cpu(), first=halves.first.cpu())
-    return NearRows(labels.cpu(), unique.cpu(), rows.cpu(), near.int().cpu(), kept)
+    rows = spread_rows(query_rows, _ROWS)
+    near = nearest.indices[torch.searchsorted(query_rows, rows)]
+    kept = Groups(groups.of.cpu(), groups.size)
+    return NearRows(labels.cpu(), copies.cpu(), rows.cpu(), near.int().cpu(), kept)
 
 
 def compare_near_rows(
@@ -199,38 +195,51 @@ def compare_near_rows(
     """
     if not torch.equal(before.labels, after.labels):
         raise MissingViewError(f"its rows are not the tokens that the rows of {earlier} are")
-    unique = before.unique & after.unique
-    rows = after.rows[torch.isin(after.rows, before.rows)]
-    lists = [own.near[torch.searchsorted(own.rows, rows)].long() for own in (before, after)]
-    shares = _shares(lists, [unique[near] for near in lists], SHARED)
-    known = shares[~shares.isnan()]
-    if len(known) == 0:
+    kept = _without_copies(before, after)
+    rows = kept[torch.isin(before.copies[kept], before.rows)
+                & torch.isin(after.copies[kept], after.rows)]  # fmt: skip
+    shares = _shares([_lists(own, rows, kept) for own in (before, after)])
+    known = shares.isfinite()
+    if not bool(known.any()):
         raise MissingViewError(
             f"most rows are copies of others, here or in {earlier}: of no row are {SHARED} of the "
-            "16 nearest left to compare"
+            "nearest that are listed left to compare"
         )
-    differences = []
-    for way in before.halves.first:
-        side = way[before.halves.group]
-        # In a half about every second neighbour is left.
-        inside = [unique[near] & (side[near] == side[rows, None]) for near in lists]
-        half = _shares(lists, inside, SHARED // 2)
-        first, second = (half[side[rows] == own].nanmean() for own in (True, False))
-        differences.append(before.halves.widening * float(first - second))
-    return Comparison({"": float(known.mean()), "n": len(known)}, differences)
+    own = after.groups.of[rows]
+    groups = range(after.groups.size if after.groups.size > 1 else 0)
+    without = [float(shares[known & (own != group)].mean()) for group in groups]
+    return Comparison({"": float(shares[known].mean()), "n": int(known.sum())}, without)
 
 
-def _shares(lists: Sequence[Tensor], inside: Sequence[Tensor], k: int) -> Tensor:
-    """Compute the overlap of the first k of each list that are inside; NaN where there are fewer.
+def _without_copies(before: NearRows, after: NearRows) -> Tensor:
+    """Choose rows of which no two are copies at either of the two layers, ascending."""
+    if bool((before.copies == after.copies).all()):
+        return before.copies.unique()
+    taken: tuple[set[int], set[int]] = set(), set()
+    kept = []
+    contents = zip(before.copies.tolist(), after.copies.tolist(), strict=True)
+    for row, (one, other) in enumerate(contents):
+        if one not in taken[0] and other not in taken[1]:
+            taken[0].add(one)
+            taken[1].add(other)
+            kept.append(row)
+    return torch.tensor(kept, dtype=torch.int64, device="cpu")
 
-    Args:
-        lists: Neighbours of the rows at each of the two layers, nearest first, [rows, kept].
-        inside: True for the neighbours that count, in each list.
-        k: Number of neighbours.
-    """
-    enough = (inside[0].sum(dim=1) >= k) & (inside[1].sum(dim=1) >= k)
+
+def _lists(own: NearRows, rows: Tensor, kept: Tensor) -> Tensor:
+    """List the neighbours of rows by the row that is kept of their content; -1 where none is."""
+    of_content = torch.full_like(own.copies, -1)
+    of_content[own.copies[kept]] = kept
+    places = torch.searchsorted(own.rows, own.copies[rows])
+    return of_content[own.near[places].long()]
+
+
+def _shares(lists: Sequence[Tensor]) -> Tensor:
+    """Compute the overlap of the first 10 of each list that are kept; NaN where there are fewer."""
+    inside = [near >= 0 for near in lists]
+    enough = (inside[0].sum(dim=1) >= SHARED) & (inside[1].sum(dim=1) >= SHARED)
     one, other = (
-        near[enough][own[enough] & (own[enough].cumsum(dim=1) <= k)].view(-1, k)
+        near[enough][own[enough] & (own[enough].cumsum(dim=1) <= SHARED)].view(-1, SHARED)
         for near, own in zip(lists, inside, strict=True)
     )
     found = torch.full((len(enough),), torch.nan, dtype=torch.float64, device=enough.device)

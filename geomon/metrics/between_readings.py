@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from geomon.kernels.half_samples import HalfSamples
 from geomon.kernels.neighbours import Neighbours
 from geomon.metrics.between_layers import (
     Comparing,
@@ -21,7 +20,7 @@ from geomon.metrics.between_layers import (
     with_comparison,
 )
 from geomon.metrics.layer_values import LayerValues
-from geomon.metrics.views import MissingViewError
+from geomon.metrics.views import Groups, MissingViewError
 from geomon.record import tags
 
 # What a metric kept of each split of the rows: by stack and depth of the layer, and by metric.
@@ -98,7 +97,7 @@ def compare_readings(
             raise MissingViewError(_NOT_KEPT)
         found = [metric.compare(*pair) for pair in zip(before, layer.kept[name], strict=False)]
         steps = {tags.STEPS: float(earlier.steps)}
-        return [Comparison(one.parts | steps, one.differences) for one in found]
+        return [Comparison(one.parts | steps, one.without) for one in found]
 
     return [
         with_comparison(name, layer, partial(compared, layer), strict=strict) for layer in layers
@@ -109,14 +108,14 @@ def compare_readings(
 
 
 def keep_near_tokens(
-    nearest: Neighbours, unique_rows: Tensor, token_labels: Tensor, known_halves: HalfSamples
+    nearest: Neighbours, query_rows: Tensor, copies: Tensor, token_labels: Tensor, groups: Groups
 ) -> NearRows:
     """Share of the 10 nearest rows of a row that were so at the reading before, of the same probe.
 
-    Mean over up to 1,024 rows. Copies at either reading are left out of both. Parts: `steps`, how
-    many lie between the two readings; `n`, how many rows it stands on.
+    Mean over up to 1,024 rows. Of rows that are copies at either reading one is left in both.
+    Parts: `steps`, how many lie between the two readings; `n`, how many rows it stands on.
     """
-    return near_rows_of(nearest, unique_rows, token_labels, known_halves)
+    return near_rows_of(nearest, query_rows, copies, token_labels, groups)
 
 
 def compare_near_tokens(before: NearRows, after: NearRows) -> Comparison:

@@ -3,34 +3,22 @@
 import contextlib
 import functools
 import math
+import random
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from geomon.capture.snapshot import (
-    CAPTURED,
-    OF_THE_BATCH,
-    SOURCES,
-    Layer,
-    Note,
-    group_by_layer,
-)
-from geomon.kernels.half_samples import FEWEST_SEQUENCES, margin
+from geomon.capture.snapshot import CAPTURED, OF_THE_BATCH, SOURCES, Layer, group_by_layer
+from geomon.kernels.groups import GROUPS
 from geomon.kernels.products import without_autocast
-from geomon.metrics.across_layers import (
-    across_layers,
-    entropy_null,
-    head_nulls,
-    null_values,
-    null_values_at_last,
-    query_null,
-)
 from geomon.metrics.arrays import arrays_of, join_arrays
 from geomon.metrics.at_once import in_pieces, layers_at_once
 from geomon.metrics.between_layers import BetweenLayers, Comparing, compare_layers
@@ -41,12 +29,16 @@ from geomon.metrics.between_readings import (
     Kept,
     compare_readings,
 )
-from geomon.metrics.cautions import cautions
-from geomon.metrics.intervals import by_part, cut_of, differences_of
+from geomon.metrics.cautions import cautions, explain_not_finite
+from geomon.metrics.jackknife import NoMarginError, ViewsWithout, margin
 from geomon.metrics.last_tokens import AtLast
 from geomon.metrics.layer_values import LayerValues, Parts
-from geomon.metrics.table import Metric, is_bundled
+from geomon.metrics.metric import Metric, Sizes
+from geomon.metrics.table import is_bundled
 from geomon.metrics.views import (
+    QUERIES,
+    SPECTRAL_ROWS,
+    SPECTRAL_WIDTH,
     LayerViews,
     MissingViewError,
     can_be_made,
@@ -54,7 +46,10 @@ from geomon.metrics.views import (
     parameters,
     split_rows,
 )
+from geomon.note import Note
 from geomon.record import tags
+from geomon.record.arrays import ArrayPlace
+from geomon.record.columns import Column, Columns, Stacks
 
 # Captured views that a matrix of weights has.
 _OF_ROWS = CAPTURED.keys() - OF_THE_BATCH
@@ -65,16 +60,17 @@ class Evaluation:
     """Values of a reading, and notes on them.
 
     Attributes:
-        values: Values by tag; NaN for what could not be measured.
+        stacks: Column of each metric, by stack and metric; NaN for what could not be measured.
         notes: Remarks for the reader of the values.
-        explained: Tags of values that are missing for a reason which a note gives.
-        arrays: Arrays for figures, by tag.
+        explained: Stack, metric and layer (None for the mean) of values that are missing for a
+            reason which a note gives.
+        arrays: Arrays for figures.
     """
 
-    values: dict[str, float] = field(default_factory=dict)
+    stacks: Stacks = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
-    explained: set[str] = field(default_factory=set)
-    arrays: dict[str, NDArray[Any]] = field(default_factory=dict)
+    explained: set[tuple[str, str, int | None]] = field(default_factory=set)
+    arrays: dict[ArrayPlace, NDArray[Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -85,17 +81,19 @@ class Evaluator:
     splits and, with two splits or more, `std` their standard deviation. A metric of heads has the
     mean over heads as its value, with `min`, `max` and each head as parts. `mean` is over the
     layers without layer 0. `margin` is the half width of a 95 % interval over other sequences
-    (`geomon.metrics.intervals`). The arithmetic runs without autograd and without autocast.
+    (`geomon.metrics.jackknife`). The arithmetic runs without autograd and without autocast.
 
     Args:
         metrics: Checked metrics by name.
         batches: Largest number of splits.
+        queries: Number of rows of a split from which distances are measured; None for all.
         strict: Whether to raise what a metric raises, instead of a missing value.
         keeps_arrays: Whether arrays for figures are taken of each layer.
     """
 
     metrics: Mapping[str, Metric]
     batches: int
+    queries: int | None = QUERIES
     strict: bool = False
     keeps_arrays: bool = False
 
@@ -117,14 +115,19 @@ class Evaluator:
         return set() if can_be_made(asked, there) else self.views - there
 
     @property
+    def has_own_metrics(self) -> bool:
+        """Whether a metric is the user's own."""
+        return not all(map(is_bundled, self.metrics.values()))
+
+    @property
     def compares_layers(self) -> bool:
         """Whether a metric compares each layer with the one before it."""
-        return any(isinstance(metric, BetweenLayers) for metric in self.metrics.values())
+        return any(isinstance(metric.function, BetweenLayers) for metric in self.metrics.values())
 
     @property
     def compares_readings(self) -> bool:
         """Whether a metric compares each layer with itself at the reading before."""
-        return any(isinstance(metric, BetweenReadings) for metric in self.metrics.values())
+        return any(isinstance(metric.function, BetweenReadings) for metric in self.metrics.values())
 
     @functools.cached_property
     def apart(self) -> list[frozenset[str]]:
@@ -147,7 +150,7 @@ class Evaluator:
             layers: The layers, in order of depth.
             rows: Number of rows of hidden states in one split.
         """
-        if not layers or not all(map(is_bundled, self.metrics.values())):
+        if not layers or self.has_own_metrics:
             return 1
         return min(len(layers), *(layers_at_once(layer, rows) for layer in layers))
 
@@ -185,7 +188,7 @@ class Evaluator:
         result.has_token_ids = "token_ids" in layer.captured
         result.heads, result.queries = _sizes_of_attention(layer)
         result.log_visible = _log_visible(layer)
-        splits = split_rows(layer, rows, self.batches)
+        splits = split_rows(layer, rows, self.batches, self.queries)
         with _plain_arithmetic(layer):
             for name, metric in self.metrics.items():
                 if not sources_of(metric) <= layer.sources:
@@ -193,7 +196,7 @@ class Evaluator:
                 if layer.of_weights and not can_be_made(parameters(metric), _OF_ROWS):
                     continue
                 try:
-                    if isinstance(metric, Comparing):
+                    if isinstance(metric.function, Comparing):
                         result.kept[name] = [_apply(metric, views) for views in splits]
                         continue
                     result.parts[name] = _measure(metric, splits)
@@ -205,9 +208,8 @@ class Evaluator:
                     if self.strict:
                         raise
                     result.failed[name] = str(error) or type(error).__name__
-                else:
-                    result.differences[name] = self._compare(name, splits, result)
             self._take_arrays(splits[0], result)
+            self._leave_out(splits, result)
         return result
 
     def _take_arrays(self, views: LayerViews, result: LayerValues) -> None:
@@ -221,39 +223,42 @@ class Evaluator:
                 raise
             result.without_arrays = str(error) or type(error).__name__
 
-    def _compare(
-        self, name: str, splits: list[LayerViews], result: LayerValues
-    ) -> dict[str, list[float]]:
-        """Compare a metric on halves of the sequences, by part: mean over the splits of the rows.
+    def _leave_out(self, splits: list[LayerViews], result: LayerValues) -> None:
+        """Call every metric again without each group of sequences, for the margins.
 
-        A failure costs the interval alone, and is noted with the layer.
+        A failure costs the margin alone, and is noted with the layer.
         """
-        metric = self.metrics[name]
-        function = differences_of(metric)
-        if function is None:
-            return {}
-        used = splits if "hidden" in sources_of(metric) else splits[:1]
-        try:
-            each = [by_part(_apply(metric, views, function)) for views in used]
-            wider = [_widening(views, cut_of(function)) for views in used]
-        except MissingViewError:  # the sequences are not known
-            return {}
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            if self.strict:
-                raise
-            result.without_interval[name] = str(error) or type(error).__name__
-            return {}
-        if len({len(one[part]) for one in each for part in one}) != 1:
-            return {}
-        return {
-            part: [
-                _mean(factor * one for factor, one in zip(wider, way, strict=True))
-                for way in zip(*(one[part] for one in each), strict=True)
-            ]
-            for part in each[0]
-        }
+        found: dict[str, dict[str, list[float]]] = {}  # by metric and part, of each group
+        for group in range(GROUPS):
+            views = [ViewsWithout(split, group) for split in splits]
+            for name in result.parts:
+                metric = self.metrics[name]
+                if not metric.has_margin or name in result.without_margin:
+                    continue
+                if _groups_of(metric, splits[0]) < GROUPS:
+                    continue
+                used = views if "hidden" in sources_of(metric) else views[:1]
+                try:
+                    each = [_as_parts(_apply(metric, one)) for one in used]
+                except (MissingViewError, NoMarginError):
+                    result.without_margin.setdefault(name, "")
+                    continue
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as error:
+                    if self.strict:
+                        raise
+                    result.without_margin[name] = str(error) or type(error).__name__
+                    continue
+                parts = found.setdefault(name, defaultdict(list))
+                for part in each[0].keys() - metric.without_margin:
+                    values = [_over_heads(one[part]) for one in each if part in one]
+                    parts[part].append(_mean(values))
+        for name, parts in found.items():
+            if name not in result.without_margin:
+                kept = {part: values for part, values in parts.items() if len(values) == GROUPS}
+                result.without[name] = kept
+        result.without_margin = {n: why for n, why in result.without_margin.items() if why}
 
     def combine(
         self, measured: Sequence[LayerValues], rows: int, earlier: EarlierReading | None = ALONE
@@ -270,16 +275,35 @@ class Evaluator:
         metrics = self.metrics
         if earlier is None:
             earlier = ALONE
-            metrics = {n: m for n, m in metrics.items() if not isinstance(m, BetweenReadings)}
+            metrics = {
+                n: m for n, m in metrics.items() if not isinstance(m.function, BetweenReadings)
+            }
         for stack in dict.fromkeys(layer.stack for layer in measured):
             layers = [layer for layer in measured if layer.stack == stack]
             part = _combine_stack(layers, metrics, rows, earlier, strict=self.strict)
-            result.values |= {tags.in_stack(tag, stack): v for tag, v in part.values.items()}
-            result.explained |= {tags.in_stack(tag, stack) for tag in part.explained}
-            name = f"{stack}: " if stack else ""
-            result.notes += [Note(name + note.kind, name + note.text) for note in part.notes]
+            result.stacks[stack] = part.columns
+            result.explained |= {(stack, *place) for place in part.explained}
+            result.notes += [msgspec.structs.replace(note, stack=stack) for note in part.notes]
         result.arrays = join_arrays((one.stack, one.index, one.arrays) for one in measured)
         return result
+
+    def explain_missing(self, result: Evaluation, measured: Sequence[LayerValues]) -> list[Note]:
+        """Explain the values that are not finite, of what was measured and has no note yet.
+
+        Args:
+            result: Values of a reading.
+            measured: Values of its layers.
+        """
+        notes = []
+        for stack, columns in result.stacks.items():
+            explained = {(metric, layer) for of, metric, layer in result.explained if of == stack}
+            for one in measured:
+                if one.stack == stack:  # a layer without attention is no failure of its metrics
+                    there = one.parts.keys() | one.kept.keys()
+                    explained |= {(metric, one.index) for metric in columns.keys() - there}
+            found = explain_not_finite(columns, explained, self.metrics)
+            notes += [msgspec.structs.replace(note, stack=stack) for note in found]
+        return notes
 
     def keep_for_next(self, measured: Sequence[LayerValues]) -> Kept:
         """Choose what the next reading is compared with of the values of a reading's layers.
@@ -287,7 +311,7 @@ class Evaluator:
         Args:
             measured: Values of every layer.
         """
-        names = [n for n, metric in self.metrics.items() if isinstance(metric, BetweenReadings)]
+        names = [n for n, m in self.metrics.items() if isinstance(m.function, BetweenReadings)]
         return {
             (layer.stack, layer.index): {n: layer.kept[n] for n in names if n in layer.kept}
             for layer in measured
@@ -336,6 +360,12 @@ def _log_visible(layer: Layer) -> float | None:
     return float(known.log().mean()) if len(known) else None
 
 
+class _Stack(NamedTuple):
+    columns: Columns
+    notes: list[Note]
+    explained: set[tuple[str, int | None]]
+
+
 def _combine_stack(
     layers: list[LayerValues],
     metrics: Mapping[str, Metric],
@@ -343,120 +373,186 @@ def _combine_stack(
     earlier: EarlierReading,
     *,
     strict: bool,
-) -> Evaluation:
-    result = Evaluation()
+) -> _Stack:
+    columns: Columns = {}
+    explained: set[tuple[str, int | None]] = set()
     reasons: dict[tuple[str, str], list[int]] = defaultdict(list)
     for layer in layers:
         if layer.without_arrays:
             reasons["arrays for figures", layer.without_arrays].append(layer.index)
     for name, metric in metrics.items():
-        if isinstance(metric, BetweenLayers):
-            layers = compare_layers(name, metric, layers, strict=strict)
-        if isinstance(metric, BetweenReadings):
-            layers = compare_readings(name, metric, layers, earlier, strict=strict)
-        by_layer: dict[int, list[Parts]] = {}
+        if isinstance(metric.function, BetweenLayers):
+            layers = compare_layers(name, metric.function, layers, strict=strict)
+        if isinstance(metric.function, BetweenReadings):
+            layers = compare_readings(name, metric.function, layers, earlier, strict=strict)
         for layer in layers:
-            if name in layer.unseen or name in layer.failed:
-                result.explained |= {tags.layer_tag(name, layer.index), tags.mean_tag(name)}
-            if name in layer.unseen:
-                # Not seen at this layer, at any step: it has no part in the mean.
-                reasons[name, layer.unseen[name]].append(layer.index)
-                result.values[tags.layer_tag(name, layer.index)] = math.nan
-            elif name in layer.failed:
-                # Should have been measured: a mean over the other layers would mislead.
-                reasons[name, layer.failed[name]].append(layer.index)
-                by_layer[layer.index] = [{"": math.nan}]
-            elif name in layer.parts:
-                by_layer[layer.index] = _with_sequences(layer.parts[name], layer.sequences)
-            if name in layer.without_interval:
-                why = f"no interval: {layer.without_interval[name]}"
+            why = layer.unseen.get(name) or layer.failed.get(name)
+            if why is not None:
+                explained |= {(name, layer.index), (name, None)}
                 reasons[name, why].append(layer.index)
-        for index, parts in by_layer.items():
-            for part, value in _over_splits(parts).items():
-                result.values[tags.layer_tag(name, index, part)] = value
-        for part, value in _over_layers(by_layer).items():
-            result.values[tags.mean_tag(name, part)] = value
-        result.values |= _margins(name, layers, by_layer)
-    result.values |= across_layers(result.values)
-    if layers[0].shape is not None:
-        count, width = layers[0].shape
-        used = result.values.get(tags.mean_tag("twonn", "n"), math.nan)  # without copies
-        unique = round(used) if used >= 1 else min(rows, count)
-        result.values |= null_values(metrics, unique, width)
-        result.values |= null_values_at_last(result.values, width)
+            if name in layer.without_margin:
+                reasons[name, f"no margin: {layer.without_margin[name]}"].append(layer.index)
+        if any(name in (layer.parts | layer.unseen | layer.failed) for layer in layers):
+            columns[name] = _column(name, layers)
+    sizes = _sizes(layers, columns, rows)
+    for name, metric in metrics.items():
+        numbers = {} if metric.null is None else dict(metric.null(sizes))
+        if numbers and name in columns:
+            columns[name].whole = numbers
+    notes = group_by_layer(_join_metrics(reasons)) + cautions(columns)
+    notes += _few_sequences(layers) + _few_last_tokens(metrics, layers, columns)
+    return _Stack(columns, notes + _few_spectral_rows(layers, columns), explained)
+
+
+def _sizes(layers: list[LayerValues], columns: Columns, rows: int) -> Sizes:
+    """Collect the sizes on which nulls depend."""
+    count, width = next((one.shape for one in layers if one.shape is not None), (0, 0))
+    twonn = columns.get("twonn", Column()).parts
+    copies = twonn["duplicates"].mean if "duplicates" in twonn else math.nan
+    unique = round(min(rows, count) * (1 - (copies if math.isfinite(copies) else 0.0)))
     heads = {layer.heads for layer in layers if layer.heads is not None}
-    if len(heads) == 1:  # one null for all layers
-        result.values |= head_nulls(metrics, *heads.pop())
-    queries = [layer.queries for layer in layers if layer.queries is not None]
-    result.values |= query_null(metrics, queries)
-    uniform = [layer.log_visible for layer in layers if layer.log_visible is not None]
-    result.values |= entropy_null(metrics, uniform)
-    result.notes = group_by_layer(_join_metrics(reasons)) + cautions(result.values)
-    result.notes += _few_sequences(layers) + _few_last_tokens(metrics, layers, result.values)
-    return result
+    last = [
+        column.parts["n"].mean
+        for name, column in columns.items()
+        if name.endswith("_last") and "n" in column.parts
+    ]
+    return Sizes(
+        rows=unique,
+        width=width,
+        heads=heads.pop() if len(heads) == 1 else None,
+        queries=tuple(one.queries for one in layers if one.queries is not None),
+        log_visible=tuple(one.log_visible for one in layers if one.log_visible is not None),
+        sequences=round(max((n for n in last if math.isfinite(n)), default=0)),
+    )
 
 
-def _widening(views: LayerViews, cut: str | None) -> float:
-    """What differences between halves are multiplied by; 1 where a metric has its own halves."""
-    try:
-        return 1.0 if cut is None else float(views[cut].widening)
-    except MissingViewError:
-        return 1.0
+def _column(name: str, layers: list[LayerValues]) -> Column:
+    """Make the column of a metric of its values at the layers of a stack."""
+    by_layer = {layer.index: layer for layer in layers}
+    known = [
+        index
+        for index, layer in by_layer.items()
+        if name in layer.parts or name in layer.unseen or name in layer.failed
+    ]
+    depths = range(min(known), max(known) + 1)
+    splits = {
+        index: _with_sequences(layer.parts[name], layer.sequences)
+        for index, layer in by_layer.items()
+        if name in layer.parts
+    }
+    # What failed should have been measured: a mean over the other layers would mislead. What was
+    # not seen has no part in it.
+    failed = any(name in layer.failed for index, layer in by_layer.items() if index > 0)
+    measured = [index for index in splits if index > 0]
+    names = dict.fromkeys(part for each in splits.values() for part in each[0])
+    own = [""] if not splits or "" in names else []  # of some metrics there are parts alone
+    parts = {part: Column(first=depths[0]) for part in dict.fromkeys([*own, *names])}
+    for part, column in parts.items():
+        for index in depths:
+            each = [one[part] for one in splits.get(index, []) if part in one]
+            column.layers.append(_mean(map(_over_heads, each)))
+            if any(isinstance(one, list) for one in each):
+                column.heads += [[]] * (len(column.layers) - 1 - len(column.heads))
+                heads = zip(*(one for one in each if isinstance(one, list)), strict=True)
+                column.heads.append([_mean(head) for head in heads])
+        deep = [column.at(index) for index in measured if part in splits[index][0]]
+        column.mean = math.nan if failed else _mean(deep)
+        _add_margins(column, name, part, layers, measured)
+    whole = parts.pop("", Column(first=depths[0]))
+    _add_deviation(parts, splits, depths, measured)
+    whole.parts = parts
+    return whole
+
+
+def _add_margins(
+    column: Column, name: str, part: str, layers: list[LayerValues], measured: list[int]
+) -> None:
+    """Add the half widths of the intervals, at each layer and of the mean over them.
+
+    The groups of sequences are the same at all layers: the mean over layers without a group is the
+    mean of the values without it.
+    """
+    without = {
+        layer.index: layer.without[name][part]
+        for layer in layers
+        if part in layer.without.get(name, {})
+    }
+    margins = [margin(without.get(index, [])) for index in column.depths()]
+    if any(map(math.isfinite, margins)):
+        column.margin = margins
+    deep = [without[index] for index in measured if index in without]
+    if deep and len(deep) == len(measured) and math.isfinite(column.mean):
+        column.mean_margin = margin([_mean(group) for group in zip(*deep, strict=True)])
+
+
+def _add_deviation(
+    parts: dict[str, Column],
+    splits: Mapping[int, list[Parts]],
+    depths: range,
+    measured: list[int],
+) -> None:
+    """Add the deviation of the value over splits, and of its mean over layers, where there are."""
+    values = {
+        index: [_over_heads(one[""]) for one in each if "" in one] for index, each in splits.items()
+    }
+    if max(map(len, values.values()), default=0) < 2:
+        return
+    column = Column(first=depths[0])
+    column.layers = [_deviation(values.get(index, [])) for index in depths]
+    deep = [values[index] for index in measured if len(values[index]) > 1]
+    if deep:
+        column.mean = _deviation([_mean(split) for split in zip(*deep, strict=False)])
+    parts["std"] = column
 
 
 def _few_sequences(layers: list[LayerValues]) -> list[Note]:
-    """Make a note where there are too few sequences for intervals."""
+    """Make a note where there are too few sequences for margins."""
     known = [layer.sequences for layer in layers if layer.sequences is not None]
-    if not known or max(known) >= FEWEST_SEQUENCES:
+    if not known or max(known) >= GROUPS:
         return []
-    text = (
-        f"no 95 % intervals: they need {FEWEST_SEQUENCES} sequences in a reading, and there are "
-        f"{max(known)}"
-    )
-    return [Note("no intervals", text)]
+    text = "no 95 % intervals: they need {needed} sequences in a reading, and there are {sequences}"
+    numbers = {"needed": GROUPS, "sequences": max(known)}
+    return [Note("no intervals", text, numbers=numbers)]
 
 
 def _few_last_tokens(
-    metrics: Mapping[str, Metric], layers: list[LayerValues], values: Mapping[str, float]
+    metrics: Mapping[str, Metric], layers: list[LayerValues], columns: Columns
 ) -> list[Note]:
     """Make a note where a spectrum stands on few sequences for the width of the layers."""
     width = max((layer.shape[1] for layer in layers if layer.shape is not None), default=0)
-    spectral = [name for name, m in metrics.items() if isinstance(m, AtLast) and m.at_least > 2]
-    known = {name: values.get(tags.mean_tag(name, "n"), math.inf) for name in spectral}
+    spectral = [
+        name
+        for name, metric in metrics.items()
+        if isinstance(metric.function, AtLast) and metric.function.at_least > 2 and name in columns
+    ]
+    known = {name: columns[name].parts["n"].mean for name in spectral if "n" in columns[name].parts}
     few = [name for name, count in known.items() if count < 2 * width]
     if not few:
         return []
     text = (
-        f"{', '.join(few)}: {known[few[0]]:.0f} sequences for a width of {width}: the spectrum is "
-        "not that of many sequences; compare with readings of as many"
+        "{metrics}: {sequences} sequences for a width of {width}: the spectrum is not that of many "
+        "sequences; compare with readings of as many"
     )
-    return [Note("few sequences for a spectrum", text)]
+    numbers: dict[str, int | float | str] = {
+        "metrics": ", ".join(few), "sequences": round(known[few[0]]), "width": width
+    }  # fmt: skip
+    return [Note("few sequences for a spectrum", text, numbers=numbers)]
 
 
-def _margins(
-    name: str, layers: list[LayerValues], by_layer: Mapping[int, list[Parts]]
-) -> dict[str, float]:
-    """Make the half widths of the intervals of a metric, at each layer and of the mean over them.
-
-    The ways of cutting the sequences are the same at all layers: what the halves differ by in the
-    mean over layers is the mean of what they differ by in each.
-    """
-    found: dict[str, float] = {}
-    deep: dict[str, list[list[float]]] = defaultdict(list)
-    for layer in layers:
-        for part, differences in layer.differences.get(name, {}).items():
-            if layer.index > 0:
-                deep[part].append(differences)
-            width = margin(differences)
-            if math.isfinite(width):
-                found[tags.layer_tag(name, layer.index, tags.margin_part(part))] = width
-    averaged = sum(index > 0 for index in by_layer)
-    for part, each in deep.items():
-        if len(each) == averaged and len({len(differences) for differences in each}) == 1:
-            width = margin(_mean(way) for way in zip(*each, strict=True))
-            if math.isfinite(width):
-                found[tags.mean_tag(name, tags.margin_part(part))] = width
-    return found
+def _few_spectral_rows(layers: list[LayerValues], columns: Columns) -> list[Note]:
+    """Make a note where spectra stand on fewer rows than other values."""
+    wide = [
+        layer.index
+        for layer in layers
+        if layer.shape is not None
+        and layer.shape[1] > SPECTRAL_WIDTH
+        and layer.shape[0] > SPECTRAL_ROWS
+    ]
+    if not wide or not columns.keys() & {"anisotropy", "effective_rank", "participation_ratio"}:
+        return []
+    text = "spectra of layers wider than {width} columns stand on {rows} rows{where}"
+    numbers = {"width": SPECTRAL_WIDTH, "rows": SPECTRAL_ROWS}
+    return [Note("spectra of fewer rows", text, layers=tuple(wide), numbers=numbers)]
 
 
 def _join_metrics(reasons: Mapping[tuple[str, str], list[int]]) -> dict[tuple[str, str], list[int]]:
@@ -473,13 +569,49 @@ def _measure(metric: Metric, splits: list[LayerViews]) -> list[Parts]:
     return [_as_parts(_apply(metric, views)) for views in used]
 
 
-def _apply(metric: Metric, views: LayerViews, function: Callable[..., Any] | None = None) -> Any:
-    """Call a metric, or a function that is made of it; the user's are given copies of the views."""
-    called = metric if function is None else function
-    return views.apply(called) if is_bundled(metric) else views.apply_to_copies(called)
+def _apply(metric: Metric, views: LayerViews) -> Any:
+    """Call a metric; the user's are given copies of the views, and draw no random numbers."""
+    if is_bundled(metric):
+        return views.apply(metric.function)
+    with _random_states_kept():
+        return views.apply_to_copies(metric.function)
 
 
-def sources_of(metric: Metric) -> set[str]:
+@contextlib.contextmanager
+def _random_states_kept() -> Iterator[None]:
+    """Put the random states of torch, numpy and Python back: the training goes on with them."""
+    states = random.getstate(), np.random.get_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+def _groups_of(metric: Metric, views: LayerViews) -> int:
+    """Count the groups of sequences of the rows that a metric reads; 1 where they are unknown."""
+    counts = []
+    for source in sources_of(metric):
+        for name in _GROUPS_OF[source]:
+            try:
+                counts.append(views[name].size)
+            except MissingViewError:
+                counts.append(1)
+    return min(counts, default=1)
+
+
+# By which views the rows of each source are put into groups of sequences.
+_GROUPS_OF = {
+    "hidden": ("groups",),
+    "last": ("last_groups",),
+    "attention": ("attention_groups",),
+    "projection": ("query_groups", "key_groups"),
+}
+
+
+def sources_of(metric: Callable[..., Any]) -> set[str]:
     """List the sources of the views that a metric reads: "hidden", "attention", "projection".
 
     Args:
@@ -491,21 +623,26 @@ def sources_of(metric: Metric) -> set[str]:
 def _as_parts(result: Any) -> Parts:
     """What a metric returned, as named parts."""
     if isinstance(result, Mapping):
-        return {str(part): float(value) for part, value in result.items()}
+        return {str(part): _as_value(value) for part, value in result.items()}
+    return {"": _as_value(result)}
+
+
+def _as_value(result: Any) -> float | list[float]:
+    """A number, or the numbers of heads."""
     if isinstance(result, Tensor) and result.ndim == 1:
-        heads = [float(value) for value in result.tolist()]
-        finite = [value for value in heads if math.isfinite(value)]
-        whole = {
-            "": _mean(finite),
-            "min": min(finite, default=math.nan),
-            "max": max(finite, default=math.nan),
-        }
-        return whole | {tags.head_part(head): value for head, value in enumerate(heads)}
+        return [float(value) for value in result.tolist()]
     if isinstance(result, Tensor) and result.ndim > 1:
         raise ValueError(
             f"a metric returns a scalar, a vector [heads] or a dict, got {list(result.shape)}"
         )
-    return {"": float(result)}
+    return float(result)
+
+
+def _over_heads(value: float | list[float]) -> float:
+    """Average the finite values of heads; a number is its own mean."""
+    if isinstance(value, list):
+        return _mean(one for one in value if math.isfinite(one))
+    return value
 
 
 def _with_sequences(splits: list[Parts], sequences: int | None) -> list[Parts]:
@@ -518,38 +655,6 @@ def _with_sequences(splits: list[Parts], sequences: int | None) -> list[Parts]:
     ]
 
 
-def _over_splits(splits: list[Parts]) -> Parts:
-    """Mean of each part over splits, and the standard deviation of the value."""
-    if len(splits) == 1:
-        return dict(splits[0])
-    merged = {part: _mean(s[part] for s in splits if part in s) for part in splits[0]}
-    if len(splits) > 1 and "" in merged:
-        merged["std"] = _deviation([s[""] for s in splits])
-    return merged
-
-
-def _over_layers(by_layer: Mapping[int, list[Parts]]) -> Parts:
-    """Mean of each part over the layers without layer 0; of a head metric the extremes too.
-
-    The standard deviation is that of the mean itself: over splits, of each split's mean over
-    layers.
-    """
-    deep = [parts for index, parts in by_layer.items() if index > 0]
-    collected: dict[str, list[float]] = defaultdict(list)
-    for parts in map(_over_splits, deep):
-        for part, value in parts.items():
-            if not part.startswith("head_") and part != "std":
-                collected[part].append(value)
-    over = {part: _mean(values) for part, values in collected.items()}
-    for part, extreme in (("min", min), ("max", max)):
-        if part in over:
-            over[part] = extreme(collected[part])
-    count = min(map(len, deep), default=0)
-    if count > 1 and "" in over:
-        over["std"] = _deviation([_mean(parts[s][""] for parts in deep) for s in range(count)])
-    return over
-
-
 def _mean(values: Iterable[float]) -> float:
     """Mean; NaN where there are no values or one is NaN."""
     known = list(values)
@@ -557,5 +662,6 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def _deviation(values: list[float]) -> float:
-    """Sample standard deviation; NaN where a value is not finite."""
-    return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
+    """Sample standard deviation; NaN where a value is not finite, or there are fewer than two."""
+    enough = len(values) > 1 and all(map(math.isfinite, values))
+    return statistics.stdev(values) if enough else math.nan

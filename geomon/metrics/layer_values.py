@@ -5,8 +5,9 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-# The parts of one metric at one layer in one split of the rows: "" is the value itself.
-Parts = dict[str, float]
+# The parts of one metric at one layer in one split of the rows, of heads a list: "" is the value
+# itself.
+Parts = dict[str, float | list[float]]
 
 
 @dataclass
@@ -18,15 +19,15 @@ class LayerValues:
         index: Depth of the layer.
         shape: Rows and width of the layer's hidden states; None where it has none.
         parts: For each metric, its parts in each split of the rows.
-        differences: For each metric that has an interval, by part: the estimates on one half of the
-            sequences minus those on the other, for each way of cutting them; mean over splits.
+        without: For each metric that has a margin, by part: the value without each group of
+            sequences, of heads their mean; mean over splits.
         sequences: Number of sequences that the rows are of; None where unknown.
         has_token_ids: Whether the tokens of the rows have ids.
         kept: For each metric that compares layers or readings, what it kept of this layer in each
             split.
         unseen: For each metric that could not be asked, which view was not seen and why.
         failed: For each metric that failed, what it raised.
-        without_interval: For each metric whose interval failed, what it raised.
+        without_margin: For each metric whose margin failed, what it raised.
         heads: Number of query heads as projected, and the width of one; None where unknown.
         queries: Number of sampled queries that see a key; None where unknown.
         log_visible: Mean logarithm of the number of keys that a sampled query sees, over queries
@@ -39,13 +40,13 @@ class LayerValues:
     index: int
     shape: tuple[int, int] | None
     parts: dict[str, list[Parts]] = field(default_factory=dict)
-    differences: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    without: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     sequences: int | None = None
     has_token_ids: bool = False
     kept: dict[str, list[Any]] = field(default_factory=dict)
     unseen: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
-    without_interval: dict[str, str] = field(default_factory=dict)
+    without_margin: dict[str, str] = field(default_factory=dict)
     heads: tuple[int, int] | None = None
     queries: int | None = None
     log_visible: float | None = None

@@ -1,18 +1,19 @@
-"""The table of metrics: a plain dict from a name to a kernel.
+"""The table of metrics: the one place that knows a metric, its words, its null and its margin.
 
-A metric is a function whose required parameter names say which views it reads
-(`geomon.metrics.views`). It returns a scalar, a vector [heads], or a dict of named parts in which
-"" is the value itself.
+The function of a metric names the views that it reads (`geomon.metrics.views`). It returns a
+scalar, a vector [heads], or a dict of both by part, in which "" is the value itself.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from geomon.capture.snapshot import CAPTURED
 from geomon.kernels import dimension
+from geomon.kernels import spectrum as spectral
 from geomon.kernels.angles import (
     SequenceCosines,
     cosine_centred,
@@ -22,265 +23,198 @@ from geomon.kernels.angles import (
     qk_dot,
 )
 from geomon.kernels.attention import (
+    AttentionRows,
+    RowMedians,
+    SequenceExtremes,
     attention_entropy,
     attention_entropy_normalised,
-    attention_max,
-    attention_median,
-    attention_min,
-    attention_sequence_max,
-    attention_sequence_median,
-    attention_sequence_min,
     attention_sink,
+    mean_over,
 )
 from geomon.kernels.baselines import gaussian_like
 from geomon.kernels.frequency import CLASSES, moments_by_frequency
-from geomon.kernels.half_samples import HeadScatter
+from geomon.kernels.groups import GroupSums
 from geomon.kernels.neighbourhoods import LocalIsotropy
 from geomon.kernels.neighbours import nearest
 from geomon.kernels.scores import mean_query_share, score_mean, score_spread
-from geomon.kernels.spectrum_summary import Estimate, SpectrumSummary
 from geomon.kernels.token_types import TokenTypes
-from geomon.metrics.between_layers import neighbour_overlap
+from geomon.metrics import nulls
+from geomon.metrics.between_layers import SHARED, neighbour_overlap
 from geomon.metrics.between_readings import neighbour_overlap_in_time
 from geomon.metrics.last_tokens import at_last
+from geomon.metrics.metric import COUNTS, Metric, as_metric
 from geomon.metrics.views import DERIVED, NEAR, is_view, parameters
 from geomon.record import tags
-
-Metric = Callable[..., Any]
-
-
-def anisotropy(spectrum_summary: SpectrumSummary) -> dict[str, Tensor]:
-    """Share of the variance along the leading direction.
-
-    Part `error`, in wide layers alone: half the width of a 95 % interval of the estimate, for the
-    value that all eigenvalues give.
-    """
-    return _with_error(spectrum_summary.anisotropy)
+from geomon.record.columns import MetricText
 
 
-def anisotropy_no_sinks(ordinary_summary: SpectrumSummary) -> dict[str, Tensor]:
-    """Anisotropy without the few rows of massive norm, which alone can drive it to 1."""
-    return _with_error(ordinary_summary.anisotropy)
+def _anisotropy(spectrum: Tensor) -> Tensor:
+    return spectral.anisotropy(spectrum)
 
 
-def effective_rank(spectrum_summary: SpectrumSummary) -> dict[str, Tensor]:
-    """Number of directions that the variance fills: exp of the entropy of its shares.
-
-    Part `error`: as in `anisotropy`.
-    """
-    return _with_error(spectrum_summary.effective_rank)
+def _anisotropy_no_sinks(ordinary_spectrum: Tensor) -> Tensor:
+    return spectral.anisotropy(ordinary_spectrum)
 
 
-def participation_ratio(spectrum_summary: SpectrumSummary) -> dict[str, Tensor]:
-    """Number of directions that the variance fills: 1 over the sum of its squared shares.
-
-    Part `error`: as in `anisotropy`.
-    """
-    return _with_error(spectrum_summary.participation_ratio)
-
-
-def _with_error(estimate: Estimate) -> dict[str, Tensor]:
-    parts = {"": estimate.value}
-    return parts if estimate.error is None else parts | {"error": estimate.error}
-
-
-def cosine(angle: Tensor) -> Tensor:
-    """Mean cosine over all pairs of rows."""
-    return angle
-
-
-def mean_square_norm(mean_square: Tensor) -> Tensor:
-    """Mean squared norm of the rows."""
-    return mean_square
-
-
-def sink_share(sink_variance: float) -> float:
-    """Share of the variance that the few rows of massive norm carry; 0 where there are none."""
+def _sink_share(sink_variance: float) -> float:
     return sink_variance
 
 
-def drift_norm(drift: Tensor) -> Tensor:
-    """Norm of the mean row."""
+def _effective_rank(spectrum: Tensor) -> Tensor:
+    return spectral.effective_rank(spectrum)
+
+
+def _participation_ratio(spectrum: Tensor) -> Tensor:
+    return spectral.participation_ratio(spectrum)
+
+
+def _alpha(spectrum: Tensor) -> dict[str, Tensor]:
+    law = spectral.power_law(spectrum)
+    return {"": law.alpha, "r_squared": law.r_squared}
+
+
+def _cosine(angle: Tensor) -> Tensor:
+    return angle
+
+
+def _drift_norm(drift: Tensor) -> Tensor:
     return drift
 
 
-def within_variance(within: Tensor) -> Tensor:
-    """Variance around the mean of each row's token type, corrected for few tokens of a type."""
-    return within
-
-
-def variance(total_variance: Tensor) -> Tensor:
-    """Mean squared distance from the mean row."""
+def _variance(total_variance: Tensor) -> Tensor:
     return total_variance
 
 
-def between_variance(total_variance: Tensor, within: Tensor) -> Tensor:
-    """Variance of the means of token types: what `variance` has beyond `within_variance`."""
-    return total_variance - within
+def _mean_square_norm(mean_square: Tensor) -> Tensor:
+    return mean_square
 
 
-def norm_variance_slope(token_types: TokenTypes) -> dict[str, Tensor]:
-    """Trade-off of norm and variance: slope of V_t on M_t over token types.
+def _within_variance(within: Tensor) -> Tensor:
+    return within
 
-    Parts: `r_squared`, `types` (how many), `coverage` (share of the tokens that are of them),
-    `q_variation` (coefficient of variation of Q_t: where it is small, the slope is -1 by identity).
-    """
+
+def _variance_shares(drift: Tensor, total_variance: Tensor, within: Tensor) -> dict[str, Tensor]:
+    between, square = total_variance - within, drift.square() + total_variance
+    return {
+        "": within / total_variance,
+        "mean": drift.square() / square,
+        "between": between / square,
+        "within": within / square,
+        "between_variance": between,
+    }
+
+
+def _norm_variance_slope(token_types: TokenTypes) -> dict[str, Tensor]:
     fit = token_types.norm_variance_slope()
     parts = {"": fit.slope, "r_squared": fit.r_squared, "types": fit.types}
     return {**parts, "coverage": fit.coverage, "q_variation": fit.q_variation}
 
 
-def mean_share(drift: Tensor, total_variance: Tensor) -> Tensor:
-    """Share of the mean square norm that the common mean has, M / Q with Q = M + V."""
-    return drift.square() / (drift.square() + total_variance)
-
-
-def within_share(drift: Tensor, total_variance: Tensor, within: Tensor) -> dict[str, Tensor]:
-    """Share of the variance that is within token types, V_W / V: what context does to tokens.
-
-    Part `of_square`: V_W / Q. M / Q, V_W / Q and V_B / Q sum to 1.
-    """
-    square = drift.square() + total_variance
-    return {"": within / total_variance, "of_square": within / square}
-
-
-def between_share(drift: Tensor, total_variance: Tensor, within: Tensor) -> dict[str, Tensor]:
-    """Share of the variance that is between token types, V_B / V = 1 - V_W / V.
-
-    Part `of_square`: V_B / Q.
-    """
-    between, square = total_variance - within, drift.square() + total_variance
-    return {"": between / total_variance, "of_square": between / square}
-
-
-def cosine_within(sequence_cosines: SequenceCosines) -> dict[str, Tensor | float]:
-    """Mean cosine over all pairs of rows of one sequence, with the number of sequences."""
+def _cosine_within(sequence_cosines: SequenceCosines) -> dict[str, Tensor | float]:
     return {"": sequence_cosines.within, "sequences": len(sequence_cosines.own)}
 
 
-def cosine_between(sequence_cosines: SequenceCosines) -> dict[str, Tensor | float]:
-    """Mean cosine over all pairs of rows of two sequences, with the number of sequences."""
+def _cosine_between(sequence_cosines: SequenceCosines) -> dict[str, Tensor | float]:
     return {"": sequence_cosines.between, "sequences": len(sequence_cosines.own)}
 
 
-def max_logit(max_logits: Tensor) -> Tensor:
-    """Largest score before the softmax over all rows and visible keys, per head.
-
-    Scaled, capped and biased as in the softmax. Scores that grow without bound announce an
-    instability.
-    """
+def _max_logit(max_logits: Tensor) -> Tensor:
     return max_logits
 
 
-def query_mean_norm(mean_query: Tensor) -> Tensor:
-    """Norm of the mean query, per head."""
+def _query_mean_norm(mean_query: Tensor) -> Tensor:
     return mean_query.norm(dim=1)
 
 
-def key_mean_norm(mean_key: Tensor) -> Tensor:
-    """Norm of the mean key, per key head."""
+def _key_mean_norm(mean_key: Tensor) -> Tensor:
     return mean_key.norm(dim=1)
 
 
-def query_cosine(query_angles: Tensor) -> Tensor:
-    """Mean cosine over all pairs of queries, per head."""
-    return query_angles
+def _query_cosine(query_sums: GroupSums) -> Tensor:
+    return query_sums.cosine
 
 
-def key_cosine(key_angles: Tensor) -> Tensor:
-    """Mean cosine over all pairs of keys, per key head."""
-    return key_angles
+def _key_cosine(key_sums: GroupSums) -> Tensor:
+    return key_sums.cosine
 
 
-def query_anisotropy(query_scatter: HeadScatter) -> Tensor:
-    """Share of the variance of queries along their first direction, per head."""
-    return leading_share(query_scatter.total)
+def _query_anisotropy(query_spectrum: Tensor) -> Tensor:
+    return leading_share(query_spectrum)
 
 
-def key_anisotropy(key_scatter: HeadScatter) -> Tensor:
-    """Share of the variance of keys along their first direction, per key head."""
-    return leading_share(key_scatter.total)
+def _key_anisotropy(key_spectrum: Tensor) -> Tensor:
+    return leading_share(key_spectrum)
 
 
-def twonn(neighbours: Tensor, duplicates: float, rounding: float) -> dict[str, Tensor | float]:
-    """TwoNN on all rows (the paper's), with what it stands on.
-
-    Parts: `censored`, the estimate by maximum likelihood; `n` rows, the share of `duplicates` left
-    out, `rounding` over the nearest distance.
-    """
-    fit, censored = dimension.twonn_and_censored(neighbours)
+def _twonn(two_nearest: Tensor, duplicates: float, rounding: float) -> dict[str, Tensor | float]:
+    found = dimension.twonn_protocols(two_nearest)
     return {
-        "": fit,
-        "censored": censored.value,
-        "n": len(neighbours),
+        "": found.value,
+        "censored": found.censored,
+        "discard_0": found.discard_0,
+        "discard_80": found.discard_80,
+        "n": len(two_nearest),
         "duplicates": duplicates,
         "rounding": rounding,
     }
 
 
-def twonn_gaussian(spectrum: Tensor, unique_rows: Tensor) -> Tensor:
-    """TwoNN of a Gaussian sample with the layer's covariance and number of rows: its null.
-
-    What `twonn` has below it is structure beyond the second moments.
-    """
+def _twonn_gaussian(spectrum: Tensor, unique_rows: Tensor, query_rows: Tensor) -> Tensor:
     generator = torch.Generator("cpu").manual_seed(0)
     sample = gaussian_like(spectrum, len(unique_rows), generator)
-    return dimension.twonn(nearest(sample, k=2).distances)
+    some = torch.arange(len(query_rows), dtype=torch.int64, device=sample.device)
+    return dimension.twonn(nearest(sample, k=2, of=some).distances)
 
 
-def twonn_distinct(distinct_neighbours: Tensor, repeated: float) -> dict[str, Tensor | float]:
-    """TwoNN on one row per (token id, position), with the rows left and the share left out."""
-    fit, censored = dimension.twonn_and_censored(distinct_neighbours)
+def _twonn_distinct(distinct_neighbours: Tensor, repeated: float) -> dict[str, Tensor | float]:
+    found = dimension.twonn_protocols(distinct_neighbours)
     return {
-        "": fit,
-        "censored": censored.value,
+        "": found.value,
+        "censored": found.censored,
         "n": len(distinct_neighbours),
         "repeated": repeated,
     }
 
 
-def gride(neighbours: Tensor, far_neighbours: Tensor) -> dict[str, Tensor]:
-    """Intrinsic dimension at each scale: parts k1, k2, k4, ...; large scales on fewer rows."""
-    near = [k for k in dimension.SCALES if 2 * k <= NEAR]
-    far = [k for k in dimension.SCALES if 2 * k > NEAR]
-    estimates = [*dimension.gride(neighbours, near), *dimension.gride(far_neighbours, far)]
-    return {f"k{k}": value for k, value in zip([*near, *far], estimates, strict=True)}
+def _gride(two_nearest: Tensor, neighbours: Tensor, far_neighbours: Tensor) -> dict[str, Tensor]:
+    near = [k for k in dimension.SCALES if 1 < k <= NEAR // 2]
+    far = [k for k in dimension.SCALES if k > NEAR // 2]
+    estimates = [
+        *dimension.gride(two_nearest, [1]),
+        *dimension.gride(neighbours, near),
+        *dimension.gride(far_neighbours, far),
+    ]
+    return {f"k{k}": value for k, value in zip(dimension.SCALES, estimates, strict=True)}
 
 
-def alpha(spectrum_summary: SpectrumSummary) -> dict[str, Tensor]:
-    """Decay of the spectrum: minus the slope of log eigenvalue on log rank, ranks 11 to 100.
-
-    Part `r_squared`: how well a power law fits; part `error`: as in `anisotropy`.
-    """
-    parts = _with_error(spectrum_summary.alpha)
-    return parts | {"r_squared": spectrum_summary.r_squared}
-
-
-def local_dimension(local_dimensions: Tensor) -> dict[str, Tensor | float]:
-    """Mean over tokens of TwoNN on the 64 nearest rows of each, copies taken out.
-
-    Parts: `spread`, the standard deviation over tokens; `n`, how many tokens were looked around.
-    """
+def _local_dimension(local_dimensions: Tensor) -> dict[str, Tensor | float]:
     spread = local_dimensions.std() if len(local_dimensions) > 1 else torch.nan
     return {"": local_dimensions.mean(), "spread": spread, "n": len(local_dimensions)}
 
 
-def local_anisotropy(local_shapes: LocalIsotropy) -> Tensor:
-    """Mean over tokens of the anisotropy of the 64 nearest rows of each about their mean."""
+def _local_anisotropy(local_shapes: LocalIsotropy) -> Tensor:
     return local_shapes.anisotropy.mean()
 
 
-def local_cosine(local_shapes: LocalIsotropy) -> Tensor:
-    """Mean over tokens of the mean cosine of the 64 nearest rows of each about their mean."""
+def _local_cosine(local_shapes: LocalIsotropy) -> Tensor:
     return local_shapes.cosine.mean()
 
 
-def token_frequency(hidden: Tensor, token_ids: Tensor) -> dict[str, Tensor]:
-    """Norm, M, V and Q of rare, middle and frequent tokens, each about a third of the rows.
+def _attention_extremes(
+    attention: AttentionRows, row_medians: RowMedians, sequence_extremes: SequenceExtremes
+) -> dict[str, Tensor]:
+    several = attention.visible > 1
+    return {
+        "max": mean_over(attention.maximum, several),
+        "median": mean_over(row_medians.median, row_medians.visible > 1),
+        "min": mean_over(attention.minimum, several),
+        "sequence_max": sequence_extremes.maximum.nanmean(dim=1),
+        "sequence_median": sequence_extremes.median.nanmean(dim=1),
+        "sequence_min": sequence_extremes.minimum.nanmean(dim=1),
+    }
 
-    Parts for each class, `rare/norm` say: `norm` (mean |x|), `square_of_mean` (M), `variance` (V),
-    `mean_square_norm` (Q = M + V), `rows` and `types` (how many).
-    """
+
+def _token_frequency(hidden: Tensor, token_ids: Tensor) -> dict[str, Tensor]:
     found = zip(CLASSES, moments_by_frequency(hidden, token_ids), strict=True)
     return {
         f"{name}/{part}": value
@@ -289,85 +223,504 @@ def token_frequency(hidden: Tensor, token_ids: Tensor) -> dict[str, Tensor]:
     }
 
 
-METRICS: dict[str, Metric] = {
-    "anisotropy": anisotropy,
-    "anisotropy_no_sinks": anisotropy_no_sinks,
-    "sink_share": sink_share,
-    "effective_rank": effective_rank,
-    "participation_ratio": participation_ratio,
-    "cosine": cosine,
-    "drift_norm": drift_norm,
-    "variance": variance,
-    "mean_square_norm": mean_square_norm,
-    "within_variance": within_variance,
-    "between_variance": between_variance,
-    "norm_variance_slope": norm_variance_slope,
-    "twonn": twonn,
-    "twonn_distinct": twonn_distinct,
-    "gride": gride,
-    "qk_cosine": qk_cosine,
-    "qk_dot": qk_dot,
-    "query_mean_norm": query_mean_norm,
-    "key_mean_norm": key_mean_norm,
-    "query_cosine": query_cosine,
-    "key_cosine": key_cosine,
-    "query_anisotropy": query_anisotropy,
-    "key_anisotropy": key_anisotropy,
-    "attention_entropy": attention_entropy,
-    "attention_entropy_normalised": attention_entropy_normalised,
-    "attention_max": attention_max,
-    "attention_min": attention_min,
-    "attention_sink": attention_sink,
-    "max_logit": max_logit,
-    "mean_share": mean_share,
-    "within_share": within_share,
-    "between_share": between_share,
-    "qk_cosine_concatenated": qk_cosine_concatenated,
+# Why a metric has no value, going by its kernel.
+_EQUAL_ROWS = "all rows are equal"
+_NO_TYPE_TWICE = "no token type has two rows"
+_FEW_ROWS = "fewer than 3 rows differ from one another"
+_FEW_NEIGHBOURS = "fewer than 4 rows differ from one another"
+_NO_TWO_KEYS = "no query that was sampled sees two keys"
+_NO_PAIR_OF_A_HEAD = "fewer than two {} of a head have a norm above 0"
+
+_ON_ROWS = COUNTS | {"duplicates", "repeated", "rounding"}
+_SEVERAL = frozenset({"rare/rows", "middle/rows", "frequent/rows", "rare/types", "middle/types",
+                      "frequent/types"})  # fmt: skip
+
+
+# Typed as a user's own function is: METRICS | {"name": function} is a dict of functions.
+METRICS: dict[str, Callable[..., Any]] = {
+    "twonn": Metric(
+        _twonn,
+        MetricText(
+            "Intrinsic dimension (TwoNN)",
+            meaning="Number of directions in which the nearest rows spread, from the ratios of the "
+            "distances to the two nearest rows without the largest 10 %.",
+            null="Gaussian noise of as many rows and columns",
+            missing=_FEW_ROWS,
+            charts=("mean", "interval"),
+            parts={
+                "censored": "by maximum likelihood",
+                "discard_0": "all ratios (the paper's text)",
+                "discard_80": "the smallest 20 % (the authors' code)",
+                "n": "rows",
+                "duplicates": "share of exact copies, left out",
+                "rounding": "rounding over the median nearest distance",
+            },
+        ),
+        nulls.twonn,
+        without_margin=_ON_ROWS | {"discard_0"},  # which a few largest ratios decide
+    ),
+    "twonn_distinct": Metric(
+        _twonn_distinct,
+        MetricText(
+            "Intrinsic dimension, distinct tokens",
+            meaning="TwoNN on one row for each pair of token id and position, so that equal tokens "
+            "at equal positions do not count as near.",
+            missing=_FEW_ROWS,
+            charts=("mean",),
+            parts={
+                "censored": "by maximum likelihood",
+                "n": "rows",
+                "repeated": "share of rows left out",
+            },
+        ),
+        without_margin=_ON_ROWS,
+    ),
+    "gride": Metric(
+        _gride,
+        MetricText(
+            "Intrinsic dimension (Gride)",
+            meaning="Intrinsic dimension from the ratios of the distances to neighbours k and 2k: "
+            "the larger k, the larger the neighbourhood.",
+            missing="scale k takes 2k + 1 rows that differ from one another",
+            charts=("k32",),
+            parts={f"k{k}": f"scale {k}" for k in dimension.SCALES},
+        ),
+    ),
+    "anisotropy": Metric(
+        _anisotropy,
+        MetricText(
+            "Anisotropy",
+            meaning="Share of the variance along the leading direction.",
+            null="an isotropic Gaussian of as many rows and columns",
+            missing=_EQUAL_ROWS,
+            charts=("mean", "largest"),
+        ),
+        nulls.anisotropy,
+    ),
+    "anisotropy_no_sinks": Metric(
+        _anisotropy_no_sinks,
+        MetricText(
+            "Anisotropy without massive rows",
+            meaning="Anisotropy without the few rows of massive norm, which alone can drive it "
+            "to 1.",
+            missing=_EQUAL_ROWS,
+        ),
+    ),
+    "sink_share": Metric(
+        _sink_share,
+        MetricText(
+            "Variance in massive rows",
+            meaning="Share of the variance that the few rows of massive norm carry; 0 where there "
+            "are none.",
+            missing=_EQUAL_ROWS,
+        ),
+    ),
+    "effective_rank": Metric(
+        _effective_rank,
+        MetricText(
+            "Effective rank",
+            unit="directions",
+            meaning="Number of directions that the variance fills: exp of the entropy of its "
+            "shares.",
+            missing=_EQUAL_ROWS,
+            charts=("mean",),
+        ),
+    ),
+    "cosine": Metric(
+        _cosine,
+        MetricText(
+            "Mean cosine",
+            meaning="Mean cosine over all pairs of rows.",
+            null="isotropic rows",
+            missing="fewer than two rows have a norm above 0",
+        ),
+        nulls.cosine,
+    ),
+    "drift_norm": Metric(
+        _drift_norm,
+        MetricText(
+            "Norm of the mean row",
+            meaning="Length of the drift that all rows share.",
+            charts=("mean",),
+        ),
+    ),
+    "variance": Metric(
+        _variance, MetricText("Variance", meaning="Mean squared distance from the mean row.")
+    ),
+    "mean_square_norm": Metric(
+        _mean_square_norm,
+        MetricText(
+            "Mean squared norm",
+            meaning="Mean squared norm of the rows: the squared norm "
+            "of the mean row plus the variance.",
+        ),
+    ),
+    "within_variance": Metric(
+        _within_variance,
+        MetricText(
+            "Variance within token types",
+            meaning="Variance around the mean of each row's token type, corrected for few rows of "
+            "a type.",
+            missing=_NO_TYPE_TWICE,
+        ),
+    ),
+    "variance_shares": Metric(
+        _variance_shares,
+        MetricText(
+            "Share of the variance within token types",
+            meaning="Share of the variance that context gives to rows of one token type, with the "
+            "shares of the mean square norm as parts.",
+            null="rows of which the token types do not differ",
+            missing=f"{_EQUAL_ROWS}, or {_NO_TYPE_TWICE}",
+            parts={
+                "mean": "share of the common mean, M / Q",
+                "between": "share between token types, V_B / Q",
+                "within": "share within token types, V_W / Q",
+                "between_variance": "variance between token types, V_B",
+            },
+        ),
+        nulls.mean_share,
+    ),
+    "norm_variance_slope": Metric(
+        _norm_variance_slope,
+        MetricText(
+            "Slope of variance on norm over token types",
+            meaning="By how much the variance of a token type falls as the squared norm of its "
+            "mean grows; -1 by identity where all types have one mean square norm.",
+            missing="fewer than 3 token types have between 10 and 100,000 rows, or the norms of "
+            "their means, or their variances, are all the same",
+            parts={
+                "r_squared": "share of the variance explained",
+                "types": "token types",
+                "coverage": "share of the rows that are of them",
+                "q_variation": "variation of the mean square norm over types",
+            },
+        ),
+        without_margin=COUNTS | {"q_variation", "r_squared"},
+    ),
+    "qk_cosine": Metric(
+        qk_cosine,
+        MetricText(
+            "Cosine of mean query and mean key",
+            meaning="How a head's mean query and mean key align: 1 the same way, -1 opposite ways.",
+            null="mean size between isotropic directions",
+            missing="the mean query or the mean key of a head is 0",
+            charts=("size",),
+        ),
+        nulls.head_cosine,
+    ),
+    "qk_dot": Metric(
+        qk_dot,
+        MetricText(
+            "Product of mean query and mean key",
+            meaning="Part of a head's every score that depends on no token, before the scale.",
+        ),
+    ),
+    "attention_entropy": Metric(
+        attention_entropy,
+        MetricText(
+            "Attention entropy",
+            unit="nats",
+            meaning="How widely a query spreads its attention: 0 on one key, the logarithm of the "
+            "number of keys where all weigh alike.",
+            null="uniform attention",
+            missing="no query that was sampled sees a key",
+            charts=("mean", "smallest"),
+        ),
+        nulls.attention_entropy,
+    ),
+    "attention_entropy_normalised": Metric(
+        attention_entropy_normalised,
+        MetricText(
+            "Attention entropy, share of uniform",
+            meaning="Attention entropy over that of uniform attention on the same keys.",
+            missing=_NO_TWO_KEYS,
+        ),
+    ),
+    "attention_sink": Metric(
+        attention_sink,
+        MetricText(
+            "Attention on the sink",
+            meaning="Mean weight on the first visible key, the usual attention sink.",
+            missing=_NO_TWO_KEYS,
+            charts=("mean",),
+        ),
+    ),
+    "max_logit": Metric(
+        _max_logit,
+        MetricText(
+            "Largest attention score",
+            meaning="Largest score before the softmax over all rows and visible keys; scores that "
+            "grow without bound announce an instability.",
+        ),
+        has_margin=False,
+    ),
 }
 
 # Sequences from which the spectrum of their last tokens means anything. With 64 rows of 768 columns
 # whose eigenvalues fall as 1 / rank, alpha comes out as 0.8 in place of 1.
 _ENOUGH_SEQUENCES = 64
 
-# Metrics that cost as much as several others: METRICS | MORE_METRICS has them all.
-MORE_METRICS: dict[str, Metric] = {
-    "attention_median": attention_median,
-    "twonn_gaussian": twonn_gaussian,
-    "alpha": alpha,
-    "alpha_last": at_last(alpha, at_least=_ENOUGH_SEQUENCES),
-    "effective_rank_last": at_last(effective_rank, at_least=_ENOUGH_SEQUENCES),
-    "local_dimension": local_dimension,
-    "local_anisotropy": local_anisotropy,
-    "local_cosine": local_cosine,
-    "neighbour_overlap": neighbour_overlap,
-    "neighbour_overlap_in_time": neighbour_overlap_in_time,
-    "cosine_centred": cosine_centred,
-    "cosine_within": cosine_within,
-    "cosine_between": cosine_between,
-    "token_frequency": token_frequency,
-    "mean_query_share": mean_query_share,
-    "score_mean": score_mean,
-    "score_spread": score_spread,
-    "attention_sequence_max": attention_sequence_max,
-    "attention_sequence_median": attention_sequence_median,
-    "attention_sequence_min": attention_sequence_min,
+_ALPHA_TEXT = MetricText(
+    "Decay of the spectrum (alpha)",
+    meaning="Minus the slope of log eigenvalue on log rank, ranks 11 to 100.",
+    null="an isotropic Gaussian of as many rows and columns",
+    missing="fewer than 19 eigenvalues are above 0: a layer this narrow has no ranks 11 to 15",
+    parts={"r_squared": "how well a power law fits"},
+)
+
+# Metrics that only some questions need: METRICS | MORE_METRICS has them all.
+MORE_METRICS: dict[str, Callable[..., Any]] = {
+    "participation_ratio": Metric(
+        _participation_ratio,
+        MetricText(
+            "Participation ratio",
+            unit="directions",
+            meaning="Number of directions that the variance fills: 1 over the sum of its "
+            "squared shares.",
+            missing=_EQUAL_ROWS,
+        ),
+    ),
+    "query_mean_norm": Metric(
+        _query_mean_norm, MetricText("Norm of the mean query", meaning="Of each head.")
+    ),
+    "key_mean_norm": Metric(
+        _key_mean_norm, MetricText("Norm of the mean key", meaning="Of each key head.")
+    ),
+    "query_cosine": Metric(
+        _query_cosine,
+        MetricText(
+            "Mean cosine of queries",
+            meaning="Over all pairs of queries of a head.",
+            missing=_NO_PAIR_OF_A_HEAD.format("queries"),
+        ),
+    ),
+    "key_cosine": Metric(
+        _key_cosine,
+        MetricText(
+            "Mean cosine of keys",
+            meaning="Over all pairs of keys of a key head.",
+            missing=_NO_PAIR_OF_A_HEAD.format("keys"),
+        ),
+    ),
+    "query_anisotropy": Metric(
+        _query_anisotropy,
+        MetricText(
+            "Anisotropy of queries",
+            meaning="Share of the variance of a head's queries along their leading direction.",
+            missing="all queries of a head are equal",
+        ),
+    ),
+    "key_anisotropy": Metric(
+        _key_anisotropy,
+        MetricText(
+            "Anisotropy of keys",
+            meaning="Share of the variance of a head's keys along their leading direction.",
+            missing="all keys of a head are equal",
+        ),
+    ),
+    "qk_cosine_concatenated": Metric(
+        qk_cosine_concatenated,
+        MetricText(
+            "Cosine of mean query and mean key, heads joined",
+            meaning="How the mean queries and the mean keys of all heads side by side align.",
+            null="mean size between isotropic directions",
+            missing="the mean query or the mean key of all heads is 0",
+        ),
+        nulls.layer_cosine,
+    ),
+    "attention_extremes": Metric(
+        _attention_extremes,
+        MetricText(
+            "Extremes of attention",
+            meaning="Largest, median and smallest weight of a visible key, in a row and in all "
+            "sampled rows of a sequence.",
+            missing=_NO_TWO_KEYS,
+            parts={
+                "max": "largest weight of a row",
+                "median": "median weight of a row",
+                "min": "smallest weight of a row",
+                "sequence_max": "largest weight of a sequence",
+                "sequence_median": "median weight of a sequence",
+                "sequence_min": "smallest weight of a sequence",
+            },
+        ),
+        without_margin=COUNTS | {"sequence_min"},
+    ),
+    "twonn_gaussian": Metric(
+        _twonn_gaussian,
+        MetricText(
+            "TwoNN of a Gaussian with the layer's covariance",
+            meaning="What TwoNN has below it is structure beyond the second moments.",
+            missing=_FEW_ROWS,
+        ),
+        has_margin=False,
+    ),
+    "alpha": Metric(_alpha, _ALPHA_TEXT, nulls.alpha),
+    "alpha_last": Metric(
+        at_last(_alpha, at_least=_ENOUGH_SEQUENCES),
+        msgspec.structs.replace(
+            _ALPHA_TEXT,
+            title=f"{_ALPHA_TEXT.title}, last tokens",
+            meaning="Alpha of the last token of each sequence.",
+        ),
+        nulls.alpha_last,
+    ),
+    "effective_rank_last": Metric(
+        at_last(_effective_rank, at_least=_ENOUGH_SEQUENCES),
+        MetricText(
+            "Effective rank, last tokens",
+            unit="directions",
+            meaning="Effective rank of the last token of each sequence.",
+            null="an isotropic Gaussian of as many sequences",
+            missing=_EQUAL_ROWS,
+        ),
+        nulls.effective_rank_last,
+    ),
+    "local_dimension": Metric(
+        _local_dimension,
+        MetricText(
+            "Local intrinsic dimension",
+            meaning="Mean over tokens of TwoNN on the 64 nearest rows of each, copies taken out.",
+            null="Gaussian noise of as many rows and columns",
+            missing=_FEW_NEIGHBOURS,
+            parts={"spread": "deviation over tokens", "n": "tokens"},
+        ),
+        nulls.neighbourhoods("local_dimension"),
+    ),
+    "local_anisotropy": Metric(
+        _local_anisotropy,
+        MetricText(
+            "Local anisotropy",
+            meaning="Mean over tokens of the anisotropy of the 64 "
+            "nearest rows of each about their mean.",
+            null="Gaussian noise of as many rows and columns",
+            missing=_FEW_NEIGHBOURS,
+        ),
+        nulls.neighbourhoods("local_anisotropy"),
+    ),
+    "local_cosine": Metric(
+        _local_cosine,
+        MetricText(
+            "Local mean cosine",
+            meaning="Mean over tokens of the mean cosine of the 64 "
+            "nearest rows of each about their mean.",
+            null="Gaussian noise of as many rows and columns",
+            missing=_FEW_NEIGHBOURS,
+        ),
+        nulls.neighbourhoods("local_cosine"),
+    ),
+    "neighbour_overlap": Metric(
+        neighbour_overlap,
+        MetricText(
+            "Overlap of neighbours across a block",
+            meaning="Share of the 10 nearest rows of a row that were so before the block too.",
+            null="lists at random",
+            parts={"n": "rows"},
+        ),
+        nulls.overlap(SHARED),
+    ),
+    "neighbour_overlap_in_time": Metric(
+        neighbour_overlap_in_time,
+        MetricText(
+            "Overlap of neighbours with the reading before",
+            meaning="Share of the 10 nearest rows of a row that were so at the reading before, of "
+            "the same probe.",
+            null="lists at random",
+            parts={"n": "rows", "steps": "steps between the two readings"},
+        ),
+        nulls.overlap(SHARED),
+    ),
+    "cosine_centred": Metric(
+        cosine_centred,
+        MetricText(
+            "Mean cosine about the mean",
+            meaning="Mean cosine over all pairs of rows after "
+            "the mean row is subtracted: about 0 where a common shift makes the whole cone.",
+            null="isotropic rows",
+            missing="fewer than two rows differ from their mean",
+        ),
+        nulls.centred_cosine,
+    ),
+    "cosine_within": Metric(
+        _cosine_within,
+        MetricText(
+            "Mean cosine within sequences",
+            meaning="Over all pairs of rows of one sequence.",
+            null="isotropic rows",
+            missing="no two rows of one sequence have a norm above 0",
+        ),
+        nulls.constant(0.0),
+    ),
+    "cosine_between": Metric(
+        _cosine_between,
+        MetricText(
+            "Mean cosine between sequences",
+            meaning="Over all pairs of rows of two sequences.",
+            null="isotropic rows",
+            missing="no two rows of different sequences have a norm above 0",
+        ),
+        nulls.constant(0.0),
+    ),
+    "token_frequency": Metric(
+        _token_frequency,
+        MetricText(
+            "Moments by token frequency",
+            meaning="Norm, M, V and Q of rare, middle and frequent tokens, each about a third of "
+            "the rows.",
+            missing="no token type is of this class of frequency",
+        ),
+        without_margin=COUNTS | _SEVERAL,
+    ),
+    "mean_query_share": Metric(
+        mean_query_share,
+        MetricText(
+            "Share of the mean query in the variance of scores",
+            meaning="1 where every query has the same preferences, whatever it holds.",
+            null="queries that are 0 in the mean",
+            missing="the scores of every query are the same for all keys that it sees",
+        ),
+        nulls.mean_query_share,
+    ),
+    "score_mean": Metric(
+        score_mean,
+        MetricText(
+            "Mean score",
+            meaning="Mean score of a query and a key that it sees.",
+            missing="no query that was sampled sees a key",
+        ),
+    ),
+    "score_spread": Metric(
+        score_spread,
+        MetricText(
+            "Spread of scores",
+            meaning="Spread of a query's scores over the keys that it "
+            "sees: what can sharpen attention.",
+            missing=_NO_TWO_KEYS,
+        ),
+    ),
 }
+
+_BUNDLED = {name: as_metric(name, one) for name, one in (METRICS | MORE_METRICS).items()}
+Metric.bundled = _BUNDLED
 
 
 def is_bundled(metric: Metric) -> bool:
     """Whether a metric is one that geomon brings, and so may be called in several threads at once.
 
     Args:
-        metric: A function of views.
+        metric: A metric.
     """
-    return any(metric is known for known in (METRICS | MORE_METRICS).values())
+    return any(metric is known for known in _BUNDLED.values())
 
 
-def check_metrics(metrics: Mapping[str, Metric] | Sequence[str]) -> dict[str, Metric]:
+def check_metrics(
+    metrics: Mapping[str, Callable[..., Any]] | Sequence[str],
+) -> dict[str, Metric]:
     """A dict of `metrics` after checking every name and every view that it asks for.
 
     Args:
-        metrics: Functions by name, or names of metrics as `select` takes them.
+        metrics: Metrics or functions of views by name, or names of metrics as `select` takes them.
 
     Raises:
         ValueError: No metric at all, a name that cannot be a tag or is none of a metric, or an
@@ -388,10 +741,10 @@ def check_metrics(metrics: Mapping[str, Metric] | Sequence[str]) -> dict[str, Me
         raise ValueError("metrics is empty: give at least one, or leave the default, METRICS")
     for name, function in metrics.items():
         _check(name, function)
-    return dict(metrics)
+    return {name: as_metric(name, function) for name, function in metrics.items()}
 
 
-def select(*names: str) -> dict[str, Metric]:
+def select(*names: str) -> dict[str, Callable[..., Any]]:
     """The named metrics of `METRICS` and `MORE_METRICS`.
 
     Raises:
@@ -401,14 +754,13 @@ def select(*names: str) -> dict[str, Metric]:
         >>> list(select("anisotropy", "twonn"))
         ['anisotropy', 'twonn']
     """
-    known = METRICS | MORE_METRICS
-    unknown = [name for name in names if name not in known]
+    unknown = [name for name in names if name not in _BUNDLED]
     if unknown:
-        raise ValueError(f"no metric is called {_quoted(unknown)}; there are {', '.join(known)}")
-    return {name: known[name] for name in names}
+        raise ValueError(f"no metric is called {_quoted(unknown)}; there are {', '.join(_BUNDLED)}")
+    return {name: _BUNDLED[name] for name in names}
 
 
-def _check(name: str, function: Metric) -> None:
+def _check(name: str, function: Callable[..., Any]) -> None:
     if not isinstance(name, str) or not name or "/" in name or name in tags.OF_RUN:
         raise ValueError(
             f"{name!r} cannot name a metric: expected a word without '/', other than "
@@ -417,17 +769,9 @@ def _check(name: str, function: Metric) -> None:
     if not callable(function):
         raise TypeError(f"metric '{name}' is {function!r}: expected a function of views")
     _check_views(f"metric '{name}'", function)
-    differences = getattr(function, "differences", None)
-    if differences is not None:
-        if not callable(differences):
-            raise TypeError(
-                f"the attribute 'differences' of metric '{name}' is {differences!r}: expected a "
-                "function of views that compares the metric on halves"
-            )
-        _check_views(f"the interval of metric '{name}'", differences)
 
 
-def _check_views(subject: str, function: Metric) -> None:
+def _check_views(subject: str, function: Callable[..., Any]) -> None:
     asked = parameters(function)
     unknown = [view for view in asked if not is_view(view)]
     if unknown:

@@ -21,7 +21,7 @@ from geomon.monitor.monitor import Monitor
 from geomon.monitor.options import VALIDATION, CallbackOptions, check_callback_options
 from geomon.monitor.settings import readable_items
 from geomon.record import Sink
-from geomon.record.printable import printable
+from geomon.record.printable import printable, text_of
 from geomon.record.tags import LOSS
 
 log = logging.getLogger("geomon")
@@ -79,10 +79,11 @@ class CallbackSession:
         return {
             "tokens": given["tokens"],
             "batches": given["batches"],
+            "queries": given["queries"],
             "seed": given["seed"],
             "blocks": blocks if isinstance(blocks, str) else None,
             "metrics": list(given["metrics"]),
-            "schedule": getattr(schedule, "__qualname__", repr(schedule)),
+            "schedule": getattr(schedule, "__qualname__", text_of(schedule)),
             "source": "probe" if self.probes else "inline",
             "directory": None if directory is None else os.fspath(directory),
         }

@@ -5,13 +5,14 @@ It connects planner, window, executor, record and sinks, and lets none of them e
 
 import atexit
 import contextlib
+import math
 import multiprocessing
 import multiprocessing.util
 import os
 import platform
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from html import escape
@@ -19,11 +20,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self, SupportsIndex, Unpack
 
+import msgspec
 import torch
 from torch import nn
 
 from geomon.capture import Window, derive_seed, extra_pass, find_anatomy
-from geomon.capture.snapshot import HOST, Note, NotSeenError, Snapshot, explain_missing
+from geomon.capture.snapshot import HOST, NotSeenError, Snapshot, explain_missing
 from geomon.distributed import (
     RankFailedError,
     RankGroup,
@@ -31,7 +33,7 @@ from geomon.distributed import (
     find_ranks,
     join_ranks,
 )
-from geomon.metrics import Evaluator
+from geomon.metrics import Evaluator, check_metrics
 from geomon.monitor.held_out import HeldOut, is_loader
 from geomon.monitor.measuring.device import MeasuringDevice
 from geomon.monitor.measuring.executor import ReadingExecutor
@@ -50,8 +52,9 @@ from geomon.monitor.settings import flat_settings
 from geomon.monitor.writing.logged import LoggedValues
 from geomon.monitor.writing.output import ReadingWriter, Warnings
 from geomon.monitor.writing.reactions import Reactions
-from geomon.record import Reading, Readings, Record, read, tags
-from geomon.record.printable import printable
+from geomon.note import Note
+from geomon.record import Reading, Readings, Record, read
+from geomon.record.printable import printable, text_of
 
 _NOTHING = nullcontext()  # what a step that is not due gets
 
@@ -71,11 +74,11 @@ class Monitor:
         self._anatomy = find_anatomy(model, options["blocks"])
         self._modules = tuple(model.modules())  # of which the anatomy was found
         self._names = [block.name for block in self._anatomy.blocks]  # as the run began
-        metrics, schedule = options["metrics"], options["schedule"]
-        assert isinstance(metrics, Mapping)  # of what is checked
-        assert callable(schedule)
+        schedule = options["schedule"]
+        assert callable(schedule)  # of what is checked
         self._evaluator = Evaluator(
-            metrics, options["batches"], options["strict"],
+            check_metrics(options["metrics"]), options["batches"], options["queries"],
+            options["strict"],
             keeps_arrays=options["arrays"] and options["directory"] is not None,
         )  # fmt: skip
         self._views = self._evaluator.views
@@ -106,7 +109,7 @@ class Monitor:
             layers=len(self._anatomy.blocks) + 1,
         )  # fmt: skip
         self._executor = ReadingExecutor(self._budget, background=self._in_background())
-        self._process = os.getpid()
+        self._process = os.getpid()  # that of the last step: a fork leaves its parent's to it
         _close_at_exit(self)
         self._opened: tuple[Window, int] | None = None  # the window that is open, and its step
         self._checked = False  # whether the first window has been checked for what is missing
@@ -154,6 +157,11 @@ class Monitor:
             step: Number of optimizer updates already in the weights.
         """
         number = check_step(step)
+        if not self._is_own:
+            self._process = os.getpid()
+            self._executor.forget()
+            self._pending.clear()
+            self._opened = None
         self._sweep(number)
         if number != self._planner.step:
             self._publish_finished(wait=False)
@@ -309,7 +317,7 @@ class Monitor:
             type(self._model).__name__,
             f"{len(self._anatomy.blocks)} blocks",
             f"{len(options['metrics'])} metrics",
-            f"schedule={options['schedule']!r}",
+            f"schedule={text_of(options['schedule'])}",
             "no record" if self.path is None else f"record={str(self.path)!r}",
             "nothing read yet" if self._latest is None else f"last step {self._latest.step:,}",
         ]
@@ -337,8 +345,14 @@ class Monitor:
 
         Where a program ends without it, it is called then.
         """
-        with self._budget.charge():
-            self._end()
+        if self._is_own:
+            with self._budget.charge():
+                self._end()
+
+    @property
+    def _is_own(self) -> bool:
+        """Whether no other process has made the last step: a fork has copies of its parent's."""
+        return self._process == os.getpid()
 
     def _end(self) -> None:
         self._flush()
@@ -361,7 +375,7 @@ class Monitor:
 
     def __del__(self) -> None:
         # Sinks may be somebody else's too by now; what has been begun is recorded.
-        if hasattr(self, "_executor") and self._process == os.getpid():
+        if hasattr(self, "_executor") and self._is_own:
             with contextlib.suppress(Exception):  # a strict one raises, and nobody would catch it
                 self._flush()
 
@@ -406,7 +420,7 @@ class Monitor:
 
     def describe(self) -> dict[str, Any]:
         """Describe the run for its record: versions, model, layers, metrics, numbers of rows."""
-        options = self._options
+        options, metrics = self._options, self._evaluator.metrics
         return {
             "geomon": version("geomon"),
             "python": platform.python_version(),
@@ -418,10 +432,11 @@ class Monitor:
                 if not nn.parameter.is_lazy(parameter)
             ),
             "layers": [block.name for block in self._anatomy.blocks],
-            "metrics": list(options["metrics"]),
-            "schedule": repr(options["schedule"]),
+            "metrics": {name: msgspec.to_builtins(metric.text) for name, metric in metrics.items()},
+            "schedule": text_of(options["schedule"]),
             "tokens": options["tokens"],
             "batches": options["batches"],
+            "queries": options["queries"],
             "seed": options["seed"],
             "world_size": self._group.size,
             "gather": self._group.connected,
@@ -439,6 +454,8 @@ class Monitor:
             self._opened = window, step
         with window:
             yield
+        if not self._is_own:
+            return
 
         def capture() -> list[Snapshot]:
             return [window.snapshot(self._home())]
@@ -485,11 +502,9 @@ class Monitor:
         snapshot = window.snapshot(self._home())
         info = replace(snapshot.info, loss=made.loss)
         if made.left_out:
-            text = (
-                f"of each batch the model was given all but {made.left_out}, by what forward() "
-                "takes"
-            )
-            info = replace(info, notes=[*info.notes, Note("parts of a batch", text)])
+            text = "of each batch the model was given all but {left_out}, by what forward() takes"
+            note = Note("parts of a batch", text, numbers={"left_out": made.left_out})
+            info = replace(info, notes=[*info.notes, note])
         return replace(snapshot, info=info)
 
     def _pass_held_out(self, held_out: HeldOut, step: int) -> list[Snapshot]:
@@ -643,7 +658,7 @@ class Monitor:
         Args:
             wait: Whether the present step's reading waits for values that are to be logged.
         """
-        while (job := self._executor.first_finished()) is not None:
+        while self._is_own and (job := self._executor.first_finished()) is not None:
             if wait and self._waits(job):
                 return
             with self._warnings.guard():
@@ -683,17 +698,19 @@ class Monitor:
         reading = job.result()
         if reading is None:
             return None
-        notes = [*self._run_notes(), *job.notes]
-        values = dict(reading.values)
-        if self._published is not None:  # before the first hardly any training time has passed
-            values[tags.OVERHEAD] = self.overhead
+        reading = msgspec.structs.replace(
+            reading,
+            # Before the first hardly any training time has passed.
+            overhead=math.nan if self._published is None else self.overhead,
+            training=reading.training | self._logged.read(reading.step),
+            notes=(*self._run_notes(), *job.notes),
+        )
         self._published = reading.step
-        values |= self._logged.read(reading.step)
-        reading = replace(reading, values=values, notes=[note.text for note in notes])
-        notes += self._reactions.find_alerts(reading)
+        notes = (*reading.notes, *self._reactions.find_alerts(reading))
         for note in notes:
-            self._warnings.warn(note.text, kind=note.kind)
-        reading = replace(reading, notes=[note.text for note in notes])
+            words = f"alert: {note.words()}" if note.is_alert else note.words()
+            self._warnings.warn(words, kind=f"{note.stack}: {note.kind}")
+        reading = msgspec.structs.replace(reading, notes=notes)
         self._writer.record(reading, job.arrays)
         return reading
 
@@ -732,17 +749,19 @@ class Monitor:
         """Notes that hold for every reading."""
         notes = []
         if (reason := self._group.why_not_connected) is not None:
-            text = f"rows of the ranks are not gathered, those of rank 0 are measured: {reason}"
-            notes.append(Note("not gathered", text))
+            text = "rows of the ranks are not gathered, those of rank 0 are measured: {reason}"
+            notes.append(Note("not gathered", text, numbers={"reason": reason}))
         names = [block.name for block in self._anatomy.blocks]
         if names != self._names:
             text = (
-                f"the blocks of the model are not those that the run began with: {len(names)} now, "
-                f"{len(self._names)} then"
+                "the blocks of the model are not those that the run began with: {now} now, {then} "
+                "then"
             )
-            notes.append(Note("other blocks", text))
+            numbers = {"now": len(names), "then": len(self._names)}
+            notes.append(Note("other blocks", text, numbers=numbers))
         if (reason := self._measuring_device.why_host) is not None:
-            notes.append(Note("measured on the host", f"measured on the host: {reason}"))
+            text = "measured on the host: {reason}"
+            notes.append(Note("measured on the host", text, numbers={"reason": reason}))
         return notes
 
     def _join_ranks(self) -> RankGroup:
@@ -755,7 +774,7 @@ class Monitor:
             "metrics": list(options["metrics"]),
             "probe": options["probe"] is not None,
             "layers": [block.name for block in self._anatomy.blocks],
-            **{name: options[name] for name in ("tokens", "batches", "budget", "seed")},
+            **{name: options[name] for name in ("tokens", "batches", "queries", "budget", "seed")},
         }
         return join_ranks(self._model, compared, timeout=options["rank_timeout"])
 
@@ -792,7 +811,9 @@ class Monitor:
         wanted = self._options["background"]
         device = next((p.device.type for p in self._model.parameters()), "cpu")
         chosen = device not in ("cpu", "meta") if wanted is None else wanted
-        return chosen and not self._group.connected
+        # A metric of the user's own may draw random numbers of the training, whose states are put
+        # back around it: not while the training draws.
+        return chosen and not self._evaluator.has_own_metrics and not self._group.connected
 
 
 _UNCLOSED: "weakref.WeakSet[Monitor]" = weakref.WeakSet()
@@ -813,8 +834,7 @@ def _close_at_exit(monitor: Monitor) -> None:
 
 def _close_all() -> None:
     for monitor in list(_UNCLOSED):
-        if monitor._process == os.getpid():  # a fork has copies of what its parent records
-            monitor.close()
+        monitor.close()
 
 
 def _guard_schedule(schedule: Schedule | None, warnings: Warnings, *, strict: bool) -> Schedule:

@@ -2,25 +2,40 @@
 
 Each reading may have one file, `arrays/step_000128_probe.npz` for the reading of a probe at step
 128. It is written whole or not at all: a run that is killed leaves no half file under that name.
-Arrays have the names of tags, `mean_query/layer_03`.
 """
 
 import contextlib
 import os
 import re
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from geomon.record import tags
+from geomon.record.regular import check_regular
 
-# Arrays of one reading by tag.
-Arrays = Mapping[str, NDArray[Any]]
+
+class ArrayPlace(NamedTuple):
+    """What an array is of.
+
+    Attributes:
+        stack: Name of the stack; "" for the only one.
+        name: Name of the array, "mean_query" say.
+        layer: Depth.
+    """
+
+    stack: str
+    name: str
+    layer: int
+
+
+# Arrays of one reading.
+Arrays = Mapping[ArrayPlace, NDArray[Any]]
 
 # An entry that every file has: a file without it is somebody else's.
 _MARK = "geomon"
@@ -40,12 +55,10 @@ class ArrayFolder:
         path: Path of the folder, which need not be there.
         stack: Name of the stack whose arrays are read, under the tags of a model with one stack;
             None for all stacks.
-        stacks: Names of all stacks of the model.
     """
 
     path: Path
     stack: str | None = None
-    stacks: Sequence[str] = ()
 
     @classmethod
     def beside(cls, record: Path) -> "ArrayFolder":
@@ -56,14 +69,13 @@ class ArrayFolder:
         """
         return cls(record.with_name(f"arrays{record.stem.removeprefix('readings')}"))
 
-    def of_stack(self, stack: str, stacks: Sequence[str]) -> "ArrayFolder":
+    def of_stack(self, stack: str) -> "ArrayFolder":
         """Select the arrays of one stack.
 
         Args:
             stack: Name of the stack.
-            stacks: Names of all stacks of the model.
         """
-        return replace(self, stack=stack, stacks=tuple(stacks))
+        return replace(self, stack=stack)
 
     def steps(self, source: str) -> list[int]:
         """List the steps of which there are arrays, ascending.
@@ -89,7 +101,7 @@ class ArrayFolder:
         Args:
             step: Step of the reading.
             source: Source of the reading.
-            arrays: Arrays by tag.
+            arrays: The arrays.
 
         Raises:
             OSError: The file cannot be written, or one of that name is not geomon's. What was there
@@ -100,9 +112,11 @@ class ArrayFolder:
         if path.exists() and not _is_own(path):
             raise FileExistsError(f"{path} is not a file of geomon's and is kept")
         part = path.with_name(f".{path.name}.part")
+        check_regular(part)
         try:
             with part.open("wb") as file:
-                content: dict[str, Any] = {_MARK: np.array(_FORM), **arrays}
+                content: dict[str, Any] = {_MARK: np.array(_FORM)}
+                content |= {_key(place): array for place, array in arrays.items()}
                 np.savez(file, **content)
             part.replace(path)
         except BaseException:
@@ -111,7 +125,7 @@ class ArrayFolder:
             raise
 
     def read(self, step: int, source: str) -> dict[str, NDArray[Any]]:
-        """Read the arrays of a reading.
+        """Read the arrays of a reading, by tag.
 
         Args:
             step: Step of the reading.
@@ -123,12 +137,13 @@ class ArrayFolder:
         """
         path = self._file(step, source)
         try:
+            check_regular(path)
             with path.open("rb") as content:
                 if not zipfile.is_zipfile(content):
                     raise ValueError("it is no .npz file")
                 content.seek(0)
                 with np.load(content, allow_pickle=False) as file:
-                    found = {str(name): file[name] for name in file.files if name != _MARK}
+                    found = {_place(key): file[key] for key in file.files if key != _MARK}
         except FileNotFoundError:
             raise FileNotFoundError(
                 f"no arrays of step {step} at {path}: a Monitor with a directory and arrays=True "
@@ -138,10 +153,13 @@ class ArrayFolder:
             raise ValueError(
                 f"{path} cannot be read ({error}): move it away, the record does without it"
             ) from error
-        if self.stack is None:
-            return found
-        split = {tag: tags.out_of_stack(tag, self.stacks) for tag in found}
-        return {plain: found[tag] for tag, (own, plain) in split.items() if own == self.stack}
+        return {
+            tags.in_stack(
+                tags.layer_tag(place.name, place.layer), "" if self.stack else place.stack
+            ): array
+            for place, array in found.items()
+            if self.stack is None or place.stack == self.stack
+        }
 
     def remove_parts(self) -> None:
         """Remove what a killed process was writing."""
@@ -180,8 +198,19 @@ class ArrayFolder:
         return [found for found in map(_FILE.fullmatch, sorted(names)) if found]
 
 
+def _key(place: ArrayPlace) -> str:
+    """Name the entry of an array in a file."""
+    return f"{place.stack}|{place.name}|{place.layer}"
+
+
+def _place(key: str) -> ArrayPlace:
+    stack, name, layer = key.rsplit("|", 2)
+    return ArrayPlace(stack, name, int(layer))
+
+
 def _is_own(path: Path) -> bool:
     try:
+        check_regular(path)
         with zipfile.ZipFile(path) as file:
             return f"{_MARK}.npy" in file.namelist()
     except (OSError, zipfile.BadZipFile):

@@ -1,363 +1,289 @@
-"""Values of a reading as one array, and their short form in a line of the record.
+"""Columns: the values of a metric at all layers and heads of a reading, and the tags made of them.
 
-A large model has thousands of values in a reading, most of them of single layers and heads. With
-its tag each takes some 50 characters of JSON, and parsing them takes minutes for a long run. In the
-short form the tags of layers stand in blocks, products of metrics, layers and parts, and their
-values as 64 bit numbers in base64, with a checksum: a fifth of the length, exact to the last bit.
+A reading holds a `Column` for each metric of each stack of blocks. A tag, `twonn/layer_03` say, is
+made of a column where a logger or a user asks for it by name, and is nowhere parsed.
 """
 
-import binascii
-import functools
-import json
+import contextlib
 import math
-import reprlib
-import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
+import msgspec
 
 from geomon.record import tags
 
-_Array = NDArray[np.float64]
+# In JSON a value that is not finite is null; in memory it is NaN.
+if TYPE_CHECKING:
+    Number = float
+else:
+    Number = float | None
 
-# Values of layers from which on a line has the short form; with fewer, every value stands beside
-# its tag, for people and other programs to read.
-SHORT_FROM = 2000
-# More values than a line of a record can hold: a layout that says so is not expanded.
-_MOST = 2**23
-_STORED = "<f8"
-
-
-class Layout:
-    """Tags of a reading with the positions of their values, shared by readings of the same tags.
-
-    Attributes:
-        tags: Tags in the order of the values.
-        index: Position of each tag.
-    """
-
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self.tags = names
-        self.index = {name: position for position, name in enumerate(names)}
-        self._found: tuple[tuple[str, ...], tuple[NDArray[np.intp], NDArray[np.intp]]] | None = None
-
-    def positions(self, names: tuple[str, ...]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        """Find tags: which of the given names there are, and the positions of their values.
-
-        The last answer is kept: the readings of a run are asked for the same names in turn.
-
-        Args:
-            names: Tags, of which some may be missing.
-        """
-        if self._found is None or self._found[0] != names:
-            pairs = [(i, self.index[name]) for i, name in enumerate(names) if name in self.index]
-            found = np.array(pairs, dtype=np.intp).reshape(-1, 2)
-            self._found = names, (found[:, 0], found[:, 1])
-        return self._found[1]
+NAN = math.nan
 
 
-class Values(Mapping[str, float]):
-    """Mapping from tags to values that keeps the values in one array.
+def number(value: float | None) -> float:
+    """Return NaN in the place of a null of JSON.
 
     Args:
-        layout: Tags of the values.
-        array: The values, float64 [tags]; NaN where there is none.
+        value: A number or null.
     """
-
-    __slots__ = ("array", "layout")
-
-    def __init__(self, layout: Layout, array: _Array) -> None:
-        self.layout = layout
-        self.array = array
-
-    @classmethod
-    def of(cls, values: Mapping[str, float]) -> "Values":
-        """Return the values of a mapping; those of a `Values` as they are."""
-        if isinstance(values, cls):
-            return values
-        numbers = np.fromiter(values.values(), dtype=np.float64, count=len(values))
-        return cls(layout_of(tuple(values)), numbers)
-
-    def __getitem__(self, tag: str) -> float:
-        """Return the value of a tag."""
-        return float(self.array[self.layout.index[tag]])
-
-    def get(self, tag: str, default: Any = None) -> Any:
-        """Return the value of a tag, or the default where there is none."""
-        position = self.layout.index.get(tag)
-        return default if position is None else float(self.array[position])
-
-    def __contains__(self, tag: object) -> bool:
-        return tag in self.layout.index
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.layout.tags)
-
-    def __len__(self) -> int:
-        return len(self.layout.tags)
-
-    def __repr__(self) -> str:
-        return reprlib.repr(dict(self))
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Mapping):
-            return NotImplemented
-        return dict(self) == dict(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Values":
-        return type(self)(self.layout, self.array.copy())
-
-    def select(self, positions: Sequence[int], layout: Layout) -> "Values":
-        """Return the values at some positions, under the tags of another layout.
-
-        Args:
-            positions: Positions of the values.
-            layout: As many tags.
-        """
-        return type(self)(layout, self.array[list(positions)])
+    return NAN if value is None else value
 
 
-@functools.lru_cache(maxsize=256)
-def layout_of(names: tuple[str, ...]) -> Layout:
-    """Return the layout of tags, the same object for the same tags.
-
-    Args:
-        names: The tags.
-    """
-    return Layout(names)
-
-
-class Block(NamedTuple):
-    """Tags that are a product: each metric at each place with each part, in this order.
+class Column(msgspec.Struct, omit_defaults=True, eq=True):
+    """Values of one metric, or of one part of it, in one stack of blocks.
 
     Attributes:
-        metrics: Names of metrics.
-        places: Layers, with their stack: "layer_03".
-        parts: What stands after the place: "" for the value itself, "/std", "/head_1".
+        first: Depth of the first entry of `layers`, `margin` and `heads`: 1 for what the input of
+            the first block has not.
+        layers: Value at each depth; NaN where it could not be measured. A metric of heads has the
+            mean over heads there.
+        margin: Half width of the 95 % interval at each depth; empty where there is none.
+        heads: Values of the heads at each depth; empty for a metric without heads.
+        mean: Mean over the layers without layer 0.
+        mean_margin: Half width of the 95 % interval of the mean.
+        parts: Columns of the parts of the metric by name: "n", "k32", "std".
+        whole: Numbers of the stack as a whole by name: "null".
     """
 
-    metrics: tuple[str, ...]
-    places: tuple[str, ...]
-    parts: tuple[str, ...]
+    first: int = 0
+    layers: list[Number] = []
+    margin: list[Number] = []
+    heads: list[list[Number]] = []
+    mean: Number = NAN
+    mean_margin: Number = NAN
+    parts: dict[str, "Column"] = {}
+    whole: dict[str, Number] = {}
+
+    def __post_init__(self) -> None:
+        """Put NaN in the place of the nulls of JSON."""
+        if None in self.layers:
+            self.layers = [*map(number, self.layers)]
+        if None in self.margin:
+            self.margin = [*map(number, self.margin)]
+        if any(None in heads for heads in self.heads):
+            self.heads = [[*map(number, heads)] for heads in self.heads]
+        self.mean = number(self.mean)
+        self.mean_margin = number(self.mean_margin)
+        if None in self.whole.values():
+            self.whole = {name: number(value) for name, value in self.whole.items()}
+
+    def at(self, layer: int) -> float:
+        """Return the value at a depth; NaN where there is none.
+
+        Args:
+            layer: Number of the layer.
+        """
+        return _entry(self.layers, layer - self.first)
+
+    def margin_at(self, layer: int) -> float:
+        """Return the half width of the 95 % interval at a depth; NaN where there is none.
+
+        Args:
+            layer: Number of the layer.
+        """
+        return _entry(self.margin, layer - self.first)
+
+    def depths(self) -> range:
+        """Return the depths of the entries of `layers`."""
+        return range(self.first, self.first + len(self.layers))
+
+    def by_layer(self) -> dict[int, float]:
+        """Return the finite values by depth."""
+        pairs = zip(self.depths(), self.layers, strict=True)
+        return {layer: value for layer, value in pairs if math.isfinite(value)}
+
+    def mean_size(self) -> float:
+        """Return the mean absolute value over all heads; NaN where there is none."""
+        sizes = [abs(value) for value in self.by_head().values()]
+        return math.fsum(sizes) / len(sizes) if sizes else NAN
+
+    def by_head(self) -> dict[tuple[int, int], float]:
+        """Return the finite values of heads by depth and number of the head."""
+        return {
+            (layer, head): value
+            for layer, heads in enumerate(self.heads, self.first)
+            for head, value in enumerate(heads)
+            if math.isfinite(value)
+        }
+
+
+def _entry(values: list[float], place: int) -> float:
+    return values[place] if 0 <= place < len(values) else NAN
+
+
+Columns = dict[str, Column]  # by metric
+Stacks = dict[str, Columns]  # by name of the stack; "" for the only one of a model
+
+
+class Place(NamedTuple):
+    """Where a value stands in the columns of a reading.
+
+    Attributes:
+        stack: Name of the stack.
+        metric: Name of the metric.
+        part: Name of the part; "" for the value itself.
+        layer: Depth; None for the mean over layers.
+        kind: "value"; "margin"; "head"; "min" or "max" over heads; or "whole".
+        head: Number of the head, where the kind is "head".
+        name: Name of the number, where the kind is "whole".
+    """
+
+    stack: str
+    metric: str
+    part: str = ""
+    layer: int | None = None
+    kind: str = "value"
+    head: int = 0
+    name: str = ""
 
     @property
-    def size(self) -> int:
-        """Number of tags."""
-        return math.prod(map(len, self))
+    def tag(self) -> str:
+        """The tag of the value."""
+        if self.kind == "whole":
+            plain = f"{self.metric}/{self.name}"
+        else:
+            ending = {"value": "", "head": tags.head_part(self.head)}.get(self.kind, self.kind)
+            part = "/".join(filter(None, (self.part, ending)))
+            plain = (
+                tags.mean_tag(self.metric, part)
+                if self.layer is None
+                else tags.layer_tag(self.metric, self.layer, part)
+            )
+        return tags.in_stack(plain, self.stack)
 
-    def tags(self) -> Iterator[str]:
-        """Build the tags."""
-        for metric in self.metrics:
-            for place in self.places:
-                yield from (f"{metric}/{place}{part}" for part in self.parts)
+    def find(self, stacks: Mapping[str, Mapping[str, Column]]) -> float:
+        """Return the value that stands there; NaN where there is none.
+
+        Args:
+            stacks: Columns of a reading, by stack and metric.
+        """
+        column = stacks.get(self.stack, {}).get(self.metric)
+        if column is not None and self.part:
+            column = column.parts.get(self.part)
+        if column is None:
+            return NAN
+        if self.kind == "whole":
+            return column.whole.get(self.name, NAN)
+        if self.kind in ("min", "max"):
+            return _extreme(column, self.layer, self.kind)
+        if self.layer is None:
+            return column.mean if self.kind == "value" else column.mean_margin
+        if self.kind == "value":
+            return column.at(self.layer)
+        if self.kind == "margin":
+            return column.margin_at(self.layer)
+        place = self.layer - column.first
+        heads = column.heads[place] if 0 <= place < len(column.heads) else []
+        return _entry(heads, self.head)
 
 
-def write_values(values: Mapping[str, float]) -> dict[str, Any]:
-    """Build what a line holds of the values of a reading: "values", and "packed" where it is short.
+def _extreme(column: Column, layer: int | None, kind: str) -> float:
+    """Return the least or the largest value of the heads of a layer, or of all but layer 0."""
+    rows = (
+        [heads for depth, heads in enumerate(column.heads, column.first) if depth > 0]
+        if layer is None
+        else column.heads[layer - column.first : layer - column.first + 1]
+    )
+    known = [value for heads in rows for value in heads if math.isfinite(value)]
+    return (min if kind == "min" else max)(known, default=NAN)
+
+
+def places_of(metric: str, column: Column, stack: str = "") -> Iterator[Place]:
+    """List the places of all values of a column.
 
     Args:
-        values: Values by tag; those that are not finite are written as missing.
+        metric: Name of the metric.
+        column: Its column.
+        stack: Name of the stack.
     """
-    names, blocks, positions = _split(tuple(values))
-    if len(positions) < SHORT_FROM:
-        names, blocks = tuple(values), ()
-    content: dict[str, Any] = {
-        "values": {tag: _finite(values[tag]) for tag in names},
+    for part, own in {"": column, **column.parts}.items():
+        base = Place(stack, metric, part)
+        for place, layer in enumerate(own.depths()):
+            at = base._replace(layer=layer)
+            yield at
+            if place < len(own.margin) and math.isfinite(own.margin[place]):
+                yield at._replace(kind="margin")
+            if place < len(own.heads) and own.heads[place]:
+                yield from (at._replace(kind=kind) for kind in ("min", "max"))
+                yield from (
+                    at._replace(kind="head", head=head) for head in range(len(own.heads[place]))
+                )
+        if any(layer > 0 for layer in own.depths()) or not math.isnan(own.mean):
+            yield base
+            if math.isfinite(own.mean_margin):
+                yield base._replace(kind="margin")
+            if own.heads:
+                yield from (base._replace(kind=kind) for kind in ("min", "max"))
+        for name in own.whole:
+            yield base._replace(kind="whole", name=name)
+
+
+def tagged(stacks: Mapping[str, Mapping[str, Column]]) -> dict[str, float]:
+    """Make the tag of every value.
+
+    Args:
+        stacks: Columns of a reading, by stack and metric.
+
+    Example:
+        >>> tagged({"": {"cosine": Column(layers=[0.1, 0.3], mean=0.3)}})
+        {'cosine/layer_00': 0.1, 'cosine/layer_01': 0.3, 'cosine/mean': 0.3}
+    """
+    return {
+        place.tag: place.find(stacks)
+        for stack, columns in stacks.items()
+        for metric, column in columns.items()
+        for place in places_of(metric, column, stack)
     }
-    if blocks:
-        array = Values.of(values).array[positions]
-        data = np.where(np.isfinite(array), array, np.nan).astype(_STORED).tobytes()
-        content["packed"] = {
-            "tags": blocks,
-            "crc32": zlib.crc32(data),
-            "float64": binascii.b2a_base64(data, newline=False).decode(),
-        }
-    return content
 
 
-# What stands before and behind the numbers of a line in the short form.
-_NUMBERS, _BEHIND = b'"float64": "', b'"}}'
+class MetricText(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How pages speak of a metric: a record holds it for each of its metrics.
+
+    Attributes:
+        title: Name of the quantity, as titles and axes show it.
+        unit: Its unit; "" for a pure number.
+        meaning: One sentence on what it says.
+        null: What the number `null` of its column is the value of, in words; "" for none.
+        missing: When there is no value, in words.
+        charts: What charts show of it by default: "mean"; "interval", the ends of the interval of
+            the mean; "largest" of the layers; "smallest" of the heads; "size", the mean absolute
+            value of the heads; or names of its parts, of which the means are shown.
+        parts: Titles of its parts by name.
+    """
+
+    title: str
+    unit: str = ""
+    meaning: str = ""
+    null: str = ""
+    missing: str = ""
+    charts: tuple[str, ...] = ()
+    parts: dict[str, str] = {}
+
+    @property
+    def label(self) -> str:
+        """The title with the unit, as axes show it."""
+        return f"{self.title} ({self.unit})" if self.unit else self.title
+
+    def title_of(self, part: str) -> str:
+        """Return the title of a part, or of the metric for "".
+
+        Args:
+            part: Name of the part.
+        """
+        return f"{self.title}, {self.parts.get(part, part)}" if part else self.title
 
 
-def parse_json(line: bytes) -> Any:
-    """Parse the JSON of a line of a record.
-
-    Nine tenths of a line in the short form are one text. It is cut out before the JSON is parsed
-    and put into the result as bytes, which spares two copies of it and a search for its end.
+def texts_of(description: Mapping[str, Any]) -> dict[str, MetricText]:
+    """Read how pages speak of each metric from the description of a run.
 
     Args:
-        line: Whole line, in UTF-8.
-
-    Raises:
-        ValueError: The line is no JSON.
-        RecursionError: It is nested too deeply.
+        description: Description of a run, as a record holds it.
     """
-    start = line.find(_NUMBERS) + len(_NUMBERS)
-    end = line.find(b'"', start)
-    if start >= len(_NUMBERS) and line[end:].rstrip() == _BEHIND and b"\\" not in line[start:end]:
-        content = _parse(line[:start] + _BEHIND)
-        packed = content.get("packed") if isinstance(content, dict) else None
-        if isinstance(packed, dict) and packed.get("float64") == "":
-            packed["float64"] = line[start:end]
-            return content
-    return _parse(line)
-
-
-def _parse(line: bytes) -> Any:
-    return json.loads(line.decode(), parse_constant=_refuse_constant)
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
-
-
-def read_values(content: Mapping[str, Any]) -> Values:
-    """Build the values of a reading from the parsed JSON of its line.
-
-    Args:
-        content: "values", an object of numbers and nulls; "packed" where the line is short.
-
-    Raises:
-        ValueError: "packed" is not what `write_values` builds.
-    """
-    plain: Mapping[str, float | None] = content["values"]
-    numbers = np.array(list(plain.values()), dtype=np.float64)  # None becomes NaN
-    if "packed" not in content:
-        return Values(layout_of(tuple(plain)), numbers)
-    packed = content["packed"]
-    if not isinstance(packed, dict):
-        raise ValueError(f"'packed' is {reprlib.repr(packed)}, expected an object")
-    blocks = _check_blocks(packed.get("tags"))
-    array = _decode(packed, sum(block.size for block in blocks))
-    return Values(_joined(tuple(plain), blocks), np.concatenate([numbers, array]))
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-@functools.lru_cache(maxsize=64)
-def _split(
-    names: tuple[str, ...],
-) -> tuple[tuple[str, ...], tuple[Block, ...], NDArray[np.intp]]:
-    """Split tags into those of no layer and blocks, with the positions of the blocks' tags."""
-    places: dict[str, dict[str, list[str]]] = {}  # by metric and place, the parts
-    others = []
-    for name in names:
-        tag = tags.parse(name)
-        if tag is None or tag.layer is None:
-            others.append(name)
-            continue
-        metric, _, rest = name.partition("/")
-        place, slash, part = rest.partition("/")
-        places.setdefault(metric, {}).setdefault(place, []).append(slash + part)
-    metrics: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = {}
-    for metric, parts_of in places.items():
-        alike: dict[tuple[str, ...], list[str]] = {}
-        for place, parts in parts_of.items():
-            alike.setdefault(tuple(parts), []).append(place)
-        for parts_alike, at in alike.items():
-            metrics.setdefault((tuple(at), parts_alike), []).append(metric)
-    blocks = tuple(Block(tuple(m), at, parts) for (at, parts), m in metrics.items())
-    index = layout_of(names).index
-    order = [index[tag] for block in blocks for tag in block.tags()]
-    return tuple(others), blocks, np.array(order, dtype=np.intp)
-
-
-class _Known:
-    """The blocks that were checked last: the lines of a run say the same again and again."""
-
-    content: object = None
-    blocks: tuple[Block, ...] = ()
-
-
-def _check_blocks(content: object) -> tuple[Block, ...]:
-    """Return the blocks that the JSON of a line describes, checked."""
-    if content is None or content != _Known.content:
-        _Known.blocks = _blocks_of(content)
-        _Known.content = content
-    return _Known.blocks
-
-
-def _blocks_of(content: object) -> tuple[Block, ...]:
-    expected = "expected lists of metrics, places and parts"
-    if not isinstance(content, list):
-        raise ValueError(f"the tags of 'packed' are {reprlib.repr(content)}, {expected}")
-    blocks = []
-    for block in content:
-        right = (
-            isinstance(block, list)
-            and len(block) == len(Block._fields)
-            and all(isinstance(part, list) for part in block)
-            and all(isinstance(name, str) for part in block for name in part)
-        )
-        if not right:
-            raise ValueError(f"a block of 'packed' is {reprlib.repr(block)}, {expected}")
-        blocks.append(Block(*map(tuple, block)))
-    return tuple(blocks)
-
-
-def _decode(packed: Mapping[str, Any], count: int) -> _Array:
-    """Decode the numbers of a line, and check that they are those that were written."""
-    text: Any = packed.get("float64")
-    checksum = packed.get("crc32")
-    is_text = isinstance(text, str | bytes)
-    if not is_text or isinstance(checksum, bool) or not isinstance(checksum, int):
-        raise ValueError("'packed' has no 'float64' and 'crc32', expected text and a number")
-    try:
-        data = binascii.a2b_base64(text, strict_mode=True)
-    except (ValueError, binascii.Error):
-        raise ValueError("'float64' is no text in base64") from None
-    if count > _MOST or len(data) != count * np.dtype(_STORED).itemsize:
-        raise ValueError(
-            f"'float64' has {len(data):,} bytes, expected 8 for each of {count:,} tags"
-        )
-    if zlib.crc32(data) != checksum:
-        raise ValueError("'float64' has another checksum than 'crc32' says")
-    array = np.frombuffer(data, dtype=_STORED).astype(np.float64)
-    if np.isinf(array).any():
-        raise ValueError("'float64' holds infinity, expected numbers")
-    return array
-
-
-@functools.lru_cache(maxsize=256)
-def _joined(plain: tuple[str, ...], blocks: tuple[Block, ...]) -> Layout:
-    """Return the layout of the plain tags of a line and those of its blocks."""
-    layout = layout_of((*plain, *(tag for block in blocks for tag in block.tags())))
-    if len(layout.index) < len(layout.tags):
-        raise ValueError("it has two values of one tag")
-    return layout
-
-
-def distinct_layouts(values: Iterable[Mapping[str, float]]) -> Iterator[tuple[str, ...]]:
-    """List the tags of mappings, those of the same layout once.
-
-    Args:
-        values: Values of readings.
-
-    Yields:
-        Tags of one of them.
-    """
-    seen: set[int] = set()
-    for mapping in values:
-        if isinstance(mapping, Values):
-            if id(mapping.layout) in seen:
-                continue
-            seen.add(id(mapping.layout))
-        yield tuple(mapping)
-
-
-__all__ = [
-    "SHORT_FROM",
-    "Layout",
-    "Values",
-    "distinct_layouts",
-    "layout_of",
-    "parse_json",
-    "read_values",
-    "write_values",
-]
+    texts = description.get("metrics")
+    found: dict[str, MetricText] = {}
+    for name, text in texts.items() if isinstance(texts, dict) else ():
+        with contextlib.suppress(msgspec.ValidationError):  # a damaged one: its name has to do
+            found[name] = msgspec.convert(text, MetricText)
+    return found

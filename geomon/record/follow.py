@@ -1,7 +1,8 @@
 """Following a record: new readings are read while the run goes on."""
 
+import stat
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from geomon.record.jsonl import BUFFER, FILE_NAME, MAX_LINE, parse_lines
 from geomon.record.reading import LineCheck, Reading, Readings
@@ -21,6 +22,7 @@ class Follower:
     Attributes:
         path: Path of the file.
         readings: All readings of the file so far.
+        runs: Descriptions of the run so far, one for each start or resume.
     """
 
     def __init__(self, directory: Path, stack: str | None = None) -> None:
@@ -31,6 +33,7 @@ class Follower:
 
     def _begin_anew(self) -> None:
         self.readings = []
+        self.runs: list[dict[str, Any]] = []
         self._inode, self._offset, self._lines = -1, 0, 0
         self._check = LineCheck()
         self._state: tuple[int, int, int] | None = None  # of the file at the last look
@@ -65,6 +68,8 @@ class Follower:
             status = self.path.stat()
         except FileNotFoundError:
             return []
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"{self.path} is no record: expected a regular file")
         state = status.st_ino, status.st_size, status.st_mtime_ns
         if state == self._state:
             return []
@@ -76,7 +81,8 @@ class Follower:
             file.seek(self._offset)
             # A line at a time: a record that grew for long is larger than the memory for it.
             while (line := file.readline(MAX_LINE + 1)).endswith(b"\n") or len(line) > MAX_LINE:
-                parsed = parse_lines([line], self.path, self._check, first=self._lines + 1)
+                parsed = list(parse_lines([line], self.path, self._check, first=self._lines + 1))
+                self.runs += [item for item in parsed if isinstance(item, dict)]
                 new += [item for item in parsed if isinstance(item, Reading)]
                 self._offset += len(line)
                 self._lines += 1

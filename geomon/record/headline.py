@@ -1,22 +1,21 @@
 """Headline values: the few that charts show of a reading by default, all in the group `geomon/`.
 
-`HEADLINES` says what they are and of which tags each is made. A sink keeps one `Charts` and shows
+The text of a metric (`MetricText.charts`) says which they are. A sink keeps one `Charts` and shows
 what that selects; the record holds every value under its own tag.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from geomon.record import tags
-from geomon.record.reading import Reading, Readings, main_stack
+from geomon.record.columns import NAN, Column, MetricText, Place, places_of, texts_of
+from geomon.record.reading import Reading, main_stack
 
 HEADLINE = "headline"
 LAYERS = "layers"
 # How much charts show: the headline values, or every value that is charted.
 Detail = str | Sequence[str]
-
-Values = Mapping[str, float]
 
 
 class Headline(NamedTuple):
@@ -24,129 +23,99 @@ class Headline(NamedTuple):
 
     Attributes:
         name: Name after `geomon/`.
-        metric: Name of the metric of which it is made.
         chart: Title of the chart in which TensorBoard's layout draws it, with its kin.
         words: What it is, in words.
-        value: Function of the values of one stack, NaN where it cannot be made of them.
+        value: Function of a reading; NaN where it has no such value.
         tag: Tag of which the value is a copy; "" where it is computed.
-        optional: Whether only some runs have it, beside the others.
     """
 
     name: str
-    metric: str
     chart: str
     words: str
-    value: Callable[[Values], float]
+    value: Callable[[Reading], float]
     tag: str = ""
-    optional: bool = False
 
 
-def _copy(name: str, chart: str, words: str, tag: str, *, optional: bool = False) -> Headline:
-    metric = tag.partition("/")[0]
-    return Headline(
-        name, metric, chart, words, lambda values: values.get(tag, math.nan), tag, optional
-    )
-
-
-def _bound(tag: str, sign: int) -> Callable[[Values], float]:
-    """Make the function that gives an end of the 95 % interval of a value."""
-
-    def bound(values: Values) -> float:
-        margin = values.get(f"{tag}/{tags.margin_part()}", math.nan)
-        return values.get(tag, math.nan) + sign * margin
-
-    return bound
-
-
-def _parts_of(values: Values, metric: str) -> Iterator[tuple[tags.Tag, float]]:
-    """The values of a metric at single layers, without layer 0, that are numbers."""
-    beginning = f"{metric}/layer_"
-    for tag, value in values.items():
-        if tag.startswith(beginning) and not math.isnan(value):
-            parsed = tags.parse(tag)
-            if parsed is not None and parsed.layer:
-                yield parsed, value
-
-
-def _largest(metric: str) -> Callable[[Values], float]:
-    """Make the function that gives the largest value of a metric over layers."""
-
-    def largest(values: Values) -> float:
-        found = [
-            value for tag, value in _parts_of(values, metric) if tag.head is None and not tag.part
-        ]
-        return max(found, default=math.nan)
-
-    return largest
-
-
-def _mean_size(metric: str) -> Callable[[Values], float]:
-    """Make the function that gives the mean absolute value of a metric over heads and layers."""
-
-    def mean_size(values: Values) -> float:
-        sizes = [abs(value) for tag, value in _parts_of(values, metric) if tag.head is not None]
-        return math.fsum(sizes) / len(sizes) if sizes else math.nan
-
-    return mean_size
-
-
+# Metrics that share the chart of another one: they measure the same.
+_BESIDE = {"twonn_distinct": "twonn", "gride": "twonn"}
+# Parts that say how far a layer's value can be trusted. Charts of them for every layer would bury
+# the values, so charts show those of the mean only; the record holds all.
+TRUST = frozenset({
+    "std", tags.ROWS, tags.SEQUENCES, tags.STEPS, "duplicates", "repeated", "rounding",
+    "rows", "types",
+})  # fmt: skip
 # Names in the group `geomon/` that are taken: the step of W&B's charts, the seconds of a reading.
 _TAKEN = {"step", "seconds"}
+# Charts of a run: where it measures fewer metrics, the means of others take the free ones.
+_PLACES = 14
 
-_DIMENSION = "intrinsic dimension: paper's, distinct tokens, scale 32"
-_INTERVAL = "intrinsic dimension, 95 % interval"
-_FIRST = "geomon: intrinsic dimension"  # the category of charts that comes first
-_TWONN = tags.mean_tag("twonn")
-
-# "Mean" is over the layers without layer 0, as in the tags `<metric>/mean`.
-HEADLINES = (
-    _copy("twonn", _DIMENSION, "intrinsic dimension by TwoNN, mean", _TWONN),
-    Headline(
-        "twonn_low", "twonn", _INTERVAL, "lower end of its 95 % interval", _bound(_TWONN, -1)
-    ),
-    Headline(
-        "twonn_high", "twonn", _INTERVAL, "upper end of its 95 % interval", _bound(_TWONN, +1)
-    ),
-    _copy(
-        "twonn_distinct", _DIMENSION, "the same on one row per (token id, position), mean",
-        tags.mean_tag("twonn_distinct"),
-    ),
-    _copy(
-        "gride_k32", _DIMENSION, "intrinsic dimension at the scale of 32 neighbours, mean",
-        tags.mean_tag("gride", "k32"),
-    ),
-    _copy("anisotropy", "anisotropy", "anisotropy, mean", tags.mean_tag("anisotropy")),
-    Headline(
-        "anisotropy_max", "anisotropy", "anisotropy", "anisotropy of the layer with the largest",
-        _largest("anisotropy"),
-    ),
-    _copy(
-        "attention_entropy", "attention entropy", "attention entropy in nats, mean",
-        tags.mean_tag("attention_entropy"),
-    ),
-    _copy(
-        "attention_entropy_min", "attention entropy", "attention entropy of the lowest head",
-        tags.mean_tag("attention_entropy", "min"),
-    ),
-    Headline(
-        "qk_cosine_size", "qk_cosine", "query and key",
-        "mean size of the cosine of a head's mean query and mean key",
-        _mean_size("qk_cosine"),
-    ),
-    _copy("attention_sink", "attention sink", "attention on the sink, mean",
-          tags.mean_tag("attention_sink")),
-    _copy("drift_norm", "drift", "norm of the mean row, mean", tags.mean_tag("drift_norm")),
-    _copy("effective_rank", "effective rank", "effective rank, mean",
-          tags.mean_tag("effective_rank")),
-    _copy(
-        "probe_loss", "loss on the probe", "loss on the probe's inputs, with `probe_loss`",
-        tags.training_tag(tags.PROBE_LOSS), optional=True,
-    ),
-    _copy("overhead", "overhead", "share of the time that geomon takes", tags.OVERHEAD),
+OVERHEAD = Headline(
+    "overhead", "overhead", "share of the time that geomon takes",
+    lambda reading: reading.overhead, tags.OVERHEAD,
+)  # fmt: skip
+PROBE_LOSS = Headline(
+    "probe_loss", "loss on the probe", "loss on the probe's inputs, with `probe_loss`",
+    lambda reading: reading.training.get(tags.PROBE_LOSS, NAN), tags.training_tag(tags.PROBE_LOSS),
 )  # fmt: skip
 
-# Charts of a run: where it measures fewer metrics, the means of others take the free ones.
-_PLACES = sum(not headline.optional for headline in HEADLINES)
+
+def beside(metric: str) -> str:
+    """Return the metric whose chart shows a metric: mostly itself.
+
+    Args:
+        metric: Name of a metric.
+    """
+    return _BESIDE.get(metric, metric)
+
+
+def headlines_of(
+    metric: str, text: MetricText, *, stack: str = "", chart: str = ""
+) -> Iterator[Headline]:
+    """List the headline values of a metric. Means are over the layers without layer 0.
+
+    Args:
+        metric: Name of the metric.
+        text: How pages speak of it.
+        stack: Name of the stack.
+        chart: Title of the chart that shows them; "" for the title of the metric.
+    """
+    chart, title = chart or text.label, text.label
+
+    def copy(name: str, words: str, part: str = "", kind: str = "value") -> Headline:
+        place = Place(stack, metric, part, kind=kind)
+        return Headline(name, chart, words, lambda reading: place.find(reading.stacks), place.tag)
+
+    def made(name: str, words: str, function: Callable[[Column], float]) -> Headline:
+        def value(reading: Reading) -> float:
+            column = reading.stacks.get(stack, {}).get(metric)
+            return NAN if column is None else function(column)
+
+        return Headline(f"{metric}_{name}", chart, words, value)
+
+    for kind in text.charts:
+        if kind == "mean":
+            yield copy(metric, f"{title}, mean")
+        elif kind == "interval":
+            for name, words, sign in (("low", "lower", -1), ("high", "upper", 1)):
+                yield made(name, f"{words} end of its 95 % interval", _end(sign))._replace(chart="")
+        elif kind == "largest":
+            yield made("max", f"{title} of the layer with the largest", _largest)
+        elif kind == "smallest":
+            yield copy(f"{metric}_min", f"{title} of the lowest head", kind="min")
+        elif kind == "size":
+            yield made("size", f"mean size over heads of the {title}", Column.mean_size)
+        else:
+            yield copy(f"{metric}_{kind}", f"{text.title_of(kind)}, mean", kind)
+
+
+def _end(sign: int) -> Callable[[Column], float]:
+    """Make the function that gives an end of the 95 % interval of a mean."""
+    return lambda column: column.mean + sign * column.mean_margin
+
+
+def _largest(column: Column) -> float:
+    """Return the largest value over the layers without layer 0."""
+    return max((value for layer, value in column.by_layer().items() if layer), default=NAN)
 
 
 def headline_tag(name: str, stack: str = "") -> str:
@@ -201,8 +170,8 @@ class Charts:
     """Selects what one sink charts of each reading.
 
     A headline value that equals one before it in the list is left out until it first differs: it
-    would draw the same curve twice. Where a reading holds fewer metrics than the headline values
-    are made of, the means of its other metrics take the free places.
+    would draw the same curve twice. Where a reading holds fewer metrics than there are places for
+    headline values, the means of its other metrics take the free ones.
 
     Args:
         detail: "headline"; "layers" for every value that is charted; or names of metrics whose
@@ -215,9 +184,18 @@ class Charts:
     def __init__(self, detail: Detail = HEADLINE) -> None:
         detail = check_detail(detail)
         self._all = detail == LAYERS
-        self._named = () if isinstance(detail, str) else tuple(detail)
+        self.named = () if isinstance(detail, str) else tuple(detail)
+        self._texts: dict[str, MetricText] = {}
         self._selected: dict[str, dict[str, Headline]] = {}  # by stack and name
         self._distinct: set[str] = set()  # that have differed from those before them
+
+    def describe(self, description: Mapping[str, Any]) -> None:
+        """Take the description of the run, which holds the texts of its metrics.
+
+        Args:
+            description: Description of the run, as the record holds it.
+        """
+        self._texts = texts_of(description)
 
     def select(self, reading: Reading) -> dict[str, float]:
         """Select the values that charts show, by the name under which they are shown; no NaN.
@@ -229,8 +207,7 @@ class Charts:
         if not self._all:
             return headlines
         copied = self._copied(reading)
-        rest = {tag: value for tag, value in reading.charted().items() if tag not in copied}
-        return headlines | rest
+        return headlines | {t: v for t, v in _charted(reading).items() if t not in copied}
 
     def headlines(self, reading: Reading) -> dict[str, float]:
         """Select the headline values alone, by the name under which they are shown; no NaN.
@@ -239,19 +216,31 @@ class Charts:
             reading: A reading.
         """
         shown: dict[str, float] = {}
-        for stack, values, selected in self._by_stack(reading):
+        for stack, selected in self._by_stack(reading):
             found: list[float] = []
-            for name, headline in selected.items():
-                value = float(headline.value(values))
+            for headline in selected:
+                value = float(headline.value(reading))
                 if math.isnan(value):
                     continue
-                tag = headline_tag(name, stack)
+                tag = headline_tag(headline.name, stack)
                 if value not in found:
                     self._distinct.add(tag)
                 found.append(value)
                 if tag in self._distinct:
                     shown[tag] = value
         return shown
+
+    def is_end(self, tag: str) -> bool:
+        """Return whether a name is that of an end of an interval, which has no chart of its own.
+
+        Args:
+            tag: Name under which a headline value is shown.
+        """
+        return any(
+            not headline.chart and headline_tag(headline.name, stack) == tag
+            for stack, selected in self._selected.items()
+            for headline in selected.values()
+        )
 
     def layout(self, reading: Reading) -> dict[str, dict[str, list[object]]]:
         """Lay out the charts of a reading for TensorBoard's custom scalars.
@@ -263,78 +252,119 @@ class Charts:
             Kind of chart and names of its curves, by category and title.
         """
         charts: dict[str, list[object]] = {}
-        intervals: dict[str, list[object]] = {}
-        for stack, values, selected in self._by_stack(reading):
-            before = f"{stack}: " if stack else ""
-            ends = [headline_tag(name, stack) for name in ("twonn", "twonn_low", "twonn_high")]
-            if not math.isnan(_bound(_TWONN, 1)(values)):
-                intervals[f"{before}{_INTERVAL}"] = ["Margin", ends]
+        for stack, selected in self._by_stack(reading):
             titles: dict[str, list[str]] = {}
-            for name, headline in selected.items():
-                if headline.chart != _INTERVAL:
-                    tag = f"{headline_tag(name, stack)}$"
-                    titles.setdefault(f"{before}{headline.chart}", []).append(tag)
+            for headline in selected:
+                if headline.chart:
+                    tag = f"{headline_tag(headline.name, stack)}$"
+                    titles.setdefault(_in_words(headline.chart, stack), []).append(tag)
             charts |= {title: ["Multiline", names] for title, names in titles.items()}
         # In one category TensorBoard draws the charts of intervals below all others.
         laid_out: dict[str, dict[str, list[object]]] = {}
-        if intervals:
-            laid_out[_FIRST] = intervals
+        for title, stack, ends in self._intervals(reading):
+            category = laid_out.setdefault(next(iter(laid_out), f"geomon: {title}"), {})
+            category[f"{_in_words(title, stack)}, 95 % interval"] = ["Margin", ends]
         laid_out["geomon"] = charts
         if self._all:
-            copied = {
-                source: headline_tag(name, stack)
-                for source, (name, stack) in self._copied(reading).items()
-            }
-            laid_out |= tags.layout(reading.charted(), shown_as=copied)
+            laid_out["by layer"] = dict(self._by_layer(reading))
         return laid_out
 
-    def _copied(self, reading: Reading) -> dict[str, tuple[str, str]]:
-        """Tags that headline values copy, with name and stack of these."""
-        main, stacks = _stacks_of(reading)
-        copied: dict[str, tuple[str, str]] = {}
-        for stack, _, selected in self._by_stack(reading):
-            # Tags leave out the name of an only stack, headline values that of the main one.
-            inside = stack or (main if stacks != [""] else "")
-            for name, headline in selected.items():
-                if headline.tag:
-                    tag = headline.tag
-                    copied[tag if tags.is_of_run(tag) else tags.in_stack(tag, inside)] = name, stack
-        return copied
+    def _intervals(self, reading: Reading) -> Iterator[tuple[str, str, list[str]]]:
+        """For each metric with an interval: its title, the stack, and the names of the curves."""
+        for stack, inside in _stacks_of(reading):
+            for metric, column in reading.stacks.get(inside, {}).items():
+                text = self._text_of(metric)
+                if "interval" in text.charts and math.isfinite(column.mean_margin):
+                    names = metric, f"{metric}_low", f"{metric}_high"
+                    yield text.title, stack, [headline_tag(name, stack) for name in names]
 
-    def _by_stack(self, reading: Reading) -> Iterator[tuple[str, Values, dict[str, Headline]]]:
-        """For each stack: its name, "" for the main one; its values; its headlines."""
-        main, stacks = _stacks_of(reading)
-        whole = Readings([], [reading])
-        for stack in sorted(stacks, key=lambda name: name != main):
-            values = whole.of_stack(stack)[0].values
-            name = "" if stack == main else stack
-            yield name, values, self._select(name, values)
+    def _by_layer(self, reading: Reading) -> Iterator[tuple[str, list[object]]]:
+        """For each metric: the title of a chart of all layers, and patterns of its curves."""
+        copied = self._copied(reading)
+        for inside, columns in reading.stacks.items():
+            for metric, column in columns.items():
+                title = _in_words(self._text_of(metric).label, inside)
+                if column.layers:
+                    mean = Place(inside, metric).tag
+                    layers = tags.in_stack(f"{metric}/layer_[0-9]+$", inside)
+                    yield title, ["Multiline", [layers, f"{copied.get(mean, mean)}$"]]
+                scales = [part for part in column.parts if part[1:].isdigit()]
+                if scales:
+                    tags_of = [Place(inside, metric, part).tag for part in scales]
+                    others = [f"{copied[tag]}$" for tag in tags_of if tag in copied]
+                    pattern = tags.in_stack(f"{tags.mean_tag(metric, 'k')}[0-9]+$", inside)
+                    yield f"{title}, by scale", ["Multiline", [pattern, *others]]
 
-    def _select(self, stack: str, values: Values) -> dict[str, Headline]:
-        """Add what a reading is the first to have to the headlines of a stack."""
-        selected = self._selected.setdefault(stack, {})
-        measured = {tag.partition("/")[0] for tag in values if not tags.is_of_run(tag)}
-        for headline in HEADLINES:
-            of_run = tags.is_of_run(headline.tag) and not stack
-            if of_run and headline.optional:
-                of_run = headline.tag in values
-            if headline.metric in measured or of_run:
+    def _copied(self, reading: Reading) -> dict[str, str]:
+        """Tags that headline values copy, and the names under which these are shown."""
+        return {
+            headline.tag: headline_tag(headline.name, stack)
+            for stack, selected in self._by_stack(reading)
+            for headline in selected
+            if headline.tag
+        }
+
+    def _by_stack(self, reading: Reading) -> Iterator[tuple[str, list[Headline]]]:
+        """For each stack: its name, "" for the main one, and its headline values."""
+        for stack, inside in _stacks_of(reading):
+            selected = self._selected.setdefault(stack, {})
+            for headline in self._wanted(reading, stack, inside, selected):
                 selected.setdefault(headline.name, headline)
-        means = [
-            tag.metric
-            for tag in map(tags.parse, values)
-            if tag is not None and tag.layer is None and not tag.part
-        ]
-        copied = {headline.tag for headline in selected.values()}
-        for metric in dict.fromkeys(means):
-            tag = tags.mean_tag(metric)
-            wanted = metric in self._named or len(selected) < _PLACES
-            if wanted and tag not in copied and metric not in selected.keys() | _TAKEN:
-                selected[metric] = _copy(metric, metric, f"{metric}, mean", tag)
-        return selected
+            yield stack, list(selected.values())
+
+    def _wanted(
+        self, reading: Reading, stack: str, inside: str, selected: Mapping[str, Headline]
+    ) -> Iterator[Headline]:
+        """List the headline values of a stack: by default, of the run, and in free places."""
+        columns = reading.stacks.get(inside, {})
+        for metric in columns:
+            chart = self._text_of(beside(metric)).label
+            yield from headlines_of(metric, self._text_of(metric), stack=inside, chart=chart)
+        if not stack:
+            if tags.PROBE_LOSS in reading.training:
+                yield PROBE_LOSS
+            yield OVERHEAD
+        for metric, column in columns.items():
+            text = self._text_of(metric)
+            free = len(selected.keys() - {PROBE_LOSS.name}) < _PLACES and not text.charts
+            has_mean = any(column.depths()) or not math.isnan(column.mean)
+            if (metric in self.named or free) and has_mean and metric not in _TAKEN:
+                yield from headlines_of(metric, _mean_alone(text), stack=inside)
+
+    def _text_of(self, metric: str) -> MetricText:
+        return self._texts.get(metric, MetricText(metric))
 
 
-def _stacks_of(reading: Reading) -> tuple[str, list[str]]:
-    """The name of the main stack, and the names of all."""
-    stacks = Readings([], [reading]).stacks()
-    return main_stack(stacks), stacks
+def _mean_alone(text: MetricText) -> MetricText:
+    return MetricText(text.title, text.unit, charts=("mean",))
+
+
+def _in_words(title: str, stack: str) -> str:
+    return f"{stack}: {title}" if stack else title
+
+
+def _charted(reading: Reading) -> dict[str, float]:
+    """Select what charts of all layers show: no heads, and of single layers no error parts."""
+    places = (
+        place
+        for stack, columns in reading.stacks.items()
+        for metric, column in columns.items()
+        for place in places_of(metric, column, stack)
+        if place.kind != "head"
+    )
+    found = {
+        place.tag: place.find(reading.stacks)
+        for place in places
+        if place.layer is None
+        or not (place.kind == "margin" or place.part.rpartition("/")[2] in TRUST)
+    }
+    found |= {tags.training_tag(name): value for name, value in reading.training.items()}
+    found |= {tags.SECONDS: reading.seconds, tags.OVERHEAD: reading.overhead}
+    return {tag: value for tag, value in found.items() if not math.isnan(value)}
+
+
+def _stacks_of(reading: Reading) -> list[tuple[str, str]]:
+    """Names of stacks in charts, where the main one comes first and has none, and in the record."""
+    names = list(reading.stacks) or [""]
+    main = main_stack(names)
+    return [("", main), *((name, name) for name in names if name != main)]

@@ -18,10 +18,13 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import msgspec
+
 from geomon.record.arrays import ArrayFolder, Arrays
-from geomon.record.columns import parse_json
 from geomon.record.lock import FolderLock, follow_folder, lock_folder
+from geomon.record.printable import text_of
 from geomon.record.reading import LineCheck, Reading, Readings
+from geomon.record.regular import check_regular
 
 FILE_NAME = "readings.jsonl"
 _LOCK_NAME = ".readings.lock"
@@ -70,13 +73,14 @@ class Record:
         self._locked: Path | None = None  # where the lock stood when this record last looked
         try:
             self._take_lock()
+            check_regular(self.path)
             with self.path.open("a"):
                 pass
             self.arrays.remove_parts()
         except OSError as error:
             raise ValueError(
-                f"directory={str(directory)!r} cannot be written ({error.strerror}): give a folder "
-                "that can be made and written"
+                f"directory={str(directory)!r} cannot be written ({error.filename}: "
+                f"{error.strerror}): give a folder that can be made and written"
             ) from error
 
     def begin(
@@ -101,7 +105,7 @@ class Record:
             OSError: The file cannot be read.
         """
         opening = {"run": {**description, "time": time.time(), "from_step": step}}
-        self._opening = json.dumps(opening, default=str)
+        self._opening = json.dumps(opening, default=text_of)
         self._pending.append(self._opening)
         try:
             earlier = _parse(self.path, to_continue=True).readings
@@ -203,6 +207,7 @@ class Record:
         The file is unbuffered, so that a line is one write; a line torn by a kill is removed first.
         Whatever comes between, even Ctrl-C, the line is in the file or waits, and never both.
         """
+        check_regular(self.path)
         with self.path.open("a+b", buffering=0) as file:
             end = _truncate_torn_line(file)
             # A file that was removed in the middle of a run begins with what describes the run.
@@ -287,15 +292,19 @@ def parse_line(line: bytes) -> Reading | dict[str, Any]:
         ValueError: The line is neither of the two.
     """
     try:
-        content = parse_json(line)
+        if not line.startswith(_BEGINNINGS[0]):
+            return _READING.decode(line.decode())  # in what it passes over it checks no UTF-8
+        run = msgspec.json.decode(line)["run"]
+    except msgspec.MsgspecError as error:
+        raise ValueError(str(error)) from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    if not isinstance(content, dict) or "run" not in content:
-        return Reading.from_json(content)
-    run = content["run"]
     if not isinstance(run, dict):
         raise ValueError(f"'run' is {reprlib.repr(run)}, expected an object")
     return run
+
+
+_READING = msgspec.json.Decoder(Reading)
 
 
 def parse_lines(
@@ -339,8 +348,8 @@ def parse_lines(
 
 def _is_object(line: bytes) -> bool:
     try:
-        return isinstance(parse_json(line), dict)
-    except (ValueError, RecursionError):
+        return isinstance(msgspec.json.decode(line), dict)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
         return False
 
 
@@ -350,6 +359,7 @@ def _parse(path: Path, *, to_continue: bool = False) -> Readings:
     To continue the file, the last line too has to be of a record: it is going to be removed.
     """
     check = LineCheck()
+    check_regular(path)
     with path.open("rb", buffering=BUFFER) as file:
         lines = _whole_lines(file, path, to_continue=to_continue)
         contents = list(parse_lines(lines, path, check, first=1))

@@ -23,6 +23,8 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from geomon.record.regular import check_regular
+
 if sys.platform == "win32":
     fcntl: Any = None
 else:
@@ -54,6 +56,7 @@ class FolderLock:
         self.path = path
         self._process = os.getpid()
         self._descriptor = -1
+        check_regular(path)
         while not self._is_in_place():  # its last owner may have removed the file meanwhile
             self._close()
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)

@@ -22,6 +22,22 @@ def printable(text: str) -> str:
     return text if text.isprintable() else "".join(map(_shown, text))
 
 
+def text_of(value: object) -> str:
+    """Return a value as text; its type where the value raises instead.
+
+    Args:
+        value: Any object.
+
+    Example:
+        >>> text_of(["a"])
+        "['a']"
+    """
+    try:
+        return str(value)
+    except Exception:
+        return f"<{type(value).__name__}>"
+
+
 def _shown(character: str) -> str:
     if character.isprintable():
         return character

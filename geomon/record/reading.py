@@ -2,27 +2,30 @@
 
 import difflib
 import functools
-import json
 import math
-import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from html import escape
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, overload
 
-import numpy as np
+import msgspec
 from numpy.typing import NDArray
 
+from geomon.note import Note
 from geomon.record import tags
 from geomon.record.arrays import ArrayFolder
 from geomon.record.columns import (
-    Layout,
-    Values,
-    distinct_layouts,
-    layout_of,
-    read_values,
-    write_values,
+    NAN,
+    Column,
+    Columns,
+    MetricText,
+    Number,
+    Place,
+    Stacks,
+    number,
+    places_of,
+    tagged,
+    texts_of,
 )
 from geomon.record.printable import printable
 from geomon.record.versions import Newer, is_newer
@@ -31,8 +34,10 @@ if TYPE_CHECKING:
     import pandas
 
 
-@dataclass(frozen=True)
-class Reading:
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+class Reading(msgspec.Struct, frozen=True, dict=True):
     """Values measured at one step.
 
     Attributes:
@@ -45,133 +50,85 @@ class Reading:
         tokens: Number of measured rows of hidden states, over all splits.
         world_size: Number of ranks.
         dtype: Data type of the model's hidden states.
-        values: Values by tag; NaN where a value could not be measured.
-        notes: Sentences on how far the values can be trusted.
+        stacks: Column of each metric, by name of the stack ("" for the only one) and metric.
+        overhead: Share of the time since the first step that geomon has taken; NaN where unknown.
+        training: What the training logs beside the geometry, by name: its loss, say.
+        notes: Remarks on how far the values can be trusted, and alerts.
     """
 
-    step: int
+    step: Count
     time: float
     seconds: float
     source: str
     mode: str
-    tokens: int
-    world_size: int
+    tokens: Count
+    world_size: Count
     dtype: str
-    values: Mapping[str, float]
-    notes: list[str] = field(default_factory=list)
+    stacks: Stacks
+    overhead: Number = NAN
+    training: dict[str, Number] = {}
+    notes: tuple[Note, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Put NaN in the place of the nulls of JSON, and refuse what no reading has."""
+        msgspec.structs.force_setattr(self, "overhead", number(self.overhead))
+        if None in self.training.values():
+            known = {name: number(value) for name, value in self.training.items()}
+            msgspec.structs.force_setattr(self, "training", known)
+        if self.step < 0 or not (math.isfinite(self.time) and math.isfinite(self.seconds)):
+            raise ValueError("expected a step from 0, and a time and seconds that are finite")
 
     def __repr__(self) -> str:
         notes = f", {len(self.notes)} note{'s' * (len(self.notes) != 1)}" if self.notes else ""
         return f"Reading(step {self.step:,}, {self.source}, {len(self.values):,} values{notes})"
 
-    def _repr_html_(self) -> str:
-        """Show the headline values and the notes in a notebook."""
-        from geomon.record.headline import HEADLINES, Charts, headline_tag
+    @functools.cached_property
+    def values(self) -> Mapping[str, float]:
+        """Every value by its tag; NaN where one could not be measured."""
+        return tagged(self.stacks) | self._of_run()
 
-        words = {headline_tag(headline.name): headline.words for headline in HEADLINES}
-        rows = "".join(
-            f"<tr><td>{escape(words.get(tag, tag))}</td><td>{value:.4g}</td></tr>"
-            for tag, value in Charts().headlines(self).items()
-        )
-        notes = "".join(f"<li>{escape(printable(note))}</li>" for note in self.notes)
-        return f"<p>{escape(repr(self))}</p><table>{rows}</table><ul>{notes}</ul>"
+    def _of_run(self) -> dict[str, float]:
+        values = {tags.training_tag(name): value for name, value in self.training.items()}
+        values[tags.SECONDS] = self.seconds
+        return values if math.isnan(self.overhead) else values | {tags.OVERHEAD: self.overhead}
 
-    def charted(self) -> dict[str, float]:
-        """Select what charts can show of all layers: no NaN, no single heads.
-
-        What they do show is selected in `geomon.record.headline`.
-        """
-        return {
-            tag: value
-            for tag, value in self.values.items()
-            if tags.is_charted(tag) and not math.isnan(value)
-        }
-
-    def layers(self, metric: str) -> list[int]:
-        """List the layers for which the reading has tags of the metric, ascending."""
-        return layers_of(self.values, metric)
-
-    def line(self) -> str:
-        """Format the reading as one line of JSON; a value that is not finite becomes null.
-
-        With thousands of values those of the layers stand there in a short form (see
-        `geomon.record.columns`).
-        """
-        content = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return json.dumps(content | write_values(self.values), allow_nan=False)
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> "Reading":
-        """Build a reading from the parsed JSON of its line; null becomes NaN.
+    def value(self, tag: str) -> float:
+        """Return the value of a tag; NaN where there is none.
 
         Args:
-            content: Keys and values that `line` wrote; other keys are ignored.
-
-        Raises:
-            ValueError: A field is missing, or is not of the type that `line` writes.
+            tag: Name of a value, for instance "twonn/mean".
         """
-        _check_fields(content)
-        fields = {name: content[name] for name in cls.__dataclass_fields__ if name in content}
-        fields["time"], fields["seconds"] = float(content["time"]), float(content["seconds"])
-        fields["values"] = read_values(content)
-        return cls(**fields)
+        return self.values.get(tag, NAN)
+
+    @property
+    def columns(self) -> Columns:
+        """Columns of the main stack, by metric (see `main_stack`)."""
+        return self.stacks[main_stack(self.stacks)] if self.stacks else {}
+
+    def column(self, metric: str, part: str = "") -> Column:
+        """Return a column of the main stack; an empty one where the reading has none.
+
+        Args:
+            metric: Name of the metric.
+            part: Name of a part of it; "" for the value itself.
+        """
+        column = self.columns.get(metric, _NONE)
+        return column.parts.get(part, _NONE) if part else column
+
+    def layers(self, metric: str) -> list[int]:
+        """List the layers of the main stack for which the reading has a metric, ascending."""
+        return list(self.column(metric).depths())
+
+    def words(self) -> list[str]:
+        """Return the notes as sentences."""
+        return [note.words() for note in self.notes]
+
+    def line(self) -> str:
+        """Format the reading as one line of JSON; a value that is not finite becomes null."""
+        return msgspec.json.encode(self).decode()
 
 
-# One more than the largest whole number of a record: steps are numbers of 64 bits.
-MOST = 2**63
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST
-
-
-def _is_number(value: object) -> bool:
-    if isinstance(value, float):
-        return math.isfinite(value)  # 1e999 is parsed as infinity
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < MOST
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _are_values(value: object) -> bool:
-    if not isinstance(value, dict):
-        return False
-    # Of a long record millions: those of the two usual kinds are looked at all at once.
-    if {float, type(None)}.issuperset(map(type, value.values())):
-        return all(map(math.isfinite, filter(None, value.values())))
-    return all(x is None or _is_number(x) for x in value.values())
-
-
-def _are_notes(value: object) -> bool:
-    return isinstance(value, list) and all(map(_is_text, value))
-
-
-# For each field of a reading, whether a value is one that `Reading.line` writes, and its words.
-_EXPECTED: dict[str, tuple[Callable[[object], bool], str]] = {
-    "step": (_is_count, "a whole number from 0"),
-    "time": (_is_number, "a number"),
-    "seconds": (_is_number, "a number"),
-    "source": (_is_text, "text"),
-    "mode": (_is_text, "text"),
-    "tokens": (_is_count, "a whole number from 0"),
-    "world_size": (_is_count, "a whole number from 0"),
-    "dtype": (_is_text, "text"),
-    "values": (_are_values, "an object of numbers and nulls"),
-    "notes": (_are_notes, "a list of texts"),
-}
-
-
-def _check_fields(content: object) -> None:
-    """Raise a ValueError unless each field of a reading is of its type."""
-    if not isinstance(content, dict):
-        raise ValueError(f"expected an object, got {reprlib.repr(content)}")
-    for name, (is_right, expected) in _EXPECTED.items():
-        if name not in content and name != "notes":  # the one field with a default
-            raise ValueError(f"it has no '{name}'")
-        if name in content and not is_right(content[name]):
-            raise ValueError(f"'{name}' is {reprlib.repr(content[name])}, expected {expected}")
+_NONE = Column()
 
 
 class Series(NamedTuple):
@@ -201,6 +158,9 @@ class Readings:
         newer: What a newer version of geomon has written; None where none has.
     """
 
+    # Builds the page of a run for a notebook. `geomon` sets it: the record imports no pages.
+    notebook_form: ClassVar[Callable[["Readings"], str] | None] = None
+
     runs: list[dict[str, Any]]
     readings: list[Reading]
     mixed_at: int | None = None
@@ -229,22 +189,51 @@ class Readings:
             IndexError: There is no such reading.
             KeyError: No reading has a value of that name.
         """
-        if not isinstance(key, str):
-            return self.readings[key]
-        steps, values = self.series(key)
-        known = () if steps else self.tags()
-        if not steps and key not in known:
-            close = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
+        return self._curve(key) if isinstance(key, str) else self.readings[key]
+
+    def _curve(self, tag: str) -> Series:
+        """Collect the curve of a tag with its margins."""
+        getter = self._getter(tag)
+        if getter is None:
+            close = difflib.get_close_matches(tag, self.tags(), n=3, cutoff=0.5)
             advice = f": did you mean {' or '.join(map(repr, close))}?" if close else ""
-            raise KeyError(f"no reading has a value called {key!r}{advice}")
+            raise KeyError(f"no reading has a value called {tag!r}{advice}")
         # Of each reading its own: those of two sources may share a step.
-        width = f"{key}/{tags.margin_part()}"
-        points = sorted(
-            (reading.step, reading.values[key], reading.values.get(width, math.nan))
-            for reading in self
-            if not math.isnan(reading.values.get(key, math.nan))
-        )
-        return Series(steps, values, [margin for _, _, margin in points])
+        points = sorted((reading.step, *getter(reading)) for reading in self)
+        known = [point for point in points if not math.isnan(point[1])]
+        steps, values, margins = zip(*known, strict=True) if known else ((), (), ())
+        return Series([*steps], [*values], [*margins])
+
+    def _getter(self, tag: str) -> Callable[[Reading], tuple[float, float]] | None:
+        """Find a tag among those that the columns make: a function that gives value and margin."""
+        metric = tag.partition("/")[0]
+        for reading in reversed(self.readings):
+            if tag in reading._of_run():
+                return lambda reading: (reading._of_run().get(tag, NAN), NAN)
+            for stack, columns in reading.stacks.items():
+                if metric not in columns:
+                    continue
+                for place in places_of(metric, columns[metric], stack):
+                    if place.tag == tag:
+                        width = place._replace(kind="margin") if place.kind == "value" else None
+                        return functools.partial(_at, place, width)
+        return None
+
+    @functools.cached_property
+    def metrics(self) -> dict[str, MetricText]:
+        """How pages speak of each metric, by its name."""
+        found: dict[str, MetricText] = {}
+        for run in self.runs:
+            found |= texts_of(run)
+        return found
+
+    def text_of(self, metric: str) -> MetricText:
+        """Return how pages speak of a metric; by its name where the record does not say.
+
+        Args:
+            metric: Name of the metric.
+        """
+        return self.metrics.get(metric, MetricText(metric))
 
     def __repr__(self) -> str:
         if not self.readings:
@@ -258,10 +247,9 @@ class Readings:
         )
 
     def _repr_html_(self) -> str:
-        """Show the run in words and in a picture in a notebook."""
-        # Pages know of records, and not the other way round: this one is looked for by its name,
-        # when a notebook asks for it.
-        return str(import_module("geomon.show.notebook").html_of(self))
+        """Show the run in a notebook: in words and in a picture where the package has pages."""
+        build = type(self).notebook_form
+        return f"<p>{escape(repr(self))}</p>" if build is None else build(self)
 
     def to_pandas(self) -> "pandas.DataFrame":
         """Build a data frame with a row for each value.
@@ -314,8 +302,7 @@ class Readings:
 
     def tags(self) -> list[str]:
         """List all tags, in order of first appearance."""
-        layouts = distinct_layouts(reading.values for reading in self)
-        return list(dict.fromkeys(tag for names in layouts for tag in names))
+        return list(dict.fromkeys(tag for reading in self for tag in reading.values))
 
     def series(self, tag: str) -> tuple[list[int], list[float]]:
         """Collect the steps and values of a tag, steps ascending, without missing values.
@@ -324,46 +311,23 @@ class Readings:
             tag: Name of a value, for instance "twonn/mean".
 
         Returns:
-            Steps and values, two lists of equal length.
+            Steps and values, two lists of equal length; empty where no reading has such a value.
         """
-        points = sorted(
-            (reading.step, reading.values[tag])
-            for reading in self
-            if not math.isnan(reading.values.get(tag, math.nan))
-        )
-        return [step for step, _ in points], [value for _, value in points]
-
-    def table(self, names: Sequence[str]) -> NDArray[np.float64]:
-        """Arrange values as a table: a row for each reading, in order, a column for each tag.
-
-        Args:
-            names: Tags.
-
-        Returns:
-            Values, float64 [readings, tags]; NaN where a reading has none.
-        """
-        wanted = tuple(names)
-        table = np.full((len(self), len(wanted)), np.nan)
-        layout: Layout | None = None
-        for row, reading in zip(table, self, strict=True):
-            values = Values.of(reading.values)
-            if values.layout is not layout:
-                layout = values.layout
-                columns, positions = layout.positions(wanted)
-            row[columns] = values.array[positions]
-        return table
+        if self._getter(tag) is None:
+            return [], []
+        steps, values, _ = self._curve(tag)
+        return steps, values
 
     def layers(self, metric: str) -> list[int]:
-        """List the layers for which any reading has tags of the metric, ascending."""
-        return layers_of(self.tags(), metric)
+        """List the layers of the main stack for which any reading has a metric, ascending."""
+        return sorted({layer for reading in self for layer in reading.layers(metric)})
 
     def stacks(self) -> list[str]:
         """List the names of the model's stacks in order of appearance; [""] for a single stack."""
-        parsed = filter(None, map(tags.parse, self.tags()))
-        return list(dict.fromkeys(tag.stack for tag in parsed if tag.layer is not None)) or [""]
+        return list(dict.fromkeys(name for reading in self for name in reading.stacks)) or [""]
 
     def of_stack(self, name: str | None = None) -> "Readings":
-        """Select the values of one stack, under the tags that a model with one stack has.
+        """Select the columns of one stack, under the tags that a model with one stack has.
 
         Args:
             name: Name of the stack, for instance "encoder"; None for the main one (see
@@ -379,9 +343,17 @@ class Readings:
             raise ValueError(f"no stack is called {chosen!r}: {hint}")
         if names == [""]:
             return self
-        selected = [_select_stack(reading, chosen, names) for reading in self]
-        folder = self.folder and self.folder.of_stack(chosen, names)
+        selected = [
+            msgspec.structs.replace(reading, stacks={"": reading.stacks.get(chosen, {})})
+            for reading in self
+        ]
+        folder = self.folder and self.folder.of_stack(chosen)
         return replace(self, readings=selected, folder=folder)
+
+
+def _at(place: Place, width: Place | None, reading: Reading) -> tuple[float, float]:
+    """Return the value at a place of a reading, and its margin."""
+    return place.find(reading.stacks), NAN if width is None else width.find(reading.stacks)
 
 
 class LineCheck:
@@ -430,17 +402,6 @@ class LineCheck:
         self._last[reading.source] = reading.step
 
 
-def layers_of(names: Iterable[str], metric: str) -> list[int]:
-    """List the layers for which there are tags of a metric, ascending.
-
-    Args:
-        names: Tags.
-        metric: Name of the metric.
-    """
-    parsed = filter(None, map(tags.parse, names))
-    return sorted({tag.layer for tag in parsed if tag.metric == metric and tag.layer is not None})
-
-
 def main_stack(names: Iterable[str]) -> str:
     """Choose the stack to show when none is asked for: the decoder, or else the first.
 
@@ -453,21 +414,3 @@ def main_stack(names: Iterable[str]) -> str:
     """
     names = list(names)
     return next((name for name in ("", "decoder") if name in names), names[0])
-
-
-def _select_stack(reading: Reading, stack: str, names: list[str]) -> Reading:
-    values = Values.of(reading.values)
-    positions, layout = _of_stack(values.layout, stack, tuple(names))
-    return replace(reading, values=values.select(positions, layout))
-
-
-@functools.lru_cache(maxsize=256)
-def _of_stack(layout: Layout, stack: str, names: tuple[str, ...]) -> tuple[list[int], Layout]:
-    """Positions of the values of a stack, and their tags without its name."""
-    split = [tags.out_of_stack(tag, names) for tag in layout.tags]
-    selected = {
-        plain: position
-        for position, (tag, (own, plain)) in enumerate(zip(layout.tags, split, strict=True))
-        if own == stack or tags.is_of_run(tag)
-    }
-    return list(selected.values()), layout_of(tuple(selected))

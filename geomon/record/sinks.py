@@ -144,6 +144,14 @@ class LoggerSink:
     def __str__(self) -> str:
         return self._name
 
+    def describe(self, description: Mapping[str, Any]) -> None:
+        """Take the description of the run, which says what charts show of its metrics.
+
+        Args:
+            description: Description of the run, as the record holds it.
+        """
+        self._charts.describe(description)
+
     def write(self, reading: Reading) -> None:
         """Hand charted values to the logger; before the first, write the layout of their charts."""
         if self._writers is not None:

@@ -5,17 +5,18 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import nn
 
-from geomon.metrics import METRICS, Metric
+from geomon.metrics import METRICS, Evaluator
 from geomon.monitor import Monitor, check_count
+from geomon.note import Note
 from geomon.record import FILE_NAME, Reading, Readings, Record, Sink, read
 from geomon.record.printable import printable
 from geomon.record.sinks import Memory
@@ -40,9 +41,10 @@ def scan(
     sequences: int = 64,
     length: int = 128,
     directory: str | os.PathLike[str] = "scan",
-    metrics: Mapping[str, Metric] = METRICS,
+    metrics: Mapping[str, Callable[..., Any]] = METRICS,
     tokens: int = 4096,
-    batches: int = 2,
+    batches: int = 1,
+    queries: int | None = Evaluator.queries,
     seed: int = 0,
     blocks: str | None = None,
     device: str | None = None,
@@ -71,7 +73,9 @@ def scan(
         directory: Folder of the record.
         metrics: Metrics to measure: a dict from a name to a function of views.
         tokens: Number of rows of hidden states in one split of the estimate.
-        batches: Largest number of splits, from which the deviation of each estimate is computed.
+        batches: Largest number of splits; with two or more their deviation is recorded too.
+        queries: Number of rows of a split from which distances to all its rows are measured; None
+            for all.
         seed: Seed of the private generators that sample rows and draw images and sounds.
         blocks: Regular expression that matches the whole names of the blocks, where the search does
             not find them.
@@ -102,10 +106,10 @@ def scan(
         "text": None if content is None else hashlib.sha256(content).hexdigest(),
         "inputs": None if inputs is None else digest(inputs),
         "sequences": sequences, "length": length, "metrics": list(metrics), "tokens": tokens,
-        "batches": batches, "seed": seed, "blocks": blocks,
+        "batches": batches, "queries": queries, "seed": seed, "blocks": blocks,
     }  # fmt: skip
-    options = {"metrics": metrics, "tokens": tokens, "batches": batches, "seed": seed,
-               "blocks": blocks}  # fmt: skip
+    options = {"metrics": metrics, "tokens": tokens, "batches": batches, "queries": queries,
+               "seed": seed, "blocks": blocks}  # fmt: skip
     size = InputSize(sequences, length, seed)
     batch = None if inputs is None else Inputs(inputs, [])
     history = None
@@ -152,7 +156,7 @@ class _Sweep:
         self, directory: Path, asked: dict[str, Any], notes: list[str], sinks: Sequence[Sink]
     ) -> None:
         self._asked, self._notes, self._sinks = asked, notes, list(sinks)
-        self._failed: list[str] = []  # of which no reading has said so yet
+        self._failed: list[Note] = []  # of which no reading has said so yet
         self._failures: list[str] = []
         self._made = 0
         self._begun = False
@@ -195,14 +199,15 @@ class _Sweep:
                 words = f"there is no folder {checkpoint.source} here, and from the hub: {words}"
             failure = f"{checkpoint.name} (step {checkpoint.step}): {words[:500]}"
             self._failures.append(failure)
-            self._failed.append(f"left out, because it failed: {failure}")
+            text = "left out, because it failed: {failure}"
+            self._failed.append(Note("checkpoint left out", text, numbers={"failure": failure}))
             log.warning("%s", printable(f"a checkpoint is left out: {failure}"))
 
     def publish(self, probed: _Probed) -> None:
         """Write a reading: the record first, then the sinks."""
         reading, run = probed.reading, probed.run
-        said = [*self._failed, *self._notes, *probed.notes]
-        own = replace(reading, notes=[*said, *reading.notes])
+        said = [*self._failed, *(Note(text, text) for text in (*self._notes, *probed.notes))]
+        own = msgspec.structs.replace(reading, notes=(*said, *reading.notes))
         with self._record_is_written():
             if not self._begun:
                 description = {**run, "schedule": "checkpoints", _SCAN: self._asked}

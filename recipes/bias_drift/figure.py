@@ -117,14 +117,17 @@ def _draw_scores(panel: Axes, seeds: Seeds) -> None:
 
 
 def _draw_weights(panel: Axes, seeds: Seeds, length: int) -> None:
-    for label, metric, colour, style in (
-        ("largest of a sequence", "attention_sequence_max", _ORANGE, "-"),
-        ("largest of a row", "attention_max", _ORANGE, "--"),
-        ("median of a row", "attention_median", _BLACK, ":"),
-        ("smallest of a row", "attention_min", _BLUE, "--"),
-        ("smallest of a sequence", "attention_sequence_min", _BLUE, "-"),
+    for label, part, colour, style in (
+        ("largest of a sequence", "sequence_max", _ORANGE, "-"),
+        ("largest of a row", "max", _ORANGE, "--"),
+        ("median of a row", "median", _BLACK, ":"),
+        ("smallest of a row", "min", _BLUE, "--"),
+        ("smallest of a sequence", "sequence_min", _BLUE, "-"),
     ):
-        _draw(panel, seeds, label, colour, style, metric, OUTPUT, scale=length)
+        _draw(
+            panel, seeds, label, colour, style, "attention_extremes", OUTPUT, part=part,
+            scale=length,
+        )  # fmt: skip
     panel.set_yscale("log")
     panel.yaxis.set_major_locator(LogLocator(subs=(1, 1.25, 1.6, 2.5, 4, 6, 8)))
     panel.yaxis.set_minor_locator(NullLocator())
@@ -159,6 +162,7 @@ def _draw(
     metric: str,
     layer: int,
     *,
+    part: str = "",
     scale: float = 1,
     transform: Any = None,
 ) -> None:
@@ -166,7 +170,7 @@ def _draw(
     means: list[NDArray[np.float64]] = []
     levels = seeds[0][0].levels
     for directions in seeds:
-        rows = np.array([series.values(metric, layer) for series in directions]) * scale
+        rows = np.array([series.values(metric, layer, part) for series in directions]) * scale
         rows = rows if transform is None else transform(rows)
         for row in rows:
             panel.plot(levels, row, color=colour, lw=0.5, alpha=0.35)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from geomon import Reading, read
-from geomon.record import tags
 from recipes.bias_drift.watch import QUANTILES, SCORES
 
 _PREFIX = "bias_"
@@ -33,10 +32,9 @@ class Series:
         Args:
             metric: Name of the metric.
             layer: 0 for what enters the block, 1 for what leaves it and for its attention.
-            part: Part of the value, for instance that of a head; "" for the mean over heads.
+            part: Name of a part of it; "" for its value.
         """
-        tag = tags.layer_tag(metric, layer, part)
-        return [reading.values[tag] for reading in self.readings]
+        return [reading.column(metric, part).at(layer) for reading in self.readings]
 
     def heads(self, metric: str) -> list[list[float]]:
         """Collect the values of all heads by level.
@@ -44,8 +42,7 @@ class Series:
         Args:
             metric: Name of the metric.
         """
-        named = tags.heads_of(self.readings[0].values, metric).values()
-        return [[reading.values[tag] for tag in named] for reading in self.readings]
+        return [list(reading.column(metric).by_head().values()) for reading in self.readings]
 
 
 def load_series(folder: Path, step: int = 0) -> list[Series]:

@@ -5,16 +5,16 @@ Each level of bias has a record of its own, for instance
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from geomon import Monitor, select
-from geomon.metrics import Metric
 from recipes.bias_drift.block import (
     Kind,
     MaskedCharacters,
@@ -78,12 +78,11 @@ def key_norm(projected_key: Tensor) -> Tensor:
     return projected_key.norm(dim=2).mean(dim=0)
 
 
-METRICS: Mapping[str, Metric] = {
+METRICS: Mapping[str, Callable[..., Any]] = {
     **select(
         "cosine", "drift_norm", "qk_cosine", "qk_dot", "query_mean_norm", "key_mean_norm",
         "query_cosine", "key_cosine", "query_anisotropy", "key_anisotropy", "attention_entropy",
-        "attention_entropy_normalised", "attention_max", "attention_median", "attention_min",
-        "attention_sequence_max", "attention_sequence_min", "score_mean", "score_spread",
+        "attention_entropy_normalised", "attention_extremes", "score_mean", "score_spread",
     ),
     "mean_norm": mean_norm,
     "query_norm": query_norm,

@@ -11,12 +11,13 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 from numpy.typing import NDArray
 
 from geomon import Reading, read
+from geomon.analysis.curves import measured
 from geomon.analysis.profile import profile_of
 from geomon.show.figures import draw
 from recipes.decoder.questions.question import NORMED
 from recipes.decoder.train import complete_seeds
 from recipes.study.drawing import BLUE, GREEN, GREY, IN_ORDER, ORANGE, draw_seeds, label_panel
-from recipes.study.history import History, over_heads, over_layers, value_of
+from recipes.study.history import History, drift_and_cosine, over_heads, over_layers, value_of
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish.
 _PURPLE, _SKY = "#CC79A7", "#56B4E9"
@@ -35,7 +36,7 @@ def decoder_figure(folder: Path) -> Figure:
     """
     histories = [History(read(seed)) for seed in complete_seeds(folder)]
     last = histories[0].last
-    depth = len(profile_of(last.values, "anisotropy")) - 1
+    depth = len(profile_of(last, "anisotropy")) - 1
     figure = Figure(figsize=(13.2, 11.0), dpi=80, layout="constrained")
     axes = figure.subplots(3, 3)
     over_training = partial(_over_training, histories=histories)
@@ -54,6 +55,7 @@ def decoder_figure(folder: Path) -> Figure:
     axes[0, 1].set_yticks([2, 3, 5, 10, 20, 30], ["2", "3", "5", "10", "20", "30"])
     axes[0, 1].yaxis.set_minor_locator(NullLocator())
     label_panel(axes[0, 1], "b", "Intrinsic dimension", "dimension, mean over layers (log)")
+    axes[0, 1].set_xlabel(f"{axes[0, 1].get_xlabel()}\n{_protocols(histories)}", fontsize=8.5)
     over_training(axes[0, 2], [
         ("64 nearest rows", ORANGE, partial(value_of, tag="local_anisotropy/mean")),
         ("all rows", BLUE, partial(value_of, tag="anisotropy/mean")),
@@ -92,6 +94,19 @@ def decoder_figure(folder: Path) -> Figure:
     label_panel(axes[2, 1], "h", "Spectrum of the last tokens", "after the final norm")
     _draw_shares(axes[2, 2], histories)
     return figure
+
+
+def _protocols(histories: Sequence[History]) -> str:
+    """Say how TwoNN is computed, and what two other protocols give at the start and the end."""
+    others = (("discard_0", "none dropped"), ("discard_80", "smallest 20 % kept"))
+    found = []
+    for part, words in others:
+        first, last = (
+            np.mean([measured(reading, "twonn", part=part).value for reading in readings])
+            for readings in ([h.first for h in histories], [h.last for h in histories])
+        )
+        found += [f"{words}: {first:.1f} to {last:.1f}"] if np.isfinite(first + last) else []
+    return "; ".join(["TwoNN drops the largest 10 % of the ratios", *found])
 
 
 def seeds_figure(folder: Path) -> Figure:
@@ -155,13 +170,11 @@ def _draw(
 def _draw_drift(panel: Axes, histories: Sequence[History]) -> None:
     """Draw cosine against the norm of the mean, one line over depth for each seed, at the end."""
     for seed, history in enumerate(histories):
-        drift, cosine = (profile_of(history.last.values, m) for m in ("drift_norm", "cosine"))
-        fit = {
-            name: history.last.values[f"drift_cosine/{name}"] for name in ("spearman", "spearman_p")
-        }
+        drift, cosine = (profile_of(history.last, m) for m in ("drift_norm", "cosine"))
+        fit = drift_and_cosine(history.last, "spearman")
         panel.plot(
             drift, cosine, "o-", color=IN_ORDER[seed % len(IN_ORDER)], ms=5, lw=1.2,
-            label=f"seed {seed}: Spearman {fit['spearman']:.1f}, p = {fit['spearman_p']:.3f}",
+            label=f"seed {seed}: Spearman {fit.value:.1f}, p = {fit.p_value:.3f}",
         )  # fmt: skip
         if seed == 0:
             for layer, place in enumerate(zip(drift, cosine, strict=True)):
@@ -176,16 +189,13 @@ def _draw_drift(panel: Axes, histories: Sequence[History]) -> None:
 def _draw_shares(panel: Axes, histories: Sequence[History]) -> None:
     """Draw how the mean squared norm is shared over depth, at the end."""
     shares = [
-        ("mean row", BLUE, "mean_share", ""),
-        ("between characters", ORANGE, "between_share", "of_square"),
-        ("within a character", GREEN, "within_share", "of_square"),
+        ("mean row", BLUE, "mean"),
+        ("between characters", ORANGE, "between"),
+        ("within a character", GREEN, "within"),
     ]
-    layers = range(len(profile_of(histories[0].last.values, "mean_share")))
-    for label, colour, metric, part in shares:
-        suffix = f"/{part}" if part else ""
-        table = np.array(
-            [[h.last.values[f"{metric}/layer_{n:02d}{suffix}"] for n in layers] for h in histories]
-        )
+    for label, colour, part in shares:
+        table = np.array([profile_of(h.last, "variance_shares", part=part) for h in histories])
+        layers = range(table.shape[1])
         _draw(panel, layers, table, label, colour)
     panel.xaxis.set_major_locator(MaxNLocator(integer=True))
     panel.set_xlabel("layer (0 = what enters the first block)")

@@ -1,18 +1,18 @@
 """What the experiment measures: geomon's own metrics, and one control."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from geomon import METRICS, select
 from geomon.kernels.token_types import token_types
-from geomon.metrics import Metric
 
 # What claims are asked of beyond the default metrics.
 MORE = (
     "alpha_last", "effective_rank_last", "local_anisotropy", "local_cosine", "cosine_centred",
-    "cosine_within", "cosine_between", "mean_query_share",
+    "cosine_within", "cosine_between", "mean_query_share", "query_cosine", "key_cosine",
 )  # fmt: skip
 
 
@@ -32,7 +32,7 @@ def norm_variance_slope_shuffled(hidden: Tensor, token_ids: Tensor) -> dict[str,
     return {"": fit.slope, "r_squared": fit.r_squared, "q_variation": fit.q_variation}
 
 
-DECODER_METRICS: Mapping[str, Metric] = {
+DECODER_METRICS: Mapping[str, Callable[..., Any]] = {
     **METRICS,
     **select(*MORE),
     "norm_variance_slope_shuffled": norm_variance_slope_shuffled,

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from geomon import read
-from geomon.analysis.profile import head_values, profile_of
+from geomon.analysis.profile import profile_of
 from geomon.record.tags import training_tag
 from recipes.digits.train import ACCURACY
-from recipes.study.history import Head, History, over_heads
+from recipes.study.history import Head, History, drift_and_cosine, over_heads
 
 
 class Training(History):
@@ -26,7 +26,7 @@ class Training(History):
             metric: Name of the metric.
             number: Number of the reading; the last one if not given.
         """
-        return profile_of(self.readings[number].values, metric)
+        return profile_of(self.readings[number], metric)
 
     def anisotropy(self) -> float:
         """Largest mean cosine over layers, as a multiple of what is large for isotropic rows.
@@ -37,8 +37,7 @@ class Training(History):
 
     def drift_correlation(self) -> tuple[float, float]:
         """Spearman correlation of drift and mean cosine over layers, with its exact p-value."""
-        values = self.last.values
-        return values["drift_cosine/spearman"], values["drift_cosine/spearman_p"]
+        return drift_and_cosine(self.last, "spearman")
 
     def heads(self, metric: str) -> dict[Head, list[float]]:
         """Values of each head over the readings, by layer and number of the head.
@@ -46,7 +45,7 @@ class Training(History):
         Args:
             metric: Name of a metric with values of heads.
         """
-        by_reading = [head_values(reading.values, metric) for reading in self.readings]
+        by_reading = [reading.column(metric).by_head() for reading in self.readings]
         return {head: [values[head] for values in by_reading] for head in by_reading[-1]}
 
     def alignment(self) -> list[float]:
@@ -59,7 +58,7 @@ class Training(History):
         Args:
             metric: Name of the metric.
         """
-        by_reading = [profile_of(reading.values, metric) for reading in self.readings]
+        by_reading = [profile_of(reading, metric) for reading in self.readings]
         return {
             layer: [profile[layer] for profile in by_reading]
             for layer, value in enumerate(by_reading[-1])

@@ -1,6 +1,5 @@
 """What the records say of the published claims on encoders and decoders."""
 
-import math
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 from geomon import Reading, Readings
 from geomon.analysis.profile import bulge, peak_depth, profile_of
-from geomon.record import tags
+from geomon.record.columns import Column
 from recipes.encoder_decoder.train import KINDS
 from recipes.study import Claim, read_kinds, seconds_of_kinds
 
@@ -45,7 +44,7 @@ def profile(reading: Reading, metric: str = "anisotropy") -> Profile:
         reading: Reading of one model.
         metric: Name of the metric.
     """
-    return profile_of(reading.values, metric)
+    return profile_of(reading, metric)
 
 
 def normed_profile(reading: Reading) -> Profile:
@@ -57,8 +56,8 @@ def normed_profile(reading: Reading) -> Profile:
         reading: Reading of one model.
     """
     layers = profile(reading)
-    last = tags.in_stack(tags.layer_tag("anisotropy", len(layers) - 1), "final_norm")
-    return [*layers[:-1], reading.values.get(last, math.nan)]
+    normed = reading.stacks.get("final_norm", {}).get("anisotropy", Column())
+    return [*layers[:-1], normed.at(len(layers) - 1)]
 
 
 def mean_after_input(layers: Profile) -> float:
@@ -137,7 +136,7 @@ def table(folder: Path) -> list[str]:
     for name, seeds in load_runs(folder).items():
         ends = [readings[-1] for readings in seeds]
         columns: list[tuple[list[float], int]] = [
-            ([end.values["training/held_out_loss"] for end in ends], 2),
+            ([end.training["held_out_loss"] for end in ends], 2),
             ([mean_after_input(profile(readings[0])) for readings in seeds], 3),
             ([mean_after_input(profile(end)) for end in ends], 3),
             ([bulge(profile(end)) for end in ends], 2),

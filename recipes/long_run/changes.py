@@ -10,16 +10,18 @@ from geomon.analysis import Curve, Phase, curve_of
 # Steps of the recipe enwik8 on two cores, which the longer training is compared with.
 DEMO_STEPS = 1500
 
-# Name and tag of each value, in the order in which the page shows them.
+# Name, metric and part of each value, in the order in which the page shows them.
 DIMENSIONS = {
-    "TwoNN, all tokens": "twonn/mean",
-    "TwoNN, one row per (character, position)": "twonn_distinct/mean",
-    **{f"Gride, scale {k}": f"gride/mean/k{k}" for k in (1, 2, 4, 8, 16, 32)},
+    "TwoNN, all tokens": ("twonn", ""),
+    "TwoNN, one row per (character, position)": ("twonn_distinct", ""),
+    "TwoNN, no ratio dropped (the paper's text)": ("twonn", "discard_0"),
+    "TwoNN, smallest 20 % kept (the authors' code)": ("twonn", "discard_80"),
+    **{f"Gride, scale {k}": ("gride", f"k{k}") for k in (1, 2, 4, 8, 16, 32)},
 }
 OTHERS = {
-    "anisotropy": "anisotropy/mean",
-    "attention entropy (nats)": "attention_entropy/mean",
-    "mean cosine": "cosine/mean",
+    "anisotropy": ("anisotropy", ""),
+    "attention entropy (nats)": ("attention_entropy", ""),
+    "mean cosine": ("cosine", ""),
 }
 
 
@@ -63,9 +65,19 @@ def changes(readings: Readings, names: Iterable[str], *, since: int = DEMO_STEPS
         names: Names of values in `DIMENSIONS` or `OTHERS`.
         since: Step to compare with.
     """
-    tags = DIMENSIONS | OTHERS
-    curves = {name: curve_of(readings, tags[name]) for name in names}
+    curves = {name: value_curve(readings, name) for name in names}
     return [_change(name, curve, since) for name, curve in curves.items() if len(curve) > 1]
+
+
+def value_curve(readings: Readings, name: str) -> Curve:
+    """Collect the curve of a value.
+
+    Args:
+        readings: Readings of a run.
+        name: Name of a value in `DIMENSIONS` or `OTHERS`.
+    """
+    metric, part = (DIMENSIONS | OTHERS)[name]
+    return curve_of(readings, metric, part=part)
 
 
 def nearest(steps: list[int], step: int) -> int:

@@ -8,8 +8,8 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from geomon import Readings
 from geomon.analysis import Curve, curve_of
-from geomon.record import tags
-from recipes.long_run.changes import DEMO_STEPS, DIMENSIONS, nearest
+from geomon.analysis.curves import training_curve
+from recipes.long_run.changes import DEMO_STEPS, DIMENSIONS, nearest, value_curve
 from recipes.study.drawing import BLUE, GREEN, GREY, IN_ORDER, ORANGE, label_panel
 
 _SCALES = (1, 2, 4, 8, 16, 32)
@@ -29,15 +29,15 @@ def long_run_figure(readings: Readings) -> Figure:
     _draw(
         axes[0, 0],
         [
-            (names[0], BLUE, curve_of(readings, DIMENSIONS[names[0]])),
-            (names[1], ORANGE, curve_of(readings, DIMENSIONS[names[1]])),
-            ("Gride, scale 32", GREEN, curve_of(readings, "gride/mean/k32")),
+            (names[0], BLUE, value_curve(readings, names[0])),
+            (names[1], ORANGE, value_curve(readings, names[1])),
+            ("Gride, scale 32", GREEN, curve_of(readings, "gride", part="k32")),
         ],
     )
     _log_dimension(axes[0, 0])
     label_panel(axes[0, 0], "a", "Intrinsic dimension", "dimension, mean over layers (log)")
     _draw_scales(axes[0, 1], readings)
-    _draw(axes[1, 0], [("", BLUE, curve_of(readings, tags.training_tag(tags.LOSS)))])
+    _draw(axes[1, 0], [("", BLUE, training_curve(readings))])
     label_panel(axes[1, 0], "c", "Loss of the batch at each reading", "nats per character")
     layers = [layer for layer in readings.layers("anisotropy") if layer > 0]
     _draw(
@@ -45,7 +45,7 @@ def long_run_figure(readings: Readings) -> Figure:
         [
             (
                 f"layer {layer}", IN_ORDER[index % len(IN_ORDER)],
-                curve_of(readings, tags.layer_tag("anisotropy", layer)),
+                curve_of(readings, "anisotropy", layer=layer),
             )
             for index, layer in enumerate(layers)
         ],
@@ -89,7 +89,7 @@ def _draw(panel: Axes, lines: Sequence[tuple[str, str, Curve]]) -> None:
 
 def _draw_scales(panel: Axes, readings: Readings) -> None:
     """Draw the dimension over the scale, one line for each of a few steps."""
-    curves = {k: curve_of(readings, tags.mean_tag("gride", f"k{k}")) for k in _SCALES}
+    curves = {k: curve_of(readings, "gride", part=f"k{k}") for k in _SCALES}
     curves = {k: curve for k, curve in curves.items() if len(curve)}
     steps = next((curve.steps for curve in curves.values()), [])
     chosen = {steps[nearest(steps, step)] for step in _PROFILES if steps} | set(steps[-1:])

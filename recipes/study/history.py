@@ -10,7 +10,7 @@ from scipy import stats  # type: ignore[import-untyped]
 
 from geomon import Reading, Readings
 from geomon.analysis import single_source
-from geomon.analysis.profile import head_values, profile_of
+from geomon.analysis.profile import Correlation, correlate, profile_of
 from geomon.analysis.queries_keys import LayerAlignment, align_layers
 
 # Part of the training after which its beginning is over. The papers name no step; a quarter is the
@@ -112,7 +112,7 @@ def over_layers(
         metric: Name of the metric.
         summary: Function of the values.
     """
-    return summary(profile_of(reading.values, metric)[1:])
+    return summary(profile_of(reading, metric)[1:])
 
 
 def changed(tag: str, begin: float, end: float) -> Callable[[History], float]:
@@ -124,15 +124,6 @@ def changed(tag: str, begin: float, end: float) -> Callable[[History], float]:
         end: Share at which it ends.
     """
     return lambda history: history.change(tag, begin, end)
-
-
-def at_end(measure: Callable[[Reading], float]) -> Callable[[History], float]:
-    """Make the function that measures the last reading.
-
-    Args:
-        measure: Function of a reading.
-    """
-    return lambda history: measure(history.last)
 
 
 def since_start(measure: Callable[[Reading], float]) -> Callable[[History], float]:
@@ -151,15 +142,24 @@ def growth(history: History, metric: str) -> list[float]:
         history: Values over training.
         metric: Name of the metric.
     """
-    before, after = (
-        profile_of(reading.values, metric)[1:] for reading in (history.first, history.last)
-    )
+    before, after = (profile_of(reading, metric)[1:] for reading in (history.first, history.last))
     return [last - first for first, last in zip(before, after, strict=True)]
 
 
-def with_depth(reading: Reading, metric: str) -> float:
+def drift_and_cosine(reading: Reading, test: str) -> Correlation:
+    """Correlate the norm of the mean row with the mean cosine over layers.
+
+    Args:
+        reading: A reading.
+        test: "spearman" or "pearson".
+    """
+    nothing = Correlation(math.nan, math.nan)
+    return correlate(reading.column("drift_norm"), reading.column("cosine")).get(test, nothing)
+
+
+def with_depth(reading: Reading, metric: str, part: str = "") -> float:
     """Compute Spearman's correlation of a metric with the number of the layer, from layer 0 on."""
-    profile = profile_of(reading.values, metric)
+    profile = profile_of(reading, metric, part=part)
     return float(stats.spearmanr(range(len(profile)), profile).statistic)
 
 
@@ -174,7 +174,7 @@ def over_heads(
         layers: Layers whose heads count; none for all.
         size: Whether the absolute values are averaged.
     """
-    found = head_values(reading.values, metric)
+    found = reading.column(metric).by_head()
     values = [value for (layer, _), value in found.items() if layer in layers or not layers]
     return fmean(abs(value) if size else value for value in values)
 
@@ -191,7 +191,7 @@ def onset(history: History, metric: str, head: Head, limit: float) -> float:
     Returns:
         Share of the training's steps that were made by then, [0, 1].
     """
-    values = [head_values(reading.values, metric)[head] for reading in history.readings]
+    values = [reading.column(metric).by_head()[head] for reading in history.readings]
     side = math.copysign(1, values[-1])
     begun = len(values) - 1
     while begun > 0 and side * values[begun - 1] > limit:

@@ -3,21 +3,22 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from tagged import reading_of
 
 from geomon.analysis.alerts import (
     DEFAULT_ALERTS,
     RULES,
-    Alert,
     AlertWatch,
     alert_notes,
     dimension_of,
     find_alerts,
+    first_alerts,
 )
-from geomon.record import Reading
+from geomon.note import Note
 
 
-def reading(step, values, notes=(), source="probe"):
-    return Reading(step, 0.0, 0.0, source, "eval", 8192, 1, "float32", values, [*notes])
+def reading(step, values, notes=()):
+    return reading_of(values, step, notes=notes)
 
 
 def healthy(step, layers=4, heads=2, **changed):
@@ -83,10 +84,23 @@ def test_a_rank_of_rows_that_are_massive_is_no_collapse():
 
 
 def test_rows_that_are_not_finite_are_an_alert_from_the_first_reading_on():
-    note = "hidden states, layer 1, 2: 320 of 512 rows are not finite and were left out"
-    (alert,) = find_alerts([reading(0, {}, ["another note", note]), reading(1, {}, [note])])
-    assert (alert.name, alert.where) == ("not_finite", "layer 1, 2")
-    assert alert.evidence == "320 of 512 rows are not finite"
+    text = "hidden states{where}: {lost} of {rows} rows are not finite and were left out"
+    lost = [
+        Note("rows not finite", text, layers=layers, numbers={"lost": count, "rows": 512})
+        for layers, count in (((3,), 20), ((1, 2), 320))
+    ]
+    (alert,) = find_alerts([reading(0, {}, ["another note", *lost]), reading(1, {}, lost)])
+    assert (alert.name, alert.layers) == ("not_finite", (1, 2))
+    assert "not finite (layer 1; layer 2): 320 of 512 rows are not finite;" in alert.words()
+
+
+def test_the_stacks_of_a_model_are_watched_each_by_itself():
+    ranks = {f"effective_rank/{stack}_layer_02": 9.0 for stack in ("encoder", "decoder")}
+    first, second = find_alerts([reading(0, ranks), reading(1, dict.fromkeys(ranks, 1.5))])
+    assert [(alert.stack, alert.layers) for alert in (first, second)] == [
+        ("encoder", (2,)), ("decoder", (2,)),
+    ]  # fmt: skip
+    assert second.words().startswith("decoder: rank collapse (layer 2): ")
 
 
 def test_a_dimension_is_frozen_where_it_is_the_same_while_the_step_doubles():
@@ -128,10 +142,17 @@ def test_the_work_for_a_reading_does_not_grow_with_the_run():
     assert sizes == {0}
 
 
-def test_alerts_stand_in_the_notes_of_a_reading():
-    alert = Alert("rank_collapse", 8, "layer 4", "effective rank 1.85", "look there")
+def test_alerts_stand_in_the_notes_of_a_reading_as_data():
+    (alert,) = find_alerts([healthy(0), healthy(8, **{"max_logit/layer_03/head_1": 130.4})])
     noted = reading(8, {}, ["another note", alert.note()])
-    assert alert_notes(noted) == [f"{alert.words()} (docs/alerts.md#rank_collapse)"]
+    (note,) = alert_notes(noted)
+    assert (note.kind, note.heads, note.numbers["largest"]) == ("logit_growth", ((3, 1),), 130.4)
+    assert note.words() == (
+        "logit growth (layer 3, head 1): largest score before the softmax 130, above 100; "
+        f"{note.advice} (docs/alerts.md#logit_growth)"
+    )
+    (first,) = first_alerts([noted, noted])
+    assert (first.kind, first.step, first.total) == ("logit growth", 8, 2)
 
 
 def test_names_are_checked():
@@ -146,9 +167,8 @@ def test_names_are_checked():
 def test_the_dimension_is_that_of_the_main_stack():
     values = {"twonn/encoder_layer_01": 1.0, "twonn/decoder_layer_01": 2.0}
     values |= {"twonn/encoder_mean": 3.0, "twonn/decoder_mean": 4.0, "twonn/decoder_mean/margin": 1}
-    value, error = dimension_of(reading(0, values))
-    assert (value, error) == (4.0, pytest.approx(1 / 1.96))
-    assert math.isnan(dimension_of(reading(0, {}))[0])
+    assert dimension_of(reading(0, values)) == (4.0, pytest.approx(1 / 1.96), True)
+    assert math.isnan(dimension_of(reading(0, {})).value)
 
 
 def test_each_alert_has_a_section_to_which_its_note_leads():

@@ -3,6 +3,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tagged import with_values
 from typer.testing import CliRunner
 
 from geomon.analysis.compare import (
@@ -107,11 +108,9 @@ def test_settings_that_look_alike_are_told_apart(one, other, said, make_readings
 def test_a_deviation_over_splits_of_the_rows_decides_nothing(make_readings):
     """The splits are of the same sequences: two readings of one model differ by more than that."""
     runs = make_readings(), make_readings(curves={"gride/mean/k1": [9.0] * 9})
-    for run in runs:
-        for reading in run:
-            reading.values["gride/mean/k1/std"] = 0.01
-            reading.values["twonn/mean/std"] = 0.01
-    found = by_tag(compare(*runs))
+    deviations = {"gride/mean/k1/std": 0.01, "twonn/mean/std": 0.01}
+    known = [[with_values(r, {**r.values, **deviations}) for r in run] for run in runs]
+    found = by_tag(compare(*(Readings([], run) for run in known)))
     assert found["gride/mean/k1"].verdict == "error unknown"
     assert found["twonn/mean"].margin == pytest.approx(math.hypot(0.1, 0.1))
 

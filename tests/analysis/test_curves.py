@@ -1,7 +1,7 @@
 import math
-from dataclasses import replace
 
 import pytest
+from tagged import with_values
 
 from geomon.analysis import Curve, curve_of, mean_abs_over_heads, single_source
 from geomon.record import Readings
@@ -17,25 +17,29 @@ def test_curves_keep_to_the_commoner_source(make_readings):
 
 def test_a_curve_has_the_errors_of_its_intervals(make_readings):
     readings = make_readings(error=0.3)
-    curve = curve_of(readings, "twonn/mean")
+    curve = curve_of(readings, "twonn")
     assert curve.steps == [r.step for r in readings]
     assert curve.margins == pytest.approx([0.3] * 9)
     assert curve.errors == pytest.approx([0.3 / 1.96] * 9)
-    assert curve_of(readings, "gride/mean/k32").errors == [0.0] * 9
-    missing = [replace(r, values={"twonn/mean": math.nan}) for r in readings]
-    assert len(curve_of(missing, "twonn/mean")) == 0
+    assert curve_of(readings, "gride", part="k32").errors == [0.0] * 9
+    missing = [with_values(r, {"twonn/mean": math.nan}) for r in readings]
+    assert len(curve_of(missing, "twonn")) == 0
 
 
 def test_without_an_interval_the_deviation_over_splits_stands_for_the_error(make_readings):
-    readings = make_readings(error=0.3)
-    for reading in readings:
-        reading.values["twonn/mean/std"] = 0.7
-        del reading.values["twonn/mean/margin"]
-    curve = curve_of(readings, "twonn/mean")
-    assert curve.errors == [0.7] * 9
-    assert curve.margins == [0.0] * 9  # it is no interval over other sequences
-    readings[0].values["twonn/mean/std"] = math.nan
-    assert curve_of(readings, "twonn/mean").errors[0] == 0
+    def curve(deviation):
+        values = {"twonn/mean": 5.0, "twonn/mean/std": deviation}
+        values |= {"gride/mean/k1": 6.0, "gride/mean/k1/std": deviation + 1}
+        values |= {"gride/layer_02/k1": 7.0, "gride/layer_02/k1/std": deviation + 2}
+        readings = [with_values(r, values) for r in make_readings((0, 8))]
+        return [
+            curve_of(readings, "twonn"), curve_of(readings, "gride", part="k1"),
+            curve_of(readings, "gride", part="k1", layer=2),
+        ]  # fmt: skip
+
+    assert [each.errors[0] for each in curve(0.7)] == [0.7, 1.7, 2.7]
+    assert [each.margins[1] for each in curve(0.7)] == [0, 0, 0]  # no interval over sequences
+    assert [each.errors[0] for each in curve(math.nan)] == [0, 0, 0]
 
 
 def test_cosines_of_both_signs_do_not_cancel(make_readings):
@@ -55,7 +59,7 @@ def test_of_two_equally_common_sources_the_last_reading_decides(make_readings):
 def test_of_several_readings_of_a_step_the_last_counts_and_steps_ascend(make_readings):
     first = make_readings((0, 8), curves={"twonn/mean": [1.0, 2.0]})
     again = make_readings((8, 4), curves={"twonn/mean": [3.0, 4.0]})
-    curve = curve_of([*first, *again], "twonn/mean")
+    curve = curve_of([*first, *again], "twonn")
     assert (curve.steps, curve.values) == ([0, 4, 8], [1.0, 4.0, 3.0])
 
 
@@ -70,7 +74,7 @@ def test_values_differ_where_they_differ_by_more_than_their_errors():
 
 def test_errors_that_are_not_numbers_are_unknown(make_readings):
     readings = make_readings((0, 8), error=math.nan)
-    assert curve_of(readings, "twonn/mean").errors == [0.0, 0.0]
+    assert curve_of(readings, "twonn").errors == [0.0, 0.0]
 
 
 def test_the_mean_size_is_over_heads_alone_and_at_every_step(make_readings):
@@ -82,7 +86,7 @@ def test_the_mean_size_is_over_heads_alone_and_at_every_step(make_readings):
         "qk_cosine_other/layer_01/head_0": 100.0,
     }  # fmt: skip
     start, later = make_readings((0, 8))
-    readings = [replace(start, values={}), replace(later, values=values)]
+    readings = [with_values(start, {}), with_values(later, values)]
     curve = mean_abs_over_heads(readings, "qk_cosine")
     assert (curve.steps, curve.errors) == ([8], [0.0])
     assert curve.values == [pytest.approx(1.2 / 3)]

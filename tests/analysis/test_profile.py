@@ -1,23 +1,17 @@
 import math
 
+import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
+from tagged import reading_of
 
-from geomon.analysis.profile import bulge, head_values, is_far_above, peak_depth, profile_of
-from geomon.metrics.across_layers import profile_shape
+from geomon.analysis.profile import bulge, correlate, is_far_above, peak_depth, profile_of
+from geomon.record.columns import Column
 
 VALUES = st.floats(-100, 100, allow_subnormal=False).map(lambda x: round(x, 3))
 PROFILES = st.lists(st.one_of(VALUES, st.just(math.nan)), min_size=1, max_size=20)
-
-
-@given(PROFILES)
-def test_they_are_those_of_the_record(profile):
-    """One definition in two places, since pages know nothing of tensors."""
-    shape = profile_shape(torch.tensor(profile, dtype=torch.float64))
-    assert bulge(profile) == pytest.approx(float(shape.bulge), rel=1e-9, abs=1e-9, nan_ok=True)
-    assert peak_depth(profile) == pytest.approx(float(shape.peak_depth), nan_ok=True)
 
 
 @given(st.integers(4, 30), st.floats(0.1, 10), st.one_of(st.just(0.0), st.floats(0.01, 5)))
@@ -55,11 +49,13 @@ def test_closed_forms(profile, expected, depth):
 def test_a_profile_has_the_values_of_layers_alone():
     values = {
         "cosine/layer_01": 0.2, "cosine/layer_00": 0.1, "cosine/layer_01/margin": 9.0,
-        "cosine/layer_01/head_0": 9.0, "cosine/encoder_layer_02": 9.0, "cosine/mean": 9.0,
+        "cosine/layer_01/head_0": 9.0, "cosine/mean": 9.0,
         "cosine/null": 0.0, "twonn/layer_02": 9.0,
     }  # fmt: skip
-    assert profile_of(values, "cosine") == [0.1, 0.2]
-    assert profile_of(values, "anisotropy") == []
+    reading = reading_of(values)
+    assert profile_of(reading, "cosine") == [0.1, 0.2]
+    assert profile_of(reading, "anisotropy") == []
+    assert str(profile_of(reading_of({"qk_dot/layer_01": 0.2}), "qk_dot")) == "[nan, 0.2]"
 
 
 @given(VALUES, st.lists(VALUES, min_size=1, max_size=20), st.sampled_from((0.25, 2.0, 64.0)))
@@ -78,10 +74,35 @@ def test_layer_0_is_far_above_no_blocks():
     assert not is_far_above([], [1.0])
 
 
-def test_values_of_heads_are_those_that_were_measured():
-    values = {
-        "q/layer_02/head_0": -1.0, "q/layer_01/head_1": 0.5, "q/layer_01/head_0": math.nan,
-        "q/layer_01": 9.0, "q/encoder_layer_01/head_2": 9.0, "p/layer_01/head_3": 9.0,
-    }  # fmt: skip
-    assert list(head_values(values, "q").items()) == [((1, 1), 0.5), ((2, 0), -1.0)]
-    assert head_values(values, "r") == {}
+def columns(count, seed=0):
+    generator = np.random.default_rng(seed)
+    return [Column(layers=generator.integers(0, 7, count).tolist()) for _ in range(2)]
+
+
+@pytest.mark.parametrize("count", [4, 5, 6, 7])
+def test_p_values_of_few_layers_are_those_of_all_permutations(count):
+    for seed in range(3):
+        one, other = columns(count, seed)
+        ways = {"pearson": stats.pearsonr, "spearman": stats.spearmanr}
+        for name, way in ways.items():
+            found = stats.permutation_test(
+                (one.layers,), lambda x, way=way, y=other.layers: way(x, y).statistic,
+                permutation_type="pairings", n_resamples=np.inf, vectorized=False,
+            )  # fmt: skip
+            expected = (found.statistic, found.pvalue)
+            assert correlate(one, other)[name] == pytest.approx(expected, abs=1e-12), name
+
+
+def test_p_values_of_many_layers_are_those_of_normal_series():
+    one, other = columns(12)
+    for name, way in {"pearson": stats.pearsonr, "spearman": stats.spearmanr}.items():
+        assert correlate(one, other)[name] == pytest.approx(way(one.layers, other.layers)), name
+
+
+def test_a_correlation_needs_four_layers_that_have_both_and_vary():
+    known = Column(layers=[1.0, 2.0, 4.0, 8.0, 16.0])
+    holes = Column(first=1, layers=[1.0, math.nan, 3.0, 4.0, 9.0])
+    assert correlate(known, holes) == {}
+    assert math.isnan(correlate(known, Column(layers=[3.0] * 5))["pearson"].value)
+    tiny = Column(layers=[1e-200 * value for value in known.layers])
+    assert correlate(known, tiny)["pearson"].value == pytest.approx(1)

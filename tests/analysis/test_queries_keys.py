@@ -8,10 +8,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy import stats
+from tagged import reading_of, with_values
 
-from geomon import Reading
 from geomon.analysis.queries_keys import (
-    _NULL,
     _joined_cosines,
     align_layers,
     chance_limit,
@@ -20,6 +19,7 @@ from geomon.analysis.queries_keys import (
 )
 from geomon.kernels.baselines import isotropic_cosine_magnitude
 from geomon.record import Readings, Record, read, tags
+from geomon.record.arrays import ArrayPlace
 
 WIDTH = 32
 cosines = st.floats(-1, 1)
@@ -33,7 +33,7 @@ def at(step, table, width=WIDTH, **more):
         for head, value in enumerate(row)
     }
     values["qk_cosine/null_magnitude"] = isotropic_cosine_magnitude(width)
-    return Reading(step, 0.0, 0.0, "probe", "eval", 64, 1, "float32", values | more)
+    return reading_of(values | more, step)
 
 
 def chance(generator, shape, width=WIDTH):
@@ -53,7 +53,7 @@ def test_the_width_of_heads_is_read_off_the_null(width):
 @settings(deadline=None)
 def test_a_null_that_no_width_has_is_none(null):
     """A record may hold anything: 1e-200, whose square is 0, was a division by zero."""
-    damaged = replace(at(0, [[0.3]]), values={**at(0, [[0.3]]).values, _NULL: null})
+    damaged = at(0, [[0.3]], **{"qk_cosine/null_magnitude": null})
     found = queries_and_keys([damaged])
     assert (found is None) == (not 1e-3 < null < 0.7)
     assert found is None or found.width >= 2
@@ -180,11 +180,11 @@ def test_the_words_stay_silent_on_what_is_not_decided():
 def test_without_heads_or_without_a_width_there_is_nothing():
     reading = at(0, [[0.9]])
     assert queries_and_keys([]) is None
-    assert queries_and_keys([replace(reading, values={"twonn/mean": 3.0})]) is None
-    bare = replace(reading, values={"qk_cosine/layer_01/head_0": 0.9})
+    assert queries_and_keys([with_values(reading, {"twonn/mean": 3.0})]) is None
+    bare = with_values(reading, {"qk_cosine/layer_01/head_0": 0.9})
     assert queries_and_keys([bare]) is None
     assert queries_and_keys([bare], width=WIDTH).heads[0].direction == "similar"
-    lost = replace(reading, values=dict(reading.values) | {"qk_cosine/layer_01/head_0": math.nan})
+    lost = with_values(reading, dict(reading.values) | {"qk_cosine/layer_01/head_0": math.nan})
     assert queries_and_keys([lost]) is None
     with pytest.raises(ValueError, match="at least 2, got 1"):
         queries_and_keys([bare], width=1)
@@ -198,12 +198,12 @@ def beside(folder, means, layers=(1,)):
     record = Record(folder)
     record.begin(0, {})
     for step, (query, key) in enumerate(means):
-        reading = at(step, [[0.0]])
+        reading = at(step, [[0.0]] * max(layers))
         record.write(reading)
         arrays = {}
         for layer in layers:
-            arrays[tags.layer_tag("mean_query", layer)] = np.asarray(query, dtype=np.float32)
-            arrays[tags.layer_tag("mean_key", layer)] = np.asarray(key, dtype=np.float32)
+            arrays[ArrayPlace("", "mean_query", layer)] = np.asarray(query, dtype=np.float32)
+            arrays[ArrayPlace("", "mean_key", layer)] = np.asarray(key, dtype=np.float32)
         record.write_arrays(reading, arrays)
     record.close()
     return read(folder)
@@ -234,7 +234,7 @@ def test_heads_that_are_opposite_cancel_in_the_joined_vector(tmp_path):
 def test_the_joined_cosine_does_not_depend_on_lengths(one, other):
     pair = np.array([[1.0, 2.0]]), np.array([[2.0, -1.5]])
     arrays = {"mean_query/layer_01": one * pair[0], "mean_key/layer_01": other * pair[1]}
-    ((cosine, width),) = _joined_cosines(arrays).values()
+    ((cosine, width),) = _joined_cosines(arrays, range(9)).values()
     assert (cosine, width) == (pytest.approx(-1 / math.sqrt(5) / 2.5), 2)
 
 

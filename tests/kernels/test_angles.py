@@ -10,8 +10,8 @@ from scipy.spatial.distance import pdist
 from geomon.kernels.angles import (
     cosine,
     cosine_centred,
-    head_anisotropy,
     head_cosine,
+    leading_share,
     mean_rows,
     qk_cosine,
     qk_cosine_concatenated,
@@ -19,11 +19,16 @@ from geomon.kernels.angles import (
     sequence_cosines,
 )
 from geomon.kernels.moments import drift_norm
-from geomon.kernels.spectrum import anisotropy, spectrum
+from geomon.kernels.spectrum import anisotropy, head_axes, spectrum
 
 
 def mean_norm(rows):
     return mean_rows(rows).norm(dim=1)
+
+
+def head_anisotropy(rows):
+    one = torch.zeros(len(rows), dtype=torch.int64)
+    return leading_share(head_axes(rows, one, groups=1).eigenvalues)
 
 
 HEAD_KERNELS = [mean_norm, head_cosine, head_anisotropy]

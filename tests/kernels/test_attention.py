@@ -12,24 +12,19 @@ from geomon.kernels.attention import (
     AttentionRows,
     attention_entropy,
     attention_entropy_normalised,
-    attention_max,
-    attention_median,
-    attention_min,
     attention_rows,
-    attention_sequence_max,
-    attention_sequence_median,
-    attention_sequence_min,
     attention_sink,
     extremes_of_scores,
+    mean_over,
+    medians_of_scores,
+    row_medians,
     score_blocks,
     score_rows,
     sequence_extremes,
 )
 from tests.new_tensors import LargestNewTensor
 
-METRICS = [
-    attention_entropy, attention_entropy_normalised, attention_max, attention_sink, attention_min,
-]  # fmt: skip
+METRICS = [attention_entropy, attention_entropy_normalised, attention_sink]
 # What does not depend on a constant added to a row of scores.
 WEIGHTS = AttentionRows._fields[:-1]
 LENGTHS = [64, 512, 2048]
@@ -194,7 +189,7 @@ def test_uniform_causal_attention_has_the_entropy_of_the_visible_keys():
     assert attention_entropy(got).item() == pytest.approx(want, abs=1e-5)
     assert attention_entropy_normalised(got).item() == pytest.approx(1, abs=1e-6)
     inverse = 1 / (rows[1:] + 1).double()
-    assert attention_max(got).item() == pytest.approx(inverse.mean().item(), rel=1e-5)
+    torch.testing.assert_close(got.maximum[0, 1:], inverse, rtol=1e-5, atol=0)
     assert attention_sink(got).item() == pytest.approx(inverse.mean().item(), rel=1e-5)
 
 
@@ -208,7 +203,7 @@ def test_uniform_attention_over_all_keys(length):
         atol=1e-5,
         rtol=0,
     )
-    assert attention_max(got).tolist() == pytest.approx([1 / length] * 3)
+    torch.testing.assert_close(got.maximum, torch.full_like(got.maximum, 1 / length))
 
 
 def test_one_hot_attention_has_no_entropy():
@@ -217,7 +212,7 @@ def test_one_hot_attention_has_no_entropy():
     got = attention_rows(axes, axes, torch.ones(length, length, dtype=torch.bool), 1000.0)
     assert attention_entropy(got).item() == 0
     assert attention_entropy_normalised(got).item() == 0
-    assert attention_max(got).item() == 1
+    assert (got.maximum == 1).all()
     assert attention_sink(got).item() == pytest.approx(1 / length)
 
 
@@ -233,7 +228,7 @@ def test_sink_is_the_first_key_that_the_row_sees(kind, first):
     assert visible[0, 0, 0].nonzero()[0].item() == first
     got = attention_rows(query, key, visible, 1.0)
     assert attention_sink(got).item() == pytest.approx(9 / (9 + others), rel=1e-6)
-    assert attention_max(got).item() == pytest.approx(9 / (9 + others), rel=1e-6)
+    assert got.maximum.item() == pytest.approx(9 / (9 + others), rel=1e-6)
 
 
 def test_rows_that_see_no_key_are_left_out():
@@ -269,10 +264,8 @@ def test_metrics_of_rows_written_by_hand():
         visible=torch.tensor([[2.0, 9.0, 1.0, 0.0]], dtype=torch.float64),
         minimum=torch.tensor([[0.5, 0.0625, 1.0, 1.0]], dtype=torch.float64),
     )
-    assert attention_min(rows).item() == 0.28125
     assert attention_entropy(rows).item() == pytest.approx(math.log(6) / 3)
     assert attention_entropy_normalised(rows).item() == pytest.approx((1 + 0.5) / 2)
-    assert attention_max(rows).item() == 0.375
     assert attention_sink(rows).item() == 0.3125
 
 
@@ -512,8 +505,12 @@ def test_median_is_that_of_the_visible_weights(kind):
             if (n := int(visible[s, 0, i].sum())) > 1
         ]
         expected.append(np.mean(medians))
-    got = attention_median(query, key, visible, 0.25, None, None, None)
+    found = row_medians(query, key, visible, 0.25)
+    got = mean_over(found.median, found.visible > 1)
     assert got.tolist() == pytest.approx(expected, rel=1e-5)
+    given_scores = medians_of_scores(scores, visible)
+    for one, other in zip(given_scores, found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("block", [3000, 10**9])
@@ -528,9 +525,9 @@ def test_softcap_bounds_the_scores_before_the_bias(monkeypatch, kind, block):
     # An identity for keys turns queries into scores: the reference knows no caps.
     identity = torch.eye(64).expand(2, 4, 64, 64)
     assert_rows_close(got, full_softmax(capped + bias, identity, visible, 1.0), atol=1e-5)
-    median = attention_median(query, key, visible, 1.0, bias, 3.0, None)
-    same = attention_median(capped + bias, identity, visible, 1.0, None, None, None)
-    torch.testing.assert_close(median, same, atol=1e-5, rtol=0)
+    median = row_medians(query, key, visible, 1.0, bias, 3.0).median
+    same = medians_of_scores(capped + bias, visible).median
+    torch.testing.assert_close(median, same, atol=1e-5, rtol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("block", [3000, 10**9])
@@ -555,11 +552,10 @@ def test_a_learned_sink_is_an_outcome_but_no_key(monkeypatch, kind, block):
     torch.testing.assert_close(got.maximum, largest, atol=1e-5, rtol=0)
     taken = (by_head[..., -1] + with_sink.first.float()).double()
     torch.testing.assert_close(got.first[rows], taken[rows], atol=1e-5, rtol=0)
-    median = attention_median(query, key, visible, 0.25, None, None, 5 * logits)
+    median = row_medians(query, key, visible, 0.25, sink=5 * logits).median
     real = weights[..., :-1].masked_fill(~visible, math.nan).nanmedian(dim=-1).values
-    several = (visible.sum(dim=-1) > 1).expand_as(real)
-    want = torch.stack([real[:, h][several[:, h]].double().mean() for h in range(4)])
-    torch.testing.assert_close(median, want, atol=1e-5, rtol=0)
+    want = real.transpose(0, 1).flatten(1).double()
+    torch.testing.assert_close(median, want, atol=1e-5, rtol=0, equal_nan=True)
 
 
 def test_given_scores_are_left_alone_and_agree_with_queries_and_keys():
@@ -621,19 +617,19 @@ def test_a_sequence_is_more_extreme_than_its_rows():
     visible = mask("causal", 6, 20)
     rows = attention_rows(query, key, visible, 1.0)
     whole_of = sequence_extremes(query, key, visible, 1.0)
-    assert (attention_sequence_max(whole_of) > attention_max(rows)).all()
-    assert (attention_sequence_min(whole_of) < attention_min(rows)).all()
-    middle = attention_sequence_median(whole_of)
-    assert (attention_sequence_min(whole_of) < middle).all()
-    assert (middle < attention_sequence_max(whole_of)).all()
+    seen = rows.visible > 1
+    assert (whole_of.maximum.mean(dim=1) > mean_over(rows.maximum, seen)).all()
+    assert (whole_of.minimum.mean(dim=1) < mean_over(rows.minimum, seen)).all()
+    assert (whole_of.minimum < whole_of.median).all()
+    assert (whole_of.median < whole_of.maximum).all()
 
 
 def test_uniform_attention_over_all_keys_has_one_weight():
     found = sequence_extremes(
         torch.zeros(3, 2, 4, 5), normal(3, 2, 10, 5), mask("bidirectional", 3, 10)[:, :, :4], 1.0
     )
-    for metric in (attention_sequence_max, attention_sequence_median, attention_sequence_min):
-        torch.testing.assert_close(metric(found), torch.full((2,), 0.1, dtype=torch.float64))
+    for part in found:
+        torch.testing.assert_close(part, torch.full((2, 3), 0.1, dtype=torch.float64))
 
 
 def test_sequences_without_a_choice_are_left_out():
@@ -641,6 +637,3 @@ def test_sequences_without_a_choice_are_left_out():
     visible[1, :, :, 1:] = False
     found = sequence_extremes(normal(2, 1, 3, 2), normal(2, 1, 4, 2), visible, 1.0)
     assert found.maximum.isnan().tolist() == [[False, True]]
-    torch.testing.assert_close(attention_sequence_max(found), found.maximum[:, 0])
-    none = sequence_extremes(normal(2, 1, 3, 2), normal(2, 1, 4, 2), visible[1:], 1.0)
-    assert attention_sequence_median(none).isnan().all()

@@ -10,12 +10,9 @@ from hypothesis import strategies as st
 
 from geomon.kernels import _blocks, neighbourhoods
 from geomon.kernels.dimension import twonn, twonn_of_each
-from geomon.kernels.half_samples import half_samples
 from geomon.kernels.neighbourhoods import (
     local_dimension,
-    local_dimension_differences,
     local_isotropy,
-    local_isotropy_differences,
     neighbour_overlap,
 )
 from geomon.kernels.neighbours import nearest
@@ -115,61 +112,6 @@ def test_shift_scale_rotation_and_order_change_no_dimension(size, width, seed, d
     torch.testing.assert_close(moved, shape, rtol=1e-7, atol=1e-9)
 
 
-def test_halves_are_compared_on_their_own_tokens_and_neighbours():
-    rows = normal(240, 5, seed=6)
-    rows[::9] += 1e-9 * normal(27, 5, seed=8) - rows[::9] + rows[1::9][:27]  # near-duplicates
-    halves = half_samples(torch.arange(240) // 12)
-    own = torch.arange(0, 240, 6)
-    members = nearest(rows, 40, of=own).indices
-    found = local_dimension_differences(rows, members, own, halves)
-    assert found.shape == (15,)
-    for way, groups in zip(found, halves.first, strict=True):
-        inside = groups[halves.group]
-        values = {True: [], False: []}
-        for token, near in zip(own.tolist(), members, strict=True):
-            half = bool(inside[token])
-            values[half].append(twonn_by_hand(rows[near[inside[near] == half]]))
-        expected = np.mean(values[True]) - np.mean(values[False])
-        assert way.item() == pytest.approx(expected, abs=1e-8)
-    few = half_samples(torch.arange(240) // 120)
-    assert local_dimension_differences(rows, members, own, few).shape == (0,)
-    assert local_dimension_differences(rows, members[:, :2], own, halves).isnan().all()
-
-
-def test_blocks_of_neighbourhoods_change_no_difference_between_halves(monkeypatch):
-    rows, halves = normal(240, 5, seed=6), half_samples(torch.arange(240) // 12)
-    own = torch.arange(0, 240, 6)
-    given = rows, nearest(rows, 20, of=own).indices, own, halves
-    want = local_dimension_differences(*given), *local_isotropy_differences(*given)
-    monkeypatch.setattr(_blocks, "BLOCK", 3 * 20 * 20)  # three neighbourhoods at a time
-    found = local_dimension_differences(*given), *local_isotropy_differences(*given)
-    for one, other in zip(found, want, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("width", [3, 60])
-def test_the_isotropy_of_halves_is_that_of_their_own_members(width):
-    rows = normal(240, width, seed=6) * torch.arange(1, width + 1) ** -1.5 + 100
-    halves = half_samples(torch.arange(240) // 12)
-    own = torch.arange(0, 240, 6)
-    members = nearest(rows, 40, of=own).indices
-    found = local_isotropy_differences(rows, members, own, halves)
-    for way, groups in enumerate(halves.first):
-        inside = groups[halves.group]
-        values = {True: [], False: []}
-        for token, near in zip(own.tolist(), members, strict=True):
-            half = bool(inside[token])
-            exact = local_isotropy(rows, near[inside[near] == half][None])
-            values[half].append(torch.cat(exact))
-        expected = torch.stack(values[True]).mean(dim=0) - torch.stack(values[False]).mean(dim=0)
-        assert found.cosine[way].item() == pytest.approx(expected[1].item(), abs=1e-9)
-        # In eight directions; in three columns these are all.
-        near = 1e-9 if width == 3 else 2e-3
-        assert found.anisotropy[way].item() == pytest.approx(expected[0].item(), abs=near)
-    alone = local_isotropy_differences(rows, members[:, :1], own, halves)
-    assert all(part.isnan().all() for part in alone)
-
-
 @few_examples
 @given(st.integers(1, 5), st.integers(3, 50), st.integers(0, 10**6), st.floats(0, 0.99))
 def test_several_sets_are_fitted_as_each_alone(count, size, seed, discard):
@@ -196,8 +138,6 @@ def test_on_a_lattice_whose_numbers_are_rounded_the_dimension_is_infinite(width)
     own = torch.arange(70, 130)
     members = own[:, None] + torch.tensor([*range(-20, 0), *range(1, 21)])
     assert (local_dimension(rows, members) == math.inf).all()
-    found = local_dimension_differences(rows, members, own, half_samples(torch.arange(200) // 10))
-    assert not (found.abs() > 1e6).any()
 
 
 def test_sets_without_an_answer():

@@ -7,11 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import PlainDecoder, batch
 
-from geomon import measure, select
 from geomon.kernels import _blocks
-from geomon.kernels.half_samples import half_samples
 from geomon.kernels.scores import (
     mean_query_share,
     moments_of_scores,
@@ -19,7 +16,6 @@ from geomon.kernels.scores import (
     score_mean,
     score_moments,
     score_spread,
-    share_differences,
 )
 
 MASKS = ["all", "causal", "by sequence", "by head"]
@@ -50,13 +46,13 @@ def mask(kind, sequences=5, heads=4, queries=6, keys=9):
     return seen
 
 
-def halves_of(query):
-    sequences, _, queries, _ = query.shape
-    return half_samples(torch.arange(sequences).repeat_interleave(queries))
+def variances(query, key, visible, groups=1):
+    group = torch.arange(len(query)) * groups // len(query)
+    return query_variances(query, key, visible, group, groups)
 
 
 def share(query, key, visible):
-    return mean_query_share(query_variances(query, key, visible, halves_of(query)))
+    return mean_query_share(variances(query, key, visible))
 
 
 def rows_of(query, key, visible, scale=1.0):
@@ -152,19 +148,19 @@ def test_the_order_of_sequences_heads_and_queries_does_not_matter(seed):
 
 def test_a_mask_without_leading_dimensions_counts_for_all_sequences_and_heads():
     query, key = attention(sequences=16)
-    seen, halves = mask("causal"), halves_of(query)
-    want = query_variances(query, key, seen, halves)
+    seen = mask("causal")
+    want = variances(query, key, seen, 8)
     every = seen.expand(16, 4, 6, 9)
     for given_mask in (seen[0], seen[0, 0], every, every.contiguous()):
-        got = query_variances(query, key, given_mask, halves)
+        got = variances(query, key, given_mask, 8)
         for one, other in zip(got, want, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=0)
     with pytest.raises(ValueError, match="expected visible that broadcasts to"):
-        query_variances(query, key, seen[0, 0, :4], halves)
+        variances(query, key, seen[0, 0, :4])
     added = torch.where(seen, 0.0, -math.inf)
     for other in (added, seen.float(), seen.to(torch.uint8)):
         with pytest.raises(ValueError, match="expected visible as booleans"):
-            query_variances(query, key, other, halves)
+            variances(query, key, other)
         with pytest.raises(ValueError, match="expected visible as booleans"):
             score_moments(query, key, other, 1.0)
 
@@ -174,9 +170,9 @@ def test_a_mask_without_leading_dimensions_counts_for_all_sequences_and_heads():
 def test_variances_are_those_of_the_same_numbers_in_float64(dtype, kind):
     # Keys on both sides of 0: half precision rounds their differences from their mean.
     query, key = (part.to(dtype) for part in attention(sequences=16))
-    seen, halves = mask(kind, sequences=16), halves_of(query)
-    got = query_variances(query, key, seen, halves)
-    want = query_variances(query.double(), key.double(), seen, halves)
+    seen = mask(kind, sequences=16)
+    got = variances(query, key, seen, 8)
+    want = variances(query.double(), key.double(), seen, 8)
     for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=0)
 
@@ -196,10 +192,9 @@ def test_where_scores_do_not_vary_the_mean_query_has_no_share(dtype, alike):
         visible = visible & (document[:, None] == document)
         key = key[:, :, 4 * document]
     key[:, 1, 0] += 1.0  # the second key head has scores that do vary
-    halves = halves_of(query)
-    found = query_variances(query, key, visible, halves)
-    assert mean_query_share(found).isnan().tolist() == [True, True, False, False]
-    assert share_differences(found, halves)[:, :2].isnan().all()
+    found = variances(query, key, visible, 8)
+    for each in (found, *map(found.without, range(8))):
+        assert mean_query_share(each).isnan().tolist() == [True, True, False, False]
 
 
 def test_queries_that_are_zero_in_the_mean_have_a_share_of_one_over_their_number():
@@ -213,42 +208,27 @@ def test_queries_that_are_zero_in_the_mean_have_a_share_of_one_over_their_number
     assert error < 0.2 / 40
 
 
-# -- weights made so that the share is 0, and so that it is 1 --
+@pytest.mark.parametrize("kind", MASKS)
+def test_without_a_group_the_share_is_that_of_the_other_sequences_alone(kind):
+    (query, key), visible = attention(sequences=19), mask(kind, sequences=19)
+    visible = visible.expand(19, 4, 6, 9)
+    group = torch.arange(19) * 8 // 19
+    found = query_variances(query, key, visible, group, 8)
+    for number in range(8):
+        stay = group != number
+        want = share(query[stay], key[stay], visible[stay])
+        got = mean_query_share(found.without(number))
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=0)
 
 
-def with_queries(change, sequences=16, length=32):
-    """A decoder whose first block has its queries changed, measured on all of its queries."""
-    torch.manual_seed(0)
-    model = PlainDecoder(length=length)
-    ids = batch(sequences, length)
-    block = model.blocks[0]
-    with torch.no_grad():
-        rows = block.ln_1(model.tokens(ids) + model.places(torch.arange(length))).flatten(0, 1)
-        weight, bias = block.c_attn.weight[:32], block.c_attn.bias[:32]  # those of the queries
-        change(weight, bias, rows)
-    metrics = select("mean_query_share", "score_spread", "qk_dot")
-    return measure(model, ids, tokens=512, metrics=metrics)
-
-
-def test_equal_queries_make_all_of_the_variance():
-    def constant(weight, bias, rows):
-        weight.zero_()
-        bias.copy_(torch.arange(32.0))
-
-    values = with_queries(constant)
-    heads = [values[f"mean_query_share/layer_01/head_{head}"] for head in range(4)]
-    assert heads == pytest.approx([1.0] * 4, rel=1e-6)
-    assert values["score_spread/layer_01"] > 0
-
-
-def test_queries_without_a_mean_make_none_however_they_vary():
-    def centred(weight, bias, rows):
-        bias.copy_(-(rows.double() @ weight.T.double()).mean(dim=0))
-
-    values = with_queries(centred)
-    assert values["mean_query_share/layer_01/max"] < 1e-10
-    assert values["mean_query_share/layer_02"] > 1e-4
-    assert values["mean_query_share/null"] == pytest.approx(1 / 512)
+def test_equal_queries_make_all_of_the_variance_and_those_without_a_mean_none():
+    query, key = attention(queries=9)
+    visible = mask("causal", queries=9)
+    equal = query[:1, :, :1].expand_as(query)
+    torch.testing.assert_close(share(equal, key, visible), torch.ones(4, dtype=torch.float64))
+    seen = visible.any(dim=3, keepdim=True)
+    mean = (query * seen).double().sum(dim=(0, 2), keepdim=True) / (seen.sum() * 5)
+    assert (share(query.double() - mean, key, visible) < 1e-20).all()
 
 
 def test_a_mean_query_that_all_keys_share_sharpens_nothing():

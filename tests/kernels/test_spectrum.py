@@ -4,7 +4,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from geomon.kernels.spectrum import anisotropy, scatter, scatter_with, spectrum
+from geomon.kernels import _blocks
+from geomon.kernels.spectrum import (
+    anisotropy,
+    effective_rank,
+    head_axes,
+    principal_axes,
+    spectrum,
+)
 
 SHAPES = [(2, 2), (7, 32), (32, 7), (300, 16), (500, 64), (64, 500), (1200, 48), (600, 259)]
 
@@ -218,28 +225,96 @@ def test_anisotropy_names_the_shape_it_cannot_use(eigenvalues):
     assert str(list(eigenvalues.shape)) in str(caught.value)
 
 
-@few_examples
-@given(
-    shape=small_shapes,
-    others=st.integers(0, 5),
-    offset=st.sampled_from([0.0, 1e10]),
-    norm=st.sampled_from([1.0, 1e4, 1e9]),
+# -- variance along the eigenvectors by group of sequences --
+
+
+def grouped(tokens, groups=8):
+    return torch.arange(tokens) * groups // tokens
+
+
+def smooth(tokens, width, seed=0):
+    """Rows of a decaying spectrum whose groups are shifted a little, as sequences are."""
+    own = 0.3 * normal(8, width, seed=seed + 1)[grouped(tokens)]
+    return (normal(tokens, width, seed=seed) + own) * torch.arange(1, width + 1) ** -0.5
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "close"),
+    [(500, 64, 1e-9), (64, 500, 1e-9), (1040, 300, 1e-9), (1200, 1100, 1e-5), (1100, 1200, 1e-5)],
 )
-def test_a_scatter_that_is_shared_is_that_of_all_rows_and_that_of_most(shape, others, offset, norm):
-    """Taken away from that of all, the products of massive rows would leave nothing of the rest."""
-    tokens, width, seed = shape
-    most = dyadic(tokens, width, seed=seed) + offset
-    few = (norm * dyadic(others, width, seed=seed + 1)).round() + offset
-    whole, known = scatter_with(most, few)
-    assert torch.equal(known, scatter(most))
-    want = scatter(torch.cat([most, few]))
-    trace = want.trace().item()
-    torch.testing.assert_close(whole, want, rtol=0, atol=1e-12 * trace)
+@pytest.mark.parametrize("offset", [0.0, 1e5])
+def test_axes_have_the_eigenvalues_of_the_spectrum_and_their_groups_sum_to_them(
+    tokens, width, close, offset
+):
+    hidden, group = (smooth(tokens, width) * 1024).round() / 1024 + offset, grouped(tokens)
+    axes, want = principal_axes(hidden, group, 8), spectrum(hidden)
+    largest = want[0].item()
+    torch.testing.assert_close(axes.eigenvalues, want, rtol=close, atol=close * largest)
+    assert (axes.eigenvalues.diff() <= 0).all()
+    assert torch.equal(axes.counts, group.bincount().double())
+    whole = axes.squares.sum(dim=0) / tokens
+    # Coordinates are computed in float32, or in eigenvectors of float32.
+    torch.testing.assert_close(whole, axes.eigenvalues, rtol=1e-5, atol=1e-6 * largest)
+    trace = (hidden - hidden.mean(dim=0)).square().sum(dim=1)
+    by_group = torch.stack([trace[group == number].sum() for number in range(8)])
+    torch.testing.assert_close(axes.squares.sum(dim=1), by_group, rtol=1e-5, atol=0)
 
 
-def test_equal_rows_beside_equal_rows_scatter_along_their_distance_alone():
-    most, few = torch.full((30, 4), 0.1), torch.full((2, 4), 7.3)
-    whole, known = scatter_with(most, few)
-    assert (known == 0).all()
-    apart = few[0].double() - most[0].double()
-    torch.testing.assert_close(whole, torch.outer(apart, apart) * 60 / 32, rtol=1e-14, atol=0)
+@pytest.mark.parametrize(("tokens", "width"), [(2048, 64), (1024, 256), (512, 700)])
+def test_without_a_group_axes_follow_the_spectrum_of_the_other_rows_to_first_order(tokens, width):
+    hidden, group = smooth(tokens, width), grouped(tokens)
+    axes = principal_axes(hidden, group, 8)
+    left = [axes.without(number).sort(descending=True).values for number in range(8)]
+    exact = [spectrum(hidden[group != number]) for number in range(8)]
+    for got, want in zip(left, exact, strict=True):
+        # The mean moves too, which is of second order: (1/8)^2 of the group's own mean.
+        assert got.sum().item() == pytest.approx(want.sum().item(), rel=1 / 64)
+    # Fewer rows than columns fill fewer directions without a group, which is alike for all.
+    few = tokens < 2 * width
+    for metric in (anisotropy, effective_rank):
+        found, wanted = (torch.stack([*map(metric, each)]) for each in (left, exact))
+        torch.testing.assert_close(found, wanted, rtol=0.06 if few else 0.02, atol=0)
+        assert found.std().item() == pytest.approx(wanted.std().item(), rel=0.15)
+
+
+def test_without_a_group_whose_rows_are_alone_on_an_axis_nothing_is_left_there():
+    lengths = torch.tensor([9.0, 4.0, 3.0, 2.0, 1.0], dtype=torch.float64)
+    hidden = torch.cat([torch.diag(lengths), -torch.diag(lengths)])
+    group = torch.arange(5).repeat(2)
+    for axes in (
+        principal_axes(hidden, group, 5),
+        principal_axes(torch.cat([hidden, torch.zeros(10, 30).double()], dim=1), group, 5),
+    ):
+        for number in range(5):
+            want = torch.where(torch.arange(5) == number, 0, lengths.square() / 4)
+            torch.testing.assert_close(axes.without(number)[:5], want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e5])
+def test_axes_of_heads_are_those_of_each_head_alone(offset, monkeypatch):
+    monkeypatch.setattr(_blocks, "BLOCK", 10_000)
+    near = torch.stack([smooth(700, 24, seed=seed) for seed in (0, 2, 4)], dim=1)
+    rows = (near * 1024).round() / 1024 + offset
+    group = grouped(700)[torch.randperm(700, generator=torch.Generator().manual_seed(0))]
+    found = head_axes(rows, group, 8)
+    assert torch.equal(found.counts, group.bincount().double())
+    for head in range(3):
+        want = principal_axes(rows[:, head], group, 8)
+        torch.testing.assert_close(found.eigenvalues[head], want.eigenvalues, rtol=1e-9, atol=0)
+        torch.testing.assert_close(found.squares[:, head], want.squares, rtol=1e-4, atol=0)
+        for number in range(8):
+            got = found.without(number)[head]
+            torch.testing.assert_close(got, want.without(number), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(40, 9), (9, 40), (40, 2, 9)])
+def test_axes_leave_their_rows_alone_and_equal_rows_have_none(dtype, shape):
+    rows = (100 * normal(*shape)).to(dtype)
+    before, group = rows.clone(), grouped(len(rows))
+    compute = principal_axes if rows.ndim == 2 else head_axes
+    assert compute(rows, group, 8).eigenvalues.dtype == torch.float64
+    assert torch.equal(rows, before)
+    equal = compute(rows[:1].expand_as(rows), group, 8)
+    assert (equal.eigenvalues == 0).all()
+    assert (equal.without(3) == 0).all()

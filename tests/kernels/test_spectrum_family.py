@@ -5,13 +5,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.sparse.linalg import svds
 
-from geomon.kernels import spectrum as module
 from geomon.kernels.spectrum import (
     anisotropy,
     effective_rank,
-    leading_share,
     participation_ratio,
     power_law,
     spectrum,
@@ -38,19 +35,6 @@ def with_spectrum(tokens, lambdas, seed=0):
     left = torch.linalg.qr(noise - noise.mean(dim=0)).Q
     turn = torch.linalg.qr(normal(width, width, seed=seed + 1)).Q
     return (left * (tokens * torch.as_tensor(lambdas, dtype=torch.float64)).sqrt()) @ turn
-
-
-@pytest.fixture
-def narrow(monkeypatch):
-    """Lanczos for narrow rows too, which otherwise go through the full spectrum."""
-    monkeypatch.setattr(module, "_SMALL_SIDE", 12)
-
-
-def is_krylov(rows):
-    """Whether Lanczos converged by itself."""
-    centred = rows.double() - rows.double().mean(dim=0)
-    tall = centred if centred.shape[1] <= centred.shape[0] else centred.T
-    return module._leading_eigenvalue(tall) is not None
 
 
 def test_eigenvalues_may_come_in_any_order_and_just_below_0():
@@ -157,119 +141,6 @@ def test_ranks_name_the_shape_they_cannot_use(kernel, lambdas):
     assert str(list(lambdas.shape)) in str(caught.value)
 
 
-@pytest.mark.parametrize(("tokens", "width"), [(1000, 800), (800, 1000), (1200, 900)])
-@pytest.mark.parametrize("decay", [0.0, 0.3, 1.0])
-def test_leading_share_agrees_with_the_full_spectrum(tokens, width, decay):
-    # decay 0 is isotropic noise, whose top eigenvalues are about 1e-3 apart.
-    hidden = normal(tokens, width, seed=width) * torch.arange(1.0, width + 1) ** -decay + 5
-    assert is_krylov(hidden)
-    want = anisotropy(spectrum(hidden)).item()
-    assert leading_share(hidden).item() == pytest.approx(want, rel=1e-9)
-
-
-def test_leading_share_agrees_with_scipy():
-    hidden = normal(1000, 850, seed=2) * torch.linspace(1, 3, 850)
-    centred = (hidden - hidden.mean(dim=0)).numpy()
-    top = svds(centred, k=1, return_singular_vectors=False, rng=np.random.default_rng(0))[0]
-    want = top**2 / (centred**2).sum()
-    assert leading_share(hidden).item() == pytest.approx(want, rel=1e-9)
-
-
-@pytest.mark.parametrize("gap", [0.0, 1e-12, 1e-9, 1e-7, 1e-5, 1e-3])
-@pytest.mark.parametrize("crowd", [2, 5, 12])
-def test_leading_share_with_top_eigenvalues_that_almost_agree(gap, crowd, narrow):
-    # More of them than vectors in a block, evenly spaced: none may be taken for the first.
-    lambdas = torch.cat(
-        [2 * (1 - gap * torch.arange(crowd, dtype=torch.float64)), torch.linspace(1.5, 0.1, 188)]
-    )
-    for seed in range(3):
-        hidden = with_spectrum(500, lambdas, seed=seed)
-        want = anisotropy(spectrum(hidden)).item()
-        assert leading_share(hidden).item() == pytest.approx(want, rel=1e-8)
-
-
-@given(st.integers(0, 10**6), st.integers(13, 90), st.integers(13, 90), st.floats(0, 2))
-@settings(deadline=None, derandomize=True, max_examples=60)
-def test_leading_share_of_any_rows(seed, tokens, width, decay):
-    hidden = normal(tokens, width, seed=seed) * torch.arange(1.0, width + 1) ** -decay
-    hidden = hidden + 100 * normal(width, seed=seed + 1)
-    want = anisotropy(spectrum(hidden)).item()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_SMALL_SIDE", 12)
-        got = leading_share(hidden).item()
-    assert got == pytest.approx(want, rel=1e-8)
-
-
-@pytest.mark.parametrize("rank", [1, 2, 3, 4, 5, 9])
-def test_leading_share_of_rows_of_low_rank(rank, narrow):
-    # The Krylov space is soon exhausted.
-    hidden = normal(120, rank) @ normal(rank, 90, seed=1) + 3
-    want = anisotropy(spectrum(hidden)).item()
-    assert leading_share(hidden).item() == pytest.approx(want, rel=1e-10)
-
-
-def test_leading_share_where_lanczos_gives_up_is_that_of_the_full_spectrum(monkeypatch):
-    monkeypatch.setattr(module, "_SMALL_SIDE", 12)
-    monkeypatch.setattr(module, "_TOLERANCE", -1.0)
-    hidden = normal(60, 40)
-    assert not is_krylov(hidden)
-    torch.testing.assert_close(leading_share(hidden), anisotropy(spectrum(hidden)))
-
-
-def test_leading_share_far_from_the_origin(narrow):
-    near = (normal(500, 60) * 1024).round() / 1024
-    torch.testing.assert_close(leading_share(near + 1e10), leading_share(near), rtol=1e-8, atol=0)
-
-
-def test_leading_share_with_massive_rows():
-    quiet, direction = normal(2032, 768), normal(768, seed=1)
-    massive = (1000 * direction / direction.norm()).expand(16, -1)
-    assert leading_share(torch.cat([quiet, massive])).item() == pytest.approx(0.911, abs=1e-3)
-
-
-@pytest.mark.parametrize(("tokens", "width"), [(1, 1), (1, 5), (2, 1), (2, 3), (5, 1), (3, 900)])
-def test_leading_share_of_tiny_shapes(tokens, width):
-    hidden = normal(tokens, width)
-    want = anisotropy(spectrum(hidden))
-    torch.testing.assert_close(leading_share(hidden), want, equal_nan=True)
-
-
-@pytest.mark.parametrize(("tokens", "width"), [(1, 4), (7, 3), (900, 800)])
-def test_leading_share_of_equal_rows_is_nan(tokens, width):
-    assert leading_share(normal(1, width).repeat(tokens, 1)).isnan()
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize(("tokens", "width"), [(9, 4), (900, 800)])
-def test_leading_share_of_rows_that_are_not_finite_is_nan(bad, tokens, width):
-    hidden = normal(tokens, width)
-    hidden[3, 1] = bad
-    assert leading_share(hidden).isnan()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_leading_share_takes_any_floating_dtype_and_leaves_it_alone(dtype, narrow):
-    hidden = (100 * normal(80, 40)).to(dtype)
-    before = hidden.clone()
-    got = leading_share(hidden)
-    assert got.dtype == torch.float64
-    assert torch.equal(hidden, before)
-    torch.testing.assert_close(got, anisotropy(spectrum(hidden)), rtol=1e-9, atol=0)
-
-
-def test_leading_share_is_repeatable_and_leaves_the_global_generator_alone(narrow):
-    hidden, before = normal(200, 100), torch.get_rng_state()
-    assert leading_share(hidden).item() == leading_share(hidden).item()
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("hidden", [torch.ones(4), torch.ones(0, 3), torch.ones(3, 0)])
-def test_leading_share_names_the_shape_it_cannot_use(hidden):
-    with pytest.raises(ValueError, match="expected") as caught:
-        leading_share(hidden)
-    assert str(list(hidden.shape)) in str(caught.value)
-
-
 def test_rankme_as_reptrix_codes_it_comes_from_the_same_spectrum():
     # There every share of the variance has 1e-7 added to it, which is worth 0.4 here.
     torch.manual_seed(0)
@@ -278,17 +149,6 @@ def test_rankme_as_reptrix_codes_it_comes_from_the_same_spectrum():
     added = shares + 1e-7
     assert (-(added * added.log()).sum()).exp().item() == pytest.approx(613.4726, abs=1e-4)
     assert effective_rank(shares).item() == pytest.approx(613.0542, abs=1e-4)
-
-
-def test_leading_share_of_a_sphere_that_one_vector_exhausts(monkeypatch):
-    """All eigenvalues are equal: whatever Lanczos starts from is an eigenvector."""
-    monkeypatch.setattr(module, "_SMALL_SIDE", 12)
-    width = 36
-    turned = torch.linalg.qr(
-        torch.randn(width, width, generator=torch.Generator().manual_seed(0)).double()
-    ).Q
-    rows = torch.cat([turned, -turned])
-    assert leading_share(rows).item() == pytest.approx(1 / width, rel=1e-9)
 
 
 # -- power law -------------------------------------------------------------------------------------

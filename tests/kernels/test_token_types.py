@@ -370,3 +370,30 @@ def test_q_variation_is_zero_on_a_sphere_and_follows_no_scale():
 def test_limits_that_no_type_keeps_are_refused():
     with pytest.raises(ValueError, match="no token type has between 50 and 60 rows"):
         variance_shares(normal(30, 2), random_ids(30, 3), smallest=50, largest=60)
+
+
+@given(cases, st.sampled_from([0.0, 1e6]))
+@few_examples
+def test_without_a_group_the_moments_of_types_are_those_of_the_other_rows(case, offset):
+    tokens, width, types, seed = case
+    hidden = (normal(tokens, width, seed=seed) * 1024).round() / 1024 + offset
+    ids = random_ids(tokens, types, seed)
+    group = torch.randint(3, (tokens,), generator=generator(seed))
+    found = token_types(hidden, ids, group)
+    whole = token_types(hidden, ids)
+    for name in ("rows", "m", "scatter"):
+        torch.testing.assert_close(getattr(found, name), getattr(whole, name), rtol=1e-12, atol=0)
+    for number in group.unique().tolist():
+        stay = group != number
+        if stay.any():
+            left, want = found.without(number), token_types(hidden[stay], ids[stay])
+            # Types that have one row left, or equal ones, have no scatter but rounding.
+            least = 1e-9 * whole.scatter.max().item()
+            assert torch.equal(left.rows, want.rows)
+            torch.testing.assert_close(left.m, want.m, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(left.scatter, want.scatter, rtol=1e-9, atol=least)
+
+
+def test_moments_of_types_that_are_not_known_by_group_say_so():
+    with pytest.raises(ValueError, match="give groups"):
+        token_types(normal(9, 2), random_ids(9, 3)).without(0)

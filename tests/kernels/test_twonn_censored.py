@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 from scipy import stats
 from scipy.optimize import minimize_scalar
 
-from geomon.kernels.dimension import Estimate, gride, twonn, twonn_and_censored, twonn_censored
+from geomon.kernels.dimension import (
+    Estimate,
+    gride,
+    twonn,
+    twonn_censored,
+    twonn_protocols,
+)
 
 few_examples = settings(deadline=None, derandomize=True, max_examples=30)
 seeds = st.integers(0, 10**6)
@@ -184,21 +190,16 @@ def test_censored_estimate_refuses_a_share_that_is_none(discard):
 
 
 @few_examples
-@given(seed=seeds, points=st.integers(1, 60), discard=st.sampled_from([0.0, 0.1, 0.8]))
-def test_both_from_one_sort_are_those_of_each_alone(seed, points, discard):
+@given(seed=seeds, points=st.integers(1, 60))
+def test_protocols_from_one_sort_are_those_of_each_alone(seed, points):
     distances = pareto(points, 5, seed=seed)
     distances[::7] = 0  # points that are left out
-    fit, censored = twonn_and_censored(distances, discard)
-    for found, want in (
-        (fit, twonn(distances, discard)),
-        (censored, twonn_censored(distances, discard)),
-    ):
-        torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)
-
-
-def test_both_from_one_sort_refuse_what_each_refuses():
-    for wrong in (torch.ones(5, 1), torch.ones(5)):
-        with pytest.raises(ValueError, match="with k of at least 2"):
-            twonn_and_censored(wrong)
-    with pytest.raises(ValueError, match="a share in"):
-        twonn_and_censored(torch.ones(5, 2), discard=1.0)
+    found = twonn_protocols(distances)
+    want = (
+        twonn(distances, 0.1),
+        twonn_censored(distances, 0.1).value,
+        twonn(distances, 0),
+        twonn(distances, 0.8),
+    )
+    for one, other in zip(found, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)

@@ -8,6 +8,8 @@ from geomon.capture.snapshot import Layer
 from geomon.metrics import METRICS, Evaluator, arrays, select
 from geomon.metrics.arrays import ARRAYS, join_arrays
 from geomon.metrics.views import DERIVED, alternatives
+from geomon.record.columns import tagged
+from geomon.record.tags import in_stack, layer_tag
 
 ROWS, HEADS, KEY_HEADS, WIDTH = 96, 4, 2, 8
 
@@ -31,7 +33,14 @@ def layer(index=1, scale=1.0) -> Layer:
 
 def arrays_with(metrics, one=None, **options):
     evaluator = Evaluator(metrics, 1, strict=True, keeps_arrays=True, **options)
-    return evaluator.evaluate([one or layer()], ROWS).arrays
+    return by_tag(evaluator.evaluate([one or layer()], ROWS).arrays)
+
+
+def by_tag(arrays):
+    return {
+        in_stack(layer_tag(place.name, place.layer), place.stack): array
+        for place, array in arrays.items()
+    }
 
 
 def test_arrays_hold_what_their_names_say():
@@ -69,7 +78,7 @@ def test_no_view_is_computed_and_none_captured_for_arrays(monkeypatch):
     kept = Evaluator(metrics, 1, keeps_arrays=True)
     assert kept.views == Evaluator(metrics, 1).views
     counted = []
-    for name in ("spectrum_summary", "token_types"):
+    for name in ("spectrum", "token_types"):
         function = alternatives(name)[-1]
 
         def once(*views, _name=name, _function=function):
@@ -79,7 +88,7 @@ def test_no_view_is_computed_and_none_captured_for_arrays(monkeypatch):
         once.__signature__ = inspect.signature(function)
         monkeypatch.setitem(DERIVED, name, once)
     arrays_with(metrics)
-    assert sorted(counted) == ["spectrum_summary", "token_types"]
+    assert sorted(counted) == ["spectrum", "token_types"]
 
 
 def test_values_are_the_same_with_and_without_arrays():
@@ -88,7 +97,7 @@ def test_values_are_the_same_with_and_without_arrays():
         for kept in (True, False)
     )
     assert without.arrays == {}
-    np.testing.assert_equal(with_arrays.values, without.values)
+    np.testing.assert_equal(tagged(with_arrays.stacks), tagged(without.stacks))
     assert with_arrays.notes == without.notes
 
 
@@ -118,7 +127,7 @@ def test_a_reading_that_is_too_large_has_fewer_single_rows_and_all_the_rest(monk
     for wanted in (32, 5, 1, 0):
         row = whole["queries"][0].nbytes + whole["keys"][0].nbytes
         monkeypatch.setattr(arrays, "MOST_BYTES", 3 * (others + wanted * row))
-        found = join_arrays(("", index, whole) for index in range(3))
+        found = by_tag(join_arrays(("", index, whole) for index in range(3)))
         assert sum(array.nbytes for array in found.values()) <= arrays.MOST_BYTES
         assert len(found.get("queries/layer_02", ())) == wanted
         assert len(found.get("keys/layer_02", ())) == wanted
@@ -140,20 +149,20 @@ def test_stacks_have_arrays_of_their_own():
         Layer(1, "block", layer(index).captured, stack=stack)
         for index, stack in ((1, "encoder"), (2, "decoder"))
     ]
-    found = evaluator.evaluate(stacks, ROWS).arrays
+    found = by_tag(evaluator.evaluate(stacks, ROWS).arrays)
     names = [tag for tag in found if tag.startswith("eigenvalues")]
     assert names == ["eigenvalues/encoder_layer_01", "eigenvalues/decoder_layer_01"]
 
 
 def test_arrays_that_cannot_be_taken_cost_nothing_but_themselves(monkeypatch):
-    def broken(spectrum_summary):
+    def broken(spectrum):
         raise ZeroDivisionError("by design")
 
     monkeypatch.setitem(ARRAYS, "eigenvalues", broken)
     result = Evaluator(METRICS, 1, keeps_arrays=True).evaluate([layer()], ROWS)
     assert result.arrays == {}
-    assert np.isfinite(result.values["anisotropy/layer_01"])
-    assert [n.text for n in result.notes if "by design" in n.text] == [
+    assert np.isfinite(tagged(result.stacks)["anisotropy/layer_01"])
+    assert [n.words() for n in result.notes if "by design" in n.words()] == [
         "arrays for figures, layer 1: by design"
     ]
     with pytest.raises(ZeroDivisionError):

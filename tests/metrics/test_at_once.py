@@ -12,8 +12,9 @@ import torch
 from whole_layer import ROWS, whole_layer
 
 from geomon.capture.snapshot import SOURCES, Layer
-from geomon.metrics import METRICS, MORE_METRICS, Evaluator, LayerValues, select
+from geomon.metrics import METRICS, MORE_METRICS, Evaluator, LayerValues, check_metrics, select
 from geomon.metrics.at_once import in_pieces, in_threads, layers_at_once
+from geomon.record.columns import tagged
 
 ALL = METRICS | MORE_METRICS
 
@@ -46,7 +47,9 @@ def test_every_metric_at_once_is_that_in_turn():
         assert evaluator.layers_at_once(several, ROWS) == 1
         in_turn = evaluator.evaluate(several, ROWS)
     assert at_once.notes == in_turn.notes
-    assert at_once.values == pytest.approx(in_turn.values, rel=1e-12, abs=1e-12, nan_ok=True)
+    assert tagged(at_once.stacks) == pytest.approx(
+        tagged(in_turn.stacks), rel=1e-12, abs=1e-12, nan_ok=True
+    )
 
 
 def test_each_item_has_its_share_of_the_threads_and_nobody_else_has_fewer():
@@ -119,7 +122,8 @@ def test_metrics_of_heads_are_measured_apart_from_those_of_hidden_states():
     assert others == [{"attention"}, {"projection"}]
     assert Evaluator(ALL, 1).apart[0] == {"hidden"}
     assert Evaluator(select("qk_cosine"), 1).apart == [SOURCES - {"projection"}, {"projection"}]
-    both = {"both": lambda hidden, projected_query: 0.0} | select("attention_max")
+    own = check_metrics({"both": lambda hidden, projected_query: 0.0})
+    both = own | select("attention_entropy")
     assert Evaluator(both, 1).apart == [SOURCES - {"attention"}, {"attention"}]
 
 
@@ -236,7 +240,8 @@ def test_a_metric_of_ones_own_is_called_here_for_one_layer_after_another():
         return 0.0
 
     many = layers()
-    evaluator = Evaluator(select("cosine") | {"own": own}, 1, strict=True)
+    metrics = check_metrics(select("cosine") | {"own": own})
+    evaluator = Evaluator(metrics, 1, strict=True)
     assert evaluator.layers_at_once(many, 400) == 1
     evaluator.evaluate(many, 400)
     here = threading.current_thread()

@@ -1,6 +1,7 @@
 """Layers compared with the ones before them, against sets of neighbours found by brute force."""
 
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from models import PlainDecoder, batch
 from geomon import geometry, measure, select
 from geomon.capture.snapshot import Layer
 from geomon.distributed.packing import pack, unpack
-from geomon.kernels.half_samples import half_samples
+from geomon.kernels.groups import group_sequences
 from geomon.metrics import Evaluator, check_metrics
 from geomon.metrics.between_layers import (
     BetweenLayers,
@@ -17,7 +18,9 @@ from geomon.metrics.between_layers import (
     compare_near_rows,
     keep_near_rows,
 )
-from geomon.metrics.views import LayerViews
+from geomon.metrics.jackknife import margin
+from geomon.metrics.views import LayerViews, spread_rows
+from geomon.record.columns import tagged
 
 OVERLAP = select("neighbour_overlap")
 
@@ -47,9 +50,20 @@ def shared(one, other, among, k):
     return torch.tensor([len({*a.tolist()} & {*b.tolist()}) / k for a, b in pairs])
 
 
+class Seen(NamedTuple):
+    """Values by tag, and sentences of the notes."""
+
+    values: dict
+    notes: list
+
+
+def seen(evaluation):
+    return Seen(tagged(evaluation.stacks), [note.words() for note in evaluation.notes])
+
+
 def evaluated(*layers, rows=None, batches=1):
     size = rows or len(layers[0].captured["hidden"])
-    return Evaluator(OVERLAP, batches).evaluate(layers, size)
+    return seen(Evaluator(OVERLAP, batches).evaluate(layers, size))
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.3, 1.0])
@@ -89,13 +103,13 @@ def test_unrelated_layers_share_what_chance_gives():
 def test_of_many_rows_1024_evenly_spread_ones_are_compared():
     before, after = normal(1500, 5), normal(1500, 5) + 0.2 * normal(1500, 5, seed=1)
     values = evaluated(made(before, 0), made(after, 1)).values
-    some = torch.tensor([place * 1500 // 1024 for place in range(1024)])
+    some = spread_rows(torch.arange(1500), 1024)
     expected = shared(before, after, torch.arange(1500), 10)[some].mean().item()
     assert values["neighbour_overlap/layer_01"] == pytest.approx(expected)
-    kept = LayerViews(made(after)).apply(OVERLAP["neighbour_overlap"])
-    assert kept.near.shape == (1024, 16)
-    size = sum(part.numel() * part.element_size() for part in (*kept[:4], *kept.halves[:2]))
-    assert size < 200_000  # bytes, whatever the width
+    kept = LayerViews(made(after)).apply(keep_near_rows)
+    assert kept.near.shape == (1024, 24)
+    parts = (*kept[:4], kept.groups.of)
+    assert sum(part.numel() * part.element_size() for part in parts) < 200_000  # at any width
 
 
 def test_batches_of_rows_are_compared_each_with_its_own():
@@ -111,24 +125,18 @@ def test_batches_of_rows_are_compared_each_with_its_own():
     )
 
 
-def test_halves_are_compared_by_the_five_nearest_of_each_half():
+def test_without_a_group_the_value_is_that_of_the_rows_of_the_others():
     sequences = torch.arange(320) // 20
     before, after = normal(320, 5), normal(320, 5) + 0.5 * normal(320, 5, seed=1)
     layers = [made(rows, n, sequences=sequences) for n, rows in enumerate((before, after))]
     kept = [LayerViews(layer).apply(keep_near_rows) for layer in layers]
-    found = compare_near_rows(*kept).differences
-    halves = half_samples(sequences)
-    assert len(found) == len(halves.first) == 15
-    for way, groups in zip(found, halves.first, strict=True):
-        first = groups[halves.group]
-        one, other = (
-            shared(before, after, side.nonzero().squeeze(1), 5).mean() for side in (first, ~first)
-        )
-        # Of some rows fewer than five of the sixteen nearest are in the half: these do not count.
-        assert way == pytest.approx((one - other).item(), abs=0.03)
+    found = compare_near_rows(*kept).without
+    shares = shared(before, after, torch.arange(320), 10)
+    want = [shares[group_sequences(sequences) != group].mean().item() for group in range(8)]
+    assert found == pytest.approx(want)
     values = evaluated(*layers).values
-    assert values["neighbour_overlap/layer_01/margin"] > 0
-    assert values["neighbour_overlap/mean/margin"] > 0
+    assert values["neighbour_overlap/layer_01/margin"] == pytest.approx(margin(want))
+    assert values["neighbour_overlap/mean/margin"] == pytest.approx(margin(want))
     unknown = evaluated(made(before, 0), made(after, 1)).values
     assert not any(tag.endswith("margin") for tag in unknown)
 
@@ -138,11 +146,11 @@ def test_layers_measured_on_several_ranks_are_compared_where_values_come_togethe
     evaluator = Evaluator(OVERLAP, 1)
     measured = [evaluator.measure_layer(layer, 100) for layer in layers]
     sent = unpack(pack(measured))
-    one, other = evaluator.combine(measured, 100), evaluator.combine(sent, 100)
+    one, other = (seen(evaluator.combine(each, 100)) for each in (measured, sent))
     assert one.values == other.values
     assert one.values["neighbour_overlap/layer_01"] == 1
     assert one.values["neighbour_overlap/layer_02"] < 0.5
-    assert one.values == evaluator.combine(measured, 100).values  # nothing was used up
+    assert one == seen(evaluator.combine(measured, 100))  # nothing was used up
 
 
 def test_stacks_are_compared_each_by_itself():
@@ -166,7 +174,7 @@ def test_stacks_are_compared_each_by_itself():
 def test_what_cannot_be_compared_is_missing_and_said(after, words):
     found = evaluated(made(normal(100, 4), 0), after, made(normal(100, 4), 2))
     assert math.isnan(found.values["neighbour_overlap/layer_01"])
-    assert any(words in note.text and "layer 1" in note.text for note in found.notes)
+    assert any(words in note and "layer 1" in note for note in found.notes)
 
 
 def test_after_a_layer_that_was_not_seen_there_is_nothing_to_compare_with():
@@ -177,7 +185,7 @@ def test_after_a_layer_that_was_not_seen_there_is_nothing_to_compare_with():
     ]
     found = evaluated(*layers)
     assert math.isnan(found.values["neighbour_overlap/layer_02"])
-    assert any("nothing to compare with" in note.text for note in found.notes)
+    assert any("nothing to compare with" in note for note in found.notes)
 
 
 def test_what_cannot_be_compared_is_explained_once():
@@ -207,10 +215,10 @@ def test_a_comparison_of_ones_own_and_one_that_fails():
     metrics = check_metrics({"growth": growth})
     rows = normal(60, 4)
     layers = [made(rows, 0), made(2 * rows, 1), made(2 * rows, 2)]
-    found = Evaluator(metrics, 1).evaluate(layers, 60)
+    found = seen(Evaluator(metrics, 1).evaluate(layers, 60))
     assert found.values["growth/layer_01"] == pytest.approx(4)
     assert math.isnan(found.values["growth/layer_02"])
     assert math.isnan(found.values["growth/mean"])
-    assert any("equal" in note.text for note in found.notes)
+    assert any("equal" in note for note in found.notes)
     with pytest.raises(ZeroDivisionError):
         Evaluator(metrics, 1, strict=True).evaluate(layers, 60)

@@ -12,10 +12,9 @@ from accelerator import DEVICE, Accelerator
 from whole_layer import ROWS, normal, whole_layer
 
 from geomon import METRICS, MORE_METRICS
-from geomon.kernels.dimension import _places_of
-from geomon.kernels.half_samples import margin
 from geomon.kernels.neighbours import nearest
 from geomon.metrics import Evaluator
+from geomon.metrics.jackknife import margin
 from geomon.metrics.views import DERIVED, LayerViews, alternatives
 
 ALL = METRICS | MORE_METRICS
@@ -77,11 +76,11 @@ def test_a_metric_of_rows_on_a_device_is_that_of_rows_on_the_host(name, on_host,
     for kind in ("parts", "kept"):
         host, device = getattr(on_host, kind), getattr(on_device, kind)
         assert_alike(host.get(name, []), device.get(name, []), **close)
-    found = on_host.differences.get(name, {})
-    assert found.keys() == on_device.differences.get(name, {}).keys()
-    for part, differences in found.items():  # in float32 in part: a margin needs few digits
-        on_both = (margin(x) for x in (differences, on_device.differences[name][part]))
-        assert_alike(*on_both, rtol=1e-2, atol=0)
+    found = on_host.without.get(name, {})
+    assert found.keys() == on_device.without.get(name, {}).keys()
+    for part, values in found.items():  # in float32 in part: a margin needs few digits
+        on_both = (margin(x) for x in (values, on_device.without[name][part]))
+        assert_alike(*on_both, rtol=1e-2, atol=1e-9)
 
 
 def test_arrays_of_rows_on_a_device_are_those_of_rows_on_the_host(on_host, on_device):
@@ -92,7 +91,7 @@ def test_arrays_of_rows_on_a_device_are_those_of_rows_on_the_host(on_host, on_de
 
 
 def test_what_is_measured_on_a_device_leaves_nothing_there(on_device):
-    for value in flat([on_device.parts, on_device.kept, on_device.differences]):
+    for value in flat([on_device.parts, on_device.kept, on_device.without]):
         assert not isinstance(value, torch.Tensor) or value.device.type == "cpu"
 
 
@@ -106,20 +105,6 @@ def test_derived_views_stay_where_their_rows_are(by_hand):
     assert sum(map(len, found.values())) > len(names) / 2
     for name, tensors in found.items():
         assert {tensor.device for tensor in tensors} <= {DEVICE}, name
-
-
-@pytest.mark.parametrize("neighbours", [1, 5, 31, 300])
-def test_places_of_neighbours_in_a_half_are_the_same_on_both(neighbours):
-    first = normal(7, 8) > 0
-    group = torch.arange(20 * neighbours).view(20, neighbours) * 7 % 41 % 9  # 8 never counts
-    own = first[:, torch.arange(20) % 8]
-    ranks = [1, 2, 4, 64]
-    same = (own[:, :, None] == first[:, group.clamp(max=7)]) & (group < 8)
-    with Accelerator() as accelerator:
-        device = _places_of(*map(accelerator.put, (group, own, first)), ranks)
-        for rank, host in _places_of(group, own, first, ranks).items():
-            assert torch.equal(device[rank].cpu(), host)
-            assert torch.equal(host, (same.cumsum(dim=2) < rank).sum(dim=2))
 
 
 def test_reduced_precision_of_products_never_enters_a_distance():

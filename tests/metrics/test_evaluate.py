@@ -6,7 +6,7 @@ from measuring import evaluate
 
 from geomon import METRICS, select
 from geomon.capture.snapshot import SOURCES, Layer, PassInfo, Snapshot
-from geomon.metrics.across_layers import across_layers, null_values
+from geomon.metrics.metric import Sizes
 
 OF_HEADS = ("qk", "attention", "query", "key", "max_logit")
 
@@ -67,13 +67,13 @@ def test_a_layer_that_was_not_seen_has_no_part_in_the_mean_one_that_failed_has()
     result = evaluate(seen, {"m": fails_at_two}, rows=4, batches=1)
     assert math.isnan(result.values["m/layer_02"])
     assert math.isnan(result.values["m/mean"])
-    assert [note.text for note in result.notes] == ["m, layer 2: two"]
+    assert [note.words() for note in result.notes] == ["m, layer 2: two"]
 
     seen.layers[2] = Layer(2, "two", {}, {"hidden": "it was skipped"})
     result = evaluate(seen, {"m": fails_at_two}, rows=4, batches=1)
     assert math.isnan(result.values["m/layer_02"])
     assert result.values["m/mean"] == 2
-    assert "it was skipped" in result.notes[0].text
+    assert "it was skipped" in result.notes[0].words()
 
 
 def test_strict_raises_what_a_metric_raises():
@@ -102,9 +102,9 @@ def test_expensive_views_are_computed_once(monkeypatch):
 
     real = views.DERIVED["nearest"]
 
-    def counted(hidden, unique_rows, scaled_rows):
+    def counted(hidden, query_rows, unique_rows):
         calls.append(1)
-        return real(hidden, unique_rows, scaled_rows)
+        return real(hidden, query_rows, unique_rows)
 
     monkeypatch.setitem(views.DERIVED, "nearest", counted)
     hidden = torch.randn(200, 5)
@@ -140,12 +140,12 @@ def test_degenerate_rows_give_a_value_or_a_reason(hidden):
         tags = [tag for tag in result.values if tag.startswith(f"{name}/layer_00")]
         assert tags, name
         if all(math.isnan(result.values[tag]) for tag in tags) and name.startswith("twonn"):
-            assert any(name in note.text.split(":")[0].split(", ") for note in result.notes)
+            assert any(name in note.words().split(":")[0].split(", ") for note in result.notes)
 
 
 def test_a_result_of_the_wrong_shape_is_said():
     result = evaluate(snapshot(torch.ones(4, 2)), {"m": lambda hidden: hidden}, rows=4, batches=1)
-    assert "a scalar, a vector [heads] or a dict, got [4, 2]" in result.notes[0].text
+    assert "a scalar, a vector [heads] or a dict, got [4, 2]" in result.notes[0].words()
 
 
 def test_stacks_are_named_apart_and_have_their_own_means():
@@ -164,33 +164,21 @@ def test_stacks_are_named_apart_and_have_their_own_means():
     assert result.values["m/decoder_mean"] == 11.5
     assert result.values["q/cross_layer_01"] == 1
     assert not any(tag.startswith("m/cross") or tag == "m/mean" for tag in result.values)
-    assert all(note.text.startswith(("encoder: q", "decoder: q")) for note in result.notes)
-
-
-def test_values_across_layers_are_among_those_of_a_reading():
-    """Shapes of profiles and correlations over depth, from the values of the same reading."""
-    generator = torch.Generator().manual_seed(0)
-    depths = [torch.randn(40, 6, generator=generator) for _ in range(6)]
-    for index, hidden in enumerate(depths):
-        hidden[:, 0] *= 1 + min(index, 5 - index)
-    found = values(select("anisotropy", "cosine", "variance"), snapshot(*depths), rows=40)
-    expected = across_layers(
-        {tag: value for tag, value in found.items() if "/layer_" in tag or "/mean" in tag}
-    )
-    assert expected
-    assert {tag: found[tag] for tag in expected} == pytest.approx(expected, nan_ok=True)
-    assert found["anisotropy_profile/peak_depth"] in (0.4, 0.6)
+    assert all(note.words().startswith(("encoder: q", "decoder: q")) for note in result.notes)
 
 
 def test_nulls_are_of_the_rows_that_were_measured():
     rows = torch.randn(500, 6, generator=torch.Generator().manual_seed(0))
     metrics = select("anisotropy", "twonn")
-    seen = snapshot(rows, rows)
     for asked, measured in ((100, 100), (500, 500), (4000, 500)):
-        found = values(metrics, seen, rows=asked, batches=1)
-        expected = null_values(metrics, measured, 6)
-        assert expected
-        assert {tag: found[tag] for tag in expected} == expected
+        found = values(metrics, snapshot(rows, rows), rows=asked, batches=1)
+        for name, metric in metrics.items():
+            expected = metric.null(Sizes(measured, 6))
+            assert expected
+            assert {part: found[f"{name}/{part}"] for part in expected} == expected
+    copied = torch.cat([rows, rows[:125]])  # a fifth are copies: the null is that of the others
+    found = values(metrics, snapshot(copied, copied), rows=625, batches=1)
+    assert found["anisotropy/null"] == metrics["anisotropy"].null(Sizes(500, 6))["null"]
 
 
 def test_the_number_of_sequences_stands_beside_that_of_rows():

@@ -21,6 +21,7 @@ from geomon.metrics.views import (
     is_view,
     parameters,
 )
+from geomon.record.columns import tagged
 
 
 def made(rows, last, index=1, **more):
@@ -48,22 +49,25 @@ def test_every_metric_of_rows_gives_at_last_what_it_gives_on_these_rows(name):
         for prefix, count in (("", 400), ("last_", 150))
         for view, modulus in (("token_ids", 7), ("positions", 11))
     }
-    metric = METRICS[name]
-    found = Evaluator({"m": at_last(metric)}, 2).measure_layer(made(rows, last, **labels), 100)
+    metric = METRICS[name].function
+    found = Evaluator(check_metrics({"m": at_last(metric)}), 2).measure_layer(
+        made(rows, last, **labels), 100
+    )
     alone = {"hidden": last, "precision": 1e-7, "sequences": torch.arange(150)}
     alone |= {view: labels[f"last_{view}"] for view in ("token_ids", "positions")}
-    expected = Evaluator({"m": metric}, 1).measure_layer(Layer(1, "block", alone), 150)
+    expected = Evaluator(check_metrics({"m": metric}), 1).measure_layer(
+        Layer(1, "block", alone), 150
+    )
     assert found.failed == expected.failed == {}
     assert len(found.parts["m"]) == 1  # the sequences are not cut into batches
     assert found.parts["m"][0] == pytest.approx({"n": 150, **expected.parts["m"][0]}, nan_ok=True)
-    assert found.differences["m"].keys() == expected.differences["m"].keys()
-    for part, values in expected.differences["m"].items():
-        assert found.differences["m"][part] == pytest.approx(values, nan_ok=True)
+    for part, values in expected.without["m"].items():
+        assert found.without["m"][part] == pytest.approx(values, nan_ok=True), part
 
 
 def test_views_of_the_last_tokens_go_by_the_name_of_those_of_rows():
     of_rows = {name for name in [*CAPTURED, *DERIVED] if has_last(name)}
-    assert {"hidden", "spectrum", "nearest", "half_ratios", "token_types"} <= of_rows
+    assert {"hidden", "spectrum", "nearest", "row_sums", "token_types"} <= of_rows
     assert not of_rows & {"query", "attention", "mean_query", "last_hidden"}
     for name in of_rows:
         assert is_view(f"last_{name}")
@@ -75,7 +79,7 @@ def test_views_of_the_last_tokens_go_by_the_name_of_those_of_rows():
     views = LayerViews(made(normal(90, 4), last))
     torch.testing.assert_close(views["last_spectrum"], spectrum(last))
     assert views["last_spectrum"] is views["last_spectrum"]  # computed once
-    assert Evaluator({"m": at_last(METRICS["cosine"])}, 1).views == {
+    assert Evaluator(check_metrics({"m": at_last(METRICS["cosine"])}), 1).views == {
         "last_hidden",
         "last_sequences",
     }
@@ -95,17 +99,20 @@ def test_a_metric_of_ones_own_may_name_them():
 
 def test_what_is_not_there_is_missing_with_the_reason():
     layer = Layer(1, "block", {"hidden": normal(90, 4)}, {"last_hidden": "one stream"})
-    metrics = {"own": at_last(METRICS["cosine"]), "rank": MORE_METRICS["effective_rank_last"]}
+    metrics = check_metrics(
+        {"own": at_last(METRICS["cosine"]), "rank": MORE_METRICS["effective_rank_last"]}
+    )
     result = Evaluator(metrics, 1).evaluate([layer], 90)
-    assert math.isnan(result.values["own/layer_01"])
-    assert "'last_hidden' is missing: one stream" in result.notes[0].text
+    assert math.isnan(tagged(result.stacks)["own/layer_01"])
+    assert "'last_hidden' is missing: one stream" in result.notes[0].words()
     with pytest.raises(MissingViewError, match="'last_precision' is missing"):
         LayerViews(Layer(1, "block", {"last_hidden": normal(9, 4)}))["last_rounding"]
     few = made(normal(90, 4), normal(63, 4))
     result = Evaluator(metrics, 1, strict=True).evaluate([few], 90)
-    assert math.isfinite(result.values["own/layer_01"])
-    assert math.isnan(result.values["rank/layer_01"])
-    assert [note.text for note in result.notes if "fewer than 64 sequences" in note.text]
+    values = tagged(result.stacks)
+    assert math.isfinite(values["own/layer_01"])
+    assert math.isnan(values["rank/layer_01"])
+    assert any("fewer than 64 sequences" in note.words() for note in result.notes)
 
 
 def test_the_spectrum_of_the_last_tokens_of_a_model():
@@ -137,7 +144,7 @@ def test_few_sequences_for_the_width_are_said(sequences, said):
     kinds = [note for note in notes if note.kind == "few sequences for a spectrum"]
     assert bool(kinds) == said
     if said:
-        assert "100 sequences for a width of 64" in kinds[0].text
+        assert "100 sequences for a width of 64" in kinds[0].words()
 
 
 def test_last_tokens_of_several_ranks_stand_one_after_another():
@@ -157,6 +164,6 @@ def test_last_tokens_of_several_ranks_stand_one_after_another():
 def test_a_metric_without_rows_is_refused():
     with pytest.raises(ValueError, match="views of rows"):
         at_last(METRICS["qk_cosine"])
-    assert parameters(read_last(METRICS["twonn"])) == (
-        "last_neighbours", "last_duplicates", "last_rounding",
+    assert parameters(read_last(METRICS["twonn"].function)) == (
+        "last_two_nearest", "last_duplicates", "last_rounding",
     )  # fmt: skip

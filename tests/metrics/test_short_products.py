@@ -6,10 +6,10 @@ from short_products import ShortProducts
 from whole_layer import ROWS, normal, whole_layer
 
 from geomon import METRICS, MORE_METRICS
-from geomon.kernels.half_samples import margin
 from geomon.kernels.neighbours import nearest
-from geomon.kernels.spectrum_summary import summarise_spectrum
+from geomon.kernels.spectrum import principal_axes, spectrum
 from geomon.metrics import Evaluator
+from geomon.metrics.jackknife import margin
 
 ALL = METRICS | MORE_METRICS
 
@@ -26,15 +26,15 @@ def test_every_metric_is_the_same(by_hand):
             assert short.parts[name][0][part] == pytest.approx(
                 value, rel=1e-6, abs=1e-7, nan_ok=True
             ), (name, part)
-    for name, parts in plain.differences.items():
-        for part, differences in parts.items():
-            found, expected = margin(short.differences[name][part]), margin(differences)
+    for name, parts in plain.without.items():
+        for part, values in parts.items():
+            found, expected = margin(short.without[name][part]), margin(values)
             # In float32 in part: a margin needs few digits.
-            assert found == pytest.approx(expected, rel=1e-2, nan_ok=True), (name, part)
+            assert found == pytest.approx(expected, rel=1e-2, abs=1e-9, nan_ok=True), (name, part)
 
 
 def test_neighbours_of_wide_rows_are_the_same():
-    rows = normal(600, 400) * torch.arange(1, 401) ** -1.0 + 3  # few directions: certified
+    rows = normal(600, 400) * torch.arange(1, 401) ** -1.0 + 3
     plain = nearest(rows, k=4)
     with ShortProducts():
         short = nearest(rows, k=4)
@@ -42,22 +42,24 @@ def test_neighbours_of_wide_rows_are_the_same():
     torch.testing.assert_close(short.distances, plain.distances, rtol=1e-13, atol=0)
 
 
-def test_a_summary_of_wide_rows_is_as_exact_as_it_says():
-    rows = normal(1100, 1100) * torch.arange(1, 1101) ** -0.5
-    plain = summarise_spectrum(rows)
-    with ShortProducts() as short:
-        found = summarise_spectrum(rows)
-    assert short.rounded <= 2  # the trial alone
-    torch.testing.assert_close(found.anisotropy.value, plain.anisotropy.value, rtol=1e-5, atol=0)
+def test_axes_of_wide_rows_are_the_same():
+    rows, group = normal(1300, 1100) * torch.arange(1, 1101) ** -0.5, torch.arange(1300) % 8
+    plain = principal_axes(rows, group, 8)
+    with ShortProducts():
+        short = principal_axes(rows, group, 8)
+    for one, other in zip(short, plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
 def test_settings_of_the_new_interface_end_nothing():
-    rows = normal(1100, 1100)
+    rows = normal(300, 40)
+    plain = spectrum(rows)
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:
         with pytest.raises(RuntimeError, match="legacy and new APIs"):
             torch.get_float32_matmul_precision()
-        assert not summarise_spectrum(rows).is_whole
+        assert torch.equal(spectrum(rows), plain)
+        nearest(rows, k=4)
     finally:
         torch.backends.cuda.matmul.fp32_precision = before

@@ -1,120 +1,32 @@
 import pytest
 import torch
 
-from geomon import geometry
 from geomon.capture.snapshot import Layer
 from geomon.kernels import spectrum as kernels
-from geomon.kernels import spectrum_summary
-from geomon.kernels.half_samples import half_samples, margin
-from geomon.metrics import METRICS, MORE_METRICS, Evaluator, select
-from geomon.metrics.intervals import differences_of
-from geomon.metrics.views import DERIVED, LayerViews, can_be_made
-from geomon.record import tags
+from geomon.kernels.groups import group_sequences
+from geomon.metrics import METRICS, select
+from geomon.metrics import views as module
+from geomon.metrics.views import LayerViews, can_be_made, spread_rows
 
-SPECTRAL = ("anisotropy", "anisotropy_no_sinks", "effective_rank", "participation_ratio")
-WIDTH = 400
-
-
-@pytest.fixture
-def wide(monkeypatch):
-    """Rows of this width are wide: their summary is of as many vectors as at full width."""
-    monkeypatch.setattr(spectrum_summary, "WHOLE_SIDE", WIDTH - 1)
+WIDTH = 40
 
 
 def rows(count=900, massive=0):
     generator = torch.Generator().manual_seed(5)
     hidden = torch.randn(count, WIDTH, generator=generator) * torch.arange(1, WIDTH + 1) ** -0.4
-    # At even places, so that both halves of the rows have some.
     hidden[: 2 * massive : 2] *= 200
-    hidden[count - 2 * massive :: 2] *= 200
     return hidden
 
 
-def views_of(hidden):
-    return LayerViews(Layer(1, "block", {"hidden": hidden}))
+def views_of(hidden, **captured):
+    return LayerViews(Layer(1, "block", {"hidden": hidden, **captured}))
 
 
+@pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("massive", [0, 2])
-def test_values_of_wide_layers_have_an_error_and_are_within_it(massive, wide, monkeypatch):
-    hidden, metrics = rows(massive=massive), select(*SPECTRAL, "alpha")
-    found = geometry(hidden, metrics=metrics)
-    monkeypatch.setattr(spectrum_summary, "WHOLE_SIDE", WIDTH)
-    want = geometry(hidden, metrics=metrics)
-    assert found.keys() - want.keys() == {f"{name}/error" for name in metrics}
-    for name in metrics:
-        assert abs(found[name] - want[name]) <= 2 * found[f"{name}/error"], name
-        assert 0 < found[f"{name}/error"] < 0.04 * want[name], name
-    assert (found["anisotropy_no_sinks"] < 0.5 * found["anisotropy"]) == (massive > 0)
-
-
-def test_of_several_splits_the_error_is_that_of_one(wide):
-    evaluator = Evaluator(select("effective_rank"), 2)
-    layers = [Layer(index, "block", {"hidden": rows(1800)}) for index in (0, 1, 2)]
-    values = evaluator.evaluate(layers, 900).values
-    layer, mean = tags.layer_tag("effective_rank", 1), tags.mean_tag("effective_rank")
-    parts = [
-        spectrum_summary.summarise_spectrum(part).effective_rank for part in rows(1800).split(900)
-    ]
-    assert values[f"{layer}/error"] == pytest.approx(sum(float(part.error) for part in parts) / 2)
-    assert values[f"{mean}/error"] == pytest.approx(values[f"{layer}/error"])
-    assert f"{layer}/std" in values
-    assert not tags.is_charted(f"{layer}/error")
-
-
-def test_no_metric_of_a_wide_layer_asks_for_all_eigenvalues_but_the_one_that_needs_them(
-    wide, monkeypatch
+def test_eigenvalues_of_all_rows_and_of_ordinary_ones_are_computed_once(
+    massive, known, monkeypatch
 ):
-    asked = []
-
-    def counted(hidden):
-        asked.append(hidden.shape)
-        return torch.linalg.eigvalsh(hidden.double().T.cov(correction=0)).flip(0).clamp(min=0)
-
-    monkeypatch.setattr(kernels, "spectrum", counted)
-    metrics = {
-        name: metric
-        for name, metric in (METRICS | MORE_METRICS).items()
-        if not name.endswith("_last") and name != "twonn_gaussian"
-    }
-    geometry(rows(massive=2), metrics=metrics)
-    assert asked == []
-    null = geometry(rows(), metrics=select("twonn_gaussian"))["twonn_gaussian"]
-    assert null > 5
-    assert asked == [(900, WIDTH)]
-
-
-def test_views_of_all_eigenvalues_are_those_also_in_wide_layers(wide):
-    hidden = rows(massive=2)
-    views = views_of(hidden)
-    ordinary = hidden[views["ordinary_rows"]]
-    assert len(ordinary) < len(hidden)
-    assert torch.equal(views["spectrum"], kernels.spectrum(hidden))
-    assert torch.equal(views["ordinary_spectrum"], kernels.spectrum(ordinary))
-    assert not views["spectrum_summary"].is_whole
-
-
-@pytest.mark.parametrize("massive", [0, 2])
-def test_narrow_layers_compute_their_eigenvalues_once(massive, monkeypatch):
-    counted = []
-    solver = torch.linalg.eigvalsh
-
-    def once(gram):
-        if len(gram) == WIDTH:
-            counted.append(gram)
-        return solver(gram)
-
-    monkeypatch.setattr(torch.linalg, "eigvalsh", once)
-    views = views_of(rows(massive=massive))
-    found = [views[name] for name in DERIVED if "spectrum" in name or "summary" in name]
-    assert len(found) == 4
-    assert len(counted) == (2 if massive else 1)
-    assert views["ordinary_spectrum"] is views["ordinary_summary"].eigenvalues
-    assert views["spectrum"] is views["spectrum_summary"].eigenvalues
-
-
-@pytest.mark.parametrize("massive", [0, 2])
-def test_rows_are_multiplied_with_themselves_once(massive, monkeypatch):
-    """Those without the massive ones too, and for the intervals of both."""
     multiplied = []
     product = kernels.product_with_itself
 
@@ -123,36 +35,71 @@ def test_rows_are_multiplied_with_themselves_once(massive, monkeypatch):
         return product(block)
 
     monkeypatch.setattr(kernels, "product_with_itself", counted)
-    hidden, sequences = rows(massive=massive), torch.arange(900) // 20
-    views = LayerViews(Layer(1, "block", {"hidden": hidden, "sequences": sequences}))
-    metrics = select("anisotropy", "anisotropy_no_sinks").values()
-    found = [(views.apply(m), views.apply(differences_of(m))) for m in metrics]
-    assert sum(multiplied) == len(hidden)
-    for (value, differences), some in zip(
-        found, (slice(None), views["ordinary_rows"]), strict=True
-    ):
-        want = geometry(hidden[some], sequences=sequences[some], metrics=select("anisotropy"))
-        assert float(value[""]) == pytest.approx(want["anisotropy"], rel=1e-12)
-        # 45 sequences make no equal groups, and some rows may be left out.
-        close = pytest.approx(want["anisotropy/margin"] / half_samples(sequences[some]).widening)
-        assert margin(differences[:, 0].tolist()) == close
+    hidden = rows(massive=massive)
+    captured = {"sequences": torch.arange(900) // 20} if known else {}
+    views = views_of(hidden, **captured)
+    found = [views[name] for name in ("spectrum", "ordinary_spectrum", "axes", "ordinary_axes")]
+    for metric in select("anisotropy", "anisotropy_no_sinks", "effective_rank", "alpha").values():
+        views.apply(metric.function)
+    assert sum(multiplied) == 900 + (900 - massive if massive else 0)
+    monkeypatch.undo()
+    ordinary = hidden[views["ordinary_rows"]]
+    assert len(ordinary) == 900 - massive
+    for got, some in zip(found[:2], (hidden, ordinary), strict=True):
+        torch.testing.assert_close(got, kernels.spectrum(some), rtol=1e-9, atol=1e-9)
+    assert views["groups"].size == (8 if known else 1)
+    assert found[2].squares.shape == (views["groups"].size, WIDTH)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_spectra_of_wide_layers_stand_on_some_of_the_rows(known, monkeypatch):
+    monkeypatch.setattr(module, "SPECTRAL_ROWS", 300)
+    hidden, sequences = rows(massive=2), torch.arange(900) // 20
+    captured = {"sequences": sequences} if known else {}
+    whole = views_of(hidden, **captured)["spectrum"]
+    torch.testing.assert_close(whole, kernels.spectrum(hidden), rtol=1e-9, atol=1e-9)
+    monkeypatch.setattr(module, "SPECTRAL_WIDTH", WIDTH - 1)
+    views = views_of(hidden, **captured)
+    some = spread_rows(torch.arange(900), 300)
+    torch.testing.assert_close(views["spectrum"], kernels.spectrum(hidden[some]), rtol=1e-9, atol=0)
+    ordinary = spread_rows(views["ordinary_rows"].nonzero().squeeze(1), 300)
+    want = kernels.spectrum(hidden[ordinary])
+    torch.testing.assert_close(views["ordinary_spectrum"], want, rtol=1e-9, atol=0)
+    if known:
+        counts = group_sequences(sequences)[some].bincount().double()
+        assert torch.equal(views["axes"].counts, counts)
+
+
+def test_rows_that_are_chosen_are_evenly_spread_and_mostly_the_same_of_like_sets():
+    every = torch.arange(5000)
+    some = spread_rows(every, 512)
+    assert len(some) == len(some.unique()) == 512
+    assert torch.equal(some.sort().values, some)
+    counts = (some // 500).bincount(minlength=10)
+    assert 45 <= counts.min() <= counts.max() <= 58
+    less = every[torch.randperm(5000, generator=torch.Generator().manual_seed(0)) >= 250]
+    assert torch.isin(spread_rows(less, 512), some).sum() > 0.9 * 512
+    assert torch.equal(spread_rows(every, None), every)
+    assert torch.equal(spread_rows(every[:5], 5), every[:5])
 
 
 def test_metrics_are_measured_by_the_alternative_that_is_there():
     """The sums over sequences are one way to a value; rows without sequences have it as well."""
-    hidden, ids = rows(), torch.arange(len(rows())) % 7
-    sequences = torch.arange(len(hidden)) // 10
-    names = ("cosine", "drift_norm", "mean_square_norm", "within_variance", "within_share", "twonn")
-    plain = geometry(hidden, token_ids=ids, metrics=select(*names))
-    with_margins = geometry(hidden, token_ids=ids, sequences=sequences, metrics=select(*names))
+    hidden, ids = rows(), torch.arange(900) % 7
+    one = views_of(hidden, token_ids=ids, precision=1e-7)
+    other = views_of(hidden, token_ids=ids, precision=1e-7, sequences=torch.arange(900) // 10)
+    names = ("cosine", "drift_norm", "mean_square_norm", "within_variance", "anisotropy", "twonn")
     for name in names:
-        assert plain[name] == pytest.approx(with_margins[name], rel=1e-9)
-        assert f"{name}/margin" in with_margins.keys() - plain.keys()
+        plain, grouped = (views.apply(METRICS[name].function) for views in (one, other))
+        if name == "twonn":
+            plain, grouped = plain[""], grouped[""]
+        torch.testing.assert_close(plain, grouped, rtol=1e-9, atol=1e-12)
+    assert (one["groups"].size, other["groups"].size) == (1, 8)
 
 
 def test_what_can_be_made_depends_on_what_is_there():
     assert can_be_made(["angle", "mean_query"], {"hidden", "projected_query"})
-    assert not can_be_made(["angle", "row_sums"], {"hidden"})
+    assert not can_be_made(["angle", "sequence_cosines"], {"hidden"})
     assert can_be_made(["last_angle"], {"last_hidden"})
     assert not can_be_made(["last_angle"], {"hidden", "last_sequences"})
     with pytest.raises(KeyError):

@@ -105,7 +105,7 @@ def test_a_run_under_a_budget_does_not_end_with_step_0_alone(tmp_path, steps):
     assert [reading.step for reading in memory.readings] == [0, steps]
     first, last = memory.readings
     assert last.tokens == 256
-    assert "256 rows in a batch instead of 512, to stay within the budget" in last.notes
+    assert "256 rows in a batch instead of 512, to stay within the budget" in last.words()
     assert first.tokens == (512 if steps < 10 else 256)  # by the time of a step, if it is known
     session, _, memory = started(tmp_path, step=steps, last_seen=steps - 1, **options)
     session.probe(steps + 9, last=True)  # the record holds one after step 0

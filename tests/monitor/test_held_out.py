@@ -225,7 +225,7 @@ def test_the_model_is_given_what_its_forward_takes(model, batches, left_out):
     torch.manual_seed(0)
     (reading,) = read_of(batches, model())
     assert reading.values["ids/layer_01"] == pytest.approx(float(ROWS.double().mean()))
-    said = [note for note in reading.notes if "all but" in note]
+    said = [note for note in reading.words() if "all but" in note]
     assert len(said) == bool(left_out)
     assert all(f"all but {left_out}," in note for note in said)
 

@@ -39,7 +39,7 @@ def test_metrics_by_name_and_a_schedule_by_number(tmp_path):
     recorded = read(tmp_path)
     assert [reading.step for reading in recorded] == [0, 2, 4]
     assert recorded[-1].values == monitor.latest.values
-    assert recorded.runs[0]["metrics"] == ["cosine", "anisotropy"]
+    assert list(recorded.runs[0]["metrics"]) == ["cosine", "anisotropy"]
     assert recorded.runs[0]["schedule"] == "every(steps=2)"
 
 

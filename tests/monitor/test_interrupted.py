@@ -96,7 +96,9 @@ FORKED = """
 import os, signal, threading, time, torch
 from models import PlainDecoder, batch
 from geomon import Memory, Monitor, every
+from geomon.metrics import Evaluator
 
+Evaluator.has_own_metrics = False  # the user's are measured in the background too
 begun = threading.Event()
 
 def slow(hidden):
@@ -125,23 +127,63 @@ begun.wait()  # the other thread sleeps, and holds no lock of a library that the
 child = os.fork()
 if child == 0:
     signal.alarm(60)  # what hangs is ended
-    os._exit(0 if train(range(10, 16))[-6:] == [*range(10, 16)] else 1)
+    os._exit(0 if train(range(10, 16)) == [*range(10, 16)] else 1)
 assert os.waitpid(child, 0)[1] == 0
 assert train(range(1, 3)) == [0, 1, 2]
 """
 
 
-def test_a_fork_in_the_middle_of_a_background_reading_goes_on(tmp_path):
+FORKED_INSIDE = """
+import os, sys, torch
+from models import PlainDecoder, batch
+from geomon import Monitor, every, read
+
+class Sink:
+    def __init__(self):
+        self.calls = []
+    def write(self, reading):
+        self.calls.append(reading.step)
+    def close(self):
+        self.calls.append("closed")
+
+torch.set_num_threads(1)
+model, sink = PlainDecoder(), Sink()
+probe = batch() if sys.argv[2] == "probe" else None
+with Monitor(
+    model, tokens=64, schedule=every(1), directory=sys.argv[1], sinks=[sink], probe=probe,
+    background=False, budget=None, log=("loss",),
+) as monitor:
+    for step in range(2):
+        with monitor(step), torch.no_grad():
+            model(batch())
+            if step:
+                child = os.fork()
+        monitor.log(loss=1.0)
+if child == 0:
+    os._exit(0 if sink.calls == [0] else 1)
+assert os.waitpid(child, 0)[1] == 0
+assert sink.calls == [0, 1, "closed"], sink.calls
+assert [reading.step for reading in read(sys.argv[1])] == [0, 1]
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "arguments"),
+    [(FORKED, []), (FORKED_INSIDE, ["run", "inline"]), (FORKED_INSIDE, ["run", "probe"])],
+)
+def test_a_fork_leaves_its_parents_readings_to_it(tmp_path, code, arguments):
     program = tmp_path / "forked.py"
-    program.write_text(FORKED)
+    program.write_text(code)
+    arguments = [str(tmp_path / each) if each == "run" else each for each in arguments]
     forks = Forks("import models, geomon; geomon.Monitor")
     try:
-        process = forks.start(str(program), environment=os.environ, stdout=1, stderr=2)
+        process = forks.start(str(program), *arguments, environment=os.environ, stdout=1, stderr=2)
         assert process.wait(120) == 0
     finally:
         forks.close()
 
 
+@pytest.mark.usefixtures("own_metrics_in_background")
 def test_a_monitor_that_its_own_thread_collects_records_what_it_has_seen():
     """The garbage collector runs in any thread: here in the one that measures in the background."""
     dropped, memory = threading.Event(), Memory()

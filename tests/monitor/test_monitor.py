@@ -106,11 +106,30 @@ def test_a_reading_says_what_it_stands_on(tmp_path):
     assert "geomon/overhead" not in inline.values  # no training time has passed before the first
     run = read(tmp_path).runs[0]
     assert run["layers"] == ["blocks.0", "blocks.1", "blocks.2"]
-    assert run["metrics"] == list(METRICS)
+    assert list(run["metrics"]) == list(METRICS)
+    assert all(text["title"] for text in run["metrics"].values())
+
+
+def test_a_schedule_and_settings_without_a_text_lose_no_reading(tmp_path):
+    class Silent:
+        def __call__(self, step):
+            return True
+
+        def __repr__(self):
+            raise RuntimeError("no text")
+
+    model = PlainDecoder()
+    options = {"schedule": Silent(), "settings": {"odd": Silent(), Silent(): 1, "rate": 0.5}}
+    train(model, monitor(model, tmp_path, **options), steps=3)
+    train(model, monitor(model, tmp_path, **options), steps=2, start=2)  # taken up again
+    found = read(tmp_path)
+    assert [reading.step for reading in found] == [0, 1, 2, 3]
+    assert [run["schedule"] for run in found.runs] == ["<Silent>"] * 2
+    assert [run["training/rate"] for run in found.runs] == [0.5] * 2
 
 
 def test_every_metric_has_a_value_at_every_layer():
-    values = measure(PlainDecoder(), batch(64, 32), metrics=METRICS, tokens=1024)
+    values = measure(PlainDecoder(), batch(64, 32), metrics=METRICS, tokens=1024, batches=2)
     for name in METRICS:
         part = "/k1" if name == "gride" else ""
         layers = range(4) if f"{name}/layer_00{part}" in values else range(1, 4)
@@ -202,7 +221,7 @@ def test_a_failing_metric_never_ends_a_run(tmp_path, caplog):
     assert len(readings) == 3
     assert all(math.isnan(r.values["broken/layer_01"]) for r in readings)
     assert all(math.isfinite(r.values["variance/layer_01"]) for r in readings)
-    assert all("by design" in r.notes[-1] for r in readings)
+    assert all("by design" in r.words()[-1] for r in readings)
     assert len([m for m in caplog.messages if "by design" in m]) == 1
     with pytest.raises(ZeroDivisionError):
         measure(model, batch(), metrics={"broken": broken})
@@ -256,7 +275,8 @@ def test_arrays_stand_beside_the_record(tmp_path):
     for name, options in (("with", {}), ("without", {"arrays": False})):
         torch.manual_seed(0)
         model = PlainDecoder()
-        seen = monitor(model, tmp_path / name, metrics=METRICS, schedule=every(2), **options)
+        metrics = METRICS | select("query_mean_norm")
+        seen = monitor(model, tmp_path / name, metrics=metrics, schedule=every(2), **options)
         train(model, seen, steps=4)
         seen.close()
     readings = read(tmp_path / "with")
@@ -513,6 +533,9 @@ import sys, time, logging
 import multiprocessing
 from models import PlainDecoder, batch
 from geomon import Monitor, every, select
+from geomon.metrics import Evaluator
+
+Evaluator.has_own_metrics = False  # the user's are measured in the background too
 
 def main(folder):
     def slow(hidden):
@@ -674,7 +697,7 @@ def test_a_resume_with_other_metrics_keeps_what_was_read(tmp_path):
     assert [r.values for r in found][:3] == before
     assert all("cosine/layer_01" in r.values for r in list(found)[3:])
     assert all("variance/layer_01" not in r.values for r in list(found)[3:])
-    assert [run["metrics"] for run in found.runs] == [["variance"], ["cosine", "twonn"]]
+    assert [list(run["metrics"]) for run in found.runs] == [["variance"], ["cosine", "twonn"]]
 
 
 def test_an_exception_in_the_model_is_handed_on_and_nothing_is_read(tmp_path):
@@ -752,7 +775,7 @@ def test_few_rows_are_said(caplog):
     model = PlainDecoder()
     with caplog.at_level(logging.WARNING, "geomon"):
         monitor(model, None, tokens=4096, sinks=[memory]).probe(0, batch())
-    assert any("256 rows, fewer than tokens=4096" in note for note in memory.readings[0].notes)
+    assert any("256 rows, fewer than tokens=4096" in note for note in memory.readings[0].words())
 
 
 @pytest.mark.parametrize(
@@ -782,7 +805,7 @@ def test_other_bad_arguments(tmp_path):
         Monitor(PlainDecoder(), metrics=3, directory=None)
     with pytest.raises(ValueError, match="no metric is called 'twon'"):
         Monitor(PlainDecoder(), metrics=["twon"], directory=None)
-    with pytest.raises(ValueError, match="no metric is called 'twon'; there are anisotropy"):
+    with pytest.raises(ValueError, match="no metric is called 'twon'; there are twonn, "):
         select("twon")
     with pytest.raises(ValueError, match="no transformer blocks"):
         Monitor(nn.Linear(3, 3), directory=None)
@@ -934,7 +957,7 @@ def test_what_is_put_in_place_of_a_projection_between_readings_is_seen():
             model(batch())
         found = [seen.latest.values[f"qk_cosine/layer_02/head_{head}"] for head in range(4)]
         assert found == pytest.approx(expected(), abs=1e-6)
-        assert not any("began with" in note for note in seen.latest.notes)
+        assert not any("began with" in note for note in seen.latest.words())
     seen.close()
 
 
@@ -951,6 +974,6 @@ def test_blocks_that_are_replaced_or_added_between_readings_are_seen():
     seen.close()
     layers = [[f"variance/layer_{n:02d}" in r.values for n in range(5)] for r in memory.readings]
     assert layers == [[True] * 4 + [False]] * 2 + [[True] * 5]
-    said = [[note for note in r.notes if "began with" in note] for r in memory.readings]
+    said = [[note for note in r.words() if "began with" in note] for r in memory.readings]
     assert list(map(len, said)) == [0, 0, 1]
     assert "4 now, 3 then" in said[2][0]

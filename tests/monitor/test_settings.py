@@ -88,17 +88,39 @@ def test_what_is_no_number_and_no_text_is_left_out(given):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["hub_token", "token", "api_key", "wandb.apikey", "PASSWORD", "secret", "db-credentials"],
-)
-def test_secrets_are_left_out(name):
-    assert flat_settings({"deep": {name: "hf_abc"}}) == {}
-    assert flat_settings({"url": "postgres://me:word@host/runs"}) == {}
+    "path",
+    [
+        "hub_token", "token", "api_key", "wandb.apikey", "PASSWORD", "secret", "db-credentials",
+        "credentials/value", "apiKeys/openai", "wandb/key", "clientSecret", "hfToken", "pwd",
+        "headers/Authorization", "APIKey", "secrets/a/b", "hf_abcdef",
+    ],
+)  # fmt: skip
+def test_any_part_of_its_path_makes_a_text_a_secret(path):
+    given = "some text"
+    for name in reversed(path.split("/")):
+        given = {name: given}
+    assert flat_settings(given | {"other": "text"}) == {"training/other": "text"}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "postgres://me:word@host/runs", "https://host/a?token=b", "https://host/a?x=1&api_key=b",
+        "https://host/a?sig=b", "https://host/a?password=b", "hf_abc", "ghp_abc", "sk-abc",
+        "-----BEGIN PRIVATE KEY-----", "--login hf_abc", "Bearer abc", "a1" * 20,
+    ],
+)  # fmt: skip
+def test_a_text_that_looks_like_a_secret_is_one(value):
+    assert flat_settings({"one": value, "deep": {"two": value}, value: 3}) == {}
 
 
 def test_numbers_and_names_that_speak_of_tokens_are_no_secrets():
-    given = {"token": 3, "max_tokens": 512, "tokenizer": "bytes", "key_width": 4}
+    given = {
+        "token": 3, "max_tokens": 512, "num_tokens": 8, "tokens_per_step": 0.5, "vocab_tokens": 9,
+        "keys": 4, "key_width": 4, "tokenizer": "bytes", "url": "https://host/a?page=2",
+    }  # fmt: skip
     assert flat_settings(given) == {f"training/{name}": value for name, value in given.items()}
+    assert flat_settings({"password": 1234, "credentials": {"value": 5}}) == {}
 
 
 def test_settings_may_be_dataclasses_namespaces_and_have_any_names():
@@ -109,8 +131,20 @@ def test_settings_may_be_dataclasses_namespaces_and_have_any_names():
     }  # fmt: skip
 
 
+class Unspeakable(str):
+    """A text and a name that raise when they are looked at."""
+
+    def __str__(self):
+        raise RuntimeError("no text")
+
+    __repr__ = __len__ = rstrip = __str__
+
+
 def test_a_value_that_cannot_be_read_ends_no_training():
     assert flat_settings({"deep": Failing()}) == {"training/deep/known": 1}
+    odd = {"value": Unspeakable("a"), Unspeakable("name"): 2, "other": 1}
+    assert flat_settings(odd)["training/other"] == 1
+    json.dumps(flat_settings(odd))
     assert dict(readable_items(Failing())) == {"known": 1}
     assert dict(readable_items(None)) == {}
 

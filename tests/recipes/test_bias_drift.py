@@ -6,10 +6,10 @@ import statistics
 import numpy as np
 import pytest
 import torch
+from tagged import reading_of
 from torch import nn
 from typer.testing import CliRunner
 
-from geomon import Reading
 from geomon.record import tags
 from recipes.bias_drift.__main__ import app
 from recipes.bias_drift.block import KINDS, Stack, draw_direction, draw_inputs, draw_table
@@ -71,11 +71,11 @@ def direct(stack, hidden):
         "mean_norm/layer_01": output.norm(dim=2).mean(),
         "attention_entropy": entropy.mean(dim=(0, 2)),
         "attention_entropy_normalised": (entropy / math.log(LENGTH)).mean(dim=(0, 2)),
-        "attention_max": weights.amax(dim=3).mean(dim=(0, 2)),
-        "attention_median": weights.median(dim=3).values.mean(dim=(0, 2)),
-        "attention_min": weights.amin(dim=3).mean(dim=(0, 2)),
-        "attention_sequence_max": weights.amax(dim=(2, 3)).mean(dim=0),
-        "attention_sequence_min": weights.amin(dim=(2, 3)).mean(dim=0),
+        "attention_extremes/layer_01/max": weights.amax(dim=3).mean(dim=(0, 2)),
+        "attention_extremes/layer_01/median": weights.median(dim=3).values.mean(dim=(0, 2)),
+        "attention_extremes/layer_01/min": weights.amin(dim=3).mean(dim=(0, 2)),
+        "attention_extremes/layer_01/sequence_max": weights.amax(dim=(2, 3)).mean(dim=0),
+        "attention_extremes/layer_01/sequence_min": weights.amin(dim=(2, 3)).mean(dim=0),
         "score_mean": scores.mean(dim=(0, 2, 3)),
         "score_spread": scores.var(dim=3, correction=0).mean(dim=(0, 2)).sqrt(),
     }
@@ -136,12 +136,13 @@ def made_up(levels, **profiles):
     for index, _ in enumerate(levels):
         values = {}
         for name, profile in profiles.items():
-            metric, _, layer = name.partition("__")
+            metric, _, place = name.partition("__")
+            layer, part = (int(place), "") if place.isdigit() else (1, place)
             heads = np.atleast_1d(profile[index]).tolist()
-            values[tags.layer_tag(metric, int(layer or 1))] = statistics.fmean(heads)
-            for head, value in enumerate(heads):
-                values[tags.layer_tag(metric, int(layer or 1), tags.head_part(head))] = value
-        readings.append(Reading(0, 0.0, 0.0, "probe", "eval", 64, 1, "float32", values))
+            values[tags.layer_tag(metric, layer, part)] = statistics.fmean(heads)
+            for head, value in enumerate(heads if not part else ()):
+                values[tags.layer_tag(metric, layer, tags.head_part(head))] = value
+        readings.append(reading_of(values, 0))
     return Series(list(levels), readings, [[0.0] * 3] * len(levels))
 
 
@@ -157,7 +158,8 @@ def test_assertions_measure_what_they_say():
         cosine__0=[0.0, 0.5, 0.9], cosine__1=[0.1, 0.45, 0.95],
         mean_norm__0=[0.5, 1.0, 8.0], drift_norm__1=[3.0, 4.0, 4.5],
         score_mean=[[0.0, 0.1], [0.2, -0.2], [0.5, -0.3]],
-        attention_max=[0.01, 0.0102, 0.02], attention_entropy_normalised=[1.0, 0.9, 0.8],
+        attention_extremes__max=[0.01, 0.0102, 0.02],
+        attention_entropy_normalised=[1.0, 0.9, 0.8],
         query_cosine=[0.2, 0.3, 0.3], key_cosine=[0.4, 0.3, 0.3],
     )  # fmt: skip
     expected = {

@@ -8,9 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tagged import reading_of
 from typer.testing import CliRunner
 
-from geomon import Reading, Readings, read
+from geomon import Readings, read
 from geomon.analysis.queries_keys import LayerAlignment
 from geomon.kernels.token_types import token_types
 from recipes.decoder.__main__ import app
@@ -60,7 +61,7 @@ def history(course, steps=(0, 25, 50, 75, 100)):
     readings = []
     for step in steps:
         values = {tag: function(step) for tag, function in course.items()}
-        readings.append(Reading(step, 0.0, 0.0, "probe", "eval", 512, 1, "float32", values))
+        readings.append(reading_of(values, step))
     return History(Readings([{}], readings))
 
 
@@ -169,9 +170,9 @@ def test_seeds_whose_signs_are_chance_have_no_correlation_on_average():
 
 
 def test_a_change_is_read_between_readings():
-    linear = history({"a": lambda step: 1.0 + step})
-    assert linear.change("a", 0, 1) == pytest.approx(100)
-    assert linear.change("a", 0.25, 0.75) == pytest.approx(76 / 26 - 1)
+    linear = history({"a/mean": lambda step: 1.0 + step})
+    assert linear.change("a/mean", 0, 1) == pytest.approx(100)
+    assert linear.change("a/mean", 0.25, 0.75) == pytest.approx(76 / 26 - 1)
 
 
 @pytest.mark.parametrize(
@@ -179,11 +180,11 @@ def test_a_change_is_read_between_readings():
     [(lambda step: step, 0.25), (lambda step: min(step, 50), 0), (lambda step: -step, -0.25)],
 )
 def test_late_drift_tells_growth_from_rest(course, drift):
-    assert history({"a": course}).late_drift("a") == pytest.approx(drift)
+    assert history({"a/mean": course}).late_drift("a/mean") == pytest.approx(drift)
 
 
 def test_late_drift_needs_a_reading_in_the_third_quarter():
-    assert math.isnan(history({"a": float}, steps=(0, 50, 100)).late_drift("a"))
+    assert math.isnan(history({"a/mean": float}, steps=(0, 50, 100)).late_drift("a/mean"))
 
 
 def test_growing_in_the_mean_is_not_growing_at_every_layer():
@@ -200,8 +201,8 @@ def test_expansion_and_compression_are_asked_of_the_same_moments():
 
 
 def test_depth_counts_from_layer_0():
-    course = layers("mean_share", *(lambda _, n=n: n for n in (3, 1, 2, 4)))
-    assert with_depth(history(course).last, "mean_share") == pytest.approx(0.4)
+    course = layers("variance_shares", *(lambda _, n=n: n for n in (3, 1, 2, 4)))
+    assert with_depth(history(course).last, "variance_shares") == pytest.approx(0.4)
 
 
 def test_the_onset_is_the_last_time_that_a_head_comes_beyond_chance():

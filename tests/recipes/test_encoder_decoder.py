@@ -2,18 +2,18 @@
 
 import json
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tagged import reading_of
 from typer.testing import CliRunner
 
 from geomon import read, select
 from geomon.one_shot import measure
-from geomon.record import Reading, Record
+from geomon.record import Record
 from recipes.encoder_decoder.__main__ import app
 from recipes.encoder_decoder.claims import claims, deviations, relative_range, table
 from recipes.encoder_decoder.model import Kind, Size, Transformer
@@ -112,7 +112,7 @@ def values_of(layers: list[float], cosine: float) -> dict[str, float]:
 
 
 def write(folder, ends: dict[str, tuple[list[float], float]], seeds: int = 3) -> None:
-    start = Reading(0, 1.0, 0.1, "probe", "eval", 64, 1, "float32", values_of([0.1] * 7, 0.0))
+    start = reading_of(values_of([0.1] * 7, 0.0), 0)
     for seed in range(seeds):
         for name, (layers, cosine) in ends.items():
             path = folder / f"seed_{seed}" / name
@@ -121,7 +121,7 @@ def write(folder, ends: dict[str, tuple[list[float], float]], seeds: int = 3) ->
             record = Record(path)
             record.begin(0, {})
             record.write(start)
-            record.write(replace(start, step=8, values=values_of(own, cosine)))
+            record.write(reading_of(values_of(own, cosine), 8))
             record.close()
             mark_finished(path, {}, 3.0)
 

@@ -14,9 +14,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from forks import ONE_THREAD, Forks
+from tagged import reading_of
 from typer.testing import CliRunner
 
-from geomon import Reading, read
+from geomon import read
 from recipes.enwik8.__main__ import _FOLDER_OF_ALL_RANKS as FOLDER
 from recipes.enwik8.__main__ import _new_folder, app
 from recipes.enwik8.live import LiveView
@@ -155,7 +156,7 @@ def test_the_terminal_shows_the_validation_of_the_last_reading():
     assert shown() == "train 2.500 bits/character"
     for loss, words in ((2.75, ", validation 2.750"), (math.nan, "")):
         values = {"training/probe_loss": loss}
-        live.write(Reading(3, 1.0, 0.1, "probe", "eval", 64, 1, "float32", values))
+        live.write(reading_of(values, 3))
         assert shown() == f"train 2.500{words} bits/character"
 
 

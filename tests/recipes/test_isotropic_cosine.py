@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tagged import reading_of
 from typer.testing import CliRunner
 
-from geomon import Reading
 from geomon.kernels.baselines import isotropic_cosine_quantile
 from geomon.record import Record
 from recipes.enwik8.data import Corpus
@@ -79,8 +79,9 @@ def test_levels_come_from_the_record(run):
     assert [level.step for level in found] == [0, 2]
     assert {level.width for level in found} == {32}
     record = [json.loads(line) for line in (run / "readings.jsonl").read_text().splitlines()]
-    values = record[1]["values"]
-    layers = [values[f"cosine/layer_{layer:02d}"] for layer in range(1, 5)]
+    column = record[1]["stacks"][""]["cosine"]
+    layers = column["layers"][1 - column.get("first", 0) :]
+    assert len(layers) == 4
     assert found[0].mean == pytest.approx(math.fsum(layers) / 4)
     assert found[0].least == min(layers)
 
@@ -101,7 +102,7 @@ def test_the_command_draws_a_run_that_is_given(run, tmp_path):
 
 def test_a_record_without_mean_cosines_gets_one_clear_line(tmp_path):
     record = Record(tmp_path)
-    record.write(Reading(0, 0.0, 0.0, "probe", "eval", 64, 1, "float32", {"twonn/mean": 3.0}))
+    record.write(reading_of({"twonn/mean": 3.0}, 0))
     record.close()
     result = CliRunner().invoke(app, ["--out", str(tmp_path / "x"), "--run", str(tmp_path)])
     assert result.exit_code == 2

@@ -4,9 +4,10 @@ import json
 
 import numpy as np
 import pytest
+from tagged import reading_of
 from typer.testing import CliRunner
 
-from geomon import Reading, Readings
+from geomon import Readings
 from recipes.long_run.__main__ import app
 from recipes.long_run.changes import DIMENSIONS, changes, nearest
 from recipes.long_run.page import planned_steps, render
@@ -15,7 +16,7 @@ STEPS = [0, *(round(2 ** (octave / 4)) for octave in range(20, 55)), 12_000]
 
 
 def reading(step, values):
-    return Reading(step, 0.0, 0.0, "probe", "eval", 4096, 1, "float32", values)
+    return reading_of(values, step)
 
 
 def record(late=1.0, margin=0.1):

@@ -6,10 +6,11 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tagged import reading_of
 from typer.testing import CliRunner
 
 from geomon import read
-from geomon.record import Reading, Record
+from geomon.record import Record
 from recipes.enwik8.data import ENWIK8
 from recipes.overfit.__main__ import app
 from recipes.overfit.claims import WATCHED, claims, leads, load_runs, table
@@ -98,7 +99,7 @@ def write(folder, dimension=DIMENSION, loss=LOSS) -> None:
                 for metric in ("local_dimension", "twonn"):
                     values[f"{metric}/layer_01"] = 1.0  # the last layer counts
                     values[f"{metric}/layer_02"] = dimension[name][place]
-                record.write(Reading(step, 1.0, 0.1, "probe", "eval", 64, 1, "float32", values))
+                record.write(reading_of(values, step))
             record.close()
             mark_finished(path, {}, 10.0)
 
@@ -159,7 +160,7 @@ def test_the_command_leaves_records_claims_and_a_picture(tmp_path):
     broken_off = Record(tmp_path / "o" / "seed_0" / "few")
     broken_off.begin(0, {})
     for step in (0, 60):
-        broken_off.write(Reading(step, 1.0, 0.1, "probe", "eval", 64, 1, "float32", {"twonn": 1.0}))
+        broken_off.write(reading_of({"twonn/mean": 1.0}, step))
     broken_off.close()
     result = run(
         "--data", text, "--out", tmp_path / "o", "--seeds", 1, "--processes", 1, *sizes,

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tagged import reading_of
 
 import recipes
-from geomon.record import Reading, Record, read
+from geomon.record import Record, read
+from geomon.record.arrays import ArrayPlace
 from recipes.study import (
     RunError,
     begin_training,
@@ -38,12 +40,12 @@ def test_a_complete_training_is_known_by_its_settings(tmp_path):
 
 def leave_broken_off(folder) -> None:
     """Leave the records and arrays of two trainings that did not reach their ends."""
-    reading = Reading(0, 1.0, 0.1, "probe", "eval", 64, 1, "float32", {"twonn/mean": 2.0})
+    reading = reading_of({"twonn/mean": 2.0}, 0)
     for _ in range(2):  # the second puts the record of the first aside
         record = Record(folder)
         record.begin(0, {})
         record.write(reading)
-        record.write_arrays(reading, {"mean_query/layer_01": np.ones(3)})
+        record.write_arrays(reading, {ArrayPlace("", "mean_query", 1): np.ones(3)})
         record.close()
 
 
@@ -134,7 +136,7 @@ def test_each_kind_is_trained_from_each_seed_and_read_in_order(tmp_path):
         record = Record(folder)
         record.begin(0, {})
         values = {"seed/mean": float(seed)}
-        record.write(Reading(step, 0.0, 0.0, name, "eval", 8, 1, "float32", values))
+        record.write(reading_of(values, step, name))
         record.close()
         mark_finished(folder, {"seed": seed}, 2.0 + (name == "b"))
 

@@ -7,18 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
+from tagged import reading_of
 
-from geomon.record import FILE_NAME, Reading, Record, read
-from geomon.record.arrays import ArrayFolder
+from geomon.record import FILE_NAME, Reading, Record, read, tags
+from geomon.record.arrays import ArrayFolder, ArrayPlace
 
 
 def reading(step: int, source: str = "probe") -> Reading:
-    values = {"m/layer_00": 1.0, "m/layer_01": 2.0, "m/mean": 2.0}
-    return Reading(step, 1.0, 0.5, source, "eval", 64, 1, "float32", values)
+    return reading_of({"m/layer_00": 1.0, "m/layer_01": 2.0, "m/mean": 2.0}, step, source, time=1.0)
 
 
-def some(number: float) -> dict[str, np.ndarray]:
-    return {"mean_query/layer_01": np.full((2, 3), number, np.float32)}
+def some(number: float, stack: str = "") -> dict[ArrayPlace, np.ndarray]:
+    return {ArrayPlace(stack, "mean_query", 1): np.full((2, 3), number, np.float32)}
 
 
 def began(folder, step: int = 0, **facts) -> Record:
@@ -39,7 +39,12 @@ def number_of(folder, step: int, source: str | None = None) -> float:
 @settings(max_examples=20)
 @given(
     st.dictionaries(
-        st.sampled_from(["mean_query/layer_01", "keys/decoder_layer_10", "eigenvalues/layer_00"]),
+        st.builds(
+            ArrayPlace,
+            st.sampled_from(["", "decoder", "a.b|c"]),
+            st.sampled_from(["mean_query", "keys"]),
+            st.integers(0, 10),
+        ),
         arrays_of.arrays(
             st.sampled_from([np.float16, np.float32, np.int64]),
             arrays_of.array_shapes(max_dims=3, max_side=4),
@@ -51,10 +56,11 @@ def test_arrays_come_back_as_they_were(tmp_path_factory, content):
     folder = ArrayFolder(tmp_path_factory.mktemp("run") / "arrays")
     folder.write(128, "probe", content)
     found = folder.read(128, "probe")
-    assert found.keys() == content.keys()
-    for tag, array in content.items():
-        assert found[tag].dtype == array.dtype
-        np.testing.assert_array_equal(found[tag], array)
+    by_tag = {tags.in_stack(tags.layer_tag(p.name, p.layer), p.stack): p for p in content}
+    assert found.keys() == by_tag.keys()
+    for tag, place in by_tag.items():
+        assert found[tag].dtype == content[place].dtype
+        np.testing.assert_array_equal(found[tag], content[place])
 
 
 def test_both_readings_of_a_step_have_their_own(tmp_path):
@@ -200,9 +206,23 @@ def test_what_is_not_there_or_damaged_is_one_clear_line(tmp_path):
 
 def test_of_several_stacks_one_is_read_under_plain_tags(tmp_path):
     record = began(tmp_path)
-    values = {"m/encoder_layer_01": 1.0, "m/decoder_layer_01": 2.0}
-    both = Reading(0, 1.0, 0.5, "probe", "eval", 64, 1, "float32", values)
+    both = reading_of({"m/encoder_layer_01": 1.0, "m/decoder_layer_01": 2.0})
     record.write(both)
-    record.write_arrays(both, {f"keys/{s}_layer_01": np.ones(1) for s in ("encoder", "decoder")})
-    assert list(read(tmp_path).of_stack("encoder").arrays(0)) == ["keys/layer_01"]
-    assert list(read(tmp_path).arrays(0)) == ["keys/encoder_layer_01", "keys/decoder_layer_01"]
+    record.write_arrays(both, some(1.0, "encoder") | some(2.0, "decoder"))
+    assert list(read(tmp_path).of_stack("encoder").arrays(0)) == ["mean_query/layer_01"]
+    assert list(read(tmp_path).arrays(0)) == [
+        "mean_query/encoder_layer_01", "mean_query/decoder_layer_01"
+    ]  # fmt: skip
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no pipes")
+def test_a_pipe_holds_no_arrays(tmp_path):
+    """To open one takes until somebody writes into it."""
+    folder = ArrayFolder(tmp_path)
+    os.mkfifo(tmp_path / "step_000000_probe.npz")
+    os.mkfifo(tmp_path / ".step_000001_probe.npz.part")
+    with pytest.raises(ValueError, match="no regular file"):
+        folder.read(0, "probe")
+    for step in (0, 1):
+        with pytest.raises(OSError, match=r"is not a file of geomon's|no regular file"):
+            folder.write(step, "probe", some(1.0))

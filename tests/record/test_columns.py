@@ -1,224 +1,129 @@
+"""A reading is columns, in memory and in a line; tags are made of them."""
+
 import json
 import math
-import pickle
+import time
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tagged import reading_of, stacks_of
 
-from geomon.record import FILE_NAME, Follower, Reading, Readings, Record, columns, read
-from geomon.record.columns import SHORT_FROM, Values, layout_of, parse_json
+from geomon.record import Readings, tags
+from geomon.record.columns import Column, Place, places_of, tagged
+from geomon.record.jsonl import parse_line
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
-NAMES = st.builds(
-    "{}/{}layer_{}{}".format,
-    st.sampled_from(["twonn", "qk_cosine", "", "odd name"]),
-    st.sampled_from(["", "encoder_", "a_b_"]),
-    st.sampled_from(["00", "01", "7", "123"]),
-    st.sampled_from(["", "/", "/std", "/head_0", "/head_12", "/a/b"]),
-)
+SOME = st.lists(NUMBERS, max_size=3)
+NAMES = st.text("abk_ é", min_size=1, max_size=4)
 
 
-def reading(values, step=0, notes=()):
-    return Reading(step, 1.5, 0.1, "probe", "eval", 3, 2, "bfloat16", values, [*notes])
+def columns_of(parts):
+    return st.builds(
+        Column, first=st.integers(0, 2), layers=SOME, margin=SOME, heads=st.lists(SOME, max_size=3),
+        mean=NUMBERS, mean_margin=NUMBERS, parts=parts,
+        whole=st.dictionaries(NAMES, NUMBERS, max_size=2),
+    )  # fmt: skip
 
 
-@pytest.fixture
-def short(monkeypatch):
-    """All lines have the short form."""
-    monkeypatch.setattr(columns, "SHORT_FROM", 1)
+COLUMNS = columns_of(st.dictionaries(NAMES, columns_of(st.just({})), max_size=2))
 
 
-def large(layers=24, heads=16, metrics=8):
-    parts = ["", "/margin", *(f"/head_{head}" for head in range(heads))]
-    return {
-        f"metric_{metric}/layer_{layer:02d}{part}": math.sin(metric + layer + 7 * index)
-        for metric in range(metrics)
-        for layer in range(1, layers + 1)
-        for index, part in enumerate(parts)
-    } | {"metric_0/mean": 0.1, "geomon/seconds": 3.0}
-
-
-@given(values=st.dictionaries(NAMES | st.text(min_size=1), NUMBERS))
-def test_a_short_line_gives_the_reading_back_to_the_last_bit(values):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(columns, "SHORT_FROM", 1)
-        line = reading(values).line()
+@given(stacks=st.dictionaries(NAMES, st.dictionaries(NAMES, COLUMNS, max_size=2), max_size=2))
+def test_a_line_gives_the_columns_back_to_the_last_bit(stacks):
+    line = reading_of({}, stacks=stacks).line()
     assert "\n" not in line
-    back = Reading.from_json(json.loads(line))
-    assert back == reading(values)
-    assert [math.copysign(1, back.values[tag]) for tag in values] == [
-        math.copysign(1, value) for value in values.values()
-    ]
+    back = parse_line(line.encode())
+    assert back.stacks == stacks
+    assert repr(back.stacks) == repr(stacks)  # the sign of a zero too
 
 
-def test_lines_of_large_readings_are_short_and_those_of_small_ones_plain():
-    values = large()
-    line = reading(values).line()
-    plain = json.dumps({"values": values})
-    assert len(line) < len(plain) / 3
-    assert json.loads(line)["values"] == {"metric_0/mean": 0.1, "geomon/seconds": 3.0}
-    small = dict(list(values.items())[: columns.SHORT_FROM - 1])
-    assert json.loads(reading(small).line())["values"] == small
-    assert "packed" not in json.loads(reading(small).line())
-
-
-def test_a_short_line_keeps_missing_values_missing(short):
-    values = {
-        "a/layer_01": math.nan,
-        "a/layer_02": math.inf,
-        "a/layer_03": 1.0,
-        "a/mean": -math.inf,
-    }
-    back = Reading.from_json(json.loads(reading(values).line())).values
-    assert [math.isnan(back[tag]) for tag in values] == [True, True, False, True]
+def test_a_value_that_is_missing_is_null_in_a_line_and_nan_in_memory():
+    nan, inf = math.nan, math.inf
+    column = Column(
+        layers=[nan, 1.0, inf], margin=[nan, 0.5, 0.5], heads=[[], [nan, 2.0], [1.0]], mean=-inf,
+        parts={"n": Column(mean_margin=nan, layers=[nan])}, whole={"null": nan},
+    )  # fmt: skip
+    given = reading_of({"training/loss": nan, "geomon/overhead": nan}, stacks={"": {"m": column}})
+    assert "NaN" not in given.line()
+    back = parse_line(given.line().encode())
+    assert back.values.keys() == given.values.keys()
+    for tag, value in given.values.items():
+        found = back.values[tag]
+        assert found == value or (not math.isfinite(value) and math.isnan(found))
+    assert back.columns["m"].by_layer() == {1: 1.0}
+    assert back.columns["m"].by_head() == {(1, 1): 2.0, (2, 0): 1.0}
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        (lambda packed: None, "'packed' is None, expected an object"),
-        (lambda packed: packed | {"tags": 5}, "the tags of 'packed' are 5, expected lists"),
-        (lambda packed: packed | {"tags": [[["a"], ["layer_01"]]]}, "a block of 'packed' is"),
-        (lambda packed: packed | {"tags": [[["a"], ["b"], ["c"] * 4]]}, "it has two values of"),
-        (lambda packed: packed | {"tags": [[["x"] * 9999] * 3]}, "expected 8 for each of"),
-        (lambda packed: packed | {"crc32": packed["crc32"] ^ 1}, "has another checksum"),
-        (lambda packed: packed | {"crc32": True}, "expected text and a number"),
-        (lambda packed: packed | {"float64": packed["float64"][1:]}, "no text in base64"),
-        (lambda packed: packed | {"float64": packed["float64"][4:]}, "has 29 bytes, expected 8"),
-        (lambda packed: packed | {"float64": "é"}, "no text in base64"),
+        {"stacks": {"": {"m": {"layers": ["a"]}}}}, {"stacks": {"": {"m": {"layers": 3}}}},
+        {"stacks": {"": 5}}, {"stacks": []}, {"step": -1}, {"step": 1.5}, {"seconds": None},
+        {"step": 2**63}, {"tokens": -1}, {"notes": ["words"]}, {"notes": [{"kind": "a"}]},
+        {"time": "now"}, {"training": {"loss": "a"}},
     ],
-)
-def test_a_short_form_that_is_wrong_is_refused(short, change, message):
-    content = json.loads(reading({f"a/layer_0{n}": float(n) for n in range(4)}).line())
-    content["packed"] = change(content["packed"])
-    with pytest.raises(ValueError, match=message):
-        Reading.from_json(content)
+)  # fmt: skip
+def test_a_line_of_another_form_is_refused(change):
+    content = json.loads(reading_of({"m/mean": 1.0}).line()) | change
+    with pytest.raises(ValueError, match=r"."):
+        parse_line(json.dumps(content).encode())
 
 
-def test_infinity_and_a_tag_that_stands_twice_are_refused(short):
-    import base64
-    import struct
-    import zlib
-
-    content = json.loads(reading({"a/layer_01": 1.0}).line())
-    data = struct.pack("<d", math.inf)
-    endless = {"float64": base64.b64encode(data).decode(), "crc32": zlib.crc32(data)}
-    with pytest.raises(ValueError, match="infinity"):
-        Reading.from_json(content | {"packed": content["packed"] | endless})
-    with pytest.raises(ValueError, match="two values of one tag"):
-        Reading.from_json(content | {"values": {"a/layer_01": 2.0}})
-
-
-def test_a_record_of_both_forms_is_read_followed_and_gone_on_with(tmp_path, monkeypatch):
-    written = []
-    follower = Follower(tmp_path)
-    for step in range(6):
-        monkeypatch.setattr(columns, "SHORT_FROM", 1 if step % 2 else 10_000)
-        record = Record(tmp_path)  # a run that is taken up again at every step
-        assert record.begin(step, {}) == {(each.step, each.source) for each in written}
-        values = {f"a/layer_{n:02d}/head_{h}": step + n + h / 7 for n in range(3) for h in range(2)}
-        written.append(reading(values | {"a/mean": float(step)}, step))
-        record.write(written[-1])
-        record.close()
-        assert follower.look() == written[-1:]
-    lines = (tmp_path / FILE_NAME).read_text().splitlines()
-    assert sum("packed" in line for line in lines) == 3
-    assert read(tmp_path).readings == written == follower.readings
-
-
-@pytest.mark.parametrize("short_from", [1, 10_000])
-def test_readings_of_the_same_tags_share_them(short_from, tmp_path, monkeypatch):
-    """What a reading takes in memory is 8 bytes for each value."""
-    monkeypatch.setattr(columns, "SHORT_FROM", short_from)
-    lines = [reading(large(2, 2, 2), step).line() for step in range(3)]
-    (tmp_path / FILE_NAME).write_text("\n".join(lines) + "\n")
-    run = read(tmp_path)
-    layouts = {id(each.values.layout) for each in run}
-    assert len(layouts) == len({id(each.values.layout) for each in run.of_stack()}) == 1
-    assert all(each.values.array.nbytes == 8 * len(each.values) for each in run)
-
-
-def test_stacks_are_selected_in_the_short_form_as_in_the_plain_one(short):
+def test_tags_are_made_of_columns_and_each_finds_its_value():
     values = {
-        f"a/{stack}_{place}": float(n)
-        for n, (stack, place) in enumerate(
-            (stack, place)
-            for stack in ("encoder", "decoder")
-            for place in ("layer_01", "layer_01/head_0", "mean")
+        "qk/encoder_layer_01": 0.0, "qk/encoder_layer_01/margin": 0.5,
+        "qk/encoder_layer_01/min": -3.0, "qk/encoder_layer_01/max": 3.0,
+        "qk/encoder_layer_01/head_0": -3.0, "qk/encoder_layer_01/head_1": 3.0,
+        "qk/encoder_layer_02": 1.0, "qk/encoder_mean": 0.5, "qk/encoder_mean/margin": 0.25,
+        "qk/encoder_mean/min": -3.0, "qk/encoder_mean/max": 3.0, "qk/encoder_null": 0.1,
+        "qk/encoder_layer_01/n": 9.0, "qk/encoder_layer_02/n": 8.0, "qk/encoder_mean/n": 8.5,
+    }  # fmt: skip
+    stacks = stacks_of(values)
+    assert tagged(stacks) == values
+    places = list(places_of("qk", stacks["encoder"]["qk"], "encoder"))
+    assert [place.find(stacks) for place in places] == [values[place.tag] for place in places]
+    nowhere = [
+        Place("", "qk"), Place("encoder", "other"), Place("encoder", "qk", "k1"),
+        Place("encoder", "qk", layer=0), Place("encoder", "qk", layer=7, kind="min"),
+        Place("encoder", "qk", layer=1, kind="head", head=2),
+        Place("encoder", "qk", layer=2, kind="margin"), Place("encoder", "qk", kind="whole"),
+    ]  # fmt: skip
+    assert all(math.isnan(place.find(stacks)) for place in nowhere)
+
+
+def test_the_extremes_of_all_heads_leave_layer_0_out():
+    heads = {"a/layer_00/head_0": -9.0, "a/layer_01/head_0": 1.0, "a/layer_02/head_0": 2.0}
+    values = tagged(stacks_of(heads))
+    assert (values["a/mean/min"], values["a/mean/max"]) == (1.0, 2.0)
+    assert values["a/layer_00/min"] == -9.0
+
+
+def test_stacks_are_selected_under_the_tags_of_a_model_with_one():
+    places = ("layer_01", "layer_01/n", "mean", "mean/n", "null")
+    values = {f"a/{s}_{place}": 1.0 for s in ("encoder", "decoder") for place in places}
+    run = Readings([], [reading_of(values | {"training/encoder_loss": 2.0})])
+    assert run.stacks() == ["encoder", "decoder"]
+    of_run = {"training/encoder_loss", tags.SECONDS}
+    assert run.of_stack("encoder")[0].values.keys() == {f"a/{place}" for place in places} | of_run
+    assert run[0].column("a") == run.of_stack("decoder")[0].column("a")
+
+
+def test_a_line_of_a_large_model_is_short_and_read_quickly():
+    """24 layers with 16 heads and 30 metrics, 8 of heads: at most 150 kB and 1 ms."""
+    values = {
+        f"metric_{metric}/layer_{layer:02d}{part}": math.sin(metric + layer + 7 * index)
+        for metric in range(30)
+        for layer in range(25)
+        for index, part in enumerate(
+            ["", "/margin", *(f"/head_{head}" for head in range(16) if metric < 8)]
         )
     }
-    back = Readings([], [Reading.from_json(json.loads(reading(values).line()))])
-    assert back.stacks() == ["encoder", "decoder"]
-    assert back.of_stack("encoder")[0].values == {
-        "a/layer_01": 0.0, "a/layer_01/head_0": 1.0, "a/mean": 2.0
-    }  # fmt: skip
-
-
-def test_values_are_a_mapping_like_any_other():
-    plain = {"a/mean": 1.0, "b/mean": math.nan, "c": 0.1}
-    values = Values.of(plain)
-    assert Values.of(values) is values
-    assert list(values) == list(values.keys()) == list(plain)
-    assert values.get("no") is None
-    assert (values.get("no", 5), "no" in values, "c" in values, len(values)) == (5, False, True, 3)
-    with pytest.raises(KeyError, match="no"):
-        values["no"]
-    assert {**values}["c"] == 0.1
-    assert type(values["c"]) is float
-    only = Values.of({"c": 0.1})
-    assert only == {"c": 0.1}
-    assert only == {"c": 0.1}
-    assert only != {"c": 0.2}
-    assert pickle.loads(pickle.dumps(only)) == only
-    assert layout_of(("a",)) is layout_of(("a",))
-
-
-@pytest.mark.parametrize("short_from", [1, 10_000])
-def test_the_table_has_a_row_for_each_reading_and_a_column_for_each_tag(short_from, monkeypatch):
-    monkeypatch.setattr(columns, "SHORT_FROM", short_from)
-    rows = [{"a/layer_01": 1.0, "a/layer_02": 2.0}, {"a/layer_02": 3.0}, {"x": 1.0}]
-    run = Readings([], [Reading.from_json(json.loads(reading(row).line())) for row in rows])
-    names = ["a/layer_02", "x", "a/layer_01", "no"]
-    nan = math.nan
-    expected = [[2, nan, 1, nan], [3, nan, nan, nan], [nan, 1, nan, nan]]
-    np.testing.assert_array_equal(run.table(names), expected)
-    assert run.table([]).shape == (3, 0)
-    assert Readings([], []).table(names).shape == (0, 4)
-
-
-def test_a_line_is_parsed_alike_with_and_without_its_numbers_cut_out():
-    run = {f"cosine/layer_{n:02d}": n / 7 for n in range(SHORT_FROM)} | {"twonn/mean": 2.0}
-    line = reading(run, notes=['a "float64": "b"}}']).line().encode()
-    content = parse_json(line)
-    assert isinstance(content["packed"]["float64"], bytes)
-    whole = json.loads(line)
-    assert content["packed"].pop("float64").decode() == whole["packed"].pop("float64")
-    assert content == whole
-    assert dict(Reading.from_json(parse_json(line)).values) == run
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        '{"packed": {"float64": "AA\\/A", "tags": []}, "step": 1}',
-        '{"packed": {"float64": "AA\\/A"}}',
-        '{"packed": 1, "other": {"float64": "AAAA"}}',
-        '{"other": {"float64": "AAAA"}}',
-        '[{"a": {"float64": "AAAA"}}',
-        '{"packed": {"float64": "AAAA"}} more',
-        '{"packed": {"float64": "AAAA',
-    ],
-)
-def test_what_is_no_line_in_the_short_form_is_parsed_as_json_is(line):
-    try:
-        expected = json.loads(line)
-    except ValueError:
-        with pytest.raises(ValueError, match=r"."):
-            parse_json(line.encode())
-        return
-    found = parse_json(line.encode())
-    if isinstance(found.get("packed"), dict) and isinstance(found["packed"]["float64"], bytes):
-        found["packed"]["float64"] = found["packed"]["float64"].decode()
-    assert found == expected
+    line = reading_of(values).line().encode()
+    assert len(line) <= 150_000
+    took = []
+    for _ in range(20):
+        began = time.perf_counter()
+        parse_line(line)
+        took.append(time.perf_counter() - began)
+    assert min(took) <= 1e-3

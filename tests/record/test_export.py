@@ -2,40 +2,45 @@ import csv
 import math
 import subprocess
 import sys
-from dataclasses import replace
 
-import numpy as np
 import pytest
+from tagged import reading_of
 from typer.testing import CliRunner
 
 from geomon.cli import make_app
-from geomon.record import FILE_NAME, Reading, Readings, export, tags
-
-
-def reading(step, values, source="probe"):
-    return Reading(step, 1.0, 0.5, source, "eval", 64, 1, "float32", values)
+from geomon.record import FILE_NAME, Readings, export
 
 
 @pytest.fixture
 def run():
     first = {
         "twonn/layer_01": 0.1, "twonn/layer_01/margin": 1e-300, "twonn/mean": math.nan,
-        "qk_cosine/encoder_layer_02/head_3": -0.25, "gride/mean/k32": 6.0,
+        "qk_cosine/encoder_layer_02/head_1": -0.25, "gride/mean/k32": 6.0,
         "anisotropy/null": 0.5, "geomon/seconds": 1.5, "training/val/loss": 3.0,
     }  # fmt: skip
-    return Readings([], [reading(0, first), reading(8, {"twonn/mean": 7.0}, "inline")])
+    later = {"twonn/mean": 7.0, "geomon/overhead": 0.25}
+    return Readings([], [reading_of(first), reading_of(later, 8, "inline")])
 
 
 EXPECTED = [
     (0, "probe", "twonn", "", 1, None, "", 0.1),
     (0, "probe", "twonn", "", 1, None, "margin", 1e-300),
     (0, "probe", "twonn", "", None, None, "", None),
-    (0, "probe", "qk_cosine", "encoder", 2, 3, "", -0.25),
     (0, "probe", "gride", "", None, None, "k32", 6.0),
     (0, "probe", "anisotropy", "", None, None, "null", 0.5),
-    (0, "probe", "geomon", "", None, None, "seconds", 1.5),
+    (0, "probe", "qk_cosine", "encoder", 2, None, "", None),
+    (0, "probe", "qk_cosine", "encoder", 2, None, "min", -0.25),
+    (0, "probe", "qk_cosine", "encoder", 2, None, "max", -0.25),
+    (0, "probe", "qk_cosine", "encoder", 2, 0, "", None),
+    (0, "probe", "qk_cosine", "encoder", 2, 1, "", -0.25),
+    (0, "probe", "qk_cosine", "encoder", None, None, "", None),
+    (0, "probe", "qk_cosine", "encoder", None, None, "min", -0.25),
+    (0, "probe", "qk_cosine", "encoder", None, None, "max", -0.25),
     (0, "probe", "training", "", None, None, "val/loss", 3.0),
+    (0, "probe", "geomon", "", None, None, "seconds", 1.5),
     (8, "inline", "twonn", "", None, None, "", 7.0),
+    (8, "inline", "geomon", "", None, None, "seconds", 2.0),
+    (8, "inline", "geomon", "", None, None, "overhead", 0.25),
 ]
 
 
@@ -50,15 +55,14 @@ def test_a_data_frame_has_a_row_for_each_value(run):
     frame = run.to_pandas()
     assert tuple(frame.columns) == export.COLUMNS
     assert missing_as_none(frame) == EXPECTED
-    heads = frame[(frame.metric == "qk_cosine") & (frame["head"] == 3)]
+    heads = frame[(frame.metric == "qk_cosine") & (frame["head"] == 1)]
     assert heads.value.item() == -0.25
     assert len(Readings([], []).to_pandas()) == 0
 
 
-def test_parquet_and_csv_hold_the_same_to_the_last_bit(run, tmp_path, monkeypatch):
+def test_parquet_and_csv_hold_the_same_to_the_last_bit(run, tmp_path):
     import pandas
 
-    monkeypatch.setattr(export, "_ROWS", 4)
     table = pandas.read_parquet(export.export(run, tmp_path / "new" / "values.parquet"))
     assert missing_as_none(table) == EXPECTED
     with export.export(run, tmp_path / "values.csv").open(newline="") as file:
@@ -69,16 +73,15 @@ def test_parquet_and_csv_hold_the_same_to_the_last_bit(run, tmp_path, monkeypatc
     assert [float(row[-1]) for row in rows[1:] if row[-1]] == [r[-1] for r in EXPECTED if r[-1]]
 
 
-def test_a_run_is_written_in_parts_and_nothing_is_lost(make_readings, tmp_path, monkeypatch):
-    import pandas
-
-    readings = make_readings()
-    monkeypatch.setattr(export, "_ROWS", 100)
-    frame = pandas.read_parquet(export.export(readings, tmp_path / "values.parquet"))
-    assert len(frame) == sum(len(each.values) for each in readings)
-    pandas.testing.assert_frame_equal(
-        frame.astype(object).fillna(-1), readings.to_pandas().astype(object).fillna(-1)
-    )
+def test_a_spreadsheet_takes_no_name_for_a_formula(tmp_path):
+    names = ["=1+1", "+a", "-a", "@a", "plain"]
+    values = {f"{name}/mean/{name}": 1.0 for name in names}
+    run = Readings([], [reading_of(values, source="=HYPERLINK()")])
+    with export.export(run, tmp_path / "values.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["metric"] != "geomon"]
+    assert {row["source"] for row in rows} == {"'=HYPERLINK()"}
+    found = [(row["metric"], row["part"]) for row in rows]
+    assert found == [(name, name) for name in ("'=1+1", "'+a", "'-a", "'@a", "plain")]
 
 
 def test_the_command_writes_a_table(make_readings, tmp_path):
@@ -117,30 +120,22 @@ def test_a_tag_gives_its_curve(make_readings):
     assert curve.margins == [0.1] * len(readings)
     assert all(map(math.isnan, readings["gride/mean/k1"].margins))
     assert readings[-1].step == 1500
-    never = Readings([], [reading(0, {"a/mean": math.nan})])
+    never = Readings([], [reading_of({"a/layer_01": math.nan, "a/mean": math.nan})])
     assert never["a/mean"].steps == []
 
 
 def test_readings_at_one_step_have_margins_of_their_own():
     values = {"probe": (5.0, 0.1), "inline": (4.0, 0.9), "other": (6.0, None)}
     same_step = [
-        reading(8, {"a/mean": value} | ({} if width is None else {"a/mean/margin": width}), source)
+        reading_of(
+            {"a/mean": value} | ({} if width is None else {"a/mean/margin": width}), 8, source
+        )
         for source, (value, width) in values.items()
     ]
     curve = Readings([], same_step)["a/mean"]
     assert curve.values == [4.0, 5.0, 6.0]
     assert curve.margins[:2] == [0.9, 0.1]
     assert math.isnan(curve.margins[2])
-
-
-def test_a_reading_without_values_has_no_row(tmp_path):
-    some = Readings([], [reading(0, {}), reading(1, {"twonn/mean": 5.0}), reading(2, {})])
-    assert some.to_pandas().step.tolist() == [1]
-    assert len(Readings([], [reading(0, {})]).to_pandas()) == 0
-    import pandas
-
-    path = export.export(some, tmp_path / "run.parquet")
-    assert pandas.read_parquet(path).step.tolist() == [1]
 
 
 @pytest.mark.parametrize(
@@ -152,35 +147,14 @@ def test_an_unknown_tag_names_those_that_are_close(make_readings, tag, advice):
         make_readings()[tag]
 
 
-def test_readings_are_one_line_and_a_page_in_a_notebook(make_readings):
+def test_readings_are_one_line_and_names_of_a_record_do_not_act_in_a_notebook(make_readings):
     readings = make_readings(notes=["<b>few rows</b>"])
     assert repr(readings) == (
         f"Readings(Synthetic, 9 readings, steps 0 to 1,500, {len(readings.tags())} tags)"
     )
     assert repr(readings[1]) == f"Reading(step 16, probe, {len(readings[1].values)} values, 1 note)"
     assert repr(Readings([], [])) == "Readings(none yet)"
-    page = readings._repr_html_()
-    assert "peak 7.4 at step 256" in page
-    assert 'src="data:image/png;base64,' in page
-    assert "<b>few" not in readings[0]._repr_html_()
-    assert "&lt;b&gt;few rows" in readings[0]._repr_html_()
-    assert "intrinsic dimension by TwoNN, mean" in readings[0]._repr_html_()
-    assert Readings([], [])._repr_html_() == "<p><b>Readings(none yet)</b></p>"
-
-
-def test_names_of_a_record_do_not_act_in_a_notebook(make_readings):
     attack = "<script>alert(1)</script>"
-    readings = make_readings((0, 16), notes=[attack])
-    odd = [replace(each, source=attack, mode=attack) for each in readings]
-    run = Readings([{"model": attack}], odd)
-    for page in (run._repr_html_(), odd[0]._repr_html_()):
-        assert attack not in page
-        assert "&lt;script&gt;" in page
-
-
-def test_codes_of_a_column_are_those_of_its_names(run):
-    columns = export._columns(run.readings[:1])
-    codes, names = columns["metric"]
-    assert [names[code] for code in codes] == [row[2] for row in EXPECTED[:-1]]
-    assert np.isnan(columns["value"]).sum() == 1
-    assert tags.parse("twonn/mean").layer is None
+    page = Readings([{"model": attack}], readings.readings)._repr_html_()
+    assert attack not in page
+    assert "&lt;script&gt;" in page

@@ -1,112 +1,122 @@
 """What charts show of a reading: few values, each of them alive, whatever the size of the model."""
 
 import math
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import PlainDecoder, batch
+from tagged import reading_of as reading
 
-from geomon import Memory, Monitor, select
-from geomon.record import Reading
-from geomon.record.headline import HEADLINES, Charts, check_detail, headline_tag, without_layers
+from geomon.record.headline import Charts, check_detail, headline_tag, without_layers
 
 MOST = 15
+MEAN = ["mean"]
+TEXTS = {
+    "twonn": {"title": "intrinsic dimension", "charts": ["mean", "interval"]},
+    "twonn_distinct": {"title": "intrinsic dimension, distinct tokens", "charts": MEAN},
+    "gride": {"title": "intrinsic dimension by scale", "charts": ["k32"]},
+    "anisotropy": {"title": "anisotropy", "charts": ["mean", "largest"]},
+    "attention_entropy": {
+        "title": "attention entropy", "unit": "nats", "charts": ["mean", "smallest"],
+    },
+    "qk_cosine": {"title": "cosine of mean query and mean key", "charts": ["size"]},
+    "attention_sink": {"title": "attention on the sink", "charts": MEAN},
+    "drift_norm": {"title": "norm of the mean row", "charts": MEAN},
+    "effective_rank": {"title": "effective rank", "charts": MEAN},
+    "cosine": {"title": "mean cosine between tokens"},
+}  # fmt: skip
+NAMES = {
+    "twonn", "twonn_low", "twonn_high", "twonn_distinct", "gride_k32", "anisotropy",
+    "anisotropy_max", "attention_entropy", "attention_entropy_min", "qk_cosine_size",
+    "attention_sink", "drift_norm", "effective_rank", "overhead",
+}  # fmt: skip
 
 
-def read_once(layers, **options):
-    """A reading, with an overhead, as every one after the first has."""
-    model, memory = PlainDecoder(layers=layers), Memory()
-    monitor = Monitor(model, directory=None, sinks=[memory], tokens=128, strict=True, **options)
-    with monitor(0):
-        model(batch(16, 64))
-    monitor.close()
-    (first,) = memory.readings
-    return reading({**first.values, "geomon/overhead": 0.125})
-
-
-def reading(values, step=0):
-    return Reading(step, 1.0, 0.1, "inline", "train", 8, 1, "float32", values)
+def charts_of(detail="headline"):
+    charts = Charts(detail)
+    charts.describe({"metrics": TEXTS})
+    return charts
 
 
 def shown_over(readings, detail="headline"):
-    charts, shown = Charts(detail), {}
+    charts, shown = charts_of(detail), {}
     for each in readings:
         shown |= charts.select(each)
     return shown
 
 
-@pytest.fixture(scope="module")
+def values_of(layers, heads=4):
+    """Values of a whole reading by tag, all different."""
+    values = {"geomon/overhead": 0.125}
+    for number, metric in enumerate(TEXTS, start=1):
+        part = "/k32" if metric == "gride" else ""
+        for layer in range(1, layers + 1):
+            values[f"{metric}/layer_{layer:02d}{part}"] = number + 0.01 * layer
+            for head in range(heads if metric in ("qk_cosine", "attention_entropy") else 0):
+                sign = -1 if head % 2 else 1
+                size = number + 0.01 * layer + 0.001 * head
+                values[f"{metric}/layer_{layer:02d}/head_{head}"] = sign * size
+        values[f"{metric}/mean{part}"] = number + 0.005 * layers
+    return values | {"twonn/mean/margin": 0.25, "anisotropy/layer_00": 100.0}
+
+
+@pytest.fixture
 def last():
-    return read_once(2)
-
-
-def deepen(last, layers):
-    """The reading of a model with more layers: those of the second block, again and again."""
-    more = {
-        tag.replace("layer_02", f"layer_{layer:02d}"): value + layer
-        for tag, value in last.values.items()
-        for layer in range(3, layers + 1)
-        if "layer_02" in tag
-    }
-    return reading({**last.values, **more})
+    return reading(values_of(2))
 
 
 @pytest.mark.parametrize("layers", [4, 12, 32])
-def test_the_number_of_charts_does_not_grow_with_the_model(last, layers):
-    last = deepen(last, layers)
+def test_the_number_of_charts_does_not_grow_with_the_model(layers):
+    last = reading(values_of(layers))
     shown = shown_over([last])
-    assert set(shown) == {headline_tag(h.name) for h in HEADLINES if not h.optional}
+    assert set(shown) == {headline_tag(name) for name in NAMES}
     assert len(shown) <= MOST
-    assert len(shown_over([last], "layers")) > 60 * layers
+    assert len(shown_over([last], "layers")) > len(TEXTS) * layers
 
 
 def test_headlines_are_made_of_the_values_of_the_record(last):
     shown, values = shown_over([last]), last.values
-    margin = values["twonn/mean/margin"]
-    heads = [
-        values[f"qk_cosine/layer_{layer:02d}/head_{head}"] for layer in (1, 2) for head in range(4)
-    ]
-    entropies = [
-        values[f"attention_entropy/layer_{layer:02d}/head_{head}"]
-        for layer in (1, 2)
-        for head in range(4)
-    ]
+
+    def heads(metric):
+        return [
+            values[f"{metric}/layer_{layer:02d}/head_{head}"]
+            for layer in (1, 2)
+            for head in range(4)
+        ]
+
+    cosines = heads("qk_cosine")
     expected = {
-        "twonn": values["twonn/mean"],
-        "twonn_low": values["twonn/mean"] - margin,
-        "twonn_high": values["twonn/mean"] + margin,
-        "twonn_distinct": values["twonn_distinct/mean"],
+        **{name: values[f"{name}/mean"] for name in NAMES & TEXTS.keys()},
+        "twonn_low": values["twonn/mean"] - 0.25,
+        "twonn_high": values["twonn/mean"] + 0.25,
         "gride_k32": values["gride/mean/k32"],
-        "anisotropy": values["anisotropy/mean"],
         "anisotropy_max": max(values[f"anisotropy/layer_0{layer}"] for layer in (1, 2)),
-        "attention_entropy": values["attention_entropy/mean"],
-        "attention_entropy_min": min(entropies),
-        "qk_cosine_size": sum(map(abs, heads)) / len(heads),
-        "attention_sink": values["attention_sink/mean"],
-        "drift_norm": values["drift_norm/mean"],
-        "effective_rank": values["effective_rank/mean"],
-        "overhead": values["geomon/overhead"],
+        "attention_entropy_min": min(heads("attention_entropy")),
+        "qk_cosine_size": sum(map(abs, cosines)) / len(cosines),
+        "overhead": 0.125,
     }
     assert shown == pytest.approx({f"geomon/{name}": value for name, value in expected.items()})
 
 
-def test_with_layers_everything_that_is_charted_is_shown_once(last):
+def test_with_layers_everything_that_is_charted_is_shown_once():
+    trust = {"twonn/layer_01/margin": 0.5, "twonn/layer_01/n": 64.0, "twonn/mean/n": 64.0}
+    last = reading({**values_of(2), **trust, "twonn/null": 9.0})
     shown = shown_over([last], "layers")
-    copied = {h.tag for h in HEADLINES if h.tag and not h.optional}
-    assert shown.keys() - shown_over([last]).keys() == last.charted().keys() - copied
-    assert {last.charted()[tag] for tag in copied} <= set(shown.values())
+    copied = {f"{name}/mean" for name in TEXTS.keys() & NAMES} | {"geomon/overhead"}
+    copied |= {"gride/mean/k32", "attention_entropy/mean/min"}
+    left_out = {tag for tag in last.values if "head_" in tag or tag in copied} | {
+        "twonn/layer_01/margin",
+        "twonn/layer_01/n",
+    }
+    assert shown.keys() - shown_over([last]).keys() == (last.values.keys() - left_out)
+    assert {"twonn/mean/n", "twonn/null", "qk_cosine/layer_01/max"} <= shown.keys()
 
 
 def test_other_metrics_take_the_places_that_are_free():
-    last = read_once(2, metrics=select("variance", "attention_entropy"))
-    shown = shown_over([last])
-    assert shown.keys() == {
-        "geomon/variance", "geomon/attention_entropy", "geomon/attention_entropy_min",
-        "geomon/overhead",
+    values = {"variance/mean": 3.0, "attention_entropy/mean": 2.0, "geomon/overhead": 0.5}
+    assert shown_over([reading(values)]) == {
+        "geomon/variance": 3.0, "geomon/attention_entropy": 2.0, "geomon/overhead": 0.5,
     }  # fmt: skip
-    assert shown["geomon/variance"] == last.values["variance/mean"]
     many = {f"mine_{i}/mean": float(i + 1) for i in range(100)}
     assert len(shown_over([reading(many)])) <= MOST
 
@@ -126,7 +136,7 @@ def test_no_metric_takes_a_name_that_has_a_meaning(name):
 
 
 def test_what_repeats_another_is_shown_from_where_it_differs():
-    charts = Charts()
+    charts = charts_of()
     same = {"twonn/mean": 5.0, "twonn_distinct/mean": 5.0}
     differs = same | {"twonn_distinct/mean": 6.0}
     shown = [charts.select(reading(values)) for values in (same, differs, same)]
@@ -139,9 +149,9 @@ def test_what_repeats_another_is_shown_from_where_it_differs():
 
 def test_what_is_not_a_number_is_not_shown():
     values = {"twonn/mean": 5.0, "twonn/mean/margin": math.nan, "anisotropy/mean": math.nan}
-    assert shown_over([reading(values)], "layers") == {"geomon/twonn": 5.0}
-    assert Charts().layout(reading(values))["geomon"] == {
-        "intrinsic dimension: paper's, distinct tokens, scale 32": [
+    assert shown_over([reading(values)], "layers") == {"geomon/twonn": 5.0, "geomon/seconds": 2.0}
+    assert charts_of().layout(reading(values))["geomon"] == {
+        "intrinsic dimension": [
             "Multiline", ["geomon/twonn$"],
         ],
         "anisotropy": ["Multiline", ["geomon/anisotropy$", "geomon/anisotropy_max$"]],
@@ -159,18 +169,19 @@ def test_stacks_have_groups_of_their_own_and_the_main_one_has_no_name():
     assert shown_over([reading(values)]) == expected
     assert shown_over([reading(values)], "layers") == expected | {
         "twonn/encoder_layer_01": 9.0, "twonn/decoder_layer_01": 10.0, "training/loss": 3.0,
+        "geomon/seconds": 2.0,
     }  # fmt: skip
-    layout = Charts("layers").layout(reading(values))
-    assert layout["by layer"]["encoder: twonn"] == [
+    layout = charts_of("layers").layout(reading(values))
+    assert layout["by layer"]["encoder: intrinsic dimension"] == [
         "Multiline", ["twonn/encoder_layer_[0-9]+$", "geomon/encoder/twonn$"],
     ]  # fmt: skip
-    assert layout["by layer"]["decoder: twonn"] == [
+    assert layout["by layer"]["decoder: intrinsic dimension"] == [
         "Multiline", ["twonn/decoder_layer_[0-9]+$", "geomon/twonn$"],
     ]  # fmt: skip
 
 
 def test_the_layout_opens_on_the_dimension_with_its_interval(last):
-    charts = Charts("layers")
+    charts = charts_of("layers")
     shown, layout = charts.select(last), charts.layout(last)
     assert list(layout) == ["geomon: intrinsic dimension", "geomon", "by layer"]
     first = layout.pop("geomon: intrinsic dimension")
@@ -181,7 +192,7 @@ def test_the_layout_opens_on_the_dimension_with_its_interval(last):
     named = [name for _, names in layout["geomon"].values() for name in names]
     drawn = {name.removesuffix("$") for name in named} | set(ends)
     assert drawn == {name for name in shown if name.startswith("geomon/")} - {"geomon/seconds"}
-    assert list(Charts().layout(last)) == ["geomon: intrinsic dimension", "geomon"]
+    assert list(charts_of().layout(last)) == ["geomon: intrinsic dimension", "geomon"]
 
 
 TAGS = st.builds(
@@ -202,7 +213,7 @@ TAGS = st.builds(
     st.sampled_from(["headline", "layers", ("own",)]),
 )
 def test_headlines_never_fail_and_are_part_of_every_detail(contents, detail):
-    charts, few = Charts(detail), Charts(without_layers(detail))
+    charts, few = charts_of(detail), charts_of(without_layers(detail))
     for values in contents:
         shown = charts.select(reading(values))
         assert few.select(reading(values)).items() <= shown.items()
@@ -210,25 +221,16 @@ def test_headlines_never_fail_and_are_part_of_every_detail(contents, detail):
         charts.layout(reading(values))
 
 
-def test_the_page_of_metrics_lists_every_headline_value_in_its_words():
-    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
-    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `geomon/")]
-    found = [(name.strip("| `"), words.strip(" |")) for name, _, words in rows]
-    assert found == [(headline_tag(h.name), h.words) for h in HEADLINES]
-    always = sum(not headline.optional for headline in HEADLINES)
-    assert f"show {always} headline values" in page
-
-
 @pytest.mark.parametrize("detail", ["headline", "layers"])
 def test_the_loss_on_the_probe_is_charted_where_there_is_one_and_takes_no_place(last, detail):
     loss = {"training/probe_loss": 2.5}
-    without, shown = (shown_over([reading(last.values | more)], detail) for more in ({}, loss))
+    without, shown = (shown_over([reading({**last.values, **more})], detail) for more in ({}, loss))
     assert shown == without | {"geomon/probe_loss": 2.5}
     charts = {
         name: layout["geomon"]
         for name, layout in (
-            ("without", Charts(detail).layout(last)),
-            ("with", Charts(detail).layout(reading(last.values | loss))),
+            ("without", charts_of(detail).layout(last)),
+            ("with", charts_of(detail).layout(reading({**last.values, **loss}))),
         )
     }
     added = {"loss on the probe": ["Multiline", ["geomon/probe_loss$"]]}

@@ -14,15 +14,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tagged import reading_of
 
 from benchmarks import corrupted_records
 from geomon.record import FILE_NAME, Follower, Reading, Record, follow, jsonl, read
+from geomon.record.arrays import ArrayPlace
 
 TESTS = Path(__file__).parent.parent
 
 
-def reading(step: int, source: str = "inline", **values: float) -> Reading:
-    return Reading(step, 1.0, 0.5, source, "train", 64, 1, "float32", values or {"a/mean": 1.0})
+def reading(step: int, source: str = "inline") -> Reading:
+    return reading_of({"a/mean": 1.0}, step, source, time=1.0)
 
 
 def test_record_goes_on_after_a_resume(tmp_path):
@@ -257,10 +259,10 @@ def test_a_folder_that_is_renamed_while_a_run_goes_on_keeps_its_record(tmp_path)
     record, beside = Record(tmp_path / "a"), Record(tmp_path / "a")
     record.begin(0, {"model": "M"})
     record.write(reading(0))
-    record.write_arrays(reading(0), {"mean_query/layer_01": np.ones(2)})
+    record.write_arrays(reading(0), {ArrayPlace("", "mean_query", 1): np.ones(2)})
     (tmp_path / "a").rename(tmp_path / "b")
     record.write(reading(1))
-    record.write_arrays(reading(1), {"mean_query/layer_01": np.ones(2)})
+    record.write_arrays(reading(1), {ArrayPlace("", "mean_query", 1): np.ones(2)})
     beside.write(reading(2))  # of another monitor of the same folder
     assert [path.name for path in tmp_path.iterdir()] == ["b"]
     found = read(tmp_path / "b")
@@ -348,9 +350,29 @@ def test_ctrl_c_in_a_write_neither_loses_nor_doubles_the_line(tmp_path, monkeypa
 
 def test_facts_of_a_run_that_json_does_not_know_are_written_as_text(tmp_path):
     record = Record(tmp_path)
-    record.begin(0, {"seed": np.int64(3), "schedule": object})
+
+    class Silent:
+        def __repr__(self):
+            raise RuntimeError("no text")
+
+    record.begin(0, {"seed": np.int64(3), "schedule": object, "other": Silent()})
     record.write(reading(0))
-    assert read(tmp_path).runs[0]["seed"] == "3"
+    run = read(tmp_path).runs[0]
+    assert (run["seed"], run["other"]) == ("3", "<Silent>")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no pipes")
+@pytest.mark.parametrize("name", [FILE_NAME, ".readings.lock"])
+def test_a_pipe_is_no_record(tmp_path, name):
+    """To open one takes until somebody writes into it."""
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match=f"{name}: it is no regular file"):
+        Record(tmp_path)
+    if name == FILE_NAME:
+        with pytest.raises(FileNotFoundError, match="no record"):
+            read(tmp_path)
+        with pytest.raises(ValueError, match="expected a regular file"):
+            Follower(tmp_path).look()
 
 
 @pytest.mark.parametrize(
@@ -376,12 +398,13 @@ def test_pages_can_tell_that_two_runs_wrote_at_once(tmp_path, order, mixed):
 _WRITER = """
 import sys
 from geomon.record import Reading, Record
+from geomon.record.columns import Column
 record = Record(sys.argv[1])
 record.begin(0, {})
 step = 0
 while True:
-    values = {"x" * 50: 1.0 * step}
-    record.write(Reading(step, 0.0, 0.0, "inline", "train", 1, 1, "float32", values))
+    columns = {"": {"x" * 50: Column(layers=[1.0 * step])}}
+    record.write(Reading(step, 0.0, 0.0, "inline", "train", 1, 1, "float32", columns))
     print(step, flush=True)
     step += 1
 """

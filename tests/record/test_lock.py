@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+from tagged import reading_of
 
 from geomon.record import Reading, Record, lock, read
 
@@ -22,7 +23,7 @@ time.sleep(60)
 
 
 def reading(step: int) -> Reading:
-    return Reading(step, 1.0, 0.5, "probe", "eval", 64, 1, "float32", {"a/mean": 1.0})
+    return reading_of({"a/mean": 1.0}, step)
 
 
 @pytest.fixture

@@ -2,13 +2,15 @@
 
 import json
 import re
-from dataclasses import replace
 
 import pytest
+from tagged import with_values
 from typer.testing import CliRunner
 
+from geomon import read
 from geomon.cli import make_app
-from geomon.record import FILE_NAME, Follower, read
+from geomon.note import Note
+from geomon.record import FILE_NAME, Follower
 from geomon.record.versions import installed
 
 # Arguments of each command on the record of a folder.
@@ -45,7 +47,7 @@ def make(case, path, readings):
         "a newer version, lines unknown": line(NEWER) + "".join(lines) + UNKNOWN + "\n",
         "a newer version, all unknown": line(NEWER) + UNKNOWN + "\n",
         "other metrics": first
-        + "".join(replace(r, values={"mine/layer_01": 1.0}).line() + "\n" for r in readings),
+        + "".join(with_values(r, {"mine/layer_01": 1.0}).line() + "\n" for r in readings),
     }
     if case != "no folder":
         path.mkdir()
@@ -168,3 +170,8 @@ def test_a_scan_of_nothing_is_refused_in_one_line(arguments, words, tmp_path, mo
     assert result.exit_code == 2
     assert result.stderr.count("\n") == 1
     assert words.format(out=tmp_path) in result.stderr
+
+
+@pytest.mark.parametrize("text", ["{lost", "{0}", "{other}", "{lost.x}", "{lost:q}"])
+def test_a_note_whose_template_is_damaged_is_shown_as_it_stands(text):
+    assert Note("a note", text, numbers={"lost": 3}).words() == text

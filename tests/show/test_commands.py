@@ -4,10 +4,10 @@ import os
 import subprocess
 import sys
 import threading
-from dataclasses import replace
 
 import pytest
 from rich.console import Console
+from tagged import TEXTS, with_values
 from typer.testing import CliRunner
 
 from geomon.cli import make_app
@@ -20,7 +20,8 @@ from geomon.show.terminal import live
 def run(make_readings, tmp_path):
     """A folder with the record of a run."""
     readings = make_readings()
-    lines = [json.dumps({"run": {"model": "Synthetic"}}), *(r.line() for r in readings)]
+    described = {"model": "Synthetic", "metrics": TEXTS}
+    lines = [json.dumps({"run": described}), *(r.line() for r in readings)]
     (tmp_path / FILE_NAME).write_text("\n".join(lines) + "\n")
     return tmp_path
 
@@ -110,7 +111,7 @@ def test_a_place_that_cannot_be_written_is_named_with_what_to_do(command, run, t
 @pytest.mark.parametrize(
     ("name", "file", "writes"),
     [
-        ("export", "a.csv", "geomon.record.export.Values.of"),
+        ("export", "a.csv", "geomon.record.export._write_csv"),
         ("figure", "a.png", "matplotlib.figure.Figure.savefig"),
     ],
 )
@@ -152,11 +153,9 @@ def corrupt_text(path, content):
     run = {"run": {"model": ACTING, ACTING: ACTING}}
     lines = [json.dumps(run)]
     for reading in content:
-        values = {**reading.values, f"twonn/{ACTING}_layer_01": 1.0, ACTING: 2.0}
+        values = {**reading.values, f"twonn/{ACTING}_layer_01": 1.0}
         values |= {f"twonn/{ACTING}_mean": 3.0}
-        odd = replace(
-            reading, source=ACTING, mode=ACTING, dtype=ACTING, values=values, notes=[ACTING]
-        )
+        odd = with_values(reading, values, source=ACTING, mode=ACTING, dtype=ACTING, notes=[ACTING])
         lines.append(odd.line())
     path.write_text("\n".join(lines) + "\n")
 
@@ -239,7 +238,8 @@ def test_several_runs_are_printed_and_followed_with_their_names(
     monkeypatch.setattr(live, "_POLL", 0.001)
     other = tmp_path / "other"
     other.mkdir()
-    (other / FILE_NAME).write_text(make_readings((0,))[0].line() + "\n")
+    described = json.dumps({"run": {"metrics": TEXTS}})
+    (other / FILE_NAME).write_text(f"{described}\n{make_readings((0,))[0].line()}\n")
     printed = invoke("watch", run, other, "--once").stdout.splitlines()
     assert printed[0] == run.name
     assert "other" in printed

@@ -8,13 +8,14 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from tagged import TEXTS, alert_of, reading_of, with_values
 from typer.testing import CliRunner
 
 from geomon.cli import make_app
-from geomon.record import FILE_NAME, Reading, Readings
+from geomon.note import Note
+from geomon.record import FILE_NAME, Readings
 from geomon.show.report import Run, load_runs, render, write_report
-from geomon.show.report.content import CHARTS, build_content
-from geomon.show.report.glossary import MEANINGS
+from geomon.show.report.content import _spread, build_content
 
 ACTING = "<script>alert(1)</script><b onclick='x()'>\"&amp;</b></script><!--"
 
@@ -28,14 +29,15 @@ def invoke(*arguments):
 
 def write(folder, readings, **description):
     folder.mkdir(parents=True)
-    run = {"run": {"model": "Synthetic", "seed": 0, "time": 1.7e9, **description}}
+    run = {"run": {"model": "Synthetic", "seed": 0, "time": 1.7e9, "metrics": TEXTS, **description}}
     lines = [json.dumps(run), *(reading.line() for reading in readings)]
     (folder / FILE_NAME).write_text("\n".join(lines) + "\n")
     return folder
 
 
 def run_of(readings, name="a", **description):
-    return Run(name, Path(name), replace(readings, runs=[{"model": "Synthetic", **description}]))
+    described = {"model": "Synthetic", "metrics": TEXTS, **description}
+    return Run(name, Path(name), replace(readings, runs=[described]))
 
 
 class Page(HTMLParser):
@@ -92,13 +94,13 @@ def test_the_page_says_the_run_in_words_first(make_readings, library):
     assert places == sorted(places)
     assert "5.3 ± 0.1" in words
     assert [chart["title"] for chart in page.data["charts"]][:2] == [
-        "Intrinsic dimension", "Anisotropy"
+        "intrinsic dimension", "anisotropy"
     ]  # fmt: skip
 
 
 def test_a_dimension_that_ends_before_the_run_is_not_said_to_be_that_of_now(make_readings):
     readings = make_readings()
-    lost = replace(readings[-1], values={"training/loss": 1.0}, step=9000)
+    lost = with_values(readings[-1], {"training/loss": 1.0}, step=9000)
     content = build_content([run_of(Readings([], [*readings, lost]))])["runs"][0]
     end = f"{readings[-1].step:,}"
     assert content["headline"].endswith(f"(known to step {end} of 9,000).")
@@ -117,12 +119,12 @@ def test_the_page_asks_the_network_for_nothing(make_readings):
 
 
 def test_what_a_record_says_is_shown_and_does_not_act(make_readings, library):
-    readings = make_readings(notes=[ACTING, f"alert: {ACTING} (docs/alerts.md#x)"])
+    readings = make_readings(notes=[ACTING, alert_of(ACTING, ACTING)])
     values = [
         {**reading.values, f"{TAG}/mean": 1.0, f"{TAG}/layer_01": 2.0} for reading in readings
     ]
     odd = [
-        replace(reading, values=each, source=ACTING, mode=ACTING, dtype=ACTING)
+        with_values(reading, each, source=ACTING, mode=ACTING, dtype=ACTING)
         for reading, each in zip(readings, values, strict=True)
     ]
     run = run_of(Readings([], odd), ACTING, model=ACTING, **{ACTING: ACTING, "layers": [ACTING]})
@@ -194,19 +196,15 @@ def test_the_values_are_those_of_the_record(make_readings):
     heads = run["heads"]["values"]["qk_cosine"]
     assert heads["layers"] == [1, 2, 3, 4]
     assert heads["rows"][-1][1][3] == pytest.approx(last["qk_cosine/layer_02/head_3"], rel=1e-4)
-    largest = run["curves"]["anisotropy, largest layer"]["y"][-1]
+    largest = run["curves"]["anisotropy_max"]["y"][-1]
     assert largest == max(profile["rows"][-1][1:])
 
 
 def test_alerts_come_with_their_number_and_their_meaning(make_readings):
-    note = "alert: rank collapse (layer 4): effective rank 1.2; look there "
-    readings = make_readings(notes=[note + "(docs/alerts.md#rank_collapse)", "few rows: 64"])
+    alert = alert_of("rank_collapse", "rank collapse (layer 4): effective rank 1.2; look there")
+    readings = make_readings(notes=[alert, "few rows: 64"])
     (run,) = build_content([run_of(readings)])["runs"]
-    (alert,) = run["alerts"]
-    assert alert == {
-        "step": 0, "count": 9, "link": "docs/alerts.md#rank_collapse",
-        "words": "rank collapse (layer 4): effective rank 1.2; look there",
-    }  # fmt: skip
+    assert run["alerts"] == [{"step": 0, "count": 9, "words": alert.text}]
     (noted,) = run["notes"]
     assert (noted["text"], noted["first"], noted["last"], noted["count"]) == (
         "few rows: 64", 0, 1500, 9
@@ -220,16 +218,14 @@ def test_what_was_not_measured_has_no_chart(make_readings, library, without):
     page = Page(render([run_of(make_readings(without=without))]))
     titles = {chart["title"] for chart in page.data["charts"]}
     drawn = {tag for chart in page.data["charts"] for tag in chart["lines"]}
-    assert not {tag for tag in drawn if re.split(r"[/,]", tag)[0] in without}
-    assert "Training loss" not in titles
-    assert set(page.data["glossary"]) <= MEANINGS.keys() - set(without)
+    assert not {tag for tag in drawn if re.split(r"/|_(?:max|min|size)", tag)[0] in without}
+    assert "training loss" not in titles
+    assert not any(f"({name})" in page.words for name in without)
 
 
 def test_the_loss_on_the_probe_has_a_chart_where_there_is_one():
     values = {"twonn/mean": 5.0, "training/loss": 3.0, "training/probe_loss": 4.0}
-    readings = [
-        Reading(step, 1.0, 0.1, "probe", "eval", 64, 1, "float32", values) for step in (0, 1)
-    ]
+    readings = [reading_of(values, step, "probe") for step in (0, 1)]
     charts = build_content([run_of(Readings([], readings))])["charts"]
     assert [chart["lines"] for chart in charts if "oss" in chart["title"]] == [
         {"training/loss": "training loss"}, {"training/probe_loss": "loss on the probe"},
@@ -238,25 +234,47 @@ def test_the_loss_on_the_probe_has_a_chart_where_there_is_one():
 
 def test_a_loss_of_an_earlier_step_is_not_shown_as_that_of_the_end():
     losses = {0: 4.0, 1000: 2.0, 1500: math.nan}  # after the last update there is no batch
-    readings = [
-        Reading(step, 1.0, 0.1, "probe", "eval", 64, 1, "float32", {"training/loss": loss})
-        for step, loss in losses.items()
-    ]
+    readings = [reading_of({"training/loss": loss}, step, "probe") for step, loss in losses.items()]
     for length, shown in ((3, "2 at step 1,000"), (2, "2")):
         (run,) = build_content([run_of(Readings([], readings[:length]))])["runs"]
         assert dict(run["numbers"])["training loss"] == shown
 
 
 def test_a_record_of_one_reading_without_metrics_makes_a_page(make_readings, library):
-    reading = replace(make_readings()[0], values={"geomon/seconds": 1.0, "x": math.nan})
+    reading = with_values(make_readings()[0], {"geomon/seconds": 1.0})
     page = Page(render([Run("a", Path("a"), Readings([], [reading]))]))
     assert "Intrinsic dimension: not measured." in page.words
     assert page.data["charts"] == []
 
 
-def test_every_metric_of_a_chart_has_a_meaning():
-    for _, _, lines in CHARTS:
-        assert {re.split(r"[/,]", tag)[0] for tag in lines} <= MEANINGS.keys()
+def test_notes_are_counted_by_kind_the_most_frequent_first(make_readings):
+    once, often = Note("a", "once"), [Note("b", f"{n} often") for n in range(3)]
+    readings = list(make_readings((0, 8, 16)))
+    noted = [
+        with_values(reading, reading.values, notes=(each, *([once] * (reading.step == 8))))
+        for reading, each in zip(readings, often, strict=True)
+    ]
+    (run,) = build_content([run_of(Readings([], noted))])["runs"]
+    names = ("text", "first", "last", "count")
+    assert [tuple(note[name] for name in names) for note in run["notes"]] == [
+        ("2 often", 0, 16, 3), ("once", 8, 8, 1),
+    ]  # fmt: skip
+
+
+def test_of_many_steps_few_are_chosen_by_the_distance_from_the_first(make_readings):
+    """A run that is resumed at step 1000 begins there: its first steps are shown as well."""
+    chosen = [1000 + index for index in _spread(range(1000, 4000), 32)]
+    assert (chosen[0], chosen[-1]) == (1000, 3999)
+    assert {1001, 1002} <= set(chosen)
+    assert len(chosen) <= 32
+
+
+def test_the_time_of_a_run_is_from_its_first_to_its_last_reading(make_readings):
+    readings = [
+        with_values(each, each.values, time=1e9 + 60 * each.step) for each in make_readings((8, 30))
+    ]
+    (run,) = build_content([run_of(Readings([], readings))])["runs"]
+    assert run["cost"]["from first to last reading"] == "22.0 min"
 
 
 def test_the_command_writes_the_page(make_readings, tmp_path, library):

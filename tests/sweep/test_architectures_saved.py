@@ -122,5 +122,5 @@ def test_a_saved_model_is_scanned(tmp_path, name):
             tag = tags.in_stack(tags.layer_tag("anisotropy", layer), stack)
             assert math.isfinite(found[tag]), tag
         assert tags.in_stack(tags.layer_tag("anisotropy", count), stack) not in found
-    assert any(word in note for note in reading.notes)
-    assert not any("left out, because" in note for note in reading.notes)
+    assert any(word in note for note in reading.words())
+    assert not any("left out, because" in note for note in reading.words())

@@ -166,7 +166,7 @@ def test_an_adapter_is_measured_as_merged_with_its_model(tmp_path, monkeypatch, 
     found = scan(tmp_path / "run", **own)
     assert [values(reading) for reading in found] == [values(read(tmp_path / "live")[0])]
     assert "cannot be merged" in caplog.text  # one of which nothing was loaded is left out
-    assert any("merged with its adapter" in note for note in found[0].notes)
+    assert any("merged with its adapter" in note for note in found[0].words())
 
 
 @pytest.mark.parametrize("key", [None, "model", "model_state_dict"])
@@ -273,8 +273,8 @@ def test_a_checkpoint_that_fails_is_named_left_out_and_tried_again(run, scanned,
     readings = scan(build, checkpoints=folder, directory=tmp_path / "scan", **SMALL)
     assert [reading.step for reading in readings] == [4, 6]
     words = "epoch=0-step=2.ckpt (step 2): "
-    assert [words in note for note in readings[0].notes].count(True) == 1
-    assert not any(words in note for note in readings[1].notes)
+    assert [words in note for note in readings[0].words()].count(True) == 1
+    assert not any(words in note for note in readings[1].words())
     named = [x.getMessage() for x in caplog.records if words in x.getMessage()]
     assert len(named) == 1
     assert "\n" not in named[0]

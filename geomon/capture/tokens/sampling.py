@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from geomon.capture.snapshot import Note
+from geomon.note import Note
 
 # Query rows per layer from which attention is measured: the standard error of a mean entropy with
 # a spread of 1 nat is then 0.03.
@@ -31,6 +31,10 @@ _BYTES = 4
 
 # Share of the memory that is planned for rows; the rest is for masks and for scores.
 _FOR_ROWS = 0.5
+
+
+# Parts of the sequences of which each covers all positions.
+_EIGHTHS = 8
 
 
 class RowSampler:
@@ -102,7 +106,9 @@ class RowSampler:
         """Sample queries of attention; the same ones for all layers with that many.
 
         Under a causal mask the entropy of a query grows with its position: positions are evenly
-        spread, and shifted from sequence to sequence so that all positions are covered alike.
+        spread, and shifted from sequence to sequence so that all positions are covered alike. The
+        shifts repeat in each eighth of the sequences, since a margin leaves such eighths out: what
+        is left covers the same positions.
 
         Args:
             sequences: Number of sequences.
@@ -116,10 +122,11 @@ class RowSampler:
             some = max(1, min(sequences, self._max_rows // length))
             chosen = self._permute(sequences)[:some].sort().values
             each = min(length, math.ceil(self._max_queries / some))
-            shift = self._permute(some)[:, None]
+            shifts = max(1, some // _EIGHTHS)
+            shift = torch.arange(some, dtype=torch.int64, device="cpu")[:, None] % shifts
             order = torch.arange(each, dtype=torch.int64, device="cpu")[None, :]
-            # (order + (shift + 1/2) / some) * length / each, in integers: nothing is rounded
-            places = (2 * (some * order + shift) + 1) * length // (2 * some * each)
+            # (order + (shift + 1/2) / shifts) * length / each, in integers: nothing is rounded
+            places = (2 * (shifts * order + shift) + 1) * length // (2 * shifts * each)
             self._queries[sequences, length] = chosen, places
         return self._queries[sequences, length]
 
@@ -197,13 +204,14 @@ class MemoryLimit:
 
     def notes(self) -> list[Note]:
         """Make the notes that a reader of the numbers needs."""
-        if self._sampler.max_rows >= self._asked:
+        if self._max_mb is None or self._sampler.max_rows >= self._asked:
             return []
         text = (
-            f"at most {self._sampler.max_rows} rows instead of {self._asked} are kept: a window "
-            f"may hold {self._max_mb:g} MB (max_capture_mb)"
+            "at most {rows} rows instead of {asked} are kept: a window may hold {limit:g} MB "
+            "(max_capture_mb)"
         )
-        return [Note("rows thinned for memory", text)]
+        numbers = {"rows": self._sampler.max_rows, "asked": self._asked, "limit": self._max_mb}
+        return [Note("rows thinned for memory", text, numbers=numbers)]
 
 
 def _in_mb(count: float) -> str:

@@ -79,6 +79,12 @@ class ReadingExecutor:
         """Remove the first finished job, once it is recorded or has failed."""
         self._finished.popleft()
 
+    def forget(self) -> None:
+        """Drop every job: in a fork, they are those of its parent."""
+        self._left.clear()
+        self._running.clear()
+        self._finished.clear()
+
     def close(self) -> None:
         """Finish everything; no thread is left. May be called more than once."""
         self.finish()
@@ -90,9 +96,6 @@ class ReadingExecutor:
         while len(self._running) > _WAITING:
             self._running[0].finish()
             self._collect()
-        for running in tuple(self._running):
-            if not running.has_thread:
-                running.finish()
         before = self._running[-1].done if self._running else None
         self._running.append(_InBackground(job, before))
         self._running[-1].start()
@@ -182,7 +185,7 @@ class _InBackground:
 
     @property
     def has_thread(self) -> bool:
-        """Whether a thread measures the job: none does in a process that was forked meanwhile."""
+        """Whether a thread measures the job."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self) -> None:

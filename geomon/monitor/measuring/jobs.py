@@ -12,7 +12,6 @@ from geomon.capture import QUERIES
 from geomon.capture.snapshot import (
     HOST,
     Layer,
-    Note,
     NotSeenError,
     Snapshot,
     explain_missing,
@@ -22,6 +21,7 @@ from geomon.metrics import Evaluator, LayerValues
 from geomon.metrics.at_once import in_modes, in_pieces
 from geomon.metrics.between_readings import INLINE, EarlierReading, Kept
 from geomon.monitor.measuring.device import MeasuringDevice
+from geomon.note import Note
 from geomon.record import Reading, tags
 from geomon.record.arrays import Arrays
 
@@ -89,7 +89,7 @@ class ReadingJob:
 
     Attributes:
         notes: Remarks for the reader of the numbers, once the job is finished.
-        arrays: Arrays for figures by tag, once the job is finished.
+        arrays: Arrays for figures, once the job is finished.
         finished: Whether the reading is made, or has failed, and `result` can be asked.
 
     Raises:
@@ -266,13 +266,13 @@ class ReadingJob:
         except torch.OutOfMemoryError as error:
             name, why = "", f"{self._device} has not memory enough ({_first_line(error)})"
         else:
-            failed = found.failed | found.without_interval
+            failed = found.failed | found.without_margin
             if failed.keys() <= self._failing:
                 return found
             name = min(failed.keys() - self._failing)
             why = f"{name} failed on {self._device} ({_first_line(failed[name])})"
         on_host = self._evaluator.measure_layer(_whole(parts, HOST), rows)
-        self._failing |= on_host.failed.keys() | on_host.without_interval.keys()
+        self._failing |= on_host.failed.keys() | on_host.without_margin.keys()
         if name not in self._failing:
             self._go_to_host(why)
         return on_host
@@ -281,8 +281,8 @@ class ReadingJob:
         """Move what is left to be measured to the host."""
         self._parts = [tuple(layer.to(HOST) for layer in parts) for parts in self._parts]
         self._device = HOST
-        text = f"measured on the host: {why}"
-        self._on_host = Note("measured on the host", text)
+        text = "measured on the host: {why}"
+        self._on_host = Note("measured on the host", text, numbers={"why": why})
 
     def fail(self, error: BaseException) -> None:
         """Give the reading up.
@@ -331,9 +331,6 @@ class ReadingJob:
         earlier = INLINE if self._history is None else self._history.earlier(self.step)
         evaluation = self._evaluator.combine(measured, self.rows, earlier)
         tokens = min(info.tokens, self.rows * self._evaluator.batches)
-        values = dict(evaluation.values)
-        if info.loss is not None:
-            values[tags.training_tag(tags.PROBE_LOSS)] = info.loss.value
         self.arrays = evaluation.arrays
         self.notes = [*info.notes, *evaluation.notes, *self._notes_on_rows(tokens)]
         self.notes += [] if self._on_host is None else [self._on_host]
@@ -347,8 +344,9 @@ class ReadingJob:
             tokens=tokens,
             world_size=self._group.size,
             dtype=info.dtype,
-            values={**values, tags.SECONDS: self.seconds},
-            notes=[note.text for note in self.notes],
+            stacks=evaluation.stacks,
+            training={} if info.loss is None else {tags.PROBE_LOSS: info.loss.value},
+            notes=tuple(self.notes),
         )
 
     def _all_layers(self) -> list[LayerValues] | None:
@@ -374,16 +372,15 @@ class ReadingJob:
         notes = []
         asked = self._tokens
         if self.rows < asked:
-            text = f"{self.rows} rows in a batch instead of {asked}, to stay within the budget"
-            notes.append(Note("rows thinned by the budget", text))
+            text = "{rows} rows in a batch instead of {asked}, to stay within the budget"
+            numbers = {"rows": self.rows, "asked": asked}
+            notes.append(Note("rows thinned by the budget", text, numbers=numbers))
         if tokens < asked:
-            notes.append(
-                Note(
-                    "few rows",
-                    f"estimates stand on {tokens} rows, fewer than tokens={asked}: the intrinsic "
-                    "dimension is low on few rows",
-                )
+            text = (
+                "estimates stand on {rows} rows, fewer than tokens={asked}: the intrinsic "
+                "dimension is low on few rows"
             )
+            notes.append(Note("few rows", text, numbers={"rows": tokens, "asked": asked}))
         return notes
 
 

@@ -78,7 +78,7 @@ class LoggedValues:
         return self._awaited.keys() <= self._values.get(step, {}).keys()
 
     def read(self, step: int) -> dict[str, float]:
-        """Read the values of a step, by tag; NaN for those that cannot be read.
+        """Read the values of a step, by name; NaN for those that cannot be read.
 
         Args:
             step: The step.
@@ -90,7 +90,7 @@ class LoggedValues:
                 found[name] = math.nan if value is None else float(value)
             except Exception as error:  # each device and each kind of number has its own
                 self._refuse(name, step, error)
-        return {tags.training_tag(name): value for name, value in found.items()}
+        return found
 
     def forget_before(self, step: int, keep: Collection[int]) -> None:
         """Drop the values of earlier steps.

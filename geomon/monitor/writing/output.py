@@ -145,7 +145,7 @@ class ReadingWriter:
 
         Args:
             reading: The reading.
-            arrays: Arrays for figures by tag, which only the record takes.
+            arrays: Arrays for figures, which only the record takes.
         """
         if self._record is not None:
             record = self._record

@@ -7,8 +7,8 @@ from typing import Any
 
 from geomon.analysis import Phase, find_phase
 from geomon.analysis.alerts import Alert, AlertWatch, dimension_of
-from geomon.capture.snapshot import Note
 from geomon.monitor.writing.output import Warnings
+from geomon.note import Note
 from geomon.record import Reading
 
 
@@ -63,7 +63,7 @@ class Reactions:
             lambda: self._raised.extend(self._watch.add(reading)),
             "alerts could not be looked for in a reading",
         )
-        return [Note(f"alert: {alert.name}", alert.note()) for alert in self._raised]
+        return [alert.note() for alert in self._raised]
 
     def call(self, reading: Reading) -> None:
         """Call the user's functions for a reading that has been recorded.
@@ -84,7 +84,7 @@ class Reactions:
         """Add a reading to the curve of the dimension; the phase, where it is known."""
         if self._on_phase is None:
             return None
-        value, error = dimension_of(reading)
+        value, error, _ = dimension_of(reading)
         if not math.isfinite(value):
             return None
         phase = self._curves[reading.source].add(reading.step, value, error)

@@ -2,15 +2,11 @@
 
 from matplotlib.figure import Figure
 
-from geomon.record import Readings, tags
+from geomon.record import Readings
 from geomon.show.figures import panels
 
-# Values of which the card of the intrinsic dimension is drawn.
-DIMENSIONS = (
-    tags.mean_tag("twonn"),
-    tags.mean_tag("twonn_distinct"),
-    tags.mean_tag("gride", "k32"),
-)
+# Metrics of which the card of the intrinsic dimension is drawn.
+DIMENSIONS = ("twonn", "twonn_distinct", "gride")
 
 
 def card() -> Figure:

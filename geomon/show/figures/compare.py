@@ -9,7 +9,7 @@ from matplotlib.ticker import FuncFormatter
 
 from geomon.analysis import curve_of
 from geomon.analysis.compare import Difference
-from geomon.record import Readings, tags
+from geomon.record import Readings
 from geomon.show.figures import panels
 
 # Blue and vermillion of Okabe and Ito, and a grey.
@@ -42,8 +42,7 @@ def compare_figure(
 
 
 def _draw_dimension(panel: Any, runs: tuple[Readings, Readings], names: tuple[str, str]) -> None:
-    tag = tags.mean_tag("twonn")
-    curves = [curve_of(run, tag) for run in runs]
+    curves = [curve_of(run, "twonn") for run in runs]
     if not any(map(len, curves)):
         panels.show_message(panel, "twonn: not measured")
         return
@@ -57,7 +56,7 @@ def _draw_dimension(panel: Any, runs: tuple[Readings, Readings], names: tuple[st
         panel.fill_between(curve.steps, low, high, color=colour, alpha=0.2, lw=0)
     panels.step_axis(panel, [step for curve in curves for step in curve.steps])
     panel.set_ylim(bottom=0)
-    panel.set_ylabel("intrinsic dimension, twonn (band: 95 % interval)")
+    panel.set_ylabel(f"{runs[0].text_of('twonn').label} (band: 95 % interval)")
     panel.legend(frameon=False, loc="lower right")
 
 

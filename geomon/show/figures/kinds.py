@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 
-from geomon.record import Readings, tags
+from geomon.record import Readings
 from geomon.show.figures.maps import heads_over_training_figure, map_figure
 from geomon.show.figures.norms import norms_figure
 from geomon.show.figures.panels import NotMeasuredError
@@ -109,8 +109,11 @@ def draw(kind: str, readings: Readings | Sequence[Readings], metric: str | None 
 
 def _metrics(readings: Readings, *, of_heads: bool) -> list[str]:
     """List the metrics that a run has of layers, or of single heads."""
-    parsed = filter(None, map(tags.parse, readings.tags()))
-    of_layers = (tag for tag in parsed if tag.layer is not None)
     return list(
-        dict.fromkeys(tag.metric for tag in of_layers if not of_heads or tag.head is not None)
+        dict.fromkeys(
+            metric
+            for reading in readings
+            for metric, column in reading.columns.items()
+            if (column.heads if of_heads else column.layers)
+        )
     )

@@ -10,7 +10,6 @@ from geomon.show.figures import panels
 # What the figures show where no metric is asked for.
 _BY_LAYER = ("twonn", "anisotropy", "cosine", "attention_entropy")
 _BY_HEAD = ("attention_entropy", "qk_cosine")
-_SHORT = {"attention_entropy": "Entropy", "qk_cosine": "Cosine"}
 _MOST_STEPS = 3
 
 
@@ -31,7 +30,7 @@ def map_figure(readings: Readings, metric: str | None = None) -> Figure:
     axes = figure.subplots(rows, columns, squeeze=False)
     for letter, panel, name in zip("abcd", axes.flat, metrics, strict=False):
         panels.draw_layer_map(panel, readings, name, label="")
-        panels.caption(panel, letter, panels.AXIS_LABELS.get(name, name).replace("\n", " "))
+        panels.caption(panel, letter, readings.text_of(name).label)
     for panel in list(axes.flat)[len(metrics) :]:
         panel.set_visible(False)
     return figure
@@ -76,11 +75,11 @@ def heads_over_training_figure(readings: Readings, metric: str | None = None) ->
             panels.matrix_axes(panel, layers, count)
             if max(len(layers), count) <= 6:
                 panels.annotate(panel, table, image)
-            panels.caption(panel, next(letters), f"{_SHORT.get(name, name)}, step {reading.step:,}")
+            panels.caption(panel, next(letters), f"step {reading.step:,}")
         for panel in row[len(chosen) :]:
             panel.set_visible(False)
         bar = figure.colorbar(image, ax=list(row), pad=0.015, aspect=18)
-        words = panels.AXIS_LABELS.get(name, name).replace("\n", " ")
+        words = readings.text_of(name).label
         full = name == "attention_entropy" and math.isfinite(most)
         bar.set_label(f"{words}\n0 to uniform attention" if full else words, fontsize=9)
         bar.ax.tick_params(labelsize=8.5, length=2)

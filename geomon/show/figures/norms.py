@@ -21,9 +21,9 @@ from geomon.show.figures.colours import BLUE, GREEN, GREY, VERMILLION
 _FEWEST = 10
 # The parts of Q, from below: common mean, between types, within types.
 _SHARES = (
-    ("mean_share", "", "common mean, M / Q", VERMILLION),
-    ("between_share", "of_square", "between token types, V_B / Q", GREEN),
-    ("within_share", "of_square", "within token types, V_W / Q", BLUE),
+    ("mean", "common mean, M / Q", VERMILLION),
+    ("between", "between token types, V_B / Q", GREEN),
+    ("within", "within token types, V_W / Q", BLUE),
 )
 
 
@@ -39,11 +39,11 @@ def norms_figure(readings: Readings) -> Figure:
     found = panels.arrays_by_step(readings, "type_rows", 2)
     step = max(found, default=None)
     arrays = {} if step is None else found[step]
-    layers = _three(sorted(_layers_of(arrays)))
-    shares = [r for r in single_source(readings) if _has_shares(r, readings)]
+    layers = _three(panels.array_layers(arrays, "type_rows", readings))
+    shares = [r for r in single_source(readings) if _has_shares(r)]
     if not layers and not shares:
         raise panels.NotMeasuredError(
-            "token types were not measured in this run (within_variance, mean_share ...): the "
+            "token types were not measured in this run (within_variance, variance_shares): the "
             "model was given no token ids, or the metrics were not chosen"
         )
     rows = bool(layers) + bool(shares)
@@ -61,9 +61,9 @@ def norms_figure(readings: Readings) -> Figure:
     if shares:
         row = next(axes)
         for panel, reading in zip(row, (shares[0], shares[-1]), strict=False):
-            _draw_shares(panel, reading, readings.layers("mean_share"))
+            _draw_shares(panel, reading)
             panels.caption(panel, next(letters), f"Parts of Q over depth, step {reading.step:,}")
-        panels.draw_profile(row[2], readings, "within_share")
+        panels.draw_profile(row[2], readings, "variance_shares")
         row[2].set_ylabel("within types of all variance, V_W / V", fontsize=10)
         panels.caption(row[2], next(letters), "What context does to tokens")
     figure.supxlabel(
@@ -112,10 +112,12 @@ def _draw_types(panel: Axes, arrays: dict[str, NDArray[np.generic]], layer: int)
     return f", {len(count)} token types"
 
 
-def _draw_shares(panel: Axes, reading: Reading, layers: list[int]) -> None:
+def _draw_shares(panel: Axes, reading: Reading) -> None:
+    layers = list(reading.column("variance_shares", "mean").depths())
     below = np.zeros(len(layers))
-    for metric, part, words, colour in _SHARES:
-        values = [reading.values.get(tags.layer_tag(metric, n, part), math.nan) for n in layers]
+    for part, words, colour in _SHARES:
+        column = reading.column("variance_shares", part)
+        values = [column.at(layer) for layer in layers]
         height = np.nan_to_num(np.array(values))
         panel.bar(layers, height, bottom=below, width=0.82, color=colour, label=words)
         below = below + height
@@ -129,18 +131,9 @@ def _draw_shares(panel: Axes, reading: Reading, layers: list[int]) -> None:
     panels.legend(panel)
 
 
-def _has_shares(reading: Reading, readings: Readings) -> bool:
-    tags_of = [tags.layer_tag("mean_share", layer) for layer in readings.layers("mean_share")]
-    other = [tags.layer_tag("within_share", layer) for layer in readings.layers("within_share")]
-    return all(
-        any(math.isfinite(reading.values.get(tag, math.nan)) for tag in each)
-        for each in (tags_of, other)
-    )
-
-
-def _layers_of(arrays: dict[str, NDArray[np.generic]]) -> set[int]:
-    parsed = [tags.parse(tag) for tag in arrays if tag.startswith("type_rows/")]
-    return {tag.layer for tag in parsed if tag is not None and tag.layer is not None}
+def _has_shares(reading: Reading) -> bool:
+    parts = ("", "mean")
+    return all(reading.column("variance_shares", part).by_layer() for part in parts)
 
 
 def _three(layers: list[int]) -> list[int]:

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,10 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from numpy.typing import NDArray
 
 from geomon.analysis import Curve, curve_of, mean_abs_over_heads, single_source
-from geomon.analysis.alerts import alert_notes, kind_of
+from geomon.analysis.alerts import alert_notes
+from geomon.analysis.curves import training_curve
 from geomon.analysis.profile import is_far_above
+from geomon.analysis.queries_keys import layers_of
 from geomon.record import Reading, Readings, tags
 from geomon.record.printable import printable
 from geomon.show.figures.colours import BLUE, GREEN, GREY, GRID, ON_FIELD, PURPLE, STEPS, VERMILLION
@@ -34,18 +36,6 @@ MAX_NAMED = 12
 _MAX_LINEAR_RATIO = 4.0
 # Ratio of the largest value of a map to the smallest above which its colours are logarithmic.
 _MAX_LINEAR_COLOURS = 12.0
-AXIS_LABELS = {
-    "anisotropy": "anisotropy (share of variance\nalong the first direction)",
-    "qk_cosine": "cosine of mean query and mean key",
-    "attention_entropy": "attention entropy (nats)",
-    "twonn": "intrinsic dimension (TwoNN)",
-    "cosine": "mean cosine between tokens",
-    "drift_norm": "norm of the mean row",
-    "effective_rank": "effective rank",
-    "qk_dot": "mean query · mean key",
-}
-# What the null of a metric is, where it is another one than that of noise.
-NULLS = {"attention_entropy": "uniform attention"}
 
 
 class NotMeasuredError(ValueError):
@@ -56,6 +46,12 @@ def new_figure(width: float, height: float) -> Figure:
     """Make an empty figure, in inches, whose panels are laid out when it is drawn."""
     layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08, wspace=0.03, hspace=0.04)
     return Figure(figsize=(width, height), dpi=160, layout=layout)
+
+
+def capitalised(readings: Readings, metric: str) -> str:
+    """Return the title of a metric as the beginning of a sentence."""
+    title = readings.text_of(metric).title
+    return title[:1].upper() + title[1:]
 
 
 def caption(panel: Axes, letter: str, words: str) -> None:
@@ -70,7 +66,7 @@ def last_with(readings: Readings, metric: str) -> Reading:
         NotMeasuredError: None has.
     """
     for reading in reversed(single_source(readings)):
-        if any(math.isfinite(reading.values[t]) for t in _of_metric(reading, metric)):
+        if reading.column(metric).by_layer() or reading.column(metric).by_head():
             return reading
     raise NotMeasuredError(f"{metric} was not measured in this run")
 
@@ -89,15 +85,18 @@ def arrays_by_step(readings: Readings, name: str, most: int) -> dict[int, dict[s
     kept = set(readings.folder.steps(selected[0].source)) if selected else set()
     known = [reading.step for reading in selected if reading.step in kept]
     found = {step: readings.arrays(step, selected[0].source) for step in spread_steps(known, most)}
-    return {
-        step: arrays
-        for step, arrays in found.items()
-        if any(tag.startswith(f"{name}/") for tag in arrays)
-    }
+    return {step: arrays for step, arrays in found.items() if array_layers(arrays, name, readings)}
 
 
-def _of_metric(reading: Reading, metric: str) -> list[str]:
-    return [tag for tag in reading.values if tag.startswith(f"{metric}/")]
+def array_layers(arrays: Mapping[str, object], name: str, readings: Iterable[Reading]) -> list[int]:
+    """List the layers that an array stands beside the record for.
+
+    Args:
+        arrays: Arrays of a step by tag.
+        name: Name of the array.
+        readings: Readings of the run.
+    """
+    return [layer for layer in layers_of(readings) if tags.layer_tag(name, layer) in arrays]
 
 
 def draw_layer_map(
@@ -145,7 +144,7 @@ def draw_layer_map(
     panel.set_yticks(list(ticks), labels=[str(layers[tick]) for tick in ticks])
     panel.set_ylabel("layer", fontsize=10)
     bar = panel.figure.colorbar(mesh, ax=panel, pad=0.02, extend="max" if exceeded else "neither")
-    words = [AXIS_LABELS.get(metric, metric) if label is None else label, "logarithmic" * wide]
+    words = [readings.text_of(metric).label if label is None else label, "logarithmic" * wide]
     bar.set_label("\n".join(filter(None, words)), fontsize=9)
     if wide:
         bar.ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -221,20 +220,18 @@ def draw_dimension(panel: Axes, readings: Readings, *, legend_above: bool = Fals
         readings: Readings of a run.
         legend_above: Whether the legend stands above the panel, instead of in its top quarter.
     """
-    scales = [t.part for name in readings.tags() if (t := tags.parse(name)) and t.metric == "gride"]
-    largest = max((part for part in scales if part[1:].isdigit()), key=_scale, default="")
-    paper = curve_of(readings, tags.mean_tag("twonn"))
+    scale = max(scales_of(readings), default=0)
+    paper = curve_of(readings, "twonn")
+    largest = curve_of(readings, "gride", part=f"k{scale}")
     candidates = [
-        ("twonn, all tokens (the paper's)", paper, BLUE),
+        (readings.text_of("twonn").title, paper, BLUE),
         (
-            "twonn_distinct, one per (token, position)",
-            curve_of(readings, tags.mean_tag("twonn_distinct")), VERMILLION,
+            readings.text_of("twonn_distinct").title,
+            curve_of(readings, "twonn_distinct"),
+            VERMILLION,
         ),
-        (
-            f"gride at scale {_scale(largest)}, all tokens",
-            curve_of(readings, tags.mean_tag("gride", largest)), GREEN,
-        ),
-    ]  # fmt: skip
+        (readings.text_of("gride").title_of(f"k{scale}"), largest, GREEN),
+    ]
     drawn = [candidate for candidate in candidates if len(candidate[1])]
     if not drawn:
         show_message(panel, "twonn, twonn_distinct and gride: not measured")
@@ -257,15 +254,15 @@ def draw_dimension(panel: Axes, readings: Readings, *, legend_above: bool = Fals
     lines = len(panel.get_legend_handles_labels()[1]) + 1
     lines = 0 if legend_above else max(lines, 4)
     _dimension_axis(panel, curves, lines=lines)
-    _, nulls = readings.series("twonn/null")
+    null = null_of(readings, "twonn")
     low, high = panel.get_ylim()
-    if nulls and low < nulls[-1] < high:  # or the line would lie behind the legend
-        _dimension_axis(panel, curves, lines=lines, reach=nulls[-1])
-    _draw_null(panel, readings, "twonn", label="twonn of noise of this n and width")
+    if low < null < high:  # or the line would lie behind the legend
+        _dimension_axis(panel, curves, lines=lines, reach=null)
+    _draw_null(panel, readings, "twonn", in_legend=True)
     banded = any(margin for _, curve, _ in drawn for margin in curve.margins)
     said = ["band: 95 % interval"] * banded
     said += ["logarithmic"] * (panel.get_yscale() == "log")
-    words = "intrinsic dimension" + f"\n({', '.join(said)})" * bool(said)
+    words = readings.text_of("twonn").label + f"\n({', '.join(said)})" * bool(said)
     panel.set_ylabel(words, fontsize=10)
     place: Style = {"loc": "lower left", "bbox_to_anchor": (-0.06, 1.01)} if legend_above else {}
     legend(panel, labelcolor="linecolor", **place)
@@ -286,7 +283,7 @@ def furthest_loss(readings: Readings) -> tuple[str, Curve]:
         known.
     """
     names = {"training loss": tags.LOSS, "loss on the probe": tags.PROBE_LOSS}
-    curves = {name: curve_of(readings, tags.training_tag(key)) for name, key in names.items()}
+    curves = {name: training_curve(readings, key) for name, key in names.items()}
     return max(curves.items(), key=lambda named: max(named[1].steps, default=-1))
 
 
@@ -340,7 +337,7 @@ def draw_profile(panel: Axes, readings: Readings, metric: str) -> None:
     plain(panel)
     panel.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=9, min_n_ticks=1))
     panel.set_xlabel("layer (0 = what enters the first block)", fontsize=10)
-    panel.set_ylabel(AXIS_LABELS.get(metric, metric), fontsize=10)
+    panel.set_ylabel(readings.text_of(metric).label, fontsize=10)
     if all(v >= 0 for r in drawn for v in by_layer(r, metric, layers) if math.isfinite(v)):
         panel.set_ylim(bottom=0)
     _leave_out_layer_0(panel, layers, [by_layer(r, metric, layers) for r in drawn])
@@ -385,8 +382,7 @@ def draw_heads_over_training(
         return
     selected = single_source(readings)
     steps = [reading.step for reading in selected]
-    layers, count = layers_and_heads(readings.tags(), metric)
-    values = head_tables(selected, metric, layers, count)
+    layers, values = head_tables(selected, metric)
     style: Style = {"lw": 1.0, "alpha": 0.75}
     style |= {"marker": "o", "ms": 3} if len(steps) == 1 else {}
     if are_many_heads(readings, metric):
@@ -403,7 +399,7 @@ def draw_heads_over_training(
     step_axis(panel, steps)
     panel.set_ylim(-1.05, 1.8 if are_many_heads(readings, metric) else 1.3)
     panel.set_yticks([-1, -0.5, 0, 0.5, 1])
-    panel.set_ylabel(AXIS_LABELS.get(metric, metric), fontsize=10)
+    panel.set_ylabel(readings.text_of(metric).label, fontsize=10)
     legend(panel)
 
 
@@ -414,8 +410,7 @@ def are_many_heads(readings: Readings, metric: str) -> bool:
         readings: Readings of a run.
         metric: Name of a metric of heads.
     """
-    layers, count = layers_and_heads(readings.tags(), metric)
-    return len(layers) * count > _MOST_LINES
+    return max((len(r.column(metric).by_head()) for r in readings), default=0) > _MOST_LINES
 
 
 def _draw_shares_of_heads(panel: Axes, steps: list[int], values: NDArray[np.float64]) -> None:
@@ -441,7 +436,7 @@ def draw_layers_over_training(
         metric: Name of the metric.
         colours: Colour of each layer.
     """
-    curves = {n: curve_of(readings, tags.layer_tag(metric, n)) for n in readings.layers(metric)}
+    curves = {n: curve_of(readings, metric, layer=n) for n in readings.layers(metric)}
     if not any(map(len, curves.values())):
         show_message(panel, f"{metric}: not measured")
         return
@@ -452,11 +447,12 @@ def draw_layers_over_training(
     step_axis(panel, [step for curve in curves.values() for step in curve.steps])
     highest = max(max(curve.values) for curve in curves.values() if len(curve))
     if metric == "attention_entropy":
-        highest = max([highest, *readings.series(f"{metric}/null")[1][-1:]])
+        null = null_of(readings, metric)
+        highest = highest if math.isnan(null) else max(highest, null)
     panel.set_ylim(0, 1.08 * highest if highest > 0 else 1)
     mark_alerts(panel, readings)
-    panel.set_ylabel(AXIS_LABELS.get(metric, metric), fontsize=10)
-    _draw_null(panel, readings, metric, words=NULLS.get(metric, "noise"))
+    panel.set_ylabel(readings.text_of(metric).label, fontsize=10)
+    _draw_null(panel, readings, metric)
 
 
 def plain(panel: Axes) -> None:
@@ -492,30 +488,31 @@ def show_message(panel: Axes, message: str) -> None:
     panel.text(0.5, 0.5, message, transform=panel.transAxes, ha="center", va="center", color=GREY)
 
 
-def _draw_null(
-    panel: Axes, readings: Readings, metric: str, *, label: str = "", words: str = "noise"
-) -> None:
-    """Draw a faint line at the value of rows without structure, if it lies within the panel.
+def null_of(readings: Readings, metric: str) -> float:
+    """Return the last null of a metric, the value of rows without structure; NaN without any.
 
     Args:
-        panel: Axes of matplotlib.
         readings: Readings of a run.
         metric: Name of the metric.
-        label: Name of the line in the legend; "" for a text beside the line instead.
-        words: Beginning of that text.
     """
-    _, nulls = readings.series(f"{metric}/null")
+    nulls = (reading.column(metric).whole.get("null", math.nan) for reading in reversed(readings))
+    return next((null for null in nulls if math.isfinite(null)), math.nan)
+
+
+def _draw_null(panel: Axes, readings: Readings, metric: str, *, in_legend: bool = False) -> None:
+    """Draw a faint line at the null of a metric, if it lies within the panel, with its words."""
+    null = null_of(readings, metric)
     low, high = panel.get_ylim()
-    if not nulls or not low < nulls[-1] < high:
+    if not low < null < high:
         return
-    named = f"{label}: {nulls[-1]:.2g}" if label else None
-    panel.axhline(nulls[-1], color=GREY, lw=0.9, ls=":", zorder=0, label=named)
-    if named:
+    words = f"{readings.text_of(metric).null or 'noise'}: {null:.2g}"
+    label = words if in_legend else None
+    panel.axhline(null, color=GREY, lw=0.9, ls=":", zorder=0, label=label)
+    if in_legend:
         return
     panel.annotate(
-        f"{words}: {nulls[-1]:.2g}", (1, nulls[-1]), xycoords=("axes fraction", "data"),
-        xytext=(-2, 2), textcoords="offset points", ha="right", va="bottom", fontsize=8,
-        color=GREY,
+        words, (1, null), xycoords=("axes fraction", "data"), xytext=(-2, 2),
+        textcoords="offset points", ha="right", va="bottom", fontsize=8, color=GREY,
     )  # fmt: skip
 
 
@@ -527,11 +524,11 @@ def mark_alerts(panel: Axes, readings: Readings, *, named: bool = False) -> None
         readings: Readings of a run.
         named: Whether the legend says how many there are, and what the first one is.
     """
-    alerts = [(reading.step, words) for reading in readings for words in alert_notes(reading)]
+    alerts = [(reading.step, note.kind) for reading in readings for note in alert_notes(reading)]
     label = None
     if named and alerts:
-        step, words = min(alerts)
-        label = f"alert at step {step:,}: {kind_of(words)}"
+        step, kind = min(alerts)
+        label = f"alert at step {step:,}: {kind.replace('_', ' ')}"
         label += f" (first of {len(alerts)})" * (len(alerts) > 1)
     for step in sorted({step for step, _ in alerts}):
         panel.axvline(step, color=PURPLE, lw=1.4, ls=(0, (2, 1.5)), zorder=1, label=label)
@@ -632,46 +629,29 @@ def colour_bar(panel: Axes, names: Sequence[str], colours: Colormap, label: str)
     bar.outline.set_visible(False)
 
 
-def layers_and_heads(names: Iterable[str], metric: str) -> tuple[list[int], int]:
-    """List the layers in which heads have a value, and find the largest number of heads.
+def head_tables(readings: Sequence[Reading], metric: str) -> tuple[list[int], NDArray[np.float64]]:
+    """Arrange the values of heads in tables.
 
     Args:
-        names: Tags.
+        readings: Readings of a run.
         metric: Name of the metric.
+
+    Returns:
+        The layers that have heads in any reading; the values, [readings, layers, heads], NaN where
+        there is none.
     """
-    places = tags.heads_of(names, metric)
-    return sorted({layer for layer, _ in places}), max((head + 1 for _, head in places), default=0)
-
-
-def head_table(
-    reading: Reading, metric: str, layers: Sequence[int], count: int
-) -> NDArray[np.float64]:
-    """Arrange the values of heads in a table [layers, heads]; NaN where there is none.
-
-    Args:
-        reading: Reading with the values.
-        metric: Name of the metric.
-        layers: Numbers of the layers.
-        count: Number of heads.
-    """
-    return head_tables([reading], metric, layers, count)[0]
-
-
-def head_tables(
-    readings: Sequence[Reading], metric: str, layers: Sequence[int], count: int
-) -> NDArray[np.float64]:
-    """Arrange the values of heads in tables [readings, layers, heads]; NaN where there is none.
-
-    Args:
-        readings: Readings with the values.
-        metric: Name of the metric.
-        layers: Numbers of the layers.
-        count: Number of heads.
-    """
-    heads = [tags.head_part(head) for head in range(count)]
-    names = [tags.layer_tag(metric, layer, head) for layer in layers for head in heads]
-    table = Readings([], list(readings)).table(names)
-    return table.reshape(len(readings), len(layers), count)
+    columns = [reading.column(metric) for reading in readings]
+    rows = [
+        {layer: heads for layer, heads in enumerate(each.heads, each.first) if heads}
+        for each in columns
+    ]
+    layers = sorted({layer for row in rows for layer in row})
+    count = max((len(heads) for row in rows for heads in row.values()), default=0)
+    table = np.full((len(readings), len(layers), count), np.nan)
+    for index, row in enumerate(rows):
+        for layer, heads in row.items():
+            table[index, layers.index(layer), : len(heads)] = heads
+    return layers, table
 
 
 def measured_heads(
@@ -687,9 +667,8 @@ def measured_heads(
         The readings, one for each step; the layers in which heads have a value in any; the values,
         [readings, layers, heads], NaN where there is none.
     """
-    layers, count = layers_and_heads(readings.tags(), metric)
     selected = single_source(readings)
-    tables = head_tables(selected, metric, layers, count)
+    layers, tables = head_tables(selected, metric)
     rows = np.flatnonzero(np.isfinite(tables).any(axis=(1, 2)))
     return [selected[row] for row in rows.tolist()], layers, tables[rows]
 
@@ -742,7 +721,7 @@ def colour_range(
 def largest(reading: Reading, metric: str) -> float:
     """Return the largest value that a metric can have; NaN where there is none, or not known."""
     if metric == "attention_entropy":  # that of uniform attention
-        return reading.values.get(f"{metric}/null", math.nan)
+        return reading.column(metric).whole.get("null", math.nan)
     return 1.0 if metric == "attention_entropy_normalised" else math.nan
 
 
@@ -772,9 +751,11 @@ def annotate(panel: Axes, table: NDArray[np.float64], image: Any) -> None:
 
 def by_layer(reading: Reading, metric: str, layers: Sequence[int]) -> list[float]:
     """Collect the values of a metric at layers; NaN where there is none."""
-    return [reading.values.get(tags.layer_tag(metric, layer), math.nan) for layer in layers]
+    column = reading.column(metric)
+    return [column.at(layer) for layer in layers]
 
 
-def _scale(part: str) -> int:
-    """Parse the scale in a part of gride: 32 from "k32"."""
-    return int(part[1:] or 0)
+def scales_of(readings: Iterable[Reading]) -> list[int]:
+    """List the scales of gride, ascending: 32 for its part "k32"."""
+    parts = {part for reading in readings for part in reading.column("gride").parts}
+    return sorted(int(part[1:]) for part in parts if part[1:].isdigit())

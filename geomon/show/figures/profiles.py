@@ -1,20 +1,21 @@
 """Metrics over depth at several steps, the dimension by variant and scale, drift against cosine."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
-from geomon.analysis import Curve, curve_of, single_source
-from geomon.analysis.profile import bulge, peak_depth, profile_of
-from geomon.record import Readings, tags
+from geomon.analysis import single_source
+from geomon.analysis.profile import Correlation, bulge, correlate, peak_depth, profile_of
+from geomon.record import Reading, Readings
 from geomon.show.figures import panels
 from geomon.show.figures.colours import BLUE, GREY, LAYERS, STEPS, VERMILLION
 
 # What the profiles figure shows where no metric is asked for.
 _PROFILES = ("twonn", "anisotropy")
+_VARIANTS = ("twonn", "twonn_distinct", "gride")
 
 
 def dimension_figure(readings: Readings) -> Figure:
@@ -28,8 +29,7 @@ def dimension_figure(readings: Readings) -> Figure:
     Raises:
         NotMeasuredError: No variant was measured.
     """
-    variants = [name for name in ("twonn", "twonn_distinct", "gride") if readings.layers(name)]
-    if not variants:
+    if not any(reading.columns.keys() & set(_VARIANTS) for reading in readings):
         raise panels.NotMeasuredError(
             "the intrinsic dimension (twonn, twonn_distinct, gride) was not measured in this run"
         )
@@ -40,7 +40,7 @@ def dimension_figure(readings: Readings) -> Figure:
     panels.draw_loss(axes[0], readings)
     panels.caption(axes[0], "a", "Variants over training, mean over layers")
     if by_scale:
-        _draw_scales(axes[1], by_scale)
+        _draw_scales(axes[1], by_scale, readings.text_of("gride").label)
         panels.caption(axes[1], "b", "Dimension at each scale (gride), mean over layers")
     return figure
 
@@ -65,7 +65,7 @@ def profiles_figure(readings: Readings, metric: str | None = None) -> Figure:
     for letter, panel, name in zip("ab", axes, metrics, strict=False):
         panels.draw_profile(panel, readings, name)
         if len(readings.layers(name)) > 1:
-            profile = profile_of(panels.last_with(readings, name).values, name)
+            profile = profile_of(panels.last_with(readings, name), name)
             words = f"peak at depth {peak_depth(profile):.2f}, bulge {bulge(profile):+.2f}"
             panels.caption(panel, letter, f"At the last step: {words.replace('-', '−')}")
     figure.supxlabel(
@@ -89,28 +89,30 @@ def drift_figure(readings: Readings) -> Figure:
     for name in ("drift_norm", "cosine"):
         if not readings.layers(name):
             raise panels.NotMeasuredError(f"{name} was not measured in this run")
-    p_values = {
-        name: curve_of(readings, f"drift_cosine/{name}_p") for name in ("spearman", "pearson")
-    }
-    if not any(map(len, p_values.values())):
+    found = [
+        (reading, correlate(reading.column("drift_norm"), reading.column("cosine")))
+        for reading in single_source(readings)
+    ]
+    known = [
+        (reading, each) for reading, each in found if each and math.isfinite(each["pearson"].value)
+    ]
+    if not known:
         raise panels.NotMeasuredError(
             "the correlation of drift_norm and cosine needs 4 layers that vary or more"
         )
     figure = panels.new_figure(10.8, 4.3)
     across, over = figure.subplots(1, 2)
-    _draw_layers(across, readings)
-    _draw_p_values(over, p_values, len(readings.layers("cosine")))
+    _draw_layers(across, readings, *known[-1])
+    _draw_p_values(over, known, len(readings.layers("cosine")))
     panels.caption(over, "b", "Two-sided p-value of the correlation over layers")
     return figure
 
 
-def _draw_layers(panel: Axes, readings: Readings) -> None:
-    reading = panels.last_with(readings, "drift_cosine")
-    layers = [
-        layer
-        for layer in readings.layers("cosine")
-        if math.isfinite(reading.values.get(tags.layer_tag("drift_norm", layer), math.nan))
-    ]
+def _draw_layers(
+    panel: Axes, readings: Readings, reading: Reading, found: Mapping[str, Correlation]
+) -> None:
+    drifts = reading.column("drift_norm").by_layer()
+    layers = [layer for layer in reading.column("cosine").by_layer() if layer in drifts]
     drift, cosine = (panels.by_layer(reading, name, layers) for name in ("drift_norm", "cosine"))
     panel.plot(drift, cosine, color=GREY, lw=0.8, zorder=1)
     colours = panels.colours_of(len(layers), LAYERS)
@@ -121,30 +123,29 @@ def _draw_layers(panel: Axes, readings: Readings) -> None:
         )
     panels.plain(panel)
     panel.margins(0.12)
-    panel.set_xlabel("norm of the mean row (drift)", fontsize=10)
-    panel.set_ylabel("mean cosine between tokens", fontsize=10)
-    found = [
-        f"{words} {reading.values[f'drift_cosine/{name}']:+.2f}, "
-        f"p = {reading.values[f'drift_cosine/{name}_p']:.2g}"
-        for name, words in (("spearman", "Spearman"), ("pearson", "Pearson"))
-        if math.isfinite(reading.values.get(f"drift_cosine/{name}", math.nan))
+    panel.set_xlabel(readings.text_of("drift_norm").label, fontsize=10)
+    panel.set_ylabel(readings.text_of("cosine").label, fontsize=10)
+    words = [
+        f"{name.capitalize()} {each.value:+.2f}, p = {each.p_value:.2g}"
+        for name, each in found.items()
     ]
     panels.caption(panel, "a", f"A dot for each layer at step {reading.step:,}")
     panel.text(
-        0.03, 0.97, "\n".join(found).replace("-0", "−0"), transform=panel.transAxes, va="top",
+        0.03, 0.97, "\n".join(words).replace("-0", "−0"), transform=panel.transAxes, va="top",
         fontsize=9.5,
     )  # fmt: skip
 
 
-def _draw_p_values(panel: Axes, curves: Mapping[str, Curve], layers: int) -> None:
+def _draw_p_values(
+    panel: Axes, found: Sequence[tuple[Reading, Mapping[str, Correlation]]], layers: int
+) -> None:
     smallest = 2 / math.factorial(layers) if layers <= 9 else 0.0
-    lowest, steps = 0.05, []
-    for (name, curve), colour in zip(curves.items(), (BLUE, VERMILLION), strict=True):
-        steps += curve.steps
-        values = [max(value, 1e-16) for value in curve.values]
+    lowest, steps = 0.05, [reading.step for reading, _ in found]
+    for name, colour in (("spearman", BLUE), ("pearson", VERMILLION)):
+        values = [max(each[name].p_value, 1e-16) for _, each in found]
         lowest = min([lowest, *values])
         style: panels.Style = {"marker": "o", "ms": 3.5, "ls": "-" if colour == BLUE else "--"}
-        panel.plot(curve.steps, values, color=colour, label=name.capitalize(), **style)
+        panel.plot(steps, values, color=colour, label=name.capitalize(), **style)
     panels.step_axis(panel, steps)
     panel.set_yscale("log")
     panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -171,21 +172,18 @@ def _dimension_by_scale(readings: Readings) -> dict[int, dict[int, float]]:
     """Mean dimension by scale, for a few steps."""
     found = {}
     for reading in single_source(readings):
+        gride = reading.column("gride")
         by_scale = {
-            int(tag.part[1:]): value
-            for name, value in reading.values.items()
-            if name.startswith("gride/")
-            and (tag := tags.parse(name)) is not None
-            and tag.layer is None
-            and tag.part[1:].isdigit()
-            and math.isfinite(value)
+            scale: value
+            for scale in panels.scales_of([reading])
+            if math.isfinite(value := gride.parts[f"k{scale}"].mean)
         }
         if len(by_scale) > 1:
-            found[reading.step] = dict(sorted(by_scale.items()))
+            found[reading.step] = by_scale
     return {step: found[step] for step in panels.spread_steps(list(found))}
 
 
-def _draw_scales(panel: Axes, by_step: dict[int, dict[int, float]]) -> None:
+def _draw_scales(panel: Axes, by_step: dict[int, dict[int, float]], label: str) -> None:
     colours = panels.colours_of(len(by_step), STEPS)
     for colour, by_scale in zip(colours, by_step.values(), strict=True):
         panel.plot([*by_scale], [*by_scale.values()], color=colour, marker="o", ms=3.5, lw=1.8)
@@ -197,7 +195,7 @@ def _draw_scales(panel: Axes, by_step: dict[int, dict[int, float]]) -> None:
     panel.xaxis.set_major_formatter(FuncFormatter(lambda scale, _: f"{scale:.0f}"))
     panel.set_ylim(bottom=0)
     panel.set_xlabel("scale k: distances to neighbours k and 2k (logarithmic)", fontsize=10)
-    panel.set_ylabel("intrinsic dimension", fontsize=10)
+    panel.set_ylabel(label, fontsize=10)
     panel.yaxis.set_major_locator(MaxNLocator(nbins=7))
     panels.colour_bar(panel, [f"{step}" for step in by_step], STEPS, "step")
 

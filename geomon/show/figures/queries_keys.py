@@ -192,10 +192,10 @@ def cosines_figure(readings: Readings, metric: str = "qk_cosine") -> Figure:
     for panel in list(axes.flat)[len(shown) :]:
         panel.set_visible(False)
     figure.supxlabel("training step (logarithmic)", fontsize=10)
-    figure.supylabel(panels.AXIS_LABELS.get(metric, metric), fontsize=10)
+    figure.supylabel(readings.text_of(metric).label, fontsize=10)
     some = f"; {len(shown)} of {len(layers)} layers are drawn" if len(shown) < len(layers) else ""
     known = int(np.isfinite(table[-1]).sum())
-    label = panels.AXIS_LABELS.get(metric, metric)
+    label = readings.text_of(metric).label
     plain = f"{label}: a line for each of {known} heads"
     _title(figure, (plain if found is None else _count_of_heads(found)) + some)
     return figure
@@ -240,23 +240,20 @@ def _histories(readings: Readings, most: int) -> Iterator[HeadHistory]:
     steps = sorted(by_step)
     if not steps:
         return
-    for tag, last in by_step[steps[-1]].items():
-        name, _, place = tag.partition("/")
-        parsed = tags.parse(tag)
-        key_tag = f"mean_key/{place}"
-        if name != "mean_query" or parsed is None or parsed.layer is None:
-            continue
+    for layer in panels.array_layers(by_step[steps[-1]], "mean_query", readings):
+        tag, key_tag = (tags.layer_tag(name, layer) for name in ("mean_query", "mean_key"))
         if not all(tag in by_step[step] and key_tag in by_step[step] for step in steps):
             continue
+        last = by_step[steps[-1]][tag]
         key_heads = len(by_step[steps[-1]][key_tag])
         for head in range(len(last)):
             key = head * key_heads // len(last)
             yield HeadHistory(
-                parsed.layer, head, steps,
+                layer, head, steps,
                 np.stack([_floats(by_step[step][tag])[head] for step in steps]),
                 np.stack([_floats(by_step[step][key_tag])[key] for step in steps]),
-                [_rows(by_step[step], f"queries/{place}", head) for step in steps],
-                [_rows(by_step[step], f"keys/{place}", key) for step in steps],
+                [_rows(by_step[step], tags.layer_tag("queries", layer), head) for step in steps],
+                [_rows(by_step[step], tags.layer_tag("keys", layer), key) for step in steps],
             )  # fmt: skip
 
 

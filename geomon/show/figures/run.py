@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from geomon.record import Reading, Readings
+from geomon.record.columns import MetricText
 from geomon.show.figures import cards, panels
 from geomon.show.figures.colours import LAYERS, darken
 
@@ -41,10 +42,10 @@ def geometry_figure(readings: Readings, *, title: str | None = None) -> Figure:
         words = "layer" if many else "layer (c and d)"
         panels.colour_bar(axes[1, 1], [str(layer) for layer in layers], LAYERS, words)
     captions = (
-        "Intrinsic dimension, mean over layers",
-        "Anisotropy over depth",
-        f"Mean query against mean key, {'all heads' if many else 'one line per head'}",
-        "Attention entropy, one line per layer",
+        f"{panels.capitalised(readings, 'twonn')}, mean over layers",
+        f"{panels.capitalised(readings, 'anisotropy')} over depth",
+        f"{panels.capitalised(readings, 'qk_cosine')}{', all heads' if many else ' by head'}",
+        f"{panels.capitalised(readings, 'attention_entropy')} by layer",
     )
     for letter, words, panel in zip("abcd", captions, axes.flat, strict=True):
         panels.caption(panel, letter, words)
@@ -100,7 +101,7 @@ def profile_figure(readings: Readings, metric: str = "anisotropy") -> Figure:
     return figure
 
 
-def heads_figure(reading: Reading, metric: str) -> Figure:
+def heads_figure(reading: Reading, metric: str, *, text: MetricText | None = None) -> Figure:
     """Draw a metric of heads at one step as a matrix of layers and heads, for loggers.
 
     The scale of cosines is -1 to 1, that of the attention entropy 0 to that of uniform attention,
@@ -109,9 +110,9 @@ def heads_figure(reading: Reading, metric: str) -> Figure:
     Args:
         reading: Reading with the values.
         metric: Name of a metric with a value for each head.
+        text: How its scale is named; None for the name of the metric.
     """
-    layers, count = panels.layers_and_heads(reading.values, metric)
-    table = panels.head_table(reading, metric, layers, count)
+    layers, (table,) = panels.head_tables([reading], metric)
     rows, columns = table.shape
     width = min(max(2.6 + 0.55 * columns, 4.4), 8.5)
     height = min(max(1.3 + 0.32 * rows, 2.6), 8.5)
@@ -128,7 +129,7 @@ def heads_figure(reading: Reading, metric: str) -> Figure:
     if rows <= panels.MAX_NAMED and columns <= panels.MAX_NAMED:
         panels.annotate(panel, table, image)
     bar = figure.colorbar(image, ax=panel, pad=0.02)
-    bar.set_label(panels.AXIS_LABELS.get(metric, metric).replace("\n", " "), fontsize=9)
+    bar.set_label((text or MetricText(metric)).label, fontsize=9)
     bar.ax.tick_params(labelsize=8.5, length=2)
     bar.outline.set_visible(False)
     return figure

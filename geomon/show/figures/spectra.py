@@ -1,7 +1,5 @@
 """Spectra: eigenvalues of the covariance of the hidden states, by rank."""
 
-import math
-
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import Colormap
@@ -32,11 +30,7 @@ def spectra_figure(readings: Readings) -> Figure:
             "effective_rank or participation_ratio is measured"
         )
     last = max(by_step)
-    layers = sorted(
-        tag.layer
-        for tag in map(tags.parse, by_step[last])
-        if tag is not None and tag.metric == "eigenvalues" and tag.layer is not None
-    )
+    layers = panels.array_layers(by_step[last], "eigenvalues", readings)
     shown = list(dict.fromkeys([layers[len(layers) // 2], layers[-1]]))
     figure = panels.new_figure(0.6 + 4.6 * (1 + len(shown)), 4.2)
     axes = figure.subplots(1, 1 + len(shown), squeeze=False, sharey=True)[0]
@@ -58,7 +52,7 @@ def _shares(
     tag = tags.layer_tag("eigenvalues", layer)
     values = np.asarray(arrays.get(tag, []), dtype=np.float64)
     recorded = [
-        reading.values.get(tags.layer_tag("variance", layer), math.nan)
+        reading.column("variance").at(layer)
         for reading in single_source(readings)
         if reading.step == step
     ]

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geomon.analysis import summarise
-from geomon.analysis.alerts import alert_notes, is_alert
+from geomon.analysis.alerts import alert_notes
 from geomon.record import Reading, Readings, Sink
 from geomon.record.headline import HEADLINE, Detail, check_detail
 from geomon.record.sinks import Affords, LoggerSink
@@ -25,7 +25,6 @@ _GUIDE = (
     "*Images* shows it over training, beside maps of layers, steps and heads; *Time Series* has "
     "both, as the groups `Geometry` and `geomon`. Readings are few: set *Smoothing* to 0."
 )
-_NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 
 
 class BoardPages(Pages):
@@ -57,6 +56,7 @@ class BoardPages(Pages):
         self._name = name
         self._writers = writers
         self._pictures = pictures
+        self._named = () if isinstance(detail, str) else tuple(detail)
         self._scalars = LoggerSink(name, log, detail=detail, save=save, writers=writers)
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ class BoardPages(Pages):
         yield self._scalars
         yield BoardText(self._writers, name=self._name)
         if self._pictures:
-            yield Pictures(self._post, name=self._name, affords=affords)
+            yield Pictures(self._post, name=self._name, affords=affords, metrics=self._named)
 
     def _post(self, name: str, image: NDArray[np.uint8], step: int) -> None:
         for writer in self._writers():
@@ -121,8 +121,8 @@ class TensorBoard(BoardPages):
 class BoardText(RunDrawer):
     """Sink that writes the text of TensorBoard: the run in words, its alerts and its notes.
 
-    An alert is written at its reading, and so is a note, unless it differs from an earlier one in
-    numbers only. The run in words is written each time its step has doubled, and at the end.
+    An alert is written at its reading, and so is a note, unless there was one of its kind before.
+    The run in words is written each time its step has doubled, and at the end.
 
     Args:
         writers: Function that returns the `SummaryWriter`s.
@@ -134,7 +134,7 @@ class BoardText(RunDrawer):
         self._writers = writers
         self._name = name
         self._described: Mapping[str, Any] | None = None
-        self._noted: set[str] = set()
+        self._noted: set[tuple[str, str]] = set()
 
     def __str__(self) -> str:
         return f"writing text for {self._name}"
@@ -145,6 +145,7 @@ class BoardText(RunDrawer):
         Args:
             description: Description of the run, as the record holds it.
         """
+        super().describe(description)
         self._described = description
 
     def write(self, reading: Reading) -> None:
@@ -153,9 +154,9 @@ class BoardText(RunDrawer):
             self._post("geomon/4 model and options", _table(self._described), reading.step)
             self._described = None
         if alerts := alert_notes(reading):
-            self._post("geomon/2 alerts", _bullets(alerts), reading.step)
-        kinds = {_NUMBER.sub("", note): note for note in reading.notes if not is_alert(note)}
-        if new := [note for kind, note in kinds.items() if kind not in self._noted]:
+            self._post("geomon/2 alerts", _bullets(map(str, alerts)), reading.step)
+        kinds = {(note.stack, note.kind): note for note in reading.notes if not note.is_alert}
+        if new := [str(note) for kind, note in kinds.items() if kind not in self._noted]:
             self._post("geomon/3 notes", _bullets(new), reading.step)
         self._noted |= kinds.keys()
         super().write(reading)
@@ -186,7 +187,7 @@ def _table(description: Mapping[str, Any]) -> str:
 
 
 def _cell(value: Any) -> str:
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | Mapping):
         listed = ", ".join(map(str, value))
         return _escape(listed if len(listed) < 120 else f"{len(value)}: {listed}")
     return _escape(str(value))

@@ -2,13 +2,15 @@
 
 import itertools
 import math
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from geomon.analysis import Curve, curve_of, single_source
-from geomon.analysis.alerts import alert_notes, kind_of
-from geomon.analysis.profile import head_values, profile_of
-from geomon.record import Reading, Readings, tags
+from geomon.analysis.alerts import first_alerts
+from geomon.analysis.profile import profile_of
+from geomon.record import Reading, Readings
+from geomon.show.loggers.history import BY_HEAD, BY_LAYER
 
 try:
     import plotly.graph_objects as go
@@ -17,9 +19,9 @@ except ImportError as error:
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish.
 _CURVES = (
-    ("TwoNN, all tokens", tags.mean_tag("twonn"), "0,114,178"),
-    ("TwoNN, one per (token, position)", tags.mean_tag("twonn_distinct"), "213,94,0"),
-    ("Gride at scale 32, all tokens", tags.mean_tag("gride", "k32"), "0,158,115"),
+    ("twonn", "", "0,114,178"),
+    ("twonn_distinct", "", "213,94,0"),
+    ("gride", "k32", "0,158,115"),
 )
 _ALERT = "#A8488A"
 # Viridis without its pale end, which vanishes on white.
@@ -27,42 +29,55 @@ _STEPS = ("#440154", "#404387", "#29788E", "#22A784", "#79D151", "#C2C21D")
 _PROFILES = len(_STEPS)
 # Ratio of the estimates above which their axis is logarithmic.
 _MAX_LINEAR_RATIO = 4.0
-_LABELS = {
-    "twonn": "intrinsic dimension (TwoNN)",
-    "anisotropy": "anisotropy (share of variance along the first direction)",
-    "attention_entropy": "attention entropy (nats)",
-    "qk_cosine": "cosine of mean query and mean key",
-}
 
 
-def charts_of(readings: Readings, reading: Reading) -> dict[str, go.Figure]:
+def charts_of(
+    readings: Readings, reading: Reading, metrics: Iterable[str] = ()
+) -> dict[str, go.Figure]:
     """Draw the charts that there are values for, by their names.
 
     Args:
         readings: Readings of the main stack of a run, thinned.
         reading: The last reading, with all its values.
+        metrics: Names of metrics that are drawn over training and over depth besides.
     """
-    uniform = reading.values.get("attention_entropy/null", math.nan)
-    charts = {
-        "1_intrinsic_dimension": _dimension(readings),
-        "2_anisotropy_over_depth": _profile(readings, "anisotropy"),
-        "3_intrinsic_dimension_by_layer": _layers(readings, "twonn"),
-        "4_anisotropy_by_layer": _layers(readings, "anisotropy"),
-        "5_attention_entropy_by_layer": _layers(readings, "attention_entropy"),
-        "6_query_and_key_by_head": _heads(reading, "qk_cosine", -1.0, 1.0),
-        "7_attention_entropy_by_head": _heads(reading, "attention_entropy", 0.0, uniform),
-    }
-    return {name: chart for name, chart in charts.items() if chart is not None}
+    uniform = reading.column("attention_entropy").whole.get("null", math.nan)
+    ranges = {"qk_cosine": (-1.0, 1.0), "attention_entropy": (0.0, uniform)}
+    drawn = [
+        ("twonn", "", _over_training(readings, "twonn", _CURVES)),
+        ("anisotropy", "over_depth", _profile(readings, "anisotropy")),
+        *((metric, "by_layer", _layers(readings, metric)) for metric in BY_LAYER),
+        *(
+            (metric, "by_head", _heads(readings, reading, metric, *ranges[metric]))
+            for metric in BY_HEAD
+        ),
+    ]
+    for metric in metrics:
+        curves = ((metric, "", _CURVES[0][-1]),)
+        drawn.append((metric, "", _over_training(readings, metric, curves)))
+        drawn.append((metric, "over_depth", _profile(readings, metric)))
+    charts = {}
+    for number, (metric, how, chart) in enumerate(drawn, start=1):
+        if chart is not None:
+            title = re.sub(r"\W+", "_", readings.text_of(metric).title)
+            charts["_".join(filter(None, (str(number), title, how)))] = chart
+    return charts
 
 
-def _dimension(readings: Readings) -> go.Figure | None:
-    """Draw the intrinsic dimension over training, with bands for the 95 % intervals."""
-    curves = [(name, curve_of(readings, tag), colour) for name, tag, colour in _CURVES]
+def _over_training(
+    readings: Readings, metric: str, drawn: Sequence[tuple[str, str, str]]
+) -> go.Figure | None:
+    """Draw means over layers with bands for the 95 % intervals; of metric, part and colour."""
+    curves = [
+        (readings.text_of(name).title_of(part), curve_of(readings, name, part=part), colour)
+        for name, part, colour in drawn
+    ]
     curves = [entry for entry in curves if len(entry[1])]
     if not curves:
         return None
     axis = _StepAxis(sorted({step for _, curve, _ in curves for step in curve.steps}))
-    chart = _figure("intrinsic dimension, mean over layers (band: 95 % interval)")
+    band = " (band: 95 % interval)" * any(any(curve.margins) for _, curve, _ in curves)
+    chart = _figure(f"{readings.text_of(metric).label}, mean over layers{band}")
     for name, curve, colour in curves:
         chart.add_traces(_band(axis, curve, colour))
         chart.add_scatter(
@@ -70,11 +85,13 @@ def _dimension(readings: Readings) -> go.Figure | None:
             line={"color": f"rgb({colour})"}, mode="lines+markers", marker={"size": 4},
             hovertemplate="step %{customdata}: %{y:.2f}",
         )  # fmt: skip
-    for step, words in _alerts(readings):
+    for alert in first_alerts(readings):
         chart.add_vline(
-            axis.place(step), line={"color": _ALERT, "dash": "dot"},
-            annotation={"text": kind_of(words), "font": {"color": _ALERT}},
+            axis.place(alert.step), line={"color": _ALERT, "dash": "dot"},
+            annotation={"text": alert.kind, "font": {"color": _ALERT}},
         )  # fmt: skip
+    if len(drawn) == 1:
+        _add_null(chart, readings, metric)
     lowest, highest = (pick(v for _, c, _ in curves for v in c.values) for pick in (min, max))
     far_apart = lowest > 0 and highest / lowest > _MAX_LINEAR_RATIO
     scale = {"type": "log", "dtick": "D2"} if far_apart else {"rangemode": "tozero"}
@@ -106,10 +123,10 @@ def _profile(readings: Readings, metric: str) -> go.Figure | None:
     count = min(_PROFILES, len(selected))
     indices = {round(i * (len(selected) - 1) / max(count - 1, 1)) for i in range(count)}
     drawn = [selected[index] for index in sorted(indices)]
-    chart = _figure(_LABELS[metric])
+    chart = _figure(readings.text_of(metric).label)
     for place, reading in enumerate(drawn):
         colour = _STEPS[round(place * (_PROFILES - 1) / max(len(drawn) - 1, 1))]
-        profile = profile_of(reading.values, metric)
+        profile = profile_of(reading, metric)
         chart.add_scatter(
             x=list(range(len(profile))), y=_shown(profile), name=f"step {reading.step}",
             line={"color": colour}, hovertemplate="layer %{x}: %{y:.3f}",
@@ -118,7 +135,19 @@ def _profile(readings: Readings, metric: str) -> go.Figure | None:
         xaxis={"title": {"text": "layer (0 = what enters the first block)"}, "dtick": None},
         yaxis={"rangemode": "tozero"},
     )
+    _add_null(chart, readings, metric)
     return chart
+
+
+def _add_null(chart: go.Figure, readings: Readings, metric: str) -> None:
+    """Draw a line at the null of a metric, where the last reading has one."""
+    null = readings[-1].column(metric).whole.get("null", math.nan)
+    if math.isfinite(null):
+        words = readings.text_of(metric).null or "null"
+        chart.add_hline(
+            null, line={"color": "#767676", "dash": "dot", "width": 1},
+            annotation={"text": f"{words}: {null:.2g}", "font": {"size": 10}},
+        )  # fmt: skip
 
 
 def _layers(readings: Readings, metric: str) -> go.Figure | None:
@@ -127,7 +156,7 @@ def _layers(readings: Readings, metric: str) -> go.Figure | None:
     if not selected:
         return None
     axis = _StepAxis([reading.step for reading in selected])
-    profiles = [profile_of(reading.values, metric) for reading in selected]
+    profiles = [profile_of(reading, metric) for reading in selected]
     depth = max(map(len, profiles))
     table = [[_shown(profile)[layer] for profile in profiles] for layer in range(depth)]
     known = [value for row in table for value in row if value is not None]
@@ -140,7 +169,8 @@ def _layers(readings: Readings, metric: str) -> go.Figure | None:
     chart = _figure("layer 0 lies beyond the colours" if beyond else "")
     chart.add_heatmap(
         z=table[first:], x=axis.edges(), y=list(range(first, depth)), colorscale="Cividis",
-        zmin=min(0.0, *known), zmax=max(blocks), colorbar={"title": _side(_LABELS[metric])},
+        zmin=min(0.0, *known), zmax=max(blocks),
+        colorbar={"title": _side(readings.text_of(metric).label)},
         customdata=[[reading.step for reading in selected]] * (depth - first),
         hovertemplate="step %{customdata}, layer %{y}: %{z:.3f}<extra></extra>",
     )  # fmt: skip
@@ -148,9 +178,11 @@ def _layers(readings: Readings, metric: str) -> go.Figure | None:
     return chart
 
 
-def _heads(reading: Reading, metric: str, low: float, high: float) -> go.Figure | None:
+def _heads(
+    readings: Readings, reading: Reading, metric: str, low: float, high: float
+) -> go.Figure | None:
     """Draw a metric of heads as a matrix of layers and heads, on a scale that stays as it is."""
-    places = head_values(reading.values, metric)
+    places = reading.column(metric).by_head()
     if not places:
         return None
     layers = sorted({layer for layer, _ in places})
@@ -161,7 +193,7 @@ def _heads(reading: Reading, metric: str, low: float, high: float) -> go.Figure 
         z=[[places.get((layer, head)) for head in heads] for layer in layers],
         x=heads, y=layers, zmin=low, zmax=high if math.isfinite(high) else max(places.values()),
         colorscale="RdBu" if signed else "Cividis", reversescale=signed,
-        colorbar={"title": _side(_LABELS[metric])},
+        colorbar={"title": _side(readings.text_of(metric).label)},
         hovertemplate="layer %{y}, head %{x}: %{z:.3f}<extra></extra>",
     )  # fmt: skip
     chart.update_layout(
@@ -214,15 +246,6 @@ class _StepAxis:
             "tickvals": self.places(named),
             "ticktext": [f"{step:,}" for step in named],
         }
-
-
-def _alerts(readings: Readings) -> list[tuple[int, str]]:
-    """List the first alert of each kind, with its step."""
-    found: dict[str, tuple[int, str]] = {}
-    for reading in readings:
-        for words in alert_notes(reading):
-            found.setdefault(kind_of(words), (reading.step, words))
-    return list(found.values())
 
 
 def _shown(values: Sequence[float]) -> list[float | None]:

@@ -2,18 +2,20 @@
 
 import abc
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import chain
+from typing import Any
 
-from geomon.analysis.alerts import is_alert
-from geomon.record import Reading, Readings, tags
+from msgspec.structs import replace
+
+from geomon.record import Reading, Readings
 from geomon.record.sinks import Affords
 
+# What pages draw by layer and by head.
+BY_LAYER = ("twonn", "anisotropy", "attention_entropy")
+BY_HEAD = ("qk_cosine", "attention_entropy")
 # What pages draw and describe of a reading: a large model's has tens of thousands of values.
-_SHOWN = (
-    "twonn", "twonn_distinct", "gride", "anisotropy", "qk_cosine", "attention_entropy",
-)  # fmt: skip
+_SHOWN = frozenset({*BY_LAYER, *BY_HEAD, "twonn_distinct", "gride"})
 # Smallest ratio of the steps of two readings kept. Four readings for each octave of steps make
 # about a hundred in a long run; 0.99 allows for rounded steps.
 _KEPT_RATIO = 2 ** (1 / 4) * 0.99
@@ -30,9 +32,17 @@ class RunHistory:
     """Readings of the main stack of a run, thinned: memory grows with the logarithm of the steps.
 
     A reading with an alert is kept in any case.
+
+    Args:
+        metrics: Names of metrics that are kept beside the usual ones.
+
+    Attributes:
+        runs: The description of the run, once it is known.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, metrics: Collection[str] = ()) -> None:
+        self._shown = _SHOWN | set(metrics)
+        self.runs: list[dict[str, Any]] = []
         self._kept: list[Reading] = []
         self._last: Reading | None = None
 
@@ -47,24 +57,21 @@ class RunHistory:
         Args:
             reading: A reading.
         """
-        self._last = last = Readings([], [reading]).of_stack()[0]
+        self._last = last = replace(reading, stacks={"": reading.columns})
         spaced = not self._kept or last.step >= _KEPT_RATIO * self._kept[-1].step
-        if spaced or any(map(is_alert, last.notes)):
-            self._kept.append(_select_shown(last))
+        if spaced or any(note.is_alert for note in last.notes):
+            self._kept.append(self._select_shown(last))
 
     def readings(self) -> Readings:
         """Return the readings that are kept, and the last one."""
         kept = list(self._kept)
         if self._last is not None and self._last.step != kept[-1].step:
-            kept.append(_select_shown(self._last))
-        return Readings([], kept)
+            kept.append(self._select_shown(self._last))
+        return Readings(self.runs, kept)
 
-
-def _select_shown(reading: Reading) -> Reading:
-    parsed = {tag: tags.parse(tag) for tag in reading.values}
-    selected = {tag for tag, parts in parsed.items() if parts and parts.metric in _SHOWN}
-    nulls = {f"{metric}/null" for metric in _SHOWN} & reading.values.keys()
-    return replace(reading, values={tag: reading.values[tag] for tag in selected | nulls})
+    def _select_shown(self, reading: Reading) -> Reading:
+        shown = {name: each for name, each in reading.columns.items() if name in self._shown}
+        return replace(reading, stacks={"": shown})
 
 
 class RunDrawer(abc.ABC):
@@ -78,16 +85,28 @@ class RunDrawer(abc.ABC):
         affords: Function of a number of seconds that returns whether drawing may take them now; if
             not, the next reading is tried.
         first_cost: Seconds expected for the first part, which imports what it draws with.
+        metrics: Names of metrics that are drawn beside the usual ones.
     """
 
-    def __init__(self, *, affords: Affords, first_cost: float) -> None:
+    def __init__(
+        self, *, affords: Affords, first_cost: float, metrics: Collection[str] = ()
+    ) -> None:
         self._affords = affords
+        self._metrics = tuple(metrics)
         self._cost = first_cost  # seconds expected for the next part
-        self._history = RunHistory()
+        self._history = RunHistory(metrics)
         self._drawn_at = -1
         self._left: Iterator[Part] = iter(())  # of the last drawing, for want of time
         self._began = time.perf_counter()
         self._spent = 0.0
+
+    def describe(self, description: Mapping[str, Any]) -> None:
+        """Take the description of the run, which says how its metrics are called.
+
+        Args:
+            description: Description of the run, as the record holds it.
+        """
+        self._history.runs = [dict(description)]
 
     def write(self, reading: Reading) -> None:
         """Draw the run if the step is at least twice that of the last drawing, and time allows.
@@ -112,7 +131,7 @@ class RunDrawer(abc.ABC):
         fresh = reading.step != self._drawn_at
         drawing = self._draw(self._history.readings(), reading, fresh=fresh, last=True)
         self._make_parts_of(drawing if fresh else chain(self._left, drawing), last=True)
-        self._history = RunHistory()
+        self._history = RunHistory(self._metrics)
 
     def _make_parts_of(self, drawing: Iterator[Part], *, last: bool) -> None:
         """Make the parts of a drawing that there is time for; one that fails keeps no other back.

@@ -1,7 +1,7 @@
 """Pictures for loggers, drawn while the model trains: cards of one panel each."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from geomon.record import Reading, Readings
 from geomon.record.sinks import Affords
-from geomon.show.loggers.history import Part, RunDrawer
+from geomon.show.loggers.history import BY_HEAD, BY_LAYER, Part, RunDrawer
 
 # Takes the name of a picture, its pixels (uint8 [height, width, 3]) and the step.
 Post = Callable[[str, NDArray[np.uint8], int], object]
@@ -39,6 +39,7 @@ class Pictures(RunDrawer):
         name: Name of the logger, for messages.
         affords: Function of a number of seconds that returns whether drawing may take them now; if
             not, the next reading is tried.
+        metrics: Names of metrics whose profile over depth is drawn besides.
     """
 
     def __init__(
@@ -47,11 +48,13 @@ class Pictures(RunDrawer):
         *,
         name: str = "the logger",
         affords: Affords = lambda seconds: True,
+        metrics: Collection[str] = (),
     ) -> None:
         imported = "matplotlib" in sys.modules
         super().__init__(
-            affords=affords, first_cost=_FIRST_COST_IMPORTED if imported else _FIRST_COST
-        )
+            affords=affords, metrics=metrics,
+            first_cost=_FIRST_COST_IMPORTED if imported else _FIRST_COST,
+        )  # fmt: skip
         self._post = post
         self._name = name
 
@@ -63,7 +66,7 @@ class Pictures(RunDrawer):
     ) -> Iterator[Part]:
         from geomon.show import figures  # imports matplotlib: only when it is needed
 
-        for name, figure in _figures(readings, reading, fresh=fresh, last=last):
+        for name, figure in _figures(readings, reading, self._metrics, fresh=fresh, last=last):
 
             def post(name: str = name, figure: Callable[[], Any] = figure) -> None:
                 self._post(name, figures.as_image(figure()), reading.step)
@@ -72,34 +75,35 @@ class Pictures(RunDrawer):
 
 
 def _figures(
-    readings: Readings, reading: Reading, *, fresh: bool, last: bool
+    readings: Readings, reading: Reading, metrics: Collection[str], *, fresh: bool, last: bool
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Give the pictures that there are values for: names, and functions that draw them."""
     from geomon.show.figures import cards, geometry_figure, heads_figure, profile_figure
-    from geomon.show.figures.panels import layers_and_heads
+
+    def card(number: int, metric: str, how: str) -> str:
+        return f"Geometry/{number} {readings.text_of(metric).title} {how}".rstrip()
 
     began = reading.step >= _FIRST_RUN
     if fresh:
-        if any(readings.series(tag)[0] for tag in cards.DIMENSIONS):
-            yield "Geometry/1 intrinsic dimension", partial(cards.dimension_figure, readings)
-        if reading.layers("anisotropy"):
-            profile = partial(profile_figure, readings, "anisotropy")
-            yield "Geometry/2 anisotropy over depth", profile
-        maps = (
-            ("3 intrinsic dimension by layer", "twonn"),
-            ("4 anisotropy by layer", "anisotropy"),
-            ("5 attention entropy by layer", "attention_entropy"),
-        )
-        for name, metric in maps:
+        if any(each.columns.keys() & set(cards.DIMENSIONS) for each in readings):
+            yield card(1, "twonn", ""), partial(cards.dimension_figure, readings)
+        for metric in ("anisotropy", *metrics):
+            if reading.layers(metric):
+                profile = partial(profile_figure, readings, metric)
+                yield card(2, metric, "over depth"), profile
+        for number, metric in enumerate(BY_LAYER, start=3):
             if began and readings.layers(metric):
-                yield f"Geometry/{name}", partial(cards.layers_figure, readings, metric)
-        heads = (
-            ("6 query and key by head", "qk_cosine"),
-            ("7 attention entropy by head", "attention_entropy"),
-        )
-        for name, metric in heads:
-            if layers_and_heads(reading.values, metric)[0]:
-                yield f"Geometry/{name}", partial(heads_figure, reading, metric)
+                yield (
+                    card(number, metric, "by layer"),
+                    partial(cards.layers_figure, readings, metric),
+                )
+        for number, metric in enumerate(BY_HEAD, start=6):
+            if reading.column(metric).by_head():
+                text = readings.text_of(metric)
+                yield (
+                    card(number, metric, "by head"),
+                    partial(heads_figure, reading, metric, text=text),
+                )
     if last and began:
         yield "Geometry/8 whole run", partial(geometry_figure, readings)
 

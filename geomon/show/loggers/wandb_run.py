@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from geomon.analysis import find_phase
-from geomon.analysis.alerts import alert_notes, dimension_of, kind_of
+from geomon.analysis.alerts import alert_notes, dimension_of
 from geomon.record import Reading, Readings, Sink
 from geomon.record.headline import HEADLINE, Charts, Detail
 from geomon.record.sinks import Affords
@@ -25,8 +25,6 @@ _MANY_WAITING = 3
 _ALERT_PAUSE = 600
 # Seconds expected for the first charts, which import plotly.
 _FIRST_COST = 1.0
-# Ends of an interval that have no panel: the chart of the intrinsic dimension has them as a band.
-_HIDDEN = {"twonn_low", "twonn_high"}
 
 
 class WandB(Pages):
@@ -91,6 +89,7 @@ class WandBRows:
 
     def __init__(self, run: Any, *, alone: bool, detail: Detail) -> None:
         self._charts = Charts(detail)
+        self.named = self._charts.named
         self._run: Any = None
         self._alone = alone
         self._waiting: deque[dict[str, Any]] = deque()  # rows that have not been logged yet
@@ -98,7 +97,7 @@ class WandBRows:
         self._joined: tuple[int, int] | None = None
         self._defined: set[str] = set()
         self._flushed_by_run = False
-        self._description: Mapping[str, Any] | None = None
+        self._description: dict[str, Any] | None = None
         if run is not None:
             self._follow(run)
 
@@ -108,7 +107,10 @@ class WandBRows:
         Args:
             description: Description of the run, as the record holds it.
         """
-        self._description = description
+        self._charts.describe(description)
+        texts = description.get("metrics")
+        names = {"metrics": list(texts)} if isinstance(texts, dict) else {}
+        self._description = {**description, **names}
         if self.run is not None:
             self._configure()
 
@@ -137,7 +139,8 @@ class WandBRows:
             return
         for name in values.keys() - self._defined:  # a pattern may give way to the training's own
             self._defined.add(name)
-            hidden = name.rpartition("/")[2] in _HIDDEN
+            # The chart of the intrinsic dimension has the ends of its interval as a band.
+            hidden = self._charts.is_end(name)
             self._run.define_metric(name, step_metric=_STEP, hidden=hidden)
         self._log(dict(values), step)
 
@@ -157,7 +160,7 @@ class WandBRows:
 
     def _configure(self) -> None:
         if self._description is not None:
-            self._run.config.update({"geomon": dict(self._description)}, allow_val_change=True)
+            self._run.config.update({"geomon": self._description}, allow_val_change=True)
 
     def _log(self, values: dict[str, Any], step: int) -> None:
         if getattr(self._run, "disabled", False):
@@ -223,7 +226,7 @@ class WandBSummary:
     def write(self, reading: Reading) -> None:
         """Bring the summary up to date."""
         self._alerts += len(alert_notes(reading))
-        value, error = dimension_of(reading)
+        value, error, _ = dimension_of(reading)
         if math.isfinite(value):
             self._curves.setdefault(reading.source, []).append((reading.step, value, error))
         run = self._rows.run
@@ -270,10 +273,11 @@ class WandBAlerts:
         alerts = alert_notes(reading)
         if not alerts or self._rows.run is None:
             return
-        for words in alerts:
+        for alert in alerts:
+            title = f"geomon: {alert.kind.replace('_', ' ')}"
             self._rows.run.alert(
-                title=f"geomon: {kind_of(words)}"[:63],  # of 64 characters W&B takes none
-                text=f"Step {reading.step}: {words}",
+                title=title[:63],  # of 64 characters W&B takes none
+                text=f"Step {reading.step}: {alert}",
                 level="WARN",
                 wait_duration=_ALERT_PAUSE,
             )
@@ -294,7 +298,7 @@ class WandBCharts(RunDrawer):
     """
 
     def __init__(self, rows: WandBRows, *, affords: Affords) -> None:
-        super().__init__(affords=affords, first_cost=_FIRST_COST)
+        super().__init__(affords=affords, first_cost=_FIRST_COST, metrics=rows.named)
         self._rows = rows
 
     def __str__(self) -> str:
@@ -308,7 +312,7 @@ class WandBCharts(RunDrawer):
 
             from geomon.show.loggers.charts import charts_of
 
-            charts = charts_of(readings, reading)
+            charts = charts_of(readings, reading, self._metrics)
             logged = {f"geomon_charts/{name}": wandb.Plotly(c) for name, c in charts.items()}
             self._rows.log(logged, reading.step)
 

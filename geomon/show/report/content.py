@@ -5,58 +5,53 @@ heads to a few dozen, and numbers are rounded to five digits.
 """
 
 import math
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from geomon.analysis import Curve, curve_of, mean_abs_over_heads, single_source, summarise
-from geomon.analysis.alerts import alert_notes, is_alert
-from geomon.record import Readings, tags
+from geomon.analysis import Curve, curve_of, single_source, summarise
+from geomon.analysis.alerts import first_alerts
+from geomon.analysis.curves import plain_curve, training_curve
+from geomon.record import Reading, Readings, tags
+from geomon.record.columns import MetricText, Place
+from geomon.record.headline import beside, headlines_of
 from geomon.record.printable import printable
 from geomon.show.loading import load, name_runs
 from geomon.show.numbers import with_margin
-from geomon.show.report.glossary import MEANINGS
 
 # Largest numbers of steps in curves, and in what a slider moves over.
 _MOST_POINTS, _MOST_STEPS = 400, 32
 # What describes a start of a run and nothing that distinguishes it from runs beside it.
 _OF_A_START = ("time", "from_step", "seed", "training/seed")
-_ALERT = re.compile(r"(?P<words>.*) \((?P<link>docs/alerts\.md#\w+)\)", re.DOTALL)
+# What the page says of values that are of no metric.
+_LOGGED = "Values that the training logs, its loss for instance."
+_COST = "What geomon costs: overhead is its share of the time of the training."
+_OVERHEAD = "share of the time that geomon takes"
 
-# Keys of curves that are of no single tag.
-_LARGEST = "anisotropy, largest layer"
-_ALIGNMENT = "qk_cosine, mean size over heads"
-_TWONN = tags.mean_tag("twonn")
 
-# Titles of charts, their units, and the curves in them with their names.
-CHARTS = (
-    (
-        "Intrinsic dimension", "dimension",
-        {_TWONN: "all tokens (twonn)", tags.mean_tag("twonn_distinct"): "distinct tokens",
-         tags.mean_tag("gride", "k32"): "at scale 32 (gride)"},
-    ),
-    (
-        "Anisotropy", "share of the variance",
-        {tags.mean_tag("anisotropy"): "mean over layers", _LARGEST: "largest layer"},
-    ),
-    (
-        "Attention entropy", "nats",
-        {tags.mean_tag("attention_entropy"): "mean over heads",
-         tags.mean_tag("attention_entropy", "min"): "lowest head of each layer, mean"},
-    ),
-    ("Mean query against mean key", "|cosine|", {_ALIGNMENT: "mean over heads"}),
-    ("Effective rank", "directions", {tags.mean_tag("effective_rank"): "mean over layers"}),
-    ("Length of the mean hidden state", "norm", {tags.mean_tag("drift_norm"): "mean over layers"}),
-    ("Attention on the first key", "share", {tags.mean_tag("attention_sink"): "mean over heads"}),
-    ("Training loss", "loss", {tags.training_tag(tags.LOSS): "training loss"}),
-    # Of its own: the function that gives it may have another unit.
-    ("Loss on the probe", "loss", {tags.training_tag(tags.PROBE_LOSS): "loss on the probe"}),
-)  # fmt: skip
+class Drawn(NamedTuple):
+    """A curve, and how the page speaks of it.
+
+    Attributes:
+        curve: The curve.
+        label: What it is, in words.
+        unit: Label of its axis.
+        meaning: A sentence on what it says.
+        chart: Title of the chart in which it stands; "" where it is drawn only if it is chosen.
+        null: Value of rows without structure and its words; None where it is not known.
+    """
+
+    curve: Curve
+    label: str
+    unit: str
+    meaning: str
+    chart: str = ""
+    null: tuple[float, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -102,30 +97,104 @@ def build_content(runs: Sequence[Run]) -> dict[str, Any]:
     Args:
         runs: Runs, at least one.
     """
-    contents = [_run_content(run) for run in runs]
+    drawn = [_drawn(Readings(run.readings.runs, single_source(run.readings))) for run in runs]
+    contents = [_run_content(run, curves) for run, curves in zip(runs, drawn, strict=True)]
     groups = _seed_groups(runs)
-    present = {tag for content in contents for tag in content["curves"]}
-    charts = [
-        {"title": title, "unit": unit, "lines": {t: n for t, n in lines.items() if t in present}}
-        for title, unit, lines in CHARTS
-        if present & lines.keys()
-    ]
-    metrics = {name.partition("/")[0].partition(",")[0] for name in present}
-    metrics |= {m for content in contents for m in content["profiles"]["values"]}
+    present = {name: each for curves in reversed(drawn) for name, each in curves.items()}
+    charts: dict[str, dict[str, Any]] = {}
+    for name, each in present.items():
+        if each.chart:
+            empty: dict[str, Any] = {"title": each.chart, "unit": each.unit, "lines": {}}
+            charts.setdefault(each.chart, empty)["lines"][name] = each.label
+    texts = _texts_of([run.readings for run in runs])
     return {
         "runs": contents,
         "groups": groups,
-        "charts": charts,
-        "curves": sorted(present),
+        "charts": list(charts.values()),
+        "curves": {
+            name: {"label": each.label, "unit": each.unit, "meaning": each.meaning}
+            for name, each in sorted(present.items())
+        },
+        "titles": {name: printable(text.label) for name, text in texts.items()},
         "configuration": _configuration(runs),
         "cost_labels": list(dict.fromkeys(label for c in contents for label in c["cost"])),
-        "glossary": {name: text for name, text in MEANINGS.items() if name in metrics},
-    }
+        "glossary": {
+            **{printable(f"{text.title} ({name})"): printable(text.meaning)
+               for name, text in texts.items() if text.meaning},
+            "training": _LOGGED, "geomon": _COST,
+        },
+    }  # fmt: skip
 
 
-def _run_content(run: Run) -> dict[str, Any]:
-    selected = Readings([], single_source(run.readings))
-    curve = curve_of(selected, _TWONN)
+def _texts_of(runs: Sequence[Readings]) -> dict[str, MetricText]:
+    """How the page speaks of each metric of runs, by its name."""
+    every = {name: run for run in reversed(runs) for each in run for name in each.columns}
+    listed = [name for run in runs for name in run.metrics if name in every]
+    return {name: every[name].text_of(name) for name in dict.fromkeys([*listed, *every])}
+
+
+def _drawn(readings: Readings) -> dict[str, Drawn]:
+    """The curves of a run by name, those of charts first for each metric."""
+    drawn: dict[str, Drawn] = {}
+    for metric, text in _texts_of([readings]).items():
+        chart = printable(readings.text_of(beside(metric)).title)
+        headlines = {each.tag or each.name: each for each in headlines_of(metric, text)}
+        places = {place.tag: place for place in _means(readings, metric)}
+        for name in dict.fromkeys([*headlines, *places]):
+            headline, place = headlines.get(name), places.get(name, Place("", metric, kind=""))
+            if headline is not None and not headline.chart:
+                continue  # an end of the interval, which is a band
+            words = f"{text.title_of(place.part)}, mean over layers"
+            if place.kind == "value":
+                curve = curve_of(readings, metric, part=place.part)
+            else:
+                find = headline.value if headline else partial(_find, place)
+                curve, words = plain_curve(readings, find), f"{words}, {place.name or place.kind}"
+            drawn[name] = Drawn(
+                curve, printable(headline.words if headline else words), printable(text.label),
+                printable(text.meaning), chart if headline else "",
+                _null_of(readings, metric) if place == Place("", metric) else None,
+            )  # fmt: skip
+    for name in dict.fromkeys(name for reading in readings for name in reading.training):
+        # A loss on the probe is of its own: the function that gives it may have another unit.
+        title = {tags.LOSS: "training loss", tags.PROBE_LOSS: "loss on the probe"}.get(name, "")
+        drawn[tags.training_tag(name)] = Drawn(
+            training_curve(readings, name), title or printable(f"training {name}"),
+            "loss" if title else "", _LOGGED, title,
+        )  # fmt: skip
+    overhead = plain_curve(readings, lambda reading: reading.overhead)
+    drawn[tags.OVERHEAD] = Drawn(overhead, _OVERHEAD, "", _COST)
+    return {name: each for name, each in drawn.items() if len(each.curve)}
+
+
+def _find(place: Place, reading: Reading) -> float:
+    return place.find(reading.stacks)
+
+
+def _null_of(readings: Readings, metric: str) -> tuple[float, str] | None:
+    null = _rounded(readings[-1].column(metric).whole.get("null", math.nan))
+    return None if null is None else (null, printable(readings.text_of(metric).null or "null"))
+
+
+def _means(readings: Readings, metric: str) -> list[Place]:
+    """List what the readings have of a metric over all layers, but for deviations."""
+    every: dict[Place, None] = {}
+    for column in (reading.columns[metric] for reading in readings if metric in reading.columns):
+        for part, own in {"": column, **column.parts}.items():
+            base = Place("", metric, part)
+            if part.rpartition("/")[2] == "std":
+                continue
+            if any(own.depths()) or not math.isnan(own.mean):
+                every[base] = None
+            if own.heads:
+                every |= dict.fromkeys(base._replace(kind=kind) for kind in ("min", "max"))
+            every |= dict.fromkeys(base._replace(kind="whole", name=name) for name in own.whole)
+    return list(every)
+
+
+def _run_content(run: Run, curves: Mapping[str, Drawn]) -> dict[str, Any]:
+    selected = Readings(run.readings.runs, single_source(run.readings))
+    curve = curve_of(selected, "twonn")
     phase = curve.phase() if len(curve) else None
     return {
         "name": printable(run.name),
@@ -137,7 +206,7 @@ def _run_content(run: Run) -> dict[str, Any]:
         "alerts": _alerts(run.readings),
         "notes": _notes(run.readings),
         "cost": dict(_cost(run.readings)),
-        "curves": _curves(selected),
+        "curves": {name: _points(each) for name, each in curves.items()},
         **_depth(selected),
     }
 
@@ -163,45 +232,36 @@ def _numbers(readings: Readings, curve: Curve) -> list[tuple[str, str]]:
         if phase.name in ("peak", "compressing"):
             numbers.append(("its peak", f"{phase.peak:.3g} at step {phase.peak_step:,}"))
     layers = last.layers("anisotropy")
-    profile = [(last.values.get(tags.layer_tag("anisotropy", n), math.nan), n) for n in layers]
-    if known := [pair for pair in profile if math.isfinite(pair[0])]:
+    known = [(value, layer) for layer, value in last.column("anisotropy").by_layer().items()]
+    if known:
         value, layer = max(known)
         numbers.append(("most anisotropic", f"{value:.2g} at layer {layer} of {layers[-1]}"))
-    loss = curve_of(readings, tags.training_tag(tags.LOSS))
+    loss = training_curve(readings)
     if len(loss):
         since = f" at step {loss.steps[-1]:,}" if loss.steps[-1] < last.step else ""
         numbers.append(("training loss", f"{loss.values[-1]:.3g}{since}"))
-    overhead = last.values.get(tags.OVERHEAD, math.nan)
-    if math.isfinite(overhead):
-        numbers.append(("geomon's share of the time", f"{overhead * 100:.2g} %"))
+    if math.isfinite(last.overhead):
+        numbers.append(("geomon's share of the time", f"{last.overhead * 100:.2g} %"))
     return numbers
 
 
 def _alerts(readings: Readings) -> list[dict[str, Any]]:
-    """Alerts by kind: the first, the number of them, and where their meaning is explained."""
-    found: dict[str, dict[str, Any]] = {}
-    for reading in readings:
-        for note in alert_notes(reading):
-            match = _ALERT.fullmatch(note)
-            words, link = (match["words"], match["link"]) if match else (note, "docs/alerts.md")
-            kind = words.partition(" (")[0].partition(":")[0]
-            alert = found.setdefault(
-                kind, {"step": reading.step, "words": printable(words), "link": link, "count": 0}
-            )
-            alert["count"] += 1
-    return list(found.values())
+    """Alerts by kind: the first, and the number of them."""
+    return [
+        {"step": first.step, "words": printable(first.note.words()), "count": first.total}
+        for first in first_alerts(readings)
+    ]
 
 
 def _notes(readings: Readings) -> list[dict[str, Any]]:
-    """Remarks on the record and notes of readings, those that differ in numbers alone as one."""
-    found: dict[str, dict[str, Any]] = {}
+    """Remarks on the record and notes of readings, those of one kind as one."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
     for reading in readings:
         for note in reading.notes:
-            if not is_alert(note):
-                kind = re.sub(r"\d[\d.,]*", "0", note)
-                first = found.get(kind, {"first": reading.step, "count": 0})
-                found[kind] = {
-                    "text": printable(note), "first": first["first"], "last": reading.step,
+            if not note.is_alert:
+                first = found.get((note.stack, note.kind), {"first": reading.step, "count": 0})
+                found[note.stack, note.kind] = {
+                    "text": printable(note.words()), "first": first["first"], "last": reading.step,
                     "count": first["count"] + 1,
                 }  # fmt: skip
     remarks = [
@@ -222,86 +282,62 @@ def _cost(readings: Readings) -> list[tuple[str, str]]:
         ("rows in a reading", f"{last.tokens:,} on {last.world_size} rank(s), {last.dtype}"),
         ("from first to last reading", f"{(max(times) - min(times)) / 60:,.1f} min"),
     ]
-    overhead = last.values.get(tags.OVERHEAD, math.nan)
-    if math.isfinite(overhead):
-        cost.append(("share of the training's time", f"{overhead * 100:.2g} %"))
+    if math.isfinite(last.overhead):
+        cost.append(("share of the training's time", f"{last.overhead * 100:.2g} %"))
     return [(label, printable(text)) for label, text in cost]
 
 
-def _curves(readings: Readings) -> dict[str, dict[str, list[Any]]]:
-    """Curves by key: steps, values and half widths of 95 % intervals."""
-    curves = {}
-    for name in readings.tags():
-        tag = tags.parse(name)
-        trust = tag is not None and tag.part.rpartition("/")[2] in ("margin", "std", "error")
-        wanted = tags.is_of_run(name) or (tag is not None and tag.layer is None and not trust)
-        if wanted and name != tags.SECONDS:
-            curves[name] = curve_of(readings, name)
-    layers = [tags.layer_tag("anisotropy", n) for n in readings.layers("anisotropy") if n]
-    if layers:
-        table = readings.table(layers)
-        largest = np.where(np.isfinite(table), table, -np.inf).max(axis=1)
-        pairs = [
-            (reading.step, float(value))
-            for reading, value in zip(readings, largest, strict=True)
-            if math.isfinite(value)
-        ]
-        steps, values = [s for s, _ in pairs], [v for _, v in pairs]
-        curves[_LARGEST] = Curve(steps, values, [0.0] * len(pairs))
-    curves[_ALIGNMENT] = mean_abs_over_heads(readings, "qk_cosine")
-    return {printable(name): _points(curve) for name, curve in curves.items() if len(curve)}
-
-
-def _points(curve: Curve) -> dict[str, list[Any]]:
+def _points(drawn: Drawn) -> dict[str, Any]:
+    """Steps, values, half widths of 95 % intervals and the null of a curve."""
+    curve = drawn.curve
     kept = _spread(curve.steps, _MOST_POINTS)
     ends = {curve.values.index(max(curve.values)), curve.values.index(min(curve.values))}
     indices = sorted({*kept, *ends})
-    points: dict[str, list[Any]] = {
+    points: dict[str, Any] = {
         "x": [curve.steps[index] for index in indices],
         "y": [_rounded(curve.values[index]) for index in indices],
     }
     if any(margins := curve.margins):
         points["margin"] = [_rounded(margins[index]) for index in indices]
+    if drawn.null is not None:
+        points["null"], points["null_words"] = drawn.null
     return points
 
 
 def _depth(readings: Readings) -> dict[str, Any]:
     """Profiles over depth and tables of heads, at a few steps."""
     steps = [reading.step for reading in readings]
-    few = Readings([], [readings[index] for index in _spread(steps, _MOST_STEPS)])
+    few = [readings[index] for index in _spread(steps, _MOST_STEPS)]
     shown = [reading.step for reading in few]
-    layers: dict[str, set[int]] = {}
-    heads: dict[str, set[tuple[int, int]]] = {}
-    for tag in filter(None, map(tags.parse, few.tags())):
-        if tag.layer is not None and tag.head is not None:
-            heads.setdefault(tag.metric, set()).add((tag.layer, tag.head))
-        elif tag.layer is not None and not tag.part:
-            layers.setdefault(tag.metric, set()).add(tag.layer)
-    profiles = {
-        metric: {
-            "layers": sorted(numbers),
-            "rows": _table(few, [tags.layer_tag(metric, n) for n in sorted(numbers)]),
-        }
-        for metric, numbers in layers.items()
-    }
-    tables = {}
-    for metric, places in heads.items():
-        rows = sorted({layer for layer, _ in places})
-        count = 1 + max(head for _, head in places)
-        names = [tags.layer_tag(metric, n, tags.head_part(h)) for n in rows for h in range(count)]
-        flat = _table(few, names)
-        tables[metric] = {
-            "layers": rows,
-            "rows": [[row[i : i + count] for i in range(0, len(row), count)] for row in flat],
-        }
+    profiles: dict[str, dict[str, Any]] = {}
+    tables: dict[str, dict[str, Any]] = {}
+    for metric in _texts_of([readings]):
+        columns = [reading.column(metric) for reading in few]
+        layers = sorted({layer for column in columns for layer in column.depths()})
+        if layers:
+            null, words = _null_of(readings, metric) or (None, "")
+            profiles[metric] = {
+                "layers": layers,
+                "rows": [[_rounded(column.at(n)) for n in layers] for column in columns],
+                "null": null,
+                "null_words": words,
+            }
+        heads = [column.by_head() for column in columns]
+        places = {place for known in heads for place in known}
+        if places:
+            rows = sorted({layer for layer, _ in places})
+            count = range(1 + max(head for _, head in places))
+            tables[metric] = {
+                "layers": rows,
+                "rows": [
+                    [[_rounded(known.get((n, h), math.nan)) for h in count] for n in rows]
+                    for known in heads
+                ],
+            }
     return {
         "profiles": {"steps": shown, "values": profiles},
         "heads": {"steps": shown, "values": tables},
     }
-
-
-def _table(readings: Readings, names: Sequence[str]) -> list[list[float | None]]:
-    return [[_rounded(value) for value in row] for row in readings.table(names).tolist()]
 
 
 def _spread(steps: Sequence[int], most: int) -> list[int]:
@@ -360,7 +396,7 @@ def _text(name: str, value: Any) -> str:
         return "not recorded"
     if name == "time" and isinstance(value, int | float) and 0 <= value < 2**40:
         return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(value))
-    if isinstance(value, list):
+    if isinstance(value, list | dict):
         texts = list(map(str, value))
         return printable(f"{len(texts)}: " + ", ".join(texts))
     if isinstance(value, int) and not isinstance(value, bool):
@@ -368,4 +404,4 @@ def _text(name: str, value: Any) -> str:
     return printable(str(value))
 
 
-__all__ = ["CHARTS", "Run", "build_content", "load_runs"]
+__all__ = ["Run", "build_content", "load_runs"]

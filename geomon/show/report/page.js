@@ -124,8 +124,16 @@
       }),
       hovertemplate: "%{text}<extra></extra>",
     });
+    if (curve.null !== undefined && Object.keys(lines).length === 1)
+      traces.push(nullTrace([x[0], x[x.length - 1]], curve));
     return traces;
   }
+
+  // A faint line at the value of rows without structure.
+  const nullTrace = (x, of) => ({
+    x, y: x.map(() => of.null), name: `${plain(of.null_words)}: ${number(of.null)}`,
+    mode: "lines", line: { color: style("--ink"), width: 1, dash: "dot" }, hoverinfo: "name",
+  });
 
   // Value of a curve at a step, on a straight line between its neighbours; null outside.
   function valueAt(curve, step) {
@@ -199,9 +207,9 @@
   function drawAny() {
     const tag = element("tag").value;
     if (!tag) return;
-    const metric = tag.split(/[/,]/)[0];
-    element("tag-meaning").textContent = data.glossary[metric] || "";
-    drawCurves("any", tag, "", { [tag]: tag });
+    const { label, unit, meaning } = data.curves[tag];
+    element("tag-meaning").textContent = meaning;
+    drawCurves("any", label, unit, { [tag]: label });
   }
 
   // -- profiles and heads --------------------------------------------------------------------
@@ -247,13 +255,18 @@
                                       line: { color: colour, width: 1.2, dash: "dot" } }));
       traces.push(line(at, label(at), { mode: "lines+markers", line: { color: colour, width: 2.4 },
                                         marker: { size: member ? 9 : 6, symbol } }));
+      if (profile.null !== null) {
+        every.push(profile.null);
+        traces.push(nullTrace([profile.layers[0], profile.layers[profile.layers.length - 1]],
+                              profile));
+      }
     }
     const [low, high] = range(every);
     const space = 0.06 * (high - low || 1);
     draw("profile", traces, {
       showlegend: traces.length > 1,
       xaxis: { title: { text: "layer" }, gridcolor: style("--rule"), zeroline: false },
-      yaxis: { ...valueAxis(metric), range: [low < 0 ? low - space : 0, high + space] },
+      yaxis: { ...valueAxis(data.titles[metric]), range: [low < 0 ? low - space : 0, high + space] },
     });
   }
 
@@ -276,7 +289,7 @@
       type: "heatmap", x: heads, y: layers, z: rows[at],
       zmin: signed ? -limit : 0, zmax: signed ? limit : high || 1,
       colorscale: signed ? [[0, "#2166AC"], [0.5, "#F7F7F7"], [1, "#B2182B"]] : "Cividis",
-      colorbar: { title: { text: plain(metric), side: "right" }, thickness: 12, outlinewidth: 0 },
+      colorbar: { title: { text: plain(data.titles[metric]), side: "right" }, thickness: 12, outlinewidth: 0 },
       hovertemplate: "layer %{y}, head %{x}: <b>%{z:.4g}</b><extra></extra>", xgap: 1, ygap: 1,
     }], {
       margin: { l: 58, r: 14, t: 12, b: 44 },
@@ -304,7 +317,8 @@
   }
 
   function fill(select, names, preferred) {
-    names.forEach((name) => select.add(new Option(name.label ?? name, name.value ?? name)));
+    const label = (name) => name.label ?? data.titles[name] ?? data.curves[name]?.label ?? name;
+    names.forEach((name) => select.add(new Option(label(name), name.value ?? name)));
     const found = preferred.find((name) => names.includes(name));
     if (found) select.value = found;
   }
@@ -314,7 +328,7 @@
   const headMetrics = [...new Set(data.runs.flatMap((run) => Object.keys(run.heads.values)))].sort();
   fill(element("heads-metric"), headMetrics, ["attention_entropy", "qk_cosine"]);
   fill(element("heads-run"), data.runs.map((run, value) => ({ label: run.name, value })), []);
-  fill(element("tag"), data.curves, ["cosine/mean", "variance/mean"]);
+  fill(element("tag"), Object.keys(data.curves), ["cosine/mean", "variance/mean"]);
   element("heads-run-label").hidden = !several;
   element("heads-panel").hidden = !headMetrics.length;
   element("band-label").hidden = !data.groups.length;

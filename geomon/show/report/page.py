@@ -64,7 +64,7 @@ def render(runs: Sequence[Run]) -> str:
         plotly=base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode(),
         style=_part("page.css"),
         script=_part("page.js"),
-        data={name: content[name] for name in ("groups", "charts", "curves", "glossary")}
+        data={name: content[name] for name in ("groups", "charts", "curves", "titles")}
         | {"runs": [_charted(run) for run in content["runs"]]},
         version=version("geomon"),
         made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),

@@ -314,9 +314,8 @@ class WatchApp(App[str]):
         ends = [run.selected[end].step for run in choices.runs if run.selected for end in (0, -1)]
         if not any(line.values for line in lines):
             return False
-        is_dimension = quantity.tag(layer) == DIMENSION.tag()
-        top = choices.peak if is_dimension else None
-        peak = None if top is None else (top.step, top.values[DIMENSION.tag()])
+        top = choices.peak if quantity.is_dimension and layer is None else None
+        peak = None if top is None else (top.step, top.column(DIMENSION.metric).mean)
         charts.draw_over_steps(
             plot, lines, size, steps=(min(ends), max(ends)), logarithmic=logarithmic,
             cursor=choices.step, peak=peak,
@@ -345,11 +344,7 @@ class WatchApp(App[str]):
         known = [value for row in heads for value in row if not math.isnan(value)]
         if not known:
             return Text(f"not measured at step {reading.step:,}", style="dim")
-        ends = [
-            self.choices.run.curve(Quantity(name, part, has_mean=True)).values
-            for part in ("min", "max")
-        ]
-        scale = charts.scale_of(name, min([*ends[0], *known]), max([*ends[1], *known]))
+        scale = charts.scale_of(name, *self.choices.run.extremes(name))
         return charts.draw_heads(layers, heads, scale, size, coloured=self.choices.coloured)
 
     # -- keys ------------------------------------------------------------------------------------

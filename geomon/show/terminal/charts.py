@@ -10,8 +10,8 @@ from rich.style import Style
 from rich.text import Text
 
 from geomon.analysis import Curve
-from geomon.analysis.profile import head_values, is_far_above
-from geomon.record import Reading, tags
+from geomon.analysis.profile import is_far_above
+from geomon.record import Reading
 from geomon.show.numbers import number
 from geomon.show.terminal.scales import axis_marks, axis_range, place, step_marks
 
@@ -301,11 +301,11 @@ def head_rows(reading: Reading, metric: str) -> tuple[list[int], list[list[float
     Returns:
         Numbers of the layers, and the values of each head by layer; NaN where there is none.
     """
-    places = tags.heads_of(reading.values, metric)
-    layers = sorted({layer for layer, _ in places})
-    heads = range(max((head + 1 for _, head in places), default=0))
-    known = head_values(reading.values, metric)
-    return layers, [[known.get((layer, head), math.nan) for layer in layers] for head in heads]
+    column = reading.column(metric)
+    rows = {layer: heads for layer, heads in enumerate(column.heads, column.first) if heads}
+    known = column.by_head()
+    heads = range(max(map(len, rows.values()), default=0))
+    return [*rows], [[known.get((layer, head), math.nan) for layer in rows] for head in heads]
 
 
 def draw_heads(

@@ -8,7 +8,7 @@ from geomon.show.terminal import charts
 from geomon.show.terminal.history import Watched
 from geomon.show.terminal.quantities import Quantity, loss_of
 
-DIMENSION = Quantity("twonn", has_layers=True, has_mean=True)
+DIMENSION = Quantity("twonn", has_mean=True)
 _START: charts.Colour = (150, 150, 150)
 
 

@@ -6,14 +6,12 @@ import time
 from rich.text import Text
 
 from geomon.analysis import Curve
-from geomon.record import tags
 from geomon.record.printable import printable
-from geomon.show.numbers import with_margin
+from geomon.show.numbers import number, with_margin
 from geomon.show.terminal.charts import Colour
 from geomon.show.terminal.choices import DIMENSION, Choices
 from geomon.show.terminal.history import Watched
 from geomon.show.terminal.overview import ago, percent
-from geomon.show.terminal.quantities import TITLES
 
 # Most runs that have a line of their own.
 _MOST_NAMED = 6
@@ -46,14 +44,14 @@ def _only(run: Watched, width: int) -> list[Text]:
         return [first, Text(_without_readings(run), style="dim")]
     last = run.selected[-1]
     first.append(f" · step {last.step:,} · {ago(time.time() - last.time)}", style="not bold")
-    overhead = last.values.get(tags.OVERHEAD, math.nan)
+    overhead = last.overhead
     more = [f"{last.source}, {last.mode} mode"]
     if math.isfinite(overhead):
         more.append(f"geomon's share of the time {percent(overhead)}")
     for part in more:
         if first.cell_len + len(part) + 3 <= width:
             first.append(f" · {part}", style="not bold dim")
-    return [first, _phase(run, Text(), "intrinsic dimension", _PHASES)]
+    return [first, _phase(run, Text(), run.readings.text_of("twonn").title, _PHASES)]
 
 
 def _one_of_several(choices: Choices, index: int) -> list[Text]:
@@ -152,6 +150,11 @@ def title_of_curves(choices: Choices, width: int) -> Text:
     if len(title) + len(value) > width:
         title = title.removesuffix(_OVER_LAYERS)
     text = _safe(Text(title, style="bold").append(value, style="not bold"))
+    readings, newest = choices.run.readings, choices.run.at(None)
+    null = newest.column(metric.metric).whole.get("null", math.nan) if newest else math.nan
+    if math.isfinite(null) and not (metric.group or metric.part):
+        words = readings.text_of(metric.metric).null or "null"
+        axis = f"  {printable(words)} {number(null)}{axis}"
     return text.append(axis, style="dim not bold") if text.cell_len + len(axis) <= width else text
 
 
@@ -182,7 +185,7 @@ def title_of_loss(choices: Choices) -> Text:
 def title_of_heads(choices: Choices) -> Text:
     """Name the chart of the heads."""
     name, reading = choices.heads, choices.reading
-    text = Text(f"heads: {TITLES.get(name, name.replace('_', ' '))}", style="bold")
+    text = Text(f"heads: {choices.run.readings.text_of(name).title}", style="bold")
     if reading is not None and choices.several:
         text.append(f"  {choices.run.name}", style="not bold")
     if reading is not None and choices.step is not None:

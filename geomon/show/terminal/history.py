@@ -1,12 +1,14 @@
 """What the application keeps of a run: its curves, extracted once for each new reading."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from geomon.analysis import Curve, Phase, single_source
-from geomon.analysis.alerts import alert_notes, is_alert
-from geomon.record import Follower, Reading
+from geomon.analysis.alerts import alert_notes
+from geomon.record import Follower, Reading, Readings
 from geomon.record.printable import printable
 from geomon.show.terminal.quantities import Contents, Quantity, contents_of
 
@@ -20,12 +22,14 @@ class Look:
         remarks: Sentences on the record as a whole.
         waiting: Whether there is no file yet.
         trouble: Why the file cannot be read; "" where it can.
+        runs: Descriptions of the run so far.
     """
 
     readings: list[Reading]
     remarks: list[str]
     waiting: bool = False
     trouble: str = ""
+    runs: tuple[dict[str, Any], ...] = ()
 
 
 class Watched:
@@ -41,6 +45,7 @@ class Watched:
         contents: What charts can show.
         alerts: Step and words of each alert.
         latest: What the last look has found.
+        readings: The same readings with the descriptions of the run.
         is_looked_at: Whether there was a look at the file.
     """
 
@@ -51,12 +56,13 @@ class Watched:
         self.contents = Contents([], {}, [])
         self.alerts: list[tuple[int, str]] = []
         self.latest = Look([], [], waiting=True)
+        self.readings = Readings([], [])
         self.is_looked_at = False
         self._new_follower = lambda: Follower(directory, stack)
         self._follower = self._new_follower()
         self._refused: tuple[int, int] | None = None
-        self._names: dict[str, None] = {}
-        self._sizes: set[int] = set()
+        self._shapes: dict[tuple[object, ...], Reading] = {}  # a reading of each set of columns
+        self._extremes: dict[str, tuple[int, float, float]] = {}
         self._curves: dict[tuple[Quantity, int | None], tuple[int, Curve]] = {}
         self._phases: dict[Quantity, Phase] = {}
 
@@ -82,13 +88,15 @@ class Watched:
             trouble = printable(" ".join(str(error).split()))
             if trouble == self.latest.trouble:
                 return None
-            return Look(self.latest.readings, self.latest.remarks, trouble=trouble)
+            return Look(
+                self.latest.readings, self.latest.remarks, trouble=trouble, runs=self.latest.runs
+            )
         self._refused = None
         readings = self._follower.readings
         fine = not self.latest.trouble and not self.latest.waiting
         if fine and not new and readings is before:
             return None
-        return Look(list(readings), self._follower.remarks())
+        return Look(list(readings), self._follower.remarks(), runs=tuple(self._follower.runs))
 
     def _read(self) -> tuple[list[Reading], list[Reading]]:
         """Return all readings before this look, and the new ones.
@@ -116,25 +124,26 @@ class Watched:
         goes_on = _begins_with(readings, self.latest.readings)
         selected = single_source(readings)
         if not goes_on:
-            self._names.clear()
-            self._sizes.clear()
+            self._shapes.clear()
+            self._extremes.clear()
             self.alerts, known = [], 0
         if not goes_on or not _begins_with(selected, self.selected):
             self._curves.clear()
+            self._extremes.clear()
         self._phases.clear()
         self.latest, self.selected = look, selected
         self._collect(readings[known:])
 
     def _collect(self, new: Iterable[Reading]) -> None:
-        """Add the alerts and the tags of new readings."""
+        """Add the alerts and the columns of new readings."""
         for reading in new:
             self.alerts += [
-                (reading.step, printable(" ".join(words.split()))) for words in alert_notes(reading)
+                (reading.step, printable(" ".join(note.words().split())))
+                for note in alert_notes(reading)
             ]
-            if len(reading.values) not in self._sizes:  # the same tags as a reading before
-                self._sizes.add(len(reading.values))
-                self._names |= dict.fromkeys(reading.values)
-                self.contents = contents_of(self._names)
+            self._shapes.setdefault(_shape(reading), reading)
+        self.readings = Readings(list(self.latest.runs), self.selected)
+        self.contents = contents_of(self._shapes.values(), self.readings.metrics)
 
     def curve(self, quantity: Quantity, layer: int | None = None) -> Curve:
         """Return the curve of a quantity.
@@ -153,6 +162,19 @@ class Watched:
             self._curves[quantity, layer] = len(self.selected), curve
         return curve
 
+    def extremes(self, metric: str) -> tuple[float, float]:
+        """Return the lowest and the highest value of a head in the run; NaN without any.
+
+        Args:
+            metric: Name of a metric of heads.
+        """
+        done, low, high = self._extremes.get(metric, (0, math.inf, -math.inf))
+        for reading in self.selected[done:]:
+            values = reading.column(metric).by_head().values()
+            low, high = min([low, *values]), max([high, *values])
+        self._extremes[metric] = len(self.selected), low, high
+        return low, high
+
     def phase(self, quantity: Quantity) -> Phase:
         """Return the phase of the mean of a quantity."""
         if quantity not in self._phases:
@@ -166,8 +188,18 @@ class Watched:
 
     def notes(self) -> list[str]:
         """List the notes of the last reading that are no alerts."""
-        last = self.selected[-1].notes if self.selected else []
-        return [printable(" ".join(note.split())) for note in last if not is_alert(note)]
+        last = self.selected[-1].notes if self.selected else ()
+        return [printable(" ".join(str(note).split())) for note in last if not note.is_alert]
+
+
+def _shape(reading: Reading) -> tuple[object, ...]:
+    """Return what differs between readings that charts show differently."""
+    columns = reading.columns.items()
+    found = [
+        (metric, column.depths(), math.isnan(column.mean), bool(column.heads), *column.parts)
+        for metric, column in columns
+    ]
+    return (*found, *reading.training)
 
 
 def _begins_with(longer: list[Reading], shorter: list[Reading]) -> bool:

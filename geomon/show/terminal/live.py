@@ -140,7 +140,7 @@ def _side_by_side(directories: Sequence[Path], runs: Sequence[Readings]) -> Rend
 
 
 def _followed(follower: Follower) -> Readings:
-    return Readings([], follower.readings, follower.mixed_at, newer=follower.newer)
+    return Readings(follower.runs, follower.readings, follower.mixed_at, newer=follower.newer)
 
 
 def _say(console: Console, words: str) -> None:

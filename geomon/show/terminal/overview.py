@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from geomon.analysis import Curve, curve_of, mean_abs_over_heads, single_source
-from geomon.analysis.alerts import alert_notes, is_alert
+from geomon.analysis.alerts import alert_notes
+from geomon.analysis.curves import training_curve
 from geomon.record import Reading, Readings, tags
+from geomon.record.columns import NAN
 from geomon.record.printable import printable
 from geomon.show.numbers import number, with_margin
 from geomon.show.terminal.scales import FLAT, thin, typical
@@ -34,8 +36,8 @@ def view(readings: Readings | Sequence[Reading], *, width: int | None = None) ->
         readings: Readings of a run so far.
         width: Largest width in characters; None for the width of the terminal.
     """
-    remarks = readings.remarks() if isinstance(readings, Readings) else []
-    return View(list(readings), width, tuple(remarks))
+    whole = readings if isinstance(readings, Readings) else Readings([], list(readings))
+    return View(whole, width)
 
 
 def format_line(reading: Reading, readings: Readings | Sequence[Reading]) -> str:
@@ -52,13 +54,13 @@ def format_line(reading: Reading, readings: Readings | Sequence[Reading]) -> str
     size = mean_abs_over_heads([reading], "qk_cosine")
     alerts = alert_notes(reading)
     parts = [
-        _dimension_part(reading, curve_of(past, tags.mean_tag("twonn"))),
+        _dimension_part(reading, curve_of(past, "twonn")),
         _part("distinct", _mean(reading, "twonn_distinct")),
         _part("anisotropy", _mean(reading, "anisotropy")),
         _part("entropy", _mean(reading, "attention_entropy")),
         _part("|qk|", size.values[-1] if len(size) else math.nan),
-        _part("loss", reading.values.get(tags.training_tag(tags.LOSS), math.nan)),
-        f"alert: {' '.join('; '.join(alerts).split())}" if alerts else "",
+        _part("loss", reading.training.get(tags.LOSS, NAN)),
+        f"alert: {' '.join('; '.join(map(str, alerts)).split())}" if alerts else "",
     ]
     measured = [part for part in parts if part]
     return f"step {reading.step}: " + (", ".join(measured) or _nothing_usual(reading))
@@ -67,7 +69,7 @@ def format_line(reading: Reading, readings: Readings | Sequence[Reading]) -> str
 def _nothing_usual(reading: Reading) -> str:
     """Say why a line has no value: other metrics were chosen, or they are not finite."""
     names = {"twonn": "ID", "anisotropy": "anisotropy", "attention_entropy": "entropy"}
-    lost = [words for name, words in names.items() if tags.mean_tag(name) in reading.values]
+    lost = [words for name, words in names.items() if name in reading.columns]
     return f"{', '.join(lost)} not finite" if lost else f"{len(reading.values)} values"
 
 
@@ -103,19 +105,17 @@ class View:
     Attributes:
         readings: Readings of a run so far.
         width: Largest width in characters; None for the width of the console.
-        remarks: Sentences on the record as a whole.
     """
 
-    readings: list[Reading]
+    readings: Readings
     width: int | None = None
-    remarks: tuple[str, ...] = ()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Lay out the lines, each cut to the width; remarks go on in the next line."""
         width = min(self.width or options.max_width, options.max_width)
         remarks = [
             line
-            for remark in self.remarks
+            for remark in self.readings.remarks()
             for line in Text(printable(remark), style="red").wrap(console, width)
         ]
         for text in (*_lines(self.readings, width), *remarks):
@@ -129,15 +129,15 @@ class View:
                 yield text
 
 
-def _lines(readings: list[Reading], width: int) -> Iterator[Text]:
+def _lines(readings: Readings, width: int) -> Iterator[Text]:
     selected = single_source(readings)
     if not selected:
         yield Text("no readings yet", style="dim")
         return
     last = selected[-1]
     yield from _heading(last, width)
-    twonn, distinct = (curve_of(selected, tags.mean_tag(n)) for n in ("twonn", "twonn_distinct"))
-    yield _row("intrinsic dimension", _with_margin(twonn), twonn, "", width)
+    twonn, distinct = (curve_of(selected, name) for name in ("twonn", "twonn_distinct"))
+    yield _row(readings.text_of("twonn").title, _with_margin(twonn), twonn, "", width)
     if len(twonn):
         phase = twonn.phase()
         words = Text(phase.words(), style=_COLOURS.get(phase.name, ""))
@@ -146,30 +146,33 @@ def _lines(readings: list[Reading], width: int) -> Iterator[Text]:
         after = f"{distinct.phase().name}, from {number(distinct.values[0])}"
         after = after if len(distinct) > 1 else ""
         yield _row("· distinct tokens", _with_margin(distinct), distinct, after, width)
-    yield _anisotropy(last, width)
-    entropy = curve_of(selected, tags.mean_tag("attention_entropy"))
+    yield _anisotropy(f"{readings.text_of('anisotropy').title} by layer", last, width)
+    entropy = curve_of(selected, "attention_entropy")
     share = f"{entropy.values[-1] / entropy.values[0]:.0%}" if _has_start(entropy) else ""
     after = f"{share.replace('%', ' %')} of its start" if share else ""
-    yield _row("attention entropy", _unit(entropy, " nats"), entropy, after, width)
+    text = readings.text_of("attention_entropy")
+    yield _row(text.title, _unit(entropy, f" {text.unit}".rstrip()), entropy, after, width)
     size = mean_abs_over_heads(selected, "qk_cosine")
     after = f"from {number(size.values[0])}" if len(size) > 1 else ""
     yield _row("|cos| of mean q, k", _unit(size, ""), size, after, width)
-    loss = curve_of(selected, tags.training_tag(tags.LOSS))
+    loss = training_curve(selected)
     if len(loss):
         after = f"from {number(loss.values[0])}" if len(loss) > 1 else ""
         if loss.steps[-1] < last.step:  # the last reading has no batch after it
             after = ", ".join(filter(None, (after, f"known to step {loss.steps[-1]:,}")))
         yield _row("training loss", _unit(loss, ""), loss, after, width)
     yield from _last_alert(readings)
-    notes = [note for note in last.notes if not is_alert(note)]
+    notes = [note.words() for note in last.notes if not note.is_alert]
     if notes:
         more = f" (and {len(notes) - 1} more)" if len(notes) > 1 else ""
         yield Text(f"note{more}: {' '.join(notes[-1].split())}", style="dim")
 
 
-def _last_alert(readings: Sequence[Reading]) -> Iterator[Text]:
+def _last_alert(readings: Readings) -> Iterator[Text]:
     """Lay out the last alert of a run, with its step and the number of those before."""
-    alerts = [(reading.step, alert) for reading in readings for alert in alert_notes(reading)]
+    alerts = [
+        (reading.step, alert.words()) for reading in readings for alert in alert_notes(reading)
+    ]
     if alerts:
         step, words = alerts[-1]
         earlier = f" (and {len(alerts) - 1} before)" if len(alerts) > 1 else ""
@@ -180,7 +183,7 @@ _COLOURS = {"expanding": "green", "peak": "yellow", "compressing": "cyan"}
 
 
 def _heading(reading: Reading, width: int) -> Iterator[Text]:
-    overhead = reading.values.get(tags.OVERHEAD, math.nan)
+    overhead = reading.overhead
     parts = [ago(time.time() - reading.time), f"{reading.source}, {reading.mode} mode"]
     if math.isfinite(overhead):
         parts.append(f"geomon's share of the time {percent(overhead)}")
@@ -197,7 +200,7 @@ def _heading(reading: Reading, width: int) -> Iterator[Text]:
 
 def _row(label: str, value: str, curve: Curve, after: str, width: int) -> Text:
     """Lay out a label, a value, a spark line and the text after it."""
-    text = Text(f"{label:<{_LABEL}}")
+    text = _label(label)
     if not len(curve):
         return text.append("not measured", style="dim")
     text.append(f"{value:<{_VALUE}}", style="bold")
@@ -208,14 +211,17 @@ def _row(label: str, value: str, curve: Curve, after: str, width: int) -> Text:
     return text.append(after, style="dim")
 
 
-def _anisotropy(reading: Reading, width: int) -> Text:
+def _label(words: str) -> Text:
+    """Lay out the label of a row, cut where it is too long."""
+    text = Text(words)
+    text.truncate(_LABEL - 1, overflow="ellipsis")
+    return text.append(" " * (_LABEL - text.cell_len))
+
+
+def _anisotropy(label: str, reading: Reading, width: int) -> Text:
     """Lay out the profile over depth, with the values at its ends and at its highest layer."""
-    text = Text(f"{'anisotropy by layer':<{_LABEL}}")
-    profile = [
-        (layer, value)
-        for layer in reading.layers("anisotropy")
-        if math.isfinite(value := reading.values.get(tags.layer_tag("anisotropy", layer), math.nan))
-    ]
+    text = _label(label)
+    profile = list(reading.column("anisotropy").by_layer().items())
     if not profile:
         return text.append("not measured", style="dim")
     left, right = f"{number(profile[0][1])} ", f" {number(profile[-1][1])}"
@@ -251,7 +257,7 @@ def _dimension_part(reading: Reading, past: Curve) -> str:
         return ""
     phase = past.phase().name
     suffix = f" ({phase})" if phase != "unknown" else ""
-    return f"ID {_with_margin(curve_of([reading], tags.mean_tag('twonn')))}{suffix}"
+    return f"ID {_with_margin(curve_of([reading], 'twonn'))}{suffix}"
 
 
 def _part(name: str, value: float) -> str:
@@ -259,7 +265,7 @@ def _part(name: str, value: float) -> str:
 
 
 def _mean(reading: Reading, metric: str) -> float:
-    return reading.values.get(tags.mean_tag(metric), math.nan)
+    return reading.column(metric).mean
 
 
 def percent(share: float) -> str:

@@ -1,48 +1,16 @@
-"""What a chart of the terminal can show of a record, by names that need no glossary."""
+"""What a chart of the terminal can show of a record, by the titles that the record gives."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from geomon.analysis import Curve, curve_of, mean_abs_over_heads
+from geomon.analysis.curves import plain_curve, training_curve
 from geomon.record import Reading, tags
+from geomon.record.columns import MetricText
+from geomon.record.headline import TRUST
 
-# Titles of metrics; another one goes by its own name. The first are shown first.
-TITLES = {
-    "twonn": "intrinsic dimension",
-    "twonn_distinct": "intrinsic dimension, distinct tokens",
-    "gride": "intrinsic dimension, larger scale",
-    "anisotropy": "anisotropy: share of one direction",
-    "effective_rank": "effective rank",
-    "attention_entropy": "attention entropy (nats)",
-    "qk_cosine": "cosine of mean query and mean key",
-    "max_logit": "largest attention logit",
-    "attention_sink": "attention on the first token",
-    "cosine": "mean cosine between tokens",
-    "drift_norm": "norm of the mean hidden state",
-    "variance": "variance of hidden states",
-    "mean_square_norm": "mean square norm of hidden states",
-    "anisotropy_no_sinks": "anisotropy without massive rows",
-    "sink_share": "share of massive rows in the variance",
-    "participation_ratio": "participation ratio",
-    "within_variance": "variance within token types",
-    "between_variance": "variance between token types",
-    "qk_dot": "dot product of mean query and mean key",
-    "query_mean_norm": "norm of the mean query",
-    "key_mean_norm": "norm of the mean key",
-    "query_cosine": "mean cosine between queries",
-    "key_cosine": "mean cosine between keys",
-    "query_anisotropy": "anisotropy of queries",
-    "key_anisotropy": "anisotropy of keys",
-    "attention_entropy_normalised": "attention entropy, share of its maximum",
-    "attention_max": "largest attention weight",
-    "attention_min": "smallest attention weight",
-    "mean_share": "share of the mean in the square norm",
-    "within_share": "variance within token types, share",
-    "between_share": "variance between token types, share",
-    "qk_cosine_concatenated": "cosine of mean query and key, all heads",
-}
-# Metrics of both signs: over all heads their sizes are averaged, for signs would cancel.
-_SIGNED = frozenset({"qk_cosine"})
 # The heads that are shown before one has chosen others.
 _FIRST_OF_HEADS = "attention_entropy"
 
@@ -51,16 +19,27 @@ class Quantity(NamedTuple):
     """A value of each reading that a chart draws over steps.
 
     Attributes:
-        metric: Name of the metric; the whole tag of a value that is of no metric.
+        metric: Name of the metric, or of a value of the run as a whole.
         part: Name of a part of the metric, for instance "k32"; "" for its value.
+        name: Title of it with its unit.
+        group: "training" or "geomon" for a value of the run as a whole; "" for a metric.
         has_layers: Whether layers have the value.
         has_mean: Whether a mean over layers has it.
+        is_signed: Whether over all heads its sizes are averaged, for signs would cancel.
     """
 
     metric: str
     part: str = ""
+    name: str = ""
+    group: str = ""
     has_layers: bool = False
     has_mean: bool = False
+    is_signed: bool = False
+
+    @property
+    def is_dimension(self) -> bool:
+        """Whether it is the intrinsic dimension, whose phase is told."""
+        return (self.metric, self.part, self.group) == ("twonn", "", "")
 
     def title(self, layer: int | None = None) -> str:
         """Name the quantity at a layer, or over all of them, in words.
@@ -69,31 +48,15 @@ class Quantity(NamedTuple):
             layer: Number of a layer; None for the mean.
 
         Example:
-            >>> Quantity("twonn", "", True, True).title(3)
+            >>> Quantity("twonn", name="intrinsic dimension", has_layers=True).title(3)
             'intrinsic dimension, layer 3'
         """
-        name = TITLES.get(self.metric, self.metric.replace("_", " "))
-        if self.metric == "gride" and self.part[1:].isdigit():
-            name = f"intrinsic dimension, scale of {self.part[1:]} neighbours"
-        elif self.metric.partition("/")[0] in tags.OF_RUN:
-            group, _, rest = self.metric.partition("/")
-            name = rest.replace("_", " ") if group == "geomon" else f"training {rest}"
-            return f"geomon's {name}" if group == "geomon" else name.replace("_", " ")
-        elif self.part:
-            name = f"{name}, {self.part}"
+        name = self.name or self.metric
         if layer is not None:
             return f"{name}, layer {layer}"
-        if self.metric in _SIGNED:
+        if self.is_signed:
             return f"{name}, size, mean over heads"
         return f"{name}, mean over layers" if self.has_layers else name
-
-    def tag(self, layer: int | None = None) -> str:
-        """Build the tag of the value at a layer, or of the mean."""
-        if not self.has_layers and not self.has_mean:
-            return self.metric
-        if layer is None:
-            return tags.mean_tag(self.metric, self.part)
-        return tags.layer_tag(self.metric, layer, self.part)
 
     def curve(self, readings: Iterable[Reading], layer: int | None = None) -> Curve:
         """Extract the curve of the quantity.
@@ -102,9 +65,20 @@ class Quantity(NamedTuple):
             readings: Readings of one source.
             layer: Number of a layer; None for the mean.
         """
-        if layer is None and self.metric in _SIGNED:
+        if self.group == "training":
+            return training_curve(readings, self.metric)
+        if self.group:
+            return plain_curve(readings, _OF_RUN[self.metric])
+        if layer is None and self.is_signed:
             return mean_abs_over_heads(readings, self.metric)
-        return curve_of(readings, self.tag(layer))
+        return curve_of(readings, self.metric, part=self.part, layer=layer)
+
+
+# What geomon costs, as functions of a reading.
+_OF_RUN: dict[str, Callable[[Reading], float]] = {
+    "overhead": lambda reading: reading.overhead,
+    "seconds": lambda reading: reading.seconds,
+}
 
 
 class Contents(NamedTuple):
@@ -121,66 +95,68 @@ class Contents(NamedTuple):
     with_heads: list[str]
 
 
-def contents_of(names: Iterable[str]) -> Contents:
-    """List what charts can show, the best known first.
+def contents_of(
+    readings: Iterable[Reading], texts: Mapping[str, MetricText] = MappingProxyType({})
+) -> Contents:
+    """List what charts can show: metrics that have charts first, then others, then the run's own.
 
     Args:
-        names: Tags of a record, in order of appearance.
-
-    Example:
-        >>> [quantity.title() for quantity in contents_of(["own/mean", "twonn/mean"]).quantities]
-        ['intrinsic dimension', 'own']
+        readings: Readings of a record, of one stack.
+        texts: How pages speak of each metric, in the order in which they are listed.
     """
+    places = {metric: place for place, metric in enumerate(texts)}
+
+    def text_of(metric: str) -> MetricText:
+        return texts.get(metric, MetricText(metric))
+
+    def rank(quantity: Quantity) -> tuple[bool, int]:
+        return not text_of(quantity.metric).charts, places.get(quantity.metric, len(places))
+
     layers: dict[tuple[str, str], set[int]] = {}
     means: set[tuple[str, str]] = set()
     heads: dict[str, None] = {}
-    others: dict[str, None] = {}
-    for name in names:
-        tag = tags.parse(name)
-        if tag is None:
-            if not name.rpartition("/")[2].startswith("null"):
-                others[name] = None
-        elif tag.head is not None:
-            heads[tag.metric] = None
-        elif tags.is_charted(name):
-            key = tag.metric, tag.part
-            layers.setdefault(key, set())
-            if tag.layer is None:
-                means.add(key)
-            else:
-                layers[key].add(tag.layer)
-    chosen = {}
+    logged: dict[str, None] = {}
+    for reading in readings:
+        logged |= dict.fromkeys(reading.training)
+        for metric, column in reading.columns.items():
+            if column.heads:
+                heads[metric] = None
+            for part, own in {"": column, **column.parts}.items():
+                depths, has_mean = own.depths(), not math.isnan(own.mean)
+                if part.rpartition("/")[2] in TRUST or not (depths or has_mean):
+                    continue
+                layers.setdefault((metric, part), set()).update(depths)
+                if has_mean:
+                    means.add((metric, part))
+    found = {}
     for key in _one_for_each_metric(layers):
-        chosen[Quantity(*key, has_layers=bool(layers[key]), has_mean=key in means)] = layers[key]
-    of_run = [Quantity(name) for name in others]
-    ordered = sorted([*chosen, *of_run], key=_rank)
+        text = text_of(key[0])
+        name = text.title_of(key[1]) + f" ({text.unit})" * bool(text.unit)
+        quantity = Quantity(
+            *key, name, has_layers=bool(layers[key]), has_mean=key in means,
+            is_signed="size" in text.charts,
+        )  # fmt: skip
+        found[quantity] = sorted(layers[key])
+    of_run = [Quantity(name, name=f"training {name}", group="training") for name in logged]
+    of_run += [Quantity(name, name=f"geomon's {name}", group="geomon") for name in _OF_RUN]
     return Contents(
-        ordered,
-        {quantity: sorted(found) for quantity, found in chosen.items() if found},
+        [*sorted(found, key=rank), *of_run],
+        {quantity: known for quantity, known in found.items() if known},
         sorted(heads, key=lambda metric: metric != _FIRST_OF_HEADS),
     )
 
 
-def _one_for_each_metric(keys: Mapping[tuple[str, str], object]) -> list[tuple[str, str]]:
+def _one_for_each_metric(keys: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     """Leave out parts where the metric has a value of its own; of scales, keep the largest."""
     plain = {metric for metric, part in keys if not part}
-    scales: dict[str, int] = {}
-    for metric, part in keys:
-        if metric == "gride" and part[1:].isdigit():
-            scales[metric] = max(scales.get(metric, 0), int(part[1:]))
+    scales = {key: int(key[1][1:]) for key in keys if key[1][1:].isdigit()}
+    largest = {metric: max(k for key, k in scales.items() if key[0] == metric)
+               for metric, _ in scales}  # fmt: skip
     return [
-        (metric, part)
-        for metric, part in keys
-        if not part
-        or (metric not in plain and (metric not in scales or part == f"k{scales[metric]}"))
+        key
+        for key in keys
+        if not key[1] or (key[0] not in plain and scales.get(key, -1) == largest.get(key[0], -1))
     ]
-
-
-_ORDER: dict[str, int] = {metric: index for index, metric in enumerate(TITLES)}
-
-
-def _rank(quantity: Quantity) -> int:
-    return _ORDER.get(quantity.metric, len(_ORDER))
 
 
 def loss_of(quantities: Sequence[Quantity]) -> Quantity | None:
@@ -189,6 +165,5 @@ def loss_of(quantities: Sequence[Quantity]) -> Quantity | None:
     Args:
         quantities: Quantities of a record.
     """
-    wanted = tags.training_tag(tags.LOSS)
-    logged = [q for q in quantities if q.metric.startswith(wanted.partition("/")[0] + "/")]
-    return min(logged, key=lambda quantity: quantity.metric != wanted, default=None)
+    logged = [quantity for quantity in quantities if quantity.group == "training"]
+    return min(logged, key=lambda quantity: quantity.metric != tags.LOSS, default=None)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from recipes.decoder.questions.question import NORMED, Question
-from recipes.study.history import History, at_end, over_layers, with_depth
+from recipes.study.history import History, over_layers, with_depth
 
 _THEIRS = "pretrained models on subwords; our types are characters, our blocks norm their input"
 
@@ -73,36 +73,45 @@ def _norm_and_variance() -> Iterator[Question[History]]:
 
 def _shares() -> Iterator[Question[History]]:
     ask = partial(Question[History], source="2409.11253, abstract", theirs=_THEIRS)
-    for name, metric, asserts, published, sign in (
-        ("mean_moves_away", "drift_norm", "In deeper layers the mean is farther from the origin.",
+    for name, metric, part, asserts, published, sign in (
+        ("mean_moves_away", "drift_norm", "",
+         "In deeper layers the mean is farther from the origin.",
          "embeddings move farther from the origin", 1),
-        ("share_of_mean_grows", "mean_share", "It is farther relative to the norms, too.",
+        ("share_of_mean_grows", "variance_shares", "mean",
+         "It is farther relative to the norms, too.",
          "embeddings move farther from the origin", 1),
-        ("share_between_falls", "between_share",
+        ("share_between_falls", "variance_shares", "",
          "As layers deepen, the variance between token types falls, as a share.",
          "the between-cluster variance relatively decreases", -1),
-        ("share_within_grows", "within_share",
+        ("share_within_grows", "variance_shares", "",
          "As layers deepen, the variance within token types grows, as a share.",
          "the within-cluster variance relatively increases", 1),
     ):  # fmt: skip
+        # What is not within the types is between them: its share of the variance falls as the other
+        # grows.
+        falls = sign < 0
+        words = f"{metric}/{part}" if part else metric
+        words = f"1 - {words}" if falls else words
         yield ask(
             name,
             asserts,
             published,
-            quantity=f"Spearman's correlation of {metric} with the number of the layer, at the end",
-            measure=at_end(partial(with_depth, metric=metric)),
-            above=0 if sign > 0 else None,
-            below=0 if sign < 0 else None,
+            quantity=f"Spearman's correlation of {words} with the number of the layer, at the end",
+            measure=partial(_with_depth, metric, part, sign),
+            above=None if falls else 0,
+            below=0 if falls else None,
         )
+
+
+def _with_depth(metric: str, part: str, sign: int, history: History) -> float:
+    return sign * with_depth(history.last, metric, part)
 
 
 def _worst_identity(history: History) -> float:
     """Largest relative deviation of M + V from Q over layers and readings."""
     return max(
-        abs(values[f"drift_norm/{place}"] ** 2 + values[f"variance/{place}"] - square) / square
+        abs(drift**2 + reading.column("variance").at(layer) - square) / square
         for reading in history.readings
-        for values in [reading.values]
-        for tag, square in values.items()
-        if tag.startswith("mean_square_norm/layer_") and tag.count("/") == 1
-        for place in [tag.partition("/")[2]]
+        for layer, square in reading.column("mean_square_norm").by_layer().items()
+        for drift in [reading.column("drift_norm").at(layer)]
     )

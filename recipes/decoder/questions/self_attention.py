@@ -3,19 +3,17 @@
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from geomon.analysis.profile import head_values
 from geomon.kernels.baselines import isotropic_cosine_quantile
 from recipes.decoder.questions.question import MODELS, Question
 from recipes.study.history import (
     Head,
     History,
-    at_end,
+    drift_and_cosine,
     growth,
     onset,
     over_heads,
     over_layers,
     since_start,
-    value_of,
 )
 
 _ENCODERS = "encoders trained on subwords for 2 million steps (MultiBERT)"
@@ -71,6 +69,11 @@ def _cosine(isotropic_pair: float) -> Iterator[Question[History]]:
     )
 
 
+def _drift_fit(test: str, name: str, history: History) -> float:
+    """Return the correlation of drift and cosine over layers at the end, or its p-value."""
+    return float(getattr(drift_and_cosine(history.last, test), name))
+
+
 def _drift() -> Iterator[Question[History]]:
     theirs = "models of 12 layers and more; the smallest p-value of our 5 is .017"
     for test, source in (("spearman", "figure 5"), ("pearson", "figure 16")):
@@ -82,7 +85,7 @@ def _drift() -> Iterator[Question[History]]:
             "Layers whose mean is longer have a higher mean cosine.",
             "a correlation for all character models but two",
             quantity=f"{test.title()}'s correlation over layers of ||mean|| and cosine, at the end",
-            measure=at_end(partial(value_of, tag=f"drift_cosine/{test}")),
+            measure=partial(_drift_fit, test, "value"),
             above=0,
         )
         yield ask(
@@ -90,7 +93,7 @@ def _drift() -> Iterator[Question[History]]:
             "The correlation is significant.",
             "p < .05 for all character models but two",
             quantity=f"exact p-value of {test.title()}'s correlation, at the end",
-            measure=at_end(partial(value_of, tag=f"drift_cosine/{test}_p")),
+            measure=partial(_drift_fit, test, "p_value"),
             below=0.05,
         )
 
@@ -247,15 +250,15 @@ def _first_minus_second_half(profile: Sequence[float]) -> float:
 
 
 def _last_layer(history: History) -> int:
-    return max(layer for layer, _ in head_values(history.last.values, "qk_cosine"))
+    return max(layer for layer, _ in history.last.column("qk_cosine").by_head())
 
 
 def _beyond(history: History, limit: float, sign: int) -> list[Head]:
     """Heads whose cosine is beyond a limit at the end, on one side."""
-    heads = head_values(history.last.values, "qk_cosine")
+    heads = history.last.column("qk_cosine").by_head()
     return [head for head, value in heads.items() if sign * value > limit]
 
 
 def _share_beyond(history: History, limit: float, signs: Sequence[int]) -> float:
     found = sum(len(_beyond(history, limit, sign)) for sign in signs)
-    return found / len(head_values(history.last.values, "qk_cosine"))
+    return found / len(history.last.column("qk_cosine").by_head())

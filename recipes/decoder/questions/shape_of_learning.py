@@ -52,7 +52,17 @@ def _anisotropy() -> Iterator[Question[History]]:
 
 def _dimension() -> Iterator[Question[History]]:
     variants = [
-        ("twonn", "twonn/mean", "TwoNN on all tokens, the paper's"),
+        ("twonn", "twonn/mean", "TwoNN on all tokens, the largest 10 % of the ratios dropped"),
+        (
+            "twonn_discard_0",
+            "twonn/mean/discard_0",
+            "TwoNN with no ratio dropped, the paper's text",
+        ),
+        (
+            "twonn_discard_80",
+            "twonn/mean/discard_80",
+            "TwoNN with the smallest 20 % of the ratios kept, the authors' published code",
+        ),
         ("twonn_distinct", "twonn_distinct/mean", "TwoNN on one row per (character, position)"),
     ]
     variants += [

@@ -170,7 +170,7 @@ def layers_of(model: nn.Module, x: torch.Tensor):
             watched = model(x)
     assert torch.equal(watched, alone)
     snapshot = window.snapshot()
-    assert not [note for note in snapshot.info.notes if "hook failed" in note.text]
+    assert not [note for note in snapshot.info.notes if "hook failed" in note.words()]
     return snapshot.layers[1:]
 
 

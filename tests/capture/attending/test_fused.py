@@ -156,7 +156,7 @@ def test_flex_attention_is_seen_with_its_mask():
     assert torch.equal(output, alone)
     assert fingerprint(model) == before
     agrees(reading, model, within_documents(ids))
-    assert not any("compiled" in note for note in reading.notes)
+    assert not any("compiled" in note for note in reading.words())
     with torch.no_grad():
         assert "through torch's flex_attention" in str(describe(model, ids))
 
@@ -214,7 +214,7 @@ def test_compiled_flex_attention_is_run_as_compiled():
     assert (backend.graphs, backend.calls) == (graphs, 2 * calls)
     assert fingerprint(model) == before
     agrees(reading, model, within_documents(ids))
-    assert not any("compiled" in note for note in reading.notes)
+    assert not any("compiled" in note for note in reading.words())
 
 
 def test_an_error_in_compiled_flex_attention_leaves_nothing_behind():

@@ -58,7 +58,7 @@ def test_an_error_of_its_own_never_reaches_the_model(monkeypatch, place):
     monkeypatch.setattr(Window, what, broken)
     with window(model) as seen:
         assert torch.equal(model(ids).logits, expected)
-    assert any("of its own" in note.text for note in seen.snapshot().info.notes)
+    assert any("of its own" in note.words() for note in seen.snapshot().info.notes)
 
 
 # -- copies --------------------------------------------------------------------------------------

@@ -131,8 +131,8 @@ def test_a_packed_batch_reads_as_its_sequences_do(name):
     for view in ("query_sequences", "key_sequences"):
         found = packed.layers[1].captured[view]
         assert torch.equal(found.sort().values, NUMBERS)
-    assert any("told apart by position_ids" in note.text for note in packed.info.notes)
-    assert not any("told apart" in note.text for note in alone.info.notes)
+    assert any("told apart by position_ids" in note.words() for note in packed.info.notes)
+    assert not any("told apart" in note.words() for note in alone.info.notes)
 
 
 def test_margins_stand_on_the_sequences_of_a_packed_batch():
@@ -160,4 +160,4 @@ def test_attention_that_goes_across_packed_sequences_is_said(attention):
     own = (NUMBERS[:, None] == NUMBERS).tril()[None, None].expand(2, 1, 16, 16)
     for given, across in (({}, True), ({"attention_mask": own}, False)):
         notes = look(model, ids, position_ids=positions, use_cache=True, **given).info.notes
-        assert any("see keys of other sequences" in note.text for note in notes) == across
+        assert any("see keys of other sequences" in note.words() for note in notes) == across

@@ -153,7 +153,7 @@ def test_arguments_of_a_model_may_be_sparse_or_lie_in_a_dict():
         model = Asking()
         snapshot = look(model, *given)
         check_rows(snapshot, ids, model.states)
-        assert not [note for note in snapshot.info.notes if "hook" in note.text]
+        assert not [note for note in snapshot.info.notes if "hook" in note.words()]
 
 
 @pytest.mark.parametrize("kind", [Hashed, HashedAndTied, Placed])
@@ -276,7 +276,9 @@ def test_several_streams_are_rows_of_one_token_of_one_sequence(layout):
         assert (difference.amin(dim=1) == 0).all()
         counts = torch.bincount(seen["sequences"] * 16 + seen["positions"])
         assert (counts == STREAMS).all()
-    notes = [note.text for note in snapshot.info.notes if "streams of hidden states" in note.text]
+    notes = [
+        note.words() for note in snapshot.info.notes if "streams of hidden states" in note.words()
+    ]
     assert notes
     assert notes[0].startswith("hidden states, layer 0, 1, 2: the model has 4 streams")
 
@@ -337,7 +339,7 @@ def test_length_first_hidden_states_have_the_sequences_of_their_token_ids(shape)
         torch.testing.assert_close(seen["projected_query"], block.query[place])
         torch.testing.assert_close(seen["projected_key"], block.key[place])
         assert torch.equal(seen["last_token_ids"], ids[:, -1])
-    assert not any("projected Q and K" in note.text for note in snapshot.info.notes)
+    assert not any("projected Q and K" in note.words() for note in snapshot.info.notes)
 
 
 # -- tokens that blocks are not given --------------------------------------------------------------
@@ -373,7 +375,7 @@ def test_of_routed_tokens_nobody_says_which_they_are(depths):
             assert not routed or "routed past it" in layer.missing[view]
         assert "sequences" in layer.captured
     numbers = ", ".join(str(depth + 1) for depth in sorted(depths))
-    told = [note.text for note in snapshot.info.notes if "routed past it" in note.text]
+    told = [note.words() for note in snapshot.info.notes if "routed past it" in note.words()]
     assert told[0].startswith(f"hidden states, layer {numbers}: ")
 
 

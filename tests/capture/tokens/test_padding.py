@@ -159,7 +159,7 @@ def test_a_mask_under_any_name_counts_whichever_value_means_padding(name, invert
             continue
         seen = look(model, ids, **{name: convert(~real if inverted else real)})
         assert torch.equal(kept(seen), real.flatten().nonzero().squeeze(1)), form
-        texts = [note.text for note in seen.snapshot().info.notes]
+        texts = [note.words() for note in seen.snapshot().info.notes]
         assert texts == [f"padding, 26% of the tokens, was left out, going by {name}"]
         assert seen.padding("") == name
 
@@ -189,7 +189,7 @@ def test_padding_that_nothing_foretells_leaves_fewer_rows_and_no_padding():
     assert 50 < len(left) < 100
     assert real.flatten()[left].all()
     note = "padding, 26% of the tokens, was left out, going by the keys that attention hides"
-    assert any(note in n.text for n in seen.snapshot().info.notes)
+    assert any(note in n.words() for n in seen.snapshot().info.notes)
 
 
 NOT_PADDING = {
@@ -247,7 +247,7 @@ def test_padding_that_nothing_tells_is_counted_and_said_once():
         seen = look(AnyName(), side)
         (note,) = seen.snapshot().info.notes
         assert note.kind == "padding could not be recognised"
-        assert "26% of the tokens are one token id at the ends" in note.text
+        assert "26% of the tokens are one token id at the ends" in note.words()
         assert len(kept(seen)) == ids.numel()
     assert look(AnyName(), batch()).snapshot().info.notes == []
     assert look(AnyName(), ids, attention_mask=torch.ones_like(ids)).snapshot().info.notes == []

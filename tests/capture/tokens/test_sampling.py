@@ -40,7 +40,7 @@ def test_more_memory_than_is_asked_for_limits_nothing():
 def test_fewer_rows_are_noted():
     tight, sampler = limited(0.5)
     (note,) = tight.notes()
-    assert note.text == (
+    assert note.words() == (
         f"at most {sampler.max_rows} rows instead of 1000 are kept: a window may hold 0.5 MB "
         "(max_capture_mb)"
     )

@@ -12,7 +12,7 @@ from geomon import Memory, Monitor, read, select
 from geomon.capture import Window, find_anatomy
 from geomon.capture.snapshot import HOST
 from geomon.distributed import RankGroup
-from geomon.metrics import Evaluator
+from geomon.metrics import Evaluator, check_metrics
 from geomon.monitor.measuring import device as module
 from geomon.monitor.measuring.device import MeasuringDevice, check_device
 from geomon.monitor.measuring.jobs import ReadingJob
@@ -22,7 +22,7 @@ NAME = str(DEVICE)
 FEW = select("anisotropy", "twonn", "within_variance", "qk_cosine", "attention_entropy")
 
 
-def run(directory=None, *, steps=2, **options):
+def run(directory=None, *, steps=2, sequences=16, **options):
     """The readings of a short training, of a few metrics by default."""
     torch.manual_seed(0)
     model, memory = PlainDecoder(layers=2), Memory()
@@ -33,7 +33,7 @@ def run(directory=None, *, steps=2, **options):
     monitor = Monitor(model, directory=directory, sinks=[memory], background=False, **options)
     for step in range(steps):
         with monitor(step):
-            model(batch(16, 16, seed=step))
+            model(batch(sequences, 16, seed=step))
     monitor.close()
     return memory.readings
 
@@ -78,7 +78,7 @@ def test_the_host_measures_unless_another_device_is_asked_for():
 
 def test_rows_of_a_model_on_the_host_are_measured_there(tmp_path):
     (reading,) = run(tmp_path, metrics=["anisotropy"], steps=1)
-    assert not any("measured on the host" in note for note in reading.notes)
+    assert not any("measured on the host" in note for note in reading.words())
     assert read(tmp_path).runs[0]["device"] == "cpu"
 
 
@@ -91,7 +91,7 @@ def test_a_named_device_measures_and_gives_the_same_values(tmp_path):
     with Accelerator() as accelerator:
         on_device = run(tmp_path, metrics=metrics, device=NAME)
     assert accelerator.launches > 1000
-    assert [reading.notes for reading in on_device] == [reading.notes for reading in on_host]
+    assert [reading.words() for reading in on_device] == [reading.words() for reading in on_host]
     for one, other in zip(on_host, on_device, strict=True):
         assert_same_values(one, other)
     assert read(tmp_path).runs[0]["device"] == NAME
@@ -122,10 +122,10 @@ def test_rows_that_came_by_the_host_are_measured_on_the_device(full):
     before = []
 
     model = PlainDecoder(layers=1)
-    evaluator = Evaluator({"devices": devices}, 1, strict=True)
+    evaluator = Evaluator(check_metrics({"devices": devices}), 1, strict=True)
     window = Window(find_anatomy(model), evaluator.views, rows=64, seed=0)
     with window:
-        model(batch(8, 16))
+        model(batch(4, 16))  # too few sequences for a margin, which would call the metric again
     with Accelerator() as accelerator:
         job = ReadingJob(
             0, "inline", [window.snapshot()], RankGroup(), evaluator, tokens=64, rows=64,
@@ -145,7 +145,7 @@ def test_without_memory_for_it_a_reading_is_measured_on_the_host(monkeypatch):
         monkeypatch.setattr(module, "_free_bytes", lambda device: 3e6)
         monkeypatch.setattr(MeasuringDevice, "_of_model", lambda self: DEVICE)
         (reading,) = run(steps=1)
-    (note,) = set(reading.notes) - set(on_host[0].notes)
+    (note,) = set(reading.words()) - set(on_host[0].words())
     assert note.startswith("measured on the host: measuring a layer takes up to 1,0")
     assert "leaves 3 MB of meta" in note
     assert_same_values(on_host[0], reading)
@@ -161,13 +161,14 @@ def test_where_memory_ends_in_a_metric_the_rest_is_measured_on_the_host():
         return hidden.mean()
 
     metrics = select("anisotropy", "attention_entropy") | {"greedy": greedy}
-    on_host = run(metrics=metrics, steps=1, batches=1)
+    few = {"metrics": metrics, "steps": 1, "sequences": 4}  # no margin, one call for each layer
+    on_host = run(**few)
     seen.clear()
     with Accelerator():
-        (reading,) = run(metrics=metrics, steps=1, batches=1, device=NAME)
+        (reading,) = run(**few, device=NAME)
     assert seen == [DEVICE, DEVICE, HOST, HOST]  # the layer is measured again
     text = "measured on the host: meta has not memory enough (tried to allocate too much)"
-    assert set(reading.notes) - set(on_host[0].notes) == {text}
+    assert set(reading.words()) - set(on_host[0].words()) == {text}
     assert_same_values(on_host[0], reading)
 
 
@@ -188,10 +189,10 @@ def test_a_metric_that_fails_on_the_device_alone_sends_the_reading_to_the_host()
         assert seen == [DEVICE, HOST, DEVICE, DEVICE]  # tried on the host once
         metrics |= {"of_the_host": of_the_host}
         (moved,) = run(metrics=metrics, steps=1, batches=1, device=NAME, strict=False)
-    assert not any("measured on the host" in note for note in failing.notes)
+    assert not any("measured on the host" in note for note in failing.words())
     text = "measured on the host: of_the_host failed on meta (it has no such operation)"
-    assert text in moved.notes
-    assert not any("of_the_host, layer" in note for note in moved.notes)
+    assert text in moved.words()
+    assert not any("of_the_host, layer" in note for note in moved.words())
     assert math.isfinite(moved.values["of_the_host/mean"])
     assert math.isnan(moved.values["nowhere/mean"])
 
@@ -203,7 +204,7 @@ def test_deterministic_algorithms_are_left_to_the_host():
             (reading,) = run(metrics=["twonn"], steps=1, device=NAME)
         finally:
             torch.use_deterministic_algorithms(False)
-    assert any("use_deterministic_algorithms is on" in note for note in reading.notes)
+    assert any("use_deterministic_algorithms is on" in note for note in reading.words())
     assert math.isfinite(reading.values["twonn/mean"])
 
 
@@ -212,7 +213,7 @@ def test_a_device_without_float64_leaves_its_rows_to_the_host(monkeypatch):
     (reading,) = run(metrics=["anisotropy"], steps=1)
     assert (
         "measured on the host: cuda does not compute in float64, in which distances are decided"
-    ) in reading.notes
+    ) in reading.words()
 
 
 # -- memory ----------------------------------------------------------------------------------------

@@ -50,6 +50,30 @@ def test_the_background_measures_the_same_in_the_same_order_and_leaves_no_thread
     assert measured(behind) == measured(at_once)
 
 
+@pytest.mark.usefixtures("own_metrics_in_background")
+def test_two_readings_wait_while_one_is_measured_and_a_third_holds_the_training_up():
+    free, memory, model = threading.Event(), Memory(), models.PlainDecoder()
+
+    def waits(hidden):
+        free.wait(5)
+        return 1.0
+
+    monitor = Monitor(
+        model, metrics={"waits": waits}, tokens=64, directory=None, sinks=[memory], budget=None,
+        schedule=lambda step: True, background=True,
+    )  # fmt: skip
+    for step in range(3):
+        with monitor(step):
+            model(models.batch())
+    assert not memory.readings
+    threading.Timer(0.3, free.set).start()
+    with monitor(3):
+        model(models.batch())
+    assert free.is_set()
+    monitor.close()
+    assert [reading.step for reading in memory.readings] == [0, 1, 2, 3]
+
+
 def test_sinks_are_written_by_the_thread_that_trains():
     writers = set()
 
@@ -69,6 +93,7 @@ def fails_at_once(hidden):
     raise ValueError("broken on purpose")
 
 
+@pytest.mark.usefixtures("own_metrics_in_background")
 def test_a_failure_in_the_background_is_a_warning_and_a_missing_value(caplog):
     metrics = METRICS | {"broken": fails_at_once}
     with caplog.at_level(logging.WARNING, "geomon"):
@@ -80,6 +105,7 @@ def test_a_failure_in_the_background_is_a_warning_and_a_missing_value(caplog):
     assert len(readings) == 2
 
 
+@pytest.mark.usefixtures("own_metrics_in_background")
 def test_strict_raises_what_failed_in_the_background():
     with pytest.raises(ValueError, match="broken on purpose"):
         list(run(3, background=True, metrics={"broken": fails_at_once}))
@@ -198,7 +224,7 @@ def test_rows_are_thinned_and_said(monkeypatch):
     assert first.step == 0
     assert first.tokens < 2000
     said = f"{first.tokens} rows in a batch instead of 2000, to stay within the budget"
-    assert said in first.notes
+    assert said in first.words()
 
 
 def test_a_budget_without_gathering_is_refused_on_many_ranks(monkeypatch):
@@ -223,7 +249,7 @@ def test_a_due_step_that_training_jumps_over_is_read_at_the_next():
 
 def test_nothing_is_said_of_what_no_metric_reads():
     *_, (_, _, readings) = run(1, metrics=select("cosine", "attention_entropy"), batches=1)
-    assert readings[0].notes == []
+    assert readings[0].words() == []
 
 
 def test_who_asks_twice_about_a_step_that_is_owed_gets_the_same_answer():
@@ -239,6 +265,7 @@ def test_who_asks_twice_about_a_step_that_is_owed_gets_the_same_answer():
     assert [reading.step for reading in memory.readings] == [0, 6]
 
 
+@pytest.mark.usefixtures("own_metrics_in_background")
 @pytest.mark.parametrize("place", ["metric", "across layers"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_what_is_raised_in_the_background_ends_nothing(caplog, monkeypatch, place, error):

@@ -4,10 +4,11 @@ import torch
 from measuring import evaluate
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from geomon.capture.snapshot import Layer, Note, PassInfo, Snapshot
+from geomon.capture.snapshot import Layer, PassInfo, Snapshot
 from geomon.distributed import RankGroup
-from geomon.metrics import Evaluator, select
+from geomon.metrics import Evaluator, check_metrics, select
 from geomon.monitor.measuring.jobs import ReadingJob
+from geomon.note import Note
 
 aten = torch.ops.aten
 METRICS = {
@@ -28,7 +29,8 @@ def snapshot(rows=1200):
 
 def make_job(metrics=METRICS, rows=500, batches=2, of=None):
     return ReadingJob(
-        7, "probe", [of or snapshot()], RankGroup(), Evaluator(metrics, batches, strict=True),
+        7, "probe", [of or snapshot()], RankGroup(),
+        Evaluator(check_metrics(metrics), batches, strict=True),
         tokens=500, rows=rows, seconds=0.5,
     )  # fmt: skip
 
@@ -53,7 +55,7 @@ def test_layer_by_layer_gives_what_all_at_once_gives():
     whole = evaluate(snapshot(), METRICS, rows=500, batches=2, strict=True)
     assert values_of(reading) == whole.values
     assert job.notes == [Note("kind", "seen"), *whole.notes]
-    assert reading.notes == [note.text for note in job.notes]
+    assert reading.words() == [note.words() for note in job.notes]
     assert (reading.step, reading.source, reading.mode) == (7, "probe", "eval")
     assert (reading.tokens, reading.dtype, reading.world_size) == (1000, "float32", 1)
     assert reading.seconds == reading.values["geomon/seconds"] == job.seconds > 0.5
@@ -86,7 +88,7 @@ def test_rows_are_limited_in_every_layer_and_noted():
     reading = measured(job)
     assert {v for tag, v in reading.values.items() if tag.startswith("rows/layer")} <= {300, 0}
     assert reading.tokens == 600
-    assert reading.notes[-1] == "300 rows in a batch instead of 500, to stay within the budget"
+    assert reading.words()[-1] == "300 rows in a batch instead of 500, to stay within the budget"
 
 
 def test_more_rows_than_were_captured_are_not_taken():
@@ -98,7 +100,7 @@ def test_more_rows_than_were_captured_are_not_taken():
 def test_few_rows_are_noted():
     reading = measured(make_job(of=snapshot(200)))
     assert reading.tokens == 200
-    assert "estimates stand on 200 rows, fewer than tokens=500" in reading.notes[-1]
+    assert "estimates stand on 200 rows, fewer than tokens=500" in reading.words()[-1]
 
 
 def test_rows_do_not_change_once_a_layer_stands_on_them():

@@ -99,6 +99,7 @@ def test_of_accumulated_batches_the_value_of_the_first_is_recorded_and_no_other_
     assert caplog.messages == []
 
 
+@pytest.mark.usefixtures("own_metrics_in_background")
 def test_with_a_background_the_value_is_of_the_step_that_was_read():
     go = threading.Event()
 
@@ -192,7 +193,7 @@ def test_a_number_of_any_kind_is_a_value(tmp_path, caplog, value, expected):
     assert logged(memory.readings[0]) == pytest.approx({"training/value": expected}, nan_ok=True)
     assert caplog.messages == []
     line = json.loads((tmp_path / "readings.jsonl").read_text().splitlines()[-1])
-    assert line["values"]["training/value"] == (None if math.isnan(expected) else expected)
+    assert line["training"]["value"] == (None if math.isnan(expected) else expected)
 
 
 @pytest.mark.parametrize(

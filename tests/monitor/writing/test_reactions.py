@@ -2,20 +2,20 @@
 
 import logging
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from models import PlainDecoder, batch
+from tagged import reading_of
 
 from geomon import Memory, Monitor, every, read, select
 from geomon.analysis import Phase
 from geomon.analysis.alerts import Alert, alert_notes
 from geomon.monitor.writing.output import Warnings
 from geomon.monitor.writing.reactions import Reactions
-from geomon.record import Reading
 
 
 def monitor(model, directory=None, **options):
@@ -52,7 +52,7 @@ def test_an_alert_is_recorded_before_the_function_is_called(tmp_path, caplog):
     ((alert, recorded, thread),) = calls
     assert isinstance(alert, Alert)
     assert (alert.name, alert.step) == ("not_finite", 2)
-    assert recorded[2] == [alert.note().removeprefix("alert: ")]
+    assert recorded[2] == [alert.note()]
     assert thread is threading.current_thread()
     assert sum("alert: not finite" in record.message for record in caplog.records) == 1
 
@@ -102,7 +102,7 @@ def course(step, dimension, rank):
     values = {"twonn/mean": dimension, "twonn/mean/margin": 0.1}
     values |= {f"effective_rank/layer_{n:02d}": rank if n < step // 256 else 20.0
                for n in range(5)}  # fmt: skip
-    return Reading(step, 0.0, 0.0, "probe", "eval", 8192, 1, "float32", values)
+    return reading_of(values, step, time=0.0)
 
 
 def follow(reactions, steps):
@@ -135,7 +135,7 @@ def test_two_sources_are_two_curves():
     reactions = reactions_with(phases, [])
     for values in COURSE:
         reactions.call(course(*values))
-        reactions.call(replace(course(values[0], 3.0, 20.0), source="inline"))
+        reactions.call(msgspec.structs.replace(course(values[0], 3.0, 20.0), source="inline"))
     assert [phase.name for phase in phases] == [
         "steady", "steady", "expanding", "peak", "compressing",
     ]  # fmt: skip
@@ -205,6 +205,7 @@ def test_the_example_of_the_page_runs(tmp_path, monkeypatch, capsys):
     exec(page.read_text().partition("```python\n")[2].partition("```")[0], names)
     names["save"](Phase("peak", 8, 7.0, 0.0, 4, 16))
     assert (tmp_path / "peak.pt").is_file()
-    names["stop"](Alert("rank_collapse", 8, "layer 2", "rank 1.2", "look there"))
-    assert capsys.readouterr().out == "rank collapse (layer 2): rank 1.2; look there\n"
+    alert = Alert("logit_growth", 8, heads=((2, 1),), numbers={"largest": 130.0, "limit": 100.0})
+    names["stop"](alert)
+    assert capsys.readouterr().out == f"{alert.words()}\n"
     names["monitor"].close()

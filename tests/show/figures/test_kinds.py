@@ -1,11 +1,11 @@
 """Figures by kind: what a run can give, what they show, and what they say where it cannot."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from tagged import with_values
 from typer.testing import CliRunner
 
 from geomon.analysis.queries_keys import chance_limit, queries_and_keys
@@ -13,6 +13,7 @@ from geomon.cli import make_app
 from geomon.kernels.baselines import isotropic_cosine_magnitude
 from geomon.kernels.token_types import token_types
 from geomon.record import Readings, Record, read, tags
+from geomon.record.arrays import ArrayPlace
 from geomon.show import commands
 from geomon.show.figures import KINDS, as_image, draw, geometry_figure, panels
 from geomon.show.figures.colours import BLUE, GREY, VERMILLION, darken
@@ -30,28 +31,22 @@ STEPS = (0, 16, 128, 1500)
 def more_values(progress: float) -> dict[str, float]:
     """What the synthetic runs of other tests lack."""
     found = {"attention_entropy/null": 3.1, "qk_cosine/null_magnitude": 0.3}
-    found |= {"drift_cosine/spearman": 0.9, "drift_cosine/pearson": 0.8}
-    found |= {"drift_cosine/spearman_p": 0.083, "drift_cosine/pearson_p": 0.017}
     found["training/loss"] = 5 - 3 * progress
     for layer in range(LAYERS + 1):
-        shares = {"mean_share": 0.2 + 0.1 * layer * progress, "between_share": 0.3}
-        for name, value in shares.items():
-            found[tags.layer_tag(name, layer)] = found[tags.layer_tag(name, layer, "of_square")] = (
-                value
-            )
-        rest = 1 - sum(shares.values())
-        found[tags.layer_tag("within_share", layer)] = 0.5
-        found[tags.layer_tag("within_share", layer, "of_square")] = rest
-        found |= {
-            tags.layer_tag(n, layer): 0.1 * (layer + 1) for n in ("drift_norm", "cosine", "twonn")
-        }
+        shares = {"mean": 0.2 + 0.1 * layer * progress, "between": 0.3}
+        shares["within"] = 1 - sum(shares.values())
+        for part, value in shares.items():
+            found[tags.layer_tag("variance_shares", layer, part)] = value
+        found[tags.layer_tag("variance_shares", layer)] = 0.5
+        found |= {tags.layer_tag(n, layer): 0.1 * (layer + 1) for n in ("drift_norm", "twonn")}
+        found[tags.layer_tag("cosine", layer)] = (0.1, 0.3, 0.2, 0.4, 0.5)[layer]
         found[tags.layer_tag("variance", layer)] = 10.0
     for scale in (2, 4, 8):
         found[tags.mean_tag("gride", f"k{scale}")] = 3.0 + scale
     return found
 
 
-def arrays_at(progress: float) -> dict[str, np.ndarray]:
+def arrays_at(progress: float) -> dict[ArrayPlace, np.ndarray]:
     """Mean queries and keys of head h of layer l at a planted angle, growing."""
     generator = np.random.default_rng(3)
     found = {}
@@ -59,11 +54,11 @@ def arrays_at(progress: float) -> dict[str, np.ndarray]:
         eigenvalues = np.sort(generator.exponential(size=WIDTH))[::-1]
         counts = generator.integers(10, 40, 12)
         found |= {
-            tags.layer_tag("eigenvalues", layer): eigenvalues,
-            tags.layer_tag("type_ids", layer): np.arange(12),
-            tags.layer_tag("type_rows", layer): counts,
-            tags.layer_tag("type_square_of_mean", layer): 5 + generator.random(12),
-            tags.layer_tag("type_scatter", layer): counts * (2 + generator.random(12)),
+            ArrayPlace("", "eigenvalues", layer): eigenvalues,
+            ArrayPlace("", "type_ids", layer): np.arange(12),
+            ArrayPlace("", "type_rows", layer): counts,
+            ArrayPlace("", "type_square_of_mean", layer): 5 + generator.random(12),
+            ArrayPlace("", "type_scatter", layer): counts * (2 + generator.random(12)),
         }
         if layer == 0:
             continue
@@ -73,22 +68,22 @@ def arrays_at(progress: float) -> dict[str, np.ndarray]:
         key[:, 0] = 1 + progress
         query[:, 0], query[:, 1] = np.cos(angles), np.sin(angles)
         query *= 1 + 2 * progress
-        found[tags.layer_tag("mean_query", layer)] = query.astype(np.float32)
-        found[tags.layer_tag("mean_key", layer)] = key.astype(np.float32)
+        found[ArrayPlace("", "mean_query", layer)] = query.astype(np.float32)
+        found[ArrayPlace("", "mean_key", layer)] = key.astype(np.float32)
         for name, mean in (("queries", query), ("keys", key)):
             noise = 0.3 * generator.standard_normal((ROWS, *mean.shape))
-            found[tags.layer_tag(name, layer)] = (mean + noise).astype(np.float16)
+            found[ArrayPlace("", name, layer)] = (mean + noise).astype(np.float16)
     return found
 
 
 def write_run(folder, readings: Readings, *, with_arrays: bool = True) -> Readings:
     record = Record(folder)
     facts = {"model": "Synthetic", "parameters": 1_234_567, "layers": ["block"] * LAYERS}
-    record.begin(readings[0].step, facts)
+    record.begin(readings[0].step, facts | readings.runs[0])
     last = max(readings[-1].step, 1)
     for reading in readings:
         progress = reading.step / last
-        whole = replace(reading, values={**more_values(progress), **reading.values})
+        whole = with_values(reading, {**more_values(progress), **reading.values})
         record.write(whole)
         if with_arrays:
             record.write_arrays(whole, arrays_at(progress))
@@ -188,9 +183,9 @@ def test_the_plane_of_rows_in_a_plane_keeps_their_lengths_and_angles(run):
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_rows_that_are_not_finite_are_left_out(run, bad):
     for step in run.folder.steps("probe"):
-        arrays = run.arrays(step)
-        arrays["queries/layer_01"][0, 0] = bad
-        arrays["mean_query/layer_02"][1] = bad
+        arrays = arrays_at(step / STEPS[-1])
+        arrays["", "queries", 1][0, 0] = bad
+        arrays["", "mean_query", 2][1] = bad
         run.folder.write(step, "probe", arrays)
     for kind in ("means", "clouds"):
         small(draw(kind, run))
@@ -198,8 +193,8 @@ def test_rows_that_are_not_finite_are_left_out(run, bad):
 
 def test_means_alone_are_enough_for_their_paths(run):
     for step in run.folder.steps("probe"):
-        arrays = run.arrays(step)
-        kept = {t: a for t, a in arrays.items() if not t.startswith(("queries", "keys"))}
+        arrays = arrays_at(step / STEPS[-1])
+        kept = {place: a for place, a in arrays.items() if place.name not in ("queries", "keys")}
         run.folder.write(step, "probe", kept)
     assert small(draw("means", run)).std() > 3
     with pytest.raises(NotMeasuredError, match="only their means fit"):
@@ -210,10 +205,10 @@ def test_a_figure_and_a_summary_count_the_same_heads(run):
     """Of isotropic directions one head in twenty lies outside its own band of 95 %."""
     last = run[-1]
     cosines = 2 * [0.9, -0.9, 0.8, 0.75, 0.6, -0.6, 0.4, -0.2]
-    names = tags.heads_of(last.values, "qk_cosine").values()
+    names = [f"qk_cosine/layer_{n:02d}/head_{h}" for n in range(1, 5) for h in range(4)]
     values = dict(last.values) | dict(zip(names, cosines, strict=True))
     values["qk_cosine/null_magnitude"] = isotropic_cosine_magnitude(16)
-    readings = Readings([], [*run.readings[:-1], replace(last, values=values)])
+    readings = Readings([], [*run.readings[:-1], with_values(last, values)])
     figure = draw("cosines", readings)
     found = queries_and_keys(readings)
     counts = [len(found.of(each)) for each in ("similar", "opposite", "chance")]
@@ -253,7 +248,7 @@ def test_the_line_through_token_types_is_that_of_the_metric(make_readings, tmp_p
     run = write_run(tmp_path, make_readings((0,)), with_arrays=False)
     arrays = {"type_ids": ids.unique(), "type_rows": found.rows, "type_square_of_mean": found.m}
     arrays["type_scatter"] = found.scatter
-    run.folder.write(0, "probe", {f"{n}/layer_01": a.numpy() for n, a in arrays.items()})
+    run.folder.write(0, "probe", {ArrayPlace("", n, 1): a.numpy() for n, a in arrays.items()})
     figure = draw("norms", run)
     words = f"{words_of(figure)} {figure.axes[0].get_xlabel()}".replace("−", "-")
     assert f"slope {fit.slope.item():+.2f}, R² {fit.r_squared.item():.2f}" in words
@@ -295,7 +290,7 @@ def test_shares_of_a_layer_sum_to_one(run):
 
 def test_uniform_attention_is_drawn_and_is_the_end_of_the_scale(run):
     entropy = next(
-        a for a in geometry_figure(run).axes if a.get_title("left").endswith("per layer")
+        a for a in geometry_figure(run).axes if a.get_title("left").endswith("entropy by layer")
     )
     assert [text.get_text() for text in entropy.texts] == ["uniform attention: 3.1"]
     assert entropy.get_ylim()[1] > 3.1
@@ -335,7 +330,7 @@ def test_a_loss_that_ends_before_the_run_says_so_or_gives_way_to_one_that_does_n
             values["training/probe_loss"] = 7.0 - reading.step / 1000
         if reading is run[-1]:
             del values["training/loss"]
-        return replace(reading, values=values)
+        return with_values(reading, values)
 
     shorter = Readings(run.runs, [without_batch(reading) for reading in run])
     drawn = [axes for axes in draw("run", shorter).axes if "dash-dotted" in axes.get_ylabel()]

@@ -1,15 +1,17 @@
 import math
 import subprocess
 import sys
-from dataclasses import replace
 
 import matplotlib
 import numpy as np
 import pytest
+from msgspec.structs import replace
+from tagged import TEXTS, alert_of, reading_of, with_values
 
-from geomon.record import Reading, Readings
+from geomon.note import Note
+from geomon.record import Readings
 from geomon.show.figures import as_image, geometry_figure, heads_figure, profile_figure, save
-from geomon.show.figures.panels import colour_range, head_table, layers_and_heads, spread_steps
+from geomon.show.figures.panels import colour_range, head_tables, spread_steps
 
 
 def panels(figure):
@@ -32,10 +34,13 @@ def labelled(axes, start):
 def test_the_picture_shows_both_variants_and_a_scale_with_step_zero_in_its_place(make_readings):
     readings = make_readings()
     dimension = panels(geometry_figure(readings))[0]
-    paper, distinct = labelled(dimension, "twonn,"), labelled(dimension, "twonn_distinct")
+    paper, distinct = (
+        labelled(dimension, "intrinsic dimension"),
+        labelled(dimension, "intrinsic dimension, d"),
+    )
     assert list(paper.get_xdata()) == [reading.step for reading in readings]
     assert list(distinct.get_ydata()) == readings.series("twonn_distinct/mean")[1]
-    assert labelled(dimension, "gride at scale 32")
+    assert labelled(dimension, "intrinsic dimension by scale, scale 32")
     assert "peak 7.4 at step 256" in paper.get_label()
     assert len(dimension.collections) == 2  # a band for each variant
     assert dimension.get_xlim()[0] < 0  # step 0 lies inside
@@ -52,7 +57,10 @@ def test_the_dimension_is_logarithmic_only_where_variants_lie_far_apart(
 
 def test_no_peak_is_marked_on_a_curve_that_only_falls(make_readings):
     readings = make_readings(curves={"twonn/mean": [9, 8, 7, 6, 5, 4, 3, 2.5, 2]})
-    assert "peak" not in labelled(panels(geometry_figure(readings))[0], "twonn,").get_label()
+    assert (
+        "peak"
+        not in labelled(panels(geometry_figure(readings))[0], "intrinsic dimension").get_label()
+    )
 
 
 def test_one_line_per_head_and_per_layer_and_the_mean_size(make_readings):
@@ -101,11 +109,7 @@ def test_layer_0_stays_beside_blocks_that_are_all_0():
 def single_profile(profile):
     """A run of one reading with these values of a metric by layer."""
     values = {f"twonn/layer_{layer:02d}": value for layer, value in enumerate(profile)}
-    reading = Reading(
-        step=0, time=0.0, seconds=0.0, source="probe", mode="eval", tokens=64, world_size=1,
-        dtype="float32", values=values, notes=(),
-    )  # fmt: skip
-    return Readings([], [reading])
+    return Readings([], [reading_of(values)])
 
 
 def test_steps_are_spread_evenly_in_their_logarithm():
@@ -135,12 +139,15 @@ def test_every_size_of_run_is_drawn(make_readings, steps, layers, heads):
 
 def test_values_that_are_not_numbers_leave_gaps(make_readings):
     readings = make_readings()
-    broken = dict.fromkeys(readings[3].values, math.nan)
-    holed = [replace(r, values=broken) if r.step == 64 else r for r in readings]
-    figure = geometry_figure(Readings([], holed))
+    broken = dict.fromkeys(readings[3].values.keys() - {"geomon/seconds"}, math.nan)
+    holed = [with_values(r, broken) if r.step == 64 else r for r in readings]
+    figure = geometry_figure(Readings(readings.runs, holed))
     as_image(figure)
-    assert 64 not in labelled(panels(figure)[0], "twonn,").get_xdata()
-    empty = [replace(r, values=dict.fromkeys(r.values, math.nan)) for r in readings]
+    assert 64 not in labelled(panels(figure)[0], "intrinsic dimension").get_xdata()
+    empty = [
+        with_values(r, dict.fromkeys(r.values.keys() - {"geomon/seconds"}, math.nan))
+        for r in readings
+    ]
     assert words(geometry_figure(Readings([], empty))).count("not measured") == 4
 
 
@@ -159,10 +166,10 @@ def test_values_of_heads_stand_by_layer_and_head():
         for layer in (1, 2)
         for head in range(3)
     }
-    reading = Reading(0, 1.0, 0.5, "inline", "train", 64, 1, "float32", values)
-    assert layers_and_heads(values, "q") == ([1, 2], 3)
-    assert head_table(reading, "q", [1, 2], 3).tolist() == [[10, 11, 12], [20, 21, 22]]
-    assert layers_and_heads(values, "other") == ([], 0)
+    reading = reading_of(values)
+    layers, tables = head_tables([reading], "q")
+    assert (layers, tables.tolist()) == ([1, 2], [[[10, 11, 12], [20, 21, 22]]])
+    assert head_tables([reading], "other")[0] == []
 
 
 def test_values_are_written_into_small_matrices_only(make_readings):
@@ -219,18 +226,16 @@ def lopsided(steps=(0, 4, 32), layers=3, heads=5):
             values[name] = 5.0 + place + 0.1 * number
             values[f"{name}/margin"] = 0.5 + 0.01 * number
         values["gride/mean/k1"] = 50.0
-        readings.append(
-            Reading(step, 1.0, 0.5, "probe", "eval", 64, 1, "float32", values, ["note"])
-        )
-    return Readings([{"model": "Synthetic"}], readings)
+        readings.append(reading_of(values, step, notes=["note"]))
+    return Readings([{"model": "Synthetic", "metrics": TEXTS}], readings)
 
 
 def test_each_caption_stands_over_its_own_data():
     expected = {
         "Intrinsic dimension, mean over layers": ("intrinsic dimension", [5.0, 6.0, 7.0]),
         "Anisotropy over depth": ("anisotropy", [0.05, 0.15, 0.25, 0.35]),
-        "Mean query against mean key, one line per head": ("cosine of mean query", None),
-        "Attention entropy, one line per layer": ("attention entropy", [2.1, 2.11, 2.12]),
+        "Cosine of mean query and mean key by head": ("cosine of mean query", None),
+        "Attention entropy by layer": ("attention entropy", [2.1, 2.11, 2.12]),
     }
     found = panels(geometry_figure(lopsided(), title="a run"))
     titles = [axes.get_title(loc="left") for axes in found]
@@ -267,7 +272,7 @@ def test_every_head_of_every_layer_is_a_line_of_its_own_in_the_colour_of_its_lay
         tag = f"attention_entropy/layer_{layer:02d}"
         assert list(line.get_ydata()) == [reading.values[tag] for reading in readings]
     mean = labelled(heads, "mean |cosine|").get_ydata()
-    size = [np.mean([abs(v) for t, v in r.values.items() if "qk_" in t]) for r in readings]
+    size = [np.mean([abs(v) for t, v in r.values.items() if "head_" in t]) for r in readings]
     assert list(mean) == pytest.approx(size)
 
 
@@ -320,7 +325,9 @@ def test_a_band_is_the_interval():
             assert (at_step.min(), at_step.max()) == pytest.approx(ends)
     colours = [tuple(band.get_facecolor()[0][:3]) for band in dimension.collections]
     for colour, start in zip(
-        colours, ("twonn,", "twonn_distinct", "gride at scale 32"), strict=True
+        colours,
+        ("intrinsic dimension", "intrinsic dimension, d", "intrinsic dimension by"),
+        strict=True,
     ):
         assert colour == pytest.approx(
             matplotlib.colors.to_rgb(labelled(dimension, start).get_color())
@@ -377,10 +384,10 @@ def test_the_colours_of_a_matrix_are_around_zero_where_signs_differ():
 
 def test_words_on_a_matrix_are_dark_on_light_and_light_on_dark():
     values = {"q_cosine/layer_01/head_0": -1.0, "q_cosine/layer_01/head_1": 0.0}
-    reading = Reading(0, 1.0, 0.5, "inline", "train", 64, 1, "float32", values)
+    reading = reading_of(values, 0, "inline")
     texts = heads_figure(reading, "q_cosine").axes[0].texts
     assert [text.get_color() for text in texts] == ["white", "black"]
-    holed = replace(reading, values={**values, "q_cosine/layer_01/head_1": math.nan})
+    holed = with_values(reading, {**values, "q_cosine/layer_01/head_1": math.nan})
     assert len(heads_figure(holed, "q_cosine").axes[0].texts) == 1
 
 
@@ -388,7 +395,7 @@ def test_the_peak_is_marked_where_it_is(make_readings):
     dimension = panels(geometry_figure(make_readings()))[0]
     (dot,) = lines(dimension, 1)
     assert (list(dot.get_xdata()), list(dot.get_ydata())) == ([256], [7.4])
-    assert dot.get_color() == labelled(dimension, "twonn,").get_color()
+    assert dot.get_color() == labelled(dimension, "intrinsic dimension").get_color()
     rising = {"twonn/mean": [2, 3, 4, 5, 6, 7, 8, 9, 11]}
     assert not lines(panels(geometry_figure(make_readings(curves=rising)))[0], 1)
 
@@ -396,20 +403,24 @@ def test_the_peak_is_marked_where_it_is(make_readings):
 def test_the_largest_scale_is_the_largest_by_number():
     readings = lopsided()
     more = {"gride/mean/k4": 9.0, "gride/mean/n": 9.0}
-    readings = Readings([], [replace(r, values={**r.values, **more}) for r in readings])
+    readings = Readings(readings.runs, [with_values(r, {**r.values, **more}) for r in readings])
     dimension = panels(geometry_figure(readings))[0]
-    assert list(labelled(dimension, "gride at scale 32").get_ydata()) == [5.2, 6.2, 7.2]
+    assert list(labelled(dimension, "intrinsic dimension by").get_ydata()) == [
+        5.2,
+        6.2,
+        7.2,
+    ]
 
 
 @pytest.mark.parametrize(("null", "seen"), [(6.0, True), (500.0, False), (-1.0, False)])
 def test_noise_is_a_line_where_it_lies_within_the_panel(null, seen):
     values = {"twonn/null": null, "anisotropy/null": null / 50}
-    readings = Readings([], [replace(r, values=r.values | values) for r in lopsided()])
+    readings = Readings([], [with_values(r, r.values | values) for r in lopsided()])
     dimension, profile, *_ = panels(geometry_figure(readings))
     level = [line for line in dimension.lines if list(line.get_ydata()) == [null, null]]
     assert bool(level) == seen
     if seen:
-        assert level[0].get_label() == "twonn of noise of this n and width: 6"
+        assert level[0].get_label() == "noise: 6"
         assert any(list(line.get_ydata()) == [0.12, 0.12] for line in profile.lines)
         assert [text.get_text() for text in profile.texts] == ["noise: 0.12"]
 
@@ -420,8 +431,7 @@ def test_no_line_is_covered_by_the_legend(distinct, factor):
     null = factor * max(7.2, distinct)
     values = {"twonn_distinct/mean": distinct, "twonn/null": null}
     readings = [
-        replace(r, values=r.values | values | {"training/loss": 5 - r.step / 1000})
-        for r in lopsided()
+        with_values(r, r.values | values | {"training/loss": 5 - r.step / 1000}) for r in lopsided()
     ]
     figure = geometry_figure(Readings([], readings), title="Takes height from the panels")
     figure.draw_without_rendering()
@@ -464,7 +474,7 @@ def test_axes_hold_all_values_and_leave_the_top_to_the_legend():
     assert heads.get_ylim() == (-1.05, 1.3)
     assert entropy.get_ylim() == pytest.approx((0, 1.08 * 2.32))
     far = Readings([], [
-        replace(r, values=r.values | {"twonn_distinct/mean": 40.0}) for r in lopsided()
+        with_values(r, r.values | {"twonn_distinct/mean": 40.0}) for r in lopsided()
     ])  # fmt: skip
     low, high = panels(geometry_figure(far))[0].get_ylim()
     assert (low, high) == pytest.approx((4, 4 * 10 ** (1 / 0.69)))
@@ -472,7 +482,7 @@ def test_axes_hold_all_values_and_leave_the_top_to_the_legend():
 
 def test_a_profile_with_negative_values_is_drawn_whole():
     values = {f"m/layer_{n:02d}": value for n, value in enumerate((-0.5, 0.2, 0.4))}
-    reading = Reading(7, 1.0, 0.5, "inline", "train", 64, 1, "float32", values)
+    reading = reading_of(values, 7, "inline")
     axes = profile_figure(Readings([], [reading]), "m").axes[0]
     assert axes.get_ylim()[0] < -0.5
     assert list(axes.lines[0].get_xdata()) == [0, 1, 2]
@@ -482,7 +492,7 @@ def test_a_profile_with_negative_values_is_drawn_whole():
 
 def test_a_logarithmic_axis_of_dimensions_names_one_two_three_and_five():
     values = {"twonn_distinct/mean": 60.0}
-    far = Readings([], [replace(r, values=r.values | values) for r in lopsided()])
+    far = Readings([], [with_values(r, r.values | values) for r in lopsided()])
     figure = geometry_figure(far)
     as_image(figure)
     axes = panels(figure)[0]
@@ -547,9 +557,9 @@ def test_the_last_profile_is_the_thickest():
 
 def test_an_alert_is_a_line_at_its_step_and_the_legend_says_which(make_readings):
     readings = list(make_readings())
-    notes = ["alert: rank collapse (layer 2): down to 1.2", "a note"]
+    notes = (alert_of("rank_collapse", "down to 1.2"), Note("a note", "a note"))
     readings[4] = replace(readings[4], notes=notes)
-    readings[6] = replace(readings[6], notes=["alert: logit growth: 130"])
+    readings[6] = replace(readings[6], notes=(alert_of("logit_growth", "130"),))
     figure = geometry_figure(Readings([], readings))
     as_image(figure)
     over_training = [panels(figure)[index] for index in (0, 2, 3)]
@@ -569,6 +579,6 @@ def test_the_scale_of_entropy_reaches_from_nothing_to_uniform_attention(layers):
         ({"attention_entropy/null": 4.0}, (0.0, 4.0)),
         ({}, (3.0 / layers, 3.0)),
     ):
-        reading = Reading(0, 1.0, 0.5, "inline", "train", 64, 1, "float32", values | null)
+        reading = reading_of(values | null, 0, "inline")
         image = heads_figure(reading, "attention_entropy").axes[0].images[0]
         assert (image.norm.vmin, image.norm.vmax) == pytest.approx(expected)

@@ -7,7 +7,8 @@ from typer.testing import CliRunner
 from geomon.analysis.compare import compare
 from geomon.analysis.queries_keys import align_layers, chance_limit
 from geomon.cli import make_app
-from geomon.record import Readings, Record, read, tags
+from geomon.record import Readings, Record, read
+from geomon.record.arrays import ArrayPlace
 from geomon.show.figures import as_image, draw
 from geomon.show.figures.compare import compare_figure
 from geomon.show.figures.panels import NotMeasuredError
@@ -24,14 +25,14 @@ def run_of(make_readings, tmp_path):
     def write(name, ends, first_layer=1) -> Readings:
         record = Record(tmp_path / name)
         record.begin(0, {})
-        for number, reading in enumerate(make_readings(STEPS)):
+        for number, reading in enumerate(make_readings(STEPS, layers=first_layer + len(ends))):
             arrays = {}
             for layer, end in enumerate(ends, start=first_layer):
                 cosine = end * number / (len(STEPS) - 1)
                 query, key = np.zeros((HEADS, WIDTH)), np.zeros((KEY_HEADS, WIDTH))
                 query[:, 0], query[:, 1], key[:, 0] = cosine, np.sqrt(1 - cosine**2), 3
-                arrays[tags.layer_tag("mean_query", layer)] = query
-                arrays[tags.layer_tag("mean_key", layer)] = key
+                arrays[ArrayPlace("", "mean_query", layer)] = query
+                arrays[ArrayPlace("", "mean_key", layer)] = key
             record.write(reading)
             record.write_arrays(reading, arrays)
         record.close()

@@ -7,17 +7,19 @@ import sys
 import numpy as np
 import pytest
 from models import PlainDecoder, batch
+from tagged import alert_of, reading_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 
 from geomon import Monitor, TensorBoard, select
-from geomon.record import Reading, Sink
+from geomon.note import Note
+from geomon.record import Sink
 from geomon.show.loggers.board import BoardPages, BoardText
 
 
 def reading(step, notes=(), **values):
     values = {"twonn/mean": 0.1 + step, **values}
-    return Reading(step, 1.0, 0.1, "inline", "train", 8, 1, "float32", values, list(notes))
+    return reading_of(values, step, "inline", notes)
 
 
 def events_of(folder):
@@ -117,16 +119,8 @@ def test_a_plain_loop_has_the_pages_of_the_callbacks(tmp_path, pictures):
     (layout,) = events_of(tmp_path).Tensors("custom_scalars__config__")
     charts = layout_pb2.Layout.FromString(layout.tensor_proto.string_val[0])
     assert [category.title for category in charts.category][-1] == "geomon"
-    images = {name.partition("/")[2] for name in found["images"]}
-    assert images == (
-        {
-            "1 intrinsic dimension", "2 anisotropy over depth", "3 intrinsic dimension by layer",
-            "4 anisotropy by layer", "5 attention entropy by layer", "7 attention entropy by head",
-            "8 whole run",
-        }
-        if pictures
-        else set()
-    )  # fmt: skip
+    images = {name.partition("/")[2].partition(" ")[0] for name in found["images"]}
+    assert images == ({*"1234578"} if pictures else set())
     texts = {name for name in found["tensors"] if name.endswith("text_summary")}
     assert {f"geomon/{name}/text_summary" for name in (
         "1 the run in words", "4 model and options",
@@ -139,9 +133,9 @@ def test_a_plain_loop_has_the_pages_of_the_callbacks(tmp_path, pictures):
 def test_alerts_and_new_notes_are_text_at_their_steps():
     writer = Writer()
     text = BoardText(lambda: [writer])
-    alert = "alert: rank collapse (layer 2): down to 1.2"
-    text.write(reading(0, ["58% of the rows are copies", "another"]))
-    text.write(reading(1, ["57% of the rows are copies", alert]))
+    alert = alert_of("rank_collapse", "rank collapse (layer 2): down to 1.2")
+    text.write(reading(0, [Note("copies", "58% of the rows are copies"), "another"]))
+    text.write(reading(1, [Note("copies", "57% of the rows are copies"), alert]))
     text.write(reading(2, ["a third *note*, a_b"]))
     text.close()
     found = [(name, words, step) for name, words, step in writer.texts if name[7] != "1"]

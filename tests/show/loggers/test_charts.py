@@ -3,17 +3,19 @@
 import json
 import math
 import sys
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
+from tagged import alert_of, reading_of, with_values
 
-from geomon.record import Reading, Readings
+from geomon.record import Readings
 from geomon.show.loggers.charts import charts_of
 
 CURVES = {f"twonn/layer_{layer:02d}": [value] * 9 for layer, value in ((0, 40.0), (1, 5.0))}
 NAMES = [
     "1_intrinsic_dimension", "2_anisotropy_over_depth", "3_intrinsic_dimension_by_layer",
-    "4_anisotropy_by_layer", "5_attention_entropy_by_layer", "6_query_and_key_by_head",
+    "4_anisotropy_by_layer", "5_attention_entropy_by_layer",
+    "6_cosine_of_mean_query_and_mean_key_by_head",
     "7_attention_entropy_by_head",
 ]  # fmt: skip
 
@@ -27,7 +29,7 @@ def test_there_is_a_chart_for_each_thing_that_was_measured(readings, make_readin
     assert list(charts_of(readings, readings[-1])) == NAMES
     few = make_readings((0,), without=["twonn", "twonn_distinct", "gride", "anisotropy"])
     assert list(charts_of(few, few[-1])) == [NAMES[4], *NAMES[5:]]
-    nothing = Reading(0, 1.0, 0.5, "inline", "train", 64, 1, "float32", {})
+    nothing = reading_of({}, 0, "inline")
     assert charts_of(Readings([], [nothing]), nothing) == {}
 
 
@@ -37,7 +39,7 @@ def test_the_dimension_has_bands_and_true_steps(readings):
     bands = [trace for trace in chart.data if trace.fill == "toself"]
     assert len(lines) == 3
     assert len(bands) == 2  # gride has no margin here
-    twonn = lines["TwoNN, all tokens"]
+    twonn = lines["intrinsic dimension"]
     assert list(twonn.customdata) == [reading.step for reading in readings]
     assert list(twonn.x) == sorted(set(twonn.x))
     ends = list(bands[0].y)
@@ -48,8 +50,8 @@ def test_the_dimension_has_bands_and_true_steps(readings):
 
 def test_an_alert_is_a_line_with_its_name(readings):
     marked = [*readings]
-    marked[4] = replace(marked[4], notes=["alert: rank collapse (layer 2): x", "a note"])
-    chart = charts_of(Readings([], marked), marked[-1])[NAMES[0]]
+    marked[4] = replace(marked[4], notes=(alert_of("rank_collapse", "x"),))
+    chart = charts_of(Readings(readings.runs, marked), marked[-1])[NAMES[0]]
     (line,) = chart.layout.shapes
     assert line.x0 == pytest.approx(math.log10(128))
     assert [note.text for note in chart.layout.annotations] == ["rank collapse"]
@@ -64,14 +66,14 @@ def test_maps_have_the_scale_of_the_blocks_and_matrices_one_that_stays(readings)
     (cosines,) = charts[NAMES[5]].data
     assert (cosines.zmin, cosines.zmax) == (-1.0, 1.0)
     assert [list(row) for row in cosines.z] == [pytest.approx([-0.7, 0.7, -0.7])] * 2
-    last = replace(readings[-1], values={**readings[-1].values, "attention_entropy/null": 4.0})
-    (entropies,) = charts_of(Readings([], [last]), last)[NAMES[6]].data
+    last = with_values(readings[-1], {**readings[-1].values, "attention_entropy/null": 4.0})
+    (entropies,) = charts_of(Readings(readings.runs, [last]), last)[NAMES[6]].data
     assert (entropies.zmin, entropies.zmax) == (0.0, pytest.approx(4.0))
 
 
 def test_json_holds_every_chart_though_values_are_missing(readings):
     holed = [
-        replace(r, values={t: math.nan if "_02" in t else v for t, v in r.values.items()})
+        with_values(r, {t: math.nan if "_02" in t else v for t, v in r.values.items()})
         for r in readings
     ]
     for chart in charts_of(Readings([], holed), holed[-1]).values():

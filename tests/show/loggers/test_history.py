@@ -1,20 +1,19 @@
 """What pages of a run that goes on keep of it, and when they draw."""
 
 import math
-from dataclasses import replace
 from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tagged import alert_of, reading_of, with_values
 
-from geomon.record import Reading
 from geomon.show.loggers.history import RunDrawer, RunHistory
 
 
 def reading(step, notes=(), **values):
     values = {"twonn/mean": 5.0, "geomon/overhead": 0.1, **values}
-    return Reading(step, 1.0, 0.1, "probe", "eval", 64, 1, "float32", values, list(notes))
+    return reading_of(values, step, "probe", notes)
 
 
 class Drawer(RunDrawer):
@@ -48,14 +47,15 @@ def test_only_what_is_drawn_is_kept_but_the_last_reading_is_whole():
     history = RunHistory()
     history.add(reading(3, **{"qk_dot/layer_01": 1.0, "twonn/null": 60.0}))
     (kept,) = history.readings()
-    assert kept.values == {"twonn/mean": 5.0, "twonn/null": 60.0}
+    assert kept.columns.keys() == {"twonn"}
+    assert (kept.column("twonn").mean, kept.column("twonn").whole) == (5.0, {"null": 60.0})
     assert history.last.values["qk_dot/layer_01"] == 1.0
 
 
 def test_a_reading_with_an_alert_is_kept_wherever_it_comes():
     history = RunHistory()
     for step in range(100):
-        history.add(reading(step, ["alert: rank collapse: x"] if step == 97 else ["a note"]))
+        history.add(reading(step, [alert_of("rank_collapse", "x")] if step == 97 else ["a note"]))
     history.add(reading(101))
     assert 97 in [kept.step for kept in history.readings()]
 
@@ -63,8 +63,8 @@ def test_a_reading_with_an_alert_is_kept_wherever_it_comes():
 def test_of_several_stacks_the_main_one_is_kept():
     history = RunHistory()
     values = {"twonn/encoder_layer_01": 1.0, "twonn/decoder_layer_01": 2.0}
-    history.add(replace(reading(0), values=values))
-    assert history.readings()[0].values == {"twonn/layer_01": 2.0}
+    history.add(with_values(reading(0), values))
+    assert history.readings()[0].column("twonn").by_layer() == {1: 2.0}
 
 
 def test_it_draws_at_first_then_each_time_the_step_has_doubled_and_once_at_the_end():
@@ -144,6 +144,23 @@ def test_drawings_take_a_small_share_of_the_run_but_the_last_one_is_made(clock):
     assert [step for step, _, _ in drawer.drawn] == [68, 136]
     drawer.close()
     assert drawer.drawn[-2:] == [(198, 0, True), (198, 1, True)]
+
+
+def test_the_share_is_of_the_time_since_the_sink_was_made(clock):
+    Slow.now = 1000.0
+    drawer = Slow()  # 2 s are expected of the first part
+    for passed, count in ((0, 0), (60, 0), (70, 1)):
+        Slow.now = 1000.0 + passed
+        drawer.write(reading(64))
+        assert len(drawer.drawn) == count
+
+
+def test_what_was_taken_by_earlier_parts_of_a_drawing_counts(clock):
+    asked = []
+    drawer = Slow(lambda seconds: not asked.append(seconds), parts=3)
+    Slow.now = 1000.0
+    drawer.write(reading(64))
+    assert asked == [2.0, 1.0 + 1.0, 2.0 + 1.0, 3.0 + 1.0]
 
 
 def test_of_a_drawing_the_first_parts_are_made_that_there_is_time_for(clock):

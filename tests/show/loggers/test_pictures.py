@@ -2,8 +2,9 @@ import sys
 
 import numpy as np
 import pytest
+from tagged import TEXTS, reading_of
 
-from geomon.record import Reading, Readings, Sink
+from geomon.record import Readings, Sink
 from geomon.show import Pictures
 from geomon.show.figures import as_image, cards
 
@@ -15,7 +16,10 @@ DIMENSION, PROFILE, LAYERS, HEADS, WHOLE = (
         "Geometry/4 anisotropy by layer",
         "Geometry/5 attention entropy by layer",
     ],
-    ["Geometry/6 query and key by head", "Geometry/7 attention entropy by head"],
+    [
+        "Geometry/6 cosine of mean query and mean key by head",
+        "Geometry/7 attention entropy by head",
+    ],
     "Geometry/8 whole run",
 )
 TWONN = {f"twonn/layer_{layer:02d}": [5.0] * 9 for layer in range(3)}
@@ -28,7 +32,9 @@ def posted():
 
 @pytest.fixture
 def pictures(posted):
-    return Pictures(lambda name, image, step: posted.append((name, image, step)))
+    made = Pictures(lambda name, image, step: posted.append((name, image, step)))
+    made.describe({"metrics": TEXTS})
+    return made
 
 
 def test_cards_come_at_first_and_the_whole_run_at_the_end(make_readings, pictures, posted):
@@ -107,8 +113,10 @@ def test_a_picture_that_is_not_taken_keeps_no_other_from_being_posted(make_readi
         if len(posted) == 1:
             raise OSError("gone")
 
+    made = Pictures(post)
+    made.describe({"metrics": TEXTS})
     with pytest.raises(OSError, match="gone"):
-        Pictures(post).write(make_readings((16,))[0])
+        made.write(make_readings((16,))[0])
     assert posted == [DIMENSION, PROFILE, *LAYERS[1:], *HEADS]
 
 
@@ -132,6 +140,6 @@ def test_a_map_has_a_column_for_each_step_and_the_scale_of_the_blocks(make_readi
 
 def test_a_map_of_one_step_or_of_nothing_is_drawn_too(make_readings):
     assert np.asarray(map_of(make_readings((0,)), "anisotropy").get_array()).shape == (5, 1)
-    empty = Readings([], [Reading(0, 1.0, 0.5, "inline", "train", 64, 1, "float32", {})])
+    empty = Readings([], [reading_of({}, 0, "inline")])
     texts = cards.layers_figure(empty, "twonn").axes[0].texts
     assert [text.get_text() for text in texts] == ["twonn: not measured"]

@@ -2,15 +2,15 @@
 
 import json
 import math
-from dataclasses import replace
 
 import pytest
 from models import PlainDecoder, batch
+from msgspec.structs import replace
+from tagged import TEXTS, alert_of, reading_of, with_values
 from wandb_file import wandb_records, wandb_rows, work_offline
 
 from geomon import Monitor, WandB, read, select
-from geomon.capture.snapshot import Note
-from geomon.record import Reading, Sink
+from geomon.record import Sink
 from geomon.show.loggers.wandb_run import WandBAlerts, WandBRows, WandBSummary
 
 
@@ -20,6 +20,10 @@ class Run:
     def __init__(self):
         self.rows, self.metrics, self.dropped, self.step, self._row = [], {}, [], 0, {}
         self.summary, self.alerts = {}, []
+
+    @property
+    def config(self):
+        return {}
 
     def define_metric(self, name, step_metric=None, hidden=None):
         self.metrics[name] = step_metric, hidden
@@ -47,11 +51,13 @@ class Run:
 
 def reading(step, value=None, notes=(), source="inline"):
     values = {"twonn/mean": 0.1 + step if value is None else value, "twonn/mean/margin": 0.2}
-    return Reading(step, 1.0, 0.1, source, "train", 8, 1, "float32", values, list(notes))
+    return reading_of(values, step, source, notes)
 
 
 def rows_of(run, **options):
-    return WandBRows(run, **{"alone": False, "detail": "headline", **options})
+    rows = WandBRows(run, **{"alone": False, "detail": "headline", **options})
+    rows.describe({"metrics": TEXTS})
+    return rows
 
 
 # How a training logs to W&B itself: the step (or the counter) of its row after a training step.
@@ -99,14 +105,14 @@ def test_the_newest_reading_is_shown_first():
 
 def test_alone_every_reading_is_a_row_at_once():
     run = Run()
-    rows_of(run, alone=True).write(replace(reading(3), values={"twonn/mean": 3.1}))
+    rows_of(run, alone=True).write(with_values(reading(3), {"twonn/mean": 3.1}))
     assert run.rows == [{"geomon/twonn": 3.1, "geomon/step": 3}]
 
 
 def test_values_have_the_axis_of_readings_and_ends_of_the_interval_no_panel():
     run = Run()
     rows_of(run, detail="layers").write(
-        replace(reading(0), values={**reading(0).values, "own_low/layer_01": 1.0})
+        with_values(reading(0), {**reading(0).values, "own_low/layer_01": 1.0})
     )
     assert run.metrics == {
         "geomon/step": (None, True),
@@ -115,6 +121,7 @@ def test_values_have_the_axis_of_readings_and_ends_of_the_interval_no_panel():
         "geomon/twonn_high": ("geomon/step", True),
         "own_low/layer_01": ("geomon/step", False),
         "twonn/mean/margin": ("geomon/step", False),
+        "geomon/seconds": ("geomon/step", False),
     }
 
 
@@ -165,7 +172,9 @@ def test_the_summary_holds_phase_peak_and_last_value_and_is_kept_up_to_date():
 
 def test_without_the_dimension_the_summary_counts_alerts_alone():
     run = Run()
-    WandBSummary(rows_of(run)).write(reading(0, math.nan, ["alert: rank collapse: x", "a note"]))
+    WandBSummary(rows_of(run)).write(
+        reading(0, math.nan, [alert_of("rank_collapse", "x"), "a note"])
+    )
     assert run.summary == {"geomon/alerts": 1}
 
 
@@ -174,7 +183,9 @@ def test_alerts_are_sent_with_their_step_and_no_other_notes():
     sender = WandBAlerts(rows_of(run))
     words = "rank collapse (layer 4): effective rank of the hidden states down to 1.20"
     sender.write(reading(8, notes=["a note"]))
-    sender.write(reading(9, notes=["a note", f"alert: {words}", f"alert: {'x' * 100}"]))
+    sender.write(
+        reading(9, notes=["a note", alert_of("rank_collapse", words), alert_of("x" * 100, "")])
+    )
     sender.close()
     first, second = run.alerts
     assert (first["title"], first["text"]) == ("geomon: rank collapse", f"Step 9: {words}")
@@ -193,7 +204,7 @@ def test_an_alert_that_cannot_be_sent_stops_neither_training_nor_values(caplog):
     monitor = Monitor(
         model, metrics=select("variance"), directory=None, sinks=sinks, schedule=lambda step: True
     )
-    monitor._reactions.find_alerts = lambda reading: [Note("alert: x", "alert: rank collapse: x")]
+    monitor._reactions.find_alerts = lambda reading: [alert_of("rank_collapse", "x")]
     for step in range(3):
         with monitor(step):
             model(batch())
@@ -207,7 +218,7 @@ def test_the_pages_are_sinks_that_close_twice(pictures):
     run = Run()
     sink = WandB(run, alone=True, pictures=pictures)
     assert isinstance(sink, Sink)
-    sink.write(replace(reading(0), values={}))
+    sink.write(with_values(reading(0), {}))
     sink.close()
     sink.close()
 
@@ -248,10 +259,11 @@ def test_a_disabled_run_holds_nothing():
 
 SECTIONS = {
     "geomon": {"twonn", "twonn_distinct", "gride_k32", "anisotropy_max",
-               "attention_entropy", "qk_cosine_size"},
+               "attention_entropy", "attention_entropy_min", "qk_cosine_size"},
     "geomon_charts": {
         "1_intrinsic_dimension", "2_anisotropy_over_depth", "4_anisotropy_by_layer",
-        "5_attention_entropy_by_layer", "6_query_and_key_by_head", "7_attention_entropy_by_head",
+        "5_attention_entropy_by_layer", "6_cosine_of_mean_query_and_mean_key_by_head",
+        "7_attention_entropy_by_head",
     },
 }  # fmt: skip
 
@@ -263,10 +275,12 @@ def test_offline_the_file_has_panels_in_sections_configuration_summary_and_alert
 
     work_offline(monkeypatch, tmp_path)
     readings = list(make_readings(without=["geomon"], layers=2, heads=2))
-    readings[5] = replace(readings[5], notes=["alert: rank collapse (layer 2): down to 1.2"])
+    readings[5] = replace(
+        readings[5], notes=(alert_of("rank_collapse", "rank collapse (layer 2)"),)
+    )
     run = wandb.init(project="test", dir=str(tmp_path), config={"own": 1})
     sink = WandB(run)
-    sink.describe({"model": "Decoder", "layers": ["a", "b"]})
+    sink.describe({"model": "Decoder", "metrics": TEXTS})
     for each in readings:
         sink.write(each)
         run.log({"loss": 1.0}, step=each.step)
@@ -291,7 +305,7 @@ def test_offline_the_file_has_panels_in_sections_configuration_summary_and_alert
         for item in r.run.config.update
     }  # fmt: skip
     assert config["own"] == 1
-    assert config["geomon"] == {"model": "Decoder", "layers": ["a", "b"]}
+    assert config["geomon"] == {"model": "Decoder", "metrics": list(TEXTS)}
 
     summary = {}
     for record in records:
@@ -326,5 +340,5 @@ def test_the_configuration_of_a_wandb_run_describes_the_monitored_one(tmp_path, 
         (described,) = read(tmp_path).runs
         found = dict(run.config)
     assert found["own"] == 1
-    assert found["geomon"]["metrics"] == described["metrics"]
+    assert found["geomon"]["metrics"] == list(described["metrics"])
     assert found["geomon"].keys() == monitor.describe().keys()

@@ -2,12 +2,11 @@
 
 import asyncio
 import json
-import math
 from contextlib import asynccontextmanager
 
 import pytest
+from tagged import TEXTS, alert_of, with_values
 
-from geomon.analysis.alerts import Alert
 from geomon.record import FILE_NAME
 from geomon.show.terminal.app import WatchApp
 from geomon.show.terminal.history import Watched
@@ -16,7 +15,10 @@ from geomon.show.terminal.history import Watched
 def write(folder, readings, *, start="", end=""):
     """Write a record, and return its folder."""
     folder.mkdir(exist_ok=True)
-    lines = [json.dumps({"run": {"model": "Synthetic"}}), *(r.line() for r in readings)]
+    lines = [
+        json.dumps({"run": {"model": "Synthetic", "metrics": TEXTS}}),
+        *(r.line() for r in readings),
+    ]
     (folder / FILE_NAME).write_text(start + "\n".join(lines) + "\n" + end)
     return folder
 
@@ -80,11 +82,11 @@ def test_keys_change_what_is_shown(make_readings, tmp_path):
             assert "intrinsic dimension, distinct tokens  " in text(app)
             assert "linear steps" in text(app)
             await pilot.press("m", "m")
-            assert "anisotropy: share of one direction, layer 0" in text(app)  # it has no mean
+            assert "anisotropy, layer 0" in text(app)  # it has no mean
             await pilot.press("l", "l")
-            assert "anisotropy: share of one direction, layer 2" in text(app)
+            assert "anisotropy, layer 2" in text(app)
             await pilot.press("L", "L", "L")
-            assert "anisotropy: share of one direction, layer 4" in text(app)
+            assert "anisotropy, layer 4" in text(app)
             await pilot.press("M", "m", "h")
             assert "heads: cosine of mean query and mean key" in text(app)
             await pilot.press("left")
@@ -204,16 +206,13 @@ def test_what_is_no_record_ends_in_one_line(make_readings, tmp_path, content, st
 
 def test_two_runs_in_one_record_and_other_metrics_are_said(make_readings, tmp_path):
     only = [r for r in make_readings((0, 64)).readings for _ in range(2)]
-    other = [
-        type(r)(**{**vars(r), "values": {"peak_norm/mean": 1.0 + r.step, "mine": math.nan}})
-        for r in only
-    ]
+    other = [with_values(r, {"peak_norm/mean": 1.0 + r.step}) for r in only]
 
     async def story():
         async with watched(write(tmp_path, other)) as (app, pilot):
             words = text(app)
             assert "two runs wrote into this record" in words
-            assert "peak norm  65.0" in words
+            assert "peak_norm  65.0" in words
             assert "intrinsic dimension: not measured" in words
             assert "heads" not in words.replace("h heads", "")
             for key in ("m", "l", "h", "r", "left", "x", "tab", "tab", "tab", "n", "escape"):
@@ -224,10 +223,8 @@ def test_two_runs_in_one_record_and_other_metrics_are_said(make_readings, tmp_pa
 
 
 def test_alerts_and_notes_come_newest_first_and_whole_on_a_page(make_readings, tmp_path):
-    alerts = [Alert("entropy_collapse", n, f"head {n}", "0 nats", "look") for n in range(3)]
-    readings = make_readings((0, 16, 32), notes=["a note of the run " * 9]).readings
-    for reading, alert in zip(readings, alerts, strict=True):
-        reading.notes.append(alert.note())
+    notes = ["a note of the run " * 9, alert_of("entropy_collapse", "entropy collapse: 0 nats")]
+    readings = make_readings((0, 16, 32), notes=notes).readings
 
     async def story():
         async with watched(write(tmp_path, readings), size=(80, 30)) as (app, pilot):
@@ -298,8 +295,10 @@ def test_nothing_of_a_record_acts_on_the_terminal_or_on_the_markup(make_readings
     odd = "\x1b[2J[bold]x[/nope]\u202e"
     folder = tmp_path / "a[red]\x1b[2J"
     readings = [
-        type(r)(**{**vars(r), "source": odd, "mode": odd, "notes": [odd],
-                   "values": {odd: 1.0, f"{odd}/mean": 1.0, f"{odd}/layer_01/head_0": 1.0}})
+        with_values(
+            r, {f"{odd}/mean": 1.0, f"{odd}/layer_01/head_0": 1.0}, source=odd, mode=odd,
+            notes=[odd],
+        )
         for r in make_readings((0, 16))
     ]  # fmt: skip
 

@@ -1,6 +1,6 @@
 """What stands above the charts."""
 
-from dataclasses import replace
+from tagged import with_values
 
 from geomon.record import FILE_NAME
 from geomon.show.terminal.choices import Choices
@@ -12,7 +12,7 @@ def test_the_loss_of_an_earlier_reading_says_at_which_step_it_was(make_readings,
     readings = list(make_readings((0, 1000, 1500)))
     for count, title in ((2, "training loss  2.5"), (3, "training loss  2.5 at step 1,000")):
         lines = [
-            replace(each, values=each.values | ({"training/loss": 2.5} if each.step < 1500 else {}))
+            with_values(each, each.values | ({"training/loss": 2.5} if each.step < 1500 else {}))
             for each in readings[:count]
         ]
         (tmp_path / FILE_NAME).write_text("".join(f"{each.line()}\n" for each in lines))

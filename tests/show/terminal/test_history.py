@@ -1,5 +1,7 @@
+from tagged import TEXTS, reading_of
+
 from geomon.analysis import curve_of, mean_abs_over_heads
-from geomon.record import FILE_NAME
+from geomon.record import FILE_NAME, Readings
 from geomon.show.terminal import history
 from geomon.show.terminal.charts import Line, thin_line
 from geomon.show.terminal.history import Watched
@@ -24,7 +26,7 @@ def test_curves_are_extracted_once_for_each_new_reading(make_readings, tmp_path,
 
     monkeypatch.setattr(Quantity, "curve", counted)
     run = Watched(tmp_path)
-    quantities = [Quantity("twonn", has_mean=True), Quantity("qk_cosine", has_layers=True)]
+    quantities = [Quantity("twonn", has_mean=True), Quantity("qk_cosine", is_signed=True)]
     for count, reading in enumerate(readings, 1):
         with (tmp_path / FILE_NAME).open("a") as file:
             file.write(reading.line() + "\n")
@@ -33,7 +35,7 @@ def test_curves_are_extracted_once_for_each_new_reading(make_readings, tmp_path,
             curves = [run.curve(quantity) for quantity in quantities]
         assert len(curves[0]) == count
     assert seen == [1, 1] * len(readings)
-    assert curves[0] == curve_of(readings, "twonn/mean")
+    assert curves[0] == curve_of(readings, "twonn")
     assert curves[1] == mean_abs_over_heads(readings, "qk_cosine")
     assert take(run) is None
 
@@ -47,7 +49,7 @@ def test_a_reading_that_comes_again_begins_the_curves_anew(make_readings, tmp_pa
     take(run)
     assert len(run.curve(twonn)) == 5
     with path.open("a") as file:
-        file.write('{"run": {}}\n' + lines[3].replace(str(readings[3].values["twonn/mean"]), "9.5"))
+        file.write('{"run": {}}\n' + lines[3].replace('"mean":5.0', '"mean":9.5'))
     take(run)
     assert run.curve(twonn).values[3] == 9.5
     assert len(run.curve(twonn)) == 5
@@ -81,19 +83,22 @@ def test_a_folder_that_cannot_be_read_now_is_tried_again(make_readings, tmp_path
     assert len(run.selected) == 1
 
 
-def test_what_can_be_shown_is_listed_the_best_known_first():
+def test_what_can_be_shown_is_listed_what_charts_show_first():
     names = [
         "own/mean", "gride/mean/k1", "gride/mean/k32", "gride/layer_01/k32", "twonn/mean",
         "twonn/mean/margin", "twonn/layer_01/n", "twonn/null", "qk_cosine/layer_01/head_0",
         "training/loss", "geomon/overhead", "anisotropy/layer_01",
     ]  # fmt: skip
-    contents = contents_of(names)
+    run = Readings([{"metrics": TEXTS}], [reading_of(dict.fromkeys(names, 1.0))])
+    contents = contents_of(run, run.metrics)
     assert [quantity.title() for quantity in contents.quantities] == [
         "intrinsic dimension",
-        "intrinsic dimension, scale of 32 neighbours, mean over layers",
-        "anisotropy: share of one direction, mean over layers",
+        "intrinsic dimension by scale, scale 32, mean over layers",
+        "anisotropy, mean over layers",
+        "cosine of mean query and mean key, size, mean over heads",
         "own",
         "training loss",
         "geomon's overhead",
+        "geomon's seconds",
     ]
     assert contents.with_heads == ["qk_cosine"]

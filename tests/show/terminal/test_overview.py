@@ -1,14 +1,13 @@
 import math
 import time
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from tagged import alert_of, reading_of, with_values
 
-from geomon.analysis.alerts import Alert
-from geomon.record import Reading, Readings
+from geomon.record import Readings
 from geomon.show.numbers import number
 from geomon.show.terminal import format_line, spark, view
 
@@ -109,7 +108,9 @@ def test_what_was_not_measured_is_said(make_readings):
 def test_one_reading_and_missing_numbers_do_no_harm(make_readings):
     first = make_readings((0,))
     assert "too few readings to tell" in "\n".join(shown(first))
-    empty = [replace(first[0], values=dict.fromkeys(first[0].values, math.nan))]
+    empty = [
+        with_values(first[0], dict.fromkeys(first[0].values.keys() - {"geomon/seconds"}, math.nan))
+    ]
     assert sum("not measured" in text for text in shown(empty)) == 4
 
 
@@ -132,8 +133,8 @@ def test_a_plain_line(make_readings):
 
 
 def test_a_plain_line_without_the_usual_metrics_counts_values(make_readings):
-    reading = replace(make_readings((0,))[0], values={"peak_norm/mean": 2.0})
-    assert format_line(reading, [reading]) == "step 0: 1 values"
+    reading = with_values(make_readings((0,))[0], {"peak_norm/mean": 2.0})
+    assert format_line(reading, [reading]) == "step 0: 2 values"
 
 
 def test_sparks():
@@ -148,7 +149,7 @@ def lopsided(readings, profile):
     last = readings[len(readings) - 1]
     rest = {tag: v for tag, v in last.values.items() if not tag.startswith("anisotropy")}
     ours = {f"anisotropy/layer_{n:02d}": value for n, value in enumerate(profile)}
-    return Readings([], [*readings.readings[:-1], replace(last, values=rest | ours)])
+    return Readings(readings.runs, [*readings.readings[:-1], with_values(last, rest | ours)])
 
 
 def test_a_profile_stands_between_its_first_and_its_last_value(make_readings):
@@ -232,7 +233,7 @@ def test_the_share_of_the_time_stands_in_the_heading(make_readings):
 def test_a_plain_line_is_of_its_reading_and_of_what_was_before(make_readings):
     curves = {"twonn/mean": [2, 3, 5, 7, 8, 6, 5, 4, 3]}
     readings = make_readings(curves=curves)
-    with_profile = replace(readings[4], values=readings[4].values | {"anisotropy/mean": 0.256})
+    with_profile = with_values(readings[4], readings[4].values | {"anisotropy/mean": 0.256})
     assert format_line(with_profile, readings) == (
         "step 128: ID 8.0 ± 0.1 (expanding), distinct 7.5, anisotropy 0.26, entropy 2.8, |qk| 0.40"
     )
@@ -255,8 +256,9 @@ def test_sparks_average_neighbours_and_go_from_the_least_to_the_most():
 def test_the_last_alert_is_one_line_with_its_step_and_the_number_before(make_readings):
     readings = list(make_readings(notes=["first", "second"]))
     for index, place in ((2, "layer 4"), (5, "layer 3")):
-        alert = Alert("rank_collapse", readings[index].step, place, "rank 1.2", "look there")
-        readings[index].notes.append(alert.note())
+        words = f"rank collapse ({place}): rank 1.2; look there (docs/alerts.md#rank_collapse)"
+        notes = (*readings[index].notes, alert_of("rank_collapse", words))
+        readings[index] = with_values(readings[index], readings[index].values, notes=notes)
     lines = shown(readings, width=100)
     assert row(lines, "alert") == (
         "alert at step 256 (and 1 before): rank collapse (layer 3): rank 1.2; look there "
@@ -267,8 +269,8 @@ def test_the_last_alert_is_one_line_with_its_step_and_the_number_before(make_rea
     assert format_line(readings[2], readings).endswith(
         "alert: rank collapse (layer 4): rank 1.2; look there (docs/alerts.md#rank_collapse)"
     )
-    last = readings[-1]
-    last.notes[:] = [Alert("not_finite", last.step, "", "3 of 8 rows", "look there").note()]
+    alert = alert_of("not_finite", "not finite: 3 of 8 rows")
+    readings[-1] = with_values(readings[-1], readings[-1].values, notes=[alert])
     assert row(shown(readings), "alert").startswith("alert at step 1,500 (and 2 before): not fin")
     assert not any(line.startswith("note") for line in shown(readings))
 
@@ -276,7 +278,7 @@ def test_the_last_alert_is_one_line_with_its_step_and_the_number_before(make_rea
 def test_the_loss_stands_beside_the_geometry_where_it_is_logged():
     def reading(step, loss):
         values = {"twonn/mean": 5.0, "training/loss": loss, "training/encoder_mean": 9.0}
-        return Reading(step, 0.0, 0.1, "probe", "eval", 64, 1, "float32", values)
+        return reading_of(values, step)
 
     readings = [reading(0, 4.25), reading(10, 2.5), reading(20, math.nan)]
     assert format_line(readings[1], readings).endswith("loss 2.5")

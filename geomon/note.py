@@ -1,0 +1,54 @@
+"""Notes: remarks for the reader of the numbers, as data that pages put into sentences."""
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+
+class Note(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A remark for the reader of the numbers.
+
+    Attributes:
+        kind: What the note is about; the log has one line of each kind.
+        text: The sentence. Where there are layers or numbers, a template of `str.format`: `{where}`
+            stands for the layers, and the name of a number for that number.
+        stack: Name of the stack of blocks; "" in a model with one stack.
+        layers: Numbers of the layers.
+        heads: Layer and number of each head.
+        numbers: Numbers, and words that were found, by name.
+        advice: What to do; only an alert has one.
+
+    Example:
+        >>> note = Note("lost", "{lost} rows are not finite{where}", layers=(1, 2),
+        ...             numbers={"lost": 3})
+        >>> note.words()
+        '3 rows are not finite, layer 1, 2'
+    """
+
+    kind: str
+    text: str
+    stack: str = ""
+    layers: tuple[int, ...] = ()
+    heads: tuple[tuple[int, int], ...] = ()
+    numbers: Mapping[str, int | float | str] = {}
+    advice: str = ""
+
+    @property
+    def is_alert(self) -> bool:
+        """Whether the note is an alert."""
+        return bool(self.advice)
+
+    def words(self) -> str:
+        """Return the sentence."""
+        sentence = self.text
+        if self.numbers or self.layers:
+            where = f", layer {', '.join(map(str, self.layers))}" if self.layers else ""
+            given: dict[str, Any] = {"where": where, **self.numbers}
+            with contextlib.suppress(LookupError, ValueError, AttributeError):  # a damaged record
+                sentence = sentence.format(**given)
+        return f"{self.stack}: {sentence}" if self.stack else sentence
+
+    def __str__(self) -> str:
+        return self.words()

@@ -1,0 +1,116 @@
+"""Groups of sequences, and sums over their rows, against loops in numpy."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from geomon.kernels import _blocks
+from geomon.kernels.angles import cosine
+from geomon.kernels.groups import GROUPS, add_by_group, group_sequences, group_sums
+from geomon.kernels.moments import drift_norm, mean_square_norm
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(sizes=st.lists(st.integers(1, 30), min_size=8, max_size=60), seed=st.integers(0, 10**6))
+def test_groups_hold_whole_sequences_in_their_order_and_about_as_many_rows(sizes, seed):
+    sizes = torch.tensor(sizes)
+    numbers = torch.arange(len(sizes)).repeat_interleave(sizes)
+    group = group_sequences(numbers)
+    assert (group.diff() >= 0).all()
+    assert group.unique().tolist() == [*range(GROUPS)]
+    assert all(len(group[numbers == number].unique()) == 1 for number in range(len(sizes)))
+    # Names and order of the rows do not matter.
+    order = torch.randperm(len(group), generator=torch.Generator().manual_seed(seed))
+    assert torch.equal(group_sequences(7 * numbers[order] - 90), group[order])
+    if sizes.max() <= len(group) / GROUPS:
+        counts = group.bincount().double()
+        assert (counts - len(group) / GROUPS).abs().max() <= sizes.max()
+
+
+def test_fewer_than_eight_sequences_have_no_groups_and_a_huge_one_is_a_group_like_others():
+    assert group_sequences(torch.arange(70) % 7) is None
+    assert group_sequences(torch.arange(8)).tolist() == [*range(8)]
+    # A sequence is in the group of the row in its middle: of groups of 10 rows, 3 begin at row 9.
+    sizes = torch.tensor([9, 3, 8, *[10] * 6])
+    group = group_sequences(torch.arange(9).repeat_interleave(sizes))
+    assert group.bincount().tolist() == [9, 11, *[10] * 6]
+    sizes = torch.tensor([1000, *[2] * 15])
+    group = group_sequences(torch.arange(16).repeat_interleave(sizes))
+    assert group.bincount().tolist() == [1002, *[4] * 7]
+
+
+@pytest.mark.parametrize("block", [7, 1 << 20])
+@pytest.mark.parametrize("offset", [0.0, 1e6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sums_are_those_of_loops_over_the_rows_of_each_group(block, offset, dtype, monkeypatch):
+    monkeypatch.setattr(_blocks, "BLOCK", block)
+    rows = (normal(90, 2, 3) + offset).to(dtype)
+    rows[4:9, 0] = 0  # without a direction
+    group = torch.arange(90) % 5  # of 8 groups three are empty
+    before = rows.clone()
+    found = group_sums(rows, group)
+    assert torch.equal(rows, before)
+    x = rows.double().numpy()
+    for number in range(GROUPS):
+        own = x[group.numpy() == number]
+        norms = np.linalg.norm(own, axis=2)
+        units = own / np.where(norms > 0, norms, 1)[:, :, None]
+        assert found.counts[number].item() == len(own)
+        for got, want in (
+            (found.rows, own.sum(axis=0)),
+            (found.squares, np.square(norms).sum(axis=0)),
+            (found.directions, units.sum(axis=0)),
+            (found.directed, (norms > 0).sum(axis=0)),
+        ):
+            scale = np.abs(x).max() if got is found.rows else 1
+            np.testing.assert_allclose(got[number], want, rtol=1e-12, atol=1e-12 * scale)
+
+
+@pytest.mark.parametrize("offset", [0.0, 0.5, 1e6])
+def test_moments_of_all_groups_are_those_of_the_kernels_of_rows(offset):
+    rows, group = (
+        normal(300, 6) * torch.linspace(0.1, 9, 300)[:, None] + offset,
+        torch.arange(300) % 8,
+    )
+    found = group_sums(rows[:, None], group)
+    torch.testing.assert_close(found.mean[0].norm(), drift_norm(rows), rtol=1e-12, atol=0)
+    torch.testing.assert_close(found.square[0], mean_square_norm(rows), rtol=1e-12, atol=0)
+    torch.testing.assert_close(found.cosine[0], cosine(rows), rtol=1e-12, atol=1e-13)
+    # The sums without a group are those of the other groups.
+    stay = group != 3
+    left = type(found)(*(part[[0, 1, 2, 4, 5, 6, 7]] for part in found))
+    torch.testing.assert_close(left.cosine[0], cosine(rows[stay]), rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(left.mean[0], rows[stay].mean(dim=0), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("scale", [1e-250, 1e250])
+def test_directions_of_rows_whose_squares_do_not_fit(scale):
+    rows, group = normal(40, 2, 5) + 1, torch.arange(40) % 8
+    found, want = group_sums(scale * rows, group), group_sums(rows, group)
+    torch.testing.assert_close(found.directions, want.directions, rtol=1e-12, atol=1e-14)
+    assert torch.equal(found.directed, want.directed)
+
+
+def test_fewer_than_two_directions_have_no_cosine_and_each_row_needs_a_group():
+    rows = torch.zeros(5, 2, 3)
+    rows[0, 0] = rows[0, 1] = rows[1, 1] = 1
+    cosines = group_sums(rows, torch.zeros(5, dtype=torch.int64)).cosine
+    assert cosines[0].isnan()
+    assert cosines[1].item() == pytest.approx(1)
+    with pytest.raises(ValueError, match="a group for each of 5 rows, got 4"):
+        group_sums(rows, torch.zeros(4, dtype=torch.int64))
+
+
+def test_values_of_any_shape_are_added_to_their_groups():
+    values, group = normal(20, 2, 3), torch.arange(20) % 4
+    total = torch.ones(4, 2, 3, dtype=torch.float64)
+    add_by_group(total, group, values)
+    for number in range(4):
+        want = 1 + values[group == number].sum(dim=0)
+        torch.testing.assert_close(total[number], want, rtol=1e-12, atol=1e-12)

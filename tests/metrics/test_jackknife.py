@@ -1,0 +1,243 @@
+"""Margins: every metric without a group of sequences, against the metric on the other rows."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from geomon.capture.snapshot import Layer
+from geomon.kernels.dimension import gride, twonn
+from geomon.metrics import METRICS, MORE_METRICS, Evaluator, Metric, check_metrics
+from geomon.metrics.jackknife import NoMarginError, ViewsWithout, margin
+from geomon.metrics.views import LayerViews, groups_of
+from geomon.record.columns import MetricText
+
+EVERY = METRICS | MORE_METRICS
+SEQUENCES, LENGTH, WIDTH, HEADS = 24, 20, 12, 2
+# By their definition on the rows that stay: no approximation.
+EXACT = (
+    "cosine", "drift_norm", "mean_square_norm", "within_variance", "norm_variance_slope",
+    "qk_cosine", "qk_dot", "query_mean_norm", "key_mean_norm", "query_cosine", "key_cosine",
+    "qk_cosine_concatenated", "attention_entropy", "attention_entropy_normalised",
+    "attention_sink", "attention_extremes", "cosine_within", "cosine_between",
+    "token_frequency", "variance", "variance_shares", "cosine_centred", "mean_query_share",
+    "score_mean", "score_spread",
+)  # fmt: skip
+# To first order in what is left out: the mean and the directions are those of all rows.
+FIRST_ORDER = (
+    "anisotropy", "anisotropy_no_sinks", "effective_rank", "participation_ratio",
+    "sink_share", "query_anisotropy", "key_anisotropy",
+    "effective_rank_last",
+)  # fmt: skip
+# With the rows' neighbours among all rows, which are tested below; and no margin at all.
+OF_NEIGHBOURS = ("twonn", "twonn_distinct", "gride", "local_dimension", "local_anisotropy",
+                 "local_cosine", "neighbour_overlap", "neighbour_overlap_in_time")  # fmt: skip
+WITHOUT = ("max_logit", "twonn_gaussian")
+
+
+def layer(offset: float = 0.0, seed: int = 0, sequences: int = SEQUENCES) -> Layer:
+    """Rows of sequences that differ, with all that a window captures."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    number = torch.arange(sequences).repeat_interleave(LENGTH)
+    spread = torch.linspace(2.0, 0.5, WIDTH)
+    rows = (normal(sequences, WIDTH)[number] * 0.5 + normal(len(number), WIDTH)) * spread + offset
+    last = torch.arange(1, sequences + 1) * LENGTH - 1
+    ids = torch.randint(0, 6, (len(number),), generator=generator)
+    kinds = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(9))
+    rows = rows + kinds[ids]
+    positions = torch.arange(LENGTH).repeat(sequences)
+    projected = {
+        f"projected_{name}": normal(len(number), HEADS, 4) + rows[:, :4, None].transpose(1, 2)
+        for name in ("query", "key")
+    }
+    attention = {name: normal(sequences, HEADS, LENGTH, 4) for name in ("query", "key")}
+    captured = {
+        "hidden": rows, "token_ids": ids, "positions": positions, "sequences": number,
+        "precision": 1e-7, **projected, "query_sequences": number, "key_sequences": number,
+        **attention, "visible": torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).tril(),
+        "bias": None, "scale": 0.5, "softcap": None, "sink": None,
+        "max_logits": torch.ones(HEADS), "last_hidden": rows[last], "last_token_ids": ids[last],
+        "last_positions": positions[last], "last_sequences": number[last], "last_precision": 1e-7,
+    }  # fmt: skip
+    return Layer(1, "block", captured)
+
+
+def remaining(whole: Layer, group: int) -> LayerViews:
+    """The views of a layer that never had the rows of a group."""
+    captured = dict(whole.captured)
+    of = groups_of(captured["sequences"]).of
+    for name in ("hidden", "token_ids", "positions", "sequences", "projected_query",
+                 "projected_key", "query_sequences", "key_sequences"):  # fmt: skip
+        captured[name] = captured[name][of != group]
+    stay = groups_of(torch.arange(SEQUENCES)).of != group
+    for name in ("query", "key"):
+        captured[name] = captured[name][stay]
+    for name in ("hidden", "token_ids", "positions", "sequences"):
+        captured[f"last_{name}"] = captured[f"last_{name}"][stay]
+    return LayerViews(Layer(1, "block", captured))
+
+
+def flat(value):
+    """Numbers of a metric's value, by part and head."""
+    parts = value if isinstance(value, dict) else {"": value}
+    return {name: np.ravel(torch.as_tensor(part).double()) for name, part in parts.items()}
+
+
+def test_every_metric_is_in_one_of_the_kinds():
+    named = (*EXACT, *FIRST_ORDER, *OF_NEIGHBOURS, *WITHOUT, "alpha", "alpha_last")
+    assert sorted(named) == sorted(EVERY)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4])
+@pytest.mark.parametrize("name", [*EXACT, *FIRST_ORDER])
+def test_without_a_group_a_metric_is_that_of_the_other_rows(name, offset):
+    whole, metric = layer(offset), EVERY[name]
+    function = getattr(metric.function, "_function", metric.function)  # of last tokens, as any
+    for group in (0, 5):
+        got = flat(ViewsWithout(LayerViews(whole), group).apply(function))
+        want = flat(remaining(whole, group).apply(function))
+        assert got.keys() == want.keys()
+        for part in got.keys() - metric.without_margin:
+            close = 1e-6 if name in EXACT else 0.03
+            np.testing.assert_allclose(got[part], want[part], rtol=close, atol=close * 1e-2)
+
+
+def test_a_row_keeps_its_two_nearest_and_passes_over_the_group_for_the_others():
+    whole = layer()
+    views = LayerViews(whole, given={"queries": 300})
+    rows, of = whole.captured["hidden"].double(), views["groups"].of
+    apart = torch.cdist(rows, rows)
+    apart.fill_diagonal_(math.inf)
+    for group in (1, 7):
+        without = ViewsWithout(views, group)
+        asked = views["query_rows"]
+        stay = asked[of[asked] != group]
+        two = apart[stay].sort(dim=1).values[:, :2]
+        torch.testing.assert_close(without["two_nearest"], two, rtol=1e-5, atol=0)
+        others = apart[stay][:, of != group].sort(dim=1).values[:, :16]
+        torch.testing.assert_close(without["neighbours"][:, :12], others[:, :12], rtol=1e-5, atol=0)
+        got = flat(without.apply(METRICS["gride"].function))
+        assert got["k1"] == pytest.approx(gride(two, [1]).item(), rel=1e-5)
+        assert got["k4"] == pytest.approx(gride(others, [4]).item(), rel=1e-5)
+        found = flat(without.apply(METRICS["twonn"].function))
+        assert found[""] == pytest.approx(twonn(two).item(), rel=1e-5)
+
+
+def test_the_margin_is_that_of_the_jackknife():
+    values = [1.0, 4.0, 2.0, 8.0, 5.0, 7.0, 1.0, 3.0]
+    error = math.sqrt(7 / 8 * np.square(np.array(values) - np.mean(values)).sum())
+    assert margin(values) == pytest.approx(stats.t.ppf(0.975, 7) * error)
+    # Of a mean of 8 groups it is the error of a mean of 8 numbers.
+    numbers = np.array(values)
+    left_out = [(numbers.sum() - one) / 7 for one in numbers]
+    assert margin(left_out) == pytest.approx(stats.t.ppf(0.975, 7) * stats.sem(numbers))
+    assert math.isnan(margin([]))
+    assert math.isnan(margin([1.0, math.nan] * 4))
+
+
+def measured(metrics, whole: Layer, rows: int = 10_000, batches: int = 1, strict: bool = True):
+    evaluator = Evaluator(check_metrics(metrics), batches, strict=strict)
+    result = evaluator.combine([evaluator.measure_layer(whole, rows)], rows)
+    return result.stacks[""], [note.words() for note in result.notes]
+
+
+def test_margins_of_rows_that_are_alike_within_sequences_cover():
+    inside = dict.fromkeys(("drift_norm", "variance", "effective_rank", "peak"), 0)
+    metrics = {name: METRICS[name] for name in ("drift_norm", "variance", "effective_rank")}
+    metrics["peak"] = lambda hidden: hidden.square().mean()  # a user's own
+    found = [measured(metrics, layer(1.0, seed, sequences=48))[0] for seed in range(60)]
+    for name in inside:
+        truth = np.mean([columns[name].at(1) for columns in found])
+        inside[name] = sum(
+            abs(columns[name].at(1) - truth) <= columns[name].margin_at(1) for columns in found
+        )
+    assert min(inside.values()) >= 52, inside
+    # Were the rows taken as independent, the margin of a mean would be a third.
+    column = found[0]["peak"]
+    squares = layer(1.0, 0, sequences=48).captured["hidden"].square().mean(dim=1)
+    assert column.margin_at(1) > 1.5 * 1.96 * squares.std().item() / len(squares) ** 0.5
+
+
+def test_the_mean_over_layers_has_the_margin_of_means_without_each_group():
+    one, other = layer(seed=1), layer(seed=1)
+    evaluator = Evaluator(check_metrics(["variance"]), 1, strict=True)
+    both = [
+        evaluator.measure_layer(Layer(index, "block", each.captured), 10_000)
+        for index, each in ((1, one), (2, other))
+    ]
+    column = evaluator.combine(both, 10_000).stacks[""]["variance"]
+    # Equal layers: the mean is as uncertain as each of them, and not less by the root of two.
+    assert column.mean_margin == pytest.approx(column.margin_at(1))
+    assert column.margin_at(1) == pytest.approx(column.margin_at(2))
+
+
+def test_splits_leave_the_same_groups_out():
+    shuffled = layer(sequences=48)
+    order = torch.randperm(48 * LENGTH, generator=torch.Generator().manual_seed(0))
+    captured = {
+        name: shuffled.captured[name][order]
+        for name in ("hidden", "token_ids", "positions", "sequences")
+    }
+    one = measured(["variance"], Layer(1, "rows", captured))[0]["variance"]
+    two = measured(["variance"], Layer(1, "rows", captured), rows=480, batches=2)[0]["variance"]
+    assert two.margin_at(1) == pytest.approx(one.margin_at(1), rel=0.2)
+    assert two.parts["std"].at(1) > 0
+    assert "std" not in one.parts
+
+
+@pytest.mark.parametrize("sequences", [None, 7])
+def test_unknown_or_few_sequences_make_no_margin(sequences):
+    whole = layer(sequences=7)
+    captured = dict(whole.captured)
+    if sequences is None:
+        del captured["sequences"]
+    columns, notes = measured(["variance", "twonn"], Layer(1, "rows", captured))
+    assert not columns["variance"].margin
+    assert math.isfinite(columns["variance"].at(1))
+    assert any("no 95 % intervals" in note for note in notes) == (sequences is not None)
+
+
+def test_an_extreme_has_no_margin_and_a_failure_without_rows_costs_the_margin_alone():
+    text = MetricText("Largest norm")
+
+    def peak(hidden):
+        return hidden.norm(dim=1).max()
+
+    def whole_only(hidden):
+        if len(hidden) < SEQUENCES * LENGTH:
+            raise RuntimeError("too few for me")
+        return 1.0
+
+    def named(hidden, unique_rows):
+        return hidden[unique_rows].mean()
+
+    metrics = {
+        "peak": Metric(peak, text, has_margin=False), "whole": whole_only, "named": named,
+        "max_logit": METRICS["max_logit"],
+    }  # fmt: skip
+    columns, notes = measured(metrics, layer(), strict=False)
+    assert all(math.isfinite(column.at(1)) for column in columns.values())
+    assert not any(column.margin for column in columns.values())
+    assert any("too few for me" in note for note in notes)
+    with pytest.raises(NoMarginError, match="max_logits"):
+        ViewsWithout(LayerViews(layer()), 0)["max_logits"]
+
+
+def test_a_metric_of_ones_own_draws_no_random_number_of_the_training():
+    def noisy(hidden):
+        random.random(), np.random.rand()
+        return hidden.mean() + torch.rand(()) * 0
+
+    def states():
+        return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
+
+    before = states()
+    measured({"noisy": noisy}, layer())
+    assert states() == before

@@ -1,0 +1,96 @@
+"""A metric of a user's own is on every page where a curve or a profile can be chosen."""
+
+import json
+
+import pytest
+from tagged import TEXTS, with_values
+
+from geomon.record import FILE_NAME, Readings
+from geomon.record.headline import Charts
+from geomon.show import Pictures
+from geomon.show.figures import as_image, draw
+from geomon.show.loggers.charts import charts_of
+from geomon.show.report import Run
+from geomon.show.report.content import build_content
+from geomon.show.terminal.choices import Choices
+from geomon.show.terminal.headings import title_of_curves, title_of_layers
+from geomon.show.terminal.history import Watched
+
+TITLE, LABEL, NULL = "largest norm", "largest norm (m)", 3.25
+TEXT = {"title": TITLE, "unit": "m"}
+
+
+@pytest.fixture
+def run(make_readings):
+    """A run that measures a metric of which the record has a title and a unit alone."""
+    own = {f"peak_norm/layer_{layer:02d}": 3.0 + layer for layer in range(5)}
+    own |= {"peak_norm/mean": 5.5, "peak_norm/mean/margin": 0.25, "peak_norm/null": NULL}
+    described = {"model": "Synthetic", "metrics": {**TEXTS, "peak_norm": TEXT}}
+    readings = [with_values(each, {**each.values, **own}) for each in make_readings()]
+    return Readings([described], readings)
+
+
+def look_at_report(run, folder):
+    content = build_content([Run("a", folder, run)])
+    (page,), shown = content["runs"], content["curves"]["peak_norm/mean"]
+    curve, profile = page["curves"]["peak_norm/mean"], page["profiles"]["values"]["peak_norm"]
+    assert content["titles"]["peak_norm"] == shown["unit"] == LABEL
+    assert shown["label"] == f"{TITLE}, mean over layers"
+    assert (curve["y"][-1], curve["margin"][-1], curve["null"]) == (5.5, 0.25, NULL)
+    assert (profile["rows"][-1], profile["null"]) == ([3, 4, 5, 6, 7], NULL)
+
+
+def look_at_watch(run, folder):
+    lines = [json.dumps({"run": run.runs[0]}), *(each.line() for each in run)]
+    (folder / FILE_NAME).write_text("\n".join(lines) + "\n")
+    watched = Watched(folder)
+    watched.take(watched.look())
+    choices = Choices([watched])
+    while choices.metric.metric != "peak_norm":
+        choices.change_metric(1)
+    title = title_of_curves(choices, 200).plain
+    assert title.startswith(f"{LABEL}, mean over layers  5.5 ± 0.2")
+    assert f"null {NULL:.1f}" in title
+    assert title_of_layers(choices).plain.startswith("by layer ━now")
+    assert choices.layers == [0, 1, 2, 3, 4]
+
+
+def look_at_tensorboard(run, folder):
+    charts = Charts(("peak_norm",))
+    charts.describe(run.runs[0])
+    assert charts.select(run[-1])["geomon/peak_norm"] == 5.5
+    assert charts.layout(run[-1])["geomon"][LABEL] == ["Multiline", ["geomon/peak_norm$"]]
+    names = []
+    pictures = Pictures(lambda name, *_: names.append(name), metrics=("peak_norm",))
+    pictures.describe(run.runs[0])
+    pictures.write(run[-1])
+    pictures.close()
+    assert f"Geometry/2 {TITLE} over depth" in names
+
+
+def look_at_wandb(run, folder):
+    charts = charts_of(run, run[-1], ("peak_norm",))
+    curve, profile = (charts[name] for name in ("8_largest_norm", "9_largest_norm_over_depth"))
+    assert curve.layout.title.text == f"{LABEL}, mean over layers (band: 95 % interval)"
+    assert max(next(trace for trace in curve.data if trace.fill).y) == 5.75
+    assert profile.layout.title.text == LABEL
+    assert list(profile.data[-1].y) == [3, 4, 5, 6, 7]
+    for chart in (curve, profile):
+        assert f"null: {NULL:.2g}" in [each.text for each in chart.layout.annotations]
+
+
+def look_at_figures(run, folder):
+    (panel, *_) = draw("profiles", run, "peak_norm").axes
+    assert panel.get_ylabel() == LABEL
+    assert f"noise: {NULL:.2g}" in [text.get_text() for text in panel.texts]
+    figure = draw("map", run, "peak_norm")
+    assert figure.axes[0].get_title(loc="left").endswith(LABEL)
+    assert as_image(figure).std() > 5
+
+
+PAGES = [look_at_report, look_at_watch, look_at_tensorboard, look_at_wandb, look_at_figures]
+
+
+@pytest.mark.parametrize("look", PAGES, ids=lambda look: look.__name__)
+def test_a_metric_is_called_by_its_title_with_unit_margin_and_null(look, run, tmp_path):
+    look(run, tmp_path)
