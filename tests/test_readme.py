@@ -92,7 +92,8 @@ def test_the_cost_of_a_reading_is_that_of_its_page():
     rows = re.findall(r"^\| .*, width (\d+), context \d+ \|(.*)\|$", page, flags=re.MULTILINE)
     for width, steps in rows:
         found.setdefault(int(width), []).extend(map(float, re.findall(r"\d+\.\d+", steps)))
-    assert set(found) == {128, 384, 768}
+    section = README.split("## What it costs")[1].split("\n## ")[0]
+    assert set(found) == set(map(int, re.findall(r"at width (\d+)", section))) != set()
     for width, steps in found.items():
         low, high = min(steps), max(steps)
         said = f"{low}" if low == high else f"{low} to {high}"
