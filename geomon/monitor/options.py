@@ -95,7 +95,8 @@ class MonitorOptions(TypedDict, total=False):
             in time ends the gathering, never the run: the first rank goes on with its own rows.
         background: Whether rows are measured in a thread while the training goes on, on an
             accelerator on a stream of its own; None does so where the model is on an accelerator.
-            Gathered rows are measured immediately.
+            Gathered rows are measured immediately, and so are all rows where a metric is of your
+            own: it may draw random numbers of the training.
         device: Where rows are measured: "cpu" on the host; "auto" on the device of the model, if
             the training leaves memory enough there; or the name of an accelerator, "cuda:1". Rows
             of a model on the same device are not copied. With several ranks each measures its share

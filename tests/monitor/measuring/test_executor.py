@@ -89,6 +89,17 @@ def test_sinks_are_written_by_the_thread_that_trains():
     assert writers == {threading.main_thread()}
 
 
+def test_a_metric_of_ones_own_is_measured_by_the_thread_that_trains():
+    threads = set()
+
+    def of_its_thread(hidden):
+        threads.add(threading.current_thread())
+        return 1.0
+
+    list(run(2, background=True, metrics=METRICS | {"own": of_its_thread}))
+    assert threads == {threading.main_thread()}
+
+
 def fails_at_once(hidden):
     raise ValueError("broken on purpose")
 
