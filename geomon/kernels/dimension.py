@@ -4,15 +4,16 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
+
+from geomon.kernels._blocks import sort_each
 
 # Doublings of the rank of the neighbour: 32 needs the 64 nearest.
 SCALES = (1, 2, 4, 8, 16, 32)
 
-# Newton's steps: from the estimate by moments, five reach the last digit of float64.
-_NEWTON_STEPS = 6
+# Newton's steps: from the estimate by moments, four reach the last digits of float64.
+_NEWTON_STEPS = 4
 
 # Logarithms of the ratio of two distances that are equal: each is the root of a rounded sum of
 # differences of rounded coordinates, which may be thousands of times as large as the distance.
@@ -163,7 +164,7 @@ def twonn_of_each(
     near, far = neighbours[:, :, 0].double(), neighbours[:, :, 1].double()
     valid = (near > 0) & torch.isfinite(far)
     logs = _without_rounding((far / near).log(), rounding)
-    x = _sorted(torch.where(valid, logs, torch.inf))
+    x = sort_each(torch.where(valid, logs, torch.inf))
     n = valid.sum(dim=1, keepdim=True).double()
     kept = (n * (1 - discard)).round(decimals=_DIGITS).floor()
     kept = torch.minimum(kept, n - 1)  # at F = 1 the logarithm ends
@@ -255,13 +256,6 @@ def gride(neighbours: Tensor, scales: Sequence[int] = SCALES) -> Tensor:
     if able:
         estimates[able] = _gride_at(neighbours, [scales[place] for place in able])
     return estimates
-
-
-def _sorted(values: Tensor) -> Tensor:
-    """Sort each row; on the host by numpy, which is several times as fast."""
-    if values.device.type != "cpu":
-        return values.sort(dim=1).values
-    return torch.from_numpy(np.sort(values.numpy(), axis=1))
 
 
 def _gride_at(neighbours: Tensor, scales: Sequence[int]) -> Tensor:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from geomon.kernels._blocks import row_blocks, rows_in_block
+from geomon.kernels._blocks import row_blocks, rows_in_block, sort_each
 from geomon.kernels.products import factor_type, without_autocast
 
 faiss: Any
@@ -98,6 +98,29 @@ def nearest(
         ]
     distances, indices = (torch.cat(parts) for parts in zip(*found, strict=True))
     return Neighbours(distances.mul_(points.scale), indices)
+
+
+def pass_over(distances: Tensor, passed: Tensor, count: int) -> Tensor:
+    """Take the nearest of listed neighbours without some of them.
+
+    Where too few are left, the farthest of them stands for those that are not listed.
+
+    Args:
+        distances: Distances to the listed neighbours, [rows, listed].
+        passed: Which of them are passed over, [rows, listed].
+        count: Number of neighbours.
+
+    Returns:
+        Distances, ascending, [rows, count]; 0 for a row of whose neighbours none is left.
+
+    Example:
+        >>> listed = torch.tensor([[1.0, 2.0, 3.0]])
+        >>> pass_over(listed, torch.tensor([[True, False, False]]), 3).tolist()
+        [[2.0, 3.0, 3.0]]
+    """
+    left = sort_each(distances.masked_fill(passed, torch.inf))[:, :count]
+    known = left.masked_fill(left.isinf(), 0)
+    return torch.where(left.isinf(), known.amax(dim=1, keepdim=True), left)
 
 
 def copies_of(hidden: Tensor) -> Tensor:
@@ -375,7 +398,7 @@ def _expanded(points: Callable[[Tensor], Tensor], squares: Tensor, own: Tensor) 
 
 def _ranked(points: _Points, own: Tensor, candidates: Tensor) -> Neighbours:
     """Sort candidates by their distance in float64, ties by index, and the row itself last."""
-    candidates = candidates.sort(dim=1).values
+    candidates = sort_each(candidates)
     distances = points.apart(own, candidates).masked_fill_(candidates == own[:, None], torch.inf)
     distances, order = distances.sort(dim=1, stable=True)
     return Neighbours(distances, points.index(candidates.gather(1, order)))

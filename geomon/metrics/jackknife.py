@@ -11,13 +11,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from scipy import special  # type: ignore[import-untyped]
 from torch import Tensor
 
 from geomon.kernels.angles import SequenceCosines
 from geomon.kernels.groups import GROUPS
-from geomon.kernels.neighbours import Neighbours
+from geomon.kernels.neighbours import Neighbours, pass_over
 from geomon.metrics.views import FAR, NEAR, Groups, LayerViews
 
 # 97.5 % point of Student's distribution with as many degrees of freedom as groups less one.
@@ -155,32 +154,19 @@ def _slice(view: Any, stay: Tensor, dimension: int) -> Any:
     return view
 
 
-def _pass_over(listed: Neighbours, rows: Tensor, groups: Groups, group: int, count: int) -> Tensor:
-    """Take the distances of the rows of other groups to their nearest rows of other groups.
-
-    Where too few are left of those that are listed, the farthest of them stands for the others.
-
-    Args:
-        listed: Neighbours of the rows, nearest first.
-        rows: Which rows those are.
-        groups: Groups of all rows.
-        group: The group that is passed over.
-        count: Number of neighbours.
-    """
+def _others(listed: Neighbours, rows: Tensor, groups: Groups, group: int, count: int) -> Tensor:
+    """Take the distances of the rows of other groups to their nearest rows of other groups."""
     stay = (groups.of[rows] != group).nonzero().squeeze(1)
     distances, indices = (part[stay] for part in listed)
-    distances = distances.masked_fill(groups.of[indices] == group, torch.inf)
-    distances = distances.sort(dim=1).values[:, :count]
-    known = distances.masked_fill(distances.isinf(), 0)
-    return torch.where(distances.isinf(), known.amax(dim=1, keepdim=True), distances)
+    return pass_over(distances, groups.of[indices] == group, count)
 
 
 def _neighbours(whole: LayerViews, group: int) -> Tensor:
-    return _pass_over(whole["nearest"], whole["query_rows"], whole["groups"], group, NEAR)
+    return _others(whole["nearest"], whole["query_rows"], whole["groups"], group, NEAR)
 
 
 def _far_neighbours(whole: LayerViews, group: int) -> Tensor:
-    return _pass_over(whole["far_nearest"], whole["far_rows"], whole["groups"], group, FAR)
+    return _others(whole["far_nearest"], whole["far_rows"], whole["groups"], group, FAR)
 
 
 def _total_variance(whole: LayerViews, group: int) -> Tensor:

@@ -34,7 +34,13 @@ from geomon.kernels.groups import GROUPS, GroupSums, group_sequences, group_sums
 from geomon.kernels.massive import ordinary_rows, share_beyond
 from geomon.kernels.moments import squares_about_mean
 from geomon.kernels.neighbourhoods import LocalIsotropy, local_dimension, local_isotropy
-from geomon.kernels.neighbours import Neighbours, content_keys, copies_of, first_of_each
+from geomon.kernels.neighbours import (
+    Neighbours,
+    content_keys,
+    copies_of,
+    first_of_each,
+    pass_over,
+)
 from geomon.kernels.neighbours import nearest as find_nearest
 from geomon.kernels.scores import (
     QueryVariances,
@@ -264,8 +270,25 @@ def _search(hidden: Tensor, k: int, of: Tensor, among: Tensor) -> Neighbours:
     return find_nearest(hidden, k, of=of, among=among)
 
 
-def _nearest(hidden: Tensor, query_rows: Tensor, unique_rows: Tensor) -> Neighbours:
-    return _search(hidden, _NEAR_LISTED, query_rows, unique_rows)
+def _nearest(
+    hidden: Tensor, query_rows: Tensor, unique_rows: Tensor, far_rows: Tensor,
+    far_nearest: Neighbours,
+) -> Neighbours:  # fmt: skip
+    """Search the rows whose neighbours to a higher rank are not known already."""
+    place, known = _find(query_rows, far_rows)
+    found = _search(hidden, _NEAR_LISTED, query_rows[~known], unique_rows)
+    listed = found.distances.shape[1]
+    merged = Neighbours(*(part.new_empty(len(query_rows), listed) for part in found))
+    for target, searched, far in zip(merged, found, far_nearest, strict=True):
+        target[~known] = searched
+        target[known] = far[place[known], :listed]
+    return merged
+
+
+def _find(wanted: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Find indices of rows among others, ascending: their places, and whether they are there."""
+    place = torch.searchsorted(rows, wanted).clamp_(max=len(rows) - 1)
+    return place, rows[place] == wanted
 
 
 def _far_nearest(hidden: Tensor, far_rows: Tensor, unique_rows: Tensor) -> Neighbours:
@@ -363,8 +386,21 @@ def _distinct_rows(distinct: Tensor, queries: int | None) -> Tensor:
     return spread_rows(distinct, queries)
 
 
-def _distinct_neighbours(hidden: Tensor, distinct: Tensor, distinct_rows: Tensor) -> Tensor:
-    return first_neighbours(_search(hidden, 2, distinct_rows, distinct).distances, 2)
+def _distinct_neighbours(
+    hidden: Tensor, copies: Tensor, distinct: Tensor, distinct_rows: Tensor, query_rows: Tensor,
+    nearest: Neighbours,
+) -> Tensor:  # fmt: skip
+    """Search the rows of whose listed neighbours fewer than two are distinct ones."""
+    counts = torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device)
+    counts[copies[distinct]] = True  # of equal rows the first is listed
+    place, known = _find(copies[distinct_rows], query_rows)
+    counted = counts[nearest.indices[place]]
+    known &= counted.sum(dim=1) >= 2
+    found = hidden.new_empty(len(distinct_rows), 2, dtype=torch.float64)
+    found[known] = pass_over(nearest.distances[place[known]], ~counted[known], 2)
+    rest = _search(hidden, 2, distinct_rows[~known], distinct)
+    found[~known] = first_neighbours(rest.distances, 2)
+    return found
 
 
 def _repeated(hidden: Tensor, distinct: Tensor) -> float:

@@ -4,6 +4,7 @@ import torch
 from geomon.capture.snapshot import Layer
 from geomon.kernels import spectrum as kernels
 from geomon.kernels.groups import group_sequences
+from geomon.kernels.neighbours import nearest
 from geomon.metrics import METRICS, select
 from geomon.metrics import views as module
 from geomon.metrics.views import LayerViews, can_be_made, spread_rows
@@ -145,3 +146,21 @@ def test_the_rows_that_stand_for_others_are_of_all_sequences():
         counts += views["sequences"][found].bincount(minlength=40)
     # About 15 of each, with a deviation of 4 or 5: chosen by the sequence alone, one would have 60.
     assert 1 <= counts.min() <= counts.max() <= 35
+
+
+@pytest.mark.parametrize("queries", [100, 500, None])
+def test_lists_that_are_known_in_part_are_those_of_a_search(queries):
+    hidden = rows()
+    hidden[100:200] = hidden[300:400]  # copies, and near-duplicates of one pair
+    hidden[500:600] = hidden[500] + 1e-4 * hidden[500:600]
+    ids, positions = torch.arange(900) % 7, torch.arange(900) % 100 // 2
+    ids[500:600], positions[500:600] = 1, 2
+    layer = Layer(1, "block", {"hidden": hidden, "token_ids": ids, "positions": positions})
+    views = LayerViews(layer, given={"queries": queries})
+    near = nearest(hidden, 24, of=views["query_rows"], among=views["unique_rows"])
+    assert torch.equal(views["nearest"].indices, near.indices)
+    assert torch.equal(views["nearest"].distances, near.distances)
+    own, distinct = views["distinct_rows"], views["distinct"]
+    two = nearest(hidden, 2, of=own, among=distinct)
+    assert torch.equal(views["distinct_neighbours"], two.distances)
+    assert not torch.isin(distinct, views["unique_rows"]).all()  # a copy stands for its pair
