@@ -90,13 +90,16 @@ def cloud(spectrum: str, size: tuple[int, int]) -> Rows:
     return (rows + 3 * random.standard_normal(width)).astype(np.float32)
 
 
-def _geomon_twonn(k: int) -> Contender:
+def _geomon_twonn(k: int, queries: int | None = None) -> Contender:
     from geomon.kernels.dimension import twonn
     from geomon.kernels.neighbours import nearest, unique_rows
+    from geomon.metrics.views import spread_rows
 
     def answer(rows: Rows) -> float:
         points = torch.from_numpy(rows)
-        return twonn(nearest(points, k, among=unique_rows(points)).distances).item()
+        unique = unique_rows(points)
+        found = nearest(points, k, of=spread_rows(unique, queries), among=unique)
+        return twonn(found.distances).item()
 
     return answer
 
@@ -149,6 +152,7 @@ def _scipy_svds() -> Contender:
 CONTENDERS: dict[str, dict[str, Callable[[], Contender]]] = {
     "dimension": {
         "geomon, k = 2": lambda: _geomon_twonn(2),
+        "geomon, k = 2, 2,048 queries": lambda: _geomon_twonn(2, 2048),
         "geomon, k = 64": lambda: _geomon_twonn(64),
         "DADApy, k = 2": lambda: _dadapy(2),
         "DADApy, k = 64": lambda: _dadapy(64),
