@@ -19,7 +19,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, GPT2Config
 
 import geomon.metrics.views
-from benchmarks.hidden_states import TRAININGS, train_on_text
+from benchmarks.training import RATES, train_on_text
 from geomon import METRICS, Memory, Monitor
 from geomon.metrics.evaluate import sources_of
 from recipes.enwik8.data import Corpus, load
@@ -100,7 +100,7 @@ def _measure(
     ids = torch.randint(0, symbols, (TOKENS // context, context))
     if corpus is not None:
         ids = torch.from_numpy(corpus.validation[:TOKENS]).long().view(-1, context)
-        sequences, rate = max(1, TRAINING_TOKENS // context), TRAININGS[width].rate
+        sequences, rate = max(1, TRAINING_TOKENS // context), RATES[width]
         losses = train_on_text(model, corpus, context=context, sequences=sequences, rate=rate)
         for _ in range(trained):
             loss = next(losses)
