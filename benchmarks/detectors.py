@@ -56,9 +56,9 @@ def noise(series: int, readings: int, correlation: float, seed: int) -> _Array:
 
 def phases(values: _Array, *, known: bool) -> Iterator[Phase]:
     """The phase at each reading of one curve."""
-    listed, errors = values.tolist(), [1.0] * len(values)
+    listed, margins = values.tolist(), [1.96] * len(values)
     for count in range(1, len(listed) + 1):
-        yield find_phase(range(count), listed[:count], errors[:count] if known else None)
+        yield find_phase(range(count), listed[:count], margins[:count] if known else None)
 
 
 def report_nulls(series: int, readings: int, correlations: list[float]) -> None:
@@ -103,8 +103,8 @@ def report_peaks(series: int, readings: int) -> None:
             rises, falls, delays, held = 0, 0, [], 0
             for curve in noise(series, readings, correlation, seed=13) + shape:
                 course = list(phases(curve, known=True))
-                rises += any(p.name in ("expanding", "peak") for p in course)
-                at = next((i for i, p in enumerate(course) if p.name == "compressing"), None)
+                rises += any(p.name in ("expanding", "level") for p in course)
+                at = next((i for i, p in enumerate(course) if p.earliest is not None), None)
                 last = course[-1]
                 if at is not None:
                     falls += 1

@@ -56,6 +56,9 @@ FOLDERS: dict[str, list[str]] = {
         "capture/calling", "capture/test_window.py", "capture/test_compiled.py",
         "test_description.py",
     ],
+    "geomon/capture/tap": [
+        "capture/test_tap.py", "capture/attending", "capture/calling", "test_architectures.py",
+    ],
     "geomon/capture/tokens": [
         "capture/tokens", "capture/test_window.py", "test_one_shot.py", "test_architectures.py",
     ],
@@ -63,8 +66,8 @@ FOLDERS: dict[str, list[str]] = {
         "capture/attending", "capture/test_window.py", "test_one_shot.py", "test_architectures.py",
     ],
     "geomon/distributed": ["distributed/test_gather.py", "distributed/test_group.py"],
-    "geomon/kernels": ["metrics"],
-    "geomon/metrics": ["metrics", "test_one_shot.py"],
+    "geomon/kernels": ["kernels/test_contract.py", "metrics"],
+    "geomon/metrics": ["metrics/test_contract.py", "metrics", "test_one_shot.py"],
     "geomon/monitor": [
         "monitor/planning/test_schedule.py", "monitor/planning/test_planner.py",
         "monitor/planning/test_budget.py", "monitor/measuring/test_jobs.py",
@@ -90,8 +93,6 @@ OWN: dict[str, list[str]] = {
     "geomon/lightning.py": ["test_lightning.py", "test_loops.py"],
     "geomon/huggingface.py": ["test_huggingface.py", "test_loops.py"],
     "geomon/kernels/_blocks.py": ["kernels/test_blocks.py"],
-    "geomon/kernels/spectrum.py": ["kernels/test_spectrum_family.py"],
-    "geomon/kernels/dimension.py": ["kernels/test_twonn_censored.py"],
     "geomon/monitor/callback.py": ["test_lightning.py", "test_huggingface.py"],
     "geomon/monitor/measuring/jobs.py": [
         "monitor/measuring/test_jobs.py",

@@ -333,10 +333,16 @@ def check_rows(seed: int) -> list[str]:
         except ValueError as error:
             return [] if "at least 3 finite rows" in str(error) else [f"CRASH {words}: {error}"]
         return [f"WRONG {words}: fewer than 3 finite rows were measured"]
-    values = geometry(**inputs, metrics=OF_ROWS)
     rows = exact[finite]
     reach = float(np.abs(rows).max())
     exponent = math.frexp(reach)[1] if reach > 0 and not 1e-60 < reach < 1e60 else 0
+    if reach > 0 and not 2.0**-200 <= reach <= 2.0**200:
+        try:
+            geometry(**inputs)
+        except ValueError as error:
+            return [] if "between 2^-200 and 2^200" in str(error) else [f"CRASH {words}: {error}"]
+        return [f"WRONG {words}: rows of such a size were measured"]
+    values = geometry(**inputs, metrics=OF_ROWS)
     rows = np.ldexp(rows, -exponent)
     labels = [
         np.asarray(inputs[name])[finite] if name in inputs else None

@@ -118,7 +118,7 @@ def train(
 
     model = Decoder()
     monitor = Monitor(
-        model, metrics={"begun": begun, **METRICS}, tokens=64, schedule=every(1),
+        model, metrics={"begun": begun, **METRICS}, tokens=64, schedule=every(1), budget=None,
         directory=folder, sinks=[Announced(pipe)], background=background, gather=not background,
     )  # fmt: skip
     for step in range(first, stop):

@@ -304,7 +304,6 @@ _HOOKS = (
 
 def _outside(model: nn.Module) -> dict[str, Any]:
     """What a model and the process look like: hooks, attributes, patches, flags, threads."""
-    modeling = sys.modules["transformers.modeling_utils"]
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
     return {
         "hooks": [[len(getattr(m, kind)) for kind in _HOOKS] for m in model.modules()],
@@ -312,8 +311,7 @@ def _outside(model: nn.Module) -> dict[str, Any]:
         "training": [m.training for m in model.modules()],
         "patches": [
             nn.Module.__call__, torch.nn.functional.scaled_dot_product_attention,
-            modeling.AttentionInterface.get_interface, torch.softmax, torch.Tensor.softmax,
-            getattr(dynamo, "_callback_from_stance", None),
+            vars(nn.Module)["_compiled_call_impl"], torch._C._len_torch_dispatch_stack(),
         ],
         "flags": [
             torch.backends.mha.get_fastpath_enabled(), torch.is_grad_enabled(),

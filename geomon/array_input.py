@@ -1,38 +1,26 @@
-"""Rows and labels from arrays and tensors of any kind, or one line that says what is wrong."""
+"""Rows and labels from arrays and tensors of numbers, or one line that says what is wrong."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from geomon.note import Note
-
 # From here on, float64 does not hold every whole number.
 _WHOLE_IN_FLOAT64 = 2**53
 
 
-class Rows(NamedTuple):
-    """Rows that kernels take, and what is known of the numbers that were given.
-
-    Attributes:
-        values: The rows on the host, [tokens, width], floating-point with 2 bytes a number or more.
-        precision: Spacing of the given numbers at 1: eps of the type they had.
-        notes: Remarks on what the conversion changed.
-    """
-
-    values: Tensor
-    precision: float
-    notes: list[Note]
-
-
-def as_rows(hidden: Any) -> Rows:
+def as_rows(hidden: Any) -> tuple[Tensor, float]:
     """Convert a matrix of hidden states to rows that the kernels take.
 
-    Masked entries become NaN. Sparse tensors become dense ones, whole numbers float64.
+    Sparse tensors become dense ones, whole numbers float64.
 
     Args:
         hidden: Rows, [tokens, width]: a tensor, an array, or nested lists.
+
+    Returns:
+        The rows on the host, [tokens, width], floating-point with 2 bytes a number or more, and the
+        spacing of the given numbers at 1: eps of the type they had.
 
     Raises:
         ValueError: `hidden` is no matrix of real numbers, or has no columns.
@@ -55,12 +43,14 @@ def as_rows(hidden: Any) -> Rows:
     if given.is_floating_point():
         # Types of one byte have no arithmetic of their own.
         values = given if given.element_size() > 1 else given.float()
-        return Rows(values, torch.finfo(given.dtype).eps, [])
-    values, notes = given.double(), []
+        return values, torch.finfo(given.dtype).eps
+    values = given.double()
     if bool((values.abs() >= _WHOLE_IN_FLOAT64).any()):
-        words = "hidden holds whole numbers of 2^53 and above, which float64 rounds"
-        notes.append(Note(words, words))
-    return Rows(values, torch.finfo(torch.float64).eps, notes)
+        raise ValueError(
+            "expected hidden states of whole numbers below 2^53, got larger ones: give them as "
+            "floating-point numbers"
+        )
+    return values, torch.finfo(torch.float64).eps
 
 
 def as_labels(name: str, given: Any, count: int) -> Tensor:
@@ -105,48 +95,39 @@ def _as_tensor(expected: str, given: Any) -> Tensor:
                 f"expected {expected}, got a list of tensors of shapes {sorted(shapes)}: join them "
                 "first, as in torch.cat(hidden)"
             )
-        given = torch.stack([_plain(expected, x) for x in given])
-    if isinstance(given, Tensor):
-        return _plain(expected, given)
-    return torch.from_numpy(_as_array(expected, given)).to("cpu")
-
-
-def _plain(expected: str, given: Tensor) -> Tensor:
-    """Bring a tensor of any layout to a dense one on the host."""
-    if given.is_nested:
-        raise ValueError(
-            f"expected {expected}, got a nested tensor: join its parts first, as in "
-            "torch.cat(hidden.unbind())"
-        )
-    if given.is_quantized:
-        raise ValueError(f"expected {expected}, got a quantised tensor: give hidden.dequantize()")
-    if given.is_meta:
-        raise ValueError(f"expected {expected}, got a tensor on the meta device, without numbers")
-    given = given.detach()
-    dense = given if given.layout == torch.strided else given.to_dense()
-    return dense.cpu()
+        given = torch.stack([*given])
+    if not isinstance(given, Tensor):
+        return torch.from_numpy(_as_array(expected, given)).to("cpu")
+    kinds = {"nested": given.is_nested, "quantised": given.is_quantized, "meta": given.is_meta}
+    for kind, is_so in kinds.items():
+        if is_so:
+            raise ValueError(
+                f"expected {expected}, got a {kind} tensor: give a plain one with numbers, such as "
+                "torch.cat(hidden.unbind()) or hidden.dequantize()"
+            )
+    return given.detach().to_dense().cpu()
 
 
 def _as_array(expected: str, given: Any) -> np.ndarray[Any, Any]:
     """Convert to an array of numbers in memory of its own, in the machine's order of bytes."""
+    if isinstance(given, np.ma.MaskedArray):
+        raise ValueError(
+            f"expected {expected}, got a masked array: give array.filled(numpy.nan), and rows that "
+            "are not finite are left out"
+        )
     try:
-        array: np.ndarray[Any, Any] = np.asanyarray(given)
-        if array.dtype == object:
-            array = np.array(array.tolist())
+        array = np.asarray(given)
     except (TypeError, ValueError, RuntimeError) as error:
         reason = str(error).split(". ")[0]
         raise ValueError(f"expected {expected}, got what makes no array: {reason}") from error
-    if array.dtype.kind not in "biufc":
+    if array.dtype.kind not in "biufc" or array.dtype.char in "gG":
         kind = "objects" if array.dtype == object else str(array.dtype)
         raise ValueError(
             f"expected {expected}, got an array of {kind}: convert it to numbers first, as in "
             "array.astype(numpy.float32); labels with numpy.unique(labels, return_inverse=True)[1]"
         )
-    if array.dtype.kind in "fc" and array.dtype.itemsize > (8 if array.dtype.kind == "f" else 16):
-        with np.errstate(over="ignore", under="ignore"):  # too large is inf, which is left out
-            array = array.astype(np.float64 if array.dtype.kind == "f" else np.complex128)
-    if np.ma.is_masked(array):
-        floating: Any = array if array.dtype.kind == "f" else array.astype(np.float64)
-        array = floating.filled(np.nan)
     # A copy: a tensor cannot have negative strides, another order of bytes or read-only memory.
     return np.array(array, dtype=array.dtype.newbyteorder("="), order="C", copy=True)
+
+
+__all__ = ["as_labels", "as_rows"]

@@ -1,35 +1,26 @@
 """Description of a model as text: what would be watched, by which route, and what not."""
 
-import functools
-import inspect
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from geomon.capture import Window, extra_pass, find_anatomy, padding_arguments
 from geomon.capture.anatomy import CROSS, Anatomy, Attention, Block, Stack, shown_name
 from geomon.capture.snapshot import CAPTURED, PROJECTED, Layer, explain_missing
 from geomon.record.printable import printable
 
-# In words, by the routes of `geomon.capture.calling.patches.AttentionObserver`.
+# In words, by the routes of `geomon.capture.tap`.
 ROUTES = {
-    "interface": "through transformers' attention interface",
     "sdpa": "through torch's scaled_dot_product_attention",
     "flex": "through torch's flex_attention",
     "flash": "through a function of flash attention",
     "softmax": "by hand: its scores are seen at the softmax",
 }
-# What the source of an attention holds that takes a route.
-_CALLS = {
-    "sdpa": "scaled_dot_product_attention(",
-    "flex": "flex_attention(",
-    "flash": "flash_attn",
-    "softmax": "oftmax(",
-}
 _UNKNOWN = "by a route that the first pass shows"
+_AS_IT_RUNS = "seen as it runs"
 
 _WIDTH = 100
 _ROWS = 1024  # rows that are kept in the pass that shows what is seen
@@ -40,7 +31,7 @@ _NAME_ALONE = (
 )
 _NOT_ATTENTION = "none was seen in the modules that are called so: hidden states only"
 _ALL_COUNT = "none in this pass, going by its arguments and by attention: all rows count"
-_FROM_SOURCE = "read off the source; describe(model, inputs) settles them in one pass"
+_ONE_PASS = "shown by one pass: describe(model, inputs)"
 
 _Row = tuple[str, str]
 
@@ -76,8 +67,8 @@ def describe(
 ) -> Description:
     """Say what would be watched in a model: layers, heads, routes, and what cannot be seen and why.
 
-    Without inputs the model is not run, and routes are predicted from its source. With inputs one
-    pass shows them.
+    Without inputs the model is not run: it is described by its modules, and attention, which is
+    seen as it runs, by their names. With inputs one pass shows how attention is seen.
 
     Args:
         model: Any module that contains a transformer, or another stack of blocks.
@@ -103,7 +94,7 @@ def describe(
     if seen is not None:
         rows += seen.remarks()
     elif any(block.attends for block in anatomy.blocks):
-        rows.append(("routes", _FROM_SOURCE))
+        rows.append(("routes", _ONE_PASS))
     return Description(f"{type(model).__name__}: {_count_blocks(anatomy)}", tuple(rows))
 
 
@@ -166,15 +157,15 @@ def _attention_rows(
         named = "cross-attention" if label else "attention"
     else:
         named, some = "further attention", f"{label}: {some}"
-    routes = seen.routes(stack, label) if seen else {predict_route(a) for a in found}
-    if not routes:
+    routes = seen.routes(stack, label) if seen else set()
+    if not routes and not (found and seen is None):
         reason = _NOT_SEEN if found else _NAME_ALONE if seen is None else _NOT_ATTENTION
         return [(f"{indent}{named}", f"{some}{_heads(found, apart)}{reason}")]
-    words = " or ".join(ROUTES.get(str(route), _UNKNOWN) for route in sorted(routes, key=str))
+    words = " or ".join(ROUTES.get(route, _UNKNOWN) for route in sorted(routes))
     if label not in ("", CROSS) and seen is not None and seen.attends_elsewhere(stack, label):
         some += "to keys of another source, "
     return [
-        (f"{indent}{named}", f"{some}{_heads(found, apart)}{words or _UNKNOWN}"),
+        (f"{indent}{named}", f"{some}{_heads(found, apart)}{words or _AS_IT_RUNS}"),
         (f"{indent}Q, K projected", _projections(found, _layout(seen))),
     ]
 
@@ -223,21 +214,19 @@ def _projections(attentions: list[Attention], layout: str) -> str:
 
 def _token_ids(model: nn.Module, embeddings: Iterable[nn.Module]) -> str:
     names = {module: shown_name(name) for name, module in model.named_modules()}
-    tables = [names[table] for table in embeddings]
+    tables = [names.get(table, type(table).__name__) for table in embeddings]
     if not tables:
         return "none: no embedding outside the blocks; metrics of token types are missing"
     return f"inputs of {_listed(tables, most=2)}"
 
 
 def _padding(anatomy: Anatomy) -> str:
-    known, possible = padding_arguments(anatomy)
+    known = padding_arguments(anatomy)
     if known:
         return f"left out, going by {_listed(known)}"
-    if possible:
-        return f"known after the first pass, which shows what {_listed(possible)} means"
     return (
-        "no mask is taken by the modules around the blocks: inferred from the keys that attention "
-        "hides"
+        "no mask of a known name is taken by the modules around the blocks: known after a pass, by "
+        "the keys that attention hides"
     )
 
 
@@ -252,55 +241,6 @@ def _listed(words: Iterable[str], most: int = 3) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-# -- routes that the source predicts -------------------------------------------------------------
-
-
-def predict_route(attention: Attention) -> str | None:
-    """Predict the route of an attention from the source of its class; the first pass shows it.
-
-    Args:
-        attention: An attention of a block.
-
-    Returns:
-        "interface", "sdpa" or "softmax"; None where the source does not decide it.
-    """
-    if attention.projections.kind == "multihead":
-        return "sdpa"
-    source = _source(attention.module)
-    if "get_interface(" in source:
-        return "interface"
-    found = [route for route, call in _CALLS.items() if call in source]
-    if found == ["sdpa", "softmax"]:
-        asked = getattr(getattr(attention.module, "config", None), "_attn_implementation", None)
-        return {"sdpa": "sdpa", "eager": "softmax"}.get(str(asked))
-    return found[0] if len(found) == 1 else None
-
-
-def _source(module: nn.Module) -> str:
-    """Join the sources of the classes that attend, as far as there are sources.
-
-    These are the class of an object that the module hands attention to (a processor of diffusers),
-    or else the module's own and its base classes.
-    """
-    helpers = [
-        _class_source(value.__class__)
-        for value in vars(module).values()
-        if callable(value) and not isinstance(value, nn.Module | type | Tensor)
-    ]
-    attending = [source for source in helpers if "scaled_dot_product_attention(" in source]
-    return "\n".join(attending) or "\n".join(
-        _class_source(kind) for kind in type(module).__mro__ if kind not in (nn.Module, object)
-    )
-
-
-@functools.cache  # all blocks of a model have the same classes
-def _class_source(kind: Any) -> str:
-    try:
-        return inspect.getsource(kind)
-    except (OSError, TypeError):
-        return ""
 
 
 # -- what one pass shows -------------------------------------------------------------------------

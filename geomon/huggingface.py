@@ -22,7 +22,6 @@ from geomon.show.loggers import BoardPages, WandB
 try:
     from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
     from transformers.integrations import TensorBoardCallback, WandbCallback
-    from transformers.trainer_callback import CallbackHandler
 except ImportError as error:
     raise ImportError(
         f"the Trainer's callback needs transformers ({error}): pip install 'geomon[huggingface]'"
@@ -58,7 +57,6 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
     `training_step` returned for its batches, on the first rank. Values that `log` names are the
     last ones under that name in `state.log_history`.
 
-    Args:
     {options}
     """
 
@@ -70,6 +68,9 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
         """Leave the Trainer out of copies: it is known during a step alone."""
         return {**vars(self), "_step": None}
 
+    def __repr__(self) -> str:
+        return repr(self._session)
+
     @property
     def overhead(self) -> float:
         """Share of the training's wall time that geomon took; NaN before training."""
@@ -80,20 +81,15 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
     ) -> None:
         """Find the blocks and what reports; the model and its step are as training starts."""
         self._forget_step()
-        # But for those that print: hundreds of values would bury the loss in the terminal.
-        reporting = [
-            callback
-            for callback in _handler().callbacks
-            if not isinstance(callback, PrinterCallback | ProgressCallback)
-        ]
+        trainer = _caller(Trainer)
+        reporting = _reporting_callbacks(trainer)
         detail, pictures = self._session.options["detail"], self._session.options["pictures"]
         event = {"model": model, **event}
         sinks = _sinks_of(reporting, detail, args, state, control, event, pictures=pictures)
-        trainer = _caller(Trainer)
         step, folder = state.global_step, _folder_of(trainer, args)
         self._session.start(
             model, step, folder, sinks, lambda: _validation_loader(trainer),
-            settings=_settings_of(trainer, args, state),
+            settings=_settings_of(trainer, args, state), last_step=state.max_steps,
         )  # fmt: skip
         if args.n_gpu > 1 and not self._session.probes:
             log.warning(
@@ -178,8 +174,16 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
 def _folder_of(trainer: Any, args: Any) -> str:
     """The folder of a training; of a trial of a search, the one that gets its checkpoints."""
     trial = getattr(trainer, "_trial", None)
-    find = getattr(trainer, "_get_output_dir", None)
-    return str(args.output_dir if trial is None or find is None else find(trial=trial))
+    if trial is not None:
+        try:
+            return str(trainer._get_output_dir(trial=trial))
+        except (AttributeError, TypeError) as error:
+            log.warning(
+                "the folder of this trial cannot be asked for in this release of transformers, and "
+                "all trials have one record: %s",
+                error,
+            )
+    return str(args.output_dir)
 
 
 def _settings_of(trainer: Any, args: Any, state: Any) -> dict[str, Any]:
@@ -260,7 +264,8 @@ def _validation_loader(trainer: Any) -> Any:
     if trainer is None:
         return None
     datasets = trainer.eval_dataset
-    prepared = trainer.accelerator._dataloaders
+    # Loaders that accelerate prepares stand in the training's checkpoints: not this one.
+    prepared = getattr(trainer.accelerator, "_dataloaders", [])
     before = list(prepared)
     try:
         if isinstance(datasets, Mapping):
@@ -318,7 +323,7 @@ def _sinks_of(
     ]
     for callback in callbacks:
         if isinstance(callback, WandbCallback):
-            sinks.append(WandB(detail=detail, pictures=pictures))
+            sinks.append(WandB(by_step=True, detail=detail, pictures=pictures))
             continue
         name = type(callback).__name__
         if isinstance(callback, TensorBoardCallback):
@@ -331,14 +336,19 @@ def _sinks_of(
     return sinks
 
 
-def _handler() -> Any:
-    """The handler that is calling a callback's event: it knows the callbacks that report."""
-    handler = _caller(CallbackHandler)
-    if handler is None:
-        raise RuntimeError(
-            "GeometryMonitor's events are the Trainer's to call: Trainer(callbacks=...)"
+def _reporting_callbacks(trainer: Any) -> list[Any]:
+    """The callbacks to which the Trainer reports, but for those that print.
+
+    Hundreds of values would bury the loss in the terminal.
+    """
+    callbacks = getattr(getattr(trainer, "callback_handler", None), "callbacks", None)
+    if callbacks is None:
+        log.warning(
+            "what the Trainer reports to is not found, and gets no readings: they are in the "
+            "record and in the Trainer's history"
         )
-    return handler
+    printing = PrinterCallback | ProgressCallback
+    return [callback for callback in callbacks or () if not isinstance(callback, printing)]
 
 
 def _caller(kind: type) -> Any:

@@ -6,6 +6,7 @@ trainers and loggers of both are served, and one of the two is enough.
 
 import importlib
 import math
+import os
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Unpack
@@ -38,7 +39,7 @@ class GeometryMonitor(L.Callback):
     """Watch the geometry of a model's representations while Lightning trains it.
 
     `L.Trainer(callbacks=[GeometryMonitor()])`: no argument is needed. Curves go to every logger of
-    the trainer, pictures to those that show them, readings to `readings.jsonl` in the log folder.
+    the trainer, pictures to those that show them, readings to `readings.jsonl` beside them.
     On one rank the headline values stand in `trainer.callback_metrics` too, for EarlyStopping and
     ModelCheckpoint: `monitor="geomon/twonn"`.
 
@@ -49,7 +50,6 @@ class GeometryMonitor(L.Callback):
     `training/loss` of a reading is what `training_step` gave for the batch that was read, on the
     first rank, and NaN where it gave none (the loss that was logged as "loss", if there is one).
 
-    Args:
     {options}
     """
 
@@ -57,6 +57,9 @@ class GeometryMonitor(L.Callback):
         self._session = CallbackSession(options, type(self).__name__)
         self._last_step = math.inf  # the last step of the run, where its number is known
         self._began = 0, 0  # step, and its place on the axis of loggers, as the last batch began
+
+    def __repr__(self) -> str:
+        return repr(self._session)
 
     @property
     def overhead(self) -> float:
@@ -66,7 +69,7 @@ class GeometryMonitor(L.Callback):
     @property
     def state_key(self) -> str:
         """Tells the callbacks of one trainer apart in its checkpoints, by their options."""
-        return self._generate_state_key(**self._session.summary())
+        return f"{type(self).__qualname__}{self._session.summary()!r}"
 
     def state_dict(self) -> dict[str, Any]:
         """The last step that was watched; what was measured is in the record."""
@@ -84,8 +87,8 @@ class GeometryMonitor(L.Callback):
 
     def on_train_start(self, trainer: "L.Trainer", pl_module: "L.LightningModule") -> None:
         """Find the blocks and open the record: on a resume the step is right only from here on."""
-        folder = trainer.log_dir or trainer.default_root_dir  # a collective: every rank asks
-        self._note_place(trainer)
+        folder = _folder_of(trainer)
+        self._note_place(trainer, pl_module)
         detail, pictures = self._session.options["detail"], self._session.options["pictures"]
         sinks = [
             _sink_of(logger, self._axis_step, detail, pictures=pictures)
@@ -93,19 +96,20 @@ class GeometryMonitor(L.Callback):
         ]
         if trainer.world_size == 1:  # readings are the first rank's, and all ranks decide alike
             sinks.append(_metrics_of(trainer, without_layers(detail)))
-        step = trainer.global_step
+        step, steps = trainer.global_step, trainer.estimated_stepping_batches
         self._session.start(
             pl_module, step, folder, sinks, lambda: _validation_loaders(trainer),
             settings=getattr(pl_module, "_hparams", {}),  # `hparams` would make them
+            last_step=None if math.isinf(steps) else int(steps),
         )  # fmt: skip
-        self._last_step = trainer.estimated_stepping_batches - 1
+        self._last_step = steps - 1
 
     def on_train_batch_start(
         self, trainer: "L.Trainer", pl_module: "L.LightningModule", batch: Any, batch_idx: int
     ) -> None:
         """Probe, or open the window on this batch's forward pass."""
         self._session.discard()
-        self._note_place(trainer)
+        self._note_place(trainer, pl_module, in_batch=True)
         if trainer.training and not trainer.sanity_checking:
             self._probe(trainer)
             if not self._session.probes:
@@ -135,7 +139,7 @@ class GeometryMonitor(L.Callback):
     def on_train_end(self, trainer: "L.Trainer", pl_module: "L.LightningModule") -> None:
         """The last reading, and the end."""
         self._session.discard()
-        self._note_place(trainer)
+        self._note_place(trainer, pl_module)
         self._probe(trainer, last=True)
         step, _ = self._began  # no batch is trained on with the last weights: there is no loss
         self._session.log(step, lambda: {**trainer.callback_metrics, LOSS: None})
@@ -170,13 +174,19 @@ class GeometryMonitor(L.Callback):
             known[LOSS] = loss if parts == 1 else loss * parts
         return known
 
-    def _note_place(self, trainer: "L.Trainer") -> None:
-        self._began = trainer.global_step, trainer.fit_loop.epoch_loop._batches_that_stepped
+    def _note_place(
+        self, trainer: "L.Trainer", pl_module: "L.LightningModule", *, in_batch: bool = False
+    ) -> None:
+        """Note the step, and where Lightning's loggers have it: two optimizers step twice there."""
+        step = place = trainer.global_step
+        if not pl_module.automatic_optimization:
+            place = trainer.fit_loop.total_batch_idx + (not in_batch)
+        self._began = step, place
 
     def _axis_step(self, step: int) -> int:
-        """Where a step is on the axis of Lightning's loggers: two optimizers step twice a batch."""
+        """Where a step is on the axis of Lightning's loggers, which count batches."""
         present, batches = self._began
-        # A reading may be of an earlier step, put off by the budget or measured in the background.
+        # A reading may be of an earlier step, measured in the background.
         return batches if step >= present else round(step * batches / present)
 
     def _is_last(self, trainer: "L.Trainer", pl_module: "L.LightningModule") -> bool:
@@ -188,13 +198,37 @@ class GeometryMonitor(L.Callback):
         return is_last or 0 < trainer.max_steps <= 2 * step - last_seen  # as many steps again
 
 
+def _folder_of(trainer: "L.Trainer") -> str:
+    """The folder of the first logger's run, which is also that of its checkpoints."""
+    logger = trainer.logger
+    folder = getattr(logger, "log_dir", None)
+    if logger is None:
+        folder = trainer.default_root_dir
+    elif not isinstance(folder, str):  # the loggers whose run is a number or a name elsewhere
+        version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+        root = logger.save_dir or trainer.default_root_dir
+        folder = os.path.join(root, str(logger.name), version)
+    return str(trainer.strategy.broadcast(folder))  # a collective: every rank asks
+
+
 def _validation_loaders(trainer: "L.Trainer") -> Any:
-    """The loaders of the validation, which may not have been set up when training starts."""
+    """The loaders of the validation, which may not have been set up when training starts.
+
+    Raises:
+        ValueError: They have not been set up, and this release of Lightning hides them.
+    """
     loaders = trainer.val_dataloaders
-    if loaders is None:
+    if loaders is not None:
+        return loaders
+    try:  # there is no public name for what is not set up
         source = trainer.fit_loop.epoch_loop.val_loop._data_source
-        loaders = source.dataloader() if source.is_defined() else None
-    return loaders
+        return source.dataloader() if source.is_defined() else None
+    except AttributeError as error:
+        raise ValueError(
+            "probe='validation' cannot find the validation data of this release of Lightning "
+            f"before a validation has run ({error}): give the loader, probe=loader, or leave "
+            "num_sanity_val_steps above 0"
+        ) from error
 
 
 def _metrics_of(trainer: "L.Trainer", detail: Detail) -> Sink:
@@ -217,7 +251,7 @@ def _sink_of(
     """The sink that writes to one of the trainer's loggers, at a place for each step."""
     shown: Any = logger
     if _is_logger(logger, "WandbLogger"):
-        return WandB(shown.experiment, detail=detail, pictures=pictures)
+        return WandB(shown.experiment, by_step=True, detail=detail, pictures=pictures)
 
     def log(values: dict[str, float], step: int) -> None:
         logger.log_metrics(values, step=axis_step(step))

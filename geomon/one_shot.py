@@ -1,9 +1,7 @@
 """One look without training and without a record: `measure` a model, the `geometry` of rows."""
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -29,12 +27,8 @@ _LAYER = 1
 # Fewest rows of which anything can be measured.
 _FEWEST = 3
 
-# Powers of two beyond which float64 rows are scaled before they are measured: the fourth power of
-# the rows stays far from the ends of float64.
+# Power of two beyond which rows are refused: their fourth power would not fit into float64.
 _LARGEST_EXPONENT = 200
-
-# Power of two from the largest to the smallest rows below which squares of distances vanish.
-_LARGEST_RATIO = 480
 
 
 class Values(dict[str, float]):
@@ -161,9 +155,9 @@ def geometry(
         exist, and a note that says why.
 
     Raises:
-        ValueError: `hidden` is no matrix of real numbers or has fewer than 3 finite rows, ids or
-            positions are no whole numbers or of another length, a number is out of range, or none
-            of the metrics can be measured on the inputs.
+        ValueError: `hidden` is no matrix of real numbers between 2^-200 and 2^200, or has fewer
+            than 3 finite rows, ids or positions are no whole numbers or of another length, a number
+            is out of range, or none of the metrics can be measured on the inputs.
 
     Example:
         >>> rows = torch.randn(500, 8, generator=torch.Generator().manual_seed(0))
@@ -175,7 +169,7 @@ def geometry(
         check_count("tokens", tokens, at_least=_FEWEST)
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise ValueError(f"seed is a whole number, got {seed!r}")
-    rows, precision, notes = as_rows(hidden)
+    rows, precision = as_rows(hidden)
     captured: dict[str, Any] = {}
     for name, given in (("token_ids", token_ids), ("positions", positions)):
         if given is not None:
@@ -185,6 +179,7 @@ def geometry(
         captured["sequences"] = torch.unique(labels, return_inverse=True)[1]
     if token_ids is not None and positions is None:
         captured["positions"] = torch.zeros(len(rows), dtype=torch.int64, device="cpu")
+    given_rows = len(rows)
     finite = rows.isfinite().all(dim=1).nonzero().squeeze(1)
     generator = torch.Generator("cpu").manual_seed(seed)
     shuffled = torch.randperm(len(finite), generator=generator, dtype=torch.int64, device="cpu")
@@ -194,14 +189,16 @@ def geometry(
             f"expected at least {_FEWEST} finite rows, got {len(order)} of {len(rows)}: give more "
             "tokens"
         )
+    rows = rows[order]
+    _check_size(rows)
     captured = {name: values[order] for name, values in captured.items()}
-    captured |= {"hidden": rows[order], "precision": precision}
+    captured |= {"hidden": rows, "precision": precision}
     size = len(order) if tokens is None else tokens
     splits = max(1, len(order) // size)
     check_count("queries", queries, at_least=_FEWEST, or_none=True)
     evaluator = Evaluator(_allowed(check_metrics(metrics), captured), splits, queries)
     values, more = _evaluate(evaluator, Layer(_LAYER, "rows", captured), size)
-    notes += _notes_on_rows(len(rows), len(order), size, splits)
+    notes = _notes_on_rows(given_rows, len(order), size, splits)
     return Values(values, dict.fromkeys(note.words() for note in [*notes, *more]))
 
 
@@ -241,27 +238,19 @@ def _notes_on_rows(given: int, finite: int, size: int, splits: int) -> list[Note
     return notes
 
 
+def _check_size(rows: Tensor) -> None:
+    """Refuse rows of which powers do not fit into float64, as those of any shorter type do."""
+    if rows.dtype == torch.float64:
+        largest = rows.abs().max().item()
+        if abs(math.frexp(largest)[1]) > _LARGEST_EXPONENT:
+            raise ValueError(
+                f"expected hidden states between 2^-{_LARGEST_EXPONENT} and 2^{_LARGEST_EXPONENT}, "
+                f"got {largest:.3g} as the largest number: scale the rows"
+            )
+
+
 def _evaluate(evaluator: Evaluator, layer: Layer, size: int) -> tuple[dict[str, float], list[Note]]:
     """Measure plain rows: values without the layer in their tags, every one explained."""
-    rows = layer.captured["hidden"]
-    exponent = _exponent(rows)
-    if exponent == 0:
-        return _evaluate_once(evaluator, layer, size)
-    # Scaling by a power of two changes no digit, and doubling the rows as well shows by which power
-    # of the scale each value grows: so this holds for metrics that know nothing of it.
-    values, notes = _evaluate_once(evaluator, _scaled(layer, -exponent), size)
-    doubled, _ = _evaluate_once(evaluator, _scaled(layer, 1 - exponent), size)
-    notes += _vanishing(rows)
-    for tag, value in values.items():
-        values[tag], reason = _restored(value, doubled[tag], exponent)
-        if reason:
-            notes.append(Note(f"{tag}: {reason}", f"{tag}: {reason}"))
-    return values, notes
-
-
-def _evaluate_once(
-    evaluator: Evaluator, layer: Layer, size: int
-) -> tuple[dict[str, float], list[Note]]:
     measured = [evaluator.measure_layer(layer, size)]
     result = evaluator.combine(measured, size)
     # There is one layer and no mean over layers: neither is named.
@@ -274,62 +263,6 @@ def _evaluate_once(
     }
     notes = [*result.notes, *evaluator.explain_missing(result, measured)]
     return values, [msgspec.structs.replace(note, layers=()) for note in notes]
-
-
-def _exponent(rows: Tensor) -> int:
-    """Find the power of two by which rows are divided first; 0 where their squares are safe."""
-    if rows.dtype != torch.float64:  # the squares of any other type are safe in float64
-        return 0
-    exponent = math.frexp(rows.abs().max().item())[1]
-    return exponent if abs(exponent) > _LARGEST_EXPONENT else 0
-
-
-def _scaled(layer: Layer, power: int) -> Layer:
-    """Multiply the hidden states of a layer by a power of two."""
-    rows = layer.captured["hidden"]
-    half = power // 2  # in two steps: 2^power itself can be beyond float64
-    return replace(
-        layer,
-        captured={**layer.captured, "hidden": rows * 2.0**half * 2.0 ** (power - half)},
-    )
-
-
-def _restored(value: float, doubled: float, exponent: int) -> tuple[float, str]:
-    """Return a value for rows 2^exponent times as large, and the reason where there is none.
-
-    Args:
-        value: Value of a metric on the scaled rows.
-        doubled: Value on rows twice as large.
-        exponent: Power of two by which the rows were divided.
-    """
-    if not math.isfinite(value) or value == 0:
-        return value, ""
-    degree = math.log2(doubled / value) if doubled / value > 0 else math.nan
-    if not abs(degree - round(degree)) < 1e-6:  # NaN too
-        return math.nan, (
-            f"it does not grow with a power of the scale of the rows, which are about "
-            f"2^{exponent}: scale them first"
-        )
-    power = round(degree) * exponent
-    try:
-        restored = math.ldexp(value, power)
-    except OverflowError:
-        restored = math.inf
-    if sys.float_info.min <= abs(restored) < math.inf:
-        return restored, ""
-    decimal = math.log10(abs(value)) + power * math.log10(2)
-    return math.nan, f"it is about 10^{decimal:.1f}, which float64 cannot hold: scale the rows"
-
-
-def _vanishing(rows: Tensor) -> list[Note]:
-    """A note where some rows are so small beside others that their distances vanish."""
-    size = rows.abs().amax(dim=1)
-    # Divided first, since the product of the two limits would vanish.
-    small = (size > 0) & (size / size.max() < 2.0**-_LARGEST_RATIO)
-    if not bool(small.any()):
-        return []
-    kind = "rows are so small beside the largest that distances among them vanish"
-    return [Note(kind, f"{int(small.sum())} {kind}: measure them by themselves")]
 
 
 __all__ = ["Values", "geometry", "measure"]

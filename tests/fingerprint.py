@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_always_called",
@@ -17,8 +18,6 @@ HOOKS = (
 
 def fingerprint(model: nn.Module) -> dict[str, object]:
     """Hooks, attributes and flags of every module; patched functions, switches, threads."""
-    modeling = sys.modules.get("transformers.modeling_utils")
-    interface = getattr(modeling, "AttentionInterface", None)
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return {
         "hooks": [[len(getattr(m, kind)) for kind in HOOKS] for m in model.modules()],
@@ -26,8 +25,9 @@ def fingerprint(model: nn.Module) -> dict[str, object]:
         "classes": [type(m) for m in model.modules()],
         "training": [m.training for m in model.modules()],
         "call": nn.Module.__call__,
+        "slot": vars(nn.Module)["_compiled_call_impl"],  # filled while a window is open
+        "modes": _len_torch_dispatch_stack(),
         "attention": torch.nn.functional.scaled_dot_product_attention,
-        "interface": getattr(interface, "get_interface", None),
         "fast path": torch.backends.mha.get_fastpath_enabled(),
         "stance": dynamo._stance.stance if dynamo else "default",
         "threads": {thread.name for thread in threading.enumerate()},

@@ -204,7 +204,7 @@ def same_rows(ranks: RankGroup, folder: Path) -> dict:
     job = ReadingJob(
         0, "inline", [seen], join_ranks(model),
         Evaluator(METRICS | MORE, 2, strict=True, keeps_arrays=True),
-        tokens=48, rows=48, seconds=0.0,
+        rows=48, seconds=0.0,
     )  # fmt: skip
     while not job.complete:
         job.measure_next()
@@ -313,7 +313,7 @@ def resumed(ranks: RankGroup, folder: Path) -> dict:
     """Goes on in the same folder, two steps back, as from a checkpoint."""
     first = {1: 10, 2: 0, 4: 5}[ranks.size]
     model = Decoder()
-    monitor, _ = monitor_of(model, folder / "resumed")
+    monitor, _ = monitor_of(model, folder / "resumed", budget=None)
     passes = []
     ids, mask = ragged(ranks.rank)
     for step in range(max(0, first - 2), first + 5):
@@ -552,6 +552,26 @@ def irregular(ranks: RankGroup, folder: Path) -> dict:
         heard.messages.clear()
         dist.barrier()
     return found
+
+
+def budgeted(ranks: RankGroup, folder: Path) -> dict:
+    """By default the ranks have a budget: the first one decides, and all do as it says."""
+    model, (ids, mask) = Decoder(), ragged(ranks.rank)
+    monitor, memory = monitor_of(model, folder / "budgeted", schedule=every(1))
+    passes, began = [], time.perf_counter()
+    for step in range(1000):
+        with monitor(step):
+            passes.append(monitor.passes.step == step)
+            model(ids, attention_mask=mask)
+        if ranks.rank == 1:  # whose own clock would decide otherwise
+            monitor.budget.spend(1.0)
+    monitor.close()
+    return {
+        "steps": [r.step for r in memory.readings],
+        "passes": [step for step, seen in enumerate(passes) if seen],
+        "overhead": monitor.overhead,
+        "seconds": time.perf_counter() - began,
+    }
 
 
 def interrupted(ranks: RankGroup, folder: Path) -> dict:

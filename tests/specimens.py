@@ -58,9 +58,10 @@ def halves(output: Tensor, heads: int) -> Tensor:
 
 # -- routes: from attention implementations to where attention goes through ----------------------
 
-INTERFACE = {"sdpa": "interface", "eager": "interface"}  # of transformers
-EAGER_INTERFACE = {"eager": "interface"}  # no fused attention has a softcap or sinks
+INTERFACE = {"sdpa": "sdpa", "eager": "softmax"}
+EAGER_INTERFACE = {"eager": "softmax"}  # no fused attention has a softcap or sinks
 SDPA = {"sdpa": "sdpa", "eager": "softmax"}
+NOT_FUSED = {"sdpa": "softmax", "eager": "softmax"}  # values or keys have other sizes
 SDPA_ALONE = {"sdpa": "sdpa"}
 BY_HAND = {"eager": "softmax"}
 NONE = {"eager": "none"}
@@ -68,9 +69,9 @@ NONE = {"eager": "none"}
 # -- what geomon says where it has not got a view ------------------------------------------------
 
 NO_TOKENS = "no embedding outside the blocks was given integers of the hidden states' shape"
-SCORES_ONLY = (
-    "attention is written out by hand: its scores were seen, and not the queries and keys that it "
-    "attends with"
+SEVERAL_PRODUCTS = (
+    "attention is written out by hand: its scores are the sum of {count} products, and which of "
+    "them is that of its queries and keys is not clear"
 )
 CHUNKS = (
     "attention is not rebuilt here: a softmax over 5 numbers was seen that are not seen to be "
@@ -162,7 +163,7 @@ class Specimen:
         inputs: The keyword arguments of a call, padded where the model takes a mask.
         stacks: By the name that geomon should give each: "" where there is one.
         routes: From the attention implementations that the model has to where attention goes
-            through: "interface", "sdpa", "softmax" (by hand) or "none".
+            through: "sdpa", "softmax" (by hand) or "none".
         padding: From the inputs to the mask of real tokens of each stack, where it takes one.
         own_attention: By implementation, attention probabilities from query and key as projected
             ([sequences, length, heads, head width]) and the inputs, where the eager model computes
@@ -184,13 +185,6 @@ class Specimen:
     uncovered: Mapping[tuple[str, str], str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     remark: str = ""
-
-    def declared(self, implementation: str) -> dict[tuple[str, str], str]:
-        """What is missing under one implementation: (stack, view) -> reason."""
-        attending = [name for name, stack in self.stacks.items() if stack.attention]
-        by_hand = self.routes[implementation] == "softmax"
-        scores = lacking(SCORES_ONLY, *OF_SCORES, stacks=tuple(attending)) if by_hand else {}
-        return {**scores, **self.uncovered}
 
 
 def built(specimen: Specimen, implementation: str, *, dropout: float = 0.0) -> nn.Module:

@@ -22,22 +22,19 @@ def read_only(rows):
         np.ascontiguousarray(ROWS[::-1])[::-1],
         np.asfortranarray(ROWS),
         read_only(ROWS),
-        ROWS.astype(object),
-        ROWS.astype(np.longdouble),
         ROWS.tolist(),
         torch.tensor(ROWS),
         [*torch.tensor(ROWS)],
         torch.tensor(ROWS).requires_grad_(),
         torch.tensor(ROWS).to_sparse(),
         torch.complex(torch.tensor(ROWS), -torch.tensor(ROWS)).conj().imag,
-        np.ma.masked_array(ROWS),
     ],
-    ids=range(14),
+    ids=range(11),
 )
 def test_the_same_numbers_in_any_container_are_the_same_rows(given):
-    rows, precision, notes = as_rows(given)
+    rows, precision = as_rows(given)
     assert torch.equal(rows, torch.tensor(ROWS))
-    assert (precision, notes) == (torch.finfo(torch.float64).eps, [])
+    assert precision == torch.finfo(torch.float64).eps
 
 
 def test_an_array_that_cannot_be_written_raises_no_warning_and_stays():
@@ -48,7 +45,7 @@ def test_an_array_that_cannot_be_written_raises_no_warning_and_stays():
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16])
 def test_short_numbers_keep_their_own_spacing(dtype):
-    rows, precision, _ = as_rows(torch.tensor(ROWS).to(dtype))
+    rows, precision = as_rows(torch.tensor(ROWS).to(dtype))
     assert torch.equal(rows.float(), torch.tensor(ROWS).to(dtype).float())
     assert precision == torch.finfo(dtype).eps
 
@@ -60,34 +57,25 @@ def test_eight_bit_rows_are_measured():
     assert any("rounding" in note for note in found.notes)
 
 
-def test_masked_entries_take_their_rows_out():
-    mask = np.zeros_like(ROWS, dtype=bool)
-    mask[3, 2] = True
-    values = geometry(np.ma.masked_array(ROWS, mask))
-    assert values["twonn/n"] == 39
-    assert values.notes[0] == "1 of 40 rows that are not finite were left out"
-
-
-def test_whole_numbers_that_float64_cannot_hold_are_named():
-    rows = torch.tensor([[2**53 + 1, 0], [1, 2], [3, 4]])
-    assert "2^53 and above" in as_rows(rows).notes[0].words()
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         (torch.zeros(9, 2, dtype=torch.complex64), "real hidden states, got torch.complex64"),
         (np.zeros((9, 2), dtype=complex), "view_as_real"),
         (torch.zeros(9, 0), r"width 1 or more, got \[9, 0\]"),
-        (torch.zeros(9, 2, device="meta"), "meta device"),
+        (torch.zeros(9, 2, device="meta"), "meta tensor"),
         ([["a", "b"]] * 5, "array of <U1"),
         ([[1, 2], [1]], "makes no array: setting an array element with a sequence"),
         ([torch.ones(2, 3), torch.ones(4, 3)], "torch.cat"),
         (None, "array of objects"),
         (np.zeros((5, 2), dtype="datetime64[s]"), "datetime64"),
         (np.zeros(5, dtype=[("a", "f4")]), "convert it to numbers first"),
+        (ROWS.astype(object), "array of objects: convert it"),
+        (ROWS.astype(np.longdouble), "convert it to numbers first"),
+        (np.ma.masked_array(ROWS), r"masked array: give array.filled\(numpy.nan\)"),
+        (torch.tensor([[2**53 + 1, 0], [1, 2], [3, 4]]), "whole numbers below 2\\^53"),
     ],
-    ids=range(10),
+    ids=range(14),
 )
 def test_what_cannot_be_read_is_refused_in_one_line(given, message):
     with pytest.raises(ValueError, match=message) as caught:
@@ -117,11 +105,10 @@ IDS = np.arange(40) % 7 - 3
         IDS.astype(float),
         IDS.astype(np.float16),
         IDS.astype(">i2"),
-        IDS.astype(object),
         IDS.tolist(),
         torch.tensor(IDS).reshape(4, 10),
     ],
-    ids=range(7),
+    ids=range(6),
 )
 def test_whole_numbers_in_any_type_are_the_same_labels(given):
     assert torch.equal(as_labels("token_ids", given, 40), torch.tensor(IDS))
@@ -154,9 +141,8 @@ def test_bool_labels_are_two():
         ([1, 2**63, -1], "at row 1"),
         ([1j, 2, 3], "at row 0"),
         (["a", "b", "a"], "return_inverse=True"),
-        (np.ma.masked_array([1, 2, 3], [False, True, False]), "got nan at row 1"),
     ],
-    ids=range(8),
+    ids=range(7),
 )
 def test_labels_that_are_no_whole_numbers_are_refused(given, got):
     with pytest.raises(ValueError, match="expected positions as whole numbers") as caught:

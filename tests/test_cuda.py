@@ -9,7 +9,7 @@ import torch
 from whole_layer import ROWS, whole_layer
 
 from geomon import METRICS, MORE_METRICS, Memory, Monitor, select
-from geomon.capture.attending.attention import read_arguments
+from geomon.capture.attending.fused import read_sdpa
 from geomon.capture.attending.max_logit import max_logits_of_call
 from geomon.kernels.attention import attention_rows
 from geomon.kernels.neighbours import nearest, unique_rows
@@ -161,7 +161,7 @@ def test_reduced_precision_never_enters_a_distance_or_the_largest_logit():
     torch.testing.assert_close(device.distances.cpu(), host.distances, rtol=1e-12, atol=0)
     query, key = normal(2, 4, 64, 64), normal(2, 4, 64, 64, seed=1)
     found, expected = (
-        max_logits_of_call(read_arguments("sdpa", None, *pair, None, {}))
+        max_logits_of_call(read_sdpa(dict(zip(("query", "key"), pair, strict=True))))
         for pair in ((query.cuda(), key.cuda()), (query, key))
     )
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-6, atol=1e-6)

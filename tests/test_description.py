@@ -21,24 +21,26 @@ def test_it_prints_in_aligned_columns_without_running_the_model():
             "GPT2LMHeadModel: 3 blocks watched",
             "blocks          transformer.h.0 to transformer.h.2",
             "hidden states   layer 0 enters the first block, layers 1 to 3 leave the blocks",
-            "attention       4 heads of width 8, through transformers' attention interface",
+            "attention       4 heads of width 8, seen as it runs",
             "Q, K projected  attn.c_attn, with V; layout to be verified on the first pass",
             "token ids       inputs of transformer.wte and transformer.wpe",
             "padding         left out, going by attention_mask",
-            "routes          read off the source; describe(model, inputs) settles them in one pass",
+            "routes          shown by one pass: describe(model, inputs)",
         ]
     )
     assert repr(describe(transformer("gpt2"))) == str(describe(transformer("gpt2")))
 
 
-def test_one_pass_settles_what_the_source_only_says():
+def test_one_pass_shows_how_attention_is_seen():
     model = transformer("llama")
     shown = rows(model, batch())
-    assert shown["attention"].startswith("4 heads of width 8, 2 key heads, through transformers'")
+    assert shown["attention"].startswith("4 heads of width 8, 2 key heads, through torch's")
     assert shown["Q, K projected"] == "self_attn.q_proj and self_attn.k_proj"
     assert "routes" not in shown
     assert rows(PlainDecoder(), batch())["Q, K projected"].endswith("layout verified")
-    assert rows(PlainDecoder())["attention"].endswith("torch's scaled_dot_product_attention")
+    assert rows(PlainDecoder())["attention"] == "4 heads of width 8, seen as it runs"
+    shown = rows(PlainDecoder(), batch())
+    assert shown["attention"].endswith("torch's scaled_dot_product_attention")
 
 
 def test_padding_is_among_what_one_pass_shows():
@@ -58,7 +60,7 @@ def test_stacks_are_described_one_after_the_other():
     labels = [label for label, _ in described.rows]
     assert labels.index("encoder") < labels.index("decoder") < labels.index("  cross-attention")
     shown = dict(described.rows)
-    assert shown["  attention"].endswith("through torch's scaled_dot_product_attention")
+    assert shown["  attention"] == "4 heads of width 8, seen as it runs"
     assert shown["  Q, K projected"] == "multihead_attn, from its inputs and in_proj_weight"
     assert "tgt_key_padding_mask" in shown["padding"]
 
@@ -75,13 +77,13 @@ def test_what_cannot_be_seen_is_shown_with_its_reason():
             return x + weights @ x / weights.sum(-1, keepdim=True)
 
     model = nn.Sequential(Block(), Block())
-    assert rows(model)["attention"] == "2 heads of width 4, by a route that the first pass shows"
+    assert rows(model)["attention"] == "2 heads of width 4, seen as it runs"
     shown = describe(model, torch.randn(2, 5, 8))
     lines = [text for label, text in shown.rows if label == "not seen"]
-    assert any("no attention call was seen in the block" in line for line in lines)
+    assert any("no attention was seen in the block" in line for line in lines)
     assert any("no embedding outside the blocks" in line for line in lines)
     assert dict(shown.rows)["token ids"].startswith("none:")
-    assert rows(model)["padding"].startswith("no mask is taken")
+    assert rows(model)["padding"].startswith("no mask of a known name")
     assert dict(shown.rows)["padding"].startswith("none in this pass")
     assert max(map(len, str(shown).splitlines())) <= 100
 
@@ -164,30 +166,6 @@ class ByOtherNames(nn.Module):
         return x + (self.one(x) @ self.other(x).mT).softmax(-1) @ x
 
 
-class Processor:
-    """Attends for a module, which could also do it by hand."""
-
-    def __call__(self, module, x):
-        q, k, v = (y(x).unflatten(-1, (2, 4)).transpose(1, 2) for y in module.projections())
-        return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-
-
-class Processed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads, self.processor = 2, Processor()
-        self.to_q, self.to_k, self.to_v = (nn.Linear(8, 8) for _ in range(3))
-
-    def projections(self):
-        return self.to_q, self.to_k, self.to_v
-
-    def scores(self, q, k):
-        return (q @ k.mT).softmax(-1)
-
-    def forward(self, x):
-        return x + self.processor(self, x)
-
-
 def test_what_is_only_called_attention_is_said_before_and_after_a_pass():
     model = nn.Sequential(MixerBlock(), MixerBlock())
     assert rows(model)["attention"].startswith("a module is called so, and has no projections")
@@ -201,13 +179,6 @@ def test_attention_without_a_name_is_shown_by_a_pass():
     assert rows(model)["attention"] == "none in these blocks, by name: hidden states only"
     shown = rows(model, torch.randn(2, 5, 8))
     assert shown["attention"] == "by hand: its scores are seen at the softmax"
-
-
-def test_the_object_that_attends_for_a_module_predicts_its_route():
-    model = nn.Sequential(Processed(), Processed())
-    before, after = rows(model), rows(model, torch.randn(2, 5, 8))
-    assert before["attention"] == after["attention"]
-    assert before["attention"].endswith("through torch's scaled_dot_product_attention")
 
 
 def test_module_names_are_shown_as_they_are():

@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from wandb_file import wandb_rows, work_offline
 
-from geomon import Memory, every, read, select
+from geomon import Memory, Monitor, every, huggingface, read, select
 from geomon.huggingface import GeometryMonitor
 
 FEW = {
@@ -27,6 +27,7 @@ FEW = {
     "batches": 1,
     "strict": True,
     "sink_timeout": 600.0,  # how long drawing takes says how busy the machine is
+    "budget": None,  # tests of it give one
 }
 ROWS = [{"input_ids": row, "labels": row} for row in torch.cat([batch(seed=i) for i in range(8)])]
 
@@ -105,18 +106,32 @@ def test_a_callback_that_fails_silences_no_other(tmp_path, caplog):
 
 
 def test_no_argument_is_needed(tmp_path):
-    trainer = fit(tmp_path, [GeometryMonitor()], steps=3)
+    trainer = fit(tmp_path, [GeometryMonitor()], steps=34)
     assert [(r.step, r.source, r.mode) for r in read(tmp_path)] == [
-        (step, "inline", "train") for step in range(3)
+        (step, "inline", "train") for step in (0, 32, 33)
     ]
-    assert [entry["step"] for entry in logged(trainer)] == [0, 1, 2]
+    assert [entry["step"] for entry in logged(trainer)] == [0, 32, 33]
+
+
+def test_by_default_a_budget_leaves_readings_out_but_not_the_first_eight_and_the_last(tmp_path):
+    few = {name: value for name, value in FEW.items() if name != "budget"}
+    told = []
+    with pytest.MonkeyPatch.context() as patch:
+        expect = Monitor.expect_end
+        patch.setattr(
+            Monitor, "expect_end", lambda seen, step: (told.append(step), expect(seen, step))
+        )
+        fit(tmp_path, [GeometryMonitor(**few, schedule=every(1))], steps=30)
+    assert told == [30]  # the share is of the time of the whole run
+    assert [r.step for r in read(tmp_path)] == [*range(8), 29]
 
 
 @pytest.mark.parametrize("detail", ["headline", "layers"])
 @pytest.mark.parametrize("probe", [None, {"input_ids": batch(seed=77)}], ids=["inline", "probe"])
 def test_tensorboard_shows_what_the_record_holds(tmp_path, probe, detail, monkeypatch):
     monkeypatch.setattr("geomon.show.loggers.history.SHARE", math.inf)  # the run takes a second
-    fit(tmp_path, [GeometryMonitor(probe=probe, detail=detail, **FEW)], report_to="tensorboard")
+    monitor = GeometryMonitor(probe=probe, detail=detail, schedule=every(1), **FEW)
+    fit(tmp_path, [monitor], report_to="tensorboard")
     (folder,) = (tmp_path / "runs").iterdir()
     events = EventAccumulator(str(folder), {"images": 0})
     events.Reload()
@@ -125,20 +140,20 @@ def test_tensorboard_shows_what_the_record_holds(tmp_path, probe, detail, monkey
     for reading in read(tmp_path):
         for tag, value in charts.select(reading).items():
             shown = torch.tensor(value, dtype=torch.float32).item()
-            expected.setdefault(tag, {})[reading.step] = shown
+            expected.setdefault(f"~{tag}", {})[reading.step] = shown
     ours = {tag for tag in events.Tags()["scalars"] if not tag.startswith("train/")}
     assert ours == set(expected)
     assert (len(expected) > 15) == (detail == "layers")
     for tag, values in expected.items():
         assert {event.step: event.value for event in events.Scalars(tag)} == values, tag
     steps = [*range(6)] + ([6] if probe else [])
-    assert list(expected["geomon/variance"]) == steps
+    assert list(expected["~geomon/variance"]) == steps
     for number, metric in ((6, "qk_cosine"), (7, "attention_entropy")):
-        name = f"Geometry/{number} {read(tmp_path).text_of(metric).title} by head"
+        name = f"~geomon/{number} {read(tmp_path).text_of(metric).title} by head"
         assert [event.step for event in events.Images(name)] == [0, steps[-1]]
     charts = events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
-    assert b"geomon/variance$" in charts
-    assert (b"variance/layer_[0-9]+$" in charts) == (detail == "layers")
+    assert b"~geomon/variance$" in charts
+    assert (b"~variance/layer_[0-9]+$" in charts) == (detail == "layers")
 
 
 def test_wandb_offline_holds_what_the_record_holds(tmp_path, monkeypatch):
@@ -169,7 +184,9 @@ def test_other_callbacks_get_the_values_and_the_terminal_does_not(tmp_path, caps
             logs.clear()  # a reporter that takes what it is given
 
     before, after = Reporter(), Reporter()
-    trainer = fit(tmp_path, [before, GeometryMonitor(**FEW), after], logging_steps=1)
+    trainer = fit(
+        tmp_path, [before, GeometryMonitor(schedule=every(1), **FEW), after], logging_steps=1
+    )
     for reporter in (before, after):
         assert [step for step, _ in reporter.seen] == [0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6]
         ours = [logs for _, logs in reporter.seen if "geomon/variance" in logs]
@@ -319,8 +336,9 @@ def test_the_window_is_open_for_one_forward_and_no_longer(tmp_path, error, part)
         with pytest.raises(error, match="in a block"):
             trainer.train()
     for found in inside:
-        assert found["attention"] is not before["attention"]
-        assert found["call"] is not before["call"]
+        assert found["slot"] is not before["slot"]
+        assert found["attention"] is before["attention"]
+        assert found["call"] is before["call"]
         assert found["hooks"] == before["hooks"]  # nothing is placed on the model
         assert found["attributes"] == before["attributes"]
     assert fingerprint(model) == before
@@ -487,8 +505,19 @@ def test_bad_arguments_are_refused_at_once_or_when_training_starts(tmp_path):
         GeometryMonitor(schedule=lambda step: False)
     with pytest.raises(ValueError, match="no module's name matches"):
         fit(tmp_path, [GeometryMonitor(blocks="nowhere")])
-    with pytest.raises(RuntimeError, match="the Trainer's to call"):
-        GeometryMonitor().on_train_begin(None, None, None)
+
+
+def test_a_private_name_that_is_gone_takes_one_ability_away_and_says_so(caplog):
+    arguments = types.SimpleNamespace(output_dir="runs")
+    searching = types.SimpleNamespace(_trial=types.SimpleNamespace(number=3))
+    assert huggingface._folder_of(searching, arguments) == "runs"
+    assert "all trials have one record" in caplog.text
+    assert huggingface._reporting_callbacks(types.SimpleNamespace()) == []
+    assert "gets no readings" in caplog.text
+    validating = types.SimpleNamespace(
+        eval_dataset=[1], accelerator=object(), get_eval_dataloader=lambda: "a loader"
+    )
+    assert huggingface._validation_loader(validating) == "a loader"
 
 
 def test_the_record_can_be_elsewhere(tmp_path):

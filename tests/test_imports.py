@@ -29,8 +29,9 @@ INNER = {
     "capture": {
         "anatomy": set(),
         "calling": {"snapshot", "unchanged"},
+        "tap": set(),
         "tokens": {"anatomy", "snapshot"},
-        "attending": {"anatomy", "snapshot", "tokens"},
+        "attending": {"anatomy", "snapshot", "tap", "tokens"},
     },
     "monitor": {
         "planning": set(),
@@ -50,7 +51,8 @@ INNER = {
 # what makes text of unknown origin fit for a terminal, curves, the kinds of alerts, the commands of
 # pages, two runs compared, the shape of profiles and the alignment of queries and keys.
 DOORS = {
-    "analysis.alerts", "analysis.curves", "capture.snapshot", "capture.unchanged",
+    "analysis.alerts", "analysis.curves", "analysis.numbers", "analysis.summary",
+    "capture.snapshot", "capture.unchanged",
     "metrics.at_once", "metrics.between_readings",
     "metrics.last_tokens", "record.arrays", "record.columns", "record.export", "record.headline",
     "record.tags", "record.sinks", "record.printable", "record.reading", "show.commands",

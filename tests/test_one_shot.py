@@ -134,44 +134,10 @@ def test_metrics_that_plain_rows_do_not_have_are_an_error_where_nothing_is_left(
         geometry(cloud(), metrics=select("twonn_distinct"))
 
 
-DEGREES = {
-    "drift_norm": 1,
-    "variance": 2,
-    "mean_square_norm": 2,
-    "within_variance": 2,
-    "variance_shares/between_variance": 2,
-}
-
-
-@pytest.mark.parametrize("power", [-1060, -700, -500, -250, 250, 500, 510, 700, 1000])
-def test_no_size_of_the_rows_changes_a_value(power):
-    rows, ids = cloud(200, 5).double() + 1, torch.arange(200) % 9
-    expected = geometry(rows, ids)
-    found = geometry(torch.ldexp(rows, torch.tensor(power)), ids)
-    assert found.keys() == expected.keys()
-    for tag, value in expected.items():
-        if power < -1022 and tag.startswith("twonn_distinct"):
-            continue  # with the digits that are lost, other rows stand for their tokens
-        true = power * DEGREES.get(tag, 0) + math.log2(abs(value)) if value else 0
-        if not -1022 < true < 1024:
-            assert math.isnan(found[tag])
-            assert any(note.startswith(f"{tag}: it is about 10^") for note in found.notes)
-        else:
-            scaled = math.ldexp(value, power * DEGREES.get(tag, 0))
-            # The smallest numbers of float64 have lost digits when they come in.
-            assert found[tag] == pytest.approx(scaled, rel=1e-9 if power > -1000 else 1e-2)
-
-
-def test_a_metric_that_follows_no_power_of_the_scale_says_so():
-    values = geometry(cloud().double() * 1e200, metrics={"peak": lambda hidden: hidden.max() + 1})
-    assert math.isnan(values["peak"])
-    assert "peak: it does not grow with a power" in values.notes[0]
-
-
-def test_rows_that_vanish_beside_others_are_named():
-    rows = cloud().double()
-    values = geometry(torch.cat([rows, rows[:5] * 1e200]))
-    assert any("600 rows are so small beside the largest" in note for note in values.notes)
+@pytest.mark.parametrize("scale", [1e-300, 1e-62, 1e61, 1e300])
+def test_rows_of_which_powers_do_not_fit_into_float64_are_refused(scale):
+    with pytest.raises(ValueError, match=r"between 2\^-200 and 2\^200, got .*e.* scale the rows"):
+        geometry(cloud().double() * scale)
 
 
 def test_the_slope_has_no_power_of_the_rows_that_overflows():
@@ -193,7 +159,7 @@ HARD = {
     "bits": (cloud() > 0,),
     "types of equal norm": (3 * torch.eye(20).repeat(15, 1), torch.arange(300) % 20),
     "one type": (cloud(), torch.zeros(600)),
-    "tiny": (cloud().double() * 1e-300, torch.arange(600) % 7),
+    "tiny": (cloud().double() * 1e-59, torch.arange(600) % 7),
 }
 
 

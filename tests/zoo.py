@@ -4,6 +4,7 @@ What is written here is read off the models' own code by hand.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import plain_models as plain
@@ -18,11 +19,13 @@ from specimens import (
     NO_PROJECTIONS,
     NO_TOKENS,
     NONE,
+    NOT_FUSED,
     OF_SCORES,
     SDPA,
     SDPA_ALONE,
     SEQUENCES,
     SEVERAL,
+    SEVERAL_PRODUCTS,
     VOCABULARY,
     Specimen,
     Stack,
@@ -144,7 +147,7 @@ DECODERS = [
         Stack("transformer.h", query="self_attention.query_key_value", split=per_head),
         BY_HAND, vocab_size=VOCABULARY, hidden_size=32, n_layer=3, n_head=4, **_NO_IDS,
     ),
-    _decoder("Falcon (multi-query)", **_falcon(1, multi_query=True)),
+    _decoder("Falcon (multi-query)", **_falcon(1, multi_query=True) | {"routes": NOT_FUSED}),
     _decoder("Falcon (grouped)", **_falcon(2, num_kv_heads=2, new_decoder_architecture=True)),
     Specimen(
         "Falcon (ALiBi)", _ALIBI.build, tokens, _ALIBI.stacks, SDPA, one_mask,
@@ -210,9 +213,10 @@ DECODERS = [
             "model.layers", query="self_attn.q_b_proj", key="self_attn.kv_b_proj",
             shared="self_attn.kv_a_proj_with_mqa", own_width=8,
         ),
-        **_SMALL, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=4,
-        qk_nope_head_dim=8, v_head_dim=8, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
-        topk_group=1, moe_intermediate_size=24, first_k_dense_replace=1,
+        NOT_FUSED, **_SMALL, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16,
+        qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, n_routed_experts=4,
+        num_experts_per_tok=2, n_group=1, topk_group=1, moe_intermediate_size=24,
+        first_k_dense_replace=1,
     ),
     _decoder(
         "Qwen3-Next (hybrid, gated)", "Qwen3Next",
@@ -264,9 +268,12 @@ ENCODERS = [
         "ALBERT (shared layers)", "Albert", "attention.query", "attention.key", embedding_size=16,
         blocks="encoder.albert_layer_groups.0.albert_layers",
     ),
-    _encoder(
-        "DeBERTa-v2", "DebertaV2", "attention.self.query_proj", "attention.self.key_proj", BY_HAND,
-        relative_attention=True, pos_att_type=["c2p", "p2c"], position_buckets=8,
+    replace(
+        _encoder(
+            "DeBERTa-v2", "DebertaV2", "attention.self.query_proj", "attention.self.key_proj",
+            BY_HAND, relative_attention=True, pos_att_type=["c2p", "p2c"], position_buckets=8,
+        ),
+        uncovered=lacking(SEVERAL_PRODUCTS.format(count=3), *OF_SCORES),
     ),
     _encoder(
         "DistilBERT", "DistilBert", "attention.q_lin", "attention.k_lin",
@@ -295,7 +302,8 @@ ENCODERS = [
         _hf("XLNetModel", "XLNetConfig", vocab_size=VOCABULARY, d_model=32, n_layer=3, n_head=4,
             d_inner=48, bos_token_id=None, eos_token_id=None),
         tokens, {"": Stack("layer", length_first=True)}, BY_HAND, one_mask,
-        uncovered=lacking(NO_PROJECTIONS, "projected_query", "projected_key"),
+        uncovered=lacking(NO_PROJECTIONS, "projected_query", "projected_key")
+        | lacking(SEVERAL_PRODUCTS.format(count=2), *OF_SCORES),
     ),
 ]  # fmt: skip
 

@@ -77,7 +77,7 @@ class Alert:
             >>> Alert("logit_growth", 80, heads=((3, 1),),
             ...       numbers={"largest": 130.0, "limit": 100.0}, advice="look there").words()
             'logit growth (layer 3, head 1): largest score before the softmax 130, above 100; \
-look there (docs/alerts.md#logit_growth)'
+look there (geomon alerts logit_growth)'
         """
         return self.note().words()
 
@@ -87,7 +87,7 @@ look there (docs/alerts.md#logit_growth)'
         return Note(
             self.name,
             f"{self.name.replace('_', ' ')}{where}: {RULES[self.name].text}; {self.advice} "
-            f"(docs/alerts.md#{self.name})",
+            f"(geomon alerts {self.name})",
             stack=self.stack, layers=self.layers, heads=self.heads, numbers=dict(self.numbers),
             advice=self.advice,
         )  # fmt: skip
@@ -404,7 +404,7 @@ def find_alerts(
 
 
 def dimension_of(reading: Reading) -> Measured:
-    """Return the mean of `twonn` over the layers of the main stack, with its standard error.
+    """Return the mean of `twonn` over the layers of the main stack, with its margin.
 
     Args:
         reading: A reading.

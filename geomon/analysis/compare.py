@@ -1,5 +1,6 @@
 """Two runs side by side: which of their values differ by more than their errors."""
 
+import bisect
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from geomon.record.printable import printable
 # Largest relative difference that is rounding: the same run with other threads adds its sums in
 # another order.
 _ROUNDING = 1e-9
+# Largest share by which the steps of two readings differ that are compared with one another.
+_APART = 0.1
 # What describes a start of a run and is no setting of it.
 _OF_A_START = ("time", "from_step")
 
@@ -22,11 +25,12 @@ class Difference:
 
     Attributes:
         tag: Name of the value.
-        step: Step of both readings.
+        step: Step of the reading of the first run.
         first: Value of the first run.
         second: Value of the second run.
         margin: Half width of the 95 % interval of second minus first; NaN where an error is
             unknown.
+        second_step: Step of the reading of the second run; None for the same.
     """
 
     tag: str
@@ -34,6 +38,7 @@ class Difference:
     first: float
     second: float
     margin: float
+    second_step: int | None = None
 
     @property
     def change(self) -> float:
@@ -60,6 +65,8 @@ class Difference:
 def compare(first: Readings, second: Readings) -> list[Difference]:
     """Compare the means over layers of two runs at the last step that both have read.
 
+    Where they have read different steps, it is the last two that are at most 10 % apart.
+
     An interval holds what other sequences would change in the two readings. It does not hold what
     another seed of the training would change: for that, compare several runs of each kind.
 
@@ -68,10 +75,10 @@ def compare(first: Readings, second: Readings) -> list[Difference]:
         second: Readings of the other run.
 
     Returns:
-        A difference for each metric that both have at a common step, in the order of the first.
+        A difference for each metric that both have at such steps, in the order of the first.
 
     Raises:
-        ValueError: The runs have no value at the same step.
+        ValueError: The runs have no value at steps that are near one another, or at step 0 alone.
     """
     others = _curves(second)
     found = (
@@ -80,10 +87,11 @@ def compare(first: Readings, second: Readings) -> list[Difference]:
         if name in others
     )
     compared = [each for each in found if each is not None]
-    if not compared:
+    trained = min(max((reading.step for reading in each), default=0) for each in (first, second))
+    if not compared or (trained and not any(each.step for each in compared)):
         raise ValueError(
-            "the runs have no value at the same step: compare runs of the same schedule, which "
-            "reads the same steps"
+            "the runs have no values at steps near one another (10 %) once they train: compare "
+            "runs of the same schedule, which reads the same steps"
         )
     return compared
 
@@ -105,16 +113,34 @@ def _curves(readings: Readings) -> dict[str, Curve]:
 
 
 def _at_last_common(name: str, first: Curve, second: Curve) -> Difference | None:
-    common = set(first.steps) & set(second.steps)
-    if not common:
+    near = _last_near(first.steps, second.steps)
+    if near is None:
         return None
-    step = max(common)
-    one, other = first.steps.index(step), second.steps.index(step)
+    step, second_step = near
+    one, other = first.steps.index(step), second.steps.index(second_step)
     # One margin that is unknown, 0, makes that of the difference unknown. A deviation over splits
     # of the rows is none: with it two readings of one model differed in 38 % of 200 pairs.
     margins = first.margins[one], second.margins[other]
     margin = math.hypot(*margins) if all(margins) else math.nan
-    return Difference(name, step, first.values[one], second.values[other], margin)
+    shown = None if second_step == step else second_step
+    return Difference(name, step, first.values[one], second.values[other], margin, shown)
+
+
+def _last_near(first: list[int], second: list[int]) -> tuple[int, int] | None:
+    """Find the last steps of two runs that are near one another, equal ones if there are any."""
+    pairs = [(step, _nearest(step, second)) for step in first]
+    near = [pair for pair in pairs if abs(pair[0] - pair[1]) <= _APART * max(pair)]
+    if not near:
+        return None
+    last = max(min(pair) for pair in near)
+    reached = [pair for pair in near if min(pair) >= (1 - _APART) * last]
+    return max(reached, key=lambda pair: (-abs(pair[0] - pair[1]), pair))
+
+
+def _nearest(step: int, steps: list[int]) -> int:
+    """Return the step of a sorted list that is nearest to a step."""
+    place = bisect.bisect_left(steps, step)
+    return min(steps[max(place - 1, 0) : place + 1], key=lambda other: abs(other - step))
 
 
 def describe_differences(differences: Iterable[Difference], names: tuple[str, str]) -> list[str]:
@@ -133,8 +159,8 @@ def describe_differences(differences: Iterable[Difference], names: tuple[str, st
           twonn/mean: 5 -> 6, higher by 1 ± 0.5 (+20 %)
     """
     found = list(differences)
-    last = max((each.step for each in found), default=0)
-    lines = [f"{names[1]} against {names[0]}, at step {last:,}"]
+    last = _steps(max(found, key=lambda each: each.step)) if found else "step 0"
+    lines = [f"{names[1]} against {names[0]}, at {last}"]
     tested = sum(math.isfinite(each.margin) for each in found)
     chance = f"of {tested} compared {0.05 * tested:.0f} would be so by chance"
     groups = (
@@ -196,10 +222,16 @@ def _setting(value: Any) -> str:
     return printable(text if len(text) <= 60 else f"{text[:60]} ...")
 
 
-def _line(each: Difference, last: int) -> str:
+def _steps(each: Difference) -> str:
+    if each.second_step is None:
+        return f"step {each.step:,}"
+    return f"steps {each.second_step:,} and {each.step:,}"
+
+
+def _line(each: Difference, last: str) -> str:
     margin = f" ± {each.margin:.2g}" if math.isfinite(each.margin) else ""
     direction = "higher" if each.change > 0 else "lower"
-    at = f", at step {each.step:,}" if each.step != last else ""
+    at = f", at {_steps(each)}" if _steps(each) != last else ""
     first, second = _apart(each.first, each.second)
     return (
         f"{each.tag}: {first} -> {second}, {direction} by {abs(each.change):.3g}{margin}"

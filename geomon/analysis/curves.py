@@ -1,14 +1,14 @@
-"""Curves: how one value of a model changes over training, with its errors."""
+"""Curves: how one value of a model changes over training, with its margins."""
 
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from geomon.analysis.phase import Phase, Z, exceeds_errors, find_phase, robust_errors
+from geomon.analysis.phase import Phase, Z, find_noise, find_phase
 from geomon.record import Reading, tags
-from geomon.record.columns import NAN, Column
+from geomon.record.columns import NAN
 
 
 @dataclass(frozen=True)
@@ -18,54 +18,46 @@ class Curve:
     Attributes:
         steps: Training steps, ascending.
         values: Finite values, one for each step.
-        errors: Standard errors of the values; 0 where unknown.
-        sampled: For each error whether it is one over sequences, which makes an interval. False
-            for a deviation over splits of the rows: these are of the same sequences, and it may be
-            a third of that. Empty where all errors are over sequences.
+        margins: Half widths of the 95 % intervals of the values; 0 where unknown.
     """
 
     steps: list[int]
     values: list[float]
-    errors: list[float]
-    sampled: list[bool] = field(default_factory=list)
+    margins: list[float]
 
     def __len__(self) -> int:
         return len(self.steps)
 
-    @property
-    def margins(self) -> list[float]:
-        """Half widths of the 95 % intervals of the values; 0 where unknown."""
-        if not self.sampled:
-            return [Z * error for error in self.errors]
-        pairs = zip(self.errors, self.sampled, strict=True)
-        return [Z * error if sampled else 0.0 for error, sampled in pairs]
-
     def phase(self) -> Phase:
         """Find the phase at the end of the curve."""
-        return find_phase(self.steps, self.values, self.errors)
+        return find_phase(self.steps, self.values, self.margins)
 
-    def robust_errors(self) -> list[float]:
-        """Estimate errors that do not rely on one deviation over few splits."""
-        return robust_errors(self.values, self.errors)
-
-    def differs(self, one: int, other: int) -> bool:
-        """Return whether two values of the curve differ by more than their errors.
+    def direction(self, one: int, other: int) -> int | None:
+        """Return 1 or -1 where a value is above or below an earlier one by more than their errors.
 
         Args:
             one: Index of a value.
-            other: Index of the value to compare it with.
+            other: Index of the value that is compared with it.
+
+        Returns:
+            0 where the difference is within 1.96 of their errors (`find_noise`); None where these
+            are unknown.
         """
-        errors = self.robust_errors()
-        difference = abs(self.values[one] - self.values[other])
-        return exceeds_errors(difference, errors[one], errors[other])
+        noise = find_noise(self.steps, self.values, self.margins)
+        if noise is None:
+            return None
+        difference = self.values[other] - self.values[one]
+        if abs(difference) <= Z * math.hypot(noise.errors[one], noise.errors[other]):
+            return 0
+        return 1 if difference > 0 else -1
 
 
 def single_source(readings: Iterable[Reading]) -> list[Reading]:
     """Select one reading per step, steps ascending, all from the source that the run used most.
 
     Readings in the training forward and on a probe see different tokens: a curve that mixes them
-    has steps that the model did not take. Of two equally common sources, that of the last reading
-    is taken; of several readings at one step, the last.
+    has steps that the model did not take. If two sources are equally common, that of the last
+    reading is taken; if a step has several readings, the last.
 
     Args:
         readings: Readings of a run, in the order in which they were written.
@@ -80,26 +72,21 @@ def single_source(readings: Iterable[Reading]) -> list[Reading]:
 
 
 class Measured(NamedTuple):
-    """A value with its error.
+    """A value with its margin.
 
     Attributes:
         value: The value; NaN where it was not measured.
-        error: Its standard error; 0 where unknown.
-        sampled: Whether the error is one over sequences, which makes an interval.
+        margin: Half width of its 95 % interval, over other sequences; 0 where unknown.
     """
 
     value: float
-    error: float
-    sampled: bool
+    margin: float
 
 
 def measured(
     reading: Reading, metric: str, *, part: str = "", layer: int | None = None
 ) -> Measured:
-    """Return a value of the main stack of a reading, with its error.
-
-    A half width of a 95 % interval (`margin`) is 1.96 errors; where there is none, the deviation
-    over splits of the rows (`std`) stands for the error, but makes no interval.
+    """Return a value of the main stack of a reading, with its margin.
 
     Args:
         reading: A reading.
@@ -108,22 +95,18 @@ def measured(
         layer: Number of a layer; None for the mean over layers.
     """
     column = reading.column(metric, part)
-    value = _entry(column, layer)
-    width = column.mean_margin if layer is None else column.margin_at(layer)
-    if math.isfinite(width):
-        return Measured(value, width / Z, sampled=True)
-    deviation = _entry(reading.column(metric, f"{part}/std" if part else "std"), layer)
-    return Measured(value, deviation if math.isfinite(deviation) else 0.0, sampled=False)
-
-
-def _entry(column: Column, layer: int | None) -> float:
-    return column.mean if layer is None else column.at(layer)
+    value, margin = (
+        (column.mean, column.mean_margin)
+        if layer is None
+        else (column.at(layer), column.margin_at(layer))
+    )
+    return Measured(value, margin if math.isfinite(margin) else 0.0)
 
 
 def curve_of(
     readings: Iterable[Reading], metric: str, *, part: str = "", layer: int | None = None
 ) -> Curve:
-    """Collect the curve of a metric of the main stack, with its errors where there are any.
+    """Collect the curve of a metric of the main stack, with its margins where there are any.
 
     Args:
         readings: Readings of a run.
@@ -135,7 +118,7 @@ def curve_of(
 
 
 def training_curve(readings: Iterable[Reading], name: str = tags.LOSS) -> Curve:
-    """Collect the curve of a value that the training logs; errors are unknown (0).
+    """Collect the curve of a value that the training logs; margins are unknown (0).
 
     Args:
         readings: Readings of a run.
@@ -145,13 +128,13 @@ def training_curve(readings: Iterable[Reading], name: str = tags.LOSS) -> Curve:
 
 
 def plain_curve(readings: Iterable[Reading], value: Callable[[Reading], float]) -> Curve:
-    """Collect the curve of a function of readings; errors are unknown (0).
+    """Collect the curve of a function of readings; margins are unknown (0).
 
     Args:
         readings: Readings of a run.
         value: Function of a reading; NaN where there is no value.
     """
-    return _curve(readings, lambda reading: Measured(value(reading), 0.0, sampled=False))
+    return _curve(readings, lambda reading: Measured(value(reading), 0.0))
 
 
 def _curve(readings: Iterable[Reading], get: Callable[[Reading], Measured]) -> Curve:
@@ -160,13 +143,12 @@ def _curve(readings: Iterable[Reading], get: Callable[[Reading], Measured]) -> C
     return Curve(
         [step for step, _ in points],
         [found.value for _, found in points],
-        [found.error for _, found in points],
-        [found.sampled for _, found in points],
+        [found.margin for _, found in points],
     )
 
 
 def mean_abs_over_heads(readings: Iterable[Reading], metric: str) -> Curve:
-    """Average the absolute value of a metric over all heads of all layers; errors are unknown (0).
+    """Average the absolute value of a metric over all heads of all layers; margins are unknown (0).
 
     Cosines of both signs cancel in the metric's own mean.
 

@@ -1,38 +1,40 @@
 """The phase of a curve: is the intrinsic dimension expanding, or compressing?
 
 Razzhigaev et al. (2311.05928, section 4.3) see two phases: an expansion at first, then compression.
-A change is called one only where chance would hardly give it at any reading of a whole run: the
-means of blocks of 1, 2, 4, 8, ... readings are compared with those of all earlier blocks, and the
-bound on the difference grows with the number of readings (`benchmarks/detectors.py` measures how
-often curves without a change pass it).
+A change is called one where the margins of the readings hardly allow it by chance at any reading of
+a whole run: the means of blocks of 1, 2, 4, 8, ... readings are compared with those of all earlier
+blocks, and the bound on the difference grows with the number of readings (`benchmarks/detectors.py`
+measures how often curves without a change pass it).
 """
 
 import functools
 import math
-import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from geomon.analysis.numbers import number
+
 _Array = NDArray[np.float64]
 
-# Standard errors by which two estimates must differ: a two-sided test at 95 %. An interval of 95 %
-# is as many errors wide to each side.
+# A 95 % interval is as many standard errors wide to each side.
 Z = 1.96
-# Values from which on the scatter of a curve says something about its errors.
-_MIN_FOR_SCATTER = 8
-# An expansion that goes on is one over the last half octave of steps: between neighbouring readings
-# of a dense schedule the change is always smaller than its errors.
-_HALF_OCTAVE = math.sqrt(2)
+# Values from which on the scatter of a curve says something about its errors, with margins and
+# without.
+_MIN_FOR_SCATTER, _MIN_WITHOUT_MARGINS = 8, 12
+# A curve is level that has not moved beyond its errors while the step grew by this factor.
+_LEVEL = 4
+# Without margins, a scatter from which on a curve without a trend is erratic, as a share.
+_ERRATIC = 0.1
 
 # Share of the runs without any change of which a change is said at some reading, and share of those
 # that only rise or only fall of which the opposite is said. Measured: benchmarks/README.md.
 FALSE_ALARMS = 0.05
-FALSE_TURNS = 0.025
+FALSE_TURNS = 0.04
 
 # The bound on the difference of two block means, in standard errors, is
 # _BOUND + _GROWTH * log2(readings / sqrt(block) * (1 - correlation of blocks) ** _INDEPENDENCE).
@@ -42,13 +44,10 @@ FALSE_TURNS = 0.025
 _BOUND, _GROWTH, _INDEPENDENCE = 2.3, 0.55, 0.9
 # Of few readings the correlation is not known: as many more are supposed, of this correlation.
 _SUPPOSED, _SUPPOSED_CORRELATION = 16, 0.4
-# Largest correlation that is taken for noise: above it noise looks like a trend. Where the errors
-# are unknown too, the two cannot be told apart at all, and the largest is supposed.
+# Largest correlation that is taken for noise: above it noise looks like a trend. Without margins
+# the two cannot be told apart at all, and the largest is supposed.
 _MOST_CORRELATED = 0.9
-# An error that is estimated from the scatter of n readings is raised by the factor 1 + 8 / n.
-_RAISED = 8
 _MEDIAN_SQUARE = 0.4549  # of a standard normal
-_CHUNK = 64  # readings that are searched for a turn at first
 
 
 @dataclass(frozen=True)
@@ -56,15 +55,20 @@ class Phase:
     """Phase at the end of a curve.
 
     Attributes:
-        name: "expanding", "peak", "compressing", "falling" (without an expansion before), "steady"
-            (no change above the errors) or "unknown" (too few values).
-        peak_step: Step of the peak, which is the largest value since the expansion began; the
-            largest of all values where there was none.
-        peak: Value of the peak.
+        name: "expanding", "compressing", "falling" (without an expansion before), "level" (it rose
+            or fell, and has not moved beyond its errors while the step quadrupled), "steady" (it
+            never moved), "erratic" (its readings scatter beyond their margins, without a trend) or
+            "unknown" (too few values).
+        peak_step: Step of the largest value since the expansion began; where there was none, since
+            the fall began, or of all.
+        peak: Value at that step.
         change: Last value over the peak, minus 1; 0 at the peak, negative after it.
         earliest: First step at which the peak may have been, within the errors; None where the
-            curve has no peak.
-        latest: Last step at which the peak may have been; None where the curve has no peak.
+            curve did not fall from one.
+        latest: Last step at which the peak may have been; None likewise.
+        since: Step since which the curve rises, falls or is level; None for the other phases.
+        start: Value at that step.
+        end: Last value.
     """
 
     name: str
@@ -73,171 +77,206 @@ class Phase:
     change: float
     earliest: int | None = None
     latest: int | None = None
+    since: int | None = None
+    start: float = math.nan
+    end: float = math.nan
 
     def words(self) -> str:
         """Describe the phase in a few words.
 
         Example:
-            >>> Phase("compressing", 128, 7.4, -0.3).words()
-            'compressing since step 128: 30 % below the peak 7.4'
+            >>> Phase("compressing", 128, 7.4, -0.3, 64, 256, 128, 7.4, 5.2).words()
+            'compressing since step 128, 30 % below its peak 7.4'
         """
-        since = f"since step {self.peak_step:,}"
-        if self.name == "compressing":
-            return f"compressing {since}: {self._below()} the peak {self._top()}"
-        if self.name == "falling":
-            return f"falling {since}: {self._below()} {self._top()}"
-        if self.name == "peak":
-            top = f"{self._top()} at step {self.peak_step:,}"
-            if self.change == 0:
-                return f"at its peak so far, {top}"
-            return f"{self._below()} its peak, {top}, within its scatter"
         if self.name == "steady":
-            return "steady within its errors"
-        return "too few readings to tell" if self.name == "unknown" else self.name
+            return "steady: no change beyond its errors"
+        if self.name == "erratic":
+            return "erratic: it jumps from reading to reading, without a trend"
+        if self.since is None:
+            return "too few readings to tell"
+        words = f"{self.name} since step {self.since:,}"
+        if self.name == "expanding":
+            return f"{words}, from {number(self.start)} to {number(self.end)}"
+        if self.change == 0:
+            return f"{words}, after a rise to {number(self.peak)}"
+        top = number(self.peak) if self.earliest is None else f"its peak {number(self.peak)}"
+        at = "" if self.peak_step == self.since else f" at step {self.peak_step:,}"
+        return f"{words}, {f'{-self.change:.0%}'.replace('%', ' %')} below {top}{at}"
 
     def _repr_html_(self) -> str:
         """Show the phase in words in a notebook."""
         return f"<p><b>{escape(self.name)}</b>: {escape(self.words() + self.span())}</p>"
 
     def span(self) -> str:
-        """Format the steps between which the peak lies; "" where that is one step or unknown.
+        """Format the steps between which the peak lies; "" where the words name none, or one step.
 
         Example:
-            >>> Phase("peak", 128, 7.4, 0.0, 64, 256).span()
+            >>> Phase("compressing", 128, 7.4, -0.3, 64, 256).span()
             ' (between steps 64 and 256)'
         """
-        if self.earliest is None or self.earliest == self.latest:
+        if self.name == "expanding" or self.earliest in (None, self.latest):
             return ""
         return f" (between steps {self.earliest:,} and {self.latest:,})"
 
-    def _below(self) -> str:
-        return f"{-self.change:.0%} below".replace("%", " %")
-
-    def _top(self) -> str:
-        return f"{self.peak:.3g}" if self.peak < 100 else f"{self.peak:.0f}"
-
 
 def find_phase(
-    steps: Sequence[int], values: Sequence[float], errors: Sequence[float] | None = None
+    steps: Sequence[int], values: Sequence[float], margins: Sequence[float] | None = None
 ) -> Phase:
     """Find the phase at the end of a curve.
 
     A curve has turned up where the mean of its last 1, 2, 4, ... readings is above that of as many
-    readings before, by more than chance gives at any reading of a run; down likewise. It is
+    readings before, by more than chance gives at any reading of a run; down likewise. Its name is
+    that of the last turn, or "level" where the values since two octaves of steps cannot be told
+    from the highest (after a fall, lowest) one. Of 100 curves without a change, about 5 are
+    called something else than steady at one of their readings; of 100 that only rise or only fall,
+    at most 4 are called the opposite (`FALSE_ALARMS`, `FALSE_TURNS`), whether the errors of
+    neighbouring readings are independent or correlated.
 
-    - expanding: it turned up last, and the mean over the last half octave of steps is above that
-      over the half octave before;
-    - peak: it turned up last, and rises no more;
-    - compressing: it turned up, and down after it;
-    - falling: it turned down, and never up before;
-    - steady: it never turned.
-
-    Of 100 curves without a change, about 5 are called something else than steady at one of their
-    readings; of 100 that only rise or only fall, at most 2 or 3 are called the opposite
-    (`FALSE_ALARMS`, `FALSE_TURNS`), whether the errors of neighbouring readings are independent or
-    correlated. Where the errors are unknown, they are estimated from the scatter of the curve, from
-    8 readings on; chance is then called a change less often, and a real change later.
+    Errors are those that the margins say. From 8 readings on, they are raised where neighbouring
+    readings scatter by more; where there are no margins, the scatter alone gives them. Chance is
+    then called a change less often, and a real change later.
 
     Args:
         steps: Training steps, ascending.
         values: Value at each step; those that are not finite are left out.
-        errors: Standard error of each value, 0 or not finite where it is unknown; None for a curve
-            whose errors are all unknown.
+        margins: Half width of the 95 % interval of each value, 0 or not finite where it is unknown;
+            None for a curve without any.
 
     Raises:
         ValueError: The lengths differ.
 
     Example:
         >>> steps, values = [0, 64, 128, 256, 512, 1024], [2.5, 5.0, 7.3, 7.4, 6.4, 5.5]
-        >>> phase = find_phase(steps, values, [0.15] * 6)
+        >>> phase = find_phase(steps, values, [0.3] * 6)
         >>> phase.words(), phase.span()
-        ('compressing since step 256: 26 % below the peak 7.4', ' (between steps 128 and 256)')
+        ('compressing since step 256, 26 % below its peak 7.4', ' (between steps 128 and 256)')
     """
-    errors = [0.0] * len(values) if errors is None else errors
-    if not len(steps) == len(values) == len(errors):
+    margins = [0.0] * len(values) if margins is None else margins
+    if not len(steps) == len(values) == len(margins):
         raise ValueError(
-            f"expected as many values and errors as steps, got {len(steps)}, {len(values)} and "
-            f"{len(errors)}"
+            f"expected as many values and margins as steps, got {len(steps)}, {len(values)} and "
+            f"{len(margins)}"
         )
     finite = [index for index, value in enumerate(values) if math.isfinite(value)]
     if not finite:
         return Phase("unknown", -1, math.nan, math.nan)
-    at = np.array([steps[index] for index in finite])
-    given = [errors[index] if math.isfinite(errors[index]) else 0.0 for index in finite]
-    curve = _Noisy.of([values[index] for index in finite], given)
-    if curve is None or len(finite) < 2:
-        top = int(np.argmax([values[index] for index in finite]))
-        return _phase("unknown", at, np.array([values[index] for index in finite]), top)
-    return _name(at, curve, _turns(curve))
-
-
-def robust_errors(values: Sequence[float], errors: Sequence[float]) -> list[float]:
-    """Raise each error to at least what is typical of the curve.
-
-    A deviation over two splits is often far too small by chance; and from one reading to the next a
-    training changes by more than its splits differ. Errors are compared as shares of their values;
-    where not all values are positive, as they are.
-
-    Args:
-        values: Finite values of a curve.
-        errors: Standard error of each value.
-    """
-    if not values:
-        return []
-    units = list(values) if min(values) > 0 else [1.0] * len(values)
-    shares = [error / unit for error, unit in zip(errors, units, strict=True)]
-    if len(values) < _MIN_FOR_SCATTER:
-        typical = math.sqrt(statistics.fmean(share**2 for share in shares))
-    else:
-        typical = max(statistics.median(shares), _scatter(values, units))
-    return [max(error, typical * unit) for error, unit in zip(errors, units, strict=True)]
-
-
-def exceeds_errors(difference: float, error: float, other_error: float) -> bool:
-    """Return whether a difference of two values exceeds 1.96 of its standard errors.
-
-    Args:
-        difference: One value minus the other.
-        error: Standard error of the one value.
-        other_error: Standard error of the other value.
-    """
-    return difference > Z * math.hypot(error, other_error)
+    at, array = (np.array([numbers[index] for index in finite]) for numbers in (steps, values))
+    noise = find_noise(at, array, [margins[index] for index in finite])
+    if noise is None or len(finite) < 2:
+        return _phase("unknown", at, array, int(array.argmax()))
+    return _name(at, _Curve(array, noise))
 
 
 @dataclass(frozen=True)
-class _Noisy:
-    """A curve with what is known of its noise.
+class Noise:
+    """What is known of the noise of a curve.
+
+    Attributes:
+        errors: Standard error of each value, [readings].
+        correlation: Correlation of the errors of neighbouring readings, that of an AR(1) process.
+        is_erratic: Whether the readings scatter beyond their margins; without margins, by more than
+            a tenth of their values.
+        caution: Factor of the bound on a change: above 1 without margins, since correlated noise
+            scatters less between neighbours than over a run.
+    """
+
+    errors: _Array
+    correlation: float
+    is_erratic: bool = False
+    caution: float = 1.0
+
+
+def find_noise(
+    steps: Sequence[int] | NDArray[Any], values: Sequence[float] | _Array, margins: Sequence[float]
+) -> Noise | None:
+    """Find the errors of a curve: those of its margins, raised where its readings scatter by more.
+
+    No margin counts as smaller than the median one: over a few groups of sequences some are, by
+    chance.
+
+    Args:
+        steps: Training steps, ascending.
+        values: Finite values.
+        margins: Half widths of the 95 % intervals; 0 or not finite where they are unknown.
+
+    Returns:
+        The noise; None without margins and with fewer than 12 values.
+    """
+    array = np.asarray(values, dtype=np.float64)
+    widths = np.array([margin if math.isfinite(margin) else 0.0 for margin in margins])
+    enough = len(array) >= (_MIN_FOR_SCATTER if widths.any() else _MIN_WITHOUT_MARGINS)
+    if widths.any():
+        errors = np.maximum(widths, np.median(widths[widths > 0])) / Z
+        ratio = _scatter(steps, array, errors) if enough else 1.0
+        if ratio > 1 + 6 / math.sqrt(len(array)) and _alternates(array, errors):
+            return Noise(errors * ratio, 0.0, is_erratic=True)
+        return Noise(errors, _correlation(ratio, len(array) - 2 if enough else 0))
+    if not enough:
+        return None
+    positive = bool(array.min() > 0)
+    units = array if positive else np.ones_like(array)
+    share = _scatter(steps, array, units)
+    caution = (1 + 8 / len(array)) / math.sqrt(_expected(_MOST_CORRELATED))
+    is_erratic = positive and share > _ERRATIC and _alternates(array, np.zeros_like(array))
+    return Noise(share * units, _MOST_CORRELATED, is_erratic, caution)
+
+
+def _scatter(steps: Sequence[int] | NDArray[Any], values: _Array, errors: _Array) -> float:
+    """Estimate how many errors a value lies from where its neighbours let it be expected.
+
+    On a logarithmic axis of steps, a line through two neighbours or a parabola through three:
+    whichever scatters less, for a line follows a jump, and a parabola a bend.
+    """
+    x = np.log1p(np.asarray(steps, dtype=np.float64))
+    found = []
+    for others in ((-1, 1), (-2, -1, 1)):
+        place = np.arange(-min(others), len(values) - 1)
+        weights = [
+            np.prod([(x[place] - x[place + b]) / (x[place + a] - x[place + b])
+                     for b in others if b != a], axis=0)
+            for a in others
+        ]  # fmt: skip
+        pairs = list(zip(weights, others, strict=True))
+        residual = values[place] - sum(weight * values[place + a] for weight, a in pairs)
+        variance = errors[place] ** 2 + sum(
+            (weight * errors[place + a]) ** 2 for weight, a in pairs
+        )
+        found.append(float(np.median(residual**2 / variance)) / _MEDIAN_SQUARE)
+    return math.sqrt(min(found))
+
+
+def _alternates(values: _Array, errors: _Array) -> bool:
+    """Whether a third of the readings lie above or below both neighbours: a bend has one such."""
+    middle, sides = values[1:-1], np.stack([values[:-2], values[2:]])
+    beyond = np.maximum(middle - sides.max(axis=0), sides.min(axis=0) - middle)
+    return bool(np.mean(beyond > errors[1:-1]) >= 1 / 3)
+
+
+def _expected(correlation: float | _Array) -> Any:
+    """Expected square of the scatter, in errors, where neighbouring errors are correlated."""
+    return (1 - correlation) * (3 - correlation) / 3
+
+
+def _correlation(ratio: float, count: int) -> float:
+    """Estimate the correlation of neighbouring readings from their scatter, in errors."""
+    grid = np.linspace(0, _MOST_CORRELATED, 91)
+    supposed = _SUPPOSED * _expected(_SUPPOSED_CORRELATION)
+    square = (count * ratio**2 + supposed) / (count + _SUPPOSED)
+    return float(np.interp(-square, -_expected(grid), grid))
+
+
+class _Curve:
+    """A curve with its noise, and the means of its blocks.
 
     Attributes:
         values: Finite values, [readings].
-        errors: Standard error of each value, [readings].
-        correlation: Correlation of the errors of neighbouring readings, that of an AR(1) process.
+        noise: Their noise.
     """
 
-    values: _Array
-    errors: _Array
-    correlation: float
-    _blocks: dict[int, tuple[_Array, _Array, float]] = field(default_factory=dict, repr=False)
-
-    @classmethod
-    def of(cls, values: list[float], errors: list[float]) -> "_Noisy | None":
-        """Estimate the noise of a curve; None where nothing is known of it."""
-        array = np.asarray(values, dtype=np.float64)
-        if any(errors):
-            robust = np.array(robust_errors(values, errors))
-            return cls(array, robust, _correlation_of_known(array, robust))
-        if len(values) < _MIN_FOR_SCATTER:
-            return None
-        return cls._from_scatter(array)
-
-    @classmethod
-    def _from_scatter(cls, values: _Array) -> "_Noisy":
-        units = values if values.min() > 0 else np.ones_like(values)
-        # A straight line has no second differences; of noise, this many times its variance.
-        share = 2 * (1 - _MOST_CORRELATED) * (3 - _MOST_CORRELATED)
-        bent = (values[2:] - 2 * values[1:-1] + values[:-2]) / units[1:-1]
-        error = math.sqrt(_median_square(bent) / share) * (1 + _RAISED / len(values))
-        return cls(values, error * units, _MOST_CORRELATED)
+    def __init__(self, values: _Array, noise: Noise) -> None:
+        self.values = values
+        self.noise = noise
+        self._blocks: dict[int, tuple[_Array, _Array, float]] = {}
 
     def blocks(self, block: int) -> tuple[_Array, _Array, float]:
         """Means of all blocks of a size, their errors, and the correlation of two side by side.
@@ -245,38 +284,18 @@ class _Noisy:
         The first mean is that of the first `block` readings.
         """
         if block not in self._blocks:
-            share, alike = _block_of_correlated(block, round(self.correlation, 2))
-            squares = _block_means(self.errors**2, block)
+            share, alike = _block_of_correlated(block, round(self.noise.correlation, 2))
+            squares = _block_means(self.noise.errors**2, block)
             found = _block_means(self.values, block), np.sqrt(squares * share), alike
             self._blocks[block] = found
         return self._blocks[block]
 
 
-def _correlation_of_known(values: _Array, errors: _Array) -> float:
-    """Estimate the correlation of neighbouring readings whose errors are known."""
-    grid = np.linspace(0, _MOST_CORRELATED, 91)
-    expected = 2 * (1 - grid) * (3 - grid)  # of the square of a second difference
-    count, found = len(values) - 2, 0.0
-    supposed = 2 * (1 - _SUPPOSED_CORRELATION) * (3 - _SUPPOSED_CORRELATION)
-    if count > 0:
-        scale = np.sqrt((errors[2:] ** 2 + errors[1:-1] ** 2 + errors[:-2] ** 2) / 3)
-        bent = values[2:] - 2 * values[1:-1] + values[:-2]
-        # An error of 0 among others that are not.
-        found = _median_square(np.divide(bent, scale, out=np.zeros_like(bent), where=scale > 0))
-    square = (count * found + _SUPPOSED * supposed) / (count + _SUPPOSED)
-    return float(np.interp(-square, -expected, grid))
-
-
-def _median_square(numbers: _Array) -> float:
-    """Estimate the mean square of normal numbers, whatever a few of them are."""
-    return float(np.median(numbers**2)) / _MEDIAN_SQUARE if len(numbers) else 0.0
-
-
 @functools.lru_cache(maxsize=4096)
 def _block_of_correlated(block: int, correlation: float) -> tuple[float, float]:
-    """Variance of a block's mean over that of a value, and correlation of two blocks side by side.
+    """Compute, for an AR(1) process, the variance of a block's mean over that of a value.
 
-    Of an AR(1) process.
+    The second number is the correlation of two blocks side by side.
     """
     share, double = (_share(size, correlation) for size in (block, 2 * block))
     return share, 2 * double / share - 1
@@ -312,7 +331,7 @@ class _Turn:
     block: int
 
 
-def _turns(curve: _Noisy) -> list[_Turn]:
+def _turns(curve: _Curve) -> list[_Turn]:
     """Find all changes of direction, in the order in which they are seen."""
     turns: list[_Turn] = []
     start, seen = 0, 0
@@ -323,16 +342,12 @@ def _turns(curve: _Noisy) -> list[_Turn]:
     return turns
 
 
-def _next_turn(curve: _Noisy, start: int, after: int, signs: tuple[int, ...]) -> _Turn | None:
+def _next_turn(curve: _Curve, start: int, after: int, signs: tuple[int, ...]) -> _Turn | None:
     """Find the first reading, from `after` on, at which the curve since `start` has turned."""
-    total, size = len(curve.values), max(_CHUNK, 2 * (after - start))
+    total, size = len(curve.values), max(64, 2 * (after - start))
     while True:  # what is searched doubles, so that many turns are found in the time of few
         end = min(total, start + size)
-        found = [
-            turn
-            for sign in signs
-            for turn in _turns_by_block(curve, start, end, after, sign)
-        ]  # fmt: skip
+        found = [turn for sign in signs for turn in _turns_by_block(curve, start, end, after, sign)]
         if found:
             return min(found, key=lambda turn: turn.seen)
         if end == total:
@@ -340,7 +355,7 @@ def _next_turn(curve: _Noisy, start: int, after: int, signs: tuple[int, ...]) ->
         size *= 2
 
 
-def _turns_by_block(curve: _Noisy, start: int, end: int, after: int, sign: int) -> list[_Turn]:
+def _turns_by_block(curve: _Curve, start: int, end: int, after: int, sign: int) -> list[_Turn]:
     """Find the first turn that blocks of each size show, among the readings `start` to `end`."""
     turns = []
     block = 1
@@ -353,7 +368,8 @@ def _turns_by_block(curve: _Noisy, start: int, end: int, after: int, sign: int) 
         readings = np.arange(start + 2 * block, end + 1)  # so far, at the end of each block
         fewer = (1 - alike) ** _INDEPENDENCE / math.sqrt(block)
         bound = _BOUND + _GROWTH * np.log2(readings * fewer)
-        passed = rise > np.maximum(bound, Z) * np.hypot(errors[block:], errors[lowest])
+        bound = curve.noise.caution * np.maximum(bound, Z)
+        passed = rise > bound * np.hypot(errors[block:], errors[lowest])
         passed[: max(0, after - start - 2 * block + 1)] = False
         if passed.any():
             first = int(passed.argmax())
@@ -371,25 +387,29 @@ def _last_lowest(numbers: _Array) -> NDArray[np.intp]:
     return np.maximum.accumulate(index)
 
 
-def _name(steps: NDArray[Any], curve: _Noisy, turns: list[_Turn]) -> Phase:
-    """Name the phase of a curve, given its changes of direction."""
-    values = curve.values
-    top = int(values.argmax())
-    if not turns:
-        return _phase("steady", steps, values, top)
-    risen = next((turn for turn in turns if turn.sign > 0), None)
-    if risen is None:
-        return _phase("falling", steps, values, turns[0].start)
-    last = turns[-1]
-    peak = risen.start + int(values[risen.start :].argmax())
-    span = _span(curve, risen.start, peak, last.block)
-    if last.sign > 0:
-        since = last.start + int(values[last.start :].argmax())
-        if _is_rising(steps, curve):
-            return _phase("expanding", steps, values, since)
-        if since == peak:
-            return _phase("peak", steps, values, peak, span)
-    return _phase("compressing", steps, values, peak, span)
+def _name(steps: NDArray[Any], curve: _Curve) -> Phase:
+    """Name the phase of a curve by its changes of direction."""
+    values, turns = curve.values, _turns(curve)
+    # Three turns among so few readings that no scatter can be told are scatter.
+    if not turns or (len(values) < _MIN_FOR_SCATTER and len(turns) > 2):
+        name = "erratic" if turns or curve.noise.is_erratic else "steady"
+        return _phase(name, steps, values, int(values.argmax()))
+    risen, last = next((turn.start for turn in turns if turn.sign > 0), None), turns[-1]
+    before = turns[-2].start if len(turns) > 1 else 0
+    begin = before + int((last.sign * values[before:]).argmin())
+    top = (risen or 0) + int(values[risen or 0 :].argmax())
+    fell = risen is not None and (last.sign < 0 or top < begin)
+    span = _near(curve, risen or 0, top, last.block, 1) if fell else None
+    if not fell:  # since the last reading that cannot be told from the start of the change
+        begin = _near(curve, before, begin, last.block, -last.sign)[1]
+    extreme = begin + int((last.sign * values[begin:]).argmax())
+    level, until = _near(curve, begin, extreme, last.block, last.sign)
+    name = "expanding" if last.sign > 0 else "falling" if risen is None else "compressing"
+    if _LEVEL * steps[level] <= steps[-1]:
+        name, begin = "level", level
+    if curve.noise.is_erratic and (name == "level" or until < len(values) - 1):
+        return _phase("erratic", steps, values, int(values.argmax()))
+    return _phase(name, steps, values, top, span, begin)
 
 
 def _phase(
@@ -398,61 +418,32 @@ def _phase(
     values: _Array,
     top: int,
     span: tuple[int, int] | None = None,
+    begin: int | None = None,
 ) -> Phase:
-    peak = float(values[top])
-    change = float(values[-1]) / peak - 1 if peak else 0.0
-    ends = (None, None) if span is None else (int(steps[span[0]]), int(steps[span[1]]))
-    return Phase(name, int(steps[top]), peak, change, *ends)
+    peak, end = float(values[top]), float(values[-1])
+    change = end / peak - 1 if peak else 0.0
+    first, last = (None, None) if span is None else (int(steps[span[0]]), int(steps[span[1]]))
+    since, start = (None, math.nan) if begin is None else (int(steps[begin]), float(values[begin]))
+    return Phase(name, int(steps[top]), peak, change, first, last, since, start, end)
 
 
-def _is_rising(steps: NDArray[Any], curve: _Noisy) -> bool:
-    """Whether the mean over the last half octave of steps is above that over the one before."""
-    late = int(np.searchsorted(steps * _HALF_OCTAVE, steps[-1], side="right"))
-    early = int(np.searchsorted(2 * steps, steps[-1], side="right"))
-    late = max(1, min(late, len(steps) - 1))
-    early = min(early, late - 1)
-    groups = (slice(early, late), slice(late, None))
-    means = [float(curve.values[group].mean()) for group in groups]
-    errors = [
-        math.sqrt(
-            float((curve.errors[group] ** 2).mean())
-            * _block_of_correlated(len(curve.values[group]), round(curve.correlation, 2))[0]
-        )
-        for group in groups
-    ]
-    return exceeds_errors(means[1] - means[0], *errors)
+def _near(curve: _Curve, start: int, top: int, block: int, sign: int) -> tuple[int, int]:
+    """Indices of the first and last reading, next to one another, that are not below a peak.
 
-
-def _span(curve: _Noisy, start: int, peak: int, block: int) -> tuple[int, int]:
-    """Indices of the first and last reading, next to one another, that are not below the peak.
-
-    Means over `block` readings around each are compared, by 1.96 of their errors.
+    Means over `block` readings around each are compared, by 1.96 of their errors. With a sign of -1
+    it is readings that are not above a lowest value.
     """
-    values = curve.values[start:]
+    values = sign * curve.values[start:]
     block = min(block, len(values))
     means, errors = (numbers[start:] for numbers in curve.blocks(block)[:2])
+    means = sign * means
     middle = (block - 1) // 2  # of a block, counted from its first reading
-    top = min(max(peak - start - middle, 0), len(means) - 1)
-    near = slice(max(0, top - block + 1), top + block)
-    top = near.start + int(means[near].argmax())
-    below = means[top] - means > Z * np.hypot(errors, errors[top])
-    left = np.flatnonzero(below[:top])
-    right = np.flatnonzero(below[top:])
+    peak = min(max(top - start - middle, 0), len(means) - 1)
+    near = slice(max(0, peak - block + 1), peak + block)
+    peak = near.start + int(means[near].argmax())
+    below = means[peak] - means > Z * np.hypot(errors, errors[peak])
+    left = np.flatnonzero(below[:peak])
+    right = np.flatnonzero(below[peak:])
     first = 0 if not len(left) else int(left[-1]) + 1 + middle
-    last = len(values) - 1 if not len(right) else top + int(right[0]) - 1 + middle
-    return start + min(first, peak - start), start + max(last, peak - start)
-
-
-def _scatter(values: Sequence[float], units: Sequence[float]) -> float:
-    """Estimate the scatter of a value about the trend of the curve, in its units.
-
-    From third differences: they vanish on a parabola over four readings, which is trend.
-    """
-    differences = [
-        abs(third - 3 * second + 3 * first - zeroth) / unit
-        for zeroth, first, second, third, unit in zip(
-            values, values[1:], values[2:], values[3:], units[2:], strict=False
-        )
-    ]
-    # They have 20 times the variance of one value; 0.6745 is the median |z| of a normal z.
-    return statistics.median(differences) / math.sqrt(20) / 0.6745
+    last = len(values) - 1 if not len(right) else peak + int(right[0]) - 1 + middle
+    return start + min(first, top - start), start + max(last, top - start)

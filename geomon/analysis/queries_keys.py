@@ -21,8 +21,7 @@ Direction = Literal["similar", "opposite", "chance"]
 
 _COSINE, _DOT = "qk_cosine", "qk_dot"
 _NULL = "null_magnitude"
-# Probability of a head beyond the null by chance: that of one among all of them for the heads that
-# are named, and of the head itself for the step at which it leaves the null.
+# Probability of one head among all of them beyond the null by chance.
 _ALPHA = 0.05
 # Mean absolute cosines that have a width: 0.64 is that of 2, the lower end that of 640,000.
 _MAGNITUDES = (1e-3, 0.7)
@@ -39,8 +38,8 @@ class HeadAlignment:
         p_value: Probability of a cosine of at least that size between isotropic directions.
         direction: "similar" or "opposite" where the cosine is beyond chance, with Holm's correction
             over all heads; else "chance".
-        onset: First step from which the cosine has kept its sign and a p-value of its own below
-            .05 up to the last step; None for a head that is not beyond chance.
+        onset: First step from which the cosine has kept its sign and a size above the limit of all
+            heads up to the last step; None for a head that is not beyond chance.
     """
 
     layer: int
@@ -105,9 +104,10 @@ class QueriesKeys:
         """Describe the heads in plain sentences."""
         similar, opposite = self.of("similar"), self.of("opposite")
         sentences = [
-            f"Beyond chance (isotropic directions of width {self.width}, 5 % over all "
-            f"{len(self.heads)} heads): mean query and mean key are similar in {len(similar)}"
-            f"{_onsets(similar)} and opposite in {len(opposite)}{_onsets(opposite)}."
+            f"Mean query and mean key are similar beyond chance in {len(similar)} of "
+            f"{len(self.heads)} heads{_onsets(similar)}, and opposite in {len(opposite)}"
+            f"{_onsets(opposite)}. Chance is isotropic directions of width {self.width}: 5 % for "
+            f"any of the {len(self.heads)} heads at a step."
         ]
         if self.depth_p < _ALPHA:
             verb = "falls" if self.depth < 0 else "rises"
@@ -171,13 +171,12 @@ def queries_and_keys(
     p_values = {place: cosine_p_value(cosine, size) for place, cosine in last.items()}
     level = _holm_level(p_values.values())
     steps = [each.step for each, _ in known]
-    own_limit = chance_limit(size, 1 - _ALPHA)
+    limit = chance_limit(size, 1 - level)
     heads = tuple(
-        _head(place, p, steps, [heads.get(place, math.nan) for _, heads in known], own_limit,
+        _head(place, p, steps, [heads.get(place, math.nan) for _, heads in known], limit,
               is_beyond=p <= level)
         for place, p in p_values.items()
     )  # fmt: skip
-    limit = chance_limit(size, 1 - level)
     dots = first.column(_DOT).mean_size(), reading.column(_DOT).mean_size()
     return QueriesKeys(size, limit, heads, _signs(last), *_trend(last), dots)
 
@@ -366,13 +365,12 @@ def _magnitude(width: int) -> float:
 
 
 def _onsets(heads: Sequence[HeadAlignment]) -> str:
-    """Say from which steps on the heads are beyond the null."""
-    steps = sorted(head.onset for head in heads if head.onset is not None)
+    """Say since which steps the heads are beyond the null."""
+    steps = sorted({head.onset for head in heads if head.onset is not None})
     if not steps:
         return ""
-    if steps[0] == steps[-1]:
-        return f" (from step {steps[0]:,} on)"
-    return f" (from step {steps[0]:,} to {steps[-1]:,} on, median {steps[len(steps) // 2]:,})"
+    until = f"s {steps[0]:,} to {steps[-1]:,}" if len(steps) > 1 else f" {steps[0]:,}"
+    return f" (since step{until})"
 
 
 def _probability(p_value: float) -> str:

@@ -12,6 +12,7 @@ from geomon.analysis.curves import (
     plain_curve,
     single_source,
 )
+from geomon.analysis.numbers import number, with_margin
 from geomon.analysis.queries_keys import queries_and_keys
 from geomon.record import Reading, Readings
 
@@ -26,9 +27,9 @@ _FLAT = 0.1
 def summarise(readings: Iterable[Reading]) -> list[str]:
     """Describe a run in plain sentences; a metric that was not measured is not mentioned.
 
-    The phase of `twonn/mean` is that of `find_phase`. Another change is mentioned where it exceeds
-    1.96 standard errors of the two values that it compares; one between scales of gride, where it
-    exceeds 5 % too.
+    Alerts come first, then the intrinsic dimension with its phase (`find_phase`). Another change is
+    mentioned where it exceeds 1.96 standard errors of the two values that it compares; one between
+    scales of gride, where it exceeds 5 % too.
 
     Args:
         readings: Readings of a run, in any order.
@@ -36,106 +37,165 @@ def summarise(readings: Iterable[Reading]) -> list[str]:
     Returns:
         Sentences, at least one.
     """
-    remarks = readings.remarks() if isinstance(readings, Readings) else []
-    everything = list(readings)
-    selected = single_source(everything)
-    if not selected:
+    whole = readings if isinstance(readings, Readings) else Readings([], list(readings))
+    selected = Readings(whole.runs, single_source(whole))
+    if not len(selected):
         return ["No readings yet."]
-    describers: tuple[Callable[[list[Reading]], list[str]], ...] = (
-        _dimension, _near_duplicates, _scales, _entropy, _alignment, _beyond_chance, _profile,
-        _cost,
+    describers: tuple[Callable[[Readings], list[str]], ...] = (
+        _dimension, _first_rise, _scales, _entropy, _alignment, _beyond_chance, _profile, _cost,
     )  # fmt: skip
     sentences = [sentence for describe in describers for sentence in describe(selected)]
     sentences = sentences or [
         f"{len(selected)} readings, none of the metrics that this summary speaks of."
     ]
-    return [*remarks, *_alerts(everything), *sentences]
+    return [*whole.remarks(), *map(_ended, alert_sentences(whole)), *sentences]
 
 
-def _alerts(readings: list[Reading]) -> list[str]:
-    """Say, for each kind of alert, when it came first, and how many there were."""
+def alert_sentences(readings: Iterable[Reading]) -> list[str]:
+    """Say, for each kind of alert, when it came first, and how many there were.
+
+    Args:
+        readings: Readings of a run.
+    """
     return [
         f"Alert at step {first.step:,}{f' (first of {first.total})' if first.total > 1 else ''}: "
-        f"{first.note.words()}."
+        f"{first.note.words()}"
         for first in first_alerts(readings)
     ]
 
 
-def _dimension(readings: list[Reading]) -> list[str]:
-    """Describe the start, peak and end of the paper's estimate of the dimension."""
-    curve = curve_of(readings, "twonn")
-    if len(curve) < 2:
-        return [f"twonn/mean: {_n(curve.values[0])} at {_at(curve, 0)}."] if len(curve) else []
-    phase = curve.phase()
-    start = f"twonn/mean: {_n(curve.values[0])} at {_at(curve, 0)}"
-    end = f"{_n(curve.values[-1])} at the end ({_at(curve, -1)}"
-    peak = f"peak {_n(phase.peak)} at step {phase.peak_step:,}{phase.span()}"
-    if phase.name == "compressing":
-        return [f"{start}, {peak}, {end}, {_p(-phase.change)} below the peak)."]
-    if phase.name == "peak" and phase.change < 0:
-        return [
-            f"{start}, {peak}, {end}, {_p(-phase.change)} below the peak, which is within the "
-            "scatter of the curve)."
-        ]
-    if phase.name in ("peak", "expanding"):
-        trend = (
-            "and still expanding" if phase.name == "expanding" else "with no rise above its errors"
-        )
-        return [f"{start}, {end}, {trend})."]
-    if phase.name == "falling":
-        first = phase.peak_step == curve.steps[0]
-        since = "from the first reading on" if first else f"from step {phase.peak_step:,} on"
-        return [f"{start}, {end}); it fell {since} and never expanded."]
-    low, high = min(curve.values), max(curve.values)
-    return [f"{start}, {end}); between {_n(low)} and {_n(high)}, no change above its errors."]
+def headline(readings: Readings) -> str:
+    """Say in one line what a reader must know first: the alerts, and how the dimension goes.
 
-
-def _near_duplicates(readings: list[Reading]) -> list[str]:
-    """Describe the estimate of distinct tokens, and what it means for the first rise of twonn."""
-    distinct = curve_of(readings, "twonn_distinct")
-    if not len(distinct):
-        return []
-    ends = f"from {_n(distinct.values[0])} to {_n(distinct.values[-1])}"
-    if len(distinct) < 2:
-        return [f"twonn_distinct/mean: {_n(distinct.values[0])} at {_at(distinct, 0)}."]
-    if not distinct.differs(0, -1):
-        sentence = f"twonn_distinct/mean went {ends}, not more than its errors"
-    else:
-        fell = distinct.values[-1] < distinct.values[0]
-        sentence = f"twonn_distinct/mean {'fell' if fell else 'rose'} {ends}"
-    twonn = curve_of(readings, "twonn")
-    rise, meanwhile = _first_rise(twonn, distinct)
-    if rise and meanwhile < 0:
-        return [
-            f"{sentence}: the first rise of twonn is near-duplicates (equal tokens at equal "
-            "positions), not new dimensions."
-        ]
-    if rise and meanwhile > 0:
-        return [
-            f"{sentence}: it rises with twonn at first, which is then not only near-duplicates."
-        ]
-    return [f"{sentence}."]
-
-
-def _first_rise(twonn: Curve, distinct: Curve) -> tuple[bool, int]:
-    """Return whether twonn rises from its start to its peak, and the sign of distinct's change.
-
-    A sign of 0: the change is within the errors, or distinct was not measured at both steps.
+    Args:
+        readings: Readings of a run, of one stack.
     """
+    selected = Readings(readings.runs, single_source(readings))
+    course = dimension_course(selected) if len(selected) else ""
+    title = readings.text_of("twonn").title
+    sentences = [name_alerts(readings), course or f"{title}: not measured"]
+    why = why_they_differ(selected) if course else ""
+    return " ".join([*(f"{sentence}." for sentence in sentences if sentence), why]).rstrip()
+
+
+def name_alerts(readings: Iterable[Reading]) -> str:
+    """Name the kinds of alerts of a run, with the step of the first of each; "" without any.
+
+    Args:
+        readings: Readings of a run.
+
+    Returns:
+        "Alerts: rank collapse at step 64, logit growth at step 80", for instance.
+    """
+    found = [f"{first.kind} at step {first.step:,}" for first in first_alerts(readings)]
+    return f"Alert{'s' * (len(found) > 1)}: {', '.join(found)}" if found else ""
+
+
+def dimension_now(readings: Readings) -> str:
+    """Format both estimates of the intrinsic dimension at the end, with their margins.
+
+    Args:
+        readings: Readings of a run, from one source.
+
+    Returns:
+        "Intrinsic dimension (TwoNN) 5.3 ± 0.1, distinct tokens 4.9 ± 0.1", for instance; "" where
+        neither was measured.
+    """
+    return ", ".join(f"{name} {_last(curve)}" for name, curve in estimates(readings))
+
+
+def dimension_course(readings: Readings) -> str:
+    """Describe both estimates of the intrinsic dimension in one line: values, and phases in words.
+
+    Args:
+        readings: Readings of a run, from one source.
+
+    Returns:
+        The line, without a full stop; "" where neither was measured.
+    """
+    parts = []
+    for name, curve in estimates(readings):
+        phase = curve.phase()
+        known = f" (known to {_at(curve, -1)})" if curve.steps[-1] < readings[-1].step else ""
+        parts.append(f"{name} {_last(curve)}, {phase.words()}{phase.span()}{known}")
+    return "; ".join(parts)
+
+
+def why_they_differ(readings: Readings) -> str:
+    """Say why the two estimates of the dimension differ, where the last reading notes that.
+
+    Args:
+        readings: Readings of a run, from one source.
+    """
+    kinds = {note.kind for note in readings[-1].notes}
+    if "twonn and twonn_distinct disagree" not in kinds:
+        return ""
+    return (
+        "The two differ by near-duplicates: the first counts all equal tokens at equal positions, "
+        "the second one of each."
+    )
+
+
+def estimates(readings: Readings) -> list[tuple[str, Curve]]:
+    """List the estimates of the intrinsic dimension: of all rows, and of distinct tokens.
+
+    Args:
+        readings: Readings of a run, from one source.
+
+    Returns:
+        Name and curve of each that was measured. Beside the first, the second is called by the end
+        of its title.
+    """
+    names = [readings.text_of(metric).title for metric in ("twonn", "twonn_distinct")]
+    curves = [curve_of(readings, metric) for metric in ("twonn", "twonn_distinct")]
+    if len(curves[0]):
+        names[1] = names[1].rpartition(", ")[2]
+    return [(name, curve) for name, curve in zip(names, curves, strict=True) if len(curve)]
+
+
+def _dimension(readings: Readings) -> list[str]:
+    """Describe both estimates of the dimension, where they started, and why they differ."""
+    found = estimates(readings)
+    if not found:
+        return []
+    starts = [
+        f"{name} {with_margin(curve.values[0], curve.margins[0])} at {_at(curve, 0)}"
+        for name, curve in found
+        if len(curve) > 1
+    ]
+    began = f"At the start: {', '.join(starts)}."
+    sentences = [f"{dimension_course(readings)}.", began * bool(starts), why_they_differ(readings)]
+    return [" ".join(filter(None, sentences))]
+
+
+def _first_rise(readings: Readings) -> list[str]:
+    """Say what distinct tokens did while twonn rose from its start to its highest value."""
+    twonn, distinct = (curve_of(readings, name) for name in ("twonn", "twonn_distinct"))
     if len(twonn) < 2:
-        return False, 0
+        return []
     peak = twonn.values.index(max(twonn.values))
     ends = (twonn.steps[0], twonn.steps[peak])
-    rise = peak > 0 and twonn.differs(0, peak)
-    if not rise or not all(step in distinct.steps for step in ends):
-        return rise, 0
+    if twonn.direction(0, peak) != 1 or not all(step in distinct.steps for step in ends):
+        return []
     first, last = (distinct.steps.index(step) for step in ends)
-    if not distinct.differs(first, last):
-        return rise, 0
-    return rise, 1 if distinct.values[last] > distinct.values[first] else -1
+    meanwhile = distinct.direction(first, last)
+    if not meanwhile:
+        return []
+    change = f"{number(distinct.values[first])} to {number(distinct.values[last])}"
+    (name, _), (other, _) = estimates(readings)
+    rise = (
+        f"{name} rose from {number(twonn.values[0])} to {number(twonn.values[peak])} between steps "
+        f"{ends[0]:,} and {ends[1]:,}, {other}"
+    )
+    if meanwhile > 0:
+        return [f"{rise} rose from {change}: the rise is not only near-duplicates."]
+    return [
+        f"{rise} fell from {change}: the rise is near-duplicates (equal tokens at equal "
+        "positions), not new dimensions."
+    ]
 
 
-def _scales(readings: list[Reading]) -> list[str]:
+def _scales(readings: Readings) -> list[str]:
     """Say if the smallest and the largest scale of gride move apart over the last two octaves."""
     parts = readings[-1].column("gride").parts
     scales = sorted(int(part[1:]) for part in parts if part[:1] == "k" and part[1:].isdigit())
@@ -150,11 +210,12 @@ def _scales(readings: list[Reading]) -> list[str]:
         or small[2] * large[2] > 0
     ):
         return []
-    verb = {True: "grows", False: "compresses"}
+    verb = {True: "rose", False: "fell"}
     return [
-        f"The scales disagree at the end (since step {small[0]:,}): at the smallest scale the "
-        f"dimension {verb[small[2] > 0]} ({_p(small[2], sign=True)}), at scale {scales[-1]} it "
-        f"{verb[large[2] > 0]} ({_p(large[2], sign=True)}, to {_n(large[1])})."
+        f"{readings.text_of('gride').title} differs by scale since step {small[0]:,}: at scale "
+        f"{scales[0]} it {verb[small[2] > 0]} ({_p(small[2], sign=True)}, to {number(small[1])}), "
+        f"at scale {scales[-1]} it {verb[large[2] > 0]} ({_p(large[2], sign=True)}, to "
+        f"{number(large[1])})."
     ]
 
 
@@ -168,66 +229,69 @@ def _late_change(curve: Curve) -> tuple[int, float, float] | None:
     ]
     if not before or curve.steps[before[-1]] == curve.steps[-1] or not curve.values[before[-1]]:
         return None
-    if not curve.differs(before[-1], len(curve) - 1):
+    if not curve.direction(before[-1], len(curve) - 1):
         return None
     start, end = curve.values[before[-1]], curve.values[-1]
     return curve.steps[before[-1]], end, end / start - 1
 
 
-def _entropy(readings: list[Reading]) -> list[str]:
-    curve = curve_of(readings, "attention_entropy")
-    if len(curve) < 2:
-        return [f"attention_entropy/mean: {_n(curve.values[0])} nats."] if len(curve) else []
-    share = (
-        f" ({_p(curve.values[-1] / curve.values[0])} of its start)" if curve.values[0] > 0 else ""
-    )
-    return [
-        f"attention_entropy/mean: {_n(curve.values[0])} nats at {_at(curve, 0)}, "
-        f"{_n(curve.values[-1])} at the end{share}."
-    ]
+def _entropy(readings: Readings) -> list[str]:
+    curve, text = curve_of(readings, "attention_entropy"), readings.text_of("attention_entropy")
+    if not len(curve):
+        return []
+    unit = f" {text.unit}" * bool(text.unit)
+    has_start = len(curve) > 1 and curve.values[0] > 0
+    share = f" ({_p(curve.values[-1] / curve.values[0])} of its start)" if has_start else ""
+    return [f"{text.title}: {_ends(curve, unit)}{share}."]
 
 
-def _alignment(readings: list[Reading]) -> list[str]:
+def _alignment(readings: Readings) -> list[str]:
     curve = mean_abs_over_heads(readings, "qk_cosine")
     if not len(curve):
         return []
-    last = next(reading for reading in reversed(readings) if reading.step == curve.steps[-1])
+    last = next(
+        reading for reading in reversed(readings.readings) if reading.step == curve.steps[-1]
+    )
     cosines = last.column("qk_cosine").by_head().values()
     along = sum(value > 0.5 for value in cosines)
     against = sum(value < -0.5 for value in cosines)
-    end = f", {curve.values[-1]:.2f} at the end" if len(curve) > 1 else ""
     return [
-        f"Mean |qk_cosine| over heads: {curve.values[0]:.2f} at {_at(curve, 0)}{end}; there mean "
-        f"query and mean key point the same way (above 0.5) in {along} of {len(cosines)} heads, "
-        f"and opposite ways (below -0.5) in {against}."
+        f"{readings.text_of('qk_cosine').title}, mean size over heads: {_ends(curve)}. At the end "
+        f"it is above 0.5 in {along} of {len(cosines)} heads, and below -0.5 in {against}."
     ]
 
 
-def _beyond_chance(readings: list[Reading]) -> list[str]:
+def _ends(curve: Curve, unit: str = "") -> str:
+    """Format the first and the last value of a curve, with their steps."""
+    ends = dict.fromkeys((0, len(curve) - 1))
+    return ", ".join(f"{number(curve.values[i])}{unit} at {_at(curve, i)}" for i in ends)
+
+
+def _beyond_chance(readings: Readings) -> list[str]:
     """Describe which heads align beyond chance; nothing where the record has no null of heads."""
     found = queries_and_keys(readings)
     return found.words() if found is not None else []
 
 
-def _profile(readings: list[Reading]) -> list[str]:
+def _profile(readings: Readings) -> list[str]:
     """Describe at which layer the anisotropy is highest at the end, and the profile's shape."""
     last = readings[-1]
     points = [
-        (layer, value, measured(last, "anisotropy", layer=layer).error)
+        (layer, value, measured(last, "anisotropy", layer=layer).margin)
         for layer, value in last.column("anisotropy").by_layer().items()
     ]
     if len(points) < 3:
         return []
     values = [value for _, value, _ in points]
     top = values.index(max(values))
-    error = max(error for _, _, error in points)
+    margin = math.sqrt(2) * max(margin for _, _, margin in points)  # of a difference
     spread = max(values) - min(values)
-    start = f"Anisotropy over depth at the end (step {last.step:,}): "
-    if spread < max(2 * error, _FLAT * max(values)):
+    start = f"{readings.text_of('anisotropy').title} over depth at step {last.step:,}: "
+    if spread < max(margin, _FLAT * max(values)):
         return [f"{start}flat, {min(values):.2f} to {max(values):.2f}; no layer stands out."]
     depth = _depth(top, len(points) - 1)
     ends = f"{values[0]:.2f} at layer {points[0][0]}, {values[-1]:.2f} at layer {points[-1][0]}"
-    shape = _shape(values, max(2 * error, 0.05 * spread))
+    shape = _shape(values, max(margin, 0.05 * spread))
     return [
         f"{start}highest, {max(values):.2f}, at layer {points[top][0]}, {depth} ({ends}); {shape}."
     ]
@@ -237,14 +301,8 @@ def _depth(top: int, last: int) -> str:
     """Describe in words at which depth a layer lies, given its index and that of the last."""
     if top in (0, last):
         return "the first" if top == 0 else "the last"
-    share = top / last
-    return (
-        "in the first quarter"
-        if share < 0.25
-        else "in the last quarter"
-        if share > 0.75
-        else "in the middle"
-    )
+    third = 3 * top // last  # in integers: a third is a rounding error away from 1/3
+    return ("in the first third", "in the middle", "in the last third")[third]
 
 
 def _shape(values: list[float], slack: float) -> str:
@@ -280,25 +338,24 @@ def _climbs(values: list[float], slack: float) -> bool:
     return True
 
 
-def _cost(readings: list[Reading]) -> list[str]:
+def _cost(readings: Readings) -> list[str]:
     curve = plain_curve(readings, lambda reading: reading.overhead)
     if not len(curve):
         return []
-    seconds = sum(reading.seconds for reading in readings)
-    spent = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
     share = curve.values[-1] * 100
-    return [
-        f"geomon took {share:.{1 if share < 10 else 0}f} % of the run's time: {len(readings)} "
-        f"reading{'s' * (len(readings) != 1)}, {spent} in all."
-    ]
+    return [f"geomon took {share:.{1 if share < 10 else 0}f} % of the run's time."]
 
 
 def _at(curve: Curve, index: int) -> str:
     return f"step {curve.steps[index]:,}"
 
 
-def _n(value: float) -> str:
-    return f"{value:.1f}" if abs(value) < 100 else f"{value:.0f}"
+def _last(curve: Curve) -> str:
+    return with_margin(curve.values[-1], curve.margins[-1])
+
+
+def _ended(sentence: str) -> str:
+    return f"{sentence}."
 
 
 def _p(share: float, *, sign: bool = False) -> str:

@@ -1,11 +1,10 @@
 """Assembly: from what a window kept to layers, with their views on one device.
 
 What is decided here (padding, masks, layouts of projections) is decided on the host, on what is
-small. Rows, queries and keys go straight to the device on which they will be measured: where they
-were captured there, they are not moved. For every view that a layer lacks, the reason is kept.
+small. Rows stay where they were captured until a layer is whole: `Layer.to` moves it. For every
+view that a layer lacks, the reason is kept.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +21,7 @@ from geomon.capture.attending.attention import (
     NotUnderstoodError,
     SoftmaxCall,
     read_call,
-    visible_in_scores,
+    read_scores,
 )
 from geomon.capture.attending.max_logit import over_rows
 from geomon.capture.attending.qkv import (
@@ -36,7 +35,6 @@ from geomon.capture.attending.qkv import (
 from geomon.capture.first_pass import (
     SAMPLES,
     BlockCall,
-    SampledRows,
     StackPass,
     attention_key,
     spread_indices,
@@ -55,9 +53,7 @@ from geomon.capture.snapshot import (
     at_places,
     group_by_layer,
 )
-from geomon.capture.tokens.boundaries import Sequences as Packed
-from geomon.capture.tokens.boundaries import sequences_from
-from geomon.capture.tokens.sampling import RowSampler, copy_rows
+from geomon.capture.tokens.sampling import RowSampler, SampledRows, copy_rows
 from geomon.note import Note
 
 _HIDDEN_ONLY = frozenset({"hidden", "last"})
@@ -82,14 +78,9 @@ _DROPPED = (
     "of the model that were replaced while it was watched)"
 )
 _NO_ATTENTION = (
-    "no attention call was seen in the block: it goes neither through transformers' attention "
-    "interface nor through torch.nn.functional.scaled_dot_product_attention, flex_attention or the "
-    "functions of flash attention (called by these names), and no softmax of scores of its tokens "
-    "was seen (linear attention has none)"
-)
-_BY_HAND = (
-    "attention is written out by hand: its scores were seen, and not the queries and keys that it "
-    "attends with"
+    "no attention was seen in the block: neither fused attention (torch's own, flex attention, or "
+    "a kernel that is registered as an operator of torch: one that a package calls by pybind is "
+    "not seen), nor a softmax of scores of its tokens (linear attention has none)"
 )
 _CALLED_AGAIN = (
     "it is called more than once in the block, and only the first call is measured (a second "
@@ -118,23 +109,6 @@ _ROUTED = (
     "tokens of the sequence these are is not known"
 )
 _HEADS_DIFFER = "its heads are modules of their own that differ in their {view}"
-_UNRECOGNISED = (
-    "padding could not be recognised: {share:.0%} of the tokens are one token id at the ends of "
-    "sequences of unequal length, and no mask and no attention says that they are padding: they "
-    "are counted. Pass the model a mask [batch, length] as attention_mask to leave them out"
-)
-_STREAMS = (
-    "the model has {streams} streams of hidden states: each token has {streams} rows, which are "
-    "measured together, and rows of one token that are alike are near-duplicates"
-)
-_LENGTHS_DIFFER = (
-    "padding is known for sequences of another length, and nothing shows it for these: all rows "
-    "count"
-)
-_INVERTED = (
-    "attention hides exactly the tokens that {name} marks as tokens: its values mean the opposite "
-    "of what they mean under this name elsewhere. Turn it, or call the argument padding_mask"
-)
 _NO_TOKENS = "no embedding outside the blocks was given integers of the hidden states' shape"
 _FEWER_TOKENS = (
     "; one was given fewer: some hidden states are of no token of the text (virtual tokens of "
@@ -200,7 +174,7 @@ def build_snapshot(
     layers: list[Layer] = []
     remarks: list[Note] = []
     for stack_pass in passes:
-        stack_pass.settle_padding()
+        stack_pass.settle()
     run = [stack_pass for stack_pass in passes if stack_pass.block_calls]
     for stack_pass in run or passes:
         not_run = no_rows or (_OTHER_THREAD if other_thread else _NOT_RUN)
@@ -220,7 +194,7 @@ def build_snapshot(
     rows = [len(x.entered.indices) for x in run if x.entered is not None]
     dtype = str(first.dtype).removeprefix("torch.") if run else ""
     notes = [*remarks, *notes]
-    info = PassInfo(min(rows, default=0), first.mode, dtype, notes, batch=first.batch)
+    info = PassInfo(min(rows, default=0), first.mode, dtype, notes, batch=first.tokens.checksum)
     return Snapshot([layer.to(device) for layer in [*layers, *matrices]], info)
 
 
@@ -272,7 +246,7 @@ class StackBuilder:
         stack_pass: Pass through the stack.
         sources: Sources of the views that are wanted.
         not_run: Why views are missing where no block of the stack was run.
-        device: Where rows, queries and keys stay; what is small is on the host.
+        device: Where queries and keys as attended go.
         alone: Whether the model has no other stack.
     """
 
@@ -286,13 +260,12 @@ class StackBuilder:
         alone: bool,
     ) -> None:
         self._pass = stack_pass
+        self._tokens = stack_pass.tokens
         self._alone = alone
         self._device = device
         self._sources = sources
         self._not_run = _DROPPED if stack_pass.block_calls else not_run
-        name = stack_pass.contradicted
-        self._inverted = None if name is None else _INVERTED.format(name=name)
-        self._packings: dict[tuple[int, ...], Packed | None] = {}  # by the shape of hidden states
+        self._inverted = self._tokens.padding.contradiction(self._tokens.batch)
         # Of each stack: remarks, by subject, with their layers; rows that are not finite, and rows.
         self._remarks: dict[str, dict[tuple[str, str], list[int]]] = defaultdict(dict)
         self._lost: dict[str, dict[int, tuple[int, int]]] = defaultdict(dict)  # by subject, layer
@@ -356,29 +329,11 @@ class StackBuilder:
             note for s, reasons in self._remarks.items() for note in group_by_layer(reasons, s)
         ]
         notes += [_rows_lost(subject, lost, stack) for subject, lost in self._lost.items()]
-        valid = stack_pass.valid(stack_pass.shape) if stack_pass.shape else None
-        if valid is not None and not bool(valid.all()):
-            share = float((~valid).float().mean())
-            source = (
-                f", going by {stack_pass.padding_source}" if stack_pass.has_inferred_padding else ""
-            )
-            text = "padding, {share:.0%} of the tokens, was left out{source}"
-            notes.append(Note("padding", text, stack, numbers={"share": share, "source": source}))
-        packed = self._packed(stack_pass.shape) if stack_pass.shape else None
-        if packed is not None and stack_pass.streams(stack_pass.shape) < 2:
-            text = (
-                "rows of the batch hold several sequences, told apart by {source}: metrics of "
-                "hidden states and of projected queries and keys count each for itself"
-            )
-            notes.append(Note("packed sequences", text, stack, numbers={"source": packed.source}))
+        notes += self._tokens.notes(stack)
         if stack_pass.hands_on_several:
             notes.append(Note(_SEVERAL, _SEVERAL, stack))
         if stack_pass.restarts:
             notes.append(Note(_RESTARTS, _RESTARTS, stack))
-        if (runs := stack_pass.unrecognised) is not None:
-            share = float((~runs).float().mean())
-            kind = "padding could not be recognised"
-            notes.append(Note(kind, _UNRECOGNISED, stack, numbers={"share": share}))
         return notes
 
     def _remark(self, subject: str, depth: int, remark: str, stack: str) -> None:
@@ -419,10 +374,8 @@ class StackBuilder:
             reason = _LAST if self._pass.stack.entering else _NESTED
             return {}, dict.fromkeys(wanted, reason if ran else self._not_run)
         stack = self._pass.stack.name
-        if self._pass.loses_padding(kept.shape):
-            self._remark(_HIDDEN, depth, _LENGTHS_DIFFER, stack)
-        if (streams := self._pass.streams(kept.shape)) > 1:
-            self._remark(_HIDDEN, depth, _STREAMS.format(streams=streams), stack)
+        for remark in self._tokens.remarks(kept.shape):
+            self._remark(_HIDDEN, depth, remark, stack)
         if self._pass.sharded:
             self._remark(_HIDDEN, depth, "this rank's part of a sharded tensor", stack)
         captured, missing = self._views_of(depth, kept, _HIDDEN)
@@ -434,30 +387,28 @@ class StackBuilder:
 
     def _last_views(self, depth: int, kept: SampledRows) -> tuple[dict[str, Any], dict[str, str]]:
         """Make the views of the last tokens, now that padding is settled."""
-        last, valid = kept.last, self._pass.valid(kept.shape)
+        last = kept.last
         if self._pass.is_routed(kept.shape):
             return {}, dict.fromkeys(_ROW_VIEWS, _ROUTED)
         if last is None:
-            known = self._packed(kept.shape) is not None
+            known = self._tokens.packed(kept.shape) is not None
             return {}, dict.fromkeys(_ROW_VIEWS, _ENDS_LATE if known else _PACKED)
-        places = self._pass.last_places(kept.shape, valid, length_first=self._length_first())
-        among = torch.isin(last.indices, places)
-        if int(among.sum()) < len(places):
+        places = self._tokens.last_of(kept.shape)
+        among = torch.isin(last.indices, places).nonzero().squeeze(1)
+        if len(among) < len(places):
             return {}, dict.fromkeys(_ROW_VIEWS, _LAST_UNKNOWN)
-        values = last.values[among.to(last.values.device)]
-        found = last._replace(values=values, indices=last.indices[among])
-        return self._views_of(depth, found, "last tokens")
+        return self._views_of(depth, last.at(among), "last tokens")
 
     def _views_of(
         self, depth: int, kept: SampledRows, subject: str
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """Make the captured views of sampled rows, without those that are not finite."""
         stack = self._pass.stack.name
-        hidden = kept.values.to(self._device)
+        hidden = kept.values
         finite = hidden.isfinite().all(dim=1).cpu()
         if not finite.all():
             self._lost[subject][depth] = int((~finite).sum()), len(hidden)
-            hidden = hidden[finite.to(self._device)]
+            hidden = hidden[finite.to(hidden.device)]
         captured: dict[str, Any] = {
             "hidden": hidden,
             "precision": torch.finfo(self._pass.dtype).eps,
@@ -467,81 +418,19 @@ class StackBuilder:
             missing["positions"] = _ROUTED
             self._remark(subject, depth, _ROUTED, stack)
         else:
-            captured["positions"] = self._positions(kept)[finite]
-        numbers = self._sequences(kept.indices, kept.shape)
+            captured["positions"] = self._tokens.positions(kept.indices, kept.shape)[finite]
+        numbers = self._tokens.numbers(kept.indices, kept.shape)
         if numbers is not None:
             captured["sequences"] = numbers[finite]
         else:
             missing["sequences"] = _PACKED
-        ids = self._pass.ids_as(kept.shape)
-        if ids is None:
-            return captured, missing | {"token_ids": _NO_TOKENS + _FEWER_TOKENS * self._has_fewer()}
-        return captured | {"token_ids": ids.flatten().cpu()[kept.indices][finite]}, missing
-
-    def _has_fewer(self) -> bool:
-        """Whether a table was given fewer token ids than there are hidden states of a sequence.
-
-        Where there are several stacks, they may be those of another one.
-        """
-        shape, given = self._pass.shape, [x.ids.shape for x in self._pass.lookups]
-        alike = [ids for ids in given if len(ids) == len(shape) == 2 and ids[0] == shape[0] > 1]
-        return self._alone and any(ids[1] < shape[1] for ids in alike)
-
-    def _positions(self, kept: SampledRows) -> Tensor:
-        """Return the position of each row in its sequence or in its feature map."""
-        packed = self._packed(kept.shape)
-        if packed is not None:
-            return packed.places.flatten()[kept.indices]
-        inner = math.prod(kept.shape[1:])
-        if len(kept.shape) == 1:
-            return kept.indices
-        return kept.indices // inner if self._length_first() else kept.indices % inner
-
-    def _sequences(self, indices: Tensor, shape: tuple[int, ...], role: str = "") -> Tensor | None:
-        """Return the number of the sequence, or of the feature map, that each row is of."""
-        packed = None if role else self._packed(shape)
-        if packed is not None:
-            return packed.numbers.flatten()[indices]
-        if len(shape) == 1:
-            return None
-        inner = math.prod(shape[1:])
-        return indices % inner if self._length_first() else indices // inner
-
-    def _packed(self, shape: tuple[int, ...]) -> Packed | None:
-        """Return the sequences in the rows of the batch, where a row holds several."""
-        if shape not in self._packings:
-            self._packings[shape] = self._pass.sequences(
-                shape, self._pass.valid(shape), length_first=self._length_first()
-            ) or self._packed_by_attention(shape)
-        return self._packings[shape]
-
-    def _packed_by_attention(self, shape: tuple[int, ...]) -> Packed | None:
-        """Return the sequences in the one row of a batch that attention keeps apart.
-
-        It hides one from another, or takes the row as sequences.
-        """
-        length, begins = math.prod(shape), self._pass.begins
-        if begins is None or len(begins) != length:
-            calls = [c for call in self._pass.block_calls for c in call.attention_calls.values()]
-            if len(shape) > 1 or not calls or math.prod(calls[0].shape) != length:
-                return None
-            begins = torch.arange(length, dtype=torch.int64, device="cpu") % calls[0].shape[1] == 0
-        valid = self._pass.valid(shape)
-        tokens = None if valid is None else valid.view(1, -1)
-        found = sequences_from(begins.cpu().view(1, -1), tokens, "attention")
+        found = self._tokens.ids.find(kept.shape)
         if found is None:
-            return None
-        return found._replace(numbers=found.numbers.view(shape), places=found.places.view(shape))
-
-    def _length_first(self) -> bool:
-        """Whether hidden states are [length, batch, width], by modules, calls or token ids."""
-        shape = self._pass.shape
-        calls = [c for call in self._pass.block_calls for c in call.attention_calls.values()]
-        if self._pass.length_first:
-            return True
-        if len(shape) != 2 or shape[0] == shape[1] or not calls:
-            return self._pass.turned
-        return any(call.shape == shape[::-1] for call in calls)
+            # Where there are several stacks, they may be those of another one.
+            fewer = self._alone and self._tokens.ids.fewer_than(self._pass.shape)
+            return captured, missing | {"token_ids": _NO_TOKENS + _FEWER_TOKENS * fewer}
+        ids = found.layout.arrange(found.lookup.ids)
+        return captured | {"token_ids": ids.flatten().cpu()[kept.indices][finite]}, missing
 
     # -- heads -------------------------------------------------------------------------------------
 
@@ -564,7 +453,7 @@ class StackBuilder:
             return captured, missing
         attention = block.attentions[index] if index < len(block.attentions) else None
         try:
-            query, key = _split_projected(block_call, index, attention, self._pass, self._device)
+            query, key = _split_projected(block_call, index, attention, self._pass)
         except UndecidedError as error:
             if "query" not in captured:
                 return captured, missing | dict.fromkeys(_PROJECTED_VIEWS, str(error))
@@ -574,15 +463,14 @@ class StackBuilder:
             self._remark(PROJECTED, depth, remark, stack)
         else:
             sequences = self._projected_sequences(block_call, index)
-        captured["projected_query"] = query.to(self._device)
-        captured["projected_key"] = key.to(self._device)
+        captured |= {"projected_query": query, "projected_key": key}
         if sequences is not None:
             captured |= dict(zip(_PROJECTED_SEQUENCES, sequences, strict=True))
         return captured, missing
 
     def _goes_across(self, call: AttentionCall | SoftmaxCall, captured: dict[str, Any]) -> bool:
         """Whether queries see keys of another sequence of their row, by the last of the queries."""
-        packed = self._packed(self._pass.shape)
+        packed = self._tokens.packed(self._pass.shape)
         if packed is None or tuple(packed.numbers.shape) != call.shape:
             return False
         numbers = packed.numbers[call.sequences]
@@ -603,7 +491,8 @@ class StackBuilder:
         if query is None:
             return None
         one, other = (
-            self._sequences(kept.indices, kept.shape, kept.role) for kept in (query, key or query)
+            self._tokens.numbers(kept.indices, kept.shape, kept.role)
+            for kept in (query, key or query)
         )
         return None if one is None or other is None else (one, other)
 
@@ -618,15 +507,19 @@ class StackBuilder:
             reason = f"attention is not rebuilt here: {refusal}"
         if call is not None:
             try:
-                captured = read_call(call, self._pass.valid_queries(call), self._device)
+                valid = self._tokens.valid_at(call.shape, call.sequences, call.places)
+                captured = read_call(call, valid, self._device)
                 captured |= self._max_logits(block_call.max_logits.get(index, ()))
+                if isinstance(call, SoftmaxCall) and call.joined and "max_logits" in captured:
+                    sink = captured.get("sink")
+                    captured["max_logits"] += torch.nan if sink is None else sink.cpu()
             except NotUnderstoodError as error:
                 reason = f"attention is not rebuilt here: {error}"
             except Exception as error:  # hidden states, and other layers, do not depend on it
                 reason = f"attention could not be rebuilt: {type(error).__name__}: {error}"
             else:
-                if isinstance(call, SoftmaxCall):
-                    return captured, dict.fromkeys(_QUERY_VIEWS, _BY_HAND)
+                if isinstance(call, SoftmaxCall) and "query" not in captured:
+                    return captured, dict.fromkeys(_QUERY_VIEWS, call.why_unknown)
                 return captured, {}
         return {}, dict.fromkeys((*_QUERY_VIEWS, "visible", "scores", "max_logits"), reason)
 
@@ -636,7 +529,7 @@ class StackBuilder:
             return {}
         largest = torch.stack(
             [
-                over_rows(rows.cpu(), self._pass.valid_in((rows.shape[0], rows.shape[2])))
+                over_rows(rows.cpu(), self._tokens.padding.valid((rows.shape[0], rows.shape[2])))
                 for rows in calls
             ]
         ).amax(dim=0)
@@ -690,7 +583,6 @@ def _split_projected(
     index: int,
     attention: Attention | None,
     stack_pass: StackPass,
-    device: torch.device,
 ) -> tuple[Tensor, Tensor]:
     """Split queries and keys as projected into heads, [rows, heads, head width] each.
 
@@ -717,9 +609,10 @@ def _split_projected(
     sample = block_call.samples.get((index, "query"))
     sample = None if sample is None else sample.cpu()
     same = call is not None and stack_pass.as_batch(query.shape, block_call) == call.shape
+    same = same and _sees_all(call)
     if kind == "fused":
         evidence = _evidence(call) if call is not None and same else None
-        return split_fused(query.values.to(device), sample, evidence, sizes)
+        return split_fused(query.values, sample, evidence, sizes)
     assert key is not None
     if kind == "latent":
         shared = block_call.projected.get((index, "shared"))
@@ -727,14 +620,14 @@ def _split_projected(
         if shared is None or call is None or not same or any(rows is None for rows in samples):
             raise UndecidedError("nothing was seen as attended that could verify the latent keys")
         return split_latent(
-            [rows.values.to(device) for rows in (query, key, shared)],
+            [rows.values for rows in (query, key, shared)],
             [rows.cpu() for rows in samples if rows is not None],
             _evidence(call), sizes, attention.projections.latent_width,
         )  # fmt: skip
     gated = sizes.heads and query.values.shape[-1] == 2 * sizes.heads * (sizes.head_width or 0)
     evidence = _evidence(call) if call is not None and same and gated else None
     return split_separate(
-        query.values.to(device), key.values.to(device), sizes,
+        query.values, key.values, sizes,
         halves=kind == "halves", sample=sample, evidence=evidence,
     )  # fmt: skip
 
@@ -744,9 +637,19 @@ def _sizes(attention: Attention, call: AttentionCall | SoftmaxCall | None) -> Si
     found = attention.sizes
     if isinstance(call, AttentionCall):
         return found._replace(heads=call.heads, head_width=call.given.query.shape[-1])
+    if isinstance(call, SoftmaxCall) and call.query is not None:
+        return found._replace(heads=call.heads, head_width=call.query.shape[-1])
     if isinstance(call, SoftmaxCall):
         return find_sizes(attention.projections, [_Heads(call.heads), attention.module])
     return found
+
+
+def _sees_all(call: AttentionCall | SoftmaxCall | None) -> bool:
+    """Whether there is a key for each query: windows and pooled keys tell less of a layout."""
+    if call is None:
+        return False
+    keys = call.scores.shape[3] if isinstance(call, SoftmaxCall) else call.given.key.shape[2]
+    return keys >= call.shape[1]
 
 
 class _Heads(NamedTuple):
@@ -765,15 +668,19 @@ def _evidence(call: AttentionCall | SoftmaxCall) -> Evidence:
 
     places = call.places.flatten()[chosen, None].expand(-1, 2)
     if isinstance(call, SoftmaxCall):
-        visible = visible_in_scores(call)
-        scores = call.scores.cpu().masked_fill(~visible, torch.nan)
-        index = call.places[:, None, :, None].expand(-1, call.heads, -1, 1)
-        own = scores.gather(3, index).squeeze(3)
-        seen = rows(visible.sum(dim=3))[:, :1]
-        return Evidence(None, None, rows(own), torch.cat([places[:, :1], seen], dim=1))
-    earlier = call.given.key.shape[2] - call.shape[1]  # keys kept from before (a cache of keys)
-    key = at_places(call.given.key, call.places + earlier)
-    query, faced = rows(call.given.query), rows(key)
+        views = read_scores(call)
+        if "query" not in views:
+            visible = views["visible"]
+            scores = views["scores"].masked_fill(~visible, torch.nan)
+            index = call.places[:, None, :, None].expand(-1, call.heads, -1, 1)
+            own = scores.gather(3, index).squeeze(3)
+            seen = rows(visible.sum(dim=3))[:, :1]
+            return Evidence(None, None, rows(own), torch.cat([places[:, :1], seen], dim=1))
+        query, key = views["query"], views["key"]
+    else:
+        query, key = call.given.query, call.given.key
+    earlier = key.shape[2] - call.shape[1]  # keys kept from before (a cache of keys)
+    query, faced = rows(query), rows(at_places(key, call.places + earlier))
     return Evidence(query.norm(dim=-1), faced.norm(dim=-1), None, places, query, faced)
 
 

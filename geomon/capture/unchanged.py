@@ -1,41 +1,87 @@
 """Unchanged: what an extra forward pass must leave as it was."""
 
 import functools
+import logging
+import operator
 import random
 import sys
-from collections.abc import Callable, Iterator
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+log = logging.getLogger("geomon")
 
 Action = Callable[[], Any]
+
+# Containers that are looked into, by the class whose methods do it: the first that fits.
+_CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, deque, set, tuple)
+_EXACT = frozenset(_CONTAINERS)
+# Containers in containers, down to this many below an attribute; larger ones are not looked into.
+_DEPTH = 4
+_MOST_ITEMS = 1000
+_MOST_COPIED = 8 * 2**20  # bytes of all copies of parameters
+_MOST_BYTES = 2**20  # of one array
+_UNCHANGING = frozenset({type(None), bool, int, float, complex, str, bytes, types.FunctionType})
+_PLAIN = (Tensor, nn.Parameter)  # and no subclass: such may have no storage of its own
+_HAS_VERSIONS = hasattr(Tensor, "_version")
+# Modules with a state of their own elsewhere, of which only training flags and buffers are kept.
+_WRAPPERS = (torch.jit.ScriptModule, nn.parallel.DistributedDataParallel)
+# What FSDP1 has no public names for.
+_FSDP1 = ("uses_sharded_strategy", "needs_unshard", "reshard", "post_reshard", "_prefetched")
+
+# Tensors that an extra pass has changed for good, by their addresses.
+_written: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 
 
 @contextmanager
 def left_unchanged(model: nn.Module) -> Iterator[None]:
     """Run a body without autograd, and put back whatever it changes in the model and the process.
 
-    These are the random states of torch, NumPy and Python, the training flags, all buffers and the
-    tensors and numbers that modules have as plain attributes (a forward pass may grow a table of
-    rotations, count its calls or watch ranges), and the cache of autocast. Parameters that FSDP
-    gathered are sharded again.
+    Put back are
+
+    - the random states of torch, NumPy and Python, and those of generators that modules hold;
+    - the attributes of all modules, among them parameters, buffers, submodules, hooks and training
+      flags: the same objects. Lists, dicts, deques and sets have their former contents, as do
+      containers in them, 4 deep (those of more than 1,000 items are not looked into); tensors and
+      arrays of at most 1 MiB have their former values;
+    - values of parameters and of tensors with a graph, of which at most 8 MiB are copied: those
+      without gradient and small ones first;
+    - caches of autocast and of `torch.nn.utils.parametrize.cached`, and parameters that FSDP
+      gathered.
+
+    Other objects of the user's are not looked into. A tensor without a copy that has been written
+    into is named in a warning, and no further extra pass is made on the model. A hook that is
+    placed or taken away in the body has to be taken away or placed there again.
 
     Args:
         model: Any module.
+
+    Raises:
+        ValueError: No extra pass may be made: parameters have no values yet, an earlier pass left
+            changes behind, or this release of torch does not let something be put back.
     """
     restore: list[Action] = []
     _keep_random_states(model, restore.append)
     _keep_switches(restore.append)
-    restore.append(lambda: _reshard(model))
-    _keep_state(model, restore.append)
+    _keep_cached_weights(model, restore.append)
+    state = _ModelState(model, restore.append)
+    restore.append(functools.partial(_reshard, model))  # first of all: it exchanges parameters
     kept = _Kept(restore)
-    with kept, kept:  # twice: Ctrl-C may come as the inner one begins to restore
-        torch.set_grad_enabled(False)
-        # Weights that autocast keeps from here would be without gradient in training.
-        torch.set_autocast_cache_enabled(False)
-        yield
+    try:
+        with kept, kept:  # twice: Ctrl-C may come as the inner one begins to restore
+            torch.set_grad_enabled(False)
+            # Weights that autocast keeps from here would be without gradient in training.
+            torch.set_autocast_cache_enabled(False)
+            yield
+    finally:
+        state.report_written()
 
 
 @contextmanager
@@ -43,7 +89,7 @@ def random_states_kept(model: nn.Module) -> Iterator[None]:
     """Run a body, and put the random states of torch, NumPy and Python back afterwards.
 
     Args:
-        model: Any module; the random state of its device is put back too.
+        model: Any module; the random states of its devices are put back too.
     """
     restore: list[Action] = []
     _keep_random_states(model, restore.append)
@@ -83,26 +129,7 @@ class _Kept:
             raise failure
 
 
-def refuse_lazy(model: nn.Module) -> None:
-    """Refuse a model that has parameters without values, which its first forward pass makes.
-
-    An extra pass would make them in place of training's own, from other random numbers.
-
-    Args:
-        model: Any module.
-
-    Raises:
-        ValueError: There is such a parameter.
-    """
-    for name, value in (*model.named_parameters(), *model.named_buffers()):
-        if nn.parameter.is_lazy(value):
-            raise ValueError(
-                f"{name} has no values yet (torch.nn.Lazy...): run the model once "
-                "before an extra pass is made on it"
-            )
-
-
-# -- random states -------------------------------------------------------------------------------
+# -- the process ---------------------------------------------------------------------------------
 
 
 def _keep_random_states(model: nn.Module, keep: Callable[[Action], None]) -> None:
@@ -111,10 +138,10 @@ def _keep_random_states(model: nn.Module, keep: Callable[[Action], None]) -> Non
     if numpy is not None:
         keep(functools.partial(numpy.set_state, numpy.get_state()))
     keep(functools.partial(torch.set_rng_state, torch.get_rng_state()))
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    if device.type not in ("cpu", "meta"):
-        module = torch.get_device_module(device)
-        keep(functools.partial(module.set_rng_state, module.get_rng_state(device), device))
+    for device in {parameter.device for parameter in model.parameters()}:
+        if device.type not in ("cpu", "meta"):
+            module = torch.get_device_module(device)
+            keep(functools.partial(module.set_rng_state, module.get_rng_state(device), device))
 
 
 def _keep_switches(keep: Callable[[Action], None]) -> None:
@@ -123,80 +150,257 @@ def _keep_switches(keep: Callable[[Action], None]) -> None:
     keep(functools.partial(torch.set_grad_enabled, grad))
 
 
-# -- flags, buffers and attributes ---------------------------------------------------------------
+def _keep_cached_weights(model: nn.Module, keep: Callable[[Action], None]) -> None:
+    """Keep what `parametrize.cached` holds: a weight of the pass would be without gradient."""
+    cache = getattr(parametrize, "_cache", None)
+    if isinstance(cache, dict):
+        keep(functools.partial(_put_parts_back, cache, dict, _parts(cache, dict)))
+    elif any(map(parametrize.is_parametrized, model.modules())):
+        raise ValueError(
+            "this release of torch does not show which parametrised weights are cached: no extra "
+            "pass is made on a model that has some"
+        )
 
 
-def _keep_state(model: nn.Module, keep: Callable[[Action], None]) -> None:
-    """Keep flags, buffers and plain attributes: the same objects, with the same values."""
-    flat = _is_fsdp1(model)  # its parameters are plain attributes, gathered and freed
-    for module in model.modules():
-        keep(functools.partial(setattr, module, "training", module.training))
-        _keep_buffers(module, keep)
-        if not flat:
-            _keep_attributes(module, keep)
+# -- the model -----------------------------------------------------------------------------------
 
 
-def _keep_buffers(module: nn.Module, keep: Callable[[Action], None]) -> None:
-    buffers, transient = module._buffers, module._non_persistent_buffers_set
-    objects, names = dict(buffers), set(transient)
-    for value in objects.values():
-        if value is not None:
-            keep(_keep_values(value))
+class _ModelState:
+    """What modules hold: kept by identity, and by value where it can be written into.
 
-    def restore() -> None:
-        if not _same_objects(buffers, objects):
-            buffers.clear()
-            buffers.update(objects)
-        if transient != names:
-            transient.clear()
-            transient.update(names)
+    Args:
+        model: The model.
+        keep: Takes what puts something back.
 
-    keep(restore)
+    Raises:
+        ValueError: An earlier pass has changed the model.
+    """
+
+    def __init__(self, model: nn.Module, keep: Callable[[Action], None]) -> None:
+        self._model = model
+        self._keep = keep
+        # FSDP exchanges parameters as it gathers them; FSDP1 keeps them as attributes too.
+        flat = _of_fsdp(model, "FullyShardedDataParallel")
+        for module in flat:
+            _refuse_unknown(module)
+        self._flat = bool(flat)
+        self._sharded = self._flat or bool(_of_fsdp(model, "FSDPModule"))
+        self._seen: dict[int, Any] = {}  # by address: alive as long as this
+        self._modules: list[nn.Module] = []
+        # Plain tuples: thousands of closures would have garbage collected.
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._containers: list[tuple[Any, Any, list[Any]]] = []
+        self._empty: list[Any] = []
+        self._values: list[tuple[Tensor, Tensor, Tensor | None, int, bool]] = []
+        self._costly: list[Tensor] = []  # parameters, and tensors of a graph
+        self._watched: list[tuple[Tensor, int]] = []  # tensors without a copy, and their versions
+        self._add_modules(model)
+        for module in self._modules:  # those that are found in containers come in the end
+            self._keep_module(module)
+        self._keep_costly()
+        keep(functools.partial(_each, _put_values_back, self._values))
+        keep(functools.partial(_each, _put_parts_back, self._containers))
+        keep(functools.partial(_each, _put_attributes_back, self._attributes))
+        keep(self._clear_empty)
+
+    def report_written(self) -> None:
+        """Warn of tensors without a copy that the pass wrote into."""
+        written = [tensor for tensor, version in self._watched if _version(tensor) != version]
+        if not written:
+            return
+        _written.update((id(tensor), tensor) for tensor in written)
+        log.warning(
+            "the forward pass of %s writes into %s: an extra pass has changed it for good, as it "
+            "was too large to be copied, and no other is made",
+            type(self._model).__name__,
+            self._named(written),
+        )
+
+    def _named(self, tensors: list[Tensor]) -> str:
+        found = set(map(id, tensors))
+        model = self._model
+        named = (*model.named_parameters(), *model.named_buffers())
+        names = [name for name, value in named if id(value) in found]
+        return ", ".join(names[:3]) or "a tensor in a container"
+
+    def _clear_empty(self) -> None:
+        for container in self._empty:
+            if container:
+                container.clear()
+
+    def _add_modules(self, module: nn.Module) -> None:
+        for each in module.modules():
+            if id(each) not in self._seen:
+                self._seen[id(each)] = each
+                self._modules.append(each)
+
+    def _keep_module(self, module: nn.Module) -> None:
+        attributes = vars(module)
+        if isinstance(module, _WRAPPERS) or self._flat:
+            self._keep(functools.partial(setattr, module, "training", module.training))
+            self._keep_each([*module.buffers(recurse=False)], 0)
+            return
+        kept = attributes.copy()
+        self._keep_each(kept.values(), 0)
+        self._attributes.append((attributes, kept))
+
+    def _keep_each(self, values: Iterable[Any], depth: int) -> None:
+        for value in values:
+            kind = type(value)  # not isinstance: a weak reference may have lost its object
+            if kind in _UNCHANGING or id(value) in self._seen:
+                continue
+            if kind in _EXACT and not value:  # most by far
+                self._empty.append(value)
+                continue
+            if issubclass(kind, nn.Module):
+                self._add_modules(value)
+                continue
+            self._seen[id(value)] = value
+            if issubclass(kind, Tensor):
+                self._keep_tensor(value)
+            elif (base := _base(kind)) is not None:
+                self._keep_container(value, base, depth)
+            elif (restore := _keep_object(value, kind)) is not None:
+                self._keep(restore)
+
+    def _keep_container(self, container: Any, base: Any, depth: int) -> None:
+        parts = _parts(container, base)
+        if len(parts) <= _MOST_ITEMS and depth < _DEPTH:
+            if self._sharded and any(issubclass(type(part), nn.Parameter) for part in parts):
+                return
+            self._keep_each(parts, depth + 1)
+        if base is not tuple:
+            self._containers.append((container, base, parts))
+
+    def _keep_tensor(self, tensor: Tensor) -> None:
+        if nn.parameter.is_lazy(tensor):  # a pass would make it, from other random numbers
+            raise ValueError(
+                f"{self._named([tensor])} has no values yet (torch.nn.Lazy...): run the model once "
+                "before an extra pass is made on it"
+            )
+        if _written.get(id(tensor)) is tensor:
+            raise ValueError(
+                f"an earlier extra pass changed {self._named([tensor])}, into which the forward "
+                "pass writes: no other is made"
+            )
+        # An activation of the last step may be as large as parameters; isinstance takes long.
+        if issubclass(type(tensor), nn.Parameter) or tensor.grad_fn is not None:
+            self._costly.append(tensor)
+        else:
+            self._keep_values(tensor, affordable=True)
+
+    def _keep_costly(self) -> None:
+        """Copy parameters, those without gradient and small ones first; watch all others."""
+        if self._sharded:
+            return
+        left = _MOST_COPIED
+        for tensor in sorted(self._costly, key=lambda x: (x.requires_grad, x.numel())):
+            left -= tensor.numel() * tensor.element_size()
+            self._keep_values(tensor, affordable=left >= 0)
+
+    def _keep_values(self, tensor: Tensor, *, affordable: bool) -> None:
+        plain = type(tensor) in _PLAIN and tensor.layout == torch.strided and not tensor.is_nested
+        copy = tensor.detach().clone() if plain and affordable and not tensor.is_meta else None
+        if plain:
+            kept = tensor, tensor.data, copy, _version(tensor), tensor.requires_grad
+            self._values.append(kept)
+        if copy is None:
+            self._watched.append((tensor, _version(tensor)))
+            if not _HAS_VERSIONS:
+                _warn_without_versions()
 
 
-def _same_objects(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return list(one) == list(other) and all(one[name] is other[name] for name in one)
+def _each(function: Callable[..., None], items: list[tuple[Any, ...]]) -> None:
+    """Call a function on the parts of each item; the first error is raised in the end."""
+    failure: Exception | None = None
+    for item in items:
+        try:
+            function(*item)
+        except Exception as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
 
 
-def _keep_attributes(module: nn.Module, keep: Callable[[Action], None]) -> None:
-    attributes = vars(module)
-    objects = {name: value for name, value in attributes.items() if _is_plain(value)}
-    known = set(attributes)
-    for value in objects.values():
-        if isinstance(value, Tensor):
-            keep(_keep_values(value))
-
-    def restore() -> None:
-        for name, value in objects.items():
-            if attributes.get(name) is not value:
-                attributes[name] = value
-        for name in set(attributes) - known:
-            if _is_plain(attributes[name]):
-                del attributes[name]
-
-    keep(restore)
+# -- values --------------------------------------------------------------------------------------
 
 
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, Tensor) or type(value) in (int, float)
+def _put_attributes_back(attributes: dict[str, Any], kept: dict[str, Any]) -> None:
+    for name, value in kept.items():
+        if name not in attributes or attributes[name] is not value:
+            attributes[name] = value
+    for name in attributes.keys() - kept.keys():
+        del attributes[name]
 
 
-def _keep_values(tensor: Tensor) -> Callable[[], None]:
-    """Copy a tensor; returns what writes the copy back, if the tensor has changed."""
-    if tensor.device.type == "meta":
-        return lambda: None
-    kept, version = tensor.detach().clone(), _version(tensor)
+def _base(kind: type) -> Any:
+    """Find the class whose methods read and write a container; None for any other object."""
+    return next((base for base in _CONTAINERS if issubclass(kind, base)), None)
 
-    def restore() -> None:
-        own = tensor.detach()
-        if _version(tensor) != version or not torch.equal(own, kept):
-            own.copy_(kept)
 
-    return restore
+def _parts(container: Any, base: Any) -> list[Any]:
+    """List the items of a container; of a dict, keys and values."""
+    if issubclass(base, dict):
+        return [*base.keys(container), *base.values(container)]
+    return [*base.__iter__(container)]
+
+
+def _put_parts_back(container: Any, base: Any, parts: list[Any]) -> None:
+    now = _parts(container, base)
+    if len(now) == len(parts) and all(map(operator.is_, now, parts)):
+        return
+    base.clear(container)
+    if issubclass(base, dict):
+        half = len(parts) // 2
+        for key, value in zip(parts[:half], parts[half:], strict=True):
+            base.__setitem__(container, key, value)
+    elif base is set:
+        base.update(container, parts)
+    else:
+        base.extend(container, parts)
+
+
+def _put_values_back(
+    tensor: Tensor, data: Tensor, copy: Any, version: int, requires_grad: bool
+) -> None:
+    # `parameter.data = other` is undone, but where there was none before: DeepSpeed gathers it.
+    if data.numel() and (tensor.data_ptr() != data.data_ptr() or tensor.shape != data.shape):
+        tensor.data = data
+    whole = copy is not None and tensor.shape == copy.shape
+    if whole and (_version(tensor) != version or not torch.equal(tensor.data, copy)):
+        tensor.data.copy_(copy)  # autograd need not know: these are the values that it saw
+    if tensor.requires_grad != requires_grad and tensor.is_leaf:
+        tensor.requires_grad_(requires_grad)
 
 
 def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+    return tensor._version if _HAS_VERSIONS and not tensor.is_inference() else -1
+
+
+@functools.cache
+def _warn_without_versions() -> None:
+    log.warning(
+        "this release of torch counts no versions of tensors: whether an extra pass writes into "
+        "large parameters is not found out"
+    )
+
+
+def _keep_object(value: Any, kind: type) -> Action | None:
+    """Keep the state of a random generator, or a small array; None for any other object."""
+    if issubclass(kind, torch.Generator):
+        return functools.partial(value.set_state, value.get_state())
+    if kind is random.Random:
+        return functools.partial(value.setstate, value.getstate())
+    numpy: Any = sys.modules.get("numpy")
+    numbers: Any = sys.modules.get("numpy.random")
+    if numbers is not None and issubclass(kind, numbers.Generator):
+        return functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    if numbers is not None and issubclass(kind, numbers.RandomState):
+        return functools.partial(value.set_state, value.get_state())
+    small = numpy is not None and kind is numpy.ndarray and value.nbytes <= _MOST_BYTES
+    if small and value.flags.writeable:
+        return functools.partial(numpy.copyto, value, value.copy())
+    return None
 
 
 # -- sharding ------------------------------------------------------------------------------------
@@ -208,28 +412,39 @@ def _reshard(model: nn.Module) -> None:
     FSDP keeps its outermost parameters after a forward pass, for a backward pass that never comes
     here. An optimizer step in between would leave the next forward pass with old weights.
     """
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    for module in model.modules() if fsdp is not None else ():
-        if isinstance(module, fsdp.FSDPModule):
-            module.reshard()
-        elif isinstance(module, fsdp.FullyShardedDataParallel):
-            _reshard_flat(module)
+    for module in _of_fsdp(model, "FSDPModule"):
+        module.reshard()
+    for module in _of_fsdp(model, "FullyShardedDataParallel"):
+        _reshard_flat(module)
 
 
-def _is_fsdp1(model: nn.Module) -> bool:
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and any(
-        isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()
-    )
+def _of_fsdp(model: nn.Module, name: str) -> list[Any]:
+    """List the modules of a model that are of a class of FSDP."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), name, None)
+    return [] if kind is None else [x for x in model.modules() if isinstance(x, kind)]
+
+
+def _refuse_unknown(module: Any) -> None:
+    """Refuse an FSDP1 module that could not be sharded again.
+
+    Raises:
+        ValueError: This release of torch has renamed what `_reshard_flat` calls.
+    """
+    handle = getattr(module, "_handle", module)  # which has none of the names
+    if handle is not None and not all(hasattr(handle, name) for name in _FSDP1):
+        raise ValueError(
+            "no extra pass is made on a FullyShardedDataParallel of this release of torch: its "
+            "parameters could not be sharded again (fully_shard can)"
+        )
 
 
 def _reshard_flat(module: Any) -> None:
     """Shard the parameters of one FSDP1 module again, for which FSDP1 has no public function."""
-    handle = getattr(module, "_handle", None)
+    handle = module._handle
     if handle is not None and handle.uses_sharded_strategy and not handle.needs_unshard():
         handle.reshard(True)
         handle.post_reshard()
         handle._prefetched = False
 
 
-__all__ = ["left_unchanged", "random_states_kept", "refuse_lazy"]
+__all__ = ["left_unchanged", "random_states_kept"]

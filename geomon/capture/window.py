@@ -9,9 +9,8 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -26,35 +25,27 @@ from geomon.capture.attending.attention import (
     NotUnderstoodError,
     SoftmaxCall,
     local_shard,
-    read_arguments,
     record_call,
-    tensors_of,
 )
 from geomon.capture.attending.by_hand import (
     SEVERAL_SOFTMAXES,
     Known,
-    arrange_call,
     arrange_scores,
-    has_weights,
     is_second_softmax,
-    record_product,
     record_softmax,
-    weight_storages,
 )
-from geomon.capture.attending.fused import read_flash, read_flex
+from geomon.capture.attending.fused import read_flash, read_flex, read_sdpa
 from geomon.capture.attending.max_logit import max_logits_of_call, max_logits_of_scores
 from geomon.capture.attending.qkv import copy_multihead_weights
-from geomon.capture.calling.calls import unwatch_calls, unwrap, watch_calls
+from geomon.capture.calling.calls import calls_compiled, unwatch_calls, unwrap, watch_calls
 from geomon.capture.calling.patches import (
     in_extra_pass,
     run_eagerly,
-    watch_attention,
     without_fast_path,
 )
 from geomon.capture.first_pass import (
     LANDMARKS,
     BlockCall,
-    SampledRows,
     StackPass,
     attention_key,
     spread_indices,
@@ -68,21 +59,21 @@ from geomon.capture.snapshot import (
     Layer,
     Snapshot,
 )
-from geomon.capture.tokens.boundaries import find_places
-from geomon.capture.tokens.lookups import Lookup, rows_of
-from geomon.capture.tokens.padding import (
-    OF_DECODER,
-    find_padding_masks,
-    find_possible_masks,
-    hidden_keys,
+from geomon.capture.tap import Provenance, Tap, unseen
+from geomon.capture.tokens.sampling import (
+    MemoryLimit,
+    RowSampler,
+    SampledRows,
+    copy_rows,
+    move_width_last,
 )
-from geomon.capture.tokens.sampling import MemoryLimit, RowSampler, copy_rows, move_width_last
+from geomon.capture.tokens.table_calls import TableCalls
+from geomon.capture.tokens.token_ids import TokenIds
 from geomon.note import Note
 
 _FORCED = (
     "compiled code of the training ran eagerly while it was watched: dropout draws other random "
-    "numbers there, and the memory may be more. A compiled function hides its modules: compile the "
-    "model instead (model.compile() or torch.compile(model)), or measure by a probe"
+    "numbers there, and the memory may be more: measure by a probe"
 )
 
 
@@ -103,7 +94,7 @@ _LEFT_OUT = (
 
 
 # What reads the arguments of a call of fused attention, by its route.
-_FUSED = {"flex": read_flex, "flash": read_flash}
+_FUSED = {"sdpa": read_sdpa, "flex": read_flex, "flash": read_flash}
 
 
 class Window:
@@ -168,11 +159,9 @@ class Window:
         # What is done as the call of a module begins, and when it has returned, by its address.
         self._before: dict[int, list[Callable[..., None]]] = {}
         self._after: dict[int, list[Callable[..., None]]] = {}
-        # Arguments of the calls around embedding tables that are running, by the address of the
-        # module, and how often a table had been called before.
-        self._embedding: dict[int, tuple[tuple[Any, ...], int]] = {}
-        self._embedded = 0
-        self._passed: set[int] = set()  # storages of integers that the model was given
+        self._tables = TableCalls(
+            anatomy.of_output, functools.partial(_ids_to_come, self._passes), local_shard
+        )
         # Passes whose final norm is running, by the address of the norm.
         self._norming: dict[int, StackPass] = {}
         # Calls of blocks that are running, outermost first; None for one that does not count.
@@ -182,6 +171,10 @@ class Window:
         self._attends_outside = False  # attention was called outside the blocks
         self._twin_records = False  # whether the call that a twin is run for records gradients
         self._forced_eager = False  # whether compiled code of the training was run eagerly
+        self._tap: Tap | None = None  # what sees attention, while the window is open
+        self._sees_above = True  # whether operators around the blocks are seen too
+        self._blocks: set[int] = set()  # addresses of the blocks and of their parts
+        self._hiding: set[int] = set()  # of those that call compiled functions
         self._settled = True  # whether nothing is half open or half closed
         self.seconds = 0.0
 
@@ -231,24 +224,37 @@ class Window:
     def _open(self) -> None:
         self._choose_calls()
         if self._sources & {"attention", "projection"}:
-            watch_attention.hold(self)
+            self._tap = Tap(self)
+            self._find_compiled()
         without_fast_path.hold(self)
-        run_eagerly.hold(self)
         watch_calls(self)
+
+    def _find_compiled(self) -> None:
+        """Find the blocks that call compiled functions, of which operators show nothing."""
+        reaching = {id(module) for module in self.modules() if calls_compiled(module)}
+        self._sees_above = not reaching
+        for block in self._anatomy.blocks:
+            for module in (block.module, *block.parts):
+                self._blocks.add(id(module))
+                if reaching and not reaching.isdisjoint(map(id, module.modules())):
+                    self._hiding.add(id(module))
 
     def close(self) -> None:
         """Leave nothing behind; may be called more than once, and after an interruption."""
+        if self._tap is not None:
+            self._tap.close()
         unwatch_calls(self)
-        for patch in (run_eagerly, without_fast_path, watch_attention):
-            patch.release(self)
+        without_fast_path.release(self)
         # They refer to the window: what it keeps would be freed by the garbage collector alone.
         self._before.clear()
         self._after.clear()
         self._running.clear()
         self._norming.clear()
-        self._embedding.clear()
+        self._tables.clear()
         for stack_pass in self._passes:
             stack_pass.leaving = None
+            for block_call in stack_pass.block_calls:
+                block_call.provenance.forget()
         self._settled = True
 
     def snapshot(self, device: torch.device = HOST) -> Snapshot:
@@ -341,7 +347,7 @@ class Window:
 
     def token_tables(self) -> tuple[nn.Module, ...]:
         """List the embedding tables whose inputs were the token ids, in the order of the stacks."""
-        tables = (stack_pass.token_table() for stack_pass in self._passes if stack_pass.shape)
+        tables = (x.tokens.ids.table(x.shape) for x in self._passes if x.shape)
         return tuple(dict.fromkeys(table for table in tables if table is not None))
 
     def padding(self, stack: str) -> str | None:
@@ -350,8 +356,8 @@ class Window:
         Args:
             stack: Name of the stack.
         """
-        sources = (x.padding_source for x in self._passes if x.stack.name == stack)
-        return next(sources, None)
+        tokens = (x.tokens for x in self._passes if x.stack.name == stack)
+        return next((x.padding.source(x.batch) for x in tokens), None)
 
     # -- which calls are seen --------------------------------------------------------------------
 
@@ -360,11 +366,11 @@ class Window:
         self._after.clear()
         if self._wants_tokens:
             for table in self._anatomy.embeddings:
-                self._see(self._before, table, self._on_embedding, table)
-                self._see(self._after, table, self._on_looked_up, table)
+                self._see(self._before, table, self._tables.before, table)
+                self._see(self._after, table, self._tables.after, table)
             for module, table in self._anatomy.around_embeddings:
-                self._see(self._before, module, self._on_around_embedding)
-                self._see(self._after, module, self._on_embedded, table)
+                self._see(self._before, module, self._tables.before_around)
+                self._see(self._after, module, self._tables.after_around, table)
         for name, norm in self._anatomy.norms if FINAL_NORM in self._extra else ():
             self._see(self._before, norm, self._on_norm)
             self._see(self._after, norm, self._on_normed, name)
@@ -436,7 +442,7 @@ class Window:
             kwargs: Arguments by name.
         """
         for action in () if self._ignored() else self._before.get(id(module), ()):
-            with self._guarded():
+            with self._guarded(), unseen():
                 action(module, args, kwargs)
 
     def after_call(self, module: nn.Module, output: Any) -> None:
@@ -446,9 +452,12 @@ class Window:
             module: The module.
             output: What it returned.
         """
-        for action in () if self._ignored() else self._after.get(id(module), ()):
-            with self._guarded():
+        if self._ignored():
+            return
+        for action in self._after.get(id(module), ()):
+            with self._guarded(), unseen():
                 action(module, output)
+        self._rest()
 
     @property
     def finished(self) -> bool:
@@ -479,6 +488,47 @@ class Window:
             error: The error.
         """
         self._failures.append(f"{type(error).__name__}: {error}")
+
+    def modules(self) -> Iterator[nn.Module]:
+        """List the modules that may be compiled in place: those of the model."""
+        above = [module for stack in self._anatomy.stacks for module in stack.above]
+        inside = [part for block in self._anatomy.blocks for part in (block.module, *block.parts)]
+        for root in above[:1] or inside:  # the outermost one holds all of them
+            yield from root.modules()
+
+    @contextmanager
+    def seeing(self, module: nn.Module) -> Iterator[None]:
+        """See operators: in blocks, and around them where nothing that is compiled runs there.
+
+        Args:
+            module: The module that is called.
+        """
+        wanted = self._sees_above or id(module) in self._blocks or in_extra_pass()
+        if self._tap is None or not wanted or self._ignored():
+            yield
+            return
+        with run_eagerly.held(), self._tap.seeing():
+            yield
+
+    def hides(self, module: nn.Module) -> bool:
+        """Whether compiled functions in a block hide its attention (see `CallObserver`)."""
+        return id(module) in self._hiding and not in_extra_pass()
+
+    def suspended(self) -> AbstractContextManager[None]:
+        """Return a context manager in which no operator is seen."""
+        return nullcontext() if self._tap is None else self._tap.suspended()
+
+    def on_twin_end(self) -> None:
+        """Leave the training alone if the twin has shown all (see `CallObserver`)."""
+        self._rest()
+
+    def _rest(self) -> None:
+        """Close the window where nothing more is to be seen: what follows is left alone."""
+        if FINAL_NORM in self._extra or in_extra_pass() or not self._before:
+            return
+        complete = all(x.over and x.with_gradients for x in self._passes)
+        if complete and any(call.routes for x in self._passes for call in x.block_calls):
+            self.close()
 
     def on_forced_eager(self) -> None:
         """Note that compiled code of the training is run eagerly."""
@@ -515,26 +565,11 @@ class Window:
         self._prefer_gradients(module)
         if stack_pass.block_calls or stack_pass.over:
             return
-        self._passed |= {
-            storage
-            for value in _with_contents([*args, *kwargs.values()])
-            if isinstance(value, Tensor) and not value.is_floating_point()
-            if (storage := _storage(value)) is not None
-        }
-        masks = find_padding_masks(module, args, kwargs)
+        self._tables.take_arguments(args, kwargs)
         shared = number == 0 and len(self._passes) > 1  # the call of a module around all stacks
-        given = find_possible_masks(module, args, kwargs, shared=shared)
-        if not shared:
-            stack_pass.given_places += find_places(module, args, kwargs)
-            stack_pass.masks += masks.items()
-            stack_pass.given += given
-            return
-        stack_pass.masks += ((n, m) for n, m in masks.items() if not n.startswith(OF_DECODER))
-        for other in self._passes:
+        for other in self._passes if shared else (stack_pass,):
             if not other.block_calls:
-                other.given += (
-                    m for m in given if not (other.first and m.name.startswith(OF_DECODER))
-                )
+                other.tokens.take_arguments(module, args, kwargs, shared=shared)
 
     def _prefer_gradients(self, module: nn.Module) -> None:
         """Forget passes without gradients where one with gradients begins."""
@@ -549,50 +584,6 @@ class Window:
     def _records_gradients(self) -> bool:
         """Whether the call that is seen, or the one whose twin it is, records gradients."""
         return self._twin_records if in_extra_pass() else torch.is_grad_enabled()
-
-    def _on_around_embedding(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
-        self._embedding[id(module)] = args, self._embedded
-
-    def _on_embedded(self, table: nn.Module, module: nn.Module, output: Any) -> None:
-        args, before = self._embedding.pop(id(module), ((), self._embedded))
-        ids = args[0] if args else None
-        if self._embedded > before or not isinstance(ids, Tensor):  # the table was called inside
-            return
-        if isinstance(output, Tensor) and output.shape[:-1] == ids.shape:
-            self._on_embedding(table, module, args, {})
-            self._on_looked_up(table, module, output)
-
-    def _on_looked_up(self, table: nn.Module, module: nn.Module, output: Any) -> None:
-        if not isinstance(output, Tensor) or output.is_nested:
-            return
-        for stack_pass in self._passes:
-            if stack_pass.lookups and stack_pass.lookups[-1].table is table:
-                last = stack_pass.lookups[-1]
-                if last.rows is None:
-                    rows = rows_of(local_shard(output), last.ids)
-                    stack_pass.lookups[-1] = last._replace(rows=rows)
-
-    def _on_embedding(
-        self,
-        table: nn.Module,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> None:
-        ids = next(iter([*args, *kwargs.values()]), None)
-        if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_nested:
-            return
-        self._embedded += 1
-        running = [stack_pass for stack_pass in self._passes if stack_pass.running]
-        lookup = Lookup(
-            local_shard(ids).detach().clone(), table, table in self._anatomy.of_output,
-            _storage(ids) in self._passed,
-        )  # fmt: skip
-        for stack_pass in running or self._passes:
-            if not stack_pass.over and not (stack_pass.block_calls and stack_pass not in running):
-                stack_pass.lookups.append(lookup)
 
     def _on_norm(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         given = first_tensor([*args, *kwargs.values()])
@@ -628,7 +619,12 @@ class Window:
         kwargs: Mapping[str, Any],
     ) -> None:
         block_call = self._begin_call(stack_pass, index, module, args, kwargs)
+        self._run(stack_pass, block_call, [args, kwargs])
+
+    def _run(self, stack_pass: StackPass, block_call: BlockCall | None, given: list[Any]) -> None:
         self._running.append((stack_pass, block_call))
+        if block_call is not None:
+            block_call.provenance.start(given)
 
     def _on_part(
         self,
@@ -642,7 +638,7 @@ class Window:
         if block != index or id(module) in called:
             block_call, called = self._begin_call(stack_pass, index, module, args, kwargs), set()
         stack_pass.parts = block_call, index, called | {id(module)}
-        self._running.append((stack_pass, block_call))
+        self._run(stack_pass, block_call, [args, kwargs])
 
     def _begin_call(
         self,
@@ -662,9 +658,7 @@ class Window:
             self._no_rows = why
             return None
         if not stack_pass.block_calls:
-            stack_pass.masks += find_padding_masks(module, args, kwargs).items()
-            stack_pass.given += find_possible_masks(module, args, kwargs, shared=False)
-            stack_pass.given_places += find_places(module, args, kwargs)
+            stack_pass.tokens.take_arguments(module, args, kwargs)
         block_call = stack_pass.begin_call(index)
         if block_call is None:
             return None
@@ -691,7 +685,7 @@ class Window:
                 stack_pass.entered = self._sample_hidden(stack_pass, entered, module, entering=True)
             if stack_pass.entered is not None and block_call.shape is not None:
                 places = spread_indices(math.prod(block_call.shape), LANDMARKS)
-                stack_pass.landmarks = copy_rows(rows, places)
+                stack_pass.tokens.landmarks = copy_rows(rows, places)
         return block_call
 
     def _on_block_left(
@@ -699,7 +693,7 @@ class Window:
     ) -> None:
         block_call = self._end_call(stack_pass, index)
         if block_call is not None:
-            block_call.products.clear()
+            block_call.provenance.forget()
         values = output.values() if isinstance(output, Mapping) else output
         hidden = first_tensor(values)
         if block_call is not None and hidden is not None and hidden is not output:
@@ -731,12 +725,14 @@ class Window:
         stack_pass.sharded = stack_pass.sharded or hasattr(hidden, "to_local")
         rows = move_width_last(local_shard(hidden), block, entering=entering)
         shape = tuple(rows.shape[:-1])
-        stack_pass.meet(rows)
-        if not stack_pass.shape:
+        tokens = stack_pass.tokens
+        tokens.ids.meet(rows)
+        if not tokens.shape:
             self._memory.fit_rows(rows.shape[-1])
-            stack_pass.set_shape(shape, rows.dtype)
+            tokens.begin(shape)
+            stack_pass.dtype = rows.dtype
         indices = stack_pass.row_indices(shape)
-        last = stack_pass.likely_last(shape) if self._wants_last else None
+        last = tokens.last(shape) if self._wants_last else None
         ends = None if last is None else SampledRows(copy_rows(rows, last), last, shape)
         return SampledRows(copy_rows(rows, indices), indices, shape, last=ends)
 
@@ -754,78 +750,77 @@ class Window:
         if self._running and self._running[-1][1] is not None:
             self._running[-1][1].running_attention = index
 
-    def on_attention(
-        self, route: str, module: Any, query: Any, key: Any, mask: Any, options: dict[str, Any]
-    ) -> None:
-        """Record the sampled queries of a call (see `capture.calling.patches.AttentionObserver`).
+    def following(self) -> Provenance | None:
+        """Return what follows the tensors of the block that is running (see `TapObserver`)."""
+        if not self._running or self._running[-1][1] is None:
+            return None
+        return self._running[-1][1].provenance
+
+    def on_fused(self, route: str, given: dict[str, Any]) -> None:
+        """Record the sampled queries of a call of fused attention (see `TapObserver`).
 
         Args:
-            route: "interface", "sdpa", "flex" or "flash".
-            module: The module that calls, or None.
-            query: Queries of the call.
-            key: Keys of the call.
-            mask: Mask of the call.
-            options: All other arguments of the call by name; for "flex" and "flash" all of them.
+            route: "sdpa", "flex" or "flash".
+            given: Arguments by the names of its schema.
         """
         current = self._current_call()
         if current is None:
             self._attends_outside = self._attends_outside or not (self._running or self._ignored())
             return
         stack_pass, block_call, block = current
-        index = _running_index(block, block_call, module)
+        index = block_call.running_attention or 0
         before = block_call.attention_calls.get(index)
         inside = block_call.running_attention == index
         further = isinstance(before, AttentionCall)
         if further:
-            same_route = block_call.routes[index] == route  # the interface calls the function too
-            if same_route:
-                block_call.further.add(index)
+            block_call.further.add(index)
             # The first call counts, but one from the attention's own module goes before others.
             further = not inside or index in block_call.inside
-            if further and not (same_route and self._wants_max_logits):
+            if further and not self._wants_max_logits:
                 return
         if inside:
             block_call.inside.add(index)
-        with self._guarded(), torch.no_grad():
+        with self._guarded(), torch.no_grad(), unseen():
             try:
-                if route in _FUSED:
-                    given = _FUSED[route](options)
-                    _check_tokens(given, stack_pass.shape_at(block_call))
-                else:
-                    if stack_pass.shape:
-                        known = _known(stack_pass, block_call, block, index)
-                        query, key, mask = arrange_call(query, key, mask, known)
-                    given = read_arguments(route, module, query, key, mask, options)
+                seen = _FUSED[route](given)
+                if route != "sdpa":
+                    _check_tokens(seen, stack_pass.shape_at(block_call))
+                seen = _unpadded(seen, _known(stack_pass, block_call, block, index).head_width)
                 if not further:
+                    seen = seen._replace(key=block_call.provenance.without_repeats(seen.key))
                     block_call.max_logits.pop(index, None)
-                    self._keep_call(block_call, index, route, record_call(self._sampler, given))
-                self._keep_max_logits(block_call, index, given)
+                    self._keep_call(block_call, index, route, record_call(self._sampler, seen))
+                self._keep_max_logits(block_call, index, seen)
             except NotUnderstoodError as error:
                 if not further:
                     block_call.refused.setdefault(index, str(error))
                 return
-            if not further and given.rule is not None and given.query.shape[0] == 1:
-                stack_pass.keep_begins(given.query.shape[2], given.rule.begins)
-            if not further and given.mask is not None and mask.ndim in (2, 4):
+            if not further and seen.rule is not None and seen.query.shape[0] == 1:
+                stack_pass.tokens.take_begins(seen.query.shape[2], seen.rule.begins)
+            if not further and seen.mask is not None:
                 sequences = block_call.attention_calls[index].shape[0]
-                self._keep_hidden_keys(stack_pass, block_call, index, sequences, given.mask)
+                self._keep_hidden_keys(stack_pass, block_call, index, sequences, seen.mask)
 
-    def on_softmax(self, scores: Any, dim: Any) -> None:
-        """Record the sampled rows of a softmax of scores (see `AttentionObserver`).
+    def on_softmax(self, scores: Tensor, dim: int, *, logarithm: bool) -> None:
+        """Record the sampled rows of a softmax of scores (see `TapObserver`).
 
         Args:
             scores: Input of the softmax.
             dim: The dimension that the softmax runs over.
+            logarithm: Whether its logarithm is computed.
         """
         current = self._current_call()
-        if not isinstance(scores, Tensor) or not scores.is_floating_point():
-            return
         if current is None:
-            outside = scores.ndim >= 3 and not (self._running or self._ignored())
+            alone = not (logarithm or self._running or self._ignored())
+            outside = scores.ndim >= 3 and alone
             self._attends_outside = self._attends_outside or outside
             return
         stack_pass, block_call, block = current
-        index = _running_index(block, block_call, None)
+        provenance = block_call.provenance
+        products = provenance.products(scores)
+        index = _index_of_softmax(block, block_call, made=bool(products))
+        if index is None or (logarithm and not products):
+            return
         recorded = block_call.attention_calls.get(index)
         refused = index in block_call.refused
         if isinstance(recorded, AttentionCall) or refused or not stack_pass.shape:
@@ -837,48 +832,27 @@ class Window:
                 else:
                     block_call.further.add(index)
             return
-        with self._guarded(), torch.no_grad():
+        with self._guarded(), torch.no_grad(), unseen():
             known = _known(stack_pass, block_call, block, index)
-            products = block_call.products.get(index, ())
             try:
-                call = record_softmax(self._sampler, scores, dim, known, products)
+                call = record_softmax(
+                    self._sampler, scores, dim, known, products,
+                    scale=provenance.scale(scores), without_repeats=provenance.without_repeats,
+                )  # fmt: skip
             except NotUnderstoodError as error:
                 block_call.passed_over.setdefault(index, str(error))
                 return
             if call is not None:
                 self._keep_call(block_call, index, "softmax", call)
-                block_call.products.clear()
                 arranged = arrange_scores(local_shard(scores), dim, known)
                 if arranged is not None:
+                    if call.joined:  # how far they are above the logit of the sink
+                        arranged = arranged[..., :-1] - arranged[..., -1:]
                     self._keep_max_logits(block_call, index, arranged)
                     sequences = arranged.shape[0]
-                    self._keep_hidden_keys(stack_pass, block_call, index, sequences, arranged)
-
-    def on_product(self, factors: tuple[Any, ...], product: Any, *, alone: bool) -> None:
-        """Record a product that may become scores (see `AttentionObserver`).
-
-        Args:
-            factors: Arguments of the call, tensors and others.
-            product: The result.
-            alone: Whether the result is the product alone.
-        """
-        current = self._current_call()
-        if current is None or not isinstance(product, Tensor) or not product.is_floating_point():
-            return
-        stack_pass, block_call, block = current
-        index = _running_index(block, block_call, None)
-        seen = index in block_call.attention_calls or index in block_call.refused
-        if seen or not stack_pass.shape or product.is_nested:
-            return
-        with self._guarded(), torch.no_grad():
-            if block_call.weight_storages is None:
-                block_call.weight_storages = weight_storages(block.module)
-            if has_weights(factors, block_call.weight_storages):
-                return
-            known = _known(stack_pass, block_call, block, index)
-            made = record_product(self._sampler, product, known, alone=alone)
-            before = block_call.products.setdefault(index, [])
-            before[:] = [other._replace(rows=None) for other in before] + [made]
+                    self._keep_hidden_keys(
+                        stack_pass, block_call, index, sequences, arranged, are_scores=True
+                    )
 
     def _keep_max_logits(
         self, block_call: BlockCall, index: int, given: Arguments | Tensor
@@ -897,31 +871,24 @@ class Window:
     def _keep_call(
         self, block_call: BlockCall, index: int, route: str, call: AttentionCall | SoftmaxCall
     ) -> None:
-        reason = self._memory.why_not(tensors_of(call))
-        if reason is not None and isinstance(call, SoftmaxCall) and call.products is not None:
-            call = replace(call, products=None)
-            reason = self._memory.why_not(tensors_of(call))
-        if reason is None:
-            block_call.attention_calls[index] = call
-            block_call.routes[index] = route
-        else:
-            block_call.refuse(index, reason)
+        block_call.attention_calls[index] = call
+        block_call.routes[index] = route
 
     def _keep_hidden_keys(
-        self, stack_pass: StackPass, block_call: BlockCall, index: int, sequences: int, mask: Tensor
+        self,
+        stack_pass: StackPass,
+        block_call: BlockCall,
+        index: int,
+        sequences: int,
+        mask: Tensor,
+        *,
+        are_scores: bool = False,
     ) -> None:
-        """Keep which keys an attention hides from every query: they may be padding.
-
-        Args:
-            stack_pass: Pass through the stack.
-            block_call: The call of the block.
-            index: Index of the attention.
-            sequences: Number of sequences.
-            mask: Mask, or masked scores, of all queries.
-        """
-        shape = (sequences, mask.shape[-1])
+        """Keep which keys an attention hides from every query: they may be padding."""
         role = _role_of_keys(stack_pass.stack.blocks[block_call.block], block_call, index)
-        stack_pass.keep_hidden_keys(role, shape, lambda: hidden_keys(local_shard(mask)))
+        stack_pass.tokens.padding.take_attention(
+            role, sequences, local_shard(mask), are_scores=are_scores
+        )
 
     # -- projections -----------------------------------------------------------------------------
 
@@ -956,7 +923,7 @@ class Window:
         shape = stack_pass.as_batch(tuple(output.shape[:-1]), block_call)
         if shape is not None and not (attention.cross and which == "key"):
             sequences, places = self._sampler.sample_queries(*shape)
-            if stack_pass.turned:
+            if stack_pass.tokens.turned:
                 flat = (places * shape[0] + sequences[:, None]).flatten()
             else:
                 flat = (sequences[:, None] * shape[1] + places).flatten()
@@ -1000,6 +967,16 @@ class Window:
         block_call.projected[index, which] = rows
 
 
+def _ids_to_come(passes: Sequence[StackPass]) -> list[TokenIds]:
+    """List the token ids of the passes to which what tables are given now may belong."""
+    running = [stack_pass for stack_pass in passes if stack_pass.running]
+    return [
+        stack_pass.tokens.ids
+        for stack_pass in running or passes
+        if not stack_pass.over and not (stack_pass.block_calls and stack_pass not in running)
+    ]
+
+
 def _floating(values: Any) -> list[Tensor]:
     return [x for x in values or () if isinstance(x, Tensor) and x.is_floating_point()]
 
@@ -1014,7 +991,7 @@ def _entering(stack_pass: StackPass, given: Sequence[Any]) -> Tensor | None:
     if len(found) < 2:
         return first_tensor(given)
     handed_on = [x for x in found if not x.is_nested and _place(x) == stack_pass.left]
-    fitting = [x for x in found if not x.is_nested and stack_pass.has_ids_of(x)]
+    fitting = [x for x in found if not x.is_nested and stack_pass.tokens.ids.may_have_made(x)]
     return next(iter(handed_on or fitting or found))
 
 
@@ -1025,6 +1002,13 @@ def _why_no_rows(entered: Tensor) -> str | None:
     if torch._C._functorch.is_batchedtensor(local_shard(entered)):
         return "the block was run inside torch.func.vmap: measure by a probe outside of it"
     return None
+
+
+def _unpadded(given: Arguments, width: int | None) -> Arguments:
+    """Cut off the zeros by which torch widens heads to a multiple of 8 for a kernel."""
+    if width is None or not width < given.query.shape[-1] < width + 8:
+        return given
+    return given._replace(query=given.query[..., :width], key=given.key[..., :width])
 
 
 def _check_tokens(given: Arguments, shape: tuple[int, ...]) -> None:
@@ -1047,29 +1031,18 @@ def _place(values: Tensor) -> tuple[int, tuple[int, ...]]:
     return local_shard(values).data_ptr(), tuple(values.shape)
 
 
-def _storage(values: Tensor) -> int | None:
-    """Return the address of the memory in which a tensor lies; None where it has none.
+def _index_of_softmax(block: Block, block_call: BlockCall, *, made: bool) -> int | None:
+    """Return the index of the block's attention that a softmax is of; None where it is of none.
 
-    Sparse and nested tensors have none, nor have those inside `torch.func.vmap`.
+    Args:
+        block: The block.
+        block_call: The call of the block.
+        made: Whether its scores were made of a product of what is no weight.
     """
-    try:
-        return local_shard(values).untyped_storage().data_ptr() or None
-    except (NotImplementedError, RuntimeError):
-        return None
-
-
-def _with_contents(values: Iterable[Any]) -> Iterator[Any]:
-    """Iterate over values, and over those that lie in dicts among them."""
-    for value in values:
-        yield from value.values() if isinstance(value, Mapping) else (value,)
-
-
-def _running_index(block: Block, block_call: BlockCall, module: Any) -> int:
-    """Return the index of the block's attention that is calling."""
-    for index, attention in enumerate(block.attentions):
-        if attention.module is module:
-            return index
-    return block_call.running_attention or 0
+    inside = block_call.running_attention is not None or all(
+        attention.module is block.module for attention in block.attentions
+    )
+    return (block_call.running_attention or 0) if inside or made else None
 
 
 def _known(stack_pass: StackPass, block_call: BlockCall, block: Block, index: int) -> Known:

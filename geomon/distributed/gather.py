@@ -119,7 +119,7 @@ def gather(
         snapshot = error
     if group.members == 1 and isinstance(snapshot, Exception):
         raise snapshot
-    reports = _meet(_report(snapshot, about), group)
+    reports = group.meet(about[0], _report(snapshot, about))
     _check_reports(reports)
     assert isinstance(snapshot, Snapshot)
     givers = [0] if copies else _givers(reports)
@@ -206,30 +206,6 @@ def _merge_passes(passes: Sequence[Snapshot], rows: int, queries: int) -> Snapsh
     loss = mean_loss(infos)
     batch = " and ".join(info.batch for info in infos) if all(i.batch for i in infos) else ""
     return Snapshot(layers, PassInfo(tokens, first.info.mode, first.info.dtype, notes, loss, batch))
-
-
-def _meet(report: _Report, group: RankGroup) -> list[_Report]:
-    """Exchange reports until all ranks read the same step.
-
-    A rank that is at a later step than others (they missed a window, say) waits for them there; a
-    rank that is at an earlier one leaves its reading out.
-
-    Raises:
-        RankFailedError: Another rank is at a later step.
-        RanksLostError: A rank does not answer.
-    """
-    while True:
-        reports = group.all_gather(report)
-        steps = [other.about[0] for other in reports]
-        if max(steps) > report.about[0]:
-            rank = steps.index(max(steps))
-            raise RankFailedError(
-                f"rank {rank} reads step {max(steps)} where rank {group.rank} reads step "
-                f"{report.about[0]}: every rank calls the monitor with the same steps, and its "
-                "schedule depends on the step alone"
-            )
-        if min(steps) == report.about[0]:
-            return reports
 
 
 def _parcels(

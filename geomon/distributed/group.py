@@ -8,7 +8,9 @@ group of one rank, in which every collective gives back what was put in.
 
 import contextlib
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -23,6 +25,9 @@ log = logging.getLogger("geomon")
 
 # Seconds between two looks whether a collective has ended: a signal is handled in between.
 _POLL = 0.05
+
+# Seconds that a process group of torch.distributed waits where nobody says otherwise.
+_DEFAULT_PATIENCE = 600.0
 
 _Value = TypeVar("_Value")
 
@@ -43,6 +48,7 @@ class RankGroup:
         size: Number of processes.
         process_group: geomon's process group of torch.distributed; None where the ranks do not
             exchange anything.
+        timeout: Largest time in seconds that this rank waits for the others in one reading.
         why_not_connected: Why the rows of this model's ranks cannot be gathered, or None.
     """
 
@@ -52,12 +58,15 @@ class RankGroup:
         size: int = 1,
         process_group: Any = None,
         *,
+        timeout: float = math.inf,
         why_not_connected: str | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
         self.why_not_connected = why_not_connected
         self._process_group = process_group
+        self._timeout = timeout
+        self._waited = 0.0  # seconds, in this reading
         self._givers: int | None = None
 
     @property
@@ -106,6 +115,36 @@ class RankGroup:
         if process_group is not None:
             with contextlib.suppress(Exception):  # it may be gone already
                 dist.destroy_process_group(process_group)
+
+    def begin_reading(self) -> None:
+        """Begin a reading: in all of its exchanges this rank waits no longer than the timeout."""
+        self._waited = 0.0
+
+    def meet(self, step: int, value: _Value) -> list[_Value]:
+        """Give every rank the values of all ranks, in rank order, once all are at the same step.
+
+        A rank that is at a later step than others (they missed a reading, say) waits for them
+        there; a rank that is at an earlier one leaves its reading out.
+
+        Args:
+            step: The step that this rank reads.
+            value: Value of this rank, which can be pickled.
+
+        Raises:
+            RankFailedError: Another rank is at a later step.
+            RanksLostError: A rank does not answer.
+        """
+        while True:
+            met = self.all_gather((step, value))
+            steps = [other for other, _ in met]
+            if max(steps) > step:
+                raise RankFailedError(
+                    f"rank {steps.index(max(steps))} reads step {max(steps)} where rank "
+                    f"{self.rank} reads step {step}: every rank calls the monitor with the same "
+                    "steps, and its schedule depends on the step alone"
+                )
+            if min(steps) == step:
+                return [other for _, other in met]
 
     def all_gather(self, value: _Value) -> list[_Value]:
         """Give every rank the values of all ranks, in rank order.
@@ -186,7 +225,8 @@ class RankGroup:
         """Call a collective; every way in which the others fail to answer is one error.
 
         It is called in a thread of its own, while this one waits for it: a collective cannot be
-        interrupted, and Ctrl-C or the signal of a preemption would wait for its timeout.
+        interrupted, and Ctrl-C or the signal of a preemption would wait for its timeout. That one
+        holds for each collective; what is left of the reading's is waited for here.
         """
         failures: list[BaseException] = []
         group = self._process_group
@@ -198,13 +238,20 @@ class RankGroup:
                 failures.append(error)
 
         thread = threading.Thread(target=call, name="geomon ranks", daemon=True)
+        began = time.monotonic()
         thread.start()
         try:
             while thread.is_alive():
-                thread.join(_POLL)
+                left = self._timeout - self._waited - (time.monotonic() - began)
+                if left <= 0:
+                    limit = f"no answer within the {self._timeout:g} s of a reading"
+                    raise RanksLostError(limit)
+                thread.join(min(_POLL, left))
         except BaseException:  # the others would wait for what is not finished
             self._process_group = None
             raise
+        finally:
+            self._waited += time.monotonic() - began
         for failure in failures:
             if not isinstance(failure, RuntimeError):
                 raise failure
@@ -231,16 +278,20 @@ def join_ranks(
     Args:
         model: The model that is watched, on this rank.
         options: Plain values that have to be the same on every rank, by name.
-        timeout: Largest time in seconds that a rank waits for the others. At most half of what the
-            training's own process group waits is used, so that geomon gives up first.
+        timeout: Largest time in seconds that a rank waits for the others in one reading. At most
+            half of what the training's own process group waits is used, so that geomon gives up
+            first.
     """
     group = find_ranks()
     if group.size == 1:
         return group
     reason = why_not_gathered(model)
     try:
-        process_group = dist.new_group(backend="gloo", timeout=_limit(timeout), group_desc="geomon")
-        joined = RankGroup(group.rank, group.size, process_group)
+        limit = min(timeout, _patience_of_training() / 2)
+        process_group = dist.new_group(
+            backend="gloo", timeout=timedelta(seconds=limit), group_desc="geomon"
+        )
+        joined = RankGroup(group.rank, group.size, process_group, timeout=limit)
         reports = joined.all_gather((reason, dict(options or {})))
     except (RuntimeError, ValueError, RanksLostError) as error:
         log.warning(
@@ -257,14 +308,16 @@ def join_ranks(
     return RankGroup(group.rank, group.size, why_not_connected=reason)
 
 
-def _limit(seconds: float) -> timedelta:
-    """The time that a rank waits: at most half of what the training's own process group waits."""
+def _patience_of_training() -> float:
+    """Seconds that the training's own process group waits; torch's default where it is not known.
+
+    There is no public name that tells it.
+    """
     try:
         backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
-        own = backend.options._timeout.total_seconds()
-    except (RuntimeError, AttributeError):  # a backend of accelerators alone, or an older release
-        own = dist.constants.default_pg_timeout.total_seconds()
-    return timedelta(seconds=min(seconds, own / 2))
+        return float(backend.options._timeout.total_seconds())
+    except Exception:  # a backend of accelerators alone, or another release
+        return _DEFAULT_PATIENCE
 
 
 def _difference(options: Sequence[Mapping[str, Any]]) -> str | None:

@@ -4,6 +4,7 @@ The function of a metric names the views that it reads (`geomon.metrics.views`).
 scalar, a vector [heads], or a dict of both by part, in which "" is the value itself.
 """
 
+import difflib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -313,6 +314,7 @@ METRICS: dict[str, Callable[..., Any]] = {
             meaning="Share of the variance that the few rows of massive norm carry; 0 where there "
             "are none.",
             missing=_EQUAL_ROWS,
+            charts=("largest",),
         ),
     ),
     "effective_rank": Metric(
@@ -452,6 +454,7 @@ METRICS: dict[str, Callable[..., Any]] = {
             "Largest attention score",
             meaning="Largest score before the softmax over all rows and visible keys; scores that "
             "grow without bound announce an instability.",
+            charts=("highest",),
         ),
         has_margin=False,
     ),
@@ -482,16 +485,18 @@ MORE_METRICS: dict[str, Callable[..., Any]] = {
         ),
     ),
     "query_mean_norm": Metric(
-        _query_mean_norm, MetricText("Norm of the mean query", meaning="Of each head.")
+        _query_mean_norm,
+        MetricText("Norm of the mean query", meaning="Length of each head's mean query."),
     ),
     "key_mean_norm": Metric(
-        _key_mean_norm, MetricText("Norm of the mean key", meaning="Of each key head.")
+        _key_mean_norm,
+        MetricText("Norm of the mean key", meaning="Length of each key head's mean key."),
     ),
     "query_cosine": Metric(
         _query_cosine,
         MetricText(
             "Mean cosine of queries",
-            meaning="Over all pairs of queries of a head.",
+            meaning="Mean cosine over all pairs of queries of a head.",
             missing=_NO_PAIR_OF_A_HEAD.format("queries"),
         ),
     ),
@@ -499,7 +504,7 @@ MORE_METRICS: dict[str, Callable[..., Any]] = {
         _key_cosine,
         MetricText(
             "Mean cosine of keys",
-            meaning="Over all pairs of keys of a key head.",
+            meaning="Mean cosine over all pairs of keys of a key head.",
             missing=_NO_PAIR_OF_A_HEAD.format("keys"),
         ),
     ),
@@ -748,7 +753,7 @@ def select(*names: str) -> dict[str, Callable[..., Any]]:
     """The named metrics of `METRICS` and `MORE_METRICS`.
 
     Raises:
-        ValueError: A name that is not a metric; the message lists those that are.
+        ValueError: A name that is not a metric; the message names those that are close.
 
     Example:
         >>> list(select("anisotropy", "twonn"))
@@ -756,7 +761,11 @@ def select(*names: str) -> dict[str, Callable[..., Any]]:
     """
     unknown = [name for name in names if name not in _BUNDLED]
     if unknown:
-        raise ValueError(f"no metric is called {_quoted(unknown)}; there are {', '.join(_BUNDLED)}")
+        close = difflib.get_close_matches(str(unknown[0]), _BUNDLED, n=3, cutoff=0.5)
+        advice = f" (did you mean {_quoted(close)}?)" if close else ""
+        raise ValueError(
+            f"no metric is called {_quoted(unknown)}{advice}: `geomon metrics` lists all of them"
+        )
     return {name: _BUNDLED[name] for name in names}
 
 

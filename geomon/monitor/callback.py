@@ -16,9 +16,17 @@ from torch import nn
 
 from geomon.capture import FirstCall
 from geomon.capture.unchanged import random_states_kept
+from geomon.distributed import find_ranks
 from geomon.monitor.held_out import HeldOut, first_loader
 from geomon.monitor.monitor import Monitor
-from geomon.monitor.options import VALIDATION, CallbackOptions, check_callback_options
+from geomon.monitor.options import (
+    AUTO_BUDGET,
+    DEFAULT_SHARE,
+    DEFAULTS,
+    VALIDATION,
+    CallbackOptions,
+    check_callback_options,
+)
 from geomon.monitor.settings import readable_items
 from geomon.record import Sink
 from geomon.record.printable import printable, text_of
@@ -72,6 +80,20 @@ class CallbackSession:
         """Share of the training's wall time that geomon took; NaN before training."""
         return math.nan if self.monitor is None else self.monitor.overhead
 
+    def __repr__(self) -> str:
+        """Show the callback by the main ones of its options, or its monitor while it trains."""
+        if self.monitor is not None:
+            return repr(self.monitor).replace(type(self.monitor).__name__, self._owner, 1)
+        given = self.options
+        probed = f"probe={text_of(given['probe'])}" if self.probes else "the training forward"
+        parts = [
+            f"{len(given['metrics'])} metric" + "s" * (len(given["metrics"]) != 1),
+            f"schedule={text_of(given['schedule'])}",
+            f"{given['tokens']:,} tokens",
+            probed if len(probed) < 80 else f"probe={type(given['probe']).__name__}",
+        ]
+        return printable(f"{self._owner}({', '.join(parts)})")
+
     def summary(self) -> dict[str, Any]:
         """The options that tell one callback from another, in plain values."""
         given = self.options
@@ -96,17 +118,20 @@ class CallbackSession:
         sinks: Sequence[Sink],
         validation: Callable[[], Any] = lambda: None,
         settings: Mapping[str, Any] = MappingProxyType({}),
+        last_step: int | None = None,
     ) -> None:
         """Start watching the model of a training.
 
         Args:
             model: The model that is trained.
             step: Number of optimizer updates already in the weights.
-            directory: Folder of the record, if the options name none.
+            directory: Folder of the record, if the options name none; the current directory stands
+                for the default one of a `Monitor`.
             sinks: Where readings go besides the record and the sinks of the options.
             validation: Gives the training's validation loader, or several in lists and dicts, of
                 which the first is taken; None where there is none.
             settings: Settings of the training that the trainer knows.
+            last_step: The last step of the training; None where it is not known.
 
         Raises:
             ValueError: The model has no blocks, the directory cannot be written, or the validation
@@ -115,17 +140,23 @@ class CallbackSession:
         self.discard()
         shown = ("pictures", "detail")  # of what the callback shows: its own affair
         options = {name: value for name, value in self.options.items() if name not in shown}
-        options["directory"] = options["directory"] or directory
+        elsewhere = os.path.realpath(directory) != os.path.realpath(os.curdir)
+        options["directory"] = options["directory"] or (
+            directory if elsewhere else DEFAULTS["directory"]
+        )
         if options["probe"] == VALIDATION:
             options["probe"] = self._held_out(model, validation)
         options["log"] = self.logged
         own = readable_items(self.options["settings"])
         options["settings"] = {**dict(readable_items(settings)), **dict(own)}
-        options["sinks"] = [*self.options["sinks"], *sinks]
+        if options["budget"] == AUTO_BUDGET and find_ranks().size == 1:
+            options["budget"] = DEFAULT_SHARE
         self.monitor = Monitor(model, **options)  # type: ignore[arg-type]
+        self.monitor.writer.add_loggers(sinks)
+        self.monitor.expect_end(last_step)
         if self.last_seen is None or self.last_seen >= step:  # of another training
             self.last_seen = step - 1
-        self.monitor.resume(self.last_seen)
+        self.monitor.planner.resume(self.last_seen)
 
     def _held_out(self, model: nn.Module, validation: Callable[[], Any]) -> HeldOut:
         """The batches of the validation loader, which are taken at the first reading."""
@@ -147,7 +178,7 @@ class CallbackSession:
         """
         if self.monitor is None:
             return False
-        with self.monitor.charge():
+        with self.monitor.budget.charge():
             self.discard()
             self._step = step
             self.monitor.advance(step)
@@ -176,12 +207,12 @@ class CallbackSession:
         """
         if not self.prepare(step, force=force) or self.monitor is None:
             return
-        with self.monitor.charge():
+        with self.monitor.budget.charge():
             self._first_call = FirstCall(
-                self.monitor.modules_around_blocks(),
+                self.monitor.passes.modules_around_blocks(),
                 before=lambda: self._open_or_proceed(step, force=force),
                 after=self.close,
-                between=self.monitor.pause,
+                between=self.monitor.passes.pause,
             )
             self._first_call.begin()
 
@@ -190,9 +221,9 @@ class CallbackSession:
         if self.monitor is None:
             return
         if self._window is not None:
-            self.monitor.proceed()
+            self.monitor.passes.proceed()
             return
-        with self.monitor.charge(), ExitStack() as stack:
+        with self.monitor.budget.charge(), ExitStack() as stack:
             stack.enter_context(self.monitor(step, force=force))
             self._window = stack.pop_all()
 
@@ -211,7 +242,7 @@ class CallbackSession:
             self._first_call = None
         if missed and error is None:  # the model was not called: a window says what was not seen
             self.open(self._step, force=True)
-        with self.monitor.charge():
+        with self.monitor.budget.charge():
             window, self._window = self._window, None
             if error is None and not self.probes:
                 self.last_seen = self._step
@@ -233,17 +264,14 @@ class CallbackSession:
 
         Args:
             step: Number of optimizer updates already in the weights.
-            last: Whether this is the last reading of the run, which is made unless the budget is
-                spent and there is another one after step 0.
+            last: Whether this is the last reading of the run, which is made in any case.
             around: Makes a context manager for the extra pass (the framework's precision, say).
         """
         if self.monitor is None or not self.probes:
             return
-        with self.monitor.charge():
+        with self.monitor.budget.charge():
             self.last_seen = step
             self.monitor.advance(step)
-            if last and not self.monitor.settle_last_reading():
-                return
             if self.monitor.is_due(step, source="probe", force=last):
                 with around():
                     self.monitor.probe(step)
@@ -254,7 +282,7 @@ class CallbackSession:
         Args:
             step: Number of optimizer updates already in the weights.
         """
-        return self.monitor is not None and self.monitor.lacks_values(step)
+        return self.monitor is not None and self.monitor.publisher.lacks_values(step)
 
     def log(self, step: int, values: Callable[[], Mapping[str, Any]]) -> None:
         """Put the values of `logged` into the reading of a step, if there is one.
@@ -265,7 +293,7 @@ class CallbackSession:
         """
         if self.monitor is None or not self.lacks_values(step):
             return
-        with self.monitor.charge():
+        with self.monitor.budget.charge():
             try:
                 known = values()
             except Exception as error:  # of the framework, in the middle of a training

@@ -27,6 +27,19 @@ from geomon.record.tags import training_tag
 # Fewest rows of which a dimension can be estimated.
 _FEWEST_QUERIES = 3
 
+# What stands for the default share, as `budget`, and that share.
+AUTO_BUDGET, DEFAULT_SHARE = "auto", 0.05
+
+# In which help shows the options.
+_GROUPS = {
+    "What is measured": "metrics tokens batches queries blocks extra_layers seed",
+    "When and on which inputs": "schedule budget probe probe_loss",
+    "What is written where": "directory arrays sinks pictures detail log settings",
+    "Alerts": "alerts on_alert on_phase",
+    "Ranks and devices": "gather rank_timeout background device max_capture_mb",
+    "What goes wrong": "strict sink_timeout",
+}
+
 # What stands for a trainer's own validation loader, as `probe` of a callback.
 VALIDATION = "validation"
 
@@ -72,27 +85,32 @@ class MonitorOptions(TypedDict, total=False):
             of the run, as `training/learning_rate`, and pages say in which of them runs differ. The
             callbacks add what they know: hyper-parameters of the module, the usual arguments of
             the Trainer. Texts whose names are those of secrets are left out.
-        directory: Folder in which the first rank writes `readings.jsonl`.
+        directory: Folder in which the first rank writes `readings.jsonl`; None for no record, in
+            the callbacks for the folder of the run's logger or checkpoints.
         arrays: Whether arrays that figures need stand in files beside the record, in `arrays/`:
             mean queries and keys, a few single ones, eigenvalues, moments of token types. They are
             taken from what metrics compute, about a megabyte of a reading at most; of readings less
             than 5 % apart only some have them.
         sinks: Objects with `write(reading)` and `close()` that get every reading too, on the first
-            rank.
-        budget: Largest share of the time since the first step that geomon may take, 0.01 or "1%"
-            for one per cent; None follows the schedule whatever it costs. A reading that is due is
-            put off until it can be paid, and measured layer by layer as time allows. Where it would
-            cost more than a hundred steps' allowance it stands on fewer rows, and says so. An
-            explicit call of `probe` is made in any case, and so is a callback's last reading where
-            it is the only one after step 0.
+            rank, in a thread for which the training waits. One that fails at five readings in a row
+            is left out.
+        budget: Largest share of the time that geomon may take, 0.01 or "1%" for one per cent; None
+            follows the schedule whatever it costs. It decides whether a reading is made, never how
+            much of it: one that is due and does not fit is put off until it does. In the callbacks
+            the share is of the time that the whole run is expected to take, of which three quarters
+            may be used early; of the time since the first step where its length is not known, as in
+            a loop of your own. The first eight readings and a callback's last one are made in any
+            case, and so is an explicit call of `probe`. "auto" is "5%" in the callbacks, and in a
+            loop of your own where several ranks are gathered and wait for one another; else None.
         gather: With several ranks, whether a reading is that of the rows of all ranks: each keeps
             its share of them, the layers are shared out to be measured, and the first rank records.
             Every rank builds the monitor, once `torch.distributed` is initialised, and calls it
             with the same steps and options. If False, the first rank measures its own rows and the
             ranks exchange nothing.
-        rank_timeout: Largest time in seconds that a rank waits for the others, of which at most
-            half of what the training's own process group waits is used. A rank that does not answer
-            in time ends the gathering, never the run: the first rank goes on with its own rows.
+        rank_timeout: Largest time in seconds that a rank waits for the others in one reading, of
+            which at most half of what the training's own process group waits is used. A rank that
+            does not answer in time ends the gathering, never the run: the first rank goes on with
+            its own rows.
         background: Whether rows are measured in a thread while the training goes on, on an
             accelerator on a stream of its own; None does so where the model is on an accelerator.
             Gathered rows are measured immediately, and so are all rows where a metric is of your
@@ -103,11 +121,11 @@ class MonitorOptions(TypedDict, total=False):
             of the layers on its own. A reading that its device has no memory for is measured on the
             host, and says so.
         max_capture_mb: Largest memory of what one reading keeps of a pass, in millions of bytes:
-            fewer rows, queries and keys are kept if need be, attention that does not fit is left
-            out, and the reading says so. None for no limit.
+            fewer rows, queries and keys are kept if need be, and the reading says so. None for no
+            limit.
         seed: Seed, together with the step and the rank, of the private generator that samples rows.
         sink_timeout: Largest duration in seconds of one call of a sink. One that takes longer is
-            left out from then on, with a warning.
+            left out from then on, with a warning. The loggers of a trainer have no limit.
         strict: Whether to raise what goes wrong in a reading, instead of a warning and a missing
             value.
         blocks: The blocks of the model, where the search does not find them: a regular expression
@@ -117,7 +135,7 @@ class MonitorOptions(TypedDict, total=False):
             "unembedding" (rows of the two matrices).
         on_phase: Function of a `Phase`, called in the training's own thread on the first rank, once
             a reading is recorded, when the phase of the mean intrinsic dimension has another name
-            than before ("expanding", "peak", "compressing", ...). What it raises is a warning.
+            than before ("expanding", "level", "compressing", ...). What it raises is a warning.
         on_alert: Function of an `Alert`, called like `on_phase`, once for each alert.
         alerts: Names of the alerts that are looked for, as in `geomon.analysis.alerts.RULES`; ()
             for none. An alert is a note of its reading and a warning.
@@ -163,7 +181,7 @@ class CallbackOptions(MonitorOptions, total=False):
     Args:
         pictures: Whether loggers that show pictures get them: the intrinsic dimension over
             training, anisotropy over depth, maps of layers and steps, and matrices of layers and
-            heads, each time the step has doubled, and the whole run at the end.
+            heads, each time the step has doubled and at the end.
         detail: How much loggers show: "headline" for about a dozen values in the group `geomon/`;
             "layers" for every layer of every metric besides, in groups of their own; or names of
             metrics whose means are headline values too. The record holds everything. Sinks that are
@@ -190,10 +208,10 @@ DEFAULTS: MonitorOptions = {
     "probe_loss": None,
     "log": (),
     "settings": {},
-    "directory": "geomon",
+    "directory": "runs/geomon",
     "arrays": True,
     "sinks": (),
-    "budget": None,
+    "budget": AUTO_BUDGET,
     "gather": True,
     "rank_timeout": 60.0,
     "background": None,
@@ -225,8 +243,8 @@ def check_options(options: MonitorOptions, owner: str) -> MonitorOptions:
         owner: Name of the class that was called, for messages.
 
     Raises:
-        TypeError: An option has a name that does not exist, metrics are no mapping, or a hook is no
-            function.
+        TypeError: An option has a name that does not exist, metrics are no mapping, a sink is none,
+            or a hook is no function.
         ValueError: A number is out of range, a metric reads an unknown view, no alert has such a
             name, or the schedule never fires.
     """
@@ -269,6 +287,7 @@ def _check(options: _Options, defaults: MonitorOptions, owner: str) -> _Options:
     options["probe"] = _check_probe(options["probe"], owner, callback="pictures" in defaults)
     _check_probe_loss(options, callback="pictures" in defaults)
     options["log"] = _check_names(options["log"])
+    _check_sinks(options["sinks"])
     if not isinstance(options["settings"], Mapping):
         raise TypeError(
             f"settings is a dict, {{'learning_rate': 3e-4}} for instance, got "
@@ -324,6 +343,22 @@ def _check_probe_loss(options: MonitorOptions, *, callback: bool) -> None:
         )
 
 
+def _check_sinks(sinks: Any) -> None:
+    """Raise an error for what is no sequence of sinks; the callbacks find the trainer's loggers."""
+    named = isinstance(sinks, str) or not isinstance(sinks, Iterable)
+    wrong = (
+        [sinks]
+        if named
+        else [sink for sink in sinks if isinstance(sink, type) or not isinstance(sink, Sink)]
+    )
+    if wrong:
+        raise TypeError(
+            "sinks is a list of objects with write(reading) and close(), "
+            f"[TensorBoard('runs/a')] for instance, got {reprlib.repr(wrong[0])}; the callbacks "
+            "write to the loggers of the trainer without it"
+        )
+
+
 def _check_names(names: Sequence[str]) -> tuple[str, ...]:
     """The names of logged values, checked; a single name may stand for itself."""
     if isinstance(names, str):
@@ -340,11 +375,11 @@ def _check_names(names: Sequence[str]) -> tuple[str, ...]:
 _SHARE = re.compile(r"\s*(?P<number>[^\s%]+?)\s*(?P<percent>%|per\s?cent)?\s*", re.IGNORECASE)
 
 
-def check_budget(share: Any) -> float | None:
-    """Return the budget as a share of the time between 0 and 1; None for no limit.
+def check_budget(share: Any) -> float | str | None:
+    """Return the budget as a share of the time between 0 and 1; None for no limit, or "auto".
 
     Args:
-        share: A number, or text such as "0.01", "1%", "0.5 %" or "1 percent".
+        share: A number, or text such as "0.01", "1%", "0.5 %" or "1 percent"; or "auto".
 
     Raises:
         ValueError: It is no number between 0 and 1, or no text of one.
@@ -353,8 +388,8 @@ def check_budget(share: Any) -> float | None:
         >>> check_budget("1%"), check_budget("0.5 percent"), check_budget(0.01)
         (0.01, 0.005, 0.01)
     """
-    if share is None:
-        return None
+    if share is None or (isinstance(share, str) and share == AUTO_BUDGET):
+        return share
     number, divisor = share, 1
     if isinstance(share, str):
         found = _SHARE.fullmatch(share)
@@ -367,7 +402,7 @@ def check_budget(share: Any) -> float | None:
     if not 0 < value < 1:
         raise ValueError(
             "budget is a share of the training time between 0 and 1, 0.01 or '1%' for one per "
-            f"cent, or None for no limit, got {reprlib.repr(share)}"
+            f"cent, 'auto', or None for no limit, got {reprlib.repr(share)}"
         )
     return value
 
@@ -449,7 +484,8 @@ def _show_options(defaults: MonitorOptions, *declarations: type) -> Callable[[_C
         declarations: The TypedDicts that declare the options and document them.
     """
     hints = {name: hint for one in declarations for name, hint in get_type_hints(one).items()}
-    shown = {**defaults, "metrics": _Shown("METRICS")}
+    values: dict[str, object] = {**defaults, "metrics": _Shown("METRICS")}
+    shown = {n: values[n] for names in _GROUPS.values() for n in names.split() if n in values}
     keywords = [
         inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name]
@@ -475,13 +511,19 @@ def _show_options(defaults: MonitorOptions, *declarations: type) -> Callable[[_C
 
 
 def _sections(declarations: Sequence[type]) -> str:
-    """The "Args" of several TypedDicts, and the "Raises" of the last one."""
-    arguments, raised = [], ""
+    """The "Args" of several TypedDicts in groups, and the "Raises" of the last one."""
+    texts: dict[str, str] = {}
+    raised = ""
     for declaration in declarations:
         words = inspect.cleandoc(declaration.__doc__ or "").partition("Args:\n")[2]
         section, _, raised = words.partition("Raises:\n")
-        arguments.append(section.rstrip())
-    return "\n".join([*arguments, "", "Raises:", raised])
+        for entry in re.split(r"\n(?= {4}\w)", section.rstrip()):
+            texts[entry.partition(":")[0].strip()] = entry
+    groups = [
+        "\n".join([f"{title}:", *(texts[name] for name in names.split() if name in texts)])
+        for title, names in _GROUPS.items()
+    ]
+    return "\n\n".join(["", *groups, f"Raises:\n{raised}"])
 
 
 show_monitor_options = _show_options(DEFAULTS, MonitorOptions)

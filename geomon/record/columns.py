@@ -6,6 +6,7 @@ made of a column where a logger or a user asks for it by name, and is nowhere pa
 
 import contextlib
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -248,8 +249,8 @@ class MetricText(msgspec.Struct, frozen=True, omit_defaults=True):
         null: What the number `null` of its column is the value of, in words; "" for none.
         missing: When there is no value, in words.
         charts: What charts show of it by default: "mean"; "interval", the ends of the interval of
-            the mean; "largest" of the layers; "smallest" of the heads; "size", the mean absolute
-            value of the heads; or names of its parts, of which the means are shown.
+            the mean; "largest" of the layers; "smallest" and "highest" of the heads; "size", the
+            mean absolute value of the heads; or names of its parts, of which the means are shown.
         parts: Titles of its parts by name.
     """
 
@@ -265,6 +266,12 @@ class MetricText(msgspec.Struct, frozen=True, omit_defaults=True):
     def label(self) -> str:
         """The title with the unit, as axes show it."""
         return f"{self.title} ({self.unit})" if self.unit else self.title
+
+    @property
+    def null_label(self) -> str:
+        """What the null is the value of, in the few words that a line in a chart has room for."""
+        words = self.null.partition(" of as many")[0]
+        return re.sub(r"^an? ", "", words) or "noise"
 
     def title_of(self, part: str) -> str:
         """Return the title of a part, or of the metric for "".

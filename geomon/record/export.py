@@ -12,8 +12,9 @@ from geomon.record.reading import Reading, Readings
 if TYPE_CHECKING:
     import pandas
 
-COLUMNS = ("step", "source", "metric", "stack", "layer", "head", "part", "value")
-_TEXTS = ("source", "metric", "stack", "part")
+# None is the name of a method of a data frame, as "head" and "stack" are.
+COLUMNS = ("step", "source", "metric", "stack_name", "layer", "head_index", "part", "value")
+_TEXTS = ("source", "metric", "stack_name", "part")
 # What a spreadsheet takes for the beginning of a formula.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
@@ -37,7 +38,7 @@ def to_pandas(readings: Readings) -> "pandas.DataFrame":
         for row in _rows(reading):
             for append, field in zip(appends, row, strict=True):
                 append(field)
-    kinds = dict.fromkeys(_TEXTS, "category") | {"layer": "Int32", "head": "Int32"}
+    kinds = dict.fromkeys(_TEXTS, "category") | {"layer": "Int32", "head_index": "Int32"}
     kinds |= {"step": "int64", "value": "float64"}
     # A column at a time, so that its list is freed: a large run has tens of millions of values.
     return pandas.DataFrame(

@@ -102,6 +102,8 @@ def headlines_of(
             yield made("max", f"{title} of the layer with the largest", _largest)
         elif kind == "smallest":
             yield copy(f"{metric}_min", f"{title} of the lowest head", kind="min")
+        elif kind == "highest":
+            yield copy(f"{metric}_max", f"{title} of the highest head", kind="max")
         elif kind == "size":
             yield made("size", f"mean size over heads of the {title}", Column.mean_size)
         else:
@@ -242,7 +244,7 @@ class Charts:
             for headline in selected.values()
         )
 
-    def layout(self, reading: Reading) -> dict[str, dict[str, list[object]]]:
+    def layout(self, reading: Reading) -> dict[str, dict[str, list[Any]]]:
         """Lay out the charts of a reading for TensorBoard's custom scalars.
 
         Args:
@@ -251,7 +253,7 @@ class Charts:
         Returns:
             Kind of chart and names of its curves, by category and title.
         """
-        charts: dict[str, list[object]] = {}
+        charts: dict[str, list[Any]] = {}
         for stack, selected in self._by_stack(reading):
             titles: dict[str, list[str]] = {}
             for headline in selected:
@@ -260,7 +262,7 @@ class Charts:
                     titles.setdefault(_in_words(headline.chart, stack), []).append(tag)
             charts |= {title: ["Multiline", names] for title, names in titles.items()}
         # In one category TensorBoard draws the charts of intervals below all others.
-        laid_out: dict[str, dict[str, list[object]]] = {}
+        laid_out: dict[str, dict[str, list[Any]]] = {}
         for title, stack, ends in self._intervals(reading):
             category = laid_out.setdefault(next(iter(laid_out), f"geomon: {title}"), {})
             category[f"{_in_words(title, stack)}, 95 % interval"] = ["Margin", ends]
@@ -278,7 +280,7 @@ class Charts:
                     names = metric, f"{metric}_low", f"{metric}_high"
                     yield text.title, stack, [headline_tag(name, stack) for name in names]
 
-    def _by_layer(self, reading: Reading) -> Iterator[tuple[str, list[object]]]:
+    def _by_layer(self, reading: Reading) -> Iterator[tuple[str, list[Any]]]:
         """For each metric: the title of a chart of all layers, and patterns of its curves."""
         copied = self._copied(reading)
         for inside, columns in reading.stacks.items():

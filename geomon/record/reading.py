@@ -131,18 +131,52 @@ class Reading(msgspec.Struct, frozen=True, dict=True):
 _NONE = Column()
 
 
-class Series(NamedTuple):
+class _Points(NamedTuple):
+    steps: list[int]
+    values: list[float]
+    margins: list[float]
+
+
+class Series(_Points):
     """Values of a tag over training.
 
     Attributes:
         steps: Training steps, ascending.
         values: Values, one for each step.
         margins: Half widths of their 95 % intervals; NaN where unknown.
+        tag: Name of the values.
     """
 
-    steps: list[int]
-    values: list[float]
-    margins: list[float]
+    tag: str = ""
+
+    def plot(self, axes: Any = None, **style: Any) -> Any:
+        """Draw the values over training, on a logarithmic axis of steps, with their intervals.
+
+        Args:
+            axes: Axes of matplotlib; None for those of a new figure of pyplot.
+            **style: Style of the line, as `Axes.plot` takes it.
+
+        Returns:
+            The axes.
+
+        Raises:
+            ImportError: matplotlib is missing.
+        """
+        if axes is None:
+            try:
+                from matplotlib import pyplot
+            except ImportError as error:
+                raise ImportError("plot needs matplotlib: pip install 'geomon[figures]'") from error
+            axes = pyplot.subplots()[1]
+        (line,) = axes.plot(self.steps, self.values, **({"label": self.tag} | style))
+        pairs = list(zip(self.values, self.margins, strict=True))
+        low, high = [v - m for v, m in pairs], [v + m for v, m in pairs]
+        axes.fill_between(self.steps, low, high, color=line.get_color(), alpha=0.2, lw=0)
+        after = min((step for step in self.steps if step > 0), default=1)
+        axes.set_xscale("symlog", linthresh=after, linscale=0.45)  # step 0 has a place too
+        axes.set_xlabel("training step (logarithmic)")
+        axes.legend()
+        return axes
 
 
 @dataclass(frozen=True)
@@ -202,7 +236,9 @@ class Readings:
         points = sorted((reading.step, *getter(reading)) for reading in self)
         known = [point for point in points if not math.isnan(point[1])]
         steps, values, margins = zip(*known, strict=True) if known else ((), (), ())
-        return Series([*steps], [*values], [*margins])
+        series = Series([*steps], [*values], [*margins])
+        series.tag = tag
+        return series
 
     def _getter(self, tag: str) -> Callable[[Reading], tuple[float, float]] | None:
         """Find a tag among those that the columns make: a function that gives value and margin."""
@@ -255,9 +291,9 @@ class Readings:
         """Build a data frame with a row for each value.
 
         Returns:
-            Columns step, source, metric, stack, layer, head, part and value; layer and head are
-            missing where a value is of none. What is no metric stands under its group: metric
-            "training" and part "loss", say.
+            Columns step, source, metric, stack_name, layer, head_index, part and value; layer and
+            head are missing where a value is of none. What is no metric stands under its group:
+            metric "training" and part "loss", say.
 
         Raises:
             ImportError: pandas is missing.
@@ -311,10 +347,11 @@ class Readings:
             tag: Name of a value, for instance "twonn/mean".
 
         Returns:
-            Steps and values, two lists of equal length; empty where no reading has such a value.
+            Steps and values, two lists of equal length.
+
+        Raises:
+            KeyError: No reading has a value of that name.
         """
-        if self._getter(tag) is None:
-            return [], []
         steps, values, _ = self._curve(tag)
         return steps, values
 

@@ -1,7 +1,7 @@
 """Sinks: objects that receive every reading after it was recorded.
 
-A sink takes a whole reading and decides itself what it shows. One that fails is reported once and
-tried again with later readings; the training and the other sinks go on. Messages call it by its
+A sink takes a whole reading and decides itself what it shows. One that fails is tried again with
+the next readings, then left out; the training and the other sinks go on. Messages call it by its
 `__str__`, if it has one of its own, or else by the name of its class.
 
 Those that draw charts show the headline values (`geomon.record.headline`), and with
@@ -14,9 +14,6 @@ from typing import Any, Protocol, runtime_checkable
 
 from geomon.record.headline import HEADLINE, Charts, Detail
 from geomon.record.reading import Reading
-
-# Takes a number of seconds, and returns whether geomon may take them now.
-Affords = Callable[[float], bool]
 
 
 @runtime_checkable
@@ -42,24 +39,19 @@ class DescribedSink(Protocol):
 class SinkOfParts(Protocol):
     """Sink that consists of others, so that one of them may fail and the others go on."""
 
-    def parts(self, affords: Affords) -> Sequence[Sink]:
-        """Return the parts, in the order in which they are written; they are closed in reverse.
-
-        Args:
-            affords: Function of a number of seconds that returns whether a part may take them now.
-        """
+    def parts(self) -> Sequence[Sink]:
+        """Return the parts, in the order in which they are written; they are closed in reverse."""
 
 
-def parts_of(sinks: Iterable[Sink], affords: Affords) -> list[Sink]:
+def parts_of(sinks: Iterable[Sink]) -> list[Sink]:
     """List sinks, with the parts of those that consist of parts in their place.
 
     Args:
         sinks: Sinks of a run.
-        affords: Function of a number of seconds that returns whether a part may take them now.
     """
     parts: list[Sink] = []
     for sink in sinks:
-        parts += sink.parts(affords) if isinstance(sink, SinkOfParts) else [sink]
+        parts += sink.parts() if isinstance(sink, SinkOfParts) else [sink]
     return parts
 
 
@@ -89,10 +81,12 @@ class ChartLayout:
 
     Args:
         charts: What is charted.
+        prefix: What the logger has before every name.
     """
 
-    def __init__(self, charts: Charts) -> None:
+    def __init__(self, charts: Charts, prefix: str = "") -> None:
         self._charts = charts
+        self._prefix = prefix
         self._is_written = False
 
     def write_once(self, reading: Reading, writers: Iterable[Any]) -> None:
@@ -104,7 +98,13 @@ class ChartLayout:
         """
         if self._is_written:
             return
-        layout = self._charts.layout(reading)
+        layout = {
+            category: {
+                title: [kind, [f"{self._prefix}{name}" for name in names]]
+                for title, (kind, names) in charts.items()
+            }
+            for category, charts in self._charts.layout(reading).items()
+        }
         for writer in writers:
             writer.add_custom_scalars(layout)
         self._is_written = True  # only now: one that failed is written with the next reading
@@ -120,6 +120,7 @@ class LoggerSink:
         save: Function that flushes the logger.
         writers: Function that returns the logger's `SummaryWriter`s, which get the layout of the
             charts; None where it is not TensorBoard.
+        prefix: What the logger gets before every name.
 
     Raises:
         ValueError: The detail is none of them.
@@ -133,13 +134,15 @@ class LoggerSink:
         detail: Detail = HEADLINE,
         save: Callable[[], object] = lambda: None,
         writers: Callable[[], Iterable[Any]] | None = None,
+        prefix: str = "",
     ) -> None:
         self._name = name
         self._log = log
         self._save = save
         self._writers = writers
         self._charts = Charts(detail)
-        self._layout = ChartLayout(self._charts)
+        self._prefix = prefix
+        self._layout = ChartLayout(self._charts, prefix)
 
     def __str__(self) -> str:
         return self._name
@@ -157,7 +160,7 @@ class LoggerSink:
         if self._writers is not None:
             self._layout.write_once(reading, self._writers())
         if values := self._charts.select(reading):
-            self._log(values, reading.step)
+            self._log({f"{self._prefix}{tag}": v for tag, v in values.items()}, reading.step)
 
     def close(self) -> None:
         """Flush the logger, which is closed by whoever made it."""

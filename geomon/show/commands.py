@@ -1,6 +1,7 @@
 """Commands on the record of a run: `geomon watch`, `geomon figure` and `geomon summary`."""
 
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -38,9 +39,7 @@ def add_commands(app: "typer.Typer") -> None:
 
     folder = typer.Argument(help=f"Folder of a run, with its {FILE_NAME} in it.", metavar="DIR")
     folders = typer.Argument(help="Folders of runs.", metavar="DIR...")
-    one_stack = typer.Option(
-        help="Of a model with several stacks, the one to show: encoder, decoder."
-    )
+    one_stack = typer.Option(help="Which stack to show of a model with several: encoder, decoder.")
 
     @app.command()
     def watch(
@@ -146,6 +145,21 @@ def add_commands(app: "typer.Typer") -> None:
             with _writes(out) as part:
                 write(readings, part)
             typer.echo(printable(f"wrote {out}"))
+
+    @app.command()
+    def alerts(
+        name: Annotated[str | None, typer.Argument(help="One of them.", metavar="NAME")] = None,
+    ) -> None:
+        """Say what each alert looks for, and what to do."""
+        with exit_on_bad_input():
+            from geomon.analysis.alerts import RULES, check_alerts
+
+            check_alerts(() if name is None else (name,))
+            for each in RULES if name is None else (name,):
+                rule = RULES[each]
+                found = re.sub(r"\{[^}]*\}", "...", rule.text.replace("head{plural}", "heads"))
+                asked = "" if rule.by_default else f" (only with alerts=['{each}'])"
+                typer.echo(fit_to_terminal(f"{each}{asked}: {found}; {rule.advice}"))
 
     @app.command()
     def summary(

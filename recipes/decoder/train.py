@@ -147,6 +147,7 @@ def train_seed(study: Study, seed: int, folder: Path, data: str | None) -> None:
         directory=own,
         log=("validation/bits_per_character",),
         sinks=[PrintedLines(own.name)],
+        budget=None,  # every seed is read at the same steps
         pictures=False,
         alerts=(),
     )

@@ -73,9 +73,8 @@ def main(
         Path | None, Option(help="Folder of the run. Default: runs/enwik8, runs/enwik8-2, ...")
     ] = None,
     budget: Annotated[
-        str | None,
-        Option(help="Largest share of the time for geomon, 0.05 or 5%; else as scheduled."),
-    ] = None,
+        str, Option(help="Largest share of the run's time for geomon, 0.05 or 5%, its default.")
+    ] = "auto",
     resume: Annotated[
         bool, Option("--resume", help="Go on from the last checkpoint in --out.")
     ] = False,
@@ -105,7 +104,7 @@ def main(
         show(result)
 
 
-def _check_numbers(*, budget: str | None, learning_rate: float | None) -> None:
+def _check_numbers(*, budget: str, learning_rate: float | None) -> None:
     """Raise a `RecipeError` for what no run can have, before anything is loaded."""
     try:
         GeometryMonitor(budget=budget)

@@ -6,17 +6,15 @@ from geomon import log_spaced
 
 # Half of a run's readings on a logarithmic scale lie before this step, and show little that is new.
 _LATEST_FIRST = 32
-# Multiples of the first step between which the dimension rises to its peak.
-_DENSE_FROM, _DENSE_TO = 2, 4
-# Multiple of the first step after which curves move in one direction, and slowly.
-_SELDOM_FROM = 8
+# Multiples of the first step between which the dimension rises to its peak and begins to fall.
+_DENSE_FROM, _DENSE_TO = 2, 8
 # Share of the run after which only its last step is read, which a callback does by itself.
 _BEFORE_THE_END = 0.9
 
 
 @dataclass(frozen=True)
 class ReadingSteps:
-    """Schedule of a run: step 0, one reading an octave, four where most happens, two after that.
+    """Schedule of a run: step 0, one reading an octave, and two where most happens.
 
     Attributes:
         steps: Optimizer updates of the run.
@@ -24,7 +22,7 @@ class ReadingSteps:
     Example:
         >>> due = ReadingSteps(1500)
         >>> [step for step in range(1500) if due(step)]
-        [0, 32, 64, 76, 91, 108, 128, 181, 256, 512, 1024]
+        [0, 32, 64, 91, 128, 181, 256, 512, 1024]
     """
 
     steps: int
@@ -34,9 +32,8 @@ class ReadingSteps:
         first = first_reading(self.steps)
         if step < first or step > _BEFORE_THE_END * self.steps:
             return step == 0
-        if step < _DENSE_FROM * first or step > _SELDOM_FROM * first:
-            return log_spaced(per_octave=1, at_most=self.steps)(step)
-        return log_spaced(per_octave=4 if step <= _DENSE_TO * first else 2)(step)
+        is_dense = _DENSE_FROM * first <= step <= _DENSE_TO * first
+        return log_spaced(2 if is_dense else 1, at_most=self.steps, first=first)(step)
 
 
 def first_reading(steps: int) -> int:

@@ -31,10 +31,8 @@ from recipes.enwik8.schedule import ReadingSteps
 from recipes.enwik8.windows import CharacterData, spread
 
 # Characters that a reading looks at, of which it measures 4,096 rows, the paper's least batch:
-# rows of more windows are less alike. Under a budget fewer, or the look at step 0 alone would take
-# half a per cent of the first 500 steps.
+# rows of more windows are less alike.
 PROBE_TOKENS = 8192
-FRUGAL_PROBE_TOKENS = 2048
 # The intervals come from halves of the windows, and need no second batch.
 BATCHES = 1
 
@@ -67,7 +65,7 @@ class Machine:
     strategy: str
     compiled: bool
     logger: str
-    budget: str | None = None
+    budget: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ def train(
     check_machine(machine)
     check_folder(folder, settings, resume=resume)
     preset = settings.preset
-    check_context(preset.context, machine.budget)
+    check_context(preset.context)
     corpus = load(data, text=settings.text, minimum=20 * (PROBE_TOKENS + preset.context))
     print(f"text: {corpus.source}; {corpus.vocabulary_size} distinct characters", flush=True)
     text_sha256 = corpus.sha256()
@@ -111,7 +109,7 @@ def train(
     history = _history(folder)
     live = LiveView(history)
     monitor = GeometryMonitor(
-        probe=probe_windows(corpus, preset.context, machine.budget),
+        probe=probe_windows(corpus, preset.context),
         probe_loss=bits_per_character,  # a validation at every reading, without a pass of its own
         schedule=ReadingSteps(preset.steps),
         batches=BATCHES,
@@ -155,10 +153,9 @@ def show(result: Result) -> None:
         print(f"curves: tensorboard --logdir {result.folder}")
 
 
-def probe_windows(corpus: Corpus, context: int, budget: str | None) -> Any:
+def probe_windows(corpus: Corpus, context: int) -> Any:
     """Held-out windows that every reading looks at, so that readings compare."""
-    tokens = PROBE_TOKENS if budget is None else FRUGAL_PROBE_TOKENS
-    return spread(corpus.validation, context, tokens // context)
+    return spread(corpus.validation, context, PROBE_TOKENS // context)
 
 
 def check_folder(folder: Path, settings: Settings, *, resume: bool) -> None:
@@ -201,13 +198,12 @@ def check_text(folder: Path, sha256: str) -> None:
         )
 
 
-def check_context(context: int, budget: str | None) -> None:
+def check_context(context: int) -> None:
     """Raise a `RecipeError` where no window of the context fits into a probe."""
-    tokens = PROBE_TOKENS if budget is None else FRUGAL_PROBE_TOKENS
-    if context > tokens:
+    if context > PROBE_TOKENS:
         raise RecipeError(
-            f"--context {context} is longer than the {tokens:,} characters that a reading looks "
-            f"at: choose at most {tokens}"
+            f"--context {context} is longer than the {PROBE_TOKENS:,} characters that a reading "
+            f"looks at: choose at most {PROBE_TOKENS}"
         )
 
 

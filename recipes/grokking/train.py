@@ -110,6 +110,7 @@ def _monitor(pairs: Pairs, settings: Settings, interval: int, folder: Path) -> G
         metrics=METRICS,
         probe=pairs.tokens[: settings.probed],
         schedule=every(interval),
+        budget=None,  # runs are compared step by step
         tokens=settings.probed * LENGTH,
         batches=1,
         directory=folder,

@@ -51,7 +51,7 @@ def train(corpus: Corpus, sizes: Preset, seed: int, folder: Path) -> None:
         model,
         metrics=select("cosine", "cosine_centred", "drift_norm"),
         probe={"input_ids": spread(corpus.validation, sizes.context, TOKENS // sizes.context)},
-        schedule=log_spaced(first=min(32, sizes.steps)),
+        schedule=log_spaced(per_octave=4, first=min(32, sizes.steps)),
         tokens=TOKENS, batches=1, directory=folder, seed=seed,
     )  # fmt: skip
     for step in range(sizes.steps):

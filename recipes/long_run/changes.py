@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from geomon import Readings
 from geomon.analysis import Curve, Phase, curve_of
@@ -57,8 +57,8 @@ class Change:
 def changes(readings: Readings, names: Iterable[str], *, since: int = DEMO_STEPS) -> list[Change]:
     """Compare the end of a record with an earlier step, for each value that it holds.
 
-    The errors are the larger of those over sequences and of the scatter between readings. Both
-    readings look at the same sequences, so that the interval is rather too wide.
+    The margins are those over sequences. Both readings look at the same sequences, so that the
+    interval is rather too wide.
 
     Args:
         readings: Readings of a run.
@@ -96,7 +96,7 @@ def nearest(steps: list[int], step: int) -> int:
 
 def _change(name: str, curve: Curve, since: int) -> Change:
     begin = nearest(curve.steps, since)
-    margins = replace(curve, errors=curve.robust_errors(), sampled=[]).margins
+    margins = curve.margins
     peak = max(range(1, len(curve)), key=lambda i: curve.values[i])
     return Change(
         name,

@@ -116,8 +116,19 @@ def test_a_deviation_over_splits_of_the_rows_decides_nothing(make_readings):
 
 
 def test_runs_without_a_common_step_are_refused(make_readings):
-    with pytest.raises(ValueError, match="no value at the same step"):
+    with pytest.raises(ValueError, match="no values at steps near one another"):
         compare(make_readings((0, 16)), Readings([], make_readings().readings[4:]))
+
+
+def test_runs_of_other_schedules_are_compared_at_steps_near_one_another(make_readings):
+    first, second = make_readings((0, 100, 200, 400)), make_readings((0, 60, 190, 330, 700))
+    found = by_tag(compare(first, second))["twonn/mean"]
+    assert (found.step, found.second_step) == (200, 190)
+    assert describe_differences([found], ("a", "b"))[0] == "b against a, at steps 190 and 200"
+    found = by_tag(compare(first, make_readings((0, 380, 400))))["twonn/mean"]
+    assert (found.step, found.second_step) == (400, None)
+    with pytest.raises(ValueError, match="no values at steps near one another"):
+        compare(first, make_readings((0, 140, 300)))  # step 0 alone says nothing of the training
 
 
 def test_the_command_says_and_draws_the_differences(make_readings, tmp_path):

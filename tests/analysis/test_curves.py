@@ -15,31 +15,20 @@ def test_curves_keep_to_the_commoner_source(make_readings):
     assert single_source([]) == []
 
 
-def test_a_curve_has_the_errors_of_its_intervals(make_readings):
+def test_a_curve_has_the_margins_of_its_intervals(make_readings):
     readings = make_readings(error=0.3)
     curve = curve_of(readings, "twonn")
     assert curve.steps == [r.step for r in readings]
     assert curve.margins == pytest.approx([0.3] * 9)
-    assert curve.errors == pytest.approx([0.3 / 1.96] * 9)
-    assert curve_of(readings, "gride", part="k32").errors == [0.0] * 9
+    assert curve_of(readings, "gride", part="k32").margins == [0.0] * 9
     missing = [with_values(r, {"twonn/mean": math.nan}) for r in readings]
     assert len(curve_of(missing, "twonn")) == 0
 
 
-def test_without_an_interval_the_deviation_over_splits_stands_for_the_error(make_readings):
-    def curve(deviation):
-        values = {"twonn/mean": 5.0, "twonn/mean/std": deviation}
-        values |= {"gride/mean/k1": 6.0, "gride/mean/k1/std": deviation + 1}
-        values |= {"gride/layer_02/k1": 7.0, "gride/layer_02/k1/std": deviation + 2}
-        readings = [with_values(r, values) for r in make_readings((0, 8))]
-        return [
-            curve_of(readings, "twonn"), curve_of(readings, "gride", part="k1"),
-            curve_of(readings, "gride", part="k1", layer=2),
-        ]  # fmt: skip
-
-    assert [each.errors[0] for each in curve(0.7)] == [0.7, 1.7, 2.7]
-    assert [each.margins[1] for each in curve(0.7)] == [0, 0, 0]  # no interval over sequences
-    assert [each.errors[0] for each in curve(math.nan)] == [0, 0, 0]
+def test_a_deviation_over_splits_is_no_margin(make_readings):
+    values = {"twonn/mean": 5.0, "twonn/mean/std": 0.7}
+    readings = [with_values(r, values) for r in make_readings((0, 8))]
+    assert curve_of(readings, "twonn").margins == [0, 0]
 
 
 def test_cosines_of_both_signs_do_not_cancel(make_readings):
@@ -64,17 +53,16 @@ def test_of_several_readings_of_a_step_the_last_counts_and_steps_ascend(make_rea
 
 
 def test_values_differ_where_they_differ_by_more_than_their_errors():
-    curve = Curve([0, 1, 2], [10.0, 10.5, 12.0], [0.3, 0.3, 0.3])
-    assert not curve.differs(0, 1)  # 0.5 against 1.96 * 0.42
-    assert curve.differs(0, 2)
-    assert curve.differs(2, 0)
-    assert curve.robust_errors()[2] > 0.3  # 12 times the typical share
+    curve = Curve([0, 1, 2], [10.0, 10.5, 12.0], [0.5, 0.5, 0.5])
+    assert curve.direction(0, 1) == 0  # 0.5 against 0.71
+    assert (curve.direction(0, 2), curve.direction(2, 0)) == (1, -1)
+    assert Curve([0, 1, 2], [10.0, 10.5, 12.0], [0.0] * 3).direction(0, 2) is None
     assert (len(curve), curve.phase().peak_step) == (3, 2)
 
 
 def test_errors_that_are_not_numbers_are_unknown(make_readings):
     readings = make_readings((0, 8), error=math.nan)
-    assert curve_of(readings, "twonn").errors == [0.0, 0.0]
+    assert curve_of(readings, "twonn").margins == [0.0, 0.0]
 
 
 def test_the_mean_size_is_over_heads_alone_and_at_every_step(make_readings):
@@ -88,5 +76,5 @@ def test_the_mean_size_is_over_heads_alone_and_at_every_step(make_readings):
     start, later = make_readings((0, 8))
     readings = [with_values(start, {}), with_values(later, values)]
     curve = mean_abs_over_heads(readings, "qk_cosine")
-    assert (curve.steps, curve.errors) == ([8], [0.0])
+    assert (curve.steps, curve.margins) == ([8], [0.0])
     assert curve.values == [pytest.approx(1.2 / 3)]

@@ -161,8 +161,9 @@ def test_the_words_say_what_was_found():
     first, last = [[0.9] * 6, [0.0] * 6], [[0.9] * 6, [-0.9] * 6]
     readings = [at(0, first, **start), at(64, first), at(128, last, **end)]
     assert queries_and_keys(readings).words() == [
-        "Beyond chance (isotropic directions of width 32, 5 % over all 12 heads): mean query and "
-        "mean key are similar in 6 (from step 0 on) and opposite in 6 (from step 128 on).",
+        "Mean query and mean key are similar beyond chance in 6 of 12 heads (since step 0), and "
+        "opposite in 6 (since step 128). Chance is isotropic directions of width 32: 5 % for any "
+        "of the 12 heads at a step.",
         "The cosine of mean query and mean key falls with depth (Kendall's tau -1.00, p below "
         ".001).",
         "Mean |mean query . mean key| over heads: 1 at the start, 6 at the end.",
@@ -172,8 +173,8 @@ def test_the_words_say_what_was_found():
 def test_the_words_stay_silent_on_what_is_not_decided():
     words = queries_and_keys([at(0, [[0.1, -0.1], [0.1, -0.1]])]).words()
     assert words == [
-        "Beyond chance (isotropic directions of width 32, 5 % over all 4 heads): mean query and "
-        "mean key are similar in 0 and opposite in 0."
+        "Mean query and mean key are similar beyond chance in 0 of 4 heads, and opposite in 0. "
+        "Chance is isotropic directions of width 32: 5 % for any of the 4 heads at a step."
     ]
 
 

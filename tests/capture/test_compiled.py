@@ -206,31 +206,6 @@ def test_a_compiled_loss_beside_the_model_is_run_as_compiled(caplog, compiled_fi
     assert not [r for r in caplog.records if "ran eagerly" in r.getMessage()]
 
 
-@compiles
-@pytest.mark.usefixtures("fresh_compiler")
-def test_a_compiled_function_inside_a_compiled_loss_is_a_part_of_it():
-    """The process is left alone until the outer one has returned."""
-    sdpa, unpatched = torch.nn.functional.scaled_dot_product_attention, []
-    inner = torch.compile(torch.square, backend=Counting())
-
-    @torch.compiler.disable
-    def squared(logits):
-        found = inner(logits)
-        unpatched.append(torch.nn.functional.scaled_dot_product_attention is sdpa)
-        return found
-
-    loss_of = torch.compile(lambda logits: squared(logits).mean() + 1, backend=Counting())
-    model = made()
-    monitor, memory = watching(model)
-    for step in range(3):
-        with monitor(step):
-            loss_of(logits_of(model)).backward()
-            open_again = torch.nn.functional.scaled_dot_product_attention is not sdpa
-            assert open_again == (step != 1)
-    assert unpatched == [True] * 3
-    assert len(memory.readings) == 2
-
-
 def compiled_function(model, backend):
     """A function that is compiled hides which modules it calls."""
     model.forward = torch.compile(model.forward, backend=backend)
@@ -336,16 +311,12 @@ def test_what_a_compiled_call_writes_into_is_written_once():
 
 @compiles
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("why", ["function", "argument"])
-def test_a_step_that_has_to_run_eagerly_is_said_once(caplog, why):
+def test_a_step_that_has_to_run_eagerly_is_said_once(caplog):
     model = made()
-    if why == "function":
-        step = torch.compile(lambda ids: logits_of(model, ids), backend="eager")
-    else:  # that cannot be copied: the call cannot be made twice
-        model.compile(backend="eager")
-        forward = model.forward
-        model.forward = lambda ids, keep: forward(ids)
-        step = functools.partial(model, keep=(i for i in range(3)))
+    model.compile(backend="eager")
+    forward = model.forward
+    model.forward = lambda ids, keep: forward(ids)
+    step = functools.partial(model, keep=(i for i in range(3)))  # it cannot be copied
     monitor, memory = watching(model, every(1))
     for number in range(3):
         with monitor(number):

@@ -7,7 +7,7 @@ from plain_models import both, encoder
 from torch import nn
 from transformers import T5Config, T5ForConditionalGeneration
 
-from geomon import Monitor, geometry, measure, read, select
+from geomon import Monitor, every, geometry, measure, read, select
 from geomon.capture import Window, extra_pass, find_anatomy
 from geomon.capture.snapshot import EXTRA_LAYERS, Layer, NotSeenError, check_extra_layers
 from geomon.distributed import merge_layers
@@ -185,8 +185,9 @@ def test_a_monitor_records_them_and_training_is_untouched(tmp_path):
         model = transformer("llama")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         monitor = Monitor(
-            model, directory=tmp_path / str(len(extra)), metrics=ANISOTROPY, extra_layers=extra
-        )
+            model, directory=tmp_path / str(len(extra)), metrics=ANISOTROPY, extra_layers=extra,
+            schedule=every(1),
+        )  # fmt: skip
         for step in range(3):
             with monitor(step):
                 loss = model(batch(seed=step), labels=batch(seed=step)).loss

@@ -88,7 +88,7 @@ def test_length_first_hidden_states_have_their_last_tokens():
 
 
 class Hiding(PlainDecoder):
-    """Attention hides padding that no argument names; its token ids may look like padding."""
+    """Attention hides padding that no argument names."""
 
     def __init__(self, real: Tensor) -> None:
         super().__init__()
@@ -110,15 +110,8 @@ class Hiding(PlainDecoder):
         return forward
 
 
-def test_padding_that_looks_like_it_and_is_found_after_the_pass_leaves_the_last_tokens():
-    real = mask_of("right")
-    ids = batch(6, 12).clamp(min=1).masked_fill(~real, 0)
-    for layer in look(Hiding(real), ids).layers:
-        assert torch.equal(layer.captured["last_positions"], LENGTHS - 1)
-
-
 def test_where_the_last_token_was_known_too_late_it_is_missing_with_the_reason():
-    """Token ids do not look like padding; attention says so when the rows are kept already."""
+    """Attention says so when the rows are kept already."""
     real = mask_of("right")
     model = Hiding(real)
     snapshot = look(model, batch(6, 12))

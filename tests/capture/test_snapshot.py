@@ -59,7 +59,7 @@ def test_the_message_names_layer_cause_and_remedy_in_one_line():
         assert part in message
     assert "\n" not in message
     message = unseen(nn.Sequential(Unseen(), Unseen()), torch.randn(2, 5, 8))
-    assert "attention at 0 (2 of 2 layers): no attention call was seen" in message
+    assert "attention at 0 (2 of 2 layers): no attention was seen" in message
     assert "metrics=select(...)" in message
     assert "hidden states" not in message
 

@@ -1,75 +1,449 @@
-"""What an extra pass changes in a model is put back."""
+"""What an extra pass changes in a model is put back, or said once and not done again."""
 
+import functools
+import random
 import sys
+import types
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from contextlib import nullcontext, suppress
 
+import numpy as np
 import pytest
 import torch
+from models import PlainDecoder, batch
 from torch import nn
+from torch.nn.utils import parametrize
 
+from geomon import Monitor, every
+from geomon.capture import unchanged
 from geomon.capture.unchanged import left_unchanged
 
 
-class Counting(nn.Module):
-    """Writes into everything that a forward pass may write into."""
+class Stateful(nn.Module):
+    """Scales rows by a number that depends on the calls before.
 
-    def __init__(self) -> None:
+    Args:
+        begin: Function of the module that makes its state.
+        turn: Function of the module and of its input that changes the state and returns a number.
+    """
+
+    def __init__(self, begin, turn) -> None:
         super().__init__()
-        self.calls = 0
-        self.scale = 1.5
-        self.table = torch.arange(4.0)
-        self.names = ["kept"]
-        self.register_buffer("seen", torch.zeros(3))
+        begin(self)
+        self.turn = turn
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        self.scale = 2.5
-        self.table[0] = 99
-        self.table = torch.arange(8.0)
-        self.longest = x.shape[0]
-        self.seen += 1
-        return x
+        return x * (1 + 0.1 * self.turn(self, x))
 
 
-def test_numbers_and_tensors_that_are_attributes_are_put_back():
-    model = Counting()
-    table = model.table
+def holds(value):
+    """What begins with one attribute."""
+    return lambda module: setattr(module, "state", value())
+
+
+def does(action, number=len):
+    """What changes that attribute, and makes a number of it."""
+
+    def turn(module, x):
+        action(module.state, x)
+        return number(module.state)
+
+    return turn
+
+
+def sets(function, number=float):
+    def turn(module, x):
+        module.state = function(module.state, x)
+        return 0.0 if module.state is None else number(module.state)
+
+    return turn
+
+
+def draws(function):
+    return lambda module, x: function(module.state)
+
+
+def parameter(**options):
+    return holds(lambda: nn.Parameter(torch.ones(1), **options))
+
+
+@torch.no_grad()
+def decays(parameter, x):
+    parameter.mul_(0.9)
+
+
+def decays_by_data(parameter, x):
+    parameter.data.mul_(0.9)
+
+
+def has_other_data(parameter, x):
+    parameter.data = parameter.data * 0.9
+
+
+def grows(parameter, x):
+    parameter.data = torch.ones(len(parameter) + 1)
+
+
+def makes(name, make):
+    """What makes a part of the module in its first call."""
+
+    def turn(module, x):
+        if getattr(module, name, None) is None:
+            setattr(module, name, make())
+        return getattr(module, name) + torch.rand(1)
+
+    return turn
+
+
+class Number(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.number = nn.Parameter(torch.rand(1))
+
+    def __add__(self, other):
+        return self.number + other
+
+
+def counts(module, x):
+    module.made = getattr(module, "made", 0) + 1
+    return module.made
+
+
+def forgets(module, x):
+    found = getattr(module, "state", 0.0)
+    vars(module).pop("state", None)
+    return found
+
+
+def hooks_once(module, x):
+    if not module.state:
+        module.register_forward_hook(lambda module, args, output: output * 1.1)
+    module.state = True
+    return 1.0
+
+
+def counted_norm(module, x):
+    module.state[0](x.flatten(0, 1))
+    return module.state[0].num_batches_tracked.item()
+
+
+KINDS = {
+    "list": (holds(list), does(lambda s, x: s.append(x.mean()))),
+    "dict": (holds(dict), does(lambda s, x: s.update({len(s): x}))),
+    "set": (holds(set), does(lambda s, x: s.add(len(s)))),
+    "deque": (holds(lambda: deque([0] * 3, maxlen=3)), does(lambda s, x: s.append(len(s)), sum)),
+    "OrderedDict": (holds(OrderedDict), does(lambda s, x: s.update({len(s): x}))),
+    "defaultdict": (holds(lambda: defaultdict(list)), does(lambda s, x: s[len(s)].append(1))),
+    "containers in containers": (
+        holds(lambda: {"a": ([deque()],)}),
+        does(lambda s, x: s["a"][0][0].append(x), lambda s: len(s["a"][0][0])),
+    ),
+    "a tensor in a list": (
+        holds(lambda: [torch.zeros(1)]), does(lambda s, x: s[0].add_(1), lambda s: s[0].item())
+    ),
+    "a tensor with a graph": (
+        holds(lambda: nn.Parameter(torch.ones(1)) * 1), does(decays, lambda s: s.item())
+    ),
+    "flag": (holds(bool), sets(lambda s, x: not s)),
+    "text": (holds(str), sets(lambda s, x: s + "a", len)),
+    "number": (holds(int), sets(lambda s, x: s + 1)),
+    "None to a tensor": (holds(lambda: None), sets(lambda s, x: x.detach().mean() + (s or 0))),
+    "a tensor to None": (
+        holds(lambda: torch.ones(1)), sets(lambda s, x: None if s is not None else torch.ones(1))
+    ),
+    "an attribute that is made": (lambda module: None, counts),
+    "an attribute that goes": (holds(lambda: 1.0), forgets),
+    "an array": (
+        holds(lambda: np.zeros(1)), does(lambda s, x: np.add(s, 1, out=s), lambda s: s.item())
+    ),
+    "torch.Generator": (
+        holds(lambda: torch.Generator().manual_seed(1)),
+        draws(lambda s: torch.rand(1, generator=s)),
+    ),
+    "a generator in a list": (
+        holds(lambda: [torch.Generator().manual_seed(1)]),
+        draws(lambda s: torch.rand(1, generator=s[0])),
+    ),
+    "NumPy's generator": (holds(lambda: np.random.default_rng(1)), draws(lambda s: s.random())),
+    "NumPy's RandomState": (holds(lambda: np.random.RandomState(1)), draws(lambda s: s.rand())),
+    "Python's generator": (holds(lambda: random.Random(1)), draws(lambda s: s.random())),
+    "a codebook": (parameter(requires_grad=False), does(decays, lambda s: s)),
+    "a codebook with gradient": (parameter(), does(decays_by_data, lambda s: s)),
+    "a parameter that is frozen at times": (
+        parameter(), does(lambda s, x: s.requires_grad_(not s.requires_grad), lambda s: s)
+    ),
+    "other data of a parameter": (parameter(), does(has_other_data, lambda s: s)),
+    "a parameter that grows": (parameter(requires_grad=False), does(grows)),
+    "a parameter that is made": (
+        lambda module: module.register_parameter("state", None),
+        makes("state", lambda: nn.Parameter(torch.rand(1))),
+    ),
+    "a module that is made": (
+        lambda module: None,
+        makes("inner", Number),
+    ),
+    # As transformers does it: both of them, or neither.
+    "a hook and a flag": (holds(bool), hooks_once),
+    "a hidden module": (holds(lambda: [nn.BatchNorm1d(32)]), counted_norm),
+}  # fmt: skip
+
+
+class Decoder(PlainDecoder):
+    """A compiled module as any, which costs the compiler nothing."""
+
+    @torch.compiler.disable
+    def forward(self, ids):
+        return super().forward(ids)
+
+
+def built(begin, turn):
+    torch.manual_seed(0)
+    model = Decoder(layers=1)
+    for block in model.blocks:
+        block.mlp.append(Stateful(begin, turn))
+    return model
+
+
+def trained(model, how, *, watched, around=nullcontext):
+    """Losses of a few steps and what the model returns then; with extra passes, or without."""
+    torch.compiler.reset()
+    if how == "twin":
+        model.compile(backend="eager")
+    monitor = Monitor(
+        model, metrics={"rows": lambda hidden: float(len(hidden))}, schedule=every(1), tokens=16,
+        directory=None, probe=batch(2, 8, seed=1) if how == "probe" else None,
+    )  # fmt: skip
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    found = []
+    for step in range(3):
+        with around(), monitor(step) if watched else nullcontext():
+            loss = model(batch(2, 8)).square().mean()
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    with torch.no_grad():
+        found += model(batch(2, 8)).flatten().tolist()
+    return found
+
+
+@functools.cache
+def plain(kind):
+    return trained(built(*KINDS[kind]), "", watched=False)
+
+
+@pytest.mark.parametrize("how", ["probe", "twin"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_with_a_state_trains_as_without_extra_passes(kind, how):
+    assert trained(built(*KINDS[kind]), how, watched=True) == plain(kind)
+
+
+def test_each_kind_of_state_would_be_noticed(monkeypatch):
+    monkeypatch.setattr(unchanged._ModelState, "__init__", lambda *given: None)
+    monkeypatch.setattr(unchanged._ModelState, "report_written", lambda self: None)
+    assert [k for k in KINDS if trained(built(*KINDS[k]), "probe", watched=True) == plain(k)] == []
+
+
+def symmetric(width=32):
+    class Symmetric(nn.Module):
+        def forward(self, weight):
+            return weight + weight.T
+
+    linear = nn.Linear(width, width)
+    parametrize.register_parametrization(linear, "weight", Symmetric())
+    return linear
+
+
+CACHED = (holds(symmetric), lambda module, x: module.state(x))
+
+
+@pytest.mark.parametrize("how", ["probe", "twin"])
+def test_weights_that_are_cached_are_not_those_of_an_extra_pass(how):
+    plain = trained(built(*CACHED), "", watched=False, around=parametrize.cached)
+    found = trained(built(*CACHED), how, watched=True, around=parametrize.cached)
+    assert found == plain
+
+
+# -- what cannot be put back ---------------------------------------------------------------------
+
+
+def passes(model, action=lambda model: model(batch(2, 8)), times=3):
+    """Make some extra passes; returns how many were made, and why others were not."""
+    made, refused = 0, set()
+    for _ in range(times):
+        try:
+            with left_unchanged(model):
+                made += 1
+                action(model)
+        except ValueError as error:
+            refused.add(str(error))
+    return made, refused
+
+
+def test_parameters_too_large_to_copy_are_found_once_and_no_other_pass_is_made(monkeypatch, caplog):
+    monkeypatch.setattr(unchanged, "_MOST_COPIED", 0)
+    model = built(*KINDS["a codebook"])
+    made, refused = passes(model)
+    name = "blocks.0.mlp.3.state"
+    assert (made, len(refused), len(caplog.records)) == (1, 1, 1)
+    assert name in refused.pop()
+    assert name in caplog.text
+    assert passes(nn.Sequential(model))[0] == 0
+    assert passes(built(*KINDS["list"]))[0] == 3
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("how", ["probe", "twin"])
+def test_a_model_that_takes_no_extra_pass_trains_on(how, monkeypatch, caplog):
+    monkeypatch.setattr(unchanged, "_MOST_COPIED", 0)
+    model, once = built(*KINDS["a codebook"]), built(*KINDS["a codebook"])
+    passes(once, times=1)
+    assert trained(model, how, watched=True) == trained(once, "", watched=False)
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("writes into blocks.0.mlp.3.state" in words for words in said) == 2
+
+
+ODD = {
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "compressed": lambda: torch.eye(3).to_sparse_csr(),
+    "of 8 bits": lambda: torch.zeros(3).to(torch.float8_e4m3fn),
+    "meta": lambda: torch.ones(3, device="meta"),
+    "expanded": lambda: torch.ones(1).expand(3),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "inference": lambda: torch.inference_mode()(torch.ones)(3),
+    "not a number": lambda: torch.full((3,), torch.nan),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("kind", ODD)
+def test_tensors_of_any_kind_are_held_by_a_model(kind):
+    model = nn.Linear(2, 2)
+    model.register_buffer("buffer", ODD[kind]())
+    model.held = [ODD[kind]()]
+    assert passes(model, lambda model: None) == (3, set())
+
+
+def test_data_that_another_library_gathers_stay():
+    """As DeepSpeed does: no data before the pass, and perhaps some after it."""
+    model = nn.Linear(3, 3)
+    model.weight.data = torch.empty(0)
+
+    def gathers(model):
+        model.weight.data = torch.ones(3, 3)
+
+    assert passes(model, gathers, times=1) == (1, set())
+    assert torch.equal(model.weight, torch.ones(3, 3))
+
+
+def test_other_data_of_a_parameter_are_put_back_whatever_its_size(monkeypatch):
+    monkeypatch.setattr(unchanged, "_MOST_COPIED", 0)
+    model = built(*KINDS["other data of a parameter"])
+    held = model.blocks[0].mlp[-1].state
+    address = held.data_ptr()
+    assert passes(model) == (3, set())
+    assert (held.item(), held.data_ptr()) == (1.0, address)
+
+
+def test_objects_are_the_same_ones_with_their_former_contents():
+    held = [[1], {"a": {2}}, deque([3], maxlen=4), OrderedDict(b=4), defaultdict(list, c=[5])]
+    model = nn.Module()
+    model.state, inner = held, [*held]
+
+    def changes(model):
+        for part in (*held, held[1]["a"]):
+            part.clear()
+        held.append(6)
+        model.state = None
+
+    assert passes(model, changes) == (3, set())
+    assert model.state is held
+    assert all(one is other for one, other in zip(held, inner, strict=True))
+    assert repr(held) == repr(
+        [[1], {"a": {2}}, deque([3], maxlen=4), OrderedDict(b=4), defaultdict(list, c=[5])]
+    )
+
+
+def test_a_large_container_is_not_looked_into_and_an_object_of_the_users_never():
+    class Records:
+        def __iter__(self):
+            raise AssertionError("looked into")
+
+        __len__ = __getattr__ = __eq__ = __iter__
+        __hash__ = object.__hash__
+
+    model, counter = nn.Module(), [0]
+    model.records, model.many = Records(), [counter] * 2000
+    vars(model)["lost"] = weakref.proxy(set())
     with left_unchanged(model):
-        model(torch.ones(2))
-        assert model.calls == 1
-    assert (model.calls, model.scale) == (0, 1.5)
-    assert model.table is table
-    assert torch.equal(table, torch.arange(4.0))
-    assert not hasattr(model, "longest")
-    assert torch.equal(model.seen, torch.zeros(3))
+        model.many.append(1)
+        counter.append(1)
+    assert (len(model.many), counter) == (2000, [0, 1])
 
 
-def test_other_attributes_are_the_models_own():
-    model = Counting()
-    with left_unchanged(model):
-        model.names = ["changed"]
-    assert model.names == ["changed"]
+# -- names of torch that a release may take away -------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["normal", "exception"])
-def test_parameters_that_fsdp_gathered_are_sharded_again(how, monkeypatch):
-    """Of several ranks it is tested with FSDP itself; here, that it is asked for at all."""
+def test_without_the_cache_of_parametrised_weights_only_models_with_some_are_refused(monkeypatch):
+    monkeypatch.delattr(parametrize, "_cache")
+    assert passes(built(*KINDS["list"]))[0] == 3
+    made, refused = passes(built(*CACHED))
+    assert made == 0
+    assert "parametrised weights" in refused.pop()
 
-    class Sharded(nn.Module):
+
+def test_without_versions_of_tensors_it_is_said_what_is_not_found_out(monkeypatch, caplog):
+    monkeypatch.setattr(unchanged, "_HAS_VERSIONS", False)
+    monkeypatch.setattr(unchanged, "_MOST_COPIED", 0)
+    unchanged._warn_without_versions.cache_clear()
+    assert passes(built(*KINDS["a codebook"]))[0] == 3
+    (said,) = caplog.records
+    assert "counts no versions" in said.getMessage()
+
+
+@pytest.fixture
+def fsdp(monkeypatch):
+    """Stands for `torch.distributed.fsdp`; with several ranks it is tested itself."""
+
+    class FSDPModule(nn.Module):
         asked = 0
 
         def reshard(self) -> None:
-            Sharded.asked += 1
+            type(self).asked += 1
 
-    class Nothing(nn.Module): ...
+    class FullyShardedDataParallel(nn.Module): ...
 
-    stand_in = type(sys)("torch.distributed.fsdp")
-    stand_in.FSDPModule, stand_in.FullyShardedDataParallel = Sharded, Nothing
-    monkeypatch.setitem(sys.modules, "torch.distributed.fsdp", stand_in)
-    model = nn.Sequential(Sharded(), nn.Linear(2, 2))
-    try:
-        with left_unchanged(model):
-            if how == "exception":
-                raise RuntimeError
-    except RuntimeError:
-        pass
-    assert Sharded.asked > 0
+    found = types.ModuleType("torch.distributed.fsdp")
+    found.FSDPModule, found.FullyShardedDataParallel = FSDPModule, FullyShardedDataParallel
+    monkeypatch.setitem(sys.modules, "torch.distributed.fsdp", found)
+    return found
+
+
+@pytest.mark.parametrize("how", ["normal", "exception"])
+def test_parameters_that_fsdp_gathered_are_sharded_again(how, fsdp):
+    model = nn.Sequential(fsdp.FSDPModule(), nn.Linear(2, 2))
+    with suppress(RuntimeError), left_unchanged(model):
+        if how == "exception":
+            raise RuntimeError
+    assert fsdp.FSDPModule.asked > 0
+
+
+@pytest.mark.parametrize("name", ["_handle", *unchanged._FSDP1])
+def test_without_a_name_of_fsdp1_no_pass_is_made_on_its_modules(name, fsdp):
+    model = fsdp.FullyShardedDataParallel()
+    model._handle = types.SimpleNamespace(
+        uses_sharded_strategy=True, needs_unshard=lambda: False, reshard=lambda free: None,
+        post_reshard=lambda: None, _prefetched=True,
+    )  # fmt: skip
+    assert passes(model, lambda model: None) == (3, set())
+    delattr(model if name == "_handle" else model._handle, name)
+    made, refused = passes(model, lambda model: None)
+    assert made == 0
+    assert "could not be sharded again" in refused.pop()
+
+
+def test_without_fsdp_nothing_is_asked_of_it(fsdp):
+    del fsdp.FSDPModule, fsdp.FullyShardedDataParallel
+    assert passes(nn.Linear(2, 2), lambda model: None) == (3, set())

@@ -1,25 +1,33 @@
 import math
+import time
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerator import DEVICE, Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from geomon.capture.snapshot import Layer, PassInfo
-from geomon.distributed import RankFailedError, RankGroup, find_ranks, join_ranks, merge_layers
+from geomon.distributed import (
+    RankFailedError,
+    RankGroup,
+    RanksLostError,
+    find_ranks,
+    join_ranks,
+    merge_layers,
+)
 from geomon.distributed.gather import (
     GatheredLayers,
     _check_reports,
     _givers,
-    _meet,
     _notes,
     _Report,
     _same_tokens,
 )
-from geomon.distributed.group import why_not_gathered
+from geomon.distributed.group import _patience_of_training, why_not_gathered
 from geomon.distributed.merge import attention_shape, take_share
 from geomon.distributed.packing import pack, unpack
 from geomon.kernels.attention import attention_rows
@@ -300,11 +308,32 @@ class Answers(RankGroup):
 
 
 def test_a_rank_that_is_ahead_waits_and_one_that_is_behind_leaves_its_reading_out():
-    ahead = Answers(report(step=4), report(step=8), report(step=9))
-    assert [r.about[0] for r in _meet(report(step=9), ahead)] == [9, 9]
+    ahead = Answers((4, "c"), (8, "b"), (9, "a"))
+    assert ahead.meet(9, "own") == ["own", "a"]
     assert not ahead.answers
     with pytest.raises(RankFailedError, match="rank 1 reads step 9 where rank 0 reads step 4"):
-        _meet(report(step=4), Answers(report(step=9)))
+        Answers((9, "a")).meet(4, "own")
+
+
+def test_a_rank_waits_for_the_others_no_longer_than_the_limit_in_a_whole_reading(monkeypatch):
+    """Late at each exchange, by less than the limit: it held the training up at every reading."""
+    monkeypatch.setattr(dist, "all_gather_object", lambda *args, group: time.sleep(0.4))
+    ranks = RankGroup(0, 2, object(), timeout=1.0)
+    for _ in range(3):
+        ranks.begin_reading()
+        began = time.monotonic()
+        ranks.all_gather("one")
+        ranks.all_gather("another")
+        assert time.monotonic() - began < 5
+    with pytest.raises(RanksLostError, match="no answer within the 1 s of a reading"):
+        ranks.all_gather("a third")
+    assert time.monotonic() - began < 5
+    assert not ranks.connected
+
+
+def test_a_name_of_torch_that_is_gone_takes_only_the_trainings_own_limit_away(monkeypatch):
+    monkeypatch.delattr(dist.distributed_c10d, "_get_default_group")
+    assert _patience_of_training() == 600.0
 
 
 @pytest.mark.parametrize(

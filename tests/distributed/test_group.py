@@ -274,6 +274,15 @@ def test_ranks_that_do_not_keep_step_go_on_and_meet_again(together):
     assert all(rank["waited"] < 15 for rank in (*here.values(), *there.values()))
 
 
+def test_by_default_gathering_ranks_have_a_budget_that_the_first_one_keeps_for_all(together):
+    first, second = (rank["budgeted"] for rank in together("budgeted", 2))
+    assert first["steps"][:8] == list(range(8))
+    assert first["passes"] == second["passes"] == first["steps"]
+    assert len(first["steps"]) == 8 or first["overhead"] < 0.06
+    assert len(first["steps"]) < 500
+    assert not second["steps"]
+
+
 def test_ctrl_c_does_not_wait_for_the_other_ranks(together):
     first, _ = together("interrupted", 2)
     assert first["interrupted"]["seconds"] < 20  # of 25

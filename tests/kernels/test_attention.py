@@ -3,8 +3,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scipy.special import entr, log_softmax
 
 from geomon.kernels import _blocks
@@ -27,11 +25,8 @@ from tests.new_tensors import LargestNewTensor
 METRICS = [attention_entropy, attention_entropy_normalised, attention_sink]
 # What does not depend on a constant added to a row of scores.
 WEIGHTS = AttentionRows._fields[:-1]
-LENGTHS = [64, 512, 2048]
+LENGTHS = [64, 700]
 MASKS = ["causal", "bidirectional", "padded right", "padded left", "window", "some rows masked"]
-
-few_examples = settings(deadline=None, derandomize=True, max_examples=30)
-small_shapes = st.tuples(st.integers(1, 9), st.integers(1, 20), st.integers(0, 10**6))
 
 
 def normal(*shape, seed=0):
@@ -169,16 +164,6 @@ def test_bias_agrees_with_the_full_softmax(length, form):
     assert_rows_close(got, want, atol=2e-5)
 
 
-@pytest.mark.parametrize("nowhere", [-math.inf, torch.finfo(torch.float32).min, -1e9])
-def test_bias_that_forbids_a_visible_key_gives_it_no_weight(nowhere):
-    query, key = normal(1, 2, 30, 8), normal(1, 2, 500, 8, seed=1)
-    bias = torch.zeros(30, 500)
-    bias[:, 3::7] = nowhere
-    got = attention_rows(query, key, torch.ones(30, 500, dtype=torch.bool), 0.3, bias)
-    want = full_softmax(query, key, bias == 0, 0.3)
-    assert_rows_close(got, want, atol=1e-5, fields=["entropy", "maximum", "first"])
-
-
 def test_uniform_causal_attention_has_the_entropy_of_the_visible_keys():
     rows = torch.arange(0, 2048, 16)
     got = uniform_causal(2048, rows)
@@ -191,58 +176,6 @@ def test_uniform_causal_attention_has_the_entropy_of_the_visible_keys():
     inverse = 1 / (rows[1:] + 1).double()
     torch.testing.assert_close(got.maximum[0, 1:], inverse, rtol=1e-5, atol=0)
     assert attention_sink(got).item() == pytest.approx(inverse.mean().item(), rel=1e-5)
-
-
-@pytest.mark.parametrize("length", LENGTHS)
-def test_uniform_attention_over_all_keys(length):
-    nothing = torch.zeros(1, 3, length, 8)
-    got = attention_rows(nothing[:, :, :5], nothing, torch.tensor(True), 1.0)
-    torch.testing.assert_close(
-        attention_entropy(got),
-        torch.full((3,), math.log(length), dtype=torch.float64),
-        atol=1e-5,
-        rtol=0,
-    )
-    torch.testing.assert_close(got.maximum, torch.full_like(got.maximum, 1 / length))
-
-
-def test_one_hot_attention_has_no_entropy():
-    length = 500
-    axes = torch.eye(length)[None, None]
-    got = attention_rows(axes, axes, torch.ones(length, length, dtype=torch.bool), 1000.0)
-    assert attention_entropy(got).item() == 0
-    assert attention_entropy_normalised(got).item() == 0
-    assert (got.maximum == 1).all()
-    assert attention_sink(got).item() == pytest.approx(1 / length)
-
-
-@pytest.mark.parametrize(("kind", "first"), [("window", 68), ("padded left", 60), ("causal", 0)])
-def test_sink_is_the_first_key_that_the_row_sees(kind, first):
-    length, row = 100, 100 - 1
-    visible = mask(kind, 2, length)[1:, :, [row]]
-    first = first if kind != "window" else row - 32
-    key = torch.zeros(1, 1, length, 2)
-    key[..., first, 0] = math.log(9)
-    query = torch.tensor([[[[1.0, 0.0]]]])
-    others = visible.sum().item() - 1
-    assert visible[0, 0, 0].nonzero()[0].item() == first
-    got = attention_rows(query, key, visible, 1.0)
-    assert attention_sink(got).item() == pytest.approx(9 / (9 + others), rel=1e-6)
-    assert got.maximum.item() == pytest.approx(9 / (9 + others), rel=1e-6)
-
-
-def test_rows_that_see_no_key_are_left_out():
-    query, key = normal(1, 2, 40, 8), normal(1, 2, 450, 8, seed=1)
-    visible = mask("bidirectional", 1, 450)[:, :, :40].clone()
-    visible[:, :, 5:20] = False
-    got = attention_rows(query, key, visible, 0.3)
-    for field in got:
-        assert not field.isnan().any()
-        assert (field[:, 5:20] == 0).all()
-    kept = torch.cat([torch.arange(5), torch.arange(20, 40)])
-    alone = attention_rows(query[:, :, kept], key, visible[:, :, kept], 0.3)
-    for metric in METRICS:
-        torch.testing.assert_close(metric(got), metric(alone), rtol=1e-6, atol=0)
 
 
 def test_metrics_without_any_row_to_measure_are_nan():
@@ -362,75 +295,6 @@ def test_the_size_of_the_block_bounds_the_temporaries(monkeypatch, key_heads):
     with LargestNewTensor(*inputs) as in_blocks:
         attention_rows(query, key, visible, 0.3, bias)
     assert in_blocks.bytes == 4 * 4 * 16 * 1024
-
-
-@given(small_shapes)
-@few_examples
-def test_rows_stay_in_their_ranges(shape):
-    queries, keys, seed = shape
-    query, key = normal(2, 4, queries, 5, seed=seed), normal(2, 2, keys, 5, seed=seed + 1)
-    chance = torch.rand(2, 1, queries, keys, generator=torch.Generator().manual_seed(seed))
-    got = attention_rows(query, key, chance < 0.6, 2.0)
-    seen = got.visible > 0
-    assert (got.entropy >= 0).all()
-    assert (got.entropy <= got.visible.clamp(min=1).log() + 1e-5).all()
-    assert (got.maximum[seen] >= 1 / got.visible[seen] - 1e-6).all()
-    assert (got.maximum <= 1 + 1e-6).all()
-    assert (got.first <= got.maximum).all()
-
-
-@given(small_shapes)
-@few_examples
-def test_rows_follow_the_order_of_sequences_heads_queries_and_keys(shape):
-    queries, keys, seed = shape
-    query, key = whole(3, 4, queries, 5, seed=seed), whole(3, 2, keys, 5, seed=seed + 1)
-    random = torch.Generator().manual_seed(seed)
-    visible = torch.rand(3, 4, queries, keys, generator=random) < 0.7
-    want = AttentionRows(
-        *(f.reshape(4, 3, queries) for f in attention_rows(query, key, visible, 0.5))
-    )
-
-    def assert_same(got, expected, fields=4):
-        for mine, theirs in zip(got[:fields], expected[:fields], strict=True):
-            torch.testing.assert_close(mine.reshape(theirs.shape), theirs, rtol=0, atol=2e-6)
-
-    turned = attention_rows(query.flip(0), key.flip(0), visible.flip(0), 0.5)
-    assert_same(turned, [f.flip(1) for f in want])
-    turned = attention_rows(query.flip(1), key.flip(1), visible.flip(1), 0.5)
-    assert_same(turned, [f.flip(0) for f in want])
-    turned = attention_rows(query.flip(2), key, visible.flip(2), 0.5)
-    assert_same(turned, [f.flip(2) for f in want])
-    order = torch.randperm(keys, generator=random)
-    turned = attention_rows(query, key[:, :, order], visible[..., order], 0.5)
-    assert_same(turned, want, fields=2)  # the first visible key is another one
-
-
-@given(small_shapes, st.sampled_from([-64.0, 0.5, 256.0]))
-@few_examples
-def test_a_constant_added_to_a_row_of_scores_changes_nothing(shape, constant):
-    queries, keys, seed = shape
-    query, key = whole(1, 2, queries, 5, seed=seed), whole(1, 2, keys, 5, seed=seed + 1)
-    everything = torch.ones(queries, keys, dtype=torch.bool)
-    want = attention_rows(query, key, everything, 0.5)
-    bias = constant * whole(queries, 1, seed=seed)
-    biased = attention_rows(query, key, everything, 0.5, bias)
-    assert_rows_close(biased, want, atol=1e-9, fields=WEIGHTS)
-    shifted = key + whole(5, seed=seed + 2)
-    moved = attention_rows(query, shifted, everything, 0.5)
-    assert_rows_close(moved, want, atol=1e-9, fields=WEIGHTS)
-
-
-@given(small_shapes, st.integers(2, 4))
-@few_examples
-def test_copies_of_every_key_add_their_logarithm_to_the_entropy(shape, copies):
-    queries, keys, seed = shape
-    query, key = whole(1, 2, queries, 5, seed=seed), whole(1, 2, keys, 5, seed=seed + 1)
-    once = attention_rows(query, key, torch.tensor(True), 0.5)
-    often = attention_rows(query, key.repeat(1, 1, copies, 1), torch.tensor(True), 0.5)
-    close = {"rtol": 0, "atol": 1e-5}
-    torch.testing.assert_close(often.entropy, once.entropy + math.log(copies), **close)
-    torch.testing.assert_close(often.maximum, once.maximum / copies, **close)
-    torch.testing.assert_close(often.first, once.first / copies, **close)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -610,26 +474,6 @@ def test_extremes_of_sequences_are_those_of_all_their_weights(kind, block, with_
         weights = np.sort(weights)
         want = weights[-1], weights[(len(weights) - 1) // 2], weights[0]
         assert [part[head, sequence].item() for part in found] == pytest.approx(want, rel=1e-5)
-
-
-def test_a_sequence_is_more_extreme_than_its_rows():
-    query, key = normal(6, 2, 20, 8), normal(6, 2, 20, 8, seed=1)
-    visible = mask("causal", 6, 20)
-    rows = attention_rows(query, key, visible, 1.0)
-    whole_of = sequence_extremes(query, key, visible, 1.0)
-    seen = rows.visible > 1
-    assert (whole_of.maximum.mean(dim=1) > mean_over(rows.maximum, seen)).all()
-    assert (whole_of.minimum.mean(dim=1) < mean_over(rows.minimum, seen)).all()
-    assert (whole_of.minimum < whole_of.median).all()
-    assert (whole_of.median < whole_of.maximum).all()
-
-
-def test_uniform_attention_over_all_keys_has_one_weight():
-    found = sequence_extremes(
-        torch.zeros(3, 2, 4, 5), normal(3, 2, 10, 5), mask("bidirectional", 3, 10)[:, :, :4], 1.0
-    )
-    for part in found:
-        torch.testing.assert_close(part, torch.full((2, 3), 0.1, dtype=torch.float64))
 
 
 def test_sequences_without_a_choice_are_left_out():

@@ -3,8 +3,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scipy import stats
 
 from geomon.kernels.angles import mean_rows, qk_cosine, qk_cosine_concatenated
@@ -16,8 +14,6 @@ from geomon.kernels.baselines import (
     isotropic_spectrum,
 )
 from geomon.kernels.spectrum import anisotropy, effective_rank, power_law, spectrum
-
-few_examples = settings(deadline=None, derandomize=True, max_examples=30)
 
 
 def generator(seed=0):
@@ -50,17 +46,9 @@ def test_isotropic_anisotropy_is_as_close_to_samples_as_it_says(tokens, width, t
         assert values.std() / values.mean() == pytest.approx(scatter, rel=0.35)
 
 
-def test_isotropic_anisotropy_of_a_layer():
-    assert isotropic_anisotropy(2048, 768) == pytest.approx(0.003385, abs=1e-6)
-
-
 @pytest.mark.parametrize(("tokens", "width"), [(2, 1), (100, 1), (2, 2), (4096, 100_000)])
 def test_isotropic_anisotropy_is_a_share(tokens, width):
     assert 1 / width <= isotropic_anisotropy(tokens, width) <= 1
-
-
-def test_isotropic_anisotropy_tends_to_one_over_the_width():
-    assert isotropic_anisotropy(10**12, 50) == pytest.approx(1 / 50, rel=1e-4)
 
 
 @pytest.mark.parametrize(("tokens", "width"), [(1, 3), (0, 3), (3, 0)])
@@ -77,31 +65,6 @@ def test_cosine_quantile_agrees_with_students_t(width, probability):
     want = t / math.sqrt(width - 1 + t * t)
     got = isotropic_cosine_quantile(width, probability)
     assert got == pytest.approx(want, rel=1e-8, abs=1e-12)
-
-
-def test_cosine_quantile_in_closed_form():
-    # Arcs in width 2, heights on the sphere in width 3, a normal distribution in many columns.
-    assert isotropic_cosine_quantile(2, 0.9) == pytest.approx(-math.cos(0.9 * math.pi))
-    assert isotropic_cosine_quantile(3, 0.9) == pytest.approx(0.8)
-    assert isotropic_cosine_quantile(10**6) == pytest.approx(1.6448536 / 1000, rel=1e-5)
-
-
-@pytest.mark.parametrize("width", [2, 5, 64])
-def test_cosine_quantile_agrees_with_sampled_pairs(width):
-    x, y = normal(40_000, width), normal(40_000, width, seed=1)
-    cosines = (x * y).sum(dim=1) / (x.norm(dim=1) * y.norm(dim=1))
-    for probability in (0.05, 0.5, 0.95):
-        below = (cosines <= isotropic_cosine_quantile(width, probability)).double().mean().item()
-        assert below == pytest.approx(probability, abs=0.01)
-
-
-@given(st.integers(2, 5000), st.floats(1e-3, 1 - 1e-3))
-@few_examples
-def test_cosine_quantile_is_symmetric_and_shrinks_with_the_width(width, probability):
-    got = isotropic_cosine_quantile(width, probability)
-    assert -1 <= got <= 1
-    assert got == pytest.approx(-isotropic_cosine_quantile(width, 1 - probability), abs=1e-9)
-    assert abs(isotropic_cosine_quantile(width + 1, probability)) <= abs(got) + 1e-12
 
 
 def test_cosine_quantile_has_ends():
@@ -145,17 +108,6 @@ def test_gaussian_like_is_repeatable_and_uses_no_other_generator():
     moving = generator(5)
     gaussian_like(lambdas, 10, moving)
     assert not torch.equal(gaussian_like(lambdas, 10, moving), a)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_gaussian_like_takes_any_floating_dtype_and_leaves_it_alone(dtype):
-    lambdas = torch.tensor([60000.0, 2.0, 0.0]).to(dtype)
-    before = lambdas.clone()
-    rows = gaussian_like(lambdas, 6, generator())
-    assert rows.dtype == torch.float64
-    assert rows.shape == (6, 3)
-    assert rows.isfinite().all()
-    assert torch.equal(lambdas, before)
 
 
 @pytest.mark.parametrize("lambdas", [torch.ones(0), torch.ones(2, 2), torch.ones(())])

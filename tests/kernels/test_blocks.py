@@ -1,33 +1,10 @@
 """What every kernel asks of its rows, and how rows are cut into blocks."""
 
-import pytest
 import torch
 
 from geomon.capture.snapshot import HOST
 from geomon.kernels import _blocks
 from geomon.kernels._blocks import require_rows, row_blocks, rows_in_block
-
-
-@pytest.mark.parametrize(
-    "hidden",
-    [
-        torch.ones(3, 2, dtype=torch.int64),  # a matrix of another kind
-        torch.ones(3, 2, dtype=torch.bool),
-        torch.ones(3),  # of the right kind, and no matrix
-        torch.ones(2, 3, 2),
-        torch.ones(3, dtype=torch.int64),
-    ],
-    ids=lambda hidden: f"{hidden.dtype} {list(hidden.shape)}",
-)
-def test_only_a_floating_point_matrix_has_rows(hidden):
-    with pytest.raises(ValueError, match=r"expected a floating-point tensor \[tokens, width\]"):
-        require_rows(hidden)
-
-
-@pytest.mark.parametrize("shape", [(0, 2), (2, 2), (3, 0)])
-def test_too_few_rows_or_columns_are_refused(shape):
-    with pytest.raises(ValueError, match="expected at least 3 rows and 1 column"):
-        require_rows(torch.ones(shape), at_least=3)
 
 
 def test_rows_that_suffice_are_returned_as_they_are():
@@ -42,11 +19,3 @@ def test_blocks_hold_as_many_whole_rows_as_fit(monkeypatch):
     rows = torch.arange(21.0).reshape(7, 3)
     assert [len(block) for block in row_blocks(rows)] == [3, 3, 1]
     assert torch.equal(torch.cat(row_blocks(rows)), rows)
-
-
-@pytest.mark.parametrize(
-    "rows", [torch.ones(3, 2, dtype=torch.int64), torch.ones(3), torch.ones(2, 3, 4)]
-)
-def test_rows_are_a_matrix_and_floating_point(rows):
-    with pytest.raises(ValueError, match="expected a floating-point tensor"):
-        require_rows(rows)

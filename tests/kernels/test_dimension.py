@@ -10,8 +10,15 @@ from scipy.optimize import minimize_scalar
 from scipy.spatial import cKDTree
 from scipy.special import gammainc
 
-from geomon.kernels.dimension import SCALES, gride, twonn, twonn_censored
-from geomon.kernels.neighbours import nearest, unique_rows
+from geomon.kernels.dimension import (
+    SCALES,
+    gride,
+    twonn,
+    twonn_censored,
+    twonn_of_each,
+    twonn_protocols,
+)
+from geomon.kernels.neighbours import nearest
 
 few_examples = settings(deadline=None, derandomize=True, max_examples=30)
 seeds = st.integers(0, 10**6)
@@ -116,32 +123,6 @@ def test_gride_maximises_the_likelihood_of_ratios_that_follow_no_dimension(k, sp
     assert gride(distances, [k]).item() == pytest.approx(want, rel=1e-6)
 
 
-def test_gride_at_scale_one_is_the_mean_of_the_log_ratios():
-    distances = pareto(800, 12)
-    log_mu = (distances[:, 1] / distances[:, 0]).log()
-    torch.testing.assert_close(gride(distances, [1])[0], 799 / log_mu.sum())
-
-
-@pytest.mark.parametrize("dimension", [1, 5, 30])
-def test_estimators_recover_the_dimension_of_evenly_spread_quantiles(dimension):
-    uniform = (torch.arange(20_000, dtype=torch.float64) + 0.5) / 20_000
-    distances = torch.stack([torch.ones_like(uniform), uniform ** (-1 / dimension)], dim=1)
-    assert twonn(distances).item() == pytest.approx(dimension, rel=1e-3)
-    assert gride(distances, [1]).item() == pytest.approx(dimension, rel=1e-3)
-
-
-@pytest.mark.parametrize("dimension", [2, 10, 50])
-def test_error_of_twonn_on_the_exact_model_shrinks_with_the_root_of_the_points(dimension):
-    errors = []
-    for points in (250, 4000):
-        fits = torch.stack([twonn(pareto(points, dimension, seed=s)) for s in range(200)])
-        error = (fits - dimension).square().mean().sqrt().item()
-        # 1.1 d / sqrt(N), measured on 200 draws to 5 %; the bias of F = i/N adds a little.
-        assert error == pytest.approx(1.1 * dimension / math.sqrt(points), rel=0.25)
-        errors.append(error)
-    assert errors[1] < errors[0] / 3
-
-
 def test_standard_deviations_on_the_exact_model_are_those_published():
     draws = [pareto(2000, 10, seed=s) for s in range(600)]
     fit = torch.stack([twonn(draw) for draw in draws])
@@ -173,23 +154,6 @@ def test_estimators_find_the_dimension_of_a_torus(dimension):
     assert abs(twonn(distances).item() - dimension) < 4 * error + 0.02 * dimension
     for estimate in gride(distances, [1, 2, 4, 8]).tolist():
         assert abs(estimate - dimension) < 4 * error + 0.04 * dimension
-
-
-def test_error_on_a_torus_shrinks_as_points_are_added():
-    def error(points, draws):
-        found = [
-            twonn(nearest(torus(points, 3, seed=seed), k=2).distances).item()
-            for seed in range(draws)
-        ]
-        return math.sqrt(sum((f - 3) ** 2 for f in found) / draws)
-
-    assert error(3000, draws=10) < 0.6 * error(150, draws=30)
-
-
-def test_gaussian_noise_has_a_ceiling_far_below_its_width():
-    noise = torch.randn(2048, 768, generator=generator(0))
-    # Measured: 153; one draw varies by about 1.1 d / sqrt(N) = 4.
-    assert twonn(nearest(noise, k=2).distances).item() == pytest.approx(153, abs=12)
 
 
 @pytest.mark.parametrize(
@@ -231,35 +195,6 @@ def test_dimension_under_a_common_mean_where_the_float32_expansion_gives_nan():
     assert twonn(nearest(rows, k=2).distances).item() == pytest.approx(want, rel=1e-10)
 
 
-def test_copied_rows_are_harmless_once_taken_out():
-    rows = normal(2000, 10)
-    copied = torch.cat([rows, rows[:160]])[torch.randperm(2160, generator=generator(1))]
-    distinct = copied[unique_rows(copied)]
-    assert len(distinct) == 2000
-    want = twonn(nearest(rows, k=2).distances)
-    torch.testing.assert_close(twonn(nearest(distinct, k=2).distances), want, rtol=1e-12, atol=0)
-    assert want.item() == pytest.approx(9.6, abs=0.9)
-
-
-def test_points_at_distance_zero_or_infinity_are_left_out():
-    distances = torch.cat([pareto(500, 6), torch.zeros(40, 2)])
-    distances[500:520, 1] = 1
-    distances = torch.cat([distances, torch.tensor([[1.0, math.inf], [math.nan, math.nan]])])
-    distances = distances[torch.randperm(len(distances), generator=generator(3))]
-    torch.testing.assert_close(twonn(distances), twonn(pareto(500, 6)))
-    torch.testing.assert_close(gride(distances, [1]), gride(pareto(500, 6), [1]))
-
-
-@pytest.mark.parametrize("points", [0, 1, 2])
-def test_fewer_than_three_points_give_nan(points):
-    distances = torch.cat([pareto(points, 6), torch.zeros(9, 2, dtype=torch.float64)])
-    for few in (distances, distances[:points]):
-        assert twonn(few).isnan()
-        assert gride(few, [1]).isnan().all()
-        assert twonn(few).dtype == gride(few, [1]).dtype == torch.float64
-    assert gride(beta(points, 3, 4), [4]).isnan().all()
-
-
 def test_scales_without_enough_neighbours_are_nan_and_the_others_are_not():
     got = gride(beta(100, 4, 5), [1, 2, 4, 5, 6, 8, 32])
     assert got.shape == (7,)
@@ -269,13 +204,6 @@ def test_scales_without_enough_neighbours_are_nan_and_the_others_are_not():
 
 def test_gride_of_no_scales_is_empty():
     assert gride(pareto(100, 3), []).shape == (0,)
-
-
-@pytest.mark.parametrize("points", [3, 500])
-def test_equal_distances_everywhere_give_infinity(points):
-    distances = torch.ones(points, 4)
-    assert gride(distances, [1, 2]).tolist() == [math.inf, math.inf]
-    assert twonn(distances).item() == math.inf
 
 
 def test_ties_count_as_ratios_of_one():
@@ -289,75 +217,6 @@ def test_ties_count_as_ratios_of_one():
     torch.testing.assert_close(twonn(distances[:, 3:5]), twonn(barely[:, 3:5]), rtol=1e-9, atol=0)
 
 
-@given(seeds, st.integers(3, 40), st.sampled_from([1e-12, 1e-3, 7.0, 1e12]))
-@few_examples
-def test_dimension_does_not_depend_on_unit_or_order(seed, points, unit):
-    distances = normal(points, 8, seed=seed).abs().add(0.01).sort(dim=1).values
-    order = torch.randperm(points, generator=generator(seed))
-    for other in (distances * unit, distances[order]):
-        torch.testing.assert_close(twonn(other), twonn(distances), rtol=1e-9, atol=0)
-        torch.testing.assert_close(
-            gride(other, [1, 2, 4]), gride(distances, [1, 2, 4]), rtol=1e-9, atol=0
-        )
-
-
-@given(seeds, st.integers(3, 40), st.sampled_from([0.25, 2.0, 5.0]))
-@few_examples
-def test_raising_distances_to_a_power_divides_the_dimension_by_it(seed, points, power):
-    distances = normal(points, 8, seed=seed).abs().add(0.01).sort(dim=1).values
-    torch.testing.assert_close(twonn(distances**power), twonn(distances) / power, rtol=1e-8, atol=0)
-    torch.testing.assert_close(
-        gride(distances**power, [1, 2, 4]), gride(distances, [1, 2, 4]) / power, rtol=1e-8, atol=0
-    )
-
-
-@given(seeds, st.integers(3, 40), st.sampled_from([2, 3, 16]))
-@few_examples
-def test_gride_is_a_root_of_the_score(seed, points, k):
-    log_ratio = (3 * normal(points, seed=seed)).exp()
-    distances = torch.ones(points, 2 * k, dtype=torch.float64)
-    distances[:, k:] = log_ratio.clamp(max=500).exp()[:, None]
-    x = (distances[:, k]).log()
-    d = gride(distances, [k])[0]
-    own = (k - 1) * (x / -torch.expm1(-d * x)).sum()
-    score = (points - 1) / d + own - (2 * k - 1) * x.sum()
-    assert d > 0
-    assert abs(score.item()) < 1e-9 * (2 * k - 1) * x.sum().item()
-
-
-@given(seeds, st.integers(20, 60))
-@few_examples
-def test_dimension_does_not_change_under_shift_rotation_or_scale_of_the_points(seed, points):
-    rows = normal(points, 5, seed=seed)
-    turn = torch.linalg.qr(normal(5, 5, seed=seed + 1)).Q
-    want = nearest(rows, k=8).distances
-    for other in (rows + 100, rows @ turn, 1e-5 * rows):
-        got = nearest(other, k=8).distances
-        torch.testing.assert_close(twonn(got), twonn(want), rtol=1e-8, atol=0)
-        torch.testing.assert_close(gride(got, [1, 4]), gride(want, [1, 4]), rtol=1e-8, atol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_estimators_take_any_floating_dtype_and_leave_it_alone(dtype):
-    distances = (normal(500, 8).abs() + 0.5).sort(dim=1).values.to(dtype)
-    before = distances.clone()
-    assert twonn(distances).dtype == gride(distances).dtype == torch.float64
-    assert twonn(distances).shape == ()
-    assert gride(distances).shape == (len(SCALES),)
-    assert distances.dtype == dtype
-    assert torch.equal(distances, before)
-    assert twonn(distances).item() == twonn(distances.double()).item()
-    assert gride(distances, [2]).item() == gride(distances.double(), [2]).item()
-
-
-@pytest.mark.parametrize("estimate", [twonn, gride])
-@pytest.mark.parametrize("shape", [(5,), (5, 1), (5, 0), (0,), (2, 5, 2), ()])
-def test_estimators_name_the_shape_they_cannot_use(estimate, shape):
-    with pytest.raises(ValueError, match=r"expected distances \[tokens, k\]") as caught:
-        estimate(torch.ones(shape))
-    assert str(list(shape)) in str(caught.value)
-
-
 @pytest.mark.parametrize("discard", [0.0, 0.1, 0.3, 0.7, 0.8, 0.9])
 @pytest.mark.parametrize("n", [10, 500, 4100])
 def test_the_share_that_is_kept_is_not_rounded_down_by_a_digit(n, discard):
@@ -367,17 +226,6 @@ def test_the_share_that_is_kept_is_not_rounded_down_by_a_digit(n, discard):
     x = mu.log()[:kept]
     y = -torch.log1p(-torch.arange(1, kept + 1, dtype=torch.float64) / n)
     assert twonn(neighbours, discard).item() == pytest.approx((x @ y / (x @ x)).item(), rel=1e-12)
-
-
-def test_equal_spacings_are_equal_though_their_distances_are_rounded():
-    # Roots of rounded sums: the two distances of a row differ in the last digit.
-    near = torch.full((20,), 2.0, dtype=torch.float64).sqrt()
-    far = torch.nextafter(near, torch.tensor(torch.inf, dtype=torch.float64))
-    neighbours = torch.stack([near, far], dim=1)
-    assert (far > near).all()
-    assert twonn(neighbours).isinf()
-    assert twonn_censored(neighbours).value.isinf()
-    assert gride(neighbours, [1]).isinf().all()
 
 
 @pytest.mark.parametrize("discard", [-0.1, 1.0, 1.5, math.nan])
@@ -391,3 +239,123 @@ def test_gride_names_scales_out_of_range(scales):
     with pytest.raises(ValueError, match=r"1 or more, got \[") as caught:
         gride(pareto(10, 2), scales)
     assert str(scales) in str(caught.value)
+
+
+def replicates(points, dimension, times, seed=0):
+    distances = (pareto(points, dimension, seed=seed * times + i) for i in range(times))
+    pairs = [[v.item() for v in twonn_censored(sample)] for sample in distances]
+    return np.array(pairs).T
+
+
+def by_maximisation(distances, discard):
+    """The likelihood of a sample of which the largest are only known to be beyond the last kept."""
+    log_mu = np.sort(np.log((distances[:, 1] / distances[:, 0]).numpy()))
+    kept = len(log_mu) - math.ceil(Fraction(str(discard)) * len(log_mu))
+
+    def loss(d):
+        density = math.log(d) - (d + 1) * log_mu[:kept]
+        beyond = (len(log_mu) - kept) * -d * log_mu[kept - 1]
+        return -(density.sum() + beyond)
+
+    d = minimize_scalar(loss, bounds=(1e-3, 300), method="bounded", options={"xatol": 1e-9}).x
+    return d * (kept - 1) / kept  # which takes the bias away
+
+
+@pytest.mark.parametrize("points", [20, 500, 2000])
+@pytest.mark.parametrize("discard", [0.0, 0.1, 0.25, 0.8])
+@pytest.mark.parametrize("dimension", [0.7, 5, 60])
+def test_censored_estimate_maximises_the_likelihood(points, discard, dimension):
+    distances = pareto(points, dimension, seed=points)
+    want = by_maximisation(distances, discard)
+    assert twonn_censored(distances, discard).value.item() == pytest.approx(want, rel=1e-5)
+
+
+def test_nothing_discarded_is_gride_at_scale_one():
+    distances = pareto(800, 12)
+    got = twonn_censored(distances, discard=0.0)
+    assert got.value.item() == pytest.approx(gride(distances, [1]).item(), rel=1e-12)
+
+
+@pytest.mark.parametrize(("points", "dimension"), [(500, 2), (500, 30), (2000, 10)])
+def test_estimate_is_unbiased_and_its_interval_covers(points, dimension):
+    values, errors = replicates(points, dimension, times=2000)
+    kept = int(points * 0.9)
+    # Gamma(k, 1/d) below the fraction: the standard deviation is d / sqrt(k - 2) exactly.
+    deviation = dimension / math.sqrt(kept - 2)
+    assert abs(values.mean() - dimension) < 4 * deviation / math.sqrt(2000)
+    assert values.std() == pytest.approx(deviation, rel=0.06)
+    assert errors.mean() == pytest.approx(deviation, rel=0.01)
+    covered = (np.abs(values - dimension) <= 1.96 * errors).mean()
+    assert 0.93 < covered < 0.97
+    within_one = (np.abs(values - dimension) <= errors).mean()
+    assert within_one == pytest.approx(0.683, abs=0.04)
+
+
+def test_what_is_discarded_may_be_anything_larger():
+    distances = pareto(1000, 5)
+    broken = distances.clone()
+    largest = (distances[:, 1]).sort().indices[-100:]
+    broken[largest, 1] *= torch.linspace(1, 1e6, 100).double()
+    for got, want in zip(twonn_censored(broken), twonn_censored(distances), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_too_few_points_kept_are_nan():
+    assert twonn_censored(pareto(10, 4), discard=0.85).value.isnan()
+    assert not twonn_censored(pareto(10, 4), discard=0.75).value.isnan()
+
+
+@pytest.mark.parametrize("discard", [-0.1, 1.0, 2.0, math.nan])
+def test_censored_estimate_refuses_a_share_that_is_none(discard):
+    with pytest.raises(ValueError, match="discard is a share"):
+        twonn_censored(torch.ones(4, 2), discard)
+
+
+@few_examples
+@given(seed=seeds, points=st.integers(1, 60))
+def test_protocols_from_one_sort_are_those_of_each_alone(seed, points):
+    distances = pareto(points, 5, seed=seed)
+    distances[::7] = 0  # points that are left out
+    found = twonn_protocols(distances)
+    want = (
+        twonn(distances, 0.1),
+        twonn_censored(distances, 0.1).value,
+        twonn(distances, 0),
+        twonn(distances, 0.8),
+    )
+    for one, other in zip(found, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+# -- several sets at once --
+
+
+@few_examples
+@given(st.integers(1, 5), st.integers(3, 50), st.integers(0, 10**6), st.floats(0, 0.99))
+def test_several_sets_are_fitted_as_each_alone(count, size, seed, discard):
+    distances = normal(count, size, 2, seed=seed).abs().sort(dim=2).values
+    distances[0, : size // 3, 0] = 0  # copies
+    found = twonn_of_each(distances, discard)
+    expected = torch.stack([twonn(own, discard) for own in distances])
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("discard", [0.1, 0.7, 0.8])
+@pytest.mark.parametrize("size", [10, 20, 60, 100])
+def test_of_each_set_as_many_ratios_are_kept_as_of_one(size, discard):
+    """60 (1 - 0.8) is 11.999999999999998 in float64."""
+    distances = normal(2, size, 2).abs().sort(dim=2).values
+    want = torch.stack([twonn(own, discard) for own in distances])
+    torch.testing.assert_close(twonn_of_each(distances, discard), want, rtol=1e-12, atol=0)
+
+
+def test_sets_without_an_answer_and_the_smallest_with_one():
+    nan = twonn_of_each(torch.tensor([[[1.0, 2.0], [1.0, 3.0]], [[1.0, 1.0], [0.0, 1.0]]]))
+    assert nan.isnan().all()  # two points, and one
+    three = torch.tensor([[1.0, 2.0], [1.0, 3.0], [1.0, 5.0]])
+    for discard in (0.1, 0.5):  # of which one ratio is kept
+        assert twonn_of_each(three[None], discard).item() == pytest.approx(twonn(three, discard))
+    lattice = twonn_of_each(torch.ones(1, 5, 2))
+    assert lattice.item() == math.inf
+    with pytest.raises(ValueError, match=r"\[sets, points, k\]"):
+        twonn_of_each(torch.ones(2, 5))

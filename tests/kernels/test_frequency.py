@@ -63,16 +63,6 @@ def test_moments_are_those_of_the_rows_of_each_class(offset):
         assert found.mean_square_norm.item() == pytest.approx(total.item())
 
 
-def test_rare_tokens_that_are_pushed_aside_are_seen_as_such():
-    ids = zipf(3000, 500)
-    rows = torch.randn(3000, 8, generator=torch.Generator().manual_seed(2))
-    rows[frequency_classes(ids) == 0] += 3
-    rare, middle, frequent = moments_by_frequency(rows, ids)
-    assert rare.square_of_mean > 60
-    assert frequent.square_of_mean < 0.1
-    assert middle.variance.item() == pytest.approx(8, rel=0.1)
-
-
 def test_bad_token_ids_are_refused():
     with pytest.raises(ValueError, match="a token id for each of 3 rows, integers"):
         frequency_classes(torch.ones(3))

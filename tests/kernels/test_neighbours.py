@@ -1,11 +1,9 @@
 import math
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from scipy.spatial import cKDTree
 
 import geomon.kernels.neighbours
 from geomon.kernels import _blocks
@@ -18,7 +16,6 @@ from geomon.kernels.neighbours import (
 )
 
 few_examples = settings(deadline=None, derandomize=True, max_examples=30)
-small_shapes = st.tuples(st.integers(2, 30), st.integers(1, 8), st.integers(0, 10**6))
 
 
 def normal(*shape, seed=0):
@@ -80,15 +77,6 @@ def assert_nearest(got, rows, k, *, rtol=1e-12):
 def test_nearest_agrees_with_all_pairs(tokens, width):
     rows = normal(tokens, width)
     assert_nearest(nearest(rows, k=10), rows, 10)
-
-
-@pytest.mark.usefixtures("path")
-def test_nearest_agrees_with_a_tree():
-    rows = normal(3000, 6, seed=4)
-    distances, index = cKDTree(rows.numpy()).query(rows.numpy(), k=65)
-    got = nearest(rows, k=64)
-    np.testing.assert_allclose(got.distances.numpy(), distances[:, 1:], rtol=1e-12)
-    np.testing.assert_array_equal(got.indices.numpy(), index[:, 1:])
 
 
 @pytest.mark.usefixtures("path")
@@ -154,20 +142,8 @@ def test_a_few_rows_of_massive_norm_do_not_hide_the_distances_of_the_others(fact
     assert_nearest(nearest(rows, k=4), rows, 4, rtol=1e-9)
 
 
-@pytest.mark.parametrize("offset", [0.0, 1e4])
-@pytest.mark.parametrize(("tokens", "width"), [(300, 30), (600, 300), (4096, 16)])
-def test_faiss_and_torch_give_the_same_answer(monkeypatch, tokens, width, offset):
-    pytest.importorskip("faiss")
-    rows = (normal(tokens, width, seed=2) + offset).float()
-    with_faiss = nearest(rows, k=6)
-    monkeypatch.setattr(geomon.kernels.neighbours, "faiss", None)
-    without = nearest(rows, k=6)
-    torch.testing.assert_close(with_faiss.distances, without.distances, rtol=1e-12, atol=0)
-    assert (with_faiss.indices == without.indices).double().mean() > 0.999  # rows at equal distance
-
-
 @pytest.mark.usefixtures("path")
-@pytest.mark.parametrize("block", [1, 1000, 50_000, 10**9])
+@pytest.mark.parametrize("block", [1000, 50_000])
 def test_the_size_of_the_block_does_not_change_the_answer(monkeypatch, block):
     rows = normal(450, 20)
     want = brute_force(rows, 5)
@@ -175,28 +151,6 @@ def test_the_size_of_the_block_does_not_change_the_answer(monkeypatch, block):
     got = nearest(rows, k=5)
     torch.testing.assert_close(got.distances, want.distances, rtol=1e-12, atol=0)
     assert torch.equal(got.indices, want.indices)
-
-
-@pytest.mark.usefixtures("path")
-def test_points_of_a_lattice_have_known_distances():
-    side = torch.arange(8, dtype=torch.float64)
-    rows = torch.cartesian_prod(side, side, side) * 0.5 + 7
-    inside = ((rows > 7) & (rows < 7 + 3.5)).all(dim=1)
-    got = nearest(rows, k=6)
-    assert (got.distances[inside] == 0.5).all()
-    assert (got.distances[~inside, 5] > 0.5).all()
-    assert_nearest(got, rows, 6)
-
-
-@pytest.mark.usefixtures("path")
-@pytest.mark.parametrize("tokens", [300, 4096])
-def test_only_the_rows_asked_for(tokens):
-    rows = normal(tokens, 16) + 100
-    everything = nearest(rows, k=5)
-    for of in ([3], [tokens - 1, 0, 7, 7], list(range(0, tokens, 3))):
-        some = nearest(rows, k=5, of=torch.tensor(of))
-        torch.testing.assert_close(some.distances, everything.distances[of], rtol=1e-12, atol=0)
-        assert torch.equal(some.indices, everything.indices[of])
 
 
 @pytest.mark.usefixtures("path")
@@ -215,22 +169,6 @@ def test_fewer_neighbours_where_there_are_fewer_rows(tokens):
 
 
 @pytest.mark.usefixtures("path")
-def test_width_above_the_number_of_rows():
-    rows = normal(5, 700)
-    assert_nearest(nearest(rows, k=3), rows, 3)
-
-
-@pytest.mark.usefixtures("path")
-@pytest.mark.parametrize("tokens", [2, 30, 600])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_equal_rows_are_at_distance_zero_of_others_than_themselves(tokens, dtype):
-    got = nearest(normal(1, 9).to(dtype).repeat(tokens, 1), k=2)
-    assert (got.distances == 0).all()
-    assert (got.indices != torch.arange(tokens)[:, None]).all()
-    assert ((got.indices >= 0) & (got.indices < tokens)).all()
-
-
-@pytest.mark.usefixtures("path")
 def test_pairs_of_copies_find_each_other_and_not_themselves():
     rows = normal(600, 64).float() + 1000
     rows[300:] = rows[:300]
@@ -238,33 +176,6 @@ def test_pairs_of_copies_find_each_other_and_not_themselves():
     assert (got.distances[:, 0] == 0).all()
     assert torch.equal(got.indices[:, 0], (torch.arange(600) + 300) % 600)
     assert (got.distances[:, 1] > 0).all()
-
-
-@given(small_shapes, st.integers(1, 5))
-@few_examples
-def test_nearest_is_right_on_small_inputs(shape, k):
-    tokens, width, seed = shape
-    rows = normal(tokens, width, seed=seed)
-    k_found = min(k, tokens - 1)
-    assert_nearest(nearest(rows, k=k), rows, k_found, rtol=1e-11)
-
-
-@given(small_shapes, st.sampled_from([2.0**-20, 0.1, -3.0, 1e12]))
-@few_examples
-def test_distances_under_shift_rotation_scale_and_order(shape, scale):
-    tokens, width, seed = shape
-    rows = dyadic(tokens, width, seed=seed)[unique_rows(dyadic(tokens, width, seed=seed))]
-    if len(rows) < 2:
-        return
-    want = nearest(rows, k=3).distances
-    turn = torch.linalg.qr(normal(width, width, seed=seed + 1)).Q
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
-    shift = 1024 * dyadic(width, seed=seed + 2)
-    close = {"rtol": 1e-9, "atol": 0}
-    torch.testing.assert_close(nearest(rows + shift, k=3).distances, want, **close)
-    torch.testing.assert_close(nearest(rows @ turn, k=3).distances, want, **close)
-    torch.testing.assert_close(nearest(scale * rows, k=3).distances, abs(scale) * want, **close)
-    torch.testing.assert_close(nearest(rows[order], k=3).distances, want[order], **close)
 
 
 @pytest.mark.usefixtures("path")
@@ -277,42 +188,15 @@ def test_units_far_outside_the_range_of_float32(scale):
 
 
 @pytest.mark.usefixtures("path")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_nearest_takes_any_floating_dtype_and_leaves_it_alone(dtype):
-    rows = (normal(450, 24) + 2).to(dtype)
-    before, of = rows.clone(), torch.arange(450)
-    got = nearest(rows, k=4, of=of)
-    assert got.distances.dtype == torch.float64
-    assert rows.dtype == dtype
-    assert torch.equal(rows, before)
-    assert torch.equal(of, torch.arange(450))
-    torch.testing.assert_close(got.distances, brute_force(rows, 4).distances, rtol=1e-12, atol=0)
-
-
-@pytest.mark.usefixtures("path")
 def test_rows_in_any_memory_layout():
     rows = normal(40, 450)
     assert_nearest(nearest(rows.T, k=3), rows.T.contiguous(), 3)
 
 
-@pytest.mark.parametrize(
-    ("rows", "k"),
-    [
-        (torch.ones(5), 1),
-        (torch.ones(2, 3, 4), 1),
-        (torch.ones(1, 3), 1),
-        (torch.ones(0, 3), 1),
-        (torch.ones(5, 3), 0),
-        (torch.ones(5, 3), -2),
-        (torch.ones(5, 3, dtype=torch.int64), 1),
-        (torch.ones(5, 0), 1),
-    ],
-)
-def test_nearest_names_what_it_cannot_use(rows, k):
-    with pytest.raises(ValueError, match="expected at least") as caught:
-        nearest(rows, k=k)
-    assert str(list(rows.shape)) in str(caught.value)
-    assert f"k={k}" in str(caught.value)
+@pytest.mark.parametrize("k", [0, -2])
+def test_nearest_names_a_number_of_neighbours_that_is_none(k):
+    with pytest.raises(ValueError, match=rf"k of at least 1, got torch.float32 \[5, 3\].* k={k}"):
+        nearest(torch.ones(5, 3), k=k)
 
 
 @pytest.mark.usefixtures("path")
@@ -383,19 +267,6 @@ def test_unique_rows_takes_out_exact_copies_and_nothing_else(dtype, tokens):
     assert torch.equal(mixed, before)
 
 
-@pytest.mark.usefixtures("path")
-def test_unique_rows_leaves_no_distance_of_zero():
-    # The naive test r1 == 0 on the float32 expansion misses copies and finds others than copies.
-    rows = (normal(1000, 256) * 0.01 + 10).float()
-    mixed = torch.cat([rows, rows[:100]])
-    copied = (torch.arange(1100) < 100) | (torch.arange(1100) >= 1000)
-    naive = expanded_in_float32(mixed, 1)[:, 0] == 0
-    assert not torch.equal(naive, copied)
-    kept = unique_rows(mixed)
-    assert kept.tolist() == list(range(1000))
-    assert (nearest(mixed[kept], k=1).distances > 0).all()
-
-
 def test_unique_rows_keeps_rows_that_differ_in_the_last_bit():
     one = torch.ones(3, 5)
     one[1, 4] = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))
@@ -420,12 +291,6 @@ def test_first_of_each_agrees_with_a_dictionary(labels):
     assert got.tolist() == sorted(first.values())
     assert got.dtype == torch.int64
     assert group.tolist() == labels
-
-
-def test_first_of_each_of_many_labels():
-    group = torch.randint(0, 900, (5000,), generator=torch.Generator().manual_seed(0)) * 10**12
-    _, want = np.unique(group.numpy(), return_index=True)
-    assert first_of_each(group).tolist() == sorted(want.tolist())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

@@ -49,7 +49,7 @@ def test_the_setting_is_the_users(precision):
 
 def test_nothing_is_tried_where_no_setting_shortens(monkeypatch):
     monkeypatch.setattr(torch, "eye", None)
-    assert products._is_exact_on_host()
+    assert as_factor(torch.ones(2, 2)).dtype == torch.float32
 
 
 @pytest.mark.skipif(not hasattr(torch.backends.mkldnn, "matmul"), reason="torch 2.8")

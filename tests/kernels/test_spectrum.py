@@ -1,3 +1,5 @@
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -9,14 +11,13 @@ from geomon.kernels.spectrum import (
     anisotropy,
     effective_rank,
     head_axes,
+    participation_ratio,
+    power_law,
     principal_axes,
     spectrum,
 )
 
 SHAPES = [(2, 2), (7, 32), (32, 7), (300, 16), (500, 64), (64, 500), (1200, 48), (600, 259)]
-
-small_shapes = st.tuples(st.integers(2, 24), st.integers(1, 12), st.integers(0, 10**6))
-few_examples = settings(deadline=None, derandomize=True, max_examples=30)
 
 
 def normal(*shape, seed=0):
@@ -26,10 +27,6 @@ def normal(*shape, seed=0):
 def dyadic(*shape, seed=0):
     # Multiples of 2^-10: adding 1e10 to them is exact in float64, so a shift changes no spread.
     return (normal(*shape, seed=seed) * 1024).round() / 1024
-
-
-def rotation(width, seed=0):
-    return torch.linalg.qr(normal(width, width, seed=seed + 1)).Q
 
 
 def by_singular_values(hidden):
@@ -45,14 +42,6 @@ def test_spectrum_agrees_with_singular_values(tokens, width):
     assert got.shape == (min(tokens, width),)
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-13 * want[0].item())
     assert (got.diff() <= 0).all()
-
-
-@pytest.mark.parametrize(("tokens", "width"), [(500, 40), (900, 130)])
-def test_spectrum_agrees_with_numpys_covariance(tokens, width):
-    hidden = normal(tokens, width, seed=3) + 5
-    covariance = np.cov(hidden.numpy(), rowvar=False, bias=True)
-    want = torch.from_numpy(np.linalg.eigvalsh(covariance)[::-1].copy())
-    torch.testing.assert_close(spectrum(hidden), want, rtol=1e-10, atol=1e-12)
 
 
 def test_spectrum_far_from_the_origin_where_a_float32_covariance_turns_negative():
@@ -87,94 +76,6 @@ def test_spectrum_of_points_on_the_axes_is_known():
     torch.testing.assert_close(anisotropy(spectrum(hidden)).item(), 25 / 38.25)
 
 
-@pytest.mark.parametrize(("tokens", "width"), SHAPES)
-def test_spectrum_sums_to_the_variance(tokens, width):
-    hidden = normal(tokens, width, seed=2) + 3
-    want = hidden.var(dim=0, correction=0).sum()
-    torch.testing.assert_close(spectrum(hidden).sum(), want, rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize(("tokens", "width"), [(500, 100), (2000, 200), (300, 600)])
-def test_anisotropy_of_an_isotropic_gaussian_is_the_edge_of_marchenko_and_pastur(tokens, width):
-    got = anisotropy(spectrum(normal(tokens, width, seed=1))).item()
-    # The top eigenvalue fluctuates by about tokens^(-2/3) below and around the edge.
-    assert got == pytest.approx((1 + (width / tokens) ** 0.5) ** 2 / width, rel=0.04)
-
-
-def test_anisotropy_is_driven_to_one_by_a_few_rows_of_massive_norm():
-    quiet, direction = normal(2032, 768), normal(768, seed=1)
-    massive = (1000 * direction / direction.norm()).expand(16, -1)
-    assert anisotropy(spectrum(torch.cat([quiet, massive]))).item() == pytest.approx(
-        0.911, abs=1e-3
-    )
-    assert anisotropy(spectrum(quiet)).item() == pytest.approx(0.0034, abs=1e-4)
-
-
-def test_anisotropy_of_points_on_a_line_is_one():
-    hidden = torch.linspace(-3, 7, 450, dtype=torch.float64)[:, None] * normal(1, 20) + 4
-    assert anisotropy(spectrum(hidden)).item() == pytest.approx(1, abs=1e-12)
-
-
-@given(small_shapes)
-@few_examples
-def test_spectrum_does_not_change_under_shift_rotation_or_order(shape):
-    tokens, width, seed = shape
-    hidden = dyadic(tokens, width, seed=seed)
-    want = spectrum(hidden)
-    close = {"rtol": 1e-9, "atol": 1e-12 * max(1.0, want[0].item())}
-    order = torch.randperm(tokens, generator=torch.Generator().manual_seed(seed))
-    torch.testing.assert_close(spectrum(hidden + 1024 * dyadic(width, seed=seed)), want, **close)
-    torch.testing.assert_close(spectrum(hidden @ rotation(width, seed)), want, **close)
-    torch.testing.assert_close(spectrum(hidden[order]), want, **close)
-
-
-@given(small_shapes, st.sampled_from([2.0**-30, 0.1, 3.0, -1.0, 1e6]))
-@few_examples
-def test_spectrum_grows_with_the_square_of_the_scale_and_anisotropy_not_at_all(shape, scale):
-    hidden = normal(*shape[:2], seed=shape[2])
-    want = spectrum(hidden)
-    got = spectrum(scale * hidden)
-    close = {"rtol": 1e-9, "atol": 1e-12 * want[0].item()}
-    torch.testing.assert_close(got / scale**2, want, **close)
-    torch.testing.assert_close(anisotropy(got), anisotropy(want), rtol=1e-9, atol=0)
-
-
-@given(small_shapes, st.integers(2, 4))
-@few_examples
-def test_spectrum_is_the_same_when_every_row_comes_several_times(shape, copies):
-    hidden = normal(*shape[:2], seed=shape[2])
-    want, got = spectrum(hidden), spectrum(hidden.repeat(copies, 1))
-    close = {"rtol": 1e-9, "atol": 1e-12 * want[0].item()}
-    torch.testing.assert_close(got[: len(want)], want, **close)
-    assert (got[len(want) :] <= 1e-12 * want[0]).all()
-
-
-@given(small_shapes)
-@few_examples
-def test_anisotropy_lies_between_one_over_the_rank_and_one(shape):
-    eigenvalues = spectrum(normal(*shape[:2], seed=shape[2]))
-    assert 1 / len(eigenvalues) - 1e-12 <= anisotropy(eigenvalues).item() <= 1
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize(("tokens", "width"), [(40, 9), (9, 40)])
-def test_spectrum_takes_any_floating_dtype_and_leaves_it_alone(dtype, tokens, width):
-    hidden = (100 * normal(tokens, width)).to(dtype)
-    before = hidden.clone()
-    got = spectrum(hidden)
-    assert got.dtype == anisotropy(got).dtype == torch.float64
-    assert anisotropy(got.to(dtype)).dtype == torch.float64
-    assert hidden.dtype == dtype
-    assert torch.equal(hidden, before)
-    torch.testing.assert_close(got, by_singular_values(hidden), rtol=1e-10, atol=1e-8)
-
-
-def test_anisotropy_leaves_its_input_alone():
-    eigenvalues = torch.tensor([3.0, 1.0])
-    assert anisotropy(eigenvalues).shape == ()
-    assert eigenvalues.tolist() == [3.0, 1.0]
-
-
 def test_spectrum_reads_rows_in_any_memory_layout():
     hidden = normal(60, 20)
     torch.testing.assert_close(spectrum(hidden.T.contiguous().T), spectrum(hidden))
@@ -192,37 +93,6 @@ def test_one_row_has_no_spread():
     eigenvalues = spectrum(normal(1, 5))
     assert eigenvalues.tolist() == [0]
     assert anisotropy(eigenvalues).isnan()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("tokens", [2, 3, 7, 100, 1000])
-def test_anisotropy_of_equal_rows_is_nan(dtype, tokens):
-    # In float64 the mean of equal rows need not round back to the row: 1e-16 would count as spread.
-    hidden = normal(1, 5).to(dtype).repeat(tokens, 1)
-    assert (spectrum(hidden) == 0).all()
-    assert anisotropy(spectrum(hidden)).isnan()
-
-
-@pytest.mark.parametrize(
-    "hidden",
-    [torch.ones(4), torch.ones(2, 3, 4), torch.ones(0, 3), torch.ones(3, 0), torch.ones(())],
-)
-def test_spectrum_names_the_shape_it_cannot_use(hidden):
-    with pytest.raises(ValueError, match="expected") as caught:
-        spectrum(hidden)
-    assert str(list(hidden.shape)) in str(caught.value)
-
-
-def test_spectrum_refuses_integers():
-    with pytest.raises(ValueError, match=r"floating-point .* torch.int64 \[3, 2\]"):
-        spectrum(torch.ones(3, 2, dtype=torch.int64))
-
-
-@pytest.mark.parametrize("eigenvalues", [torch.ones(0), torch.ones(2, 2), torch.ones(())])
-def test_anisotropy_names_the_shape_it_cannot_use(eigenvalues):
-    with pytest.raises(ValueError, match=r"expected eigenvalues \[rank\]") as caught:
-        anisotropy(eigenvalues)
-    assert str(list(eigenvalues.shape)) in str(caught.value)
 
 
 # -- variance along the eigenvectors by group of sequences --
@@ -318,3 +188,151 @@ def test_axes_leave_their_rows_alone_and_equal_rows_have_none(dtype, shape):
     equal = compute(rows[:1].expand_as(rows), group, 8)
     assert (equal.eigenvalues == 0).all()
     assert (equal.without(3) == 0).all()
+
+
+RANKS = [anisotropy, effective_rank, participation_ratio]
+
+
+few_examples = settings(deadline=None, derandomize=True, max_examples=30)
+
+
+def descending(values):
+    return torch.tensor(values, dtype=torch.float64).sort(descending=True).values
+
+
+def with_spectrum(tokens, lambdas, seed=0):
+    """Rows whose covariance has exactly these eigenvalues, turned at random."""
+    width = len(lambdas)
+    noise = normal(tokens, width, seed=seed)
+    left = torch.linalg.qr(noise - noise.mean(dim=0)).Q
+    turn = torch.linalg.qr(normal(width, width, seed=seed + 1)).Q
+    return (left * (tokens * torch.as_tensor(lambdas, dtype=torch.float64)).sqrt()) @ turn
+
+
+def test_eigenvalues_may_come_in_any_order_and_just_below_0():
+    """As `torch.linalg.eigvalsh` gives them of a covariance in float32."""
+    rows = (normal(400, 40) @ normal(40, 128, seed=1)).float()
+    found = torch.linalg.eigvalsh(torch.cov(rows.T))
+    assert found[0] < 0
+    want = spectrum(rows)
+    for kernel in (anisotropy, effective_rank, participation_ratio):
+        assert kernel(found).item() == pytest.approx(kernel(want).item(), rel=1e-4)
+    law = 3 * torch.arange(1, 129, dtype=torch.float64) ** -1.5
+    assert power_law(law.flip(0)) == power_law(law)
+
+
+@pytest.mark.parametrize("kernel", RANKS[1:])
+@pytest.mark.parametrize("rank", [1, 2, 17, 768])
+def test_equal_eigenvalues_count_themselves(kernel, rank):
+    padded = torch.cat([torch.full((rank,), 0.3), torch.zeros(50)])
+    assert kernel(padded).item() == pytest.approx(rank, rel=1e-12)
+
+
+def test_ranks_of_a_geometric_spectrum_in_closed_form():
+    r = 0.9
+    lambdas = r ** torch.arange(2000, dtype=torch.float64)
+    assert participation_ratio(lambdas).item() == pytest.approx((1 + r) / (1 - r), rel=1e-12)
+    entropy = -math.log(1 - r) - r * math.log(r) / (1 - r)
+    assert effective_rank(lambdas).item() == pytest.approx(math.exp(entropy), rel=1e-12)
+
+
+def test_effective_rank_is_of_the_eigenvalues_and_not_of_the_singular_values():
+    hidden = normal(400, 30) * torch.linspace(0.1, 3, 30)
+    singular = np.linalg.svd((hidden - hidden.mean(dim=0)).numpy(), compute_uv=False)
+    p = singular**2 / (singular**2).sum()
+    assert effective_rank(spectrum(hidden)).item() == pytest.approx(
+        math.exp(-(p * np.log(p)).sum()), rel=1e-10
+    )
+    q = singular / singular.sum()
+    assert math.exp(-(q * np.log(q)).sum()) > 1.1 * effective_rank(spectrum(hidden)).item()
+
+
+def test_participation_ratio_is_the_trace_squared_over_the_squared_norm_of_the_covariance():
+    hidden = normal(300, 20) * torch.linspace(0.5, 2, 20)
+    covariance = np.cov(hidden.numpy(), rowvar=False, bias=True)
+    want = np.trace(covariance) ** 2 / (covariance**2).sum()
+    assert participation_ratio(spectrum(hidden)).item() == pytest.approx(want, rel=1e-10)
+
+
+@pytest.mark.parametrize("kernel", RANKS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_ranks_take_any_floating_dtype_and_leave_it_alone(kernel, dtype):
+    # The sum of these overflows in float16.
+    lambdas = torch.tensor([60000.0, 60000.0, 30000.0]).to(dtype)
+    before = lambdas.clone()
+    got = kernel(lambdas)
+    assert got.dtype == torch.float64
+    assert got.shape == ()
+    assert torch.equal(lambdas, before)
+    torch.testing.assert_close(got, kernel(lambdas.double()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kernel", RANKS)
+@pytest.mark.parametrize("lambdas", [torch.ones(0), torch.ones(2, 2), torch.ones(())])
+def test_ranks_name_the_shape_they_cannot_use(kernel, lambdas):
+    with pytest.raises(ValueError, match=r"expected eigenvalues \[rank\]") as caught:
+        kernel(lambdas)
+    assert str(list(lambdas.shape)) in str(caught.value)
+
+
+# -- power law -------------------------------------------------------------------------------------
+
+
+def fitted_by_numpy(values, first, last):
+    """Weighted least squares with weights 1 / rank, by a solver for rows scaled by their roots."""
+    rank = np.arange(first, last + 1)
+    root = rank**-0.5
+    design = np.stack([np.log(rank), np.ones(len(rank))], axis=1) * root[:, None]
+    y = np.log(np.asarray(values)[first - 1 : last])
+    (slope, offset), *_ = np.linalg.lstsq(design, y * root, rcond=None)
+    left = np.average((y - slope * np.log(rank) - offset) ** 2, weights=1 / rank)
+    mean = np.average(y, weights=1 / rank)
+    return -slope, 1 - left / np.average((y - mean) ** 2, weights=1 / rank)
+
+
+@few_examples
+@given(st.integers(0, 10**6), st.sampled_from([128, 400, 60, 24]), st.floats(0.1, 3))
+def test_the_power_law_is_the_weighted_fit_over_ranks_11_to_100(seed, width, alpha):
+    noise = 0.1 * normal(width, seed=seed)
+    values = (-alpha * torch.arange(1, width + 1).double().log() + noise).exp()
+    values = values.sort(descending=True).values
+    fit = power_law(values)
+    last = {128: 100, 400: 100, 60: 48, 24: 19}[width]
+    expected = fitted_by_numpy(values, 11, last)
+    assert fit.alpha.item() == pytest.approx(expected[0], rel=1e-9)
+    assert fit.r_squared.item() == pytest.approx(expected[1], rel=1e-9)
+    scaled = power_law(values * 1e-30)
+    assert scaled.alpha.item() == pytest.approx(fit.alpha.item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("alpha", [0.5, 1.0, 2.0])
+def test_rows_of_a_power_law_give_its_exponent_also_far_from_the_origin(alpha):
+    lambdas = np.arange(1, 129.0) ** -alpha
+    rows = with_spectrum(600, lambdas) + 1e3
+    fit = power_law(spectrum(rows))
+    assert fit.alpha.item() == pytest.approx(alpha, rel=1e-6)
+    assert fit.r_squared.item() == pytest.approx(1, abs=1e-9)
+    # In float32 the tail of a covariance about the origin is rounding.
+    naive = torch.linalg.eigvalsh((rows.float().T @ rows.float()) / 600 - 1e6).flip(0).clamp(min=0)
+    assert not abs(power_law(naive.double()).alpha.item() / alpha - 1) < 0.05
+
+
+def test_directions_without_variance_are_no_part_of_the_law():
+    """A norm takes one direction away, few rows take many: rounding there is no tail."""
+    lambdas = np.arange(1, 65.0) ** -1.0
+    rows = torch.cat([with_spectrum(300, lambdas), torch.zeros(300, 90)], dim=1)
+    turned = rows @ torch.linalg.qr(normal(154, 154, seed=5)).Q
+    fit = power_law(spectrum(turned))
+    assert fit.alpha.item() == pytest.approx(1, rel=1e-6)
+
+
+def test_where_there_is_no_power_law():
+    assert all(value.isnan() for value in power_law(descending(range(1, 19))))
+    assert power_law(descending(range(1, 20))).alpha.isfinite()  # ranks 11 to 15
+    flat = power_law(torch.ones(200))
+    assert flat.alpha.item() == pytest.approx(0, abs=1e-12)
+    assert power_law(torch.zeros(200)).alpha.isnan()
+    with pytest.raises(ValueError, match="counted from 1"):
+        power_law(torch.ones(200), first=0)
+    with pytest.raises(ValueError, match="eigenvalues"):
+        power_law(torch.ones(2, 200))

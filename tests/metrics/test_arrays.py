@@ -93,8 +93,8 @@ def test_no_view_is_computed_and_none_captured_for_arrays(monkeypatch):
 
 def test_values_are_the_same_with_and_without_arrays():
     with_arrays, without = (
-        Evaluator(METRICS, 1, strict=True, keeps_arrays=kept).evaluate([layer()], ROWS)
-        for kept in (True, False)
+        Evaluator(METRICS, 1, strict=True, **kept).evaluate([layer()], ROWS)
+        for kept in ({"keeps_arrays": True}, {})
     )
     assert without.arrays == {}
     np.testing.assert_equal(tagged(with_arrays.stacks), tagged(without.stacks))

@@ -9,11 +9,13 @@ from dataclasses import replace
 import pytest
 import threadpoolctl
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from whole_layer import ROWS, whole_layer
 
 from geomon.capture.snapshot import SOURCES, Layer
 from geomon.metrics import METRICS, MORE_METRICS, Evaluator, LayerValues, check_metrics, select
-from geomon.metrics.at_once import in_pieces, in_threads, layers_at_once
+from geomon.metrics.at_once import in_modes, in_pieces, in_threads, layers_at_once
 from geomon.record.columns import tagged
 
 ALL = METRICS | MORE_METRICS
@@ -175,6 +177,15 @@ def test_values_of_two_pieces_are_joined():
 def here_or_not(_):
     time.sleep(0.01)
     return threading.current_thread() is threading.main_thread()
+
+
+def test_a_thread_is_in_a_mode_of_torch_of_either_kind():
+    assert not in_modes()
+    for mode in (TorchDispatchMode(), TorchFunctionMode()):
+        with mode:
+            assert in_modes()
+    with TorchDispatchMode(), TorchFunctionMode():
+        assert in_modes()
 
 
 @pytest.fixture

@@ -75,17 +75,6 @@ def test_it_is_the_share_of_the_ten_nearest_that_stay(noise):
     assert found.notes == []
 
 
-def test_unrelated_weights_share_what_chance_gives():
-    found = []
-    for seed in range(10):
-        layers = [[made(normal(200, 30, seed=2 * seed + n))] for n in (0, 1)]
-        values = compared(*layers).values
-        assert values[f"{NAME}/null"] == pytest.approx(10 / 199)
-        found.append(values[f"{NAME}/layer_01"])
-    error = 4 * torch.tensor(found).std().item() / 10**0.5
-    assert sum(found) / 10 == pytest.approx(10 / 199, abs=error)
-
-
 def test_stacks_and_splits_are_compared_each_with_its_own():
     one, other = normal(600, 5), normal(600, 5) + 0.5 * normal(600, 5, seed=1)
     before, after = ([made(rows, 1, s) for s in ("a", "b")] for rows in (one, other))
@@ -95,14 +84,6 @@ def test_stacks_and_splits_are_compared_each_with_its_own():
     assert values[f"{NAME}/a_layer_01"] == pytest.approx(sum(each) / 2)
     assert values[f"{NAME}/a_layer_01/std"] == pytest.approx(abs(each[0] - each[1]) / 2**0.5)
     assert values[f"{NAME}/b_layer_01"] == 1
-
-
-def test_there_is_an_interval_over_sequences():
-    sequences = torch.arange(300) // 20
-    one, other = normal(300, 5), normal(300, 5) + 0.5 * normal(300, 5, seed=1)
-    values = compared(*([made(rows, sequences=sequences)] for rows in (one, other))).values
-    assert 0 < values[f"{NAME}/layer_01/margin"] < 0.3
-    assert 0 < values[f"{NAME}/mean/margin"] < 0.3
 
 
 ROWS = normal(300, 5)
@@ -284,17 +265,3 @@ def test_after_a_resume_one_reading_has_none(tmp_path):
     assert of(memory.readings[0]) == {}
     assert of(memory.readings[1])[f"{NAME}/mean"] == 1
     assert not any(NAME in note for note in memory.readings[0].notes)
-
-
-def test_readings_of_fewer_rows_are_not_compared():
-    """As a budget thins them: other rows are drawn."""
-    model = PlainDecoder()
-    monitor, memory = monitored(model, probe=batch(sequences=16), tokens=256, budget=0.5)
-    for step, rows in enumerate((256, 256, 100, 100)):
-        monitor._budget.rows = rows
-        monitor.probe(step)
-    monitor.close()
-    values = [of(reading) for reading in memory.readings]
-    assert [reading.tokens for reading in memory.readings] == [256, 256, 100, 100]
-    assert values[1][f"{NAME}/mean"] == values[3][f"{NAME}/mean"] == 1
-    assert math.isnan(values[2][f"{NAME}/layer_01"])

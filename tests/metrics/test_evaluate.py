@@ -5,11 +5,10 @@ import pytest
 import torch
 from measuring import evaluate
 
-from geomon import METRICS, select
+from geomon import select
 from geomon.capture.snapshot import SOURCES, Layer, PassInfo, Snapshot
+from geomon.metrics import Evaluator, check_metrics
 from geomon.metrics.metric import Sizes
-
-OF_HEADS = ("qk", "attention", "query", "key", "max_logit")
 
 
 def snapshot(*hidden: torch.Tensor, **captured) -> Snapshot:
@@ -119,32 +118,6 @@ def test_expensive_views_are_computed_once(monkeypatch):
     assert found["twonn_distinct/layer_00/repeated"] == pytest.approx(110 / 200)
 
 
-def test_duplicates_are_taken_out_and_said():
-    clean = torch.randn(400, 4, generator=torch.Generator().manual_seed(0))
-    doubled = torch.cat([clean, clean[:100]])
-    found = values(select("twonn"), snapshot(clean), rows=500)
-    again = values(select("twonn"), snapshot(doubled), rows=500)
-    assert again["twonn/layer_00"] == found["twonn/layer_00"]
-    assert again["twonn/layer_00/duplicates"] == pytest.approx(0.2)
-    assert again["twonn/layer_00/n"] == 400
-
-
-@pytest.mark.parametrize(
-    "hidden",
-    [torch.ones(8, 3), torch.zeros(8, 3), torch.randn(1, 3), torch.randn(2, 3), torch.empty(0, 3)],
-    ids=["constant", "zero", "one row", "two rows", "no rows"],
-)
-def test_degenerate_rows_give_a_value_or_a_reason(hidden):
-    captured = {"token_ids": torch.zeros(len(hidden)), "positions": torch.zeros(len(hidden))}
-    of_hidden = {k: m for k, m in METRICS.items() if not k.startswith(OF_HEADS)}
-    result = evaluate(snapshot(hidden, **captured), of_hidden, rows=8, batches=1)
-    for name in of_hidden:
-        tags = [tag for tag in result.values if tag.startswith(f"{name}/layer_00")]
-        assert tags, name
-        if all(math.isnan(result.values[tag]) for tag in tags) and name.startswith("twonn"):
-            assert any(name in note.words().split(":")[0].split(", ") for note in result.notes)
-
-
 def test_a_result_of_the_wrong_shape_is_said():
     result = evaluate(snapshot(torch.ones(4, 2)), {"m": lambda hidden: hidden}, rows=4, batches=1)
     assert "a scalar, a vector [heads] or a dict, got [4, 2]" in result.notes[0].words()
@@ -211,3 +184,19 @@ def test_a_metric_that_changes_its_views_changes_no_other_metric_and_no_second_m
         found = values({"changes": changes} | plain, seen, rows=20)
         assert found.pop("changes/mean") == 0.0
         assert {t: v for t, v in found.items() if not t.startswith("changes")} == expected
+
+
+def test_a_layer_without_attention_between_others_is_no_failure_of_its_metrics():
+    query = {"query": torch.ones(2)}
+    layers = [
+        Layer(index, f"layer {index}", views, sources=frozenset({source}))
+        for index, views, source in (
+            (1, query, "attention"), (2, {"hidden": torch.ones(4, 2)}, "hidden"),
+            (3, query, "attention"),
+        )
+    ]  # fmt: skip
+    evaluator = Evaluator(check_metrics({"q": lambda query: query.mean()}), 1)
+    measured = [evaluator.measure_layer(one, 4) for one in layers]
+    result = evaluator.combine(measured, 4)
+    assert math.isnan(result.stacks[""]["q"].at(2))
+    assert evaluator.explain_missing(result, measured) == []

@@ -109,6 +109,14 @@ def test_without_a_group_a_metric_is_that_of_the_other_rows(name, offset):
             np.testing.assert_allclose(got[part], want[part], rtol=close, atol=close * 1e-2)
 
 
+@pytest.mark.parametrize("name", ["hidden", "token_ids", "sequences", "projected_query",
+                                  "projected_key", "query", "key", "visible"])  # fmt: skip
+def test_a_captured_view_without_a_group_is_that_of_the_other_rows(name):
+    """As a metric of one's own reads it."""
+    whole = layer()
+    assert torch.equal(ViewsWithout(LayerViews(whole), 3)[name], remaining(whole, 3)[name])
+
+
 def test_a_row_keeps_its_two_nearest_and_passes_over_the_group_for_the_others():
     whole = layer()
     views = LayerViews(whole, given={"queries": 300})

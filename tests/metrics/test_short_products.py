@@ -7,7 +7,7 @@ from whole_layer import ROWS, normal, whole_layer
 
 from geomon import METRICS, MORE_METRICS
 from geomon.kernels.neighbours import nearest
-from geomon.kernels.spectrum import principal_axes, spectrum
+from geomon.kernels.spectrum import spectrum
 from geomon.metrics import Evaluator
 from geomon.metrics.jackknife import margin
 
@@ -31,24 +31,6 @@ def test_every_metric_is_the_same(by_hand):
             found, expected = margin(short.without[name][part]), margin(values)
             # In float32 in part: a margin needs few digits.
             assert found == pytest.approx(expected, rel=1e-2, abs=1e-9, nan_ok=True), (name, part)
-
-
-def test_neighbours_of_wide_rows_are_the_same():
-    rows = normal(600, 400) * torch.arange(1, 401) ** -1.0 + 3
-    plain = nearest(rows, k=4)
-    with ShortProducts():
-        short = nearest(rows, k=4)
-    assert torch.equal(short.indices, plain.indices)
-    torch.testing.assert_close(short.distances, plain.distances, rtol=1e-13, atol=0)
-
-
-def test_axes_of_wide_rows_are_the_same():
-    rows, group = normal(1300, 1100) * torch.arange(1, 1101) ** -0.5, torch.arange(1300) % 8
-    plain = principal_axes(rows, group, 8)
-    with ShortProducts():
-        short = principal_axes(rows, group, 8)
-    for one, other in zip(short, plain, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
 def test_settings_of_the_new_interface_end_nothing():

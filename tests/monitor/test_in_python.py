@@ -81,8 +81,9 @@ def test_names_of_metrics_are_checked():
 
 
 def test_a_phase_is_words_in_a_notebook():
-    phase = Phase("peak", 128, 7.4, 0.0, 64, 256)
+    phase = Phase("compressing", 128, 7.4, -0.3, 64, 256, 128, 7.4, 5.2)
     assert phase._repr_html_() == (
-        "<p><b>peak</b>: at its peak so far, 7.4 at step 128 (between steps 64 and 256)</p>"
+        "<p><b>compressing</b>: compressing since step 128, 30 % below its peak 7.4 (between steps "
+        "64 and 256)</p>"
     )
     assert "\n" not in repr(phase)

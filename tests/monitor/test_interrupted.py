@@ -16,7 +16,8 @@ from geomon.monitor.measuring.jobs import ReadingJob
 
 # What a reading goes through from the first layer that is measured to its line in the record.
 PARTS = files(
-    "monitor/monitor.py", "monitor/measuring/executor.py", "monitor/measuring/jobs.py",
+    "monitor/monitor.py", "monitor/publish.py", "monitor/measuring/executor.py",
+    "monitor/measuring/jobs.py", "monitor/writing/sink_thread.py",
     "monitor/writing/output.py", "monitor/writing/reactions.py", "record/jsonl.py",
     "metrics/at_once.py",
 )  # fmt: skip

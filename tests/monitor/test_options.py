@@ -2,6 +2,7 @@
 
 import inspect
 import pickle
+import re
 from fractions import Fraction
 from typing import get_type_hints
 
@@ -11,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import PlainDecoder
 
-from geomon import METRICS, Monitor, log_spaced
+from geomon import METRICS, Memory, Monitor, log_spaced
 from geomon.huggingface import GeometryMonitor as OfTrainer
 from geomon.lightning import GeometryMonitor as OfLightning
 from geomon.monitor.options import (
+    _GROUPS,
     CALLBACK_DEFAULTS,
     DEFAULTS,
     CallbackOptions,
@@ -32,9 +34,18 @@ WRONG = [
     ({"budget": 1}, "budget is a share of the training time between 0 and 1"),
     ({"budget": float("nan")}, "budget is a share of the training time between 0 and 1"),
     ({"budget": True}, "budget is a share of the training time between 0 and 1"),
-    ({"budget": "1"}, "between 0 and 1, 0.01 or '1%' for one per cent, or None for no limit"),
-    ({"budget": "100 %"}, "0.01 or '1%' for one per cent, or None for no limit, got '100 %'"),
-    ({"budget": "a little"}, "0.01 or '1%' for one per cent, or None for no limit, got 'a little'"),
+    (
+        {"budget": "1"},
+        "between 0 and 1, 0.01 or '1%' for one per cent, 'auto', or None for no limit",
+    ),
+    (
+        {"budget": "100 %"},
+        "0.01 or '1%' for one per cent, 'auto', or None for no limit, got '100 %'",
+    ),
+    (
+        {"budget": "a little"},
+        "0.01 or '1%' for one per cent, 'auto', or None for no limit, got 'a little'",
+    ),
     ({"budget": "0,5 %"}, "or None for no limit, got '0,5 %'"),
     ({"budget": ""}, "or None for no limit, got ''"),
     ({"budget": [0.01]}, r"or None for no limit, got \[0.01\]"),
@@ -100,10 +111,36 @@ def test_signature_and_help_show_every_option_with_its_default(cls, defaults):
     assert list(keywords)[-len(shown) :] == list(shown)
     text = inspect.getdoc(cls)
     assert "{options}" not in text
-    arguments = text.partition("Args:\n")[2].partition("Raises:")[0]
-    named = [line.split(":")[0].strip() for line in arguments.splitlines() if line[4:5].strip()]
+    arguments = text.partition("Raises:")[0]
+    named = re.findall(r"^ {4}(\w+): ", arguments, re.MULTILINE)
     assert named == list(inspect.signature(cls).parameters)
     assert "TypeError: An argument has a name that does not exist." in text.partition("Raises:")[2]
+
+
+def test_help_names_its_groups_of_options():
+    text = inspect.getdoc(OfLightning)
+    headings = re.findall(r"^([A-Z][A-Za-z ]+):$", text, re.MULTILINE)
+    assert headings == [*_GROUPS, "Raises"]
+
+
+@pytest.mark.parametrize("callback", CALLBACKS)
+@pytest.mark.parametrize("sinks", ["tensorboard", Memory(), [Memory], [Memory(), "wandb"]])
+def test_what_is_no_list_of_sinks_is_refused_before_the_training(callback, sinks):
+    with pytest.raises(TypeError, match=r"sinks is a list of objects with write\(reading\) and"):
+        callback(sinks=sinks)
+
+
+@pytest.mark.parametrize("callback", CALLBACKS)
+def test_a_callback_shows_its_main_options(callback):
+    shown = repr(callback(metrics=["twonn"], schedule=100, tokens=512, probe=torch.zeros(9, 99)))
+    assert shown == "GeometryMonitor(1 metric, schedule=every(steps=100), 512 tokens, probe=Tensor)"
+
+
+def test_a_metric_that_does_not_exist_is_answered_with_near_ones():
+    with pytest.raises(ValueError, match=r"'twon' \(did you mean 'twonn'") as error:
+        OfLightning(metrics=["twon"])
+    assert "geomon metrics" in str(error.value)
+    assert len(str(error.value)) < 200
 
 
 def test_the_texts_of_one_option_are_the_same_everywhere():

@@ -180,11 +180,11 @@ def test_the_models_time_is_the_trainings_where_the_pass_is_its_validation(model
         )  # fmt: skip
         monitor.probe(0)  # at the first reading batches are chosen, in passes of its own
         calls.clear()
-        spent, began = monitor._budget.spent, time.perf_counter()
-        with monitor.charge():
+        spent, began = monitor.budget.spent, time.perf_counter()
+        with monitor.budget.charge():
             monitor.probe(1)
         passed = time.perf_counter() - began
-        spent, slow_calls = monitor._budget.spent - spent, len(calls) * slept
+        spent, slow_calls = monitor.budget.spent - spent, len(calls) * slept
         assert calls
         if function is None:
             assert min(spent, memory.readings[1].seconds) >= slow_calls
@@ -195,8 +195,8 @@ def test_the_models_time_is_the_trainings_where_the_pass_is_its_validation(model
 def test_time_that_is_left_out_does_not_count_in_the_charges_around_it(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("geomon.monitor.planning.budget.time.perf_counter", lambda: now[0])
-    budget = Budget(None, 64, clock=lambda: now[0])
-    budget.begin()
+    budget = Budget(None, clock=lambda: now[0])
+    budget.begin(0)
     with budget.charge():
         now[0] += 1
         with budget.charge():

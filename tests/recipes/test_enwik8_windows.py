@@ -9,7 +9,7 @@ import torch
 from recipes.enwik8 import train
 from recipes.enwik8.data import Corpus, DataError
 from recipes.enwik8.presets import Preset
-from recipes.enwik8.train import FRUGAL_PROBE_TOKENS, PROBE_TOKENS, probe_windows
+from recipes.enwik8.train import PROBE_TOKENS, probe_windows
 from recipes.enwik8.windows import CharacterData, RandomPlaces, Windows, spread
 
 PRESET = Preset(2, 16, 2, 8, 4, 5, 1, 1e-3, 0.0, "32-true")
@@ -42,7 +42,7 @@ def trained_on(corpus, **told):
 def test_training_validation_and_probe_are_of_their_own_part_of_the_text(corpus):
     trained = trained_on(corpus)
     validated = torch.cat(list(data(corpus, validation=10).val_dataloader()))
-    probed = probe_windows(corpus, PRESET.context, None)
+    probed = probe_windows(corpus, PRESET.context)
     for windows, symbols in ((trained, TRAIN), (validated, VALIDATION), (probed, VALIDATION)):
         assert set(windows.flatten().tolist()) <= set(symbols)
         assert windows.dtype == torch.int64
@@ -97,13 +97,6 @@ def test_windows_are_spread_from_the_first_character_to_the_last():
     assert spread(ids, 100, 1).tolist() == [list(range(100))]
     with pytest.raises(ValueError, match="100 characters, fewer than one window of 101"):
         spread(ids, 101, 1)
-
-
-@pytest.mark.parametrize(("budget", "tokens"), [(None, 8192), ("1%", 2048)])
-def test_the_probe_is_smaller_under_a_budget(corpus, budget, tokens):
-    assert probe_windows(corpus, 8, budget).numel() == tokens
-    assert tokens in (PROBE_TOKENS, FRUGAL_PROBE_TOKENS)
-    assert torch.equal(probe_windows(corpus, 8, budget), probe_windows(corpus, 8, budget))
 
 
 def test_the_text_holds_the_probe_many_times_over(tmp_path, monkeypatch):

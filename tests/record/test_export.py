@@ -54,8 +54,9 @@ def missing_as_none(frame):
 def test_a_data_frame_has_a_row_for_each_value(run):
     frame = run.to_pandas()
     assert tuple(frame.columns) == export.COLUMNS
+    assert not [name for name in export.COLUMNS if hasattr(type(frame), name)]  # hides no method
     assert missing_as_none(frame) == EXPECTED
-    heads = frame[(frame.metric == "qk_cosine") & (frame["head"] == 1)]
+    heads = frame[(frame.metric == "qk_cosine") & (frame.head_index == 1)]
     assert heads.value.item() == -0.25
     assert len(Readings([], []).to_pandas()) == 0
 

@@ -13,12 +13,28 @@ VALUES = {
 }  # fmt: skip
 
 
+def test_a_series_draws_itself_with_its_interval():
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    run = Readings([], [reading_of({"t/mean": 2.0 + s, "t/mean/margin": 0.5}, s) for s in (0, 4)])
+    axes = run["t/mean"].plot(Figure().subplots(), color="red")
+    (line,) = axes.lines
+    assert (line.get_label(), line.get_color()) == ("t/mean", "red")
+    assert (list(line.get_xdata()), list(line.get_ydata())) == ([0, 4], [2.0, 6.0])
+    (band,) = axes.collections
+    assert {*band.get_paths()[0].vertices[:, 1]} == {1.5, 2.5, 5.5, 6.5}
+
+
 def test_series_are_in_order_and_without_gaps():
     points = ((0, 1.0), (4, math.nan), (2, 3.0))
     run = Readings([], [reading_of({"t/mean": v, "t/layer_01": v}, step) for step, v in points])
     assert run.series("t/mean") == run.series("t/layer_01") == ([0, 2], [1.0, 3.0])
     assert run.series("geomon/seconds") == ([0, 2, 4], [2.0, 2.0, 2.0])
-    assert run.series("no such tag") == ([], [])
+    with pytest.raises(
+        KeyError, match=r"no reading has a value called 't/meen': did you mean 't/m"
+    ):
+        run.series("t/meen")
 
 
 def test_layers_are_those_of_the_columns():

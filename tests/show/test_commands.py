@@ -10,6 +10,7 @@ from rich.console import Console
 from tagged import TEXTS, with_values
 from typer.testing import CliRunner
 
+from geomon.analysis.alerts import RULES
 from geomon.cli import make_app
 from geomon.record import FILE_NAME, read
 from geomon.show import geometry_figure
@@ -39,7 +40,7 @@ def test_watch_once_prints_the_present(run):
 def test_summary_says_the_run_in_words(run):
     result = invoke("summary", run)
     assert result.exit_code == 0
-    assert result.stdout.startswith("twonn/mean: 2.5 at step 0, peak 7.4 at step 256")
+    assert result.stdout.startswith("intrinsic dimension 5.3 ± 0.1, compressing")
 
 
 def test_figure_is_written_beside_the_record_or_where_asked(run, tmp_path):
@@ -225,7 +226,7 @@ def test_a_run_is_waited_for_and_followed(make_readings, tmp_path, monkeypatch, 
     text = output.getvalue()
     assert text.startswith(f"waiting for {tmp_path / FILE_NAME}")
     if terminal:
-        assert "compressing since step 256: 28 % below the peak 7.4" in text
+        assert "compressing since step 256, 28 % below its peak 7.4" in text
     else:
         assert [shown.split(":")[0] for shown in text.splitlines()[1:]] == [
             f"step {reading.step}" for reading in readings
@@ -244,7 +245,7 @@ def test_several_runs_are_printed_and_followed_with_their_names(
     assert printed[0] == run.name
     assert "other" in printed
     assert sum("intrinsic dimension" in line for line in printed) == 2
-    for terminal, words in ((False, "other: step 0: ID 2.5"), (True, "other\n")):
+    for terminal, words in ((False, "other: step 0: twonn 2.5"), (True, "other\n")):
         console = Console(file=io.StringIO(), width=80, force_terminal=terminal, color_system=None)
         looks = iter(range(2))
         live.follow([run, other], console=console, keep_going=lambda: next(looks, None) is not None)  # noqa: B023
@@ -284,7 +285,7 @@ class Terminal(io.StringIO):
             False,
             "a plain view is shown: the application needs textual and textual-plotext",
         ),
-        ("ascii", True, "_.-~==+*#"),
+        ("ascii", True, "__.=##*+="),
     ],
 )
 def test_a_terminal_gets_what_it_can_draw(run, monkeypatch, encoding, has_textual, words):
@@ -371,3 +372,13 @@ def test_a_record_is_looked_at_at_the_pace_of_the_poll(run, monkeypatch):
     live.follow([run], console=console, keep_going=lambda: next(looks, None) is not None)
     assert slept == [live._POLL] * 4
     assert 0.1 <= live._POLL <= 5
+
+
+def test_alerts_are_explained_where_no_docs_are_installed():
+    everything = invoke("alerts").stdout
+    for name, rule in RULES.items():
+        assert f"{name}" in everything
+        one = " ".join(invoke("alerts", name).stdout.split())
+        assert rule.advice in one
+        assert "{" not in one
+    assert "no alert is called 'x'" in invoke("alerts", "x").stderr

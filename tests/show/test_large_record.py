@@ -4,14 +4,11 @@ Of a record of 5,000 readings of 8,000 values each microsecond of a value is 40 
 makes the tags of all values.
 """
 
-from collections import Counter
-
 import numpy as np
 import pytest
 from tagged import reading_of
 
 from geomon.analysis import summarise
-from geomon.analysis.curves import Curve
 from geomon.record import FILE_NAME, export, read, tags
 from geomon.show.figures import geometry_figure
 from geomon.show.figures.maps import map_figure
@@ -67,18 +64,3 @@ def test_no_page_makes_the_tags_of_all_values(page, folder, monkeypatch, tmp_pat
     run = read(folder)
     monkeypatch.setattr("geomon.record.reading.tagged", lambda stacks: pytest.fail("all tags"))
     PAGES[page](run, tmp_path)
-
-
-def test_margins_of_a_curve_are_computed_once_for_a_page(folder, monkeypatch):
-    computed = Counter()
-    original = Curve.margins.fget
-    assert original is not None
-
-    def margins(self):
-        computed[id(self)] += 1
-        return original(self)
-
-    monkeypatch.setattr(Curve, "margins", property(margins))
-    build_content([Run("a", folder, read(folder))])
-    assert computed
-    assert max(computed.values()) <= 3

@@ -65,7 +65,7 @@ def look_at_tensorboard(run, folder):
     pictures.describe(run.runs[0])
     pictures.write(run[-1])
     pictures.close()
-    assert f"Geometry/2 {TITLE} over depth" in names
+    assert f"2 {TITLE} over depth" in names
 
 
 def look_at_wandb(run, folder):
@@ -76,7 +76,7 @@ def look_at_wandb(run, folder):
     assert profile.layout.title.text == LABEL
     assert list(profile.data[-1].y) == [3, 4, 5, 6, 7]
     for chart in (curve, profile):
-        assert f"null: {NULL:.2g}" in [each.text for each in chart.layout.annotations]
+        assert f"noise: {NULL:.2g}" in [each.text for each in chart.layout.annotations]
 
 
 def look_at_figures(run, folder):

@@ -23,6 +23,8 @@ from geomon.capture.anatomy.families import (
     find_families,
     group_by_pattern,
     leading_lists,
+    member_at,
+    name_members_of_lists,
     pattern_of,
     shown_name,
 )
@@ -194,20 +196,11 @@ def find_anatomy(model: nn.Module, blocks: str | Sequence[nn.Module] | None = No
             f"expected a torch.nn.Module, got {type(model).__name__}: pass the model itself"
         )
     names = {module: name for name, module in model.named_modules()}
-    left_out: list[LeftOut] = []
-    if blocks is not None:
-        families = group_by_pattern(choose_blocks(model, blocks, names), names)
-    else:
-        families, left_out = find_families(model, names)
-    if not families:
-        children = ", ".join(name for name, _ in model.named_children()) or "none"
-        raise ValueError(
-            f"no transformer blocks in {type(model).__name__} (its children: {children}): expected "
-            "modules that hold others, in a ModuleList or Sequential; give them with "
-            r'blocks="regular expression of their names", such as r"encoder\.layer\.\d+", or as a '
-            "list of modules. Where layers are no modules, pass what leaves each of them through "
-            "an nn.Identity of its own, and name these"
-        )
+    try:
+        families, left_out = _families(model, blocks, names)
+    except ValueError:
+        names = name_members_of_lists(names)
+        families, left_out = _families(model, blocks, names)
     inside = {module for family in families for block in family for module in block.modules()}
     outside = {module: name for module, name in names.items() if module not in inside}
     embeddings = tuple(module for module in outside if _is_table(module))
@@ -227,6 +220,29 @@ def find_anatomy(model: nn.Module, blocks: str | Sequence[nn.Module] | None = No
     )
 
 
+def _families(
+    model: nn.Module, blocks: str | Sequence[nn.Module] | None, names: Names
+) -> tuple[list[Family], list[LeftOut]]:
+    """Find the families that are watched, and the others.
+
+    Raises:
+        ValueError: There are no blocks, or none that `blocks` names.
+    """
+    if blocks is not None:
+        return group_by_pattern(choose_blocks(model, blocks, names), names), []
+    found, left_out = find_families(model, names)
+    if found:
+        return found, left_out
+    children = ", ".join(name for name, _ in model.named_children()) or "none"
+    raise ValueError(
+        f"no transformer blocks in {type(model).__name__} (its children: {children}): expected "
+        "modules that hold others, in a ModuleList or Sequential; give them with "
+        r'blocks="regular expression of their names", such as r"encoder\.layer\.\d+", or as a '
+        "list of modules. Where layers are no modules, pass what leaves each of them through "
+        "an nn.Identity of its own, and name these"
+    )
+
+
 # -- modules in and around the blocks --------------------------------------------------------
 
 
@@ -238,7 +254,9 @@ def _around_tables(
     for table in embeddings:
         parts = names[table].split(".")[:-1]
         for length in range(len(parts), 0, -1):
-            module = model.get_submodule(".".join(parts[:length]))
+            module = member_at(model, ".".join(parts[:length]))
+            if not isinstance(module, nn.Module):
+                continue
             if not inside.isdisjoint(module.modules()):
                 break
             if module not in found and not isinstance(module, NOT_CALLABLE):
@@ -292,7 +310,9 @@ def _shape(table: nn.Module) -> tuple[int, int] | None:
 
 def _is_adapted(matrix: nn.Module, names: Names, model: nn.Module) -> bool:
     """Whether a module of the same widths around a matrix has parameters of its own."""
-    around = model.get_submodule(names[matrix].rpartition(".")[0])
+    around = member_at(model, names[matrix].rpartition(".")[0])
+    if not isinstance(around, nn.Module):
+        return False
     says = {getattr(around, name, None) for name in ("in_features", "out_features")} - {None}
     weight = stored_weight(matrix)
     if weight is None or not says or says != set(weight.shape):
@@ -332,9 +352,9 @@ def _lists_of_blocks(
     model: nn.Module, family: Family, names: Names
 ) -> dict[nn.Module, Sequence[nn.Module]]:
     """Find the lists of sublayers that make each block, by the first one; {} for other blocks."""
-    parent = model.get_submodule(names[family[0]].rpartition(".")[0])
-    siblings = list(parent.children())
-    if not isinstance(parent, nn.ModuleList) or leading_lists(siblings) != family:
+    parent = member_at(model, names[family[0]].rpartition(".")[0])
+    siblings = list(parent) if isinstance(parent, nn.ModuleList) else []
+    if leading_lists(siblings) != family:
         return {}
     starts = [siblings.index(block) for block in family]
     starts[0] = 0  # a sublayer before the first attention belongs to the first block
@@ -358,7 +378,8 @@ def _block(
             shown = shown_name(name)
             # attn1 and attn2 are alike by name: what the second one attends to is seen in the pass.
             alike = bool(found) and pattern_of(found[0].name) == pattern_of(shown)
-            cross = bool(_CROSS_NAME.search(shown)) or (second and len(found) == 1 and not alike)
+            after_own = second and len(found) == 1 and not alike and not found[0].cross
+            cross = bool(_CROSS_NAME.search(shown)) or after_own
             around = tuple(_around(held, name))
             found.append(Attention(shown, inner, projections, cross, around=around))
     # The only attention of a block is to its own stack, unless "cross" is in its name.
@@ -448,7 +469,8 @@ def _modules_above(model: nn.Module, family: Family, names: Names) -> list[nn.Mo
         module
         for path in paths
         if all(not path or name.startswith(f"{path}.") for name in names_of)
-        and not isinstance(module := model.get_submodule(path), NOT_CALLABLE)
+        and isinstance(module := member_at(model, path), nn.Module)
+        and not isinstance(module, NOT_CALLABLE)
     ]
 
 

@@ -9,6 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -21,13 +22,15 @@ from geomon.capture.anatomy.projections import (
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 NOT_CALLABLE = (nn.ModuleList, nn.ModuleDict)
+# What modules may lie in without being registered there.
+_UNREGISTERED = (list, tuple, dict)
 
 # Parts of module names that wrappers add; people know the names without them.
 _WRAPPERS = re.compile(
     r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)(?=\.|$)"
 )
 # Names of attention modules whose projections are not known by name.
-_ATTENTION_NAME = re.compile(r"att(n|ention)", re.IGNORECASE)
+_ATTENTION_NAME = re.compile(r"att(n|ention)|(^|_)att(_|$)|mha", re.IGNORECASE)
 
 # Families with less than this share of the largest one's parameters are auxiliary: feature
 # extractors, mergers, heads.
@@ -81,6 +84,49 @@ def pattern_of(name: str) -> str:
         'encoder.layers.#'
     """
     return re.sub(r"\d+", "#", name)
+
+
+def name_members_of_lists(names: Names) -> Names:
+    """Name also the modules in plain lists and dicts, which torch does not register.
+
+    Keras keeps its layers there, and tracks their weights in its own way.
+
+    Args:
+        names: Names of the registered modules.
+
+    Returns:
+        Names of these, and of all others that the attributes of one of them hold.
+    """
+    found = dict(names)
+    waiting = [*names]
+    for module in waiting:  # which grows meanwhile
+        by_public = sorted(vars(module).items(), key=lambda pair: pair[0].startswith("_"))
+        for attribute, value in by_public:
+            members = value.items() if isinstance(value, dict) else ()
+            for key, member in enumerate(value) if isinstance(value, (list, tuple)) else members:
+                if not isinstance(member, nn.Module) or member in found:
+                    continue
+                path = ".".join(filter(None, (found[module], attribute, str(key))))
+                new = [(n, m) for n, m in member.named_modules(prefix=path) if m not in found]
+                found |= {inner: name for name, inner in new}
+                waiting += [inner for _, inner in new]
+    return found
+
+
+def member_at(model: nn.Module, path: str) -> Any:
+    """Return what a path leads to: a module, or the plain list or dict that holds one.
+
+    Args:
+        model: Any model.
+        path: A name of `name_members_of_lists`, or the beginning of one.
+    """
+    found: Any = model
+    for part in filter(None, path.split(".")):
+        if isinstance(found, nn.Module):
+            found = found._modules[part] if part in found._modules else vars(found)[part]
+        else:
+            found = found[part if isinstance(found, dict) else int(part)]
+    return found
 
 
 def choose_blocks(model: nn.Module, blocks: str | Sequence[nn.Module], names: Names) -> Family:
@@ -180,6 +226,13 @@ def find_families(model: nn.Module, names: Names) -> tuple[list[Family], list[Le
         for family in candidates
         if family not in watched and len(family) > 1
     ]
+    for family in watched:
+        inside = {module for member in family for module in member.modules()} - {*family}
+        held = [inner for inner in families.values() if inside.issuperset(inner)]
+        for inner in [inner for inner in held if _are_whole_stages(family, inner)][:1]:
+            reason = f"the {len(family)} {_shown_pattern(family, names)} around them are watched"
+            found = LeftOut(_shown_pattern(inner, names), len(inner), reason, is_large=True)
+            left_out.append(found)
     return watched, left_out
 
 
@@ -203,7 +256,7 @@ def _all_families(model: nn.Module, names: Names) -> dict[str, Family]:
         if any(c.isdigit() for c in last) and _has_children(module) and _size(module) > 0:
             pattern = pattern_of(name)
             families[pattern].append(module)
-            if isinstance(model.get_submodule(name.rpartition(".")[0]), CONTAINERS):
+            if isinstance(member_at(model, name.rpartition(".")[0]), CONTAINERS + _UNREGISTERED):
                 in_container.add(pattern)
     return {p: f for p, f in families.items() if len(f) > 1 or p in in_container}
 
@@ -213,7 +266,7 @@ def _expand(
 ) -> list[Family]:
     """Return the family itself, or the families of blocks that its members only hold."""
     family = families[pattern]
-    parent = model.get_submodule(names[family[0]].rpartition(".")[0])
+    parent = member_at(model, names[family[0]].rpartition(".")[0])
     inner = [p for p in families if p.startswith(f"{pattern}.")]
     inner.sort(key=lambda p: _size_of(families[p]), reverse=True)
     for candidate in inner:
@@ -259,13 +312,33 @@ def _are_stages(family: Family, inner: Family) -> bool:
     attention = {module for member in family for module in _attention_modules(member)}
     if attention:
         held = [set(_attention_modules(block)) for block in inner]
-        return all(held) and attention == set().union(*held)
+        if attention != set().union(*held):
+            return False
+        # Convolutions may make the first stages, and attention the last ones.
+        some = [{attends(block) for block in each} for each in _by_member(family, inner)]
+        return all(held) or (len(inner) > len(family) and all(len(each) == 1 for each in some))
     sizes = {_size(member) for member in family}
     return (
         len(inner) > len(family)
         and len(family) <= _MOST_STAGES
         and (len(sizes) > 1 or all(isinstance(member, CONTAINERS) for member in family))
     )
+
+
+def _are_whole_stages(family: Family, inner: Family) -> bool:
+    """Whether members of different sizes mainly hold modules, of one class several in a member."""
+    sizes = {_size(member) for member in family}
+    classes = [[type(block) for block in each] for each in _by_member(family, inner)]
+    return (
+        1 < len(family) == len(sizes)
+        and 2 * _size_of(inner) >= _size_of(family)
+        and any(len(set(each)) < len(each) for each in classes)
+    )
+
+
+def _by_member(family: Family, inner: Family) -> list[Family]:
+    """Group modules by the member of a family in which they are."""
+    return [[block for block in inner if block in set(m.modules())] for m in family]
 
 
 def leading_lists(family: Family) -> Family:
@@ -311,8 +384,8 @@ def are_first_parts(model: nn.Module, family: Family, names: Names) -> bool:
         family: Modules of one family.
         names: Names of all modules of the model.
     """
-    parents = [model.get_submodule(names[member].rpartition(".")[0]) for member in family]
-    return len(set(parents)) == len(family) and all(
+    parents = [member_at(model, names[member].rpartition(".")[0]) for member in family]
+    return len(set(map(id, parents))) == len(family) and all(
         isinstance(parent, nn.ModuleList)
         and len(parent) > 1
         and parent[0] is member

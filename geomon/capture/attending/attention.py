@@ -6,21 +6,37 @@ scale, softcap and sink, or scores and visible. A call that cannot be rebuilt is
 reason.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from geomon.capture.attending.rules import FlexRule, PlaceRule, Rule, heads_of
+from geomon.capture.attending.rules import Rule
 from geomon.capture.snapshot import HOST, at_places
 from geomon.capture.tokens.sampling import RowSampler
-from geomon.capture.tokens.visibility import are_made_of, hidden_in_scores, hidden_keys
+from geomon.capture.tokens.visibility import (
+    MASKED,
+    are_made_of,
+    hidden_in_scores,
+    hidden_keys,
+    score_scale,
+)
 
 NO_SCORES = (
     "a softmax over {keys} numbers was seen that are not seen to be products of queries with all "
     "keys: features (linear attention), chunks of keys or experts"
+)
+
+_ALIKE = 1e-2  # share by which the rounding of bfloat16 moves a logit
+
+_BY_HAND = (
+    "attention is written out by hand: its scores were seen, and not the queries and keys that it "
+    "attends with"
+)
+_NOT_THEIRS = (
+    "attention is written out by hand: its scores do not follow the queries and keys that were seen"
 )
 
 
@@ -38,9 +54,7 @@ class Arguments(NamedTuple):
             queries, keys].
         causal: Whether a query may see no later key, apart from what `mask` says.
         scale: Factor on the products of queries and keys.
-        bias: What is added to the scores besides the mask (T5), or None.
-        sliding_window: Number of keys, counted back from its own, that a query sees where no mask
-            says so; None for all.
+        bias: What is added to the scores besides the mask, or None.
         softcap: Bound on the scores (Gemma 2), or None.
         sink: Logits of learned sinks, [heads] (GPT-OSS), or None.
         rule: Which keys a query sees where that is no tensor (fused or packed attention), or None.
@@ -52,7 +66,6 @@ class Arguments(NamedTuple):
     causal: bool
     scale: float
     bias: Tensor | None
-    sliding_window: int | None
     softcap: float | None
     sink: Tensor | None
     rule: Rule | None = None
@@ -90,8 +103,11 @@ class SoftmaxCall:
         sequences: Indices of the sampled sequences in the batch, [sequences].
         places: Position of each sampled query in its sequence, [sequences, queries].
         shape: Number of sequences and length of the whole batch.
-        products: Products of queries and keys that the scores were made of, of the same shape; None
-            where they were not seen.
+        query: Queries of the product that the scores were made of, [sequences, heads, queries, head
+            width]; None where it was not seen.
+        key: Keys of that product, [sequences, key heads, keys, head width], or None.
+        scale: Factor from products of these to scores; None where it is not known.
+        unknown: Why queries and keys are None.
         doubtful: Whether they may be other products, as there are as many keys as features.
         source: Address, shape and dimension of the whole input of the softmax.
     """
@@ -100,9 +116,22 @@ class SoftmaxCall:
     sequences: Tensor
     places: Tensor
     shape: tuple[int, int]
-    products: Tensor | None = None
+    query: Tensor | None = None
+    key: Tensor | None = None
+    scale: float | None = None
+    unknown: str = _BY_HAND
     doubtful: bool = False
     source: tuple[Any, ...] = ()
+
+    @property
+    def joined(self) -> bool:
+        """Whether one more key was joined to the products: the sink of each head."""
+        return self.key is not None and self.key.shape[2] == self.scores.shape[3] - 1
+
+    @property
+    def why_unknown(self) -> str:
+        """Why there are no queries and keys in the views of the call."""
+        return self.unknown if self.query is None else _NOT_THEIRS
 
     @property
     def heads(self) -> int:
@@ -110,126 +139,7 @@ class SoftmaxCall:
         return self.scores.shape[1]
 
 
-def tensors_of(call: AttentionCall | SoftmaxCall) -> list[Tensor]:
-    """List the tensors that a recorded call holds.
-
-    Args:
-        call: The recorded call.
-    """
-    values = [*vars(call).values()]
-    if isinstance(call, AttentionCall):
-        values += call.given
-    return [value for value in values if isinstance(value, Tensor)]
-
-
 # -- recording: nothing but copies of sampled rows -----------------------------------------------
-
-
-def read_arguments(
-    route: str, module: Any, query: Any, key: Any, mask: Any, options: Mapping[str, Any]
-) -> Arguments:
-    """Read the arguments of an attention call; nothing is copied.
-
-    Args:
-        route: "interface" or "sdpa" (`geomon.capture.attending.fused` reads the others).
-        module: The module that calls, or None.
-        query: Queries of the call, [sequences, heads, queries, head width].
-        key: Keys of the call, [sequences, key heads, keys, head width].
-        mask: Mask of the call: boolean, additive, or None.
-        options: All other arguments of the call by name.
-
-    Raises:
-        NotUnderstoodError: The call cannot be rebuilt from what it was given.
-    """
-    for name, given in (("queries", query), ("keys", key)):
-        if not isinstance(given, Tensor) or given.ndim != 4 or given.is_nested:
-            raise NotUnderstoodError(f"the {name} are no plain tensor of four dimensions")
-    block = mask if callable(getattr(mask, "mask_mod", None)) else None  # a BlockMask
-    if mask is not None and not isinstance(mask, Tensor) and block is None:
-        raise NotUnderstoodError(
-            f"the mask is a {type(mask).__name__}, and neither a tensor nor one with a function of "
-            'places (mask_mod); run the model with attn_implementation="sdpa" or "eager"'
-        )
-    mask = mask if isinstance(mask, Tensor) else None
-    query, key = local_shard(query), local_shard(key)
-    by_key = route == "interface" and mask is not None and mask.ndim == 2  # [sequences, keys]
-    if mask is not None:
-        mask = local_shard(mask)
-        mask = mask[:, None, None, :] if by_key else mask[(None,) * (4 - mask.ndim)]
-        if (
-            route == "interface"
-        ):  # of a mask for more keys (a cache of fixed length) the first count
-            mask = mask[..., : key.shape[2]]
-        if mask.shape[3] not in (1, key.shape[2]):
-            raise NotUnderstoodError(
-                f"the mask is for {mask.shape[3]} keys, and there are {key.shape[2]}"
-            )
-    causal = options.get("is_causal")
-    if causal is None:
-        causal = getattr(module, "is_causal", False)
-    scale = options.get("scaling", options.get("scale"))
-    bias, sink, softcap = (options.get(name) for name in ("position_bias", "s_aux", "softcap"))
-    window = options.get("sliding_window")
-    rule: Rule | None = None
-    if block is not None:
-        rule = FlexRule(key.shape[2], key.device, block.mask_mod, heads_of(block))
-    elif mask is None and route == "interface" and _implementation(module) not in _BY_MASKS:
-        ends = _ends_of_packed(query, key, options)
-        if ends is not None:
-            left, right = None if window is None else window - 1, 0 if causal else None
-            rule = PlaceRule(key.shape[2], key.device, left, right, ends=(ends, ends))
-    return Arguments(
-        query=query.detach(),
-        key=key.detach(),
-        mask=None if mask is None else mask.detach(),
-        causal=bool(causal) and rule is None and query.shape[2] > 1 and (mask is None or by_key),
-        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
-        bias=local_shard(bias).detach() if isinstance(bias, Tensor) else None,
-        # A mask with a row for each query has the sliding window in it.
-        sliding_window=window if rule is None and (mask is None or mask.shape[2] == 1) else None,
-        softcap=None if softcap is None else float(softcap),
-        sink=None if sink is None else local_shard(sink).detach(),
-        rule=rule,
-    )
-
-
-# Implementations of transformers that see no more of a batch than its mask.
-_BY_MASKS = ("eager", "sdpa", "flex_attention")
-
-
-def _implementation(module: Any) -> str | None:
-    """Return the name of the implementation that an attention of transformers calls."""
-    name = getattr(getattr(module, "config", None), "_attn_implementation", None)
-    return name if isinstance(name, str) else None
-
-
-def _ends_of_packed(query: Tensor, key: Tensor, options: Mapping[str, Any]) -> Tensor | None:
-    """Return the ends of the sequences that lie behind one another in the only row of a batch.
-
-    Kernels for sequences of any length are told where they end by lengths that are summed up, or,
-    in transformers, find where they begin themselves where positions are 0.
-
-    Returns:
-        The ends, from 0 on, [sequences + 1]; None where nothing is packed.
-
-    Raises:
-        NotUnderstoodError: There are lengths, and more than one row, or other queries than keys.
-    """
-    summed = next((options[n] for n in _SUMMED if isinstance(options.get(n), Tensor)), None)
-    positions = options.get("position_ids")
-    alone = query.shape[0] == 1 and query.shape[2] == key.shape[2]
-    if summed is not None:
-        if not alone:
-            raise NotUnderstoodError("sequences are packed without padding (cu_seq_lens_q)")
-        return summed.detach()
-    if not alone or not isinstance(positions, Tensor) or positions.shape != (1, key.shape[2]):
-        return None
-    begins = (positions.detach()[0] == 0).nonzero().squeeze(1)
-    ends = begins.new_tensor([0, key.shape[2]])
-    return torch.cat([ends[:1], begins[begins > 0], ends[1:]])
-
-
-_SUMMED = ("cu_seq_lens_q", "cu_seqlens_q", "cu_seqlens")
 
 
 def record_call(sampler: RowSampler, given: Arguments) -> AttentionCall:
@@ -338,14 +248,10 @@ def read_call(
     """
     real = None if valid is None else valid.cpu()[:, None, :, None]
     if isinstance(call, SoftmaxCall):
-        scores, products = _on_host(call)
-        if call.doubtful and products is not None and not are_made_of(scores, products):
-            raise NotUnderstoodError(NO_SCORES.format(keys=scores.shape[3]))
-        visible = ~hidden_in_scores(scores, products)
-        return {
-            "scores": scores.to(device),
-            "visible": (visible if real is None else visible & real).to(device),
-        }
+        views = read_scores(call)
+        if real is not None:
+            views["visible"] = views["visible"] & real
+        return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in views.items()}
     query, key = (rows.to(device).float() for rows in (call.given.query, call.given.key))
     visible, bias = _visibility(call, key.shape[2])
     sink = _sink_logits(call)
@@ -360,22 +266,71 @@ def read_call(
     }
 
 
-def visible_in_scores(call: SoftmaxCall) -> Tensor:
-    """Find the keys that each query sees, from the scores of an attention by hand, on the host.
+def read_scores(call: SoftmaxCall) -> dict[str, Any]:
+    """Make the captured views of attention by hand, on the host.
+
+    These are queries and keys, with a scale and a bias that make exactly the scores of them; or the
+    scores alone, where queries and keys were not seen.
 
     Args:
         call: The recorded softmax.
 
-    Returns:
-        True where a key is visible, of the shape of the scores.
+    Raises:
+        NotUnderstoodError: The softmax is not one of attention.
     """
-    return ~hidden_in_scores(*_on_host(call))
+    scores = call.scores.cpu().float()
+    if call.query is None or call.key is None:
+        return {"scores": scores, "visible": ~hidden_in_scores(scores, None)}
+    query, key = call.query.cpu().float(), call.key.cpu().float()
+    group = query.shape[1] // key.shape[1]
+    products = query @ key.repeat_interleave(group, dim=1).transpose(-1, -2)
+    scores, sink = _without_sink(scores, products, call.scale)
+    follow = scores.shape == products.shape and are_made_of(scores, products)
+    if call.doubtful and not follow:
+        raise NotUnderstoodError(NO_SCORES.format(keys=scores.shape[3]))
+    scale = call.scale or score_scale(scores, products) if follow else None
+    if scale is None:
+        scores = call.scores.cpu().float()
+        return {"scores": scores, "visible": ~hidden_in_scores(scores, None)}
+    hidden = hidden_in_scores(scores, products)
+    bias = (scores - scale * products).masked_fill(hidden, 0)
+    rounding = 8 * torch.finfo(call.scores.dtype).eps
+    bias_is_rounding = bias.abs().amax() <= rounding * (scale * products).abs().amax()
+    return {
+        "query": query,
+        "key": key,
+        "visible": ~hidden,
+        "bias": None if bool(bias_is_rounding) else bias,
+        "scale": scale,
+        "softcap": None,
+        "sink": sink,
+    }
 
 
-def _on_host(call: SoftmaxCall) -> tuple[Tensor, Tensor | None]:
-    """Return the scores and the products, on the host and in float32."""
-    products = None if call.products is None else call.products.cpu().float()
-    return call.scores.cpu().float(), products
+def _without_sink(
+    scores: Tensor, products: Tensor, scale: float | None
+) -> tuple[Tensor, Tensor | None]:
+    """Take the logits of sinks from scores, which they were joined to as one more key.
+
+    A number may have been taken from all scores of a row, which does not change their softmax.
+
+    Returns:
+        The scores without these, and the logit of each head, or None where nothing was joined.
+    """
+    rest, joined = scores[..., :-1], scores[..., -1]
+    if rest.shape != products.shape:
+        return scores, None
+    scale = scale or score_scale(rest, products)
+    if scale is None:
+        return scores, None
+    largest, place = rest.max(dim=-1, keepdim=True)
+    seen = largest > MASKED  # a row may see no key but the sink
+    shift = torch.where(seen, largest - scale * products.gather(3, place), 0)
+    sink = torch.where(seen, joined[..., None] - shift, torch.nan).transpose(0, 1).flatten(1)
+    middle = sink.nanmedian(dim=1).values
+    if bool(((sink - middle[:, None]).abs() > _ALIKE * (1 + middle.abs()[:, None])).any()):
+        return scores, None
+    return rest - shift, middle
 
 
 def _visibility(call: AttentionCall, keys: int) -> tuple[Tensor, Tensor | None]:
@@ -389,8 +344,6 @@ def _visibility(call: AttentionCall, keys: int) -> tuple[Tensor, Tensor | None]:
     if call.given.causal:
         # Query 0 is aligned with key 0, as scaled_dot_product_attention does.
         visible = visible & (order <= places)
-    if call.given.sliding_window is not None:
-        visible = visible & (places - order < call.given.sliding_window)
     return visible, bias if bias is not None and bool(bias.any()) else None
 
 

@@ -1,4 +1,4 @@
-"""Attention that is written out by hand: seen at its softmax, and at the products before it.
+"""Attention that is written out by hand: seen at its softmax, with the product that flowed into it.
 
 Not every softmax in a block is one of attention: linear attention has softmaxes over the features
 of queries and of keys, a router one over experts. Scores of attention are products of two tensors
@@ -7,10 +7,11 @@ that were made of the tokens; where no product was seen, their shape has to leav
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from geomon.capture.attending.attention import (
     NO_SCORES,
@@ -19,10 +20,16 @@ from geomon.capture.attending.attention import (
     at_sampled_rows,
     local_shard,
 )
+from geomon.capture.snapshot import at_places
+from geomon.capture.tap import Product
 from geomon.capture.tokens.sampling import RowSampler
 
 SEVERAL_SOFTMAXES = (
     "it takes several softmaxes (landmarks, chunks, both dimensions), and none of them is its own"
+)
+_SEVERAL_PRODUCTS = (
+    "attention is written out by hand: its scores are the sum of {count} products, and which of "
+    "them is that of its queries and keys is not clear"
 )
 _UNCLEAR = (
     "a softmax of shape {shape} over dimension {dim} was seen, of products of queries with keys, "
@@ -52,75 +59,14 @@ class Known(NamedTuple):
     head_width: int | None = None
 
 
-class Product(NamedTuple):
-    """A product of two tensors that are no weights.
-
-    Attributes:
-        size: Number of its entries.
-        rows: Sampled rows of it, [sequences, heads, queries, keys], if its shape is that of scores
-            and nothing is added to it.
-    """
-
-    size: int
-    rows: Tensor | None
-
-
-def weight_storages(module: nn.Module) -> frozenset[int]:
-    """List the addresses of what a module's parameters and buffers are stored in.
-
-    Args:
-        module: The module.
-    """
-    weights = map(local_shard, itertools.chain(module.parameters(), module.buffers()))
-    return frozenset(filter(None, map(_address, weights)))
-
-
-def _address(values: Tensor) -> int | None:
-    """Return the address of a tensor's storage; None where it only holds others, quantised say."""
-    holds_others = hasattr(values, "__tensor_flatten__")
-    return None if holds_others else values.untyped_storage().data_ptr()
-
-
-def has_weights(factors: Iterable[Any], storages: frozenset[int]) -> bool:
-    """Whether a factor of a product is a weight, or a view of one.
-
-    A tensor that only holds others is taken for one: weights are quantised, and scores are not.
-
-    Args:
-        factors: Arguments of the product: tensors, lists of tensors, and others.
-        storages: Addresses of what the weights are stored in.
-    """
-    for factor in factors:
-        if isinstance(factor, Tensor):
-            address = _address(local_shard(factor))
-            if address is None or address in storages:
-                return True
-        elif isinstance(factor, list | tuple) and has_weights(factor, storages):
-            return True
-    return False
-
-
-def record_product(
-    sampler: RowSampler, product: Tensor, known: Known, *, alone: bool = True
-) -> Product:
-    """Record a product that may become scores, before the model changes it in place.
-
-    Args:
-        sampler: Sampler of the queries.
-        product: The product.
-        known: What is known of the attention.
-        alone: Whether it is the product alone; a mask may be in it otherwise.
-    """
-    product = local_shard(product)
-    scores = arrange_scores(product, -1, known) if alone else None
-    if scores is None:
-        return Product(product.numel(), None)
-    rows = at_sampled_rows(scores, *sampler.sample_queries(scores.shape[0], scores.shape[2]))
-    return Product(product.numel(), rows)
-
-
 def record_softmax(
-    sampler: RowSampler, scores: Tensor, dim: Any, known: Known, products: Sequence[Product] = ()
+    sampler: RowSampler,
+    scores: Tensor,
+    dim: int,
+    known: Known,
+    products: Sequence[Product] = (),
+    scale: float | None = None,
+    without_repeats: Callable[[Tensor], Tensor] = lambda keys: keys,
 ) -> SoftmaxCall | None:
     """Record the sampled rows of a softmax of attention scores.
 
@@ -129,7 +75,9 @@ def record_softmax(
         scores: Input of the softmax.
         dim: The dimension that the softmax runs over: the keys.
         known: What is known of the attention.
-        products: Products that were made in the attention before.
+        products: Products that flowed into the scores.
+        scale: What the product was multiplied by to make the scores; None where it is not known.
+        without_repeats: Takes the copies of heads away from keys.
 
     Returns:
         The recorded call, or None where the softmax is nothing like one of attention (a router's).
@@ -138,7 +86,7 @@ def record_softmax(
         NotUnderstoodError: The softmax is one of an attention whose weights it does not give, or
             whose scores cannot be arranged.
     """
-    if scores.is_nested or not isinstance(dim, int) or not -scores.ndim <= dim < scores.ndim:
+    if scores.is_nested:
         return None
     scores = local_shard(scores)
     fitting = [product for product in products if _makes(product, scores, dim)]
@@ -156,18 +104,57 @@ def record_softmax(
             raise NotUnderstoodError(NO_SCORES.format(keys=keys))
     chosen, places = sampler.sample_queries(sequences, length)
     rows = at_sampled_rows(arranged, chosen, places)
-    # The rows of a product over another dimension would be keys.
-    made = [p.rows for p in fitting if p.rows is not None and p.rows.shape == rows.shape]
-    last = dim % scores.ndim == scores.ndim - 1
-    return SoftmaxCall(
+    call = SoftmaxCall(
         rows, chosen, places, (sequences, length),
-        products=made[-1] if made and last else None,
         doubtful=keys == features,
         source=(scores.data_ptr(), tuple(scores.shape), dim % scores.ndim),
     )  # fmt: skip
+    if fitting and len(products) > 1:
+        return replace(call, unknown=_SEVERAL_PRODUCTS.format(count=len(products)))
+    turned = dim % scores.ndim != scores.ndim - 1  # scores were made as keys times queries
+    factors = _factors(fitting[0], arranged.shape, turned=turned) if fitting else None
+    if factors is None:
+        return call
+    query, key = factors
+    key = without_repeats(key)
+    query, key = at_places(query[chosen], places), key[chosen]
+    if (factor := fitting[0].factor) != 1:
+        query, key = query / factor, key / factor
+        scale = None if scale is None else scale * factor**2
+    return replace(call, query=query, key=key, scale=scale)
 
 
-def is_second_softmax(recorded: SoftmaxCall, scores: Tensor, dim: Any) -> bool:
+def _factors(
+    product: Product, shape: Sequence[int], *, turned: bool
+) -> tuple[Tensor, Tensor] | None:
+    """View the factors of a product as queries and keys; None where their sizes do not fit.
+
+    Args:
+        product: The product.
+        shape: Shape of the scores, [sequences, heads, queries, keys].
+        turned: Whether keys may be the left factor.
+
+    Returns:
+        Queries, [sequences, heads, queries, head width], and keys, [sequences, key heads, keys,
+        head width].
+    """
+    sequences, heads, queries, keys = shape
+    left, right = product.left.detach(), product.right.detach().transpose(-1, -2)
+    if turned and left.shape[-2] in (keys, keys - 1):
+        left, right = right, left
+    if left.ndim == 2:
+        left, right = left[None], right[None]
+    width, count = left.shape[-1], len(right)
+    key_heads, odd = divmod(count, sequences)
+    if odd or not key_heads or heads % key_heads or right.shape[1] not in (keys, keys - 1):
+        return None
+    if left.numel() != sequences * heads * queries * width:
+        return None
+    query = left.reshape(sequences, heads, queries, width)
+    return query, right.unflatten(0, (sequences, key_heads))
+
+
+def is_second_softmax(recorded: SoftmaxCall, scores: Tensor, dim: int) -> bool:
     """Whether a softmax is a further one of the attention whose scores were recorded.
 
     One of the same scores over the same keys is not (the logarithm for a loss, say).
@@ -177,7 +164,7 @@ def is_second_softmax(recorded: SoftmaxCall, scores: Tensor, dim: Any) -> bool:
         scores: Input of the softmax.
         dim: The dimension that the softmax runs over.
     """
-    if scores.ndim != 4 or not isinstance(dim, int) or dim % 4 < 2:
+    if scores.ndim != 4 or dim % 4 < 2:
         return False
     same = (scores.data_ptr(), tuple(scores.shape), dim % 4) == recorded.source
     return scores.shape[:2] == (recorded.shape[0], recorded.heads) and not same
@@ -228,35 +215,6 @@ def arrange_scores(scores: Tensor, dim: int, known: Known) -> Tensor | None:
             order = sorted(range(len(pattern)), key=lambda place: "SHQ".index(pattern[place]))
             return scores.permute(*order, -1).reshape(*sizes.values(), scores.shape[-1])
     return None
-
-
-def arrange_call(query: Any, key: Any, mask: Any, known: Known) -> tuple[Any, Any, Any]:
-    """View the arguments of an attention call of three or five dimensions with four.
-
-    Args:
-        query: Queries, [sequences x heads, queries, head width], or with heads in two dimensions.
-        key: Keys in the same order.
-        mask: Mask that can be broadcast to the scores, or None.
-        known: What is known of the attention.
-
-    Returns:
-        Queries, keys and mask, [sequences, heads, ...]; as they are where they have four dimensions
-        or cannot be arranged.
-    """
-    plain = all(isinstance(given, Tensor) and not given.is_nested for given in (query, key))
-    if not plain or query.ndim == 4 or query.ndim != key.ndim:
-        return query, key, mask
-    arranged = arrange_scores(query, -1, known)
-    if arranged is None:
-        return query, key, mask
-    lead, sizes = query.shape[:-2], arranged.shape[:2]
-
-    def view(values: Tensor) -> Tensor:
-        return values.expand(*lead, -1, -1).reshape(*sizes, *values.shape[-2:])
-
-    if view(query).shape != arranged.shape or view(query).stride() != arranged.stride():
-        return query, key, mask  # heads come before sequences
-    return arranged, view(key), view(mask) if isinstance(mask, Tensor) and mask.ndim > 2 else mask
 
 
 def _unfold(scores: Tensor, tokens: int, heads: int | None) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Fused attention: calls of flex attention and of the functions of flash attention, read.
+"""Fused attention: calls of the operators of torch, of flex and of flash attention, read.
 
 Flash attention takes [sequences, queries, heads, width], or with packed sequences [tokens, heads,
 width] and where each of them ends; a window counts keys to the left and to the right.
@@ -7,7 +7,6 @@ width] and where each of them ends; a window counts keys to the left and to the 
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from geomon.capture.attending.attention import Arguments, NotUnderstoodError, local_shard
@@ -15,6 +14,32 @@ from geomon.capture.attending.rules import FlexRule, PlaceRule, heads_of
 
 # Options that change which keys a query sees, or its scores, in ways that are not rebuilt.
 _NOT_REBUILT = ("alibi_slopes", "block_table", "page_table", "seqused_k", "attn_bias", "qv")
+
+
+def read_sdpa(given: Mapping[str, Any]) -> Arguments:
+    """Read a call of an operator behind `scaled_dot_product_attention`; nothing is copied.
+
+    Args:
+        given: Arguments by the names of its schema.
+
+    Raises:
+        NotUnderstoodError: The call cannot be rebuilt from what it was given.
+    """
+    query, key = (_plain(given.get(name), name, 4) for name in ("query", "key"))
+    mask, scale = _first(given, "attn_mask", "attn_bias"), given.get("scale")
+    if mask is not None:
+        mask = local_shard(mask).detach()
+        mask = mask[(None,) * (4 - mask.ndim)]
+        if mask.shape[3] not in (1, key.shape[2]):
+            raise NotUnderstoodError(
+                f"the mask is for {mask.shape[3]} keys, and there are {key.shape[2]}"
+            )
+    return Arguments(
+        query=query, key=key, mask=mask,
+        causal=bool(given.get("is_causal")) and mask is None and query.shape[2] > 1,
+        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
+        bias=None, softcap=None, sink=None,
+    )  # fmt: skip
 
 
 def read_flex(given: Mapping[str, Any]) -> Arguments:
@@ -34,7 +59,7 @@ def read_flex(given: Mapping[str, Any]) -> Arguments:
     return Arguments(
         query=query, key=key, mask=None, causal=False,
         scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
-        bias=None, sliding_window=None, softcap=None, sink=None,
+        bias=None, softcap=None, sink=None,
         rule=FlexRule(
             key.shape[2], query.device, mask,
             heads=heads_of(block),
@@ -57,20 +82,23 @@ def read_flash(given: Mapping[str, Any]) -> Arguments:
     for name in _NOT_REBUILT:
         if given.get(name) is not None:
             raise NotUnderstoodError(f"fused attention was given {name}")
-    ends = [_first(given, f"cu_seqlens_{side}", f"cu_seq_{side}") for side in "qk"]
+    ends = [
+        _first(given, f"cu_seqlens_{side}", f"cu_seq_{side}", f"cum_seq_{side}") for side in "qk"
+    ]
     if ends[0] is None:  # queries and keys in one tensor have the same ends
         ends = [_first(given, "cu_seqlens")] * 2
     if ends[1] is None:
         ends[1] = ends[0]
     query, key = _queries_and_keys(given, packed=ends[0] is not None)
-    window = given.get("window_size") or (-1, -1)
+    sides = [given.get(f"window_size_{side}") for side in ("left", "right")]
+    window = given.get("window_size") or [-1 if side is None else side for side in sides]
     left, right = (None if side < 0 else int(side) for side in window)
     causal = bool(given.get("causal") or given.get("is_causal"))
     scale, cap = _first(given, "softmax_scale", "scale"), given.get("softcap")
     return Arguments(
         query=query, key=key, mask=None, causal=False,
         scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
-        bias=None, sliding_window=None, softcap=float(cap) if cap else None, sink=None,
+        bias=None, softcap=float(cap) if cap else None, sink=None,
         rule=PlaceRule(
             key.shape[2], query.device, left=left, right=0 if causal else right,
             offset=key.shape[2] - query.shape[2],
@@ -97,6 +125,9 @@ def _queries_and_keys(given: Mapping[str, Any], *, packed: bool) -> tuple[Tensor
     return query.transpose(1, 2), key.transpose(1, 2)
 
 
+_TRACED = ("FakeTensor", "FunctionalTensor")  # what a compiler traces with
+
+
 def _first(given: Mapping[str, Any], *names: str) -> Any:
     """Return the first argument that was given under some names; None where none was."""
     return next((given[name] for name in names if given.get(name) is not None), None)
@@ -111,6 +142,6 @@ def _plain(values: Any, what: str, dimensions: int) -> Tensor:
     if not isinstance(values, Tensor) or values.is_nested or values.ndim != dimensions:
         raise NotUnderstoodError(f"the {what} are no plain tensor of {dimensions} dimensions")
     values = local_shard(values).detach()
-    if type(values) not in (Tensor, torch.nn.Parameter):  # what a compiler traces with
+    if type(values).__name__ in _TRACED:
         raise NotUnderstoodError(f"the {what} are a {type(values).__name__}")
     return values

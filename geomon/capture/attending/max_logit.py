@@ -132,22 +132,17 @@ def _reach(given: Arguments, rows: slice, keys: int) -> tuple[int, int]:
     """Return the first key that the rows may see by their places, and the one after the last."""
     if given.rule is not None:
         return given.rule.reach(rows)
-    window = given.sliding_window
-    first = 0 if window is None else min(max(0, rows.start - window + 1), keys - 1)
-    return first, min(rows.stop, keys) if given.causal else keys
+    return 0, min(rows.stop, keys) if given.causal else keys
 
 
 def _mask_by_place(scores: Tensor, given: Arguments, rows: slice, seen: slice) -> None:
     """Mask the scores of keys that the rows do not see by their places, in place."""
-    if not given.causal and given.sliding_window is None:
+    if not given.causal:
         return
     order = torch.arange(seen.start, seen.stop, dtype=torch.int64, device=scores.device)
     places = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=scores.device)[:, None]
-    if given.sliding_window is not None:
-        scores.masked_fill_(places - order >= given.sliding_window, -torch.inf)
-    if given.causal:  # no key before the first row is later than any row
-        late = slice(max(rows.start - seen.start, 0), None)
-        scores[..., late].masked_fill_(order[late] > places, -torch.inf)
+    late = slice(max(rows.start - seen.start, 0), None)  # none before is later than any row
+    scores[..., late].masked_fill_(order[late] > places, -torch.inf)
 
 
 def _part(mask: Tensor | None, some: slice, rows: slice) -> Tensor | None:

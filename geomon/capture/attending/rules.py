@@ -5,7 +5,8 @@ query sees and where packed sequences end, or is given functions of two places (
 rule says the same of the sampled queries, and of a block of queries at a time.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -228,8 +229,10 @@ def heads_of(block: Any) -> int:
     return 1 if counts is None else int(counts.shape[1])
 
 
-def _indexable() -> Any:
+@contextmanager
+def _indexable() -> Iterator[None]:
     """Let functions of places index tensors by them, as flex attention does."""
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
-    return TransformGetItemToIndex()
+    with torch._C._EnableTorchFunction(), TransformGetItemToIndex():
+        yield

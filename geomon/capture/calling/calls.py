@@ -1,7 +1,7 @@
-"""Calls: which modules are called, seen without placing anything on a module.
+"""Calls: which modules are called, seen without replacing how modules are called.
 
-For a window's time the class `torch.nn.Module` has another `__call__`, which notifies observers. A
-copy or a pickle of the model that is made meanwhile has nothing of it.
+`torch.nn.Module` has a slot for what `Module.compile` makes, which its `__call__` asks for first
+and no copy and no pickle carries. For a window's time the slot holds what notifies observers.
 
 A call of compiled code shows nothing of what it calls inside. It gets a twin: an extra eager pass
 on the same inputs comes first, without gradient and with nothing changed afterwards, and is
@@ -11,9 +11,11 @@ observed; then the compiled call is made, with every patch taken away.
 import functools
 import pickle
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from io import BytesIO
+from types import FunctionType
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +29,6 @@ from geomon.capture.calling.patches import (
     in_extra_pass,
     replace,
     run_eagerly,
-    watch_attention,
     without_fast_path,
 )
 from geomon.capture.unchanged import left_unchanged
@@ -41,6 +42,9 @@ class CallObserver(Protocol):
 
     def timed(self) -> AbstractContextManager[None]:
         """Return a context manager for work that takes time from the training: a twin, say."""
+
+    def modules(self) -> Iterable[nn.Module]:
+        """List the modules that may be compiled in place."""
 
     def watches(self, module: nn.Module) -> bool:
         """Whether to be notified of the calls of a module.
@@ -85,28 +89,61 @@ class CallObserver(Protocol):
     def on_forced_eager(self) -> None:
         """Note that compiled code of the training is run eagerly."""
 
+    def seeing(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Return a context manager in which the observer sees operators.
 
-# -- the patch -----------------------------------------------------------------------------------
+        Args:
+            module: The module whose call it is entered for.
+        """
+
+    def hides(self, module: nn.Module) -> bool:
+        """Whether a module that is not compiled calls compiled functions that hide something.
+
+        Args:
+            module: The module that is called.
+        """
+
+    def suspended(self) -> AbstractContextManager[None]:
+        """Return a context manager in which the observer sees no operator."""
+
+    def on_twin_end(self) -> None:
+        """Note that the twin of a compiled call is over."""
 
 
-def _patch_call(undo: Undo) -> None:
-    call = nn.Module.__call__
+# -- the slot ------------------------------------------------------------------------------------
 
-    @functools.wraps(call)
-    def observed(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # what is traced must not depend on this
-            return call(module, *args, **kwargs)
-        for first in _first_calls:
-            if first.takes(module):
-                return first.run(module, args, kwargs)
-        if is_compiled(module):
-            return _call_compiled(call, module, args, kwargs)
-        return _call_observed(call, module, args, kwargs)
-
-    replace(undo, nn.Module, "__call__", observed)
+# Private names of torch, asked for once.
+_SLOT = "_compiled_call_impl"
+_plain_call: Callable[..., Any] | None = getattr(nn.Module, "_call_impl", None)
+SEES_CALLS = _plain_call is not None and _SLOT in vars(nn.Module)
 
 
-_calls = Patch(_patch_call, around_compiled=False)
+def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    assert _plain_call is not None
+    return _plain_call(module, *args, **kwargs)
+
+
+def _observed(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return _call(module, args, kwargs)  # what is traced must not depend on this
+    for first in _first_calls:
+        if first.takes(module):
+            return first.run(module, args, kwargs)
+    if is_compiled(module) or any(observer.hides(module) for observer in tuple(_observers)):
+        return _call_compiled(module, args, kwargs)
+    return _call_observed(module, args, kwargs)
+
+
+def _fill_slots(undo: Undo) -> None:
+    """Fill the slot of the class, and those of modules that are compiled in place."""
+    replace(undo, nn.Module, _SLOT, _observed)
+    for holder in _calls.holders:
+        for module in holder.modules():
+            if vars(module).get(_SLOT) is not None:
+                replace(undo, module, _SLOT, functools.partial(_observed, module))
+
+
+_calls = Patch(_fill_slots)
 _observers: list[CallObserver] = []
 _first_calls: list["FirstCall"] = []
 _placed: list[tuple[nn.Module, "_Hook"]] = []  # hooks for the moment at which a call begins
@@ -117,7 +154,12 @@ def watch_calls(observer: CallObserver) -> None:
 
     Args:
         observer: The observer.
+
+    Raises:
+        RuntimeError: This release of torch calls modules in another way.
     """
+    if not SEES_CALLS:
+        raise RuntimeError(f"torch {torch.__version__} calls modules in a way that is not known")
     _observers.append(observer)
     _calls.hold(observer)
 
@@ -137,39 +179,54 @@ def unwatch_calls(observer: CallObserver) -> None:
     _calls.release(observer)
 
 
-def _call_observed(
-    call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _call_observed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     observers = [observer for observer in tuple(_observers) if observer.watches(module)]
     if not observers:
-        return call(module, *args, **kwargs)
-    thread = threading.get_ident()
-
-    def begins(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if threading.get_ident() == thread:
-            _take_away(module, hook)
+        return _call(module, args, kwargs)
+    with ExitStack() as stack:
+        for observer in observers:
+            try:
+                stack.enter_context(observer.seeing(module))
+            except Exception as error:
+                observer.on_failure(error)
+        if module._forward_pre_hooks:
+            output = _call_behind_hooks(observers, module, args, kwargs)
+        else:
             for observer in observers:
                 observer.before_call(module, args, kwargs)
-
-    # The last of the module's hooks, for the arguments as its own hooks leave them; it goes away as
-    # the call begins, before the module's forward.
-    hook = _Hook(begins)
-    try:
-        _placed.append((module, hook))
-        module.register_forward_pre_hook(hook, with_kwargs=True)
-        output = call(module, *args, **kwargs)
-    finally:
-        _take_away(module, hook)
-        _placed[:] = [other for other in _placed if other[1] is not hook]
-        hook.end()
+            output = _call(module, args, kwargs)
     for observer in observers:
         observer.after_call(module, output)
     return output
 
 
+def _call_behind_hooks(
+    observers: list[CallObserver], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Make a call whose arguments are seen as the module's own hooks leave them."""
+    thread = threading.get_ident()
+
+    def begins(module: nn.Module, args: tuple[Any, ...], kwargs: Any = None) -> None:
+        if threading.get_ident() == thread:
+            _take_away(module, hook)
+            for observer in observers:
+                observer.before_call(module, args, kwargs or {})
+
+    # The last of the module's hooks; it goes away as the call begins, before the module's forward.
+    hook = _Hook(begins)
+    try:
+        _placed.append((module, hook))
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+        return _call(module, args, kwargs)
+    finally:
+        _take_away(module, hook)
+        _placed[:] = [other for other in _placed if other[1] is not hook]
+        hook.end()
+
+
 def _take_away(module: nn.Module, hook: "_Hook") -> None:
     """Remove a hook, as its handle would; may be called more than once."""
-    for key in [key for key, other in module._forward_pre_hooks.items() if other is hook]:
+    for key in [key for key, other in [*module._forward_pre_hooks.items()] if other is hook]:
         module._forward_pre_hooks_with_kwargs.pop(key, None)
         module._forward_pre_hooks.pop(key, None)
 
@@ -235,6 +292,10 @@ class FirstCall:
         _first_calls[:] = [other for other in _first_calls if other is not self]
         _calls.release(self)
 
+    def modules(self) -> tuple[nn.Module, ...]:
+        """List the modules that may be compiled in place."""
+        return self._kept
+
     @property
     def came(self) -> bool:
         """Whether a call has come."""
@@ -293,7 +354,63 @@ def is_compiled(module: nn.Module) -> bool:
     if "_orig_mod" in attributes.get("_modules", ()):
         return True
     forward = attributes.get("forward") or getattr(type(module), "forward", None)
-    return getattr(forward, "_torchdynamo_orig_callable", None) is not None
+    return _is_compiled_function(forward)
+
+
+def _is_compiled_function(value: Any) -> bool:
+    """Whether a value is what `torch.compile` makes of a function, and not what keeps it out."""
+    return (
+        getattr(value, "_torchdynamo_orig_callable", None) is not None
+        and not getattr(value, "_torchdynamo_disable", False)
+    )  # fmt: skip
+
+
+def calls_compiled(module: nn.Module) -> bool:
+    """Whether compiled functions are in reach of a module: attributes, or globals of its forward.
+
+    Args:
+        module: Any module.
+    """
+    if "_dynamo" not in vars(torch):  # nothing can have been compiled
+        return False
+    config = getattr(module, "config", None)
+    if getattr(config, "_attn_implementation", None) == _COMPILED_BY_ITSELF:
+        return True
+    kinds = [kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.")]
+    return any(
+        _reaches_compiled(value)
+        for holder in (vars(module), *map(vars, kinds), *map(_globals_of, kinds))
+        for value in [*holder.values()]
+        if isinstance(value, FunctionType | functools.partial)
+    )
+
+
+def _reaches_compiled(value: Any) -> bool:
+    """Whether a value is a compiled function, or one that refers to one."""
+    if isinstance(value, functools.partial):
+        return any(map(_reaches_compiled, (value.func, *value.args, *value.keywords.values())))
+    if not isinstance(value, FunctionType):
+        return False
+    if _is_compiled_function(value):
+        return True
+    cells = value.__closure__ or ()
+    return any(_is_compiled_function(_contents(cell)) for cell in cells)
+
+
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not set yet
+        return None
+
+
+_COMPILED_BY_ITSELF = "flex_attention"  # transformers compiles it as it is first called
+
+
+def _globals_of(kind: type) -> dict[str, Any]:
+    """Return the globals of the forward of a class that is not torch's own."""
+    forward = vars(kind).get("forward")
+    return forward.__globals__ if isinstance(forward, FunctionType) else {}
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -303,7 +420,7 @@ def unwrap(module: nn.Module) -> nn.Module:
         module: Any module.
     """
     while True:
-        inner = module._modules.get("_orig_mod")
+        inner = _compiled_inside(module)
         if inner is None and isinstance(module, nn.parallel.DistributedDataParallel):
             inner = module.module
         if inner is None:
@@ -311,11 +428,15 @@ def unwrap(module: nn.Module) -> nn.Module:
         module = inner
 
 
-def _call_compiled(
-    call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _compiled_inside(module: nn.Module) -> nn.Module | None:
+    """Return what a wrapper of `torch.compile` holds; None for any other module."""
+    modules = vars(module).get("_modules")  # TorchScript has no dict
+    return modules.get("_orig_mod") if isinstance(modules, dict) else None
+
+
+def _call_compiled(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if in_extra_pass():
-        return _call_eagerly(call, module, args, kwargs)
+        return _call_eagerly(module, args, kwargs)
     target = unwrap(module)
     observers = [observer for observer in tuple(_observers) if observer.needs_twin(target)]
     if observers:
@@ -325,19 +446,17 @@ def _call_compiled(
         except Exception:  # no twin can be made: what is watched is the step itself
             for observer in observers:
                 observer.on_forced_eager()
-            with extra_pass_begun():
-                return _call_eagerly(call, module, args, kwargs)
+            with extra_pass_begun(), run_eagerly.held():
+                return _call_eagerly(module, args, kwargs)
         _run_twin(observers, target, *copies)
     with _unpatched():
-        return call(module, *args, **kwargs)
+        return nn.Module.__call__(module, *args, **kwargs)
 
 
-def _call_eagerly(
-    call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    inner = module._modules.get("_orig_mod")
+def _call_eagerly(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    inner = _compiled_inside(module)
     if inner is None or module._forward_hooks or module._forward_pre_hooks:
-        return _call_observed(call, module, args, kwargs)
+        return _call_observed(module, args, kwargs)
     return nn.Module.__call__(inner, *args, **kwargs)  # the wrapper would pass observers by
 
 
@@ -347,11 +466,17 @@ def _run_twin(
     """Run the eager twin of a compiled call, which is what observers see of it."""
     with observers[0].timed():
         try:
-            with extra_pass_begun(), left_unchanged(target):
+            with (
+                extra_pass_begun(), run_eagerly.held(), left_unchanged(target),
+                warnings.catch_warnings(),
+            ):  # fmt: skip
+                warnings.simplefilter("ignore")  # of what is not run eagerly by the training
                 nn.Module.__call__(target, *args, **kwargs)
         except Exception as error:
             for observer in observers:
                 observer.on_failure(error)
+        for observer in observers:
+            observer.on_twin_end()
 
 
 @contextmanager
@@ -361,7 +486,9 @@ def _unpatched() -> Iterator[None]:
     Compiled code is guarded by what it refers to: it would be compiled again.
     """
     with ExitStack() as stack:
-        for patch in (_calls, watch_attention, run_eagerly, without_fast_path):
+        for observer in tuple(_observers):
+            stack.enter_context(observer.suspended())
+        for patch in (_calls, run_eagerly, without_fast_path):
             stack.enter_context(patch.suspended())
         yield
 
@@ -388,14 +515,14 @@ def _copies(
 
 
 class _Pickler(pickle.Pickler):
-    """Keeps copies of tensors, and modules as they are, beside what is pickled."""
+    """Keeps copies of tensors, and modules and functions as they are, beside what is pickled."""
 
     def __init__(self, file: BytesIO, kept: list[Any]) -> None:
         super().__init__(file)
         self._kept = kept
 
     def persistent_id(self, value: Any) -> int | None:
-        if not isinstance(value, Tensor | nn.Module):
+        if not isinstance(value, Tensor | nn.Module | FunctionType):
             return None
         self._kept.append(value.detach().clone() if isinstance(value, Tensor) else value)
         return len(self._kept) - 1

@@ -11,7 +11,7 @@ from torch import nn
 from geomon.capture.calling.batch import call_of_batch
 from geomon.capture.calling.patches import extra_pass_begun
 from geomon.capture.snapshot import MeanLoss
-from geomon.capture.unchanged import left_unchanged, refuse_lazy
+from geomon.capture.unchanged import left_unchanged
 
 
 class ExtraPass(NamedTuple):
@@ -39,8 +39,7 @@ def extra_pass(
     """Run the model on inputs under a window.
 
     The pass runs without autograd (never in inference mode, which poisons cached rotary tables), in
-    eval mode, with the random state forked. Afterwards every module has its own training flag and
-    its own buffers again (see `geomon.capture.unchanged`).
+    eval mode. Afterwards the model is as it was (see `geomon.capture.unchanged`).
 
     Args:
         model: Any module.
@@ -54,9 +53,8 @@ def extra_pass(
 
     Raises:
         TypeError: Nothing in the model can be called on a batch.
-        ValueError: The model has parameters without values.
+        ValueError: No extra pass may be made on the model (see `left_unchanged`).
     """
-    refuse_lazy(model)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     with extra_pass_begun(), left_unchanged(model):
         model.eval()

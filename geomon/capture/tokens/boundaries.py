@@ -1,9 +1,11 @@
-"""Boundaries: where several sequences lie behind one another in a row of the batch.
+"""Boundaries: which sequence each token is of, and where it stands there.
 
-Packed batches have no padding and no mask by which it could be seen. Their calls say it otherwise:
-positions that begin anew, or lengths that are summed up. Neither is taken by its name alone.
+Packed batches have several sequences behind one another in a row, no padding and no mask by which
+it could be seen. Their calls say it otherwise: positions that begin anew, or lengths that are
+summed up. Neither is taken by its name alone.
 """
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from geomon.capture.tokens.padding import arguments_by_name
+from geomon.capture.tokens.padding import named_tensors
 
 _POSITIONS = re.compile(r"(^|_)pos(ition)?s?(_(ids?|index|indices|idx))?$", re.IGNORECASE)
 # Places in a picture: columns begin anew in each row.
@@ -35,12 +37,13 @@ class GivenPlaces(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """The sequences in the rows of a batch.
+    """The sequences that tokens are of.
 
     Attributes:
         numbers: Number of the sequence that each token is of, [batch, length], on the host.
         places: Position of each token in its sequence, of the same shape.
-        source: What the boundaries are known by: the name of an argument.
+        source: What the boundaries are known by, the name of an argument, say; "" where each row of
+            the batch is one sequence.
     """
 
     numbers: Tensor
@@ -59,13 +62,9 @@ def find_places(
         args: Positional arguments.
         kwargs: Arguments by name.
     """
-    given = arguments_by_name(module, args, kwargs)
-    inner = [value for value in given.values() if isinstance(value, Mapping)]
     found = []
-    for name, value in [*given.items(), *(pair for held in inner for pair in held.items())]:
-        if not isinstance(name, str) or not isinstance(value, Tensor) or value.is_nested:
-            continue
-        if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+    for name, value in named_tensors(module, args, kwargs):
+        if value.is_floating_point() or value.dtype == torch.bool:
             continue
         summed = bool(_SUMMED_LENGTHS.search(name))
         positions = bool(_POSITIONS.search(name)) and not _OF_A_PICTURE.search(name)
@@ -80,8 +79,8 @@ def find_sequences(
 ) -> Sequences | None:
     """Decide where sequences begin in the rows of a batch.
 
-    Positions count if each is one more than that before it, or 0. Summed lengths count if they grow
-    from 0 to the number of all tokens.
+    Positions count if each is one more than that before it, or 0, and not all are 0. Summed
+    lengths count if they grow from 0 to the number of all tokens.
 
     Args:
         given: Arguments that may say it, the one that counts most first.
@@ -142,4 +141,42 @@ def _begins(argument: GivenPlaces, batch: int, length: int, valid: Tensor | None
     begins[:, 1:] = (values[:, 1:] == 0) & tokens[:, 1:]
     both = tokens[:, 1:] & tokens[:, :-1]
     follows = values[:, 1:] == values[:, :-1] + 1
-    return begins if bool((follows | begins[:, 1:] | ~both).all()) else None
+    rising = bool((follows & both).any()) and bool((follows | begins[:, 1:] | ~both).all())
+    return begins if rising else None
+
+
+def rows_as_sequences(shape: tuple[int, ...], *, length_first: bool) -> Sequences:
+    """Number the tokens of a batch in which each row, or feature map, is one sequence.
+
+    Args:
+        shape: Shape of the hidden states, without the width: [batch, length, ...].
+        length_first: Whether it is [length, batch].
+    """
+    order = torch.arange(math.prod(shape), dtype=torch.int64, device="cpu").view(shape)
+    inner = max(math.prod(shape[1:]), 1)
+    number, place = order // inner, order % inner
+    return Sequences(place, number, "") if length_first else Sequences(number, place, "")
+
+
+def last_tokens(sequences: Sequences, valid: Tensor | None, most: int) -> Tensor:
+    """Find the last token of each sequence that is no padding.
+
+    Args:
+        sequences: The sequences, of any shape.
+        valid: False where there is padding, of the same shape; None without padding.
+        most: Largest number of sequences of which it is found, evenly spread.
+
+    Returns:
+        Flat indices, ascending; none of sequences that are padding alone.
+    """
+    numbers = sequences.numbers.flatten()
+    places = torch.arange(len(numbers), dtype=torch.int64, device="cpu")
+    if valid is not None:
+        places = places[valid.cpu().flatten()]
+    count = int(numbers.max()) + 1 if len(numbers) else 0
+    last = torch.full((count,), -1, dtype=torch.int64, device="cpu")
+    last.scatter_reduce_(0, numbers[places], places, "amax")
+    last = last[last >= 0]
+    kept = min(len(last), most)
+    chosen = torch.arange(kept, dtype=torch.int64, device="cpu") * len(last) // max(kept, 1)
+    return last[chosen].sort().values

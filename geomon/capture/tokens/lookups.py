@@ -133,7 +133,8 @@ def agreement(lookup: Lookup, layout: Layout, hidden: Tensor) -> float | None:
     """Compute how far hidden states point where the rows of a table point.
 
     The mean over some rows of the cosine of both, each about its mean: 1 where the blocks are given
-    what the table returned, near 0 where they are given something else.
+    what the table returned, near 0 where they are given something else. Of several streams it is
+    that of the one that agrees most: the others may be made of it.
 
     Args:
         lookup: The call of the table.
@@ -147,15 +148,14 @@ def agreement(lookup: Lookup, layout: Layout, hidden: Tensor) -> float | None:
         return None
     count = lookup.ids.numel()
     order = torch.arange(count, dtype=torch.int64, device="cpu").view(lookup.ids.shape)
-    arranged = layout.arrange(order).flatten()
-    place = torch.zeros(count, dtype=torch.int64, device="cpu")
-    place[arranged] = torch.arange(len(arranged), dtype=torch.int64, device="cpu")
-    given = copy_rows(hidden, place[_places(count)])
-    returned = lookup.rows.to(given.device)
+    # Of each token the rows of hidden states that are its own, [tokens, streams].
+    rows = layout.arrange(order).flatten().argsort(stable=True).view(count, -1)[_places(count)]
+    given = copy_rows(hidden, rows.flatten()).unflatten(0, rows.shape)
+    returned = lookup.rows.to(given.device)[:, None]
     cosine = torch.nn.functional.cosine_similarity(
-        given - given.mean(dim=0), returned - returned.mean(dim=0), dim=1
+        given - given.mean(dim=0), returned - returned.mean(dim=0), dim=2
     )
-    return float(cosine.nan_to_num(0.0).mean())
+    return float(cosine.nan_to_num(0.0).mean(dim=0).max())
 
 
 def choose(known: Sequence[tuple[Found, float | None]]) -> Found:
@@ -173,7 +173,7 @@ def choose(known: Sequence[tuple[Found, float | None]]) -> Found:
         if key not in best or strong > best[key][0] + _UNRELATED:
             best[key] = strong, one
     left = [one for _, one in best.values()]
-    for is_better in (_no_positions, _of_output, _passed):
+    for is_better in (no_positions, _of_output, _passed):
         left = [one for one in left if len(left) > 1 and is_better(one.lookup)] or left
     return left[0] if len(left) < 2 else max(left, key=lambda one: _values(one.lookup))
 
@@ -208,8 +208,12 @@ def _places(count: int) -> Tensor:
     return order * (count - 1) // max(kept - 1, 1)
 
 
-def _no_positions(lookup: Lookup) -> bool:
-    """Whether integers are no positions: of those, most are one more than the one before."""
+def no_positions(lookup: Lookup) -> bool:
+    """Whether integers are no positions: of those, most are one more than the one before.
+
+    Args:
+        lookup: The call of a table that was given them.
+    """
     ids = lookup.ids
     if ids.ndim == 0 or ids.shape[-1] < 2:
         return True

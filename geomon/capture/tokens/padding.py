@@ -1,14 +1,15 @@
-"""Padding: which tokens of a batch are none, and by what that is known.
+"""Padding: which tokens of a stack are none, and by what that is known.
 
-A mask under a name of transformers or of torch counts as it is given, before anything is sampled.
-What else may show padding is only known when the pass is over: which keys attention hides from
-every query, masks under other names, and labels of -100. A 0/1 argument is not taken for a mask
-without evidence: labels, segments and prompts have the same form.
+Three things say it: a mask under a name of transformers or of torch, given to a module around the
+blocks or to the first block; labels of -100, in a decoder; keys that attention hides from every
+query. The first two are known before anything is sampled, the last one when the pass is over. What
+else may say it (a mask under another name, lengths) is named in a note and not read.
 """
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,9 @@ from torch import Tensor, nn
 
 from geomon.capture.anatomy import CROSS, Anatomy
 from geomon.capture.tokens import visibility
+from geomon.note import Note
+
+Shape = tuple[int, ...]
 
 # Arguments that are True or 1 where there is a token.
 _TOKENS = ("attention_mask", "decoder_attention_mask", "encoder_attention_mask")
@@ -26,158 +30,296 @@ _PADDING = (
 )  # fmt: skip
 _MASKS = (*_TOKENS, *_PADDING)
 # Beginnings of the names of masks over what a decoder attends to, not over its own tokens.
-OF_MEMORY = ("memory", "encoder")
+_OF_MEMORY = ("memory", "encoder")
 # The same over a decoder's own tokens.
-OF_DECODER = ("tgt", "decoder", "trg", "target")
+_OF_DECODER = ("tgt", "decoder", "trg", "target")
 
-# Names that masks of padding have elsewhere, and words in them that say something else.
-_MASK_NAME = re.compile(r"mask|pad|valid", re.IGNORECASE)
-_OTHER_MASK = re.compile(
+# Names under which padding may be given in a way that is not read, and words that say otherwise.
+_UNREAD = re.compile(r"(^|_)(mask|pad|padding|valid|lens?|lengths?)$", re.IGNORECASE)
+_OTHER = re.compile(
     r"loss|label|prompt|completion|answer|segment|type|causal|special|mlm|masked|future|subseq",
     re.IGNORECASE,
 )
-_LABEL_NAME = re.compile(r"label|target", re.IGNORECASE)
 
 _ADDED = -1.0  # an additive mask is 0 where there is a token and far below where there is none
 _IGNORED = -100  # the label that torch's cross-entropy ignores
 
 HIDDEN_KEYS = "the keys that attention hides from every query"
+_LABELS = f"labels of {_IGNORED}"
 
-# Runs of one token id at the ends of sequences look like padding from this length on, if the id is
-# elsewhere at most once in a sequence: text has shorter runs, of ids that it is full of.
-_SHORTEST_RUN = 4
+_EMPTY = "{name} leaves no token: it is not read as a mask of padding"
+_MAY_COUNT = (
+    "padding may be counted: {name} may say where it is, and its meaning is not known; no mask of "
+    "a known name and no attention shows it. Pass the model a mask [batch, length] as "
+    "attention_mask to leave it out"
+)
+_INVERTED = (
+    "attention hides exactly the tokens that {name} marks as tokens: its values mean the opposite "
+    "of what they mean under this name elsewhere. Turn it, or call the argument padding_mask"
+)
 
 
-class GivenMask(NamedTuple):
-    """An argument that may say where padding is.
-
-    Attributes:
-        name: Name of the argument.
-        values: Its values, [batch, length].
-        shared: Whether a module around several stacks was given it.
-    """
+class _Mask(NamedTuple):
+    """A mask of padding, False there, [batch, length], and the name that it was given under."""
 
     name: str
-    values: Tensor
-    shared: bool
+    valid: Tensor
+
+    @property
+    def of_keys(self) -> bool:
+        """Whether it is over what a decoder attends to."""
+        return self.name.startswith(_OF_MEMORY)
 
 
-class Padding(NamedTuple):
-    """Padding, and the evidence for it.
+class Padding:
+    """Which tokens of one stack are padding, in one pass.
 
-    Attributes:
-        valid: False where there is padding, [batch, length], bool, on the host.
-        source: What it is known by, in words: the name of an argument, say.
+    Args:
+        first: Whether the stack is the first one of the model, to which a mask belongs that a
+            module around several stacks is given.
+        decodes: Whether the stack attends to another one, so that labels are those of its tokens.
     """
 
-    valid: Tensor
-    source: str
+    def __init__(self, *, first: bool = True, decodes: bool = False) -> None:
+        self._first, self._decodes = first, decodes
+        self._given: list[_Mask] = []  # in the order seen
+        self._labels: list[Tensor] = []
+        self._unread: dict[str, Tensor] = {}
+        self.forget_attention()
+
+    def forget_attention(self) -> None:
+        """Forget what attention showed: another pass begins, with the same arguments."""
+        # By the role of keys and (sequences, keys): True for keys that every call so far hid.
+        self._hidden: dict[tuple[str, Shape], Tensor] = {}
+        # Masks that were looked at last, by the same: layers have one or two between them.
+        self._looked_at: dict[tuple[str, Shape], deque[Tensor]] = {}
+        self._over = False
+        self._leaves_none: bool | None = None  # whether a mask leaves no token
+
+    @torch.no_grad()
+    def take_arguments(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        shared: bool = False,
+    ) -> None:
+        """Keep the arguments of a call that say where padding is, or may say it.
+
+        Args:
+            module: The module that is called; its signature names positional arguments.
+            args: Positional arguments.
+            kwargs: Arguments by name.
+            shared: Whether the module is around several stacks.
+        """
+        for name, values in named_tensors(module, args, kwargs):
+            matrix = _as_matrix(values)
+            if name == "labels":
+                if self._decodes and matrix is not None and not matrix.is_floating_point():
+                    self._labels.append(matrix.detach().clone())
+            elif shared and (not self._first or name.startswith(_OF_DECODER)):
+                continue
+            elif name in _MASKS and matrix is not None:
+                mask = _as_valid(matrix.detach().clone(), inverted=name in _PADDING)
+                self._given.append(_Mask(name, mask))
+            elif name not in _MASKS and _UNREAD.search(name) and not _OTHER.search(name):
+                lengths = values.ndim == 1 and not values.is_floating_point()
+                if matrix is not None or lengths:
+                    self._unread[name] = (values if matrix is None else matrix).detach().clone()
+
+    @torch.no_grad()
+    def take_attention(
+        self, role: str, sequences: int, mask: Tensor, *, are_scores: bool = False
+    ) -> None:
+        """Keep which keys a call of attention hides from every query.
+
+        Args:
+            role: "key" for keys that come from another stack, "" for those of the stack itself.
+            sequences: Number of sequences.
+            mask: Mask of all queries, or masked scores.
+            are_scores: Whether they are scores. Masks are the same at several layers.
+        """
+        place = role, (sequences, mask.shape[-1])
+        looked_at = self._looked_at.setdefault(place, deque(maxlen=2))
+        before = self._hidden.get(place)
+        if any(other.data_ptr() == mask.data_ptr() for other in looked_at):
+            return
+        # On an accelerator the question would wait for it.
+        if before is not None and before.device.type == "cpu" and not bool(before.any()):
+            return
+        if not are_scores:
+            looked_at.append(mask)  # kept alive: no other mask is at its address meanwhile
+        if self._leaves_none is None:  # asked once: an accelerator is waited for
+            own = [given.valid for given in self._given if not given.of_keys]
+            self._leaves_none = not all(bool(valid.any()) for valid in own)
+        find = _hidden_from_others if self._leaves_none else hidden_keys
+        hidden = find(mask, are_scores=are_scores).expand(*place[1])
+        self._hidden[place] = hidden if before is None else before & hidden.to(before.device)
+
+    def settle(self) -> None:
+        """Let the keys that attention hid count, now that the pass is over."""
+        self._over = True
+        self._looked_at.clear()
+        self._hidden = {place: hidden.cpu() for place, hidden in self._hidden.items()}
+
+    def valid(self, shape: Shape, role: str = "", *, turned: bool = False) -> Tensor | None:
+        """Return which tokens are no padding.
+
+        Args:
+            shape: Shape of the hidden states, without the width: [batch, length] or its reverse.
+            role: "key" for keys that come from another stack, whose padding is another.
+            turned: Whether a shape of two equal numbers is [length, batch].
+
+        Returns:
+            False where there is padding, of that shape; None where nothing says that there is any.
+        """
+        found = self._find(shape, role)
+        if found is None:
+            return None
+        square = shape[0] == shape[1]
+        return found.valid.T if found.valid.shape != shape or (square and turned) else found.valid
+
+    def source(self, shape: Shape) -> str | None:
+        """Return what padding is known by: the name of an argument, say; None where it is not.
+
+        Args:
+            shape: Shape of the hidden states, without the width.
+        """
+        found = self._find(shape, "")
+        return None if found is None else found.name
+
+    def contradiction(self, shape: Shape) -> str | None:
+        """Say that a mask marks as tokens exactly what attention hides; None where none does.
+
+        The rows that were sampled by it are padding.
+
+        Args:
+            shape: Shape of the hidden states, without the width.
+        """
+        for name, valid in self._masks("", (shape, shape[::-1])):
+            hidden = self._hidden.get(("", tuple(valid.shape)))
+            if hidden is not None and not bool(valid.all()) and torch.equal(valid, hidden.cpu()):
+                return _INVERTED.format(name=name)
+        return None
+
+    def notes(self, shape: Shape, stack: str) -> list[Note]:
+        """Make the notes that a reader of the numbers needs.
+
+        Args:
+            shape: Shape of the hidden states that entered the stack, without the width.
+            stack: Name of the stack.
+        """
+        if (found := self._find(shape, "")) is not None:
+            share = float((~found.valid).float().mean())
+            named = any(found.name == given.name for given in self._given)
+            source = "" if named else f", going by {found.name}"
+            text = "padding, {share:.0%} of the tokens, was left out{source}"
+            numbers: dict[str, float | str] = {"share": share, "source": source}
+            return [Note("padding", text, stack, numbers=numbers)] * (share > 0)
+        empty = {x.name for x in self._given if _fits(x.valid, shape) and not x.of_keys}
+        unread = {name for name, values in self._unread.items() if _may_pad(values, shape)}
+        texts = [_EMPTY.format(name=name) for name in sorted(empty)]
+        texts += [_MAY_COUNT.format(name=name) for name in sorted(unread)]
+        return [Note(text, text, stack) for text in texts]
+
+    def _find(self, shape: Shape, role: str) -> _Mask | None:
+        """Find what says where padding is: the innermost module's mask first."""
+        shapes = (shape, shape[::-1])
+        found = next(self._masks(role, shapes), None)
+        if found is None and not role:
+            found = next(self._by_labels(shapes), None)
+        return found or next(self._by_attention(role, shapes), None)
+
+    def _masks(self, role: str, shapes: tuple[Shape, Shape]) -> Iterator[_Mask]:
+        """Iterate over masks of known names.
+
+        One that leaves no token is none, unless attention hides every key from all other queries:
+        where data run out, a rank may be given a batch of padding alone.
+        """
+        for given in reversed(self._given):
+            if given.of_keys == (role == "key") and given.valid.shape in shapes:
+                valid = given.valid.cpu()
+                hidden = self._hidden.get((role, tuple(valid.shape))) if self._over else None
+                if bool(valid.any()) or (hidden is not None and bool(hidden.all())):
+                    yield _Mask(given.name, valid)
+
+    def _by_labels(self, shapes: tuple[Shape, Shape]) -> Iterator[_Mask]:
+        """Iterate over padding behind the last label, which is the next token of a decoder."""
+        for labels in self._labels:
+            kept = labels.cpu() != _IGNORED
+            if labels.shape in shapes and not bool(kept.all()):
+                follows = kept.flip(1).cumsum(dim=1).flip(1) > 0  # a label is here or follows
+                start = torch.ones_like(follows[:, :1])
+                yield _Mask(_LABELS, torch.cat([start, follows[:, :-1]], dim=1))
+
+    def _by_attention(self, role: str, shapes: tuple[Shape, Shape]) -> Iterator[_Mask]:
+        """Iterate over padding by the keys that attention hides from every query.
+
+        Where one token sees only those before it, not itself, nothing sees the last one: a single
+        key at the same place of all sequences is hidden by the mask of such an attention.
+        """
+        for shape in shapes if self._over else ():
+            hidden = self._hidden.get((role, shape))
+            if hidden is None or not bool(hidden.any()) or bool(hidden.all()):
+                continue
+            alike = bool((hidden == hidden[:1]).all())
+            if not alike or int(hidden[0].sum()) > 1:
+                yield _Mask(HIDDEN_KEYS, ~hidden)
 
 
 # -- arguments -----------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def find_padding_masks(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> dict[str, Tensor]:
-    """Find the padding masks among the arguments of a call whose names say what their values mean.
-
-    Args:
-        module: The module that is called; its signature names positional arguments.
-        args: Positional arguments.
-        kwargs: Arguments by name.
-
-    Returns:
-        Masks [batch, length] by the name of the argument, False where there is padding.
-    """
-    return {
-        name: _as_valid(mask.detach().clone(), inverted=name in _PADDING)
-        for name, mask in _matrices(module, args, kwargs)
-        if name in _MASKS
-    }
-
-
-@torch.no_grad()
-def find_possible_masks(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, shared: bool
-) -> list[GivenMask]:
-    """Find the arguments of a call that may say where padding is, under any other name.
-
-    Args:
-        module: The module that is called; its signature names positional arguments.
-        args: Positional arguments.
-        kwargs: Arguments by name.
-        shared: Whether the module is around several stacks.
-    """
-    return [
-        GivenMask(name, values.detach().clone(), shared)
-        for name, values in _matrices(module, args, kwargs)
-        if name not in _MASKS
-        and (values.dtype == torch.bool or _is_mask_name(name) or _LABEL_NAME.search(name))
-    ]
-
-
-def padding_arguments(anatomy: Anatomy) -> tuple[list[str], list[str]]:
-    """List the names of the arguments by which the modules around the blocks take padding masks.
+def padding_arguments(anatomy: Anatomy) -> list[str]:
+    """List the names by which the modules around the blocks take padding masks.
 
     Masks over what a decoder attends to count only in a model with cross-attention.
 
     Args:
         anatomy: Anatomy of the model.
-
-    Returns:
-        Names whose meaning is known, and names that may be those of a padding mask.
     """
     names: dict[str, None] = {}
     for stack in anatomy.stacks:
         for module in stack.above:
             names |= dict.fromkeys(inspect.signature(module.forward).parameters)
     crossing = any(block.attention_index(CROSS) is not None for block in anatomy.blocks)
-    known = [name for name in names if name in _MASKS]
-    return (
-        [name for name in known if crossing or not name.startswith(OF_MEMORY)],
-        [name for name in names if name not in _MASKS and _is_mask_name(name)],
-    )
+    return [
+        name for name in names if name in _MASKS and (crossing or not name.startswith(_OF_MEMORY))
+    ]
 
 
-def _is_mask_name(name: str) -> bool:
-    return bool(_MASK_NAME.search(name)) and not _OTHER_MASK.search(name)
-
-
-def _matrices(
+def named_tensors(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over arguments [batch, length] and [batch, 1, 1, length], also those of one dict."""
-    given = arguments_by_name(module, args, kwargs)
-    inner = [value for value in given.values() if isinstance(value, Mapping)]
-    for name, value in [*given.items(), *(pair for held in inner for pair in held.items())]:
-        if not isinstance(name, str) or not isinstance(value, Tensor) or value.is_nested:
-            continue
-        broadcast = value.ndim in (3, 4) and value.shape[1] == value.shape[-2] == 1
-        matrix = value.flatten(0, -2) if broadcast else value
-        if matrix.ndim == 2 and not matrix.is_complex():
-            yield name, matrix
+    """Iterate over the tensors that a module is given, by name, also those of one dict.
 
-
-def arguments_by_name(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    """Name all arguments of a call; positional ones are lost where there is no signature.
+    Positional ones are lost where there is no signature.
 
     Args:
         module: The module that is called.
         args: Positional arguments.
         kwargs: Arguments by name.
     """
-    if not args:
-        return kwargs
-    try:
-        return inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments | dict(
-            kwargs
-        )
-    except (TypeError, ValueError):
-        return kwargs
+    given = kwargs
+    if args:
+        try:
+            given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+            given = given | dict(kwargs)
+        except (TypeError, ValueError):
+            given = kwargs
+    inner = [value for value in given.values() if isinstance(value, Mapping)]
+    for name, value in [*given.items(), *(pair for held in inner for pair in held.items())]:
+        plain = isinstance(value, Tensor) and not value.is_nested and not value.is_complex()
+        if plain and isinstance(name, str):
+            yield name, value
+
+
+def _as_matrix(values: Tensor) -> Tensor | None:
+    """View values [batch, length] or [batch, 1, 1, length] as [batch, length]; None for others."""
+    broadcast = values.ndim in (3, 4) and values.shape[1] == values.shape[-2] == 1
+    matrix = values.flatten(0, -2) if broadcast else values
+    return matrix if matrix.ndim == 2 else None
 
 
 def _as_valid(mask: Tensor, *, inverted: bool) -> Tensor:
@@ -192,177 +334,42 @@ def _is_ones_for_tokens(mask: Tensor) -> bool:
     return bool((mask > 0).any()) and not bool((mask < 0).any())
 
 
+def _fits(matrix: Tensor, shape: Shape) -> bool:
+    return matrix.shape in (shape, shape[::-1])
+
+
+def _may_pad(values: Tensor, shape: Shape) -> bool:
+    """Whether values that differ are those of all tokens, or one for each sequence."""
+    fits = _fits(values, shape) or (values.ndim == 1 and len(shape) == 2 and len(values) in shape)
+    return fits and values.numel() > 0 and bool((values != values.flatten()[0]).any())
+
+
 # -- attention -----------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def hidden_keys(mask: Tensor) -> Tensor:
+def hidden_keys(mask: Tensor, *, are_scores: bool = False) -> Tensor:
     """Find the keys that a mask, or masked scores, hide from every query of every head.
 
     Args:
         mask: [sequences (or 1), heads (or 1), queries (or 1), keys]: True or 1 where a query sees a
             key, or additive; or masked scores.
+        are_scores: Whether they are scores, of which only what none reaches is sure.
 
     Returns:
         True for a hidden key, [sequences (or 1), keys].
     """
     if mask.is_floating_point():
-        if mask.shape[1] > 1:  # scores of every head: only what no score reaches is sure
+        if are_scores or mask.shape[1] > 1:
             return mask.detach().amax(dim=(1, 2)) <= visibility.MASKED
         return visibility.hidden_keys(mask.detach()).all(dim=2).all(dim=1)
     return ~mask.detach().bool().any(dim=1).any(dim=1)
 
 
-# -- evidence ------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def infer_padding(
-    given: Sequence[GivenMask],
-    ids: Tensor | None,
-    hidden: Tensor | None,
-    *,
-    first: bool = True,
-) -> Padding | None:
-    """Decide which tokens are padding, by the evidence of one pass.
-
-    In this order: keys that attention hides from every query; labels of -100 behind the last
-    label, where the token ids are those of the labels; an argument under the name of a mask in
-    which the tokens of every sequence are side by side, and under which all token ids outside are
-    one id.
-
-    Args:
-        given: Arguments that may be masks, [batch, length] each, the one that counts most first.
-        ids: Token ids, [batch, length]; None where there are none.
-        hidden: True for keys that attention hides from every query, [batch, length]; None where no
-            attention was seen.
-        first: Whether the stack is the first one of the model, to which an argument of the whole
-            model belongs.
-
-    Returns:
-        The padding; None where nothing says that there is any.
-    """
-    ids = None if ids is None else ids.cpu()
-    masks = [(mask, values) for mask in given if (values := _as_flags(mask)) is not None]
-    if hidden is not None and bool(hidden.any()):
-        hidden = hidden.cpu()
-        for mask, values in masks:
-            if torch.equal(values, hidden) or torch.equal(values, ~hidden):
-                return Padding(~hidden, mask.name)
-        if _are_side_by_side(~hidden) and _is_of_sequences(hidden, ids):
-            return Padding(~hidden, HIDDEN_KEYS)
-    for mask in given if ids is not None else ():
-        valid = None if ids is None else _by_labels(mask, ids)
-        if valid is not None:
-            return Padding(valid, f"{mask.name} of {_IGNORED}")
-    for mask, values in masks:
-        valid = _by_form(mask, values, ids, needs_ids=mask.shared and not first)
-        if valid is not None:
-            return Padding(valid, mask.name)
-    return None
-
-
-@torch.no_grad()
-def end_runs(ids: Tensor) -> Tensor | None:
-    """Find runs of one token id at the ends of sequences of unequal length: padding, by its looks.
-
-    Args:
-        ids: Token ids, [batch, length].
-
-    Returns:
-        False in the runs, [batch, length]; None where there are no such runs.
-    """
-    ids = ids.cpu()
-    for flipped in (ids.flip(1), ids):
-        last = flipped[:, 0].mode().values
-        runs = (flipped == last).cumprod(dim=1).bool()
-        lengths = runs.sum(dim=1)
-        elsewhere = int((flipped == last).sum() - lengths.sum())
-        unequal = int(lengths.min()) < int(lengths.max())
-        if unequal and int(lengths.max()) >= _SHORTEST_RUN and elsewhere <= len(ids):
-            return ~(runs.flip(1) if flipped is not ids else runs)
-    return None
-
-
-def _as_flags(mask: GivenMask) -> Tensor | None:
-    """Convert an argument to True and False; None where it is no 0/1 or additive mask, or one."""
-    values = mask.values.cpu()
-    if values.dtype != torch.bool:
-        low, high = values.min(), values.max()
-        if (
-            values.is_floating_point()
-            and float(high) == 0.0
-            and float(low) <= -visibility.FAR_BELOW
-        ):
-            values = values > -visibility.FAR_BELOW
-        elif (
-            float(low) == 0.0 and float(high) == 1.0 and bool(((values == 0) | (values == 1)).all())
-        ):
-            values = values.bool()
-        else:
-            return None
-    return None if bool(values.all()) or not bool(values.any()) else values
-
-
-def _by_labels(mask: GivenMask, ids: Tensor) -> Tensor | None:
-    """Find padding behind the last label of each sequence; None where the labels are not the ids'.
-
-    A decoder that makes its inputs of the labels shifts them by one.
-    """
-    labels = mask.values.cpu()
-    if labels.is_floating_point() or labels.dtype == torch.bool or labels.shape != ids.shape:
-        return None
-    kept = labels != _IGNORED
-    if bool(kept.all()) or not bool(kept.any()):
-        return None
-    behind = kept.flip(1).cumsum(dim=1).flip(1) > 0  # a label is here or follows
-    if torch.equal(ids[:, 1:][kept[:, :-1]], labels[:, :-1][kept[:, :-1]]):
-        valid = torch.cat([torch.ones_like(behind[:, :1]), behind[:, :-1]], dim=1)
-    elif torch.equal(ids[kept], labels[kept]):
-        valid = behind
-    else:
-        return None
-    return valid if _is_one_id(ids, valid) else None
-
-
-def _by_form(
-    mask: GivenMask, values: Tensor, ids: Tensor | None, *, needs_ids: bool
-) -> Tensor | None:
-    """Find padding by the name and the form of an argument, and the token ids under it."""
-    if not _is_mask_name(mask.name) or (needs_ids and ids is None):
-        return None
-    padding_is_true = "pad" in mask.name.lower()
-    for valid in (~values, values) if padding_is_true else (values, ~values):
-        lengths = valid.sum(dim=1)
-        triangle = len(valid) == valid.shape[1] > 1 and len(lengths.unique()) == len(lengths)
-        if (
-            bool((lengths > 0).all())
-            and not triangle  # a causal mask
-            and _are_side_by_side(valid)
-            and (ids is None or _is_one_id(ids, valid))
-        ):
-            return valid
-    return None
-
-
-def _is_one_id(ids: Tensor, valid: Tensor) -> bool:
-    """Whether there is padding, and all token ids there are the same."""
-    outside = ids[~valid]
-    return len(outside) > 0 and bool((outside == outside[0]).all())
-
-
-def _is_of_sequences(hidden: Tensor, ids: Tensor | None) -> bool:
-    """Whether hidden keys are of the sequences, and not of the mask: strictly causal, say.
-
-    What is hidden at the same places of all sequences is padding where it is one token id, or, in
-    the absence of token ids, several tokens.
-    """
-    if bool((hidden != hidden[:1]).any()):
-        return True
-    return int(hidden[0].sum()) > 1 if ids is None else _is_one_id(ids, ~hidden)
-
-
-def _are_side_by_side(valid: Tensor) -> bool:
-    """Whether the tokens of each sequence have no padding between them."""
-    begins = valid[:, 1:] & ~valid[:, :-1]
-    return bool((begins.sum(dim=1) + valid[:, 0] <= 1).all())
+def _hidden_from_others(mask: Tensor, *, are_scores: bool) -> Tensor:
+    """The same of all queries but the key's own: masks let each token see itself, to see any."""
+    if mask.shape[-2] != mask.shape[-1]:
+        return hidden_keys(mask, are_scores=are_scores)
+    hidden = visibility.hidden_keys(mask) if mask.is_floating_point() else ~mask.bool()
+    own = torch.eye(mask.shape[-1], dtype=torch.bool, device=mask.device)
+    return (hidden | own).all(dim=2).all(dim=1)

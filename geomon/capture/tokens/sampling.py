@@ -5,7 +5,7 @@ A *row* is the vector of one token. Rows are drawn once and are the same at ever
 
 import hashlib
 import math
-from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,21 +20,47 @@ _CONVOLUTIONS = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
 )  # fmt: skip
 
-# Rows that are sampled where some may turn out to be padding, over those that are asked for.
-_MOST_SPARE = 4
-
 # Rows that are kept however little memory is allowed: with fewer nothing can be measured.
 _FEWEST_ROWS = 16
 
 # Bytes of a number: what is kept in a shorter type is converted to float32 before it is measured.
 _BYTES = 4
 
-# Share of the memory that is planned for rows; the rest is for masks and for scores.
+# Share of the memory that is planned for rows; the rest is for all keys, masks and scores.
 _FOR_ROWS = 0.5
 
 
 # Parts of the sequences of which each covers all positions.
 _EIGHTHS = 8
+
+
+class SampledRows(NamedTuple):
+    """Copies of sampled rows.
+
+    Attributes:
+        values: The rows, [rows, width], float32.
+        indices: Flat indices of the rows in `shape`.
+        shape: Shape of the tensor that they were copied from, without the width.
+        role: "key" for keys that come from another stack, whose padding is another.
+        last: Rows of the tokens that may be the last of their sequences; None where not wanted.
+    """
+
+    values: Tensor
+    indices: Tensor
+    shape: tuple[int, ...]
+    role: str = ""
+    last: "SampledRows | None" = None
+
+    def at(self, places: Tensor) -> "SampledRows":
+        """Return some of the rows.
+
+        Args:
+            places: Places of the rows among these, integers, on the host.
+        """
+        if len(places) == len(self.indices):
+            return self
+        values = self.values[places.to(self.values.device)]
+        return self._replace(values=values, indices=self.indices[places])
 
 
 class RowSampler:
@@ -48,7 +74,6 @@ class RowSampler:
     def __init__(self, max_rows: int, seed: int) -> None:
         self._max_rows = max_rows
         self._max_queries = QUERIES
-        self._capacity = _MOST_SPARE * max_rows
         self._generator = torch.Generator("cpu").manual_seed(seed)
         self._queries: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
@@ -65,18 +90,13 @@ class RowSampler:
         """
         self._max_rows = min(self._max_rows, rows)
         self._max_queries = min(self._max_queries, rows)
-        self._capacity = min(self._capacity, rows)
 
-    def sample_rows(
-        self, shape: torch.Size, valid: Tensor | None, likely: Tensor | None = None
-    ) -> Tensor:
+    def sample_rows(self, shape: torch.Size, valid: Tensor | None) -> Tensor:
         """Sample rows that are no padding.
 
         Args:
             shape: Shape of the hidden states without the width.
             valid: False where there is padding, a tensor of that shape; None without padding.
-            likely: The same for padding that is not certain: so many more rows are sampled that
-                enough are left if it is padding, and the first ones are those sampled without it.
 
         Returns:
             Flat indices into `shape`.
@@ -84,12 +104,7 @@ class RowSampler:
         rows = self._permute(math.prod(shape))
         if valid is not None:
             rows = rows[valid.flatten().cpu()[rows]]
-        count = self._max_rows
-        if likely is not None:
-            before = likely.flatten().cpu()[rows].cumsum(dim=0)
-            enough = int((before < self._max_rows).sum()) + 1
-            count = min(enough, self._capacity)
-        return rows[:count]
+        return rows[: self._max_rows]
 
     def sample_places(self, count: int) -> Tensor:
         """Sample rows of a matrix of weights.
@@ -145,11 +160,10 @@ def derive_seed(*parts: object) -> int:
 
 
 class MemoryLimit:
-    """The largest memory of what one window keeps, divided up before anything is kept.
+    """The largest memory of the rows of one window, and of what comes with them.
 
-    The number of sampled rows of hidden states, queries and keys is lowered until they fit. What
-    attention needs besides them (all keys of a sequence, rows of masks, scores) has to fit into the
-    share of its block in what is left; otherwise it is not kept.
+    The number of sampled rows of hidden states, queries and keys is lowered until they take half of
+    it; the rest is for what attention needs besides (all keys of a sequence, rows of masks).
 
     Args:
         max_mb: Largest memory, in millions of bytes; None for no limit.
@@ -166,7 +180,6 @@ class MemoryLimit:
         self._asked = sampler.max_rows
         self._layers = layers
         self._blocks = blocks
-        self._share: float | None = None  # bytes for one attention
 
     def fit_rows(self, width: int) -> None:
         """Lower the number of sampled rows so that they fit, now that their width is known.
@@ -177,30 +190,9 @@ class MemoryLimit:
         Args:
             width: Width of the hidden states.
         """
-        if self._max_mb is None:
-            return
-        whole = 1e6 * self._max_mb
-        row = _BYTES * width * (self._layers + 4 * self._blocks)
-        self._sampler.limit(max(_FEWEST_ROWS, int(_FOR_ROWS * whole / row)))
-        projected = _BYTES * width * (self._layers + 2 * self._blocks) * self._sampler.max_rows
-        self._share = max(0.0, whole - projected) / max(1, self._blocks)
-
-    def why_not(self, tensors: Iterable[Tensor]) -> str | None:
-        """Say why the tensors of one attention do not fit; None where they do.
-
-        Args:
-            tensors: All tensors that would be kept of the attention.
-        """
-        if self._share is None:
-            return None
-        taken = _BYTES * sum(tensor.numel() for tensor in tensors)
-        if taken <= self._share:
-            return None
-        return (
-            f"of each attention {_in_mb(taken)} would be kept, and of "
-            f"max_capture_mb={self._max_mb:g} only {_in_mb(self._share)} are left for one: "
-            "allow more, or leave the metrics of attention out"
-        )
+        if self._max_mb is not None:
+            row = _BYTES * width * (self._layers + 4 * self._blocks)
+            self._sampler.limit(max(_FEWEST_ROWS, int(_FOR_ROWS * 1e6 * self._max_mb / row)))
 
     def notes(self) -> list[Note]:
         """Make the notes that a reader of the numbers needs."""
@@ -212,10 +204,6 @@ class MemoryLimit:
         )
         numbers = {"rows": self._sampler.max_rows, "asked": self._asked, "limit": self._max_mb}
         return [Note("rows thinned for memory", text, numbers=numbers)]
-
-
-def _in_mb(count: float) -> str:
-    return f"{count / 1e6:,.0f} MB" if count >= 1e8 else f"{count / 1e6:.2g} MB"
 
 
 @torch.no_grad()

@@ -87,6 +87,18 @@ def are_made_of(scores: Tensor, products: Tensor) -> bool:
     return bool((ratio > 0).sum() > _FOLLOWING * known.sum())
 
 
+@torch.no_grad()
+def score_scale(scores: Tensor, products: Tensor) -> float | None:
+    """Estimate the factor from products to scores, of all heads together; None where it is unknown.
+
+    Args:
+        scores: Masked input of the softmax, [sequences, heads, queries, keys].
+        products: Products of queries and keys of the same shape.
+    """
+    scale = _scale(scores, products)
+    return None if scale is None else float(scale.median())
+
+
 def _scale(scores: Tensor, products: Tensor) -> Tensor | None:
     """Estimate the factor of each head from products to scores; None where it is unknown."""
     ratios = _ratios(scores, products)

@@ -1,11 +1,10 @@
-"""Executor of readings: measured immediately, as the budget allows, or in a thread of their own."""
+"""Executor of readings: measured immediately, or in a thread of their own."""
 
 import threading
 from collections import deque
 
 from geomon.metrics.at_once import stacks_suffice
 from geomon.monitor.measuring.jobs import ReadingJob
-from geomon.monitor.planning.budget import Budget
 
 # Readings whose rows may wait in memory while the background measures those before them.
 _WAITING = 2
@@ -21,15 +20,13 @@ class ReadingExecutor:
     from where it was, and is finished and added once.
 
     Args:
-        budget: Budget that measuring is paid from.
         background: Whether to measure in a thread of its own.
     """
 
-    def __init__(self, budget: Budget, *, background: bool) -> None:
-        self._budget = budget
+    def __init__(self, *, background: bool) -> None:
         self._background = background
         self._running: deque[_InBackground] = deque()
-        self._left: deque[ReadingJob] = deque()  # in this thread
+        self._left: deque[ReadingJob] = deque()  # in this thread: one, and what was interrupted
         self._finished: deque[ReadingJob] = deque()
 
     @property
@@ -50,25 +47,20 @@ class ReadingExecutor:
             self._submit_to_background(job)
             return
         self._left.append(job)
-        self._finish_all_but(1)
-        if job.is_collective:
-            self.finish()
-        else:
-            self.advance()
-
-    def advance(self) -> None:
-        """Measure as much as the budget allows; everything where there is no budget."""
-        self._collect()
-        if not self._left:
-            return
-        job = self._left[0]
-        if self._budget.limited and not job.begun and not self._choose_rows(job):
-            return
-        self._measure_layers(job, within_budget=True)
+        self.finish()
 
     def finish(self) -> None:
-        """Measure what is left in this thread, on few rows where the budget is tight."""
-        self._finish_all_but(0)
+        """Measure what is left in this thread: the job that was submitted, or interrupted."""
+        self._collect()
+        while self._left:
+            job = self._left[0]
+            try:
+                while not job.complete:
+                    job.measure_next(job.left)
+            except Exception as error:
+                job.fail(error)
+            job.finish()
+            self._collect()
 
     def first_finished(self) -> ReadingJob | None:
         """Return the first finished job that was not removed yet; None where there is none."""
@@ -112,58 +104,6 @@ class ReadingExecutor:
     def _add_finished(self, job: ReadingJob) -> None:
         if not any(other is job for other in self._finished):
             self._finished.append(job)
-
-    def _finish_all_but(self, count: int) -> None:
-        self._collect()
-        while len(self._left) > count:
-            job = self._left[0]
-            if self._budget.limited and not job.begun and not job.is_collective:
-                self._learn_cost(job)
-                if self._budget.choose_rows(job.layers):
-                    job.limit_rows(self._budget.rows)
-            self._measure_layers(job, within_budget=False)
-
-    def _choose_rows(self, job: ReadingJob) -> bool:
-        """Choose the number of rows that a job stands on; False while that is not known yet."""
-        if not self._budget.knows_costs and not self._budget.affords(job.trial_cost):
-            return False
-        self._learn_cost(job)
-        if not self._budget.choose_rows(job.layers):
-            return False
-        job.limit_rows(self._budget.rows)
-        return True
-
-    def _learn_cost(self, job: ReadingJob) -> None:
-        """Measure a layer on few rows for its cost, if no cost is known."""
-        if self._budget.knows_costs:
-            return
-        before = job.seconds
-        try:
-            rows, seconds = job.try_layer()
-        except Exception as error:
-            job.fail(error)
-        else:
-            self._budget.learn(rows, seconds)
-        self._budget.spend(job.seconds - before)
-
-    def _measure_layers(self, job: ReadingJob, *, within_budget: bool) -> None:
-        """Measure the layers, as many at once as pays, and finish the job after the last one."""
-        within_budget = within_budget and self._budget.limited
-        try:
-            while not job.complete:
-                count = min(job.at_once, job.left) if within_budget else job.left
-                cost = count * self._budget.layer_cost(job.rows)
-                if within_budget and not self._budget.affords(cost):
-                    return
-                seconds = job.measure_next(count)
-                self._budget.spend(seconds)
-                self._budget.learn(job.rows, seconds / count)
-        except Exception as error:
-            job.fail(error)
-        before = job.seconds
-        job.finish()
-        self._budget.spend(job.seconds - before)
-        self._collect()
 
 
 class _InBackground:

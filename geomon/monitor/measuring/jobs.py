@@ -1,8 +1,6 @@
 """A reading to be measured: a snapshot of one rank or of all, measured layer by layer."""
 
-import functools
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
@@ -24,11 +22,6 @@ from geomon.monitor.measuring.device import MeasuringDevice
 from geomon.note import Note
 from geomon.record import Reading, tags
 from geomon.record.arrays import Arrays
-
-# Rows on which the cost of a layer is learned before anything is measured, and what that costs
-# itself, about: half of the capture of all layers and rows, and at least so many seconds a metric.
-_TRIAL_ROWS = 256
-_TRIAL_SECONDS = 0.004
 
 # What each rank has of one layer.
 _Parts = tuple[Layer, ...]
@@ -80,7 +73,6 @@ class ReadingJob:
         passes: Snapshot of each pass that this rank has made, or why there is none.
         group: The ranks.
         evaluator: Measures the layers.
-        tokens: Number of rows of hidden states in one split, where no budget makes it smaller.
         rows: Number of rows of hidden states in one split.
         seconds: Time that the passes took from the training.
         copies: Whether the inputs of a probe are the same on every rank.
@@ -107,7 +99,6 @@ class ReadingJob:
         group: RankGroup,
         evaluator: Evaluator,
         *,
-        tokens: int,
         rows: int,
         seconds: float,
         copies: bool = True,
@@ -120,7 +111,6 @@ class ReadingJob:
         self.rows = rows
         self._group = group
         self._evaluator = evaluator
-        self._tokens = tokens
         self._history = history
         self._gathered = gather(
             passes, (step, source), group, rows=rows * evaluator.batches, queries=QUERIES,
@@ -155,16 +145,6 @@ class ReadingJob:
         return self._group.members > 1
 
     @property
-    def begun(self) -> bool:
-        """Whether a layer has been measured."""
-        return bool(self._measured)
-
-    @property
-    def layers(self) -> int:
-        """Number of layers that this rank measures."""
-        return len(self._parts)
-
-    @property
     def left(self) -> int:
         """Number of layers that this rank has still to measure."""
         return len(self._parts) - len(self._measured)
@@ -191,56 +171,18 @@ class ReadingJob:
         """Whether the job has been given up, so that `result` raises."""
         return self._failure is not None
 
-    def limit_rows(self, rows: int) -> None:
-        """Measure on fewer rows in a split; before the first layer is measured.
-
-        Args:
-            rows: Largest number of rows in a split.
-
-        Raises:
-            ValueError: Layers have been measured already: a reading stands on one number of rows.
-        """
-        if self._measured:
-            raise ValueError(f"{len(self._measured)} layers stand on {self.rows} rows already")
-        self.rows = min(rows, self.rows)
-
-    @property
-    def trial_cost(self) -> float:
-        """Seconds that `try_layer` is expected to take."""
-        return max(self.seconds / 2, _TRIAL_SECONDS * len(self._evaluator.metrics))
-
-    def try_layer(self) -> tuple[int, float]:
-        """Measure a layer on few rows for its cost alone.
-
-        Returns:
-            Number of rows in a split, and the seconds that the layer took.
-        """
-        rows = min(_TRIAL_ROWS, self.rows)
-        tried = self._left[-self.at_once :]
-        for _ in range(2):  # the first warms up
-            began = time.perf_counter()
-            deque(self._measure(tried, rows), maxlen=0)
-            taken = time.perf_counter() - began
-            self.seconds += taken
-        return rows, taken / len(tried)
-
-    def measure_next(self, count: int = 1) -> float:
+    def measure_next(self, count: int = 1) -> None:
         """Measure more layers, as many at once as pays, and free what was captured of them.
 
         Args:
             count: Number of layers, of those that are left.
-
-        Returns:
-            Seconds that they took.
         """
         began = time.perf_counter()
-        for found in self._measure(self._left[:count], self.rows):
+        for found in self._measure(self._left[:count]):
             # The one line that makes a layer measured: one that was interrupted is measured again.
             self._measured.append(found)
             self._parts[len(self._measured) - 1] = ()
-        taken = time.perf_counter() - began
-        self.seconds += taken
-        return taken
+        self.seconds += time.perf_counter() - began
 
     @contextmanager
     def beside_training(self) -> Iterator[None]:
@@ -248,21 +190,22 @@ class ReadingJob:
         with nullcontext() if self._place is None else self._place.beside_training(self._ready):
             yield
 
-    def _measure(self, layers: Sequence[_Parts], rows: int) -> Iterator[LayerValues]:
+    def _measure(self, layers: Sequence[_Parts]) -> Iterator[LayerValues]:
         """Measure layers, several at once on the host; yields their values in order.
 
         On the host it is done outside of the modes that the training is in.
         """
-        measure = functools.partial(self._measure_one, rows=rows)
         outside = self._device == HOST and in_modes()
-        return in_pieces(measure, layers, self._evaluator.apart, self.at_once, outside=outside)
+        return in_pieces(
+            self._measure_one, layers, self._evaluator.apart, self.at_once, outside=outside
+        )
 
-    def _measure_one(self, parts: _Parts, rows: int) -> LayerValues:
+    def _measure_one(self, parts: _Parts) -> LayerValues:
         """Measure a layer on its device; on the host, with all that follow, what fails there."""
         if self._device == HOST:
-            return self._evaluator.measure_layer(_whole(parts, HOST), rows)
+            return self._evaluator.measure_layer(_whole(parts, HOST), self.rows)
         try:
-            found = self._evaluator.measure_layer(_whole(parts, self._device), rows)
+            found = self._evaluator.measure_layer(_whole(parts, self._device), self.rows)
         except torch.OutOfMemoryError as error:
             name, why = "", f"{self._device} has not memory enough ({_first_line(error)})"
         else:
@@ -271,7 +214,7 @@ class ReadingJob:
                 return found
             name = min(failed.keys() - self._failing)
             why = f"{name} failed on {self._device} ({_first_line(failed[name])})"
-        on_host = self._evaluator.measure_layer(_whole(parts, HOST), rows)
+        on_host = self._evaluator.measure_layer(_whole(parts, HOST), self.rows)
         self._failing |= on_host.failed.keys() | on_host.without_margin.keys()
         if name not in self._failing:
             self._go_to_host(why)
@@ -369,19 +312,13 @@ class ReadingJob:
         return self._gathered.interleave([layers for _, layers in shares])
 
     def _notes_on_rows(self, tokens: int) -> list[Note]:
-        notes = []
-        asked = self._tokens
-        if self.rows < asked:
-            text = "{rows} rows in a batch instead of {asked}, to stay within the budget"
-            numbers = {"rows": self.rows, "asked": asked}
-            notes.append(Note("rows thinned by the budget", text, numbers=numbers))
-        if tokens < asked:
-            text = (
-                "estimates stand on {rows} rows, fewer than tokens={asked}: the intrinsic "
-                "dimension is low on few rows"
-            )
-            notes.append(Note("few rows", text, numbers={"rows": tokens, "asked": asked}))
-        return notes
+        if tokens >= self.rows:
+            return []
+        text = (
+            "estimates stand on {rows} rows, fewer than tokens={asked}: the intrinsic dimension "
+            "is low on few rows"
+        )
+        return [Note("few rows", text, numbers={"rows": tokens, "asked": self.rows})]
 
 
 def _whole(parts: _Parts, device: torch.device) -> Layer:

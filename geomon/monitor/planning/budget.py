@@ -1,4 +1,4 @@
-"""The budget: what share of the training's time geomon may take, and how much of it is left."""
+"""The budget: the share of a run's time that geomon may take, and whether one more reading fits."""
 
 import math
 import time
@@ -6,30 +6,24 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
-# A split of rows is halved until a reading is paid for by this many steps, and never below so few
-# rows that a dimension means nothing.
-_STEPS_PER_READING = 100
-_FEWEST_ROWS = 256
-# Steps after which their time is known well enough to choose the rows.
+# Readings that are made whatever they cost: fewer of them are no curve.
+ALWAYS_MADE = 8
+# Part of what the rest of a run allows that may be taken in advance, so that readings may be dense
+# where curves move; what is kept back pays for readings to the end.
+_IN_ADVANCE = 0.75
+# Steps after which their time is known well enough to tell how long the run will take.
 _STEPS_TO_KNOW = 10
-# The part of the share that is planned with: what costs more than expected takes of the rest.
-_PLANNED = 0.8
-# A cost that is this many times too high, or too low, moves the choice: readings of different
-# numbers of rows are hard to compare, so it should seldom move.
-_TOLERANCE = 2.0
 
 
 class Decision(NamedTuple):
-    """Whether a reading can be paid now.
+    """Whether a reading may be made now.
 
     Attributes:
-        paid: Whether it can.
-        rows: Number of rows in a split of the next reading.
-        wait: Number of steps after which to ask again, if it cannot be paid now.
+        paid: Whether it may.
+        wait: Number of steps after which to ask again, if it may not.
     """
 
     paid: bool
-    rows: int
     wait: int
 
 
@@ -61,63 +55,82 @@ class _Charge:
 
 
 class Budget:
-    """Account of geomon's time beside the training's.
+    """Account of geomon's time beside the training's, and its limit.
 
-    A reading is put off until it can be paid. Where it would cost more than a hundred steps'
-    allowance, it stands on fewer rows.
+    The limit is a share of the time that the whole run is expected to take, where its last step is
+    known, and of the time since the first step otherwise. A reading is expected to cost what
+    readings have cost so far on average, and the cost of another one is kept in reserve for the
+    end of the run. The first eight readings are made whatever they cost.
 
     Args:
-        share: Largest share of the time since the first step that geomon may take, in (0, 1); None
-            for no limit.
-        tokens: Number of rows in one split of the estimate; a tight budget makes it smaller.
+        share: Largest share of the time that geomon may take, in (0, 1); None for no limit.
         clock: Function that returns seconds, which never go back.
 
     Attributes:
-        rows: Number of rows in a split of the next reading.
         first_step: When the training began, in seconds of `time.perf_counter`.
 
     Example:
-        >>> seconds = iter([0.0, 50.0, 50.0])
-        >>> budget = Budget(0.01, tokens=4096, clock=lambda: next(seconds))
-        >>> budget.begin()
-        >>> budget.affords(0.3), budget.affords(0.5)
-        (True, False)
+        >>> seconds = iter([0.0, 50.0, 150.0])
+        >>> budget = Budget(0.01, clock=lambda: next(seconds))
+        >>> budget.begin(0)
+        >>> budget.count_reading()
+        >>> budget.spend(0.5)
+        >>> budget.decide(made=8).paid, budget.decide(made=8).paid  # 0.5 + 2 * 0.5 seconds
+        (False, True)
     """
 
     def __init__(
-        self,
-        share: float | None,
-        tokens: int,
-        *,
-        clock: Callable[[], float] = time.perf_counter,
+        self, share: float | None, *, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._share = share
-        self._planned = 1.0 if share is None else _PLANNED * share
-        self._tokens = tokens
-        self.rows = tokens
-        self._rows_chosen = share is None
         self._clock = clock
         self.first_step = -math.inf
         self._began: float | None = None
-        self._steps = 0
+        self._first = self._step = 0
+        self._last: int | None = None
+        self._readings = 0
         self._spent = 0.0
         self._left_out = 0.0
-        self._capture = 0.0  # seconds that the last capture took
-        self._costs: dict[int, float] = {}  # seconds of one layer, by rows in a split
 
     @property
     def begun(self) -> bool:
         """Whether the training has begun."""
         return self._began is not None
 
-    def begin(self) -> None:
-        """Start the clock at the first step: what was spent before it does not count."""
+    @property
+    def limited(self) -> bool:
+        """Whether there is a limit."""
+        return self._share is not None
+
+    def begin(self, step: int) -> None:
+        """Start the clock: what was spent before the first step does not count.
+
+        Args:
+            step: The first step.
+        """
         self._began, self.first_step = self._clock(), time.perf_counter()
+        self._first = self._step = step
         self._spent = self._left_out = 0.0
 
-    def count_step(self) -> None:
-        """Count one more step of the training."""
-        self._steps += 1
+    def expect_end(self, step: int | None) -> None:
+        """Take the limit from the time of the whole run.
+
+        Args:
+            step: The last step of the run; None where it is not known.
+        """
+        self._last = step
+
+    def move_to(self, step: int) -> None:
+        """Note the step that the training is at.
+
+        Args:
+            step: Number of optimizer updates already in the weights.
+        """
+        self._step = step
+
+    def count_reading(self) -> None:
+        """Count one more reading: what is spent is spread over their number."""
+        self._readings += 1
 
     def spend(self, seconds: float) -> None:
         """Add to the time that geomon has taken.
@@ -142,14 +155,6 @@ class Budget:
         """
         return _Charge(self)
 
-    def learn_capture(self, seconds: float) -> None:
-        """Note what it cost to capture one snapshot.
-
-        Args:
-            seconds: Time that the capture took.
-        """
-        self._capture = seconds
-
     @property
     def spent(self) -> float:
         """Seconds that geomon has taken."""
@@ -163,109 +168,31 @@ class Budget:
     @property
     def overhead(self) -> float:
         """Share of the time since the first step that geomon took; NaN before it."""
-        if self._began is None:
-            return math.nan
-        return self._spent / max(self._clock() - self._began, 1e-9)
+        return math.nan if self._began is None else self._spent / max(self._elapsed(), 1e-9)
 
-    @property
-    def knows_costs(self) -> bool:
-        """Whether anything has been measured yet."""
-        return bool(self._costs)
-
-    @property
-    def fewest_rows(self) -> int:
-        """Number of rows in a split that a reading has at least, whatever it costs."""
-        return min(_FEWEST_ROWS, self._tokens)
-
-    @property
-    def limited(self) -> bool:
-        """Whether there is a limit at all."""
-        return self._share is not None
-
-    def affords(self, seconds: float) -> bool:
-        """Whether `seconds` more would stay within the share of the time that has passed.
-
-        A fifth of the share is kept back for what costs more than was expected.
-        """
-        if self._share is None:
-            return True
-        return self._began is not None and (
-            self._spent + seconds <= self._planned * (self._clock() - self._began)
-        )
-
-    def decide(self, layers: int) -> Decision:
-        """Decide whether a reading can be paid now, on how many rows, and when to ask again if not.
-
-        A second reading of the same cost is kept in reserve, for the end of the run.
+    def decide(self, made: int) -> Decision:
+        """Decide whether a reading that is due may be made now.
 
         Args:
-            layers: Number of layers that this process measures in one reading.
+            made: Number of readings that the run has by now, those of earlier starts included.
         """
-        self.choose_rows(layers)
-        # What the first reading costs is not known, and nothing has been paid yet.
-        if self._share is None or self._began is None or not self._costs:
-            return Decision(True, self.rows, 0)
-        passed = self._clock() - self._began
-        missing = self._spent + 2 * self.reading_cost(layers) - self._planned * passed
+        # What the first reading of a process costs is not known.
+        if self._share is None or made < ALWAYS_MADE or not self._readings:
+            return Decision(True, 0)
+        elapsed = self._elapsed()
+        step_time = max(elapsed - self._spent, 1e-9) / max(self._step - self._first, 1)
+        to_come = 0.0
+        if self._last is not None and self._step - self._first >= _STEPS_TO_KNOW:
+            to_come = step_time * max(self._last - self._step, 0)
+        needed = self._spent + 2 * self._spent / self._readings
+        missing = needed / self._share - (elapsed + _IN_ADVANCE * to_come)
         if missing <= 0:
-            return Decision(True, self.rows, 0)
-        step = max(passed / max(self._steps, 1), 1e-9)
-        return Decision(False, self.rows, max(1, math.ceil(missing / self._planned / step)))
+            return Decision(True, 0)
+        grows = step_time * (1 - _IN_ADVANCE) if to_come else step_time
+        return Decision(False, max(1, math.ceil(missing / grows)))
 
-    def learn(self, rows: int, seconds: float) -> None:
-        """Note what it cost to measure one layer.
-
-        Args:
-            rows: Number of rows in a split.
-            seconds: Time that the layer took.
-        """
-        before = self._costs.get(rows)
-        self._costs[rows] = seconds if before is None else (before + seconds) / 2
-
-    def layer_cost(self, rows: int) -> float:
-        """Seconds that one layer is expected to take.
-
-        Scaled from the nearest number of rows whose cost is known: in proportion to fewer rows, to
-        the square of more, which is the dearer guess in both directions. 0 where nothing is known.
-
-        Args:
-            rows: Number of rows in a split.
-        """
-        if not self._costs:
-            return 0.0
-        known = min(self._costs, key=lambda other: abs(math.log(other / rows)))
-        return self._costs[known] * (rows / known) ** (2 if rows > known else 1)
-
-    def reading_cost(self, layers: int) -> float:
-        """Seconds that the next reading is expected to take: the capture, and its layers.
-
-        Args:
-            layers: Number of layers that this process measures in one reading.
-        """
-        return self._capture + layers * self.layer_cost(self.rows)
-
-    def choose_rows(self, layers: int) -> bool:
-        """Choose the number of rows of the next reading; False while a step's time is not known.
-
-        Args:
-            layers: Number of layers that this process measures in one reading.
-        """
-        if self._share is None or self._began is None:
-            return self._rows_chosen
-        if self._steps <= _STEPS_TO_KNOW or not self._costs:
-            return False
-        training = max(self._clock() - self._began - self._spent, 1e-9)
-        allowed = self._share * training / self._steps * _STEPS_PER_READING
-        rows = self.rows
-        slack = _TOLERANCE if self._rows_chosen else 1.0
-        while rows > _FEWEST_ROWS and layers * self.layer_cost(rows) > slack * allowed:
-            rows = max(rows // 2, _FEWEST_ROWS)
-        more = min(2 * rows, self._tokens)
-        if self._rows_chosen and more > rows and slack * layers * self.layer_cost(more) < allowed:
-            rows = more
-        self.rows = min(rows, self._tokens)
-        self._rows_chosen = True
-        return True
+    def _elapsed(self) -> float:
+        return self._clock() - (self._began or 0.0)
 
 
-__all__ = ["Budget"]
+__all__ = ["ALWAYS_MADE", "Budget", "Decision"]

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 from geomon.distributed import RankGroup
-from geomon.monitor.planning.budget import Budget, Decision
+from geomon.monitor.planning.budget import Budget
 from geomon.monitor.planning.schedule import Schedule
 
 # Steps that are remembered as read: a step comes again at once (accumulated gradients) or never.
@@ -21,20 +21,15 @@ class ReadingPlanner:
         budget: Budget that readings are paid from.
         group: The ranks. Where they are connected the first one decides for all.
         source: Source of the readings that the schedule asks for, "inline" or "probe".
-        layers: Number of layers of the model.
-
-    Attributes:
-        own_layers: Number of layers that this process measures of one reading.
     """
 
     def __init__(
-        self, schedule: Schedule, budget: Budget, group: RankGroup, *, source: str, layers: int
+        self, schedule: Schedule, budget: Budget, group: RankGroup, *, source: str
     ) -> None:
         self._schedule = schedule
         self._budget = budget
         self._group = group
         self._source = source
-        self._layers = layers
         self._recorded: Collection[tuple[int, str]] = ()  # what the record held before
         self._read: dict[tuple[int, str], None] = {}  # by this process: the same on every rank
         self._step: int | None = None  # the last step that the training was at
@@ -47,11 +42,6 @@ class ReadingPlanner:
     def step(self) -> int | None:
         """The last step that the training was at; None before the first."""
         return self._step
-
-    @property
-    def own_layers(self) -> int:
-        """Number of layers that this process measures of one reading."""
-        return -(-self._layers // self._group.members)
 
     @property
     def is_wanted(self) -> bool:
@@ -83,7 +73,7 @@ class ReadingPlanner:
         before, self._step = self._step, step
         if step == before:
             return False
-        self._budget.count_step()
+        self._budget.move_to(step)
         self._scheduled = self._paid = False  # and stays so where the schedule raises
         jumped = range(max(before + 1, step - _REMEMBERED), step) if before is not None else ()
         self._owed = self._owed or any(map(self._schedule, jumped))
@@ -97,6 +87,7 @@ class ReadingPlanner:
             busy: Whether an earlier reading is not finished yet.
 
         Raises:
+            RankFailedError: Another rank is at a later step.
             RanksLostError: A rank does not answer.
         """
         assert self._step is not None
@@ -146,42 +137,20 @@ class ReadingPlanner:
             source: "inline" or "probe".
         """
         self._owed = False
+        self._budget.count_reading()
         self._read[step, source] = None
         if len(self._read) > _REMEMBERED:
             del self._read[next(iter(self._read))]
 
-    @property
-    def has_read_training(self) -> bool:
-        """Whether a reading after step 0 has been made or recorded."""
-        return any(step > 0 for step, _ in (*self._read, *self._recorded))
-
-    def decide_last(self) -> Decision:
-        """Decide whether the last reading of a run is made, and on how many rows; a collective.
-
-        It is made within the budget, and in any case where it is the first one after step 0: a run
-        that was read once tells nothing of the training. It then stands on the fewest rows.
-
-        Raises:
-            RanksLostError: A rank does not answer.
-        """
-        budget = self._budget
-        if not budget.limited:
-            return Decision(True, budget.rows, 0)
-        if budget.affords(budget.reading_cost(self.own_layers)):
-            decision = Decision(True, budget.rows, 0)
-        else:
-            decision = Decision(not self.has_read_training, budget.fewest_rows, 0)
-        return self._group.broadcast(decision)
-
     def _can_pay(self, step: int, *, busy: bool) -> bool:
         if not self._budget.limited:
             return True
+        made = len(self._recorded) + len(self._read)
         if not self._group.connected:
-            return self._budget.decide(self.own_layers).paid and not busy
+            return self._budget.decide(made).paid and not busy
         if step < self._ask_again and not self._scheduled:
             return False
-        decision = self._group.broadcast(self._budget.decide(self.own_layers))
-        self._budget.rows = decision.rows
+        decision = self._group.meet(step, self._budget.decide(made))[0]
         self._ask_again = step + decision.wait
         return decision.paid
 

@@ -35,26 +35,26 @@ class every:  # noqa: N801  (reads as a function: schedule=every(100))
 
 @dataclass(frozen=True)
 class log_spaced:  # noqa: N801
-    """Readings at `per_octave` steps between each power of two and the next.
+    """Readings at step 0, then at `per_octave` steps between each power of two and the next.
 
-    Dense at first: the intrinsic dimension expands in the first hundred or two of steps. Where they
-    would be more than `at_most` steps apart, its multiples are read too, so that long runs do not
-    go dark. With `first` the readings between
-    step 0 and that step are left out: half of a short run's readings lie there, and show little.
+    Dense at first: the intrinsic dimension expands in the first hundred or two of steps. The
+    readings between step 0 and `first` are left out: half of a short run's would lie there, and
+    show little. Where readings would be more than `at_most` steps apart, its multiples are read
+    too, so that long runs do not go dark.
 
     Raises:
         ValueError: `per_octave`, `at_most` or `first` is below 1.
 
     Example:
-        >>> [step for step in range(40) if log_spaced(per_octave=2)(step)]
-        [0, 1, 2, 3, 4, 6, 8, 11, 16, 23, 32]
-        >>> [step for step in range(40) if log_spaced(per_octave=2, first=8)(step)]
-        [0, 8, 11, 16, 23, 32]
+        >>> [step for step in range(200) if log_spaced()(step)]
+        [0, 32, 45, 64, 91, 128, 181]
+        >>> [step for step in range(40) if log_spaced(per_octave=4, first=1)(step)]
+        [0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 13, 16, 19, 23, 27, 32, 38]
     """
 
-    per_octave: int = 4
+    per_octave: int = 2
     at_most: int = 1000
-    first: int = 1
+    first: int = 32
 
     def __post_init__(self) -> None:
         _require_count("log_spaced: per_octave", self.per_octave)

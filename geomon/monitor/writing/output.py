@@ -8,17 +8,21 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from geomon.distributed import RankFailedError, RankGroup, RanksLostError
-from geomon.monitor.writing.retries import FAILURES, Retries
-from geomon.monitor.writing.time_limit import TimeLimitError, time_limit
+from geomon.monitor.writing.console import print_log
+from geomon.monitor.writing.sink_thread import SinkThread, SinkTimeoutError
 from geomon.record import Reading, Record, Sink
 from geomon.record.arrays import Arrays
 from geomon.record.printable import printable
-from geomon.record.sinks import Affords, DescribedSink, parts_of
+from geomon.record.sinks import DescribedSink, parts_of
 
 log = logging.getLogger("geomon")
+
+# Readings in a row at which a sink has failed before it is left out.
+_MOST_FAILURES = 5
 
 
 class Warnings:
@@ -30,6 +34,7 @@ class Warnings:
     """
 
     def __init__(self, group: RankGroup, *, strict: bool) -> None:
+        print_log()
         self._group = group
         self._strict = strict
         self._kinds: set[str] = set()
@@ -92,15 +97,34 @@ class Warnings:
                 log.warning("%s", printable(message))
 
 
+@dataclass(eq=False)
+class _Entry:
+    """A sink, how it is called, and at how many readings in a row it has failed."""
+
+    sink: Sink
+    call: Callable[[Callable[[], object]], object]
+    failures: int = 0
+
+    @property
+    def name(self) -> str:
+        """What messages call the sink: as it calls itself, or else its class."""
+        calls_itself = type(self.sink).__str__ is not object.__str__
+        return str(self.sink) if calls_itself else type(self.sink).__name__
+
+
 class ReadingWriter:
     """Writes readings to the record and to the sinks.
+
+    A sink that fails is tried again with the next readings, and left out where it fails at five in
+    a row. The sinks are called in a thread for which the training waits; one that takes longer than
+    its limit is left out. Those that are a trainer's own loggers, which the
+    training calls anyway, are called in its thread: some of them keep state by thread.
 
     Args:
         record: The record, which is written before anything is shown; None for no record.
         sinks: Where readings go besides the record.
         warnings: Turns what goes wrong into warnings.
         sink_timeout: Largest duration of one call of a sink, in seconds.
-        affords: Function of a number of seconds that returns whether a sink may take them now.
     """
 
     def __init__(
@@ -110,12 +134,19 @@ class ReadingWriter:
         warnings: Warnings,
         *,
         sink_timeout: float,
-        affords: Affords,
     ) -> None:
         self._record = record
-        self._sinks = [(sink, Retries()) for sink in parts_of(sinks, affords)]
+        self._thread = SinkThread(sink_timeout)
+        self._entries = [_Entry(sink, self._thread.call) for sink in parts_of(sinks)]
         self._warnings = warnings
-        self._sink_timeout = sink_timeout
+
+    def add_loggers(self, sinks: Sequence[Sink]) -> None:
+        """Add sinks that are called in the training's own thread, without a limit.
+
+        Args:
+            sinks: Sinks that write to loggers of the training.
+        """
+        self._entries += [_Entry(sink, lambda action: action()) for sink in parts_of(sinks)]
 
     def begin(self, step: int, description: dict[str, Any]) -> set[tuple[int, str]]:
         """Open the record.
@@ -134,10 +165,12 @@ class ReadingWriter:
                 lambda: recorded.update(record.begin(step, description)),
                 f"{record.path} could not be read and is kept under another name",
             )
-        for sink, _ in list(self._sinks):
-            if isinstance(sink, DescribedSink):
-                message = f"{_name_of(sink)} did not take the description of the run"
-                self._call(sink, functools.partial(sink.describe, description), message)
+        with contextlib.closing(self._thread):
+            for entry in list(self._entries):
+                if isinstance(entry.sink, DescribedSink):
+                    message = f"{entry.name} did not take the description of the run"
+                    describe = functools.partial(entry.sink.describe, description)
+                    self._call(entry, describe, message)
         return recorded
 
     def record(self, reading: Reading, arrays: Arrays | None = None) -> None:
@@ -167,13 +200,9 @@ class ReadingWriter:
         Args:
             reading: The reading, which is recorded.
         """
-        for sink, retries in list(self._sinks):
-            if retries.is_due:
-                pauses = retries.failures + 1 >= FAILURES
-                when = "at times, after pauses" if pauses else "with the next reading"
-                message = f"{_name_of(sink)} failed and is tried again {when}; the record goes on"
-                succeeded = self._call(sink, functools.partial(sink.write, reading), message)
-                retries.note(succeeded=succeeded)
+        with contextlib.closing(self._thread):
+            for entry in list(self._entries):
+                self._write(entry, reading)
 
     def close(self) -> None:
         """Write what could not be recorded before, and close the sinks; may be called again.
@@ -183,32 +212,38 @@ class ReadingWriter:
         if self._record is not None:
             path = self._record.path
             self._warnings.attempt(self._record.close, f"{path} is not complete")
-        for sink, _ in reversed(self._sinks):
-            self._call(sink, sink.close, f"closing {_name_of(sink)} failed")
-        self._sinks = []
+        with contextlib.closing(self._thread):
+            for entry in self._entries[::-1]:
+                self._call(entry, entry.sink.close, f"closing {entry.name} failed")
+        self._entries = []
 
-    def _call(self, sink: Sink, action: Callable[[], Any], message: str) -> bool:
-        """Call a sink within its time limit; returns whether it went well.
+    def _write(self, entry: _Entry, reading: Reading) -> None:
+        message = (
+            f"{entry.name} failed and is tried again with the next readings; the record goes on"
+        )
+        if self._call(entry, functools.partial(entry.sink.write, reading), message):
+            entry.failures = 0
+            return
+        entry.failures += 1
+        if entry.failures == _MOST_FAILURES:
+            self._entries.remove(entry)
+            self._warnings.warn(
+                f"{entry.name} failed at {_MOST_FAILURES} readings in a row and is left out from "
+                "here on; the record holds every reading"
+            )
 
-        A sink that takes longer is left out from then on: it would hold up every reading.
-        """
-        left_out = f"{_name_of(sink)} takes too long and is left out from here on"
+    def _call(self, entry: _Entry, action: Callable[[], object], message: str) -> bool:
+        """Call a sink; returns whether it went well. One that takes too long is left out."""
+        left_out = f"{entry.name} takes too long and is left out from here on"
 
         def limited() -> None:
             try:
-                with time_limit(self._sink_timeout):
-                    action()
-            except TimeLimitError as error:
-                self._sinks = [entry for entry in self._sinks if entry[0] is not sink]
+                entry.call(action)
+            except SinkTimeoutError as error:
+                self._entries.remove(entry)
                 self._warnings.warn(f"{left_out}: {error}", kind=left_out)
 
         return self._warnings.attempt(limited, message)
-
-
-def _name_of(sink: Sink) -> str:
-    """What messages call a sink: as it calls itself, or else its class."""
-    calls_itself = type(sink).__str__ is not object.__str__
-    return str(sink) if calls_itself else type(sink).__name__
 
 
 __all__ = ["ReadingWriter", "Warnings"]

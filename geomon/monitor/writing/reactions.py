@@ -84,10 +84,10 @@ class Reactions:
         """Add a reading to the curve of the dimension; the phase, where it is known."""
         if self._on_phase is None:
             return None
-        value, error, _ = dimension_of(reading)
+        value, margin = dimension_of(reading)
         if not math.isfinite(value):
             return None
-        phase = self._curves[reading.source].add(reading.step, value, error)
+        phase = self._curves[reading.source].add(reading.step, value, margin)
         if phase.name == "unknown":
             return None
         self._phases[reading.source] = phase.name
@@ -107,13 +107,13 @@ class _Curve:
     def __init__(self) -> None:
         self._steps: list[int] = []
         self._values: list[float] = []
-        self._errors: list[float] = []
+        self._margins: list[float] = []
 
-    def add(self, step: int, value: float, error: float) -> Phase:
+    def add(self, step: int, value: float, margin: float) -> Phase:
         self._steps.append(step)
         self._values.append(value)
-        self._errors.append(error)
-        return find_phase(self._steps, self._values, self._errors)
+        self._margins.append(margin)
+        return find_phase(self._steps, self._values, self._margins)
 
 
 __all__ = ["Reactions"]

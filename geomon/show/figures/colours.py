@@ -22,6 +22,8 @@ LAYERS = LinearSegmentedColormap.from_list(
     "layers", ["#0D0887", "#6A00A8", "#B12A90", "#E16462", "#F3A03A"]
 )
 GRID = "#E6E6E6"
+# What lies beyond the scale of a map, in no colour of the scale.
+BEYOND = "#D9CBE8"
 # The group of what stands on a coloured field: it keeps its colour on a dark page.
 ON_FIELD = "on a coloured field"
 

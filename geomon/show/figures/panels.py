@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import BoundaryNorm, Colormap, ListedColormap, LogNorm, Normalize
@@ -21,7 +22,17 @@ from geomon.analysis.profile import is_far_above
 from geomon.analysis.queries_keys import layers_of
 from geomon.record import Reading, Readings, tags
 from geomon.record.printable import printable
-from geomon.show.figures.colours import BLUE, GREEN, GREY, GRID, ON_FIELD, PURPLE, STEPS, VERMILLION
+from geomon.show.figures.colours import (
+    BEYOND,
+    BLUE,
+    GREEN,
+    GREY,
+    GRID,
+    ON_FIELD,
+    PURPLE,
+    STEPS,
+    VERMILLION,
+)
 
 # Keyword arguments of matplotlib for how something is drawn.
 Style = dict[str, Any]
@@ -104,9 +115,9 @@ def draw_layer_map(
 ) -> None:
     """Draw a metric at every layer (rows) and step (columns) as colours, from 0 where it can be.
 
-    The scale is that of the layers without layer 0, whose dimension is often many times as high. It
-    is logarithmic where their values lie far apart, and the entropy of attention reaches up to that
-    of uniform attention.
+    The scale is that of the layers without layer 0, whose dimension is often many times as high:
+    what lies beyond has a colour of its own. It is logarithmic where their values lie far apart,
+    and the entropy of attention reaches up to that of uniform attention.
 
     Args:
         panel: Axes of matplotlib.
@@ -135,8 +146,9 @@ def draw_layer_map(
     wide = lowest > 0 and high > _MAX_LINEAR_COLOURS * lowest
     norm = LogNorm(lowest, high) if wide else Normalize(low, max(high, low + 1e-9))
     mesh = panel.pcolormesh(
-        _edges(steps), np.arange(len(layers) + 1) - 0.5, table, cmap=colours, norm=norm
-    )
+        _edges(steps), np.arange(len(layers) + 1) - 0.5, table, norm=norm,
+        cmap=colormaps[colours].with_extremes(over=BEYOND),
+    )  # fmt: skip
     exceeded = bool(np.nanmax(table) > high)
     panel.set_facecolor("#DDDDDD")  # shows where a layer has no value
     panel.set_xlim(*_edges(steps)[[0, -1]])
@@ -241,7 +253,7 @@ def draw_dimension(panel: Axes, readings: Readings, *, legend_above: bool = Fals
         style: Style = {"lw": 2.0} if colour != GREEN else {"lw": 1.2, "ls": (0, (4, 2))}
         style |= {"marker": "o", "ms": 4} if len(curve) == 1 else {}
         peak = curve.phase() if curve is paper else None
-        if peak and peak.name in ("peak", "compressing"):
+        if peak and peak.earliest is not None:
             label = f"{name}: peak {peak.peak:.1f} at step {peak.peak_step:,}"
             dot: Style = {"ms": 7, "mec": "white", "mew": 1.2, "zorder": 5}
             panel.plot([peak.peak_step], [peak.peak], "o", color=colour, **dot)
@@ -272,8 +284,8 @@ def furthest_loss(readings: Readings) -> tuple[str, Curve]:
     """Choose the loss that is known up to the latest step, and its name.
 
     The loss of the training is that of the batch after a reading, and after the last update there
-    is no batch: a loss on the probe reaches the end of the run. Of two that reach equally far, it
-    is that of the training.
+    is no batch: a loss on the probe reaches the end of the run. If both end at the same step, it is
+    the training loss.
 
     Args:
         readings: Readings of a run.
@@ -394,7 +406,7 @@ def draw_heads_over_training(
     dot: Style = {"marker": "o", "ms": 5} if len(mean) == 1 else {}
     panel.plot(mean.steps, mean.values, color="white", lw=4.5, **dot)
     mark_alerts(panel, readings)
-    label = "mean |cosine| over all heads"
+    label = "mean size over all heads"
     panel.plot(mean.steps, mean.values, color="black", lw=2.4, label=label, **dot)
     step_axis(panel, steps)
     panel.set_ylim(-1.05, 1.8 if are_many_heads(readings, metric) else 1.3)
@@ -505,7 +517,7 @@ def _draw_null(panel: Axes, readings: Readings, metric: str, *, in_legend: bool 
     low, high = panel.get_ylim()
     if not low < null < high:
         return
-    words = f"{readings.text_of(metric).null or 'noise'}: {null:.2g}"
+    words = f"{readings.text_of(metric).null_label}: {null:.2g}"
     label = words if in_legend else None
     panel.axhline(null, color=GREY, lw=0.9, ls=":", zorder=0, label=label)
     if in_legend:

@@ -41,7 +41,8 @@ def dimension_figure(readings: Readings) -> Figure:
     panels.caption(axes[0], "a", "Variants over training, mean over layers")
     if by_scale:
         _draw_scales(axes[1], by_scale, readings.text_of("gride").label)
-        panels.caption(axes[1], "b", "Dimension at each scale (gride), mean over layers")
+        title = panels.capitalised(readings, "gride")
+        panels.caption(axes[1], "b", f"{title} by scale, mean over layers")
     return figure
 
 

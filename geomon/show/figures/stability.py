@@ -56,7 +56,8 @@ def stability_figure(runs: Sequence[Readings]) -> Figure:
     for panel, layer in zip(axes, shown, strict=True):
         _draw_layer(panel, [layers[layer] for layers in found])
         panel.set_title(f"layer {layer}", loc="left", fontsize=10.5)
-    axes[0].set_ylabel("cosine of mean query and mean key\n(all heads as one vector)", fontsize=10)
+    title = panels.capitalised(runs[0], "qk_cosine")
+    axes[0].set_ylabel(f"{title}\n(all heads as one vector)", fontsize=10)
     _add_legend(figure, names)
     figure.suptitle(
         _words([[layers[layer] for layers in found] for layer in shown], len(common)),

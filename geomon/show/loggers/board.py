@@ -12,18 +12,22 @@ from geomon.analysis import summarise
 from geomon.analysis.alerts import alert_notes
 from geomon.record import Reading, Readings, Sink
 from geomon.record.headline import HEADLINE, Detail, check_detail
-from geomon.record.sinks import Affords, LoggerSink
+from geomon.record.sinks import LoggerSink
 from geomon.show.loggers.history import Part, RunDrawer
 from geomon.show.loggers.parts import Pages
 from geomon.show.loggers.pictures import Pictures
 
 Writers = Callable[[], Iterable[Any]]
 
+# TensorBoard sorts groups by name: with this before it, ours comes after those of the training.
+PREFIX = "~"
+_GROUP = f"{PREFIX}geomon"
 # On one line, as TensorBoard keeps the ends of lines.
 _GUIDE = (
     "**Where to look.** *Custom Scalars* opens on the intrinsic dimension with its 95 % interval; "
     "*Images* shows it over training, beside maps of layers, steps and heads; *Time Series* has "
-    "both, as the groups `Geometry` and `geomon`. Readings are few: set *Smoothing* to 0."
+    f"both, in the last group, `{_GROUP}`. Readings are few: set *Smoothing* to 0. The words above "
+    "are of about four readings for each doubling of the step; `geomon summary` reads all."
 )
 
 
@@ -57,20 +61,22 @@ class BoardPages(Pages):
         self._writers = writers
         self._pictures = pictures
         self._named = () if isinstance(detail, str) else tuple(detail)
-        self._scalars = LoggerSink(name, log, detail=detail, save=save, writers=writers)
+        self._scalars = LoggerSink(
+            name, log, detail=detail, save=save, writers=writers, prefix=PREFIX
+        )
 
     def __str__(self) -> str:
         return self._name
 
-    def _make_parts(self, affords: Affords) -> Iterator[Sink]:
+    def _make_parts(self) -> Iterator[Sink]:
         yield self._scalars
         yield BoardText(self._writers, name=self._name)
         if self._pictures:
-            yield Pictures(self._post, name=self._name, affords=affords, metrics=self._named)
+            yield Pictures(self._post, name=self._name, metrics=self._named)
 
     def _post(self, name: str, image: NDArray[np.uint8], step: int) -> None:
         for writer in self._writers():
-            writer.add_image(name, image, step, dataformats="HWC")
+            writer.add_image(f"{_GROUP}/{name}", image, step, dataformats="HWC")
 
 
 class TensorBoard(BoardPages):
@@ -81,7 +87,7 @@ class TensorBoard(BoardPages):
 
     Args:
         directory: Folder of the event files.
-        detail: "headline" for about a dozen values, in the group `geomon/`; "layers" for all that
+        detail: "headline" for about a dozen values, in the group `~geomon`; "layers" for all that
             are charted; or names of metrics whose means are headline values too.
         pictures: Whether pictures are drawn, each time the step has doubled and at the end, which
             takes matplotlib.
@@ -130,7 +136,7 @@ class BoardText(RunDrawer):
     """
 
     def __init__(self, writers: Writers, *, name: str = "TensorBoard") -> None:
-        super().__init__(affords=lambda seconds: True, first_cost=0.0)
+        super().__init__(first_cost=0.0)
         self._writers = writers
         self._name = name
         self._described: Mapping[str, Any] | None = None
@@ -151,13 +157,13 @@ class BoardText(RunDrawer):
     def write(self, reading: Reading) -> None:
         """Write what is new in the notes of a reading, and at some readings the run in words."""
         if self._described is not None:
-            self._post("geomon/4 model and options", _table(self._described), reading.step)
+            self._post("4 model and options", _table(self._described), reading.step)
             self._described = None
         if alerts := alert_notes(reading):
-            self._post("geomon/2 alerts", _bullets(map(str, alerts)), reading.step)
+            self._post("2 alerts", _bullets(map(str, alerts)), reading.step)
         kinds = {(note.stack, note.kind): note for note in reading.notes if not note.is_alert}
         if new := [str(note) for kind, note in kinds.items() if kind not in self._noted]:
-            self._post("geomon/3 notes", _bullets(new), reading.step)
+            self._post("3 notes", _bullets(new), reading.step)
         self._noted |= kinds.keys()
         super().write(reading)
 
@@ -166,14 +172,14 @@ class BoardText(RunDrawer):
     ) -> Iterator[Part]:
         def describe_run() -> None:
             words = f"{_bullets(summarise(readings))}\n\n{_GUIDE}"
-            self._post("geomon/1 the run in words", words, reading.step)
+            self._post("1 the run in words", words, reading.step)
 
         if fresh:
             yield describe_run
 
     def _post(self, name: str, text: str, step: int) -> None:
         for writer in self._writers():
-            writer.add_text(name, text, step)
+            writer.add_text(f"{_GROUP}/{name}", text, step)
 
 
 def _bullets(sentences: Iterable[str]) -> str:

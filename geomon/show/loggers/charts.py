@@ -143,7 +143,7 @@ def _add_null(chart: go.Figure, readings: Readings, metric: str) -> None:
     """Draw a line at the null of a metric, where the last reading has one."""
     null = readings[-1].column(metric).whole.get("null", math.nan)
     if math.isfinite(null):
-        words = readings.text_of(metric).null or "null"
+        words = readings.text_of(metric).null_label
         chart.add_hline(
             null, line={"color": "#767676", "dash": "dot", "width": 1},
             annotation={"text": f"{words}: {null:.2g}", "font": {"size": 10}},

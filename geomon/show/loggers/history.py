@@ -3,13 +3,12 @@
 import abc
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 from msgspec.structs import replace
 
 from geomon.record import Reading, Readings
-from geomon.record.sinks import Affords
 
 # What pages draw by layer and by head.
 BY_LAYER = ("twonn", "anisotropy", "attention_entropy")
@@ -81,21 +80,23 @@ class RunDrawer(abc.ABC):
     most 0.5 % of the time since the sink was made: of a drawing those parts that there is time for,
     in their order. The last drawing has all parts.
 
+    Attributes:
+        redraws_first: Whether the first part is drawn between the drawings too, each time the step
+            has grown by a fifth, so that it shows the newest readings.
+
     Args:
-        affords: Function of a number of seconds that returns whether drawing may take them now; if
-            not, the next reading is tried.
         first_cost: Seconds expected for the first part, which imports what it draws with.
         metrics: Names of metrics that are drawn beside the usual ones.
     """
 
-    def __init__(
-        self, *, affords: Affords, first_cost: float, metrics: Collection[str] = ()
-    ) -> None:
-        self._affords = affords
+    redraws_first = False
+
+    def __init__(self, *, first_cost: float, metrics: Collection[str] = ()) -> None:
         self._metrics = tuple(metrics)
         self._cost = first_cost  # seconds expected for the next part
         self._history = RunHistory(metrics)
         self._drawn_at = -1
+        self._first_drawn_at = -1
         self._left: Iterator[Part] = iter(())  # of the last drawing, for want of time
         self._began = time.perf_counter()
         self._spent = 0.0
@@ -118,6 +119,15 @@ class RunDrawer(abc.ABC):
         if self._drawn_at < 0 or reading.step >= max(_SECOND, 2 * self._drawn_at):
             drawing = self._draw(self._history.readings(), reading, fresh=True, last=False)
             self._make_parts_of(drawing, last=False)
+        elif self.redraws_first and reading.step >= max(
+            _SECOND, _KEPT_RATIO * self._first_drawn_at
+        ):
+            drawing = self._draw(self._history.readings(), reading, fresh=True, last=False)
+            kept = self._left, self._drawn_at
+            try:
+                self._make_parts_of(islice(drawing, 1), last=False)
+            finally:
+                self._left, self._drawn_at = kept
 
     def close(self) -> None:
         """Draw the end of the run; may be called more than once.
@@ -141,9 +151,9 @@ class RunDrawer(abc.ABC):
         """
         assert self._history.last is not None
         failure: Exception | None = None
-        taken = 0.0
-        while (last or self._is_within_share()) and self._affords(taken + self._cost):
+        while last or self._is_within_share():
             self._left, self._drawn_at = drawing, self._history.last.step
+            self._first_drawn_at = self._drawn_at
             began = time.perf_counter()
             part: Part | None = None
             try:
@@ -151,14 +161,11 @@ class RunDrawer(abc.ABC):
                 if part is None:
                     break
                 part()
-            except TimeoutError:  # the time limit of a sink: the next part would have none
-                raise
             except Exception as error:
                 failure = failure or error
             finally:
                 seconds = time.perf_counter() - began
                 self._spent += seconds
-                taken += seconds
                 self._cost = self._cost if part is None else seconds
         if failure is not None:
             raise failure

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from geomon.record import Reading, Sink
-from geomon.record.sinks import Affords, DescribedSink
+from geomon.record.sinks import DescribedSink
 
 
 class Pages(abc.ABC):
@@ -22,15 +22,10 @@ class Pages(abc.ABC):
     def __str__(self) -> str:
         return type(self).__name__
 
-    def parts(self, affords: Affords = lambda seconds: True) -> Sequence[Sink]:
-        """Return the parts, in the order in which they are written; they are closed in reverse.
-
-        Args:
-            affords: Function of a number of seconds that returns whether a part may take them now;
-                of the first call.
-        """
+    def parts(self) -> Sequence[Sink]:
+        """Return the parts, in the order in which they are written; they are closed in reverse."""
         if self._parts is None:
-            self._parts = list(self._make_parts(affords))
+            self._parts = list(self._make_parts())
         return self._parts
 
     def describe(self, description: Mapping[str, Any]) -> None:
@@ -71,12 +66,8 @@ class Pages(abc.ABC):
             raise ExceptionGroup(f"{self} failed in part: {reasons}", failures)
 
     @abc.abstractmethod
-    def _make_parts(self, affords: Affords) -> Iterator[Sink]:
-        """Make the parts.
-
-        Args:
-            affords: Function of a number of seconds that returns whether a part may take them now.
-        """
+    def _make_parts(self) -> Iterator[Sink]:
+        """Make the parts."""
 
 
 __all__ = ["Pages"]

@@ -1,5 +1,7 @@
 """Pages of W&B: headline values, interactive charts, the key numbers of the run, and alerts."""
 
+import atexit
+import functools
 import logging
 import math
 from collections import deque
@@ -11,7 +13,6 @@ from geomon.analysis import find_phase
 from geomon.analysis.alerts import alert_notes, dimension_of
 from geomon.record import Reading, Readings, Sink
 from geomon.record.headline import HEADLINE, Charts, Detail
-from geomon.record.sinks import Affords
 from geomon.show.loggers.history import Part, RunDrawer
 from geomon.show.loggers.parts import Pages
 
@@ -37,6 +38,8 @@ class WandB(Pages):
     Args:
         run: Run of W&B, as `wandb.init()` returns it; None for the one that is active.
         alone: Whether nothing else is logged to the run: every reading is then a row at once.
+        by_step: Whether others number their rows by training steps, or not at all: a reading that
+            comes before their first row is then a row too.
         detail: "headline" for about a dozen values, in the group `geomon/`; "layers" for all that
             are charted; or names of metrics whose means are headline values too.
         pictures: Whether charts of layers and heads are drawn, each time the step has doubled and
@@ -52,51 +55,59 @@ class WandB(Pages):
         run: Any = None,
         *,
         alone: bool = False,
+        by_step: bool = False,
         detail: Detail = HEADLINE,
         pictures: bool = True,
     ) -> None:
         if run is None and find_spec("wandb") is None:
             raise ImportError("W&B's charts need wandb: pip install 'geomon[wandb]'")
         super().__init__()
-        self._rows = WandBRows(run, alone=alone, detail=detail)
+        self._rows = WandBRows(run, alone=alone, by_step=by_step, detail=detail)
         self._pictures = pictures
 
-    def _make_parts(self, affords: Affords) -> Iterator[Sink]:
+    def _make_parts(self) -> Iterator[Sink]:
         yield self._rows
         yield WandBSummary(self._rows)
         yield WandBAlerts(self._rows)
         if self._pictures:
-            yield WandBCharts(self._rows, affords=affords)
+            yield WandBCharts(self._rows)
 
 
 class WandBRows:
     """Sink that logs charted values to a W&B run, beside what others log there.
 
-    W&B counts rows, and drops what is logged with `step=` below its counter. A reading therefore
-    never makes a row of its own while the run goes on: it joins the row that the training logs next
-    (`commit=False`), one reading to a row and the newest first. Readings for which there was no row
-    get theirs when the run is finished. Charts take the reading's step, `geomon/step`, as their
-    axis: the row may be of another step.
+    W&B counts rows, and drops what is logged with `step=` below its counter. What others log is
+    therefore watched, and a reading never takes a number that they may still use. Where they give
+    no `step=`, every reading is a row at once. Where they do, a reading joins the row that is open,
+    and others take the numbers that the training leaves out; those for which there is none get rows
+    of their own when the run is finished, or the program ends. Charts take the reading's step,
+    `geomon/step`, as their axis.
 
     Args:
         run: Run of W&B, as `wandb.init()` returns it; None for the one that is active.
         alone: Whether nothing else is logged to the run: every reading is then a row at once.
+        by_step: Whether others number their rows by training steps, or not at all: the number of a
+            reading's step is then free as soon as that step has come.
         detail: "headline", "layers", or names of metrics whose means are headline values too.
 
     Raises:
         ValueError: The detail is none of them.
     """
 
-    def __init__(self, run: Any, *, alone: bool, detail: Detail) -> None:
+    def __init__(self, run: Any, *, alone: bool, by_step: bool = False, detail: Detail) -> None:
         self._charts = Charts(detail)
         self.named = self._charts.named
         self._run: Any = None
-        self._alone = alone
+        # Whether others give numbers to their rows; None while they have logged nothing.
+        self._numbered: bool | None = False if alone else None
+        self._by_step = by_step
         self._waiting: deque[dict[str, Any]] = deque()  # rows that have not been logged yet
-        # The run's row that a reading of ours has joined, and the step of the reading.
-        self._joined: tuple[int, int] | None = None
+        self._joined: dict[str, Any] | None = None  # what of ours is in the row that is open
+        self._begun = False  # whether others have begun the row that is open
+        self._is_logging = False
         self._defined: set[str] = set()
         self._flushed_by_run = False
+        self._unfollow: Callable[[], None] = lambda: None
         self._description: dict[str, Any] | None = None
         if run is not None:
             self._follow(run)
@@ -115,7 +126,7 @@ class WandBRows:
             self._configure()
 
     def write(self, reading: Reading) -> None:
-        """Log the charted values with the row that the training logs next."""
+        """Log the charted values of a reading."""
         self.log(self._charts.select(reading), reading.step)
 
     @property
@@ -129,7 +140,7 @@ class WandBRows:
         return self._run
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
-        """Log values of a reading with the row that the training logs next.
+        """Log values of a reading.
 
         Args:
             values: Numbers, or charts of W&B, by the name under which they are shown.
@@ -142,53 +153,153 @@ class WandBRows:
             # The chart of the intrinsic dimension has the ends of its interval as a band.
             hidden = self._charts.is_end(name)
             self._run.define_metric(name, step_metric=_STEP, hidden=hidden)
-        self._log(dict(values), step)
+        if getattr(self._run, "disabled", False):
+            return
+        row = {**values, _STEP: step}
+        if self._waiting and _share_a_row(row, self._waiting[-1]):
+            self._waiting[-1] |= row
+        else:
+            self._waiting.append(row)
+        self._send()
 
     def close(self) -> None:
         """Log what is waiting, unless that is done when the run is finished.
 
         The run is finished by whoever started it.
         """
-        if self._run is not None and not self._flushed_by_run:
-            self._flush()
+        if not self._flushed_by_run or not self._waiting:
+            self._end()
 
     def _follow(self, run: Any) -> None:
         self._run = run
-        self._flushed_by_run = _call_at_finish(run, self._flush)
+        if not getattr(run, "disabled", False):
+            self._flushed_by_run = _call_at_finish(run, self._end)
+            atexit.register(self._end)  # a run that is not finished ends with the program
+            self._unfollow = _call_around_rows(run, self._before_row, self._after_row)
         run.define_metric(_STEP, hidden=True)
         self._configure()
+
+    def _end(self) -> None:
+        """Log what is waiting, and leave nothing on the run."""
+        atexit.unregister(self._end)
+        self._flush()
+        self._unfollow()
 
     def _configure(self) -> None:
         if self._description is not None:
             self._run.config.update({"geomon": self._description}, allow_val_change=True)
 
-    def _log(self, values: dict[str, Any], step: int) -> None:
-        if getattr(self._run, "disabled", False):
-            return
-        row = {**values, _STEP: step}
-        if self._alone:
-            self._run.log(row)
-            return
-        if self._waiting and self._waiting[-1][_STEP] == step:
-            self._waiting[-1] |= row  # values and charts of one step
-        else:
-            self._waiting.append(row)
-        present = self._run.step
-        if self._joined is None or present != self._joined[0] or step == self._joined[1]:
-            self._joined = present, step
-            self._run.log(self._waiting.pop(), commit=False)
-        elif len(self._waiting) == _MANY_WAITING and present == 0:
+    def _send(self) -> None:
+        """Log what is waiting, as far as no row of the others is ended or overtaken by it."""
+        newest = self._waiting[-1]
+        if self._numbered is False and not self._begun:
+            self._flush()
+        elif self._joined is None or _share_a_row(newest, self._joined):
+            self._joined = {**(self._joined or {}), **self._waiting.pop()}
+            self._log(newest, commit=False)
+        elif self._by_step and self._numbered is None and self._run.step < newest[_STEP]:
+            self._joined = self._waiting.pop()
+            self._log(newest, step=newest[_STEP])
+        elif len(self._waiting) == _MANY_WAITING and self._numbered is None and not self._by_step:
             log.warning(
                 "W&B: readings wait for the rows of the training, and nothing has been logged to "
                 "the run so far; if nothing else is logged there, use WandB(run, alone=True)"
             )
 
+    def _before_row(self, step: int | None) -> None:
+        """Others are about to log: readings take the numbers between the last row and this one."""
+        if self._is_logging or step is None:
+            return
+        self._numbered = True
+        if self._waiting or self._joined:
+            present = self._run.step
+            if step > present:
+                self._joined = None
+            while self._waiting and present + 1 < step:
+                present += 1
+                self._log(self._waiting.popleft(), step=present)
+
+    def _after_row(self, step: int | None, commit: bool | None) -> None:
+        """Others have logged: where they count, readings follow."""
+        if self._is_logging:
+            return
+        self._numbered = bool(self._numbered) or step is not None
+        self._begun = step is not None if commit is None else not commit
+        if not self._begun:
+            self._joined = None
+            if not self._numbered:
+                self._flush()
+
     def _flush(self) -> None:
         """Give each waiting reading a row of its own."""
-        if self._waiting and self._joined is not None and self._joined[0] == self._run.step:
-            self._run.log({}, commit=True)  # ends the row that a reading has joined
+        if self._waiting and self._joined is not None:
+            self._log({}, commit=True)  # ends the row that a reading has joined
+            self._joined = None
         while self._waiting:
-            self._run.log(self._waiting.popleft(), commit=True)
+            self._log(self._waiting.popleft(), commit=True)
+
+    def _log(self, row: dict[str, Any], **how: Any) -> None:
+        self._is_logging = True
+        try:
+            self._run.log(row, **how)
+        finally:
+            self._is_logging = False
+
+
+def _share_a_row(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two rows are of one step and no value of one hides a value of the other."""
+    return one[_STEP] == other[_STEP] and one.keys() & other.keys() == {_STEP}
+
+
+def _call_around_rows(
+    run: Any,
+    before: Callable[[int | None], None],
+    after: Callable[[int | None, bool | None], None],
+) -> Callable[[], None]:
+    """Have functions called before and after each row that is logged to a W&B run.
+
+    There is no public way to learn whether a row was given a number. What the functions raise is a
+    warning: the row is another's. Where W&B has no such function, nothing is called.
+
+    Args:
+        run: Run of W&B.
+        before: Takes the number that the row was given.
+        after: Takes this number, and whether the row was ended, as `run.log` takes them.
+
+    Returns:
+        Function that takes this away again.
+    """
+    original = getattr(run, "_log", None)
+    if original is None:
+        return lambda: None
+    placed = True
+
+    def attempt(function: Callable[..., None], *given: Any) -> None:
+        try:
+            if placed:
+                function(*given)
+        except Exception as error:
+            log.warning("W&B: a reading was not logged: %s: %s", type(error).__name__, error)
+
+    @functools.wraps(original)
+    def watched(data: Any, step: int | None = None, commit: bool | None = None) -> None:
+        attempt(before, step)
+        original(data, step, commit)
+        attempt(after, step, commit)
+
+    inherited = "_log" not in vars(run)
+    run._log = watched
+
+    def take_away() -> None:
+        nonlocal placed
+        placed = False  # one that lies under another's goes with the run
+        if vars(run).get("_log") is watched:
+            if inherited:
+                del run._log
+            else:
+                run._log = original
+
+    return take_away
 
 
 def _call_at_finish(run: Any, function: Callable[[], None]) -> bool:
@@ -226,9 +337,9 @@ class WandBSummary:
     def write(self, reading: Reading) -> None:
         """Bring the summary up to date."""
         self._alerts += len(alert_notes(reading))
-        value, error, _ = dimension_of(reading)
+        value, margin = dimension_of(reading)
         if math.isfinite(value):
-            self._curves.setdefault(reading.source, []).append((reading.step, value, error))
+            self._curves.setdefault(reading.source, []).append((reading.step, value, margin))
         run = self._rows.run
         if run is not None and not getattr(run, "disabled", False):
             run.summary.update({"geomon/alerts": self._alerts, **self._numbers()})
@@ -241,9 +352,9 @@ class WandBSummary:
             return {}
         # Readings of two sources see different tokens: those of the more common one are a curve.
         points = max(self._curves.values(), key=len)
-        steps, values, errors = map(list, zip(*points, strict=True))
-        phase = find_phase(steps, values, errors)
-        has_peak = phase.name in ("peak", "compressing")
+        steps, values, margins = map(list, zip(*points, strict=True))
+        phase = find_phase(steps, values, margins)
+        has_peak = phase.earliest is not None
         return {
             "geomon/phase": phase.name,
             "geomon/peak_step": phase.peak_step if has_peak else None,
@@ -294,11 +405,10 @@ class WandBCharts(RunDrawer):
 
     Args:
         rows: Rows of the run.
-        affords: Function of a number of seconds that returns whether drawing may take them now.
     """
 
-    def __init__(self, rows: WandBRows, *, affords: Affords) -> None:
-        super().__init__(affords=affords, first_cost=_FIRST_COST, metrics=rows.named)
+    def __init__(self, rows: WandBRows) -> None:
+        super().__init__(first_cost=_FIRST_COST, metrics=rows.named)
         self._rows = rows
 
     def __str__(self) -> str:

@@ -17,12 +17,13 @@ import numpy as np
 from geomon.analysis import Curve, curve_of, single_source, summarise
 from geomon.analysis.alerts import first_alerts
 from geomon.analysis.curves import plain_curve, training_curve
+from geomon.analysis.numbers import number
+from geomon.analysis.summary import headline
 from geomon.record import Reading, Readings, tags
 from geomon.record.columns import MetricText, Place
 from geomon.record.headline import beside, headlines_of
 from geomon.record.printable import printable
 from geomon.show.loading import load, name_runs
-from geomon.show.numbers import with_margin
 
 # Largest numbers of steps in curves, and in what a slider moves over.
 _MOST_POINTS, _MOST_STEPS = 400, 32
@@ -141,18 +142,18 @@ def _drawn(readings: Readings) -> dict[str, Drawn]:
         headlines = {each.tag or each.name: each for each in headlines_of(metric, text)}
         places = {place.tag: place for place in _means(readings, metric)}
         for name in dict.fromkeys([*headlines, *places]):
-            headline, place = headlines.get(name), places.get(name, Place("", metric, kind=""))
-            if headline is not None and not headline.chart:
+            charted, place = headlines.get(name), places.get(name, Place("", metric, kind=""))
+            if charted is not None and not charted.chart:
                 continue  # an end of the interval, which is a band
             words = f"{text.title_of(place.part)}, mean over layers"
             if place.kind == "value":
                 curve = curve_of(readings, metric, part=place.part)
             else:
-                find = headline.value if headline else partial(_find, place)
+                find = charted.value if charted else partial(_find, place)
                 curve, words = plain_curve(readings, find), f"{words}, {place.name or place.kind}"
             drawn[name] = Drawn(
-                curve, printable(headline.words if headline else words), printable(text.label),
-                printable(text.meaning), chart if headline else "",
+                curve, printable(charted.words if charted else words), printable(text.label),
+                printable(text.meaning), chart if charted else "",
                 _null_of(readings, metric) if place == Place("", metric) else None,
             )  # fmt: skip
     for name in dict.fromkeys(name for reading in readings for name in reading.training):
@@ -200,7 +201,7 @@ def _run_content(run: Run, curves: Mapping[str, Drawn]) -> dict[str, Any]:
         "name": printable(run.name),
         "model": printable(str(run.description.get("model", "unknown model"))),
         "phase": phase.name if phase else "unknown",
-        "headline": _headline(selected, curve),
+        "headline": printable(headline(run.readings)),
         "numbers": _numbers(selected, curve),
         "sentences": [printable(text) for text in summarise(run.readings)],
         "alerts": _alerts(run.readings),
@@ -211,31 +212,19 @@ def _run_content(run: Run, curves: Mapping[str, Drawn]) -> dict[str, Any]:
     }
 
 
-def _headline(readings: Readings, curve: Curve) -> str:
-    """Say how the intrinsic dimension goes, and where it ends before the run does."""
-    if not len(curve):
-        return "Intrinsic dimension: not measured."
-    phase, end = curve.phase(), readings[-1].step
-    ended = f" (known to step {curve.steps[-1]:,} of {end:,})" if curve.steps[-1] < end else ""
-    return f"Intrinsic dimension: {phase.words()}{phase.span()}{ended}."
-
-
 def _numbers(readings: Readings, curve: Curve) -> list[tuple[str, str]]:
     """Labels and texts of the few numbers that a reader looks for first."""
     last = readings[-1]
     numbers = [("readings", f"{len(readings):,}, to step {last.step:,}")]
-    if len(curve):
-        since = f" at step {curve.steps[-1]:,}" if curve.steps[-1] < last.step else ""
-        now = with_margin(curve.values[-1], curve.margins[-1])
-        numbers.append(("dimension now" if not since else "dimension", f"{now}{since}"))
-        phase = curve.phase()
-        if phase.name in ("peak", "compressing"):
-            numbers.append(("its peak", f"{phase.peak:.3g} at step {phase.peak_step:,}"))
+    if len(curve) and (phase := curve.phase()).earliest is not None:
+        peak = f"{number(phase.peak)} at step {phase.peak_step:,}"
+        numbers.append((f"peak of the {readings.text_of('twonn').title}", peak))
     layers = last.layers("anisotropy")
     known = [(value, layer) for layer, value in last.column("anisotropy").by_layer().items()]
     if known:
         value, layer = max(known)
-        numbers.append(("most anisotropic", f"{value:.2g} at layer {layer} of {layers[-1]}"))
+        title = readings.text_of("anisotropy").title
+        numbers.append((f"highest {title}", f"{value:.2g} at layer {layer} of {layers[-1]}"))
     loss = training_curve(readings)
     if len(loss):
         since = f" at step {loss.steps[-1]:,}" if loss.steps[-1] < last.step else ""

@@ -55,7 +55,7 @@ Phase: the intrinsic dimension is the number of directions in which the hidden s
 vary. Often it expands at first, reaches a peak, and is compressing from then on. Steady: no \
 change above its errors.
 
-What each metric means: docs/metrics.md. What an alert means: docs/alerts.md.
+What each metric means: `geomon metrics`. What an alert means: `geomon alerts`.
 """
 
 

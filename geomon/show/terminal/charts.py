@@ -10,9 +10,9 @@ from rich.style import Style
 from rich.text import Text
 
 from geomon.analysis import Curve
+from geomon.analysis.numbers import number
 from geomon.analysis.profile import is_far_above
 from geomon.record import Reading
-from geomon.show.numbers import number
 from geomon.show.terminal.scales import axis_marks, axis_range, place, step_marks
 
 Colour = tuple[int, int, int]

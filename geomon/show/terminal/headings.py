@@ -6,8 +6,10 @@ import time
 from rich.text import Text
 
 from geomon.analysis import Curve
+from geomon.analysis.numbers import number, with_margin
+from geomon.analysis.summary import dimension_course, dimension_now, name_alerts
+from geomon.record import Readings
 from geomon.record.printable import printable
-from geomon.show.numbers import number, with_margin
 from geomon.show.terminal.charts import Colour
 from geomon.show.terminal.choices import DIMENSION, Choices
 from geomon.show.terminal.history import Watched
@@ -15,7 +17,7 @@ from geomon.show.terminal.overview import ago, percent
 
 # Most runs that have a line of their own.
 _MOST_NAMED = 6
-_PHASES = {"expanding": "#00b282", "peak": "#f0e442", "compressing": "#56b4e9"}
+_PHASES = {"expanding": "#00b282", "compressing": "#56b4e9", "erratic": "#d55e00"}
 _OVER_LAYERS = ", mean over layers"
 
 
@@ -38,7 +40,7 @@ def describe_runs(choices: Choices, width: int) -> Text:
 
 
 def _only(run: Watched, width: int) -> list[Text]:
-    """Describe the only run in two lines."""
+    """Describe the only run: how far it is, its alerts, its dimension and the phase of that."""
     first = Text(run.name, style="bold")
     if not run.selected:
         return [first, Text(_without_readings(run), style="dim")]
@@ -51,7 +53,13 @@ def _only(run: Watched, width: int) -> list[Text]:
     for part in more:
         if first.cell_len + len(part) + 3 <= width:
             first.append(f" · {part}", style="not bold dim")
-    return [first, _phase(run, Text(), run.readings.text_of("twonn").title, _PHASES)]
+    alerts, selected = name_alerts(run.readings), Readings(run.readings.runs, run.selected)
+    lines = [first, *[Text(alerts, style="bold red")] * bool(alerts)]
+    lines.append(Text(dimension_now(selected) or _not_measured(run), style="bold"))
+    if len(run.curve(DIMENSION)):
+        phase = run.phase(DIMENSION)
+        lines.append(Text(phase.words(), style=_PHASES.get(phase.name, "")))
+    return lines
 
 
 def _one_of_several(choices: Choices, index: int) -> list[Text]:
@@ -63,17 +71,13 @@ def _one_of_several(choices: Choices, index: int) -> list[Text]:
         return [text.append(_without_readings(run), style="dim")]
     last = run.selected[-1]
     text.append(f"step {last.step:,} · {ago(time.time() - last.time)}  ", style="dim")
-    return [_phase(run, text, "dimension", {})]
+    if not len(run.curve(DIMENSION)):
+        return [text.append(_not_measured(run), style="dim")]
+    return [text.append(dimension_course(Readings(run.readings.runs, run.selected)), style="bold")]
 
 
-def _phase(run: Watched, text: Text, name: str, colours: dict[str, str]) -> Text:
-    """Append the intrinsic dimension of a run and its phase."""
-    dimension = run.curve(DIMENSION)
-    if not len(dimension):
-        return text.append(f"{name}: not measured", style="dim")
-    phase = run.phase(DIMENSION)
-    text.append(f"{name} {_last(dimension)}", style="bold")
-    return text.append(f", {phase.words()}", style=colours.get(phase.name, ""))
+def _not_measured(run: Watched) -> str:
+    return f"{run.readings.text_of(DIMENSION.metric).title}: not measured"
 
 
 def _without_readings(run: Watched) -> str:

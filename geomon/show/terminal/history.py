@@ -156,9 +156,8 @@ class Watched:
         if done < len(self.selected):
             new = quantity.curve(self.selected[done:], layer)
             curve = Curve(
-                curve.steps + new.steps, curve.values + new.values, curve.errors + new.errors,
-                curve.sampled + new.sampled,
-            )  # fmt: skip
+                curve.steps + new.steps, curve.values + new.values, curve.margins + new.margins
+            )
             self._curves[quantity, layer] = len(self.selected), curve
         return curve
 

@@ -1,6 +1,7 @@
 """A run in the terminal: the last reading, its history as spark lines, its phase in words."""
 
 import math
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,10 +9,11 @@ from dataclasses import dataclass
 from geomon.analysis import Curve, curve_of, mean_abs_over_heads, single_source
 from geomon.analysis.alerts import alert_notes
 from geomon.analysis.curves import training_curve
+from geomon.analysis.numbers import number, with_margin
+from geomon.analysis.summary import dimension_now, estimates, name_alerts, why_they_differ
 from geomon.record import Reading, Readings, tags
 from geomon.record.columns import NAN
 from geomon.record.printable import printable
-from geomon.show.numbers import number, with_margin
 from geomon.show.terminal.scales import FLAT, thin, typical
 
 try:
@@ -22,15 +24,21 @@ except ImportError as error:
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 # For terminals without Unicode.
-_ASCII = str.maketrans(_BLOCKS + "·±→−–", "_.-~=+*#|+>--")
+_ASCII = str.maketrans(_BLOCKS + "·±→−–…", "_.-~=+*#|+>--.")
 # Widths in characters: of labels, of values, and of spark lines at most and at least.
-_LABEL, _VALUE, _MAX_SPARK, _MIN_SPARK = 20, 13, 28, 6
+_VALUE, _MAX_SPARK, _MIN_SPARK = 13, 28, 6
+# Width of labels, and the width from which on a terminal has room for long ones.
+_LABELS, _ROOMY = (20, 36), 100
+# Metrics that a line of plain text gives beside the dimension.
+_IN_A_LINE = ("anisotropy", "attention_entropy", "qk_cosine")
+# Characters of the spark lines beside words, and of the terminals that have room for them.
+_SHORT_SPARK, _WIDE = 12, 48
 
 
 def view(readings: Readings | Sequence[Reading], *, width: int | None = None) -> "View":
     """Build a view of the last reading and the history, for rich to print.
 
-    It has at most 16 lines, and below them what is to be known of the record as a whole.
+    It has about 16 lines; below them it says what is to be known of the record as a whole.
 
     Args:
         readings: Readings of a run so far.
@@ -48,29 +56,40 @@ def format_line(reading: Reading, readings: Readings | Sequence[Reading]) -> str
         readings: Readings of the run; those of later steps are ignored.
 
     Returns:
-        "step 128: ID 7.4 ± 0.1 (expanding), distinct 7.5, entropy 2.1, |qk| 0.35", for instance.
+        "step 128: Intrinsic dimension (TwoNN) 7.4 ± 0.1 (expanding), distinct tokens 7.5 ± 0.2,
+        Anisotropy 0.32", for instance.
     """
+    runs = readings.runs if isinstance(readings, Readings) else []
     past = [other for other in readings if other.step <= reading.step] or [reading]
+    now = Readings(runs, [reading])
     size = mean_abs_over_heads([reading], "qk_cosine")
     alerts = alert_notes(reading)
+    names = {name: now.text_of(name).title for name in _IN_A_LINE}
     parts = [
-        _dimension_part(reading, curve_of(past, "twonn")),
-        _part("distinct", _mean(reading, "twonn_distinct")),
-        _part("anisotropy", _mean(reading, "anisotropy")),
-        _part("entropy", _mean(reading, "attention_entropy")),
-        _part("|qk|", size.values[-1] if len(size) else math.nan),
+        *_dimension_parts(now, past),
+        *(_part(names[name], reading.column(name).mean) for name in _IN_A_LINE[:2]),
+        _part(f"|{names['qk_cosine']}|", size.values[-1] if len(size) else math.nan),
         _part("loss", reading.training.get(tags.LOSS, NAN)),
         f"alert: {' '.join('; '.join(map(str, alerts)).split())}" if alerts else "",
     ]
-    measured = [part for part in parts if part]
-    return f"step {reading.step}: " + (", ".join(measured) or _nothing_usual(reading))
+    known = [part for part in parts if part]
+    return f"step {reading.step}: " + (", ".join(known) or _nothing_usual(now))
 
 
-def _nothing_usual(reading: Reading) -> str:
+def _dimension_parts(now: Readings, past: Sequence[Reading]) -> list[str]:
+    """Format both estimates of the dimension at a reading, the first with its phase."""
+    parts = [f"{name} {_with_margin(curve)}" for name, curve in estimates(now)]
+    phase = curve_of(past, "twonn").phase().name
+    if parts and phase != "unknown":
+        parts[0] += f" ({phase})"
+    return parts
+
+
+def _nothing_usual(now: Readings) -> str:
     """Say why a line has no value: other metrics were chosen, or they are not finite."""
-    names = {"twonn": "ID", "anisotropy": "anisotropy", "attention_entropy": "entropy"}
-    lost = [words for name, words in names.items() if name in reading.columns]
-    return f"{', '.join(lost)} not finite" if lost else f"{len(reading.values)} values"
+    usual = [name for name in ("twonn", *_IN_A_LINE[:2]) if name in now[0].columns]
+    lost = ", ".join(now.text_of(name).title for name in usual)
+    return f"{lost} not finite" if lost else f"{len(now[0].values)} values"
 
 
 def spark(values: Sequence[float], width: int, margin: float = 0.0) -> str:
@@ -136,16 +155,8 @@ def _lines(readings: Readings, width: int) -> Iterator[Text]:
         return
     last = selected[-1]
     yield from _heading(last, width)
-    twonn, distinct = (curve_of(selected, name) for name in ("twonn", "twonn_distinct"))
-    yield _row(readings.text_of("twonn").title, _with_margin(twonn), twonn, "", width)
-    if len(twonn):
-        phase = twonn.phase()
-        words = Text(phase.words(), style=_COLOURS.get(phase.name, ""))
-        yield Text(" " * max(2, min(_LABEL, width - words.cell_len))).append_text(words)
-    if len(distinct):
-        after = f"{distinct.phase().name}, from {number(distinct.values[0])}"
-        after = after if len(distinct) > 1 else ""
-        yield _row("· distinct tokens", _with_margin(distinct), distinct, after, width)
+    yield from _wrapped(name_alerts(readings), width, "bold red")
+    yield from _dimension(Readings(readings.runs, selected), width)
     yield _anisotropy(f"{readings.text_of('anisotropy').title} by layer", last, width)
     entropy = curve_of(selected, "attention_entropy")
     share = f"{entropy.values[-1] / entropy.values[0]:.0%}" if _has_start(entropy) else ""
@@ -154,21 +165,45 @@ def _lines(readings: Readings, width: int) -> Iterator[Text]:
     yield _row(text.title, _unit(entropy, f" {text.unit}".rstrip()), entropy, after, width)
     size = mean_abs_over_heads(selected, "qk_cosine")
     after = f"from {number(size.values[0])}" if len(size) > 1 else ""
-    yield _row("|cos| of mean q, k", _unit(size, ""), size, after, width)
+    yield _row(f"|{readings.text_of('qk_cosine').title}|", _unit(size, ""), size, after, width)
     loss = training_curve(selected)
     if len(loss):
         after = f"from {number(loss.values[0])}" if len(loss) > 1 else ""
         if loss.steps[-1] < last.step:  # the last reading has no batch after it
             after = ", ".join(filter(None, (after, f"known to step {loss.steps[-1]:,}")))
         yield _row("training loss", _unit(loss, ""), loss, after, width)
-    yield from _last_alert(readings)
+    yield from _last_alert(readings, width)
     notes = [note.words() for note in last.notes if not note.is_alert]
     if notes:
         more = f" (and {len(notes) - 1} more)" if len(notes) > 1 else ""
         yield Text(f"note{more}: {' '.join(notes[-1].split())}", style="dim")
 
 
-def _last_alert(readings: Readings) -> Iterator[Text]:
+def _dimension(readings: Readings, width: int) -> Iterator[Text]:
+    """Lay out both estimates of the dimension: their values in one line, then their phases."""
+    found = estimates(readings)
+    if not found:
+        yield _row(readings.text_of("twonn").title, "", Curve([], [], []), "", width)
+        return
+    yield from _wrapped(dimension_now(readings), width, "bold")
+    for index, (name, curve) in enumerate(found):
+        phase = curve.phase()
+        words = f"{name}: {phase.words()}" if index else phase.words()
+        line = spark(curve.values, _SHORT_SPARK, typical(curve.margins)) * (width >= _WIDE)
+        start = f"  {line:<{_SHORT_SPARK}}  " if line else "  "
+        rest = textwrap.wrap(words, max(width - len(start), 1))
+        for place, part in enumerate(rest):
+            text = Text(start if not place else " " * len(start), style="blue")
+            yield text.append(part, style=_COLOURS.get(phase.name, "none"))
+    yield from _wrapped(why_they_differ(readings), width, "dim")
+
+
+def _wrapped(words: str, width: int, style: str) -> Iterator[Text]:
+    """Lay out words in as many lines as they take, so that nothing of them is cut."""
+    return (Text(line, style=style) for line in textwrap.wrap(" ".join(words.split()), width))
+
+
+def _last_alert(readings: Readings, width: int) -> Iterator[Text]:
     """Lay out the last alert of a run, with its step and the number of those before."""
     alerts = [
         (reading.step, alert.words()) for reading in readings for alert in alert_notes(reading)
@@ -176,10 +211,10 @@ def _last_alert(readings: Readings) -> Iterator[Text]:
     if alerts:
         step, words = alerts[-1]
         earlier = f" (and {len(alerts) - 1} before)" if len(alerts) > 1 else ""
-        yield Text(f"alert at step {step:,}{earlier}: {' '.join(words.split())}", style="red")
+        yield from _wrapped(f"alert at step {step:,}{earlier}: {words}", width, "red")
 
 
-_COLOURS = {"expanding": "green", "peak": "yellow", "compressing": "cyan"}
+_COLOURS = {"expanding": "green", "compressing": "cyan", "erratic": "red"}
 
 
 def _heading(reading: Reading, width: int) -> Iterator[Text]:
@@ -200,33 +235,33 @@ def _heading(reading: Reading, width: int) -> Iterator[Text]:
 
 def _row(label: str, value: str, curve: Curve, after: str, width: int) -> Text:
     """Lay out a label, a value, a spark line and the text after it."""
-    text = _label(label)
+    text = _label(label, width)
     if not len(curve):
         return text.append("not measured", style="dim")
     text.append(f"{value:<{_VALUE}}", style="bold")
-    columns = width - _LABEL - _VALUE - 1
+    columns = width - text.cell_len - 1
     after = f"  {after}" if after and columns - len(after) - 2 >= _MIN_SPARK else ""
     line = spark(curve.values, min(columns - len(after), _MAX_SPARK), typical(curve.margins))
     text.append(" " + line, style="blue")
     return text.append(after, style="dim")
 
 
-def _label(words: str) -> Text:
+def _label(words: str, width: int) -> Text:
     """Lay out the label of a row, cut where it is too long."""
-    text = Text(words)
-    text.truncate(_LABEL - 1, overflow="ellipsis")
-    return text.append(" " * (_LABEL - text.cell_len))
+    text, room = Text(words), _LABELS[width >= _ROOMY]
+    text.truncate(room - 1, overflow="ellipsis")
+    return text.append(" " * (room - text.cell_len))
 
 
 def _anisotropy(label: str, reading: Reading, width: int) -> Text:
     """Lay out the profile over depth, with the values at its ends and at its highest layer."""
-    text = _label(label)
+    text = _label(label, width)
     profile = list(reading.column("anisotropy").by_layer().items())
     if not profile:
         return text.append("not measured", style="dim")
     left, right = f"{number(profile[0][1])} ", f" {number(profile[-1][1])}"
     top = max(profile, key=lambda pair: pair[1])
-    columns = width - _LABEL - len(left) - len(right)
+    columns = width - text.cell_len - len(left) - len(right)
     after = f"  highest {number(top[1])} at layer {top[0]} of {profile[-1][0]}"
     if columns - len(after) < _MIN_SPARK:
         after = f"  max {number(top[1])} at {top[0]}"
@@ -251,21 +286,8 @@ def _has_start(curve: Curve) -> bool:
     return len(curve) > 1 and curve.values[0] > 0
 
 
-def _dimension_part(reading: Reading, past: Curve) -> str:
-    value = _mean(reading, "twonn")
-    if not math.isfinite(value):
-        return ""
-    phase = past.phase().name
-    suffix = f" ({phase})" if phase != "unknown" else ""
-    return f"ID {_with_margin(curve_of([reading], 'twonn'))}{suffix}"
-
-
 def _part(name: str, value: float) -> str:
     return f"{name} {number(value)}" if math.isfinite(value) else ""
-
-
-def _mean(reading: Reading, metric: str) -> float:
-    return reading.column(metric).mean
 
 
 def percent(share: float) -> str:

@@ -3,8 +3,10 @@ import torch
 from models import PlainDecoder, transformer
 from torch import nn
 
+from geomon.capture import Window
 from geomon.capture.anatomy import find_anatomy, shown_name
 from geomon.capture.anatomy.families import LeftOut
+from geomon.capture.snapshot import CAPTURED
 
 FIRST = {"gpt2": "transformer.h.0", "llama": "model.layers.0", "bert": "encoder.layer.0"}
 
@@ -176,6 +178,12 @@ def test_the_attention_to_another_stack_is_told_from_a_blocks_own():
     found = [(a.name, a.cross) for a in decoder.blocks[0].attentions]
     assert found == [("self_attn", False), ("multihead_attn", True)]
     assert decoder.blocks[0].attention_index("cross") == 1
+    # A block may have its own attention behind the other one, as one that is exchanged later has.
+    behind = lambda: module(encoder_attn=Attending(), self_attn=Attending())  # noqa: E731
+    both = module(encoder=module(layers=layers(Attending)), decoder=module(layers=layers(behind)))
+    block = find_anatomy(both).stacks[1].blocks[0]
+    assert block.attends
+    assert [a.label for a in block.attentions] == ["cross", ""]
     alone = find_anatomy(layers(lambda: module(multihead_attn=nn.MultiheadAttention(8, 2))))
     assert not alone.blocks[0].attentions[0].cross
     only = module(layers=layers(Attending, lambda: module(cross_attn=Attending())))
@@ -225,6 +233,89 @@ def test_blocks_of_stages_are_one_stack():
     assert len(names(same)[""]) == 4
     beside = module(encoder1=stage(8, 2), encoder2=stage(8, 2))
     assert list(names(beside)) == ["encoder1", "encoder2"]
+
+
+def test_stages_of_convolutions_and_of_attention_are_one_stack_of_their_blocks():
+    def stage(kind, count):
+        return nn.Sequential(nn.Sequential(*(kind() for _ in range(count))))
+
+    model = module(stages=nn.Sequential(stage(Mixing, 2), stage(Mixing, 3), stage(Attending, 4)))
+    assert [block.attends for block in find_anatomy(model).blocks] == [False] * 5 + [True] * 4
+    assert find_anatomy(model).left_out == ()
+
+
+def test_stages_that_are_watched_whole_are_said_to_hold_blocks():
+    def attending():
+        return module(attn=Attending())
+
+    mixed = [nn.Sequential(Mixing(), Mixing()), nn.Sequential(Mixing(), attending(), attending())]
+    anatomy = find_anatomy(module(stages=nn.Sequential(*(module(blocks=m) for m in mixed))))
+    assert [block.name for block in anatomy.blocks] == ["stages.0", "stages.1"]
+    (said,) = anatomy.left_out
+    assert (said.pattern, said.count, said.is_large) == ("stages.#.blocks.#", 5, True)
+    assert said.reason == "the 2 stages.# around them are watched"
+    named = find_anatomy(module(stages=nn.Sequential(*mixed)), blocks=r"stages\.\d+\.\d+")
+    assert len(named.blocks) == 5
+
+
+@pytest.mark.parametrize("name", ["mha_layer", "self_att", "attn", "attention"])
+def test_attention_is_known_by_names_of_several_code_bases(name):
+    model = module(
+        encoder=module(layers=layers(*[lambda: module(**{name: Mixing(), "ff": Mixing()})] * 2)),
+        decoder=module(layers=layers(Attending, Attending)),
+    )
+    assert [stack.name for stack in find_anatomy(model).stacks] == ["encoder", "decoder"]
+
+
+class Tracking:
+    """Wraps what is given to it, in its own way."""
+
+    def __setattr__(self, name, value):
+        super().__setattr__(name, TrackedList(value) if isinstance(value, list) else value)
+
+
+class TrackedList(list):
+    """A list that torch does not know to hold modules."""
+
+
+class TrackedLayer(Tracking, nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self._tracked = []
+        self.attention, self.mlp = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 8)
+        self._tracked.append(self.attention)
+
+    def forward(self, x):
+        return self.mlp(x + self.attention(x, x, x)[0])
+
+
+class TrackedModel(Tracking, nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self._all_of_them = []
+        self.table, self.body = nn.Embedding(50, 8), [TrackedLayer() for _ in range(3)]
+        self._all_of_them += [self.table, *self.body]
+
+    def forward(self, ids):
+        x = self.table(ids)
+        for layer in self.body:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("way", ["found", "by name", "given"])
+def test_modules_in_lists_that_torch_does_not_know_may_be_blocks(way):
+    model = TrackedModel().eval()
+    assert not any(isinstance(inner, TrackedLayer) for inner in model.modules())
+    blocks = {"found": None, "by name": r"body\.\d", "given": model.body}[way]
+    anatomy = find_anatomy(model, blocks)
+    assert [block.name for block in anatomy.blocks] == ["body.0", "body.1", "body.2"]
+    assert anatomy.stacks[0].owner is model
+    with torch.no_grad(), Window(anatomy, set(CAPTURED), rows=10, seed=0) as seen:
+        model(torch.randint(0, 50, (4, 6)))
+    for layer in seen.snapshot().layers:
+        assert {"hidden", "token_ids"} <= layer.captured.keys()
+        assert layer.index == 0 or "visible" in layer.captured
 
 
 def test_sublayers_of_a_block_are_not_blocks():

@@ -1,8 +1,6 @@
-"""Fused attention: flex attention, and the functions of flash attention under their names."""
+"""Fused attention: flex attention, and kernels that are registered as operators of torch."""
 
 import functools
-import sys
-import types
 
 import pytest
 import torch
@@ -230,7 +228,7 @@ def test_an_error_in_compiled_flex_attention_leaves_nothing_behind():
     assert fingerprint(model) == before
 
 
-# -- functions of flash attention ------------------------------------------------------------------
+# -- operators of flash attention ----------------------------------------------------------------
 
 
 def attend(q, k, v, visible):
@@ -241,38 +239,39 @@ def attend(q, k, v, visible):
     return (scores.softmax(-1).nan_to_num() @ v).transpose(-3, -2)
 
 
-def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1)):
-    """Stands for the function of that name, which needs an accelerator."""
+LIBRARY = torch.library.Library("geomon_flash", "DEF")
+LIBRARY.define(
+    "forward(Tensor q, Tensor k, Tensor v, float dropout_p=0.0, float? softmax_scale=None, "
+    "bool causal=False, int window_size_left=-1, int window_size_right=-1) -> Tensor"
+)
+LIBRARY.define(
+    "varlen_forward(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+    "bool causal=False) -> Tensor"
+)
+LIBRARY.define(
+    "torchs(Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k, "
+    "bool is_causal=False) -> Tensor"
+)
+
+
+def _forward(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, left=-1, right=-1):
+    """Stands for the operator of a package, which needs an accelerator."""
     visible = CAUSAL if causal else torch.ones_like(CAUSAL)
-    if window_size[0] >= 0:
-        visible = visible & (ORDER[:, None] - window_size[0] <= ORDER)
+    if left >= 0:
+        visible = visible & (ORDER[:, None] - left <= ORDER)
     return attend(q, k, v, visible)
 
 
-def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, causal=False):
-    """Stands for the function of that name."""
+def _varlen(q, k, v, ends, others, causal=False):
     order = torch.arange(len(q))
-    which = torch.searchsorted(cu_seqlens_q, order, right=True)
+    which = torch.searchsorted(ends, order, right=True)
     visible = which == which[:, None]
     return attend(q, k, v, visible & (order <= order[:, None]) if causal else visible)
 
 
-def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1)):
-    """Stands for the function of that name of torch."""
-    return flash_attn_varlen_func(query, key, value, cu_seq_q, cu_seq_k, window_size[1] == 0)
-
-
-@pytest.fixture
-def package(monkeypatch):
-    """A module that has imported the functions by their names, as models do."""
-    module = types.ModuleType("somebodys_model")
-    vars(module).update(
-        flash_attn_func=flash_attn_func, flash_attn_varlen_func=flash_attn_varlen_func,
-        varlen_attn=varlen_attn,
-        scaled_dot_product_attention=nn.functional.scaled_dot_product_attention,
-    )  # fmt: skip
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    return module
+for name, function in (("forward", _forward), ("varlen_forward", _varlen), ("torchs", _varlen)):
+    LIBRARY.impl(name, function, "CPU")
+FLASH = torch.ops.geomon_flash
 
 
 def ends_of(ids: Tensor) -> Tensor:
@@ -283,28 +282,27 @@ def ends_of(ids: Tensor) -> Tensor:
     )
 
 
-def test_flash_attention_under_its_own_name_is_seen(package):
+def by_operator(operator, q, k, v, ids):
+    return operator(q, k, v, ends_of(ids), ends_of(ids), True)
+
+
+def test_flash_attention_is_seen_as_an_operator():
     model = Decoder(
-        lambda q, k, v, ids: package.flash_attn_func(q, k, v, causal=True, window_size=(5, 0))
+        lambda q, k, v, ids: FLASH.forward(
+            q, k, v, causal=True, window_size_left=5, window_size_right=0
+        )
     ).eval()
     ids = tokens()
-    before = fingerprint(model), dict(vars(package))
+    before = fingerprint(model)
     reading, _ = measured(model, ids)
-    assert (fingerprint(model), dict(vars(package))) == before
+    assert fingerprint(model) == before
     agrees(reading, model, (CAUSAL & (ORDER[:, None] - 5 <= ORDER)))
     assert "through a function of flash attention" in str(describe(model, ids))
 
 
-def test_packed_flash_attention_is_seen_with_its_sequences(package):
-    calls = [
-        lambda q, k, v, ids: package.flash_attn_varlen_func(
-            q, k, v, ends_of(ids), ends_of(ids), causal=True
-        ),
-        lambda q, k, v, ids: package.varlen_attn(
-            q, k, v, ends_of(ids), ends_of(ids), 1, 1, window_size=(-1, 0)
-        ),
-    ]
-    for call in calls:
+def test_packed_flash_attention_is_seen_with_its_sequences():
+    for operator in (FLASH.varlen_forward, FLASH.torchs):
+        call = functools.partial(by_operator, operator)
         model, ids = Decoder(call, packed=True).eval(), tokens(16)
         reading, _ = measured(model, ids)
         which = (ids.flatten() == BREAK).cumsum(0)
@@ -313,28 +311,36 @@ def test_packed_flash_attention_is_seen_with_its_sequences(package):
         assert "variance/layer_01/margin" in reading.values
 
 
-def test_torchs_attention_is_seen_where_it_was_imported_by_name(package):
+def test_torchs_attention_is_seen_where_it_was_imported_by_name():
+    call = nn.functional.scaled_dot_product_attention
+
     def by_name(q, k, v, ids):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        call = package.scaled_dot_product_attention
         return call(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
     model, ids = Decoder(by_name).eval(), tokens()
     agrees(measured(model, ids)[0], model, CAUSAL)
 
 
-def test_a_function_of_the_same_name_with_another_order_is_refused(package):
+def test_an_operator_with_heads_before_queries_is_refused():
     def heads_first(q, k, v, ids):
         q, k, v = (x.transpose(1, 2) for x in (q, k.repeat_interleave(2, 2), v))
-        return package.flash_attn_func(q, k, v.repeat_interleave(2, 1)).transpose(1, 2)
+        mixed = HEADS_FIRST.forward(q, k, v.repeat_interleave(2, 1))
+        return mixed.transpose(1, 2)
 
-    package.flash_attn_func = lambda q, k, v: attend(
-        *(x.transpose(1, 2) for x in (q, k, v)), CAUSAL
-    ).transpose(1, 2)
     model, ids = Decoder(heads_first).eval(), tokens()
     with torch.no_grad():
-        text = str(describe(model, ids))
-    assert "by hand" in text or "queries were attended with, of" in text
+        assert "queries were attended with, of" in str(describe(model, ids))
+
+
+HEADS_LIBRARY = torch.library.Library("geomon_heads_first", "DEF")
+HEADS_LIBRARY.define("forward(Tensor q, Tensor k, Tensor v) -> Tensor")
+HEADS_LIBRARY.impl(
+    "forward",
+    lambda q, k, v: attend(*(x.transpose(1, 2) for x in (q, k, v)), CAUSAL).transpose(1, 2),
+    "CPU",
+)
+HEADS_FIRST = torch.ops.geomon_heads_first
 
 
 def test_tokens_in_one_row_are_told_apart_as_attention_takes_them():

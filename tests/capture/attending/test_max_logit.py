@@ -2,7 +2,6 @@
 
 import math
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,11 +14,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import geomon
 from geomon.capture.anatomy import find_anatomy
 from geomon.capture.attending import max_logit
-from geomon.capture.attending.attention import read_arguments
+from geomon.capture.attending.attention import Arguments
+from geomon.capture.attending.fused import read_sdpa
 from geomon.capture.attending.max_logit import max_logits_of_call, max_logits_of_scores, over_rows
+from geomon.capture.attending.rules import FlexRule, PlaceRule
 from geomon.capture.snapshot import CAPTURED, Layer
 from geomon.capture.window import Window
 from geomon.distributed.merge import merge_layers
+
+
+def given_by(query, key, mask=None, **changes) -> Arguments:
+    return read_sdpa({"query": query, "key": key, "attn_mask": mask})._replace(**changes)
 
 
 def reference(query, key, visible, scale, bias=None, softcap=None) -> torch.Tensor:
@@ -59,23 +64,23 @@ def test_it_is_the_largest_of_all_scores(
     bias = normal(1, heads, queries, keys) if biased else None
     rows, order = torch.arange(queries)[:, None], torch.arange(keys)
     visible = torch.ones(sequences, 1, queries, keys, dtype=torch.bool)
-    mask, options = None, {"position_bias": bias, "softcap": softcap, "scaling": scale}
+    mask, options = None, {"bias": bias, "softcap": softcap, "scale": scale}
     if kind in ("bool", "additive"):
         visible = torch.rand(sequences, 1, queries, keys, generator=generator) > 0.4
         mask = visible if kind == "bool" else torch.where(visible, 0.0, -1e9)
     elif kind == "by key":
-        mask = torch.rand(sequences, keys, generator=generator) > 0.4
-        visible = mask[:, None, None, :].expand(-1, -1, queries, -1)
+        mask = torch.rand(sequences, 1, 1, keys, generator=generator) > 0.4
+        visible = mask.expand(-1, -1, queries, -1)
     elif queries > 1 and kind != "none":
-        options["is_causal"] = True
+        options["causal"] = kind != "window"
         visible = (order <= rows).expand_as(visible)
         if kind == "window":
-            options["sliding_window"] = 3
+            options["rule"] = PlaceRule(keys, query.device, 2, 0)
             visible = visible & (rows - order < 3)
     valid = torch.rand(sequences, queries, generator=generator) > 0.3 if padded else None
     if valid is not None:
         visible = visible & valid[:, None, :, None]
-    arguments = read_arguments("interface", None, query, key, mask, options)
+    arguments = given_by(query, key, mask, **options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(max_logit, "_BLOCK_ON_HOST", block)
         patch.setattr(max_logit, "_FEWEST_QUERIES", fewest)
@@ -90,10 +95,11 @@ def test_no_later_key_is_seen_in_a_part_of_the_queries(monkeypatch, window, fewe
     """Every key has a larger score than those before it, and every query its own key's."""
     monkeypatch.setattr(max_logit, "_FEWEST_QUERIES", fewest)
     key = torch.arange(24.0).view(1, 1, 24, 1)
-    options = {"is_causal": True, "sliding_window": window, "scaling": 1.0}
-    given = read_arguments("interface", None, torch.ones(1, 1, 24, 1), key, None, options)
+    rule = None if window is None else PlaceRule(24, key.device, window - 1, 0)
+    options = {"causal": rule is None, "rule": rule, "scale": 1.0}
+    given = given_by(torch.ones(1, 1, 24, 1), key, **options)
     assert max_logits_of_call(given)[0, 0].tolist() == [*range(24)]
-    lower = read_arguments("interface", None, torch.ones(1, 1, 24, 1), -key, None, options)
+    lower = given_by(torch.ones(1, 1, 24, 1), -key, **options)
     first = [max(0, row + 1 - (window or 24)) for row in range(24)]
     assert max_logits_of_call(lower)[0, 0].tolist() == [-number for number in first]
 
@@ -105,8 +111,9 @@ def test_of_packed_sequences_none_sees_another(monkeypatch, causal, window, fewe
     lengths = [5, 1, 12, 6]
     query, key = torch.randn(1, 2, 24, 8), torch.randn(1, 2, 24, 8)
     summed = torch.tensor([0, *lengths]).cumsum(dim=0)
-    options = {"is_causal": causal, "sliding_window": window, "cu_seq_lens_q": summed}
-    given = read_arguments("interface", None, query, key, None, options)
+    left, right = None if window is None else window - 1, 0 if causal else None
+    rule = PlaceRule(24, key.device, left, right, ends=(summed, summed))
+    given = given_by(query, key, rule=rule)
     visible = torch.block_diag(*(torch.ones(n, n) for n in lengths)).bool()
     visible = visible.tril() if causal else visible
     visible = visible if window is None else visible.triu(1 - window)
@@ -120,10 +127,8 @@ def test_under_a_rule_it_is_that_of_the_pairs_that_the_rule_allows(monkeypatch, 
     monkeypatch.setattr(max_logit, "_BLOCK_ON_HOST", block)
     query, key = torch.randn(3, 4, 9, 8), torch.randn(3, 2, 9, 8)
     visible = torch.rand(3, 4, 9, 9) > 0.7
-    mask = SimpleNamespace(
-        mask_mod=lambda b, h, q, k: visible[b, h, q, k], kv_num_blocks=torch.zeros(3, 4, 1)
-    )
-    given = read_arguments("interface", None, query, key, mask, {"is_causal": True})
+    rule = FlexRule(9, key.device, lambda b, h, q, k: visible[b, h, q, k], 4)
+    given = given_by(query, key, rule=rule)
     found = over_rows(max_logits_of_call(given), None)
     expected = reference(query, key, visible, 8**-0.5)
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
@@ -133,8 +138,8 @@ def test_under_a_rule_it_is_that_of_the_pairs_that_the_rule_allows(monkeypatch, 
 def test_a_row_that_sees_no_key_has_none_whatever_the_cap(softcap):
     mask = torch.ones(1, 1, 3, 3, dtype=torch.bool)
     mask[..., 1, :] = False
-    rows, options = torch.ones(1, 1, 3, 4), {"softcap": softcap}
-    found = max_logits_of_call(read_arguments("interface", None, rows, rows, mask, options))
+    rows = torch.ones(1, 1, 3, 4)
+    found = max_logits_of_call(given_by(rows, rows, mask, softcap=softcap))
     assert (found == -torch.inf).tolist() == [[[False, True, False]]]
 
 
@@ -233,7 +238,7 @@ def test_it_is_computed_only_where_it_is_asked_for(monkeypatch):
 def test_under_autocast_it_is_that_of_the_queries_as_they_are():
     torch.manual_seed(0)
     query, key = (torch.randn(2, 2, 9, 8).bfloat16() for _ in range(2))
-    arguments = read_arguments("sdpa", None, query, key, None, {})
+    arguments = given_by(query, key)
     with torch.autocast("cpu", torch.bfloat16):
         found = over_rows(max_logits_of_call(arguments), None)
     expected = reference(query, key, torch.ones(1, dtype=torch.bool), 8**-0.5)
@@ -245,10 +250,9 @@ def test_under_autocast_it_is_that_of_the_queries_as_they_are():
 def test_it_never_waits_for_values(causal, added):
     with FakeTensorMode():  # tensors without values: whoever asks for one fails
         query, key = torch.randn(2, 4, 9, 8), torch.randn(2, 2, 9, 8)
-        mask = torch.randn(2, 1, 9, 9) if added else torch.ones(2, 9, dtype=torch.bool)
-        options = {"is_causal": causal, "softcap": 3.0, "sliding_window": 4}
+        mask = torch.randn(2, 1, 9, 9) if added else torch.ones(2, 1, 1, 9, dtype=torch.bool)
         valid = torch.ones(2, 9, dtype=torch.bool)
-        arguments = read_arguments("interface", None, query, key, mask, options)
+        arguments = Arguments(query, key, mask, causal, 0.5, None, 3.0, None)
         assert over_rows(max_logits_of_call(arguments), valid).shape == (4,)
         assert over_rows(max_logits_of_scores(torch.randn(2, 4, 9, 9)), valid).shape == (4,)
 
@@ -269,10 +273,10 @@ def test_reduced_precision_of_products_does_not_enter_it(dtype):
     """On a device that rounds float32 products to TF32, as the user's settings can have it."""
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(2, 2, 16, 32, generator=generator).to(dtype) for _ in range(2))
-    plain = read_arguments("sdpa", None, query, key, None, {})
+    plain = given_by(query, key)
     expected = max_logits_of_call(plain)
     with Accelerator() as accelerator:
-        on_device = read_arguments("sdpa", None, *map(accelerator.put, (query, key)), None, {})
+        on_device = given_by(*map(accelerator.put, (query, key)))
         found = max_logits_of_call(on_device).cpu()
         assert not accelerator.waits - Counter({"_to_copy": 1})
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)

@@ -46,7 +46,7 @@ def test_a_column_of_the_batch_may_have_any_name(name):
     )
 
 
-@pytest.mark.parametrize("place", ["on_attention", "on_softmax", "before_call", "after_call"])
+@pytest.mark.parametrize("place", ["on_fused", "on_softmax", "before_call", "after_call"])
 def test_an_error_of_its_own_never_reaches_the_model(monkeypatch, place):
     model, ids = transformer("gpt2", "eager" if place == "on_softmax" else "sdpa").eval(), batch()
     expected = model(ids).logits
@@ -106,7 +106,7 @@ def test_the_arguments_are_seen_as_the_modules_own_hooks_leave_them():
 
 PARTS = files(
     "capture/window.py", "capture/calling/patches.py", "capture/calling/calls.py",
-    "capture/calling/probe.py", "capture/unchanged.py", "monitor/monitor.py",
+    "capture/tap/mode.py", "capture/calling/probe.py", "capture/unchanged.py", "monitor/monitor.py",
     "monitor/callback.py",
 )  # fmt: skip
 

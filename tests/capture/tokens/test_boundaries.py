@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import batch, transformer
+from models import PlainDecoder, batch, transformer
 from torch import nn
 
 from geomon import Memory, Monitor, every, select
@@ -54,6 +54,7 @@ def test_a_row_that_begins_in_the_middle_of_a_text_begins_a_sequence():
         (torch.arange(16).flip(0), False),
         (torch.arange(16) // 4, False),  # rows of a picture
         (torch.zeros(16, dtype=torch.int64) + 3, False),
+        (torch.zeros(16, dtype=torch.int64), False),  # no positions are told
         (torch.tensor([0, 16]), True),
         (torch.tensor([0, 4, 12]), True),
         (torch.tensor([0, 9, 4, 16]), True),
@@ -108,6 +109,43 @@ def look(model, ids, **given) -> Snapshot:
     return seen.snapshot()
 
 
+class WithImage(PlainDecoder):
+    """A text and the patches of an image in one row; their positions begin anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Blocks(self.blocks)
+        del self.blocks
+
+    def forward(self, ids, patches):
+        places = torch.cat([torch.arange(ids.shape[1]), torch.arange(patches.shape[1])])
+        x = torch.cat([self.tokens(ids), patches], dim=1) + self.places(places)
+        return self.encoder(x, position_ids=places.expand(len(ids), -1))
+
+
+class Blocks(nn.Module):
+    def __init__(self, blocks) -> None:
+        super().__init__()
+        self.layers = blocks
+
+    def forward(self, x, position_ids):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_an_image_behind_a_text_is_of_the_same_sequence(rows):
+    snapshot = look(WithImage(), batch(rows, 10), patches=torch.randn(rows, 6, 32))
+    for layer in snapshot.layers:
+        assert layer.captured["sequences"].unique().tolist() == [*range(rows)]
+        assert layer.captured["positions"].max() == 15
+    assert not any(note.kind == "packed sequences" for note in snapshot.info.notes)
+    both = torch.cat([torch.arange(10), torch.arange(6)]).expand(rows, -1)
+    packed = look(transformer("gpt2"), batch(rows, 16), position_ids=both)
+    assert any(note.kind == "packed sequences" for note in packed.info.notes)
+
+
 def by_sequence(snapshot: Snapshot, depth: int) -> list[torch.Tensor]:
     """Views of a layer in the order of the sequences and the places in them."""
     seen = snapshot.layers[depth].captured
@@ -158,6 +196,7 @@ def test_attention_that_goes_across_packed_sequences_is_said(attention):
     model, ids = transformer("llama", attention), batch(2, 16)
     positions = POSITIONS[None].expand(2, 16)
     own = (NUMBERS[:, None] == NUMBERS).tril()[None, None].expand(2, 1, 16, 16)
+    own = torch.zeros(own.shape).masked_fill(~own, -torch.inf)  # eager attention adds its mask
     for given, across in (({}, True), ({"attention_mask": own}, False)):
         notes = look(model, ids, position_ids=positions, use_cache=True, **given).info.notes
         assert any("see keys of other sequences" in note.words() for note in notes) == across

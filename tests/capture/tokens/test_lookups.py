@@ -283,6 +283,56 @@ def test_several_streams_are_rows_of_one_token_of_one_sequence(layout):
     assert notes[0].startswith("hidden states, layer 0, 1, 2: the model has 4 streams")
 
 
+class Alternating(nn.Module):
+    """Streams that come first; attention is given one of them, the others are made of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(AlternatingBlock(WIDTH, 4, 0.0) for _ in range(2))
+        self.others = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(STREAMS - 1))
+
+    def forward(self, given: Tensor, attention_mask: Tensor) -> Tensor:
+        x = given if given.is_floating_point() else self.tokens(given)
+        x = torch.stack([x, *(made(x) for made in self.others)])
+        self.states = [x]
+        for block in self.blocks:
+            x = block(x)
+            self.states.append(x)
+        return x.mean(dim=0)
+
+
+class AlternatingBlock(PlainBlock):
+    def forward(self, x: Tensor) -> Tensor:
+        made = super().forward(x[0])
+        return torch.cat([made[None], x[1:] + 0.1 * (made - x[0])])
+
+
+@pytest.mark.parametrize("sequences", [1, STREAMS, 6])
+@pytest.mark.parametrize("with_ids", [True, False])
+def test_streams_that_come_first_keep_padding_and_sequences(with_ids, sequences):
+    model, ids = Alternating(), words(sequences, 16)
+    real = torch.arange(16) < torch.tensor([16, 5, 9, 12, 1, 16])[:sequences, None]
+    real[0, 7:] = False
+    given = ids if with_ids else model.tokens(ids).detach()
+    snapshot = look(model, given, real.long())
+    for layer, state in zip(snapshot.layers, model.states, strict=True):
+        seen = layer.captured
+        place = seen["sequences"], seen["positions"]
+        assert len(seen["hidden"]) == STREAMS * real.sum()
+        assert real[place].all()
+        difference = (state.movedim(0, 2)[place] - seen["hidden"][:, None]).abs().amax(dim=2)
+        assert (difference.amin(dim=1) == 0).all()
+        assert ("token_ids" in seen) == with_ids
+        assert not with_ids or torch.equal(seen["token_ids"], ids[place])
+        if layer.index:
+            assert len(seen["projected_query"]) == real.sum()
+    texts = [note.words() for note in snapshot.info.notes]
+    assert any("the model has 4 streams of hidden states" in text for text in texts)
+    assert any(text.startswith("padding, ") for text in texts)
+
+
 def test_margins_do_not_count_streams_as_sequences():
     ids = words(10, 16)
     values = measure(Streams("inner"), ids)
@@ -340,6 +390,15 @@ def test_length_first_hidden_states_have_the_sequences_of_their_token_ids(shape)
         torch.testing.assert_close(seen["projected_key"], block.key[place])
         assert torch.equal(seen["last_token_ids"], ids[:, -1])
     assert not any("projected Q and K" in note.words() for note in snapshot.info.notes)
+
+
+def test_length_first_hidden_states_without_token_ids_are_known_by_attention():
+    model, x = LengthFirst(), torch.randn(12, 5, WIDTH)
+    stack = nn.Sequential(*model.blocks)
+    layer = look(stack, x).layers[0]
+    place = layer.captured["positions"], layer.captured["sequences"]
+    assert torch.equal(layer.captured["hidden"], x[place])
+    assert "known only after the pass" in layer.missing["last_hidden"]
 
 
 # -- tokens that blocks are not given --------------------------------------------------------------

@@ -2,8 +2,6 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from models import PlainBlock, PlainDecoder, batch, transformer
 from referee import sampled
 from torch import Tensor, nn
@@ -17,7 +15,7 @@ from transformers import (
 from geomon import describe, measure, select
 from geomon.capture import Window, find_anatomy, padding_arguments
 from geomon.capture.snapshot import CAPTURED, NotSeenError, Snapshot
-from geomon.capture.tokens.padding import GivenMask, end_runs, find_padding_masks, infer_padding
+from geomon.capture.tokens.padding import HIDDEN_KEYS, Padding
 
 
 @pytest.mark.parametrize(
@@ -33,19 +31,25 @@ from geomon.capture.tokens.padding import GivenMask, end_runs, find_padding_mask
     ],
 )
 def test_masks_say_where_tokens_are_in_several_ways(mask, inverted, valid):
-    module = nn.Module()
     name = "src_key_padding_mask" if inverted else "attention_mask"
-    assert find_padding_masks(module, (), {name: mask, "mask": mask})[name].tolist() == [valid]
-    assert find_padding_masks(module, (), {name: mask[0]}) == {}
+    for form in (mask, mask[:, None, None]):
+        padding = Padding()
+        padding.take_arguments(nn.Module(), (), {name: form, "mask": ~mask.bool()})
+        assert padding.valid((1, 3)).tolist() == [valid]
+        assert padding.valid((3, 1)).T.tolist() == [valid]
+        assert padding.source((1, 3)) == name
+    for other in ({name: mask[0]}, {"mask": mask}):
+        padding = Padding()
+        padding.take_arguments(nn.Module(), (), other)
+        assert padding.valid((1, 3)) is None
 
 
 def test_padding_arguments_are_those_of_the_modules_around_the_blocks():
     both = nn.Transformer(16, 2, 1, 1, 32, batch_first=True)
-    assert padding_arguments(find_anatomy(transformer("gpt2"))) == (["attention_mask"], [])
-    known, possible = padding_arguments(find_anatomy(both))
+    assert padding_arguments(find_anatomy(transformer("gpt2"))) == ["attention_mask"]
+    known = padding_arguments(find_anatomy(both))
     assert known == ["src_key_padding_mask", "tgt_key_padding_mask", "memory_key_padding_mask"]
-    assert possible == ["src_mask", "tgt_mask", "memory_mask", "mask"]
-    assert padding_arguments(find_anatomy(both.encoder))[0] == ["src_key_padding_mask"]
+    assert padding_arguments(find_anatomy(both.encoder)) == ["src_key_padding_mask"]
 
 
 # -- what one pass tells -------------------------------------------------------------------------
@@ -137,93 +141,109 @@ def assert_equal(one: Snapshot, other: Snapshot) -> None:
 
 FORMS = {
     "bool": lambda mask: mask,
-    "int": lambda mask: mask.long(),
     "float": lambda mask: mask.float(),
-    "wide": lambda mask: mask[:, None, None, :],
     "additive": lambda mask: torch.zeros(mask.shape).masked_fill(~mask, -1e9)[:, None, None, :],
 }
-NAMES = (
-    "mask", "padding_mask", "pad_mask", "attn_mask", "src_mask", "input_mask", "x_mask",
-    "src_padding", "valid",
-)  # fmt: skip
 
 
-@pytest.mark.parametrize("hides", [True, False], ids=["hidden keys", "causal"])
-@pytest.mark.parametrize("inverted", [True, False], ids=["of padding", "of tokens"])
-@pytest.mark.parametrize("name", NAMES)
-def test_a_mask_under_any_name_counts_whichever_value_means_padding(name, inverted, hides):
-    ids, real = padded_batch("left" if name == "src_mask" else "right")
-    model = AnyName().hide(real if hides else None)
-    for form, convert in FORMS.items():
-        if form == "additive" and inverted:
-            continue
-        seen = look(model, ids, **{name: convert(~real if inverted else real)})
-        assert torch.equal(kept(seen), real.flatten().nonzero().squeeze(1)), form
-        texts = [note.words() for note in seen.snapshot().info.notes]
-        assert texts == [f"padding, 26% of the tokens, was left out, going by {name}"]
-        assert seen.padding("") == name
+@pytest.mark.parametrize("block", [MaskedBlock, ByHand])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["mask", "pad_mask", "src_padding", "prompt_mask", "labels"])
+def test_the_keys_that_attention_hides_are_padding_whatever_the_model_is_given(name, form, block):
+    ids, real = padded_batch("left" if name == "mask" else "right")
+    seen = look(AnyName(block).hide(real), ids, **{name: FORMS[form](~real)})
+    assert torch.equal(kept(seen), real.flatten().nonzero().squeeze(1))
+    (note,) = seen.snapshot().info.notes
+    assert note.words() == f"padding, 26% of the tokens, was left out, going by {HIDDEN_KEYS}"
+    assert seen.padding("") == HIDDEN_KEYS
 
 
-@pytest.mark.parametrize("rows", [60, 100, 10_000])
-def test_what_is_told_late_leaves_the_rows_that_a_mask_of_known_name_leaves(rows):
+@pytest.mark.parametrize("name", ["mask", "pad_mask", "src_padding", "lengths", "x_len"])
+def test_what_may_say_where_padding_is_and_is_not_read_is_named(name):
     ids, real = padded_batch()
-    for model in (AnyName().hide(real), AnyName(ByHand).hide(real)):
-        known = look(model, ids, rows=rows, attention_mask=real).snapshot()
-        assert len(known.layers[1].captured["hidden"]) == min(rows, int(real.sum()))
-        assert known.info.tokens == min(rows, int(real.sum()))
-        for other in ({"mask": real}, {"pad_mask": ~real}, {}):
-            assert_equal(look(model, ids, rows=rows, **other).snapshot(), known)
+    seen = look(AnyName(), ids, **{name: LENGTHS if "len" in name else real})
+    assert len(kept(seen)) == ids.numel()
+    (note,) = seen.snapshot().info.notes
+    assert note.words().startswith(f"padding may be counted: {name} may say where it is")
+    alike = torch.full_like(LENGTHS, 32) if "len" in name else torch.ones_like(real)
+    everything = torch.ones_like(ids)
+    for given in ({name: alike}, {name: real, "attention_mask": everything}):
+        assert look(AnyName(), ids, **given).snapshot().info.notes == []
 
 
-def test_padding_that_nothing_foretells_leaves_fewer_rows_and_no_padding():
-    """Continuous inputs and no argument: the keys that attention hides are all there is."""
-    _, real = padded_batch()
-    model = AnyName().hide(real)
-    stack = nn.ModuleDict({"blocks": model.blocks})
-    x = torch.randn(8, 32, 32)
-    seen = Window(find_anatomy(stack), set(CAPTURED), rows=100, seed=0)
-    with torch.no_grad(), seen:
-        for block in model.blocks:
-            x = block(x)
-    left = kept(seen)
-    assert 50 < len(left) < 100
-    assert real.flatten()[left].all()
-    note = "padding, 26% of the tokens, was left out, going by the keys that attention hides"
-    assert any(note in n.words() for n in seen.snapshot().info.notes)
+OTHERS = ("labels", "token_type_ids", "loss_mask", "prompt_mask", "special_tokens_mask", "chosen")
 
 
-NOT_PADDING = {
-    "labels": lambda real: torch.arange(32) % 3 == 0,
-    "token_type_ids": lambda real: torch.arange(32) >= LENGTHS[:, None] // 2,
-    "segment_ids": lambda real: torch.arange(32) >= LENGTHS[:, None] // 2,
-    "loss_mask": lambda real: torch.arange(32) >= LENGTHS[:, None] // 2,
-    "prompt_mask": lambda real: torch.arange(32) < LENGTHS[:, None] // 2,
-    "mask": lambda real: torch.arange(32) >= LENGTHS[:, None] // 2,  # a prompt's, by its ids
-    "input_mask": lambda real: torch.rand(8, 32, generator=torch.Generator().manual_seed(0)) < 0.3,
-    "special_tokens_mask": lambda real: torch.arange(32) == 31,
-}
-
-
-@pytest.mark.parametrize("name", NOT_PADDING)
-@pytest.mark.parametrize("form", ["bool", "int", "float"])
-def test_other_arguments_of_zeros_and_ones_are_not_taken_for_padding(name, form):
-    ids, real = batch(), torch.ones(8, 32, dtype=torch.bool)
-    given = {name: FORMS[form](NOT_PADDING[name](real).expand(8, -1))}
-    for model in (AnyName(), AnyName().hide(real)):
-        for rows in (100, 10_000):
-            plain = look(model, ids, rows=rows)
-            seen = look(model, ids, rows=rows, **given)
-            assert_equal(seen.snapshot(), plain.snapshot())
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_arguments_of_zeros_and_ones_say_nothing(name):
+    ids, real = batch(), torch.arange(32) >= LENGTHS[:, None] // 2
+    for model in (AnyName(), AnyName().hide(torch.ones_like(real))):
+        plain = look(model, ids, rows=100).snapshot()
+        for given in (real, real.long(), real.long().masked_fill(~real, -100)):
+            seen = look(model, ids, rows=100, **{name: given})
+            assert_equal(seen.snapshot(), plain)
             assert seen.snapshot().info.notes == []
             assert seen.padding("") is None
 
 
-def test_the_keys_that_attention_hides_go_before_the_look_of_an_argument():
+@pytest.mark.parametrize("block", [MaskedBlock, ByHand])
+def test_padding_that_is_known_after_the_pass_leaves_fewer_rows_and_no_padding(block):
     ids, real = padded_batch()
-    prompts = torch.arange(32) >= (LENGTHS[:, None] // 2)
-    seen = look(AnyName().hide(real), ids, mask=prompts)
+    left = kept(look(AnyName(block).hide(real), ids, rows=100))
+    assert 50 < len(left) < 100
+    assert real.flatten()[left].all()
+    assert len(kept(look(AnyName(block).hide(real), ids, rows=100, attention_mask=real))) == 100
+
+
+@pytest.mark.parametrize("block", [MaskedBlock, ByHand])
+def test_padding_between_tokens_is_left_out(block):
+    """A text of its own length, padded, with an image behind it."""
+    real = torch.ones(8, 32, dtype=torch.bool)
+    real[:, :20] = torch.arange(20) < LENGTHS[:, None] // 2
+    seen = look(AnyName(block).hide(real), batch())
     assert torch.equal(kept(seen), real.flatten().nonzero().squeeze(1))
-    assert seen.padding("") == "the keys that attention hides from every query"
+
+
+@pytest.mark.parametrize("block", [MaskedBlock, ByHand])
+def test_keys_that_one_layer_alone_hides_are_tokens(block):
+    """Sparse attention chooses keys anew at each layer."""
+    model, real = AnyName(block), padded_batch()[1]
+    for depth, one in enumerate(model.blocks):
+        one.hides = real.roll(11 * depth, 1)[:, None, None]
+    both = real & real.roll(11, 1) & real.roll(22, 1)
+    either = real | real.roll(11, 1) | real.roll(22, 1)
+    assert not both.all()
+    assert torch.equal(kept(look(model, batch())), either.flatten().nonzero().squeeze(1))
+
+
+def test_a_mask_that_hides_one_place_of_all_sequences_is_of_the_attention():
+    before = torch.ones(32, 32, dtype=torch.bool).tril(-1)  # nothing sees the last token
+    before[0, 0] = True
+    model = AnyName()
+    for block in model.blocks:
+        block.hides = before
+    seen = look(model, batch())
+    assert len(kept(seen)) == 8 * 32
+    assert seen.snapshot().info.notes == []
+    before[:, 28:] = False
+    assert len(kept(look(model, batch()))) == 8 * 28
+
+
+@pytest.mark.parametrize("name", ["attention_mask", "key_padding_mask"])
+def test_a_mask_that_leaves_no_token_is_not_believed_and_said(name):
+    ids = batch()
+    nothing = torch.zeros_like(ids) if name == "attention_mask" else torch.ones_like(ids).bool()
+    seen = look(AnyName(), ids, **{name: nothing})
+    assert len(kept(seen)) == ids.numel()
+    (note,) = seen.snapshot().info.notes
+    assert note.words() == f"{name} leaves no token: it is not read as a mask of padding"
+    hidden = look(AnyName().hide(torch.zeros_like(ids).bool()), ids)
+    assert len(kept(hidden)) == ids.numel()
+    model = AnyName()
+    for block in model.blocks:
+        block.hides = torch.eye(32, dtype=torch.bool).expand(8, 1, -1, -1)
+    assert len(kept(look(model, ids, **{name: nothing}))) == 0
+    assert len(kept(look(model, ids))) == ids.numel()
 
 
 @pytest.mark.parametrize("name", ["attention_mask", "key_padding_mask"])
@@ -239,72 +259,6 @@ def test_a_mask_that_means_the_opposite_of_its_name_gives_no_values_and_says_so(
         measure(model, {"ids": ids, name: inverted})
     right = look(model, ids, **{name: ~inverted}).snapshot()
     assert len(right.layers[1].captured["hidden"]) == real.sum()
-
-
-def test_padding_that_nothing_tells_is_counted_and_said_once():
-    ids, _ = padded_batch()
-    for side in (ids, ids.flip(1)):
-        seen = look(AnyName(), side)
-        (note,) = seen.snapshot().info.notes
-        assert note.kind == "padding could not be recognised"
-        assert "26% of the tokens are one token id at the ends" in note.words()
-        assert len(kept(seen)) == ids.numel()
-    assert look(AnyName(), batch()).snapshot().info.notes == []
-    assert look(AnyName(), ids, attention_mask=torch.ones_like(ids)).snapshot().info.notes == []
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, 12), min_size=2, max_size=6),
-    left=st.booleans(),
-    inverted=st.booleans(),
-    name=st.sampled_from(NAMES),
-    seed=st.integers(0, 10_000),
-    seen=st.booleans(),
-    with_ids=st.booleans(),
-)
-def test_any_lengths_and_either_side_are_told(lengths, left, inverted, name, seed, seen, with_ids):
-    real = torch.arange(12) < torch.tensor(lengths)[:, None]
-    real = real.flip(1) if left else real
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(1, 30, real.shape, generator=generator).masked_fill(~real, PAD)
-    mask = GivenMask(name, ~real if inverted else real, shared=False)
-    # Without token ids and without attention a name alone says which value is padding.
-    if not seen and not with_ids:
-        inverted = "pad" in name
-        mask = mask._replace(values=~real if inverted else real)
-    told = infer_padding([mask], ids if with_ids else None, ~real if seen else None)
-    if real.all():
-        assert told is None
-    elif seen or len(ids[~real]) < real.sum():
-        assert told is not None
-        assert torch.equal(told.valid, real)
-
-
-def test_a_causal_mask_with_as_many_sequences_as_positions_is_no_padding():
-    causal = torch.ones(6, 6, dtype=torch.bool).tril()
-    for values in (causal, ~causal, causal.float()):
-        assert infer_padding([GivenMask("mask", values, shared=False)], None, None) is None
-
-
-def test_what_a_mask_hides_in_all_sequences_alike_is_padding_only_if_it_looks_like_it():
-    hidden = torch.zeros(4, 8, dtype=torch.bool)
-    hidden[:, 7] = True  # a strictly causal mask: nothing sees the last token
-    assert infer_padding([], batch(4, 8), hidden) is None
-    assert infer_padding([], None, hidden) is None
-    padded = batch(4, 8).clamp(min=1)
-    padded[:, 5:] = 0
-    hidden[:, 5:] = True
-    assert infer_padding([], batch(4, 8), hidden) is None
-    for ids in (padded, None):
-        told = infer_padding([], ids, hidden)
-        assert told is not None
-        assert torch.equal(told.valid, ~hidden)
-
-
-@pytest.mark.parametrize("shape", [(4, 1), (1, 9), (3, 9)])
-def test_runs_at_the_ends_need_unequal_lengths(shape):
-    assert end_runs(torch.zeros(shape, dtype=torch.long)) is None
 
 
 # -- encoders and decoders -----------------------------------------------------------------------
@@ -350,6 +304,20 @@ def test_labels_of_minus_100_tell_the_padding_of_a_decoder(name):
     assert "of the decoder left out, going by labels of -100" in shown
 
 
+def test_a_mask_of_the_decoder_is_not_that_of_the_encoder():
+    model, inputs = sequence_to_sequence("t5")
+    _, real = padded_batch()
+    ids = inputs["input_ids"]
+    given = {"input_ids": ids, "decoder_input_ids": ids, "decoder_attention_mask": real.long()}
+    seen = look(model, **given)
+    assert len(kept(seen, "encoder")) == ids.numel()
+    assert torch.equal(kept(seen, "decoder"), real.flatten().nonzero().squeeze(1))
+    cross = next(x.captured for x in seen.snapshot().layers if x.stack == "cross")
+    counts = torch.bincount(cross["query_sequences"]), torch.bincount(cross["key_sequences"])
+    assert torch.equal(counts[0], LENGTHS)
+    assert counts[1].tolist() == [32] * 8
+
+
 def test_describe_says_what_the_padding_was_known_by():
     ids, real = padded_batch()
 
@@ -358,10 +326,8 @@ def test_describe_says_what_the_padding_was_known_by():
             return super().forward(ids)
 
     model = Named().hide(real)
-    assert "what pad_mask means" in dict(describe(model).rows)["padding"]
+    assert "known after a pass" in dict(describe(model).rows)["padding"]
     shown = dict(describe(model, (ids, ~real)).rows)["padding"]
-    assert shown == "left out, going by pad_mask"
-    shown = dict(describe(model, ids).rows)["padding"]
     assert shown == "left out, going by the keys that attention hides from every query"
     shown = dict(describe(model.hide(None), batch()).rows)["padding"]
     assert shown.startswith("none in this pass")

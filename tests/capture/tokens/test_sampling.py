@@ -12,14 +12,9 @@ def limited(megabytes, rows=1000, layers=5, blocks=4, width=64):
     return limit, sampler
 
 
-def scores(heads, queries, keys):
-    return [torch.zeros(1, heads, queries, keys)]
-
-
-def test_without_a_limit_nothing_is_refused():
+def test_without_a_limit_no_rows_are_left_out():
     free, sampler = limited(None)
     assert sampler.max_rows == 1000
-    assert free.why_not(scores(8, 1000, 1000)) is None
     assert free.notes() == []
 
 
@@ -49,21 +44,6 @@ def test_fewer_rows_are_noted():
 def test_some_rows_are_kept_whatever_the_limit():
     _, sampler = limited(1e-6)
     assert sampler.max_rows == 16
-
-
-@pytest.mark.parametrize("megabytes", [0.5, 2.0, 20.0])
-def test_all_attentions_that_are_kept_fit_beside_the_rows(megabytes):
-    tight, sampler = limited(megabytes)
-    rows = 4 * 64 * (5 + 2 * 4) * sampler.max_rows  # hidden states, queries and keys as projected
-    largest = 0
-    for keys in range(8, 4096, 8):
-        if tight.why_not(scores(4, 16, keys)) is None:
-            largest = 4 * 4 * 16 * keys
-    assert largest > 0
-    assert rows + 4 * largest <= megabytes * 1e6
-    reason = tight.why_not(scores(4, 1024, 100_000))
-    assert reason is not None
-    assert reason.startswith("of each attention 1,638 MB would be kept")
 
 
 @pytest.mark.parametrize(

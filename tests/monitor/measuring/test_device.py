@@ -128,7 +128,7 @@ def test_rows_that_came_by_the_host_are_measured_on_the_device(full):
         model(batch(4, 16))  # too few sequences for a margin, which would call the metric again
     with Accelerator() as accelerator:
         job = ReadingJob(
-            0, "inline", [window.snapshot()], RankGroup(), evaluator, tokens=64, rows=64,
+            0, "inline", [window.snapshot()], RankGroup(), evaluator, rows=64,
             seconds=0.0, place=MeasuringDevice(NAME, model),
         )  # fmt: skip
         while not job.complete:

@@ -1,7 +1,5 @@
 import logging
-import random
 import threading
-import time
 
 import models
 import pytest
@@ -26,7 +24,7 @@ def run(steps=12, model=None, clock=None, **settings):
         schedule=lambda step: True, **settings,
     )  # fmt: skip
     if clock is not None:
-        monitor._budget._clock = clock
+        monitor.budget._clock = clock
     for step in range(steps):
         with monitor(step):
             model(models.batch(seed=step))
@@ -74,19 +72,27 @@ def test_two_readings_wait_while_one_is_measured_and_a_third_holds_the_training_
     assert [reading.step for reading in memory.readings] == [0, 1, 2, 3]
 
 
-def test_sinks_are_written_by_the_thread_that_trains():
-    writers = set()
+def test_sinks_are_written_by_a_thread_for_which_the_training_waits():
+    writers = []
 
     class Sink(Memory):
         def write(self, reading):
-            writers.add(threading.current_thread())
+            assert waits.locked()
+            writers.append(threading.current_thread())
 
-    model = models.PlainDecoder()
-    monitor = Monitor(model, metrics=METRICS, directory=None, sinks=[Sink()], background=True)
-    with monitor(0):
-        model(models.batch())
-    monitor.close()
-    assert writers == {threading.main_thread()}
+    model, waits = models.PlainDecoder(), threading.Lock()
+    monitor = Monitor(
+        model, metrics=METRICS, directory=None, sinks=[Sink(), Sink()], background=True,
+        schedule=lambda step: True,
+    )  # fmt: skip
+    for step in range(3):
+        with waits, monitor(step):
+            model(models.batch())
+    with waits:
+        monitor.close()
+    assert len(writers) == 6
+    assert threading.main_thread() not in writers
+    assert not set(writers) & set(threading.enumerate())
 
 
 def test_a_metric_of_ones_own_is_measured_by_the_thread_that_trains():
@@ -122,120 +128,41 @@ def test_strict_raises_what_failed_in_the_background():
         list(run(3, background=True, metrics={"broken": fails_at_once}))
 
 
-class Clock:
-    """A second passes with each step."""
-
-    now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
-class Stopwatch:
-    """Stands for the clock that costs are taken with: a machine may take any time for anything.
-
-    Up to `longest` seconds pass with each look at it, and as many as a metric says.
-    """
-
-    def __init__(self, longest):
-        self.now, self.longest = 0.0, longest
-        self.chance = random.Random(0)
-
-    def __call__(self):
-        self.now += self.longest * self.chance.random()
-        return self.now
-
-
-def run_on_budget(share, steps=400, **settings):
-    clock = Clock()
-    for step, monitor, readings in run(steps, clock=clock, budget=share, **settings):
-        clock.now = step + 1.0
-        yield step, monitor, readings
-
-
-@pytest.mark.parametrize("source", ["inline", "probe"])
-def test_a_budget_is_held_and_what_is_due_is_put_off(source, monkeypatch):
-    monkeypatch.setattr(time, "perf_counter", Stopwatch(4e-4))
-    probe = {"probe": models.batch()} if source == "probe" else {}
-    shares = []
-    for step, monitor, seen in run_on_budget(0.002, steps=200, tokens=128, **probe):
-        readings = seen
-        if 30 < step < 200:
-            shares.append(monitor.overhead)
-    assert max(shares) <= 0.002
-    assert 2 <= len(readings) < 190
-    assert readings[0].step == 0
-    steps = [reading.step for reading in readings]
-    assert steps == sorted(set(steps))
-
-
-def test_layers_that_are_measured_at_once_are_paid_together(monkeypatch):
-    class Spent(ReadingJob):
-        def measure_next(self, count=1):
-            counts.append(count)
-            return super().measure_next(count)
-
-    counts = []
-    monkeypatch.setattr("geomon.monitor.monitor.ReadingJob", Spent)
-    torch.get_num_threads()
-    with threadpoolctl.threadpool_limits(2, user_api="openmp"):
-        *_, (_, _, readings) = run(1)
-        assert counts == [4]  # all at once, where there is no budget
-        counts.clear()
-        *_, (_, _, limited) = run_on_budget(0.9, steps=30)
-    assert set(counts) == {2}
-    assert measured(limited)[0] == pytest.approx(measured(readings)[0], nan_ok=True)
-
-
-def test_what_is_under_way_is_finished_at_the_end(caplog):
-    *_, (_, _, readings) = run_on_budget(1e-6, steps=5)
-    assert [reading.step for reading in readings] == [0]
-    # A loop of one's own does not say which step is its last: it is told how to read that.
-    assert (
-        len([r for r in caplog.records if "nothing could be read after step 0" in r.message]) == 1
-    )
-    assert readings[0].values["cosine/mean"] == pytest.approx(
-        list(run(1))[-1][2][0].values["cosine/mean"]
-    )
-
-
-def test_a_forced_reading_is_made_whatever_the_budget(caplog):
-    runs = run_on_budget(1e-6, steps=5)
+def test_a_reading_is_whole_at_its_step_or_not_made_at_all():
+    """A budget decides whether to read: no layers are left for later, and none is thinned."""
+    recorded = []
+    runs = run(40, tokens=128, budget=1e-6, background=False)
     for step, monitor, readings in runs:
-        if step == 2:
+        recorded.append(len(readings))
+        if step == 20:
             monitor.probe(step, models.batch())
-            assert [(r.step, r.source) for r in readings] == [(0, "inline")]
-    assert [(r.step, r.source) for r in readings] == [(0, "inline"), (2, "probe")]
-    assert "after step 0" not in caplog.text
+    steps = [reading.step for reading in readings]
+    assert steps == [*range(8), 20]
+    assert recorded[:8] == list(range(1, 9))
+    *_, (_, _, free) = run(8, tokens=128, background=False)
+    assert measured(readings)[:8] == measured(free)
 
 
-def test_rows_are_thinned_and_said(monkeypatch):
-    stopwatch = Stopwatch(1e-6)
-    monkeypatch.setattr(time, "perf_counter", stopwatch)
-
-    def slow(hidden):
-        stopwatch.now += len(hidden) * 1e-6
-        return hidden.mean()
-
-    # Four layers of 2,000 rows take 8 ms, and a hundred steps of a second allow 5.
-    sizes = {"tokens": 2000, "batches": 1, "metrics": {"slow": slow}}
-    model, memory, clock = models.PlainDecoder(), Memory(), Clock()
+def test_under_a_budget_the_training_does_not_wait_for_the_background():
+    free, memory, model = threading.Event(), Memory(), models.PlainDecoder()
     monitor = Monitor(
-        model, directory=None, sinks=[memory], budget=5e-5, schedule=lambda step: step == 0, **sizes
-    )
-    monitor._budget._clock = clock
-    with monitor(0):
-        model(models.batch(sequences=64))
-    for step in range(1, 100_000):
-        clock.now = float(step)
-        monitor.advance(step)
-        if memory.readings:
-            break
-    first = memory.readings[0]
-    assert first.step == 0
-    assert first.tokens < 2000
-    said = f"{first.tokens} rows in a batch instead of 2000, to stay within the budget"
-    assert said in first.words()
+        model, metrics=METRICS, tokens=64, directory=None, sinks=[memory], budget=0.5,
+        schedule=lambda step: True, background=True,
+    )  # fmt: skip
+    measure = ReadingJob.measure_next
+
+    def waits(job, count=1):
+        free.wait(60)
+        measure(job, count)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ReadingJob, "measure_next", waits)
+        for step in range(6):
+            with monitor(step):
+                model(models.batch())
+        free.set()
+        monitor.close()
+    assert [reading.step for reading in memory.readings] == [0]
 
 
 def test_a_budget_without_gathering_is_refused_on_many_ranks(monkeypatch):

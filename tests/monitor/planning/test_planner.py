@@ -2,7 +2,7 @@ import pytest
 
 from geomon import every
 from geomon.distributed import RankGroup
-from geomon.monitor.planning.budget import Budget, Decision
+from geomon.monitor.planning.budget import ALWAYS_MADE, Budget, Decision
 from geomon.monitor.planning.planner import ReadingPlanner
 
 
@@ -15,11 +15,9 @@ class Clock:
 
 def make_planner(share=None, group=None, source="inline", schedule=None):
     clock = Clock()
-    budget = Budget(share, 1024, clock=clock)
-    budget.begin()
-    planner = ReadingPlanner(
-        schedule or every(10), budget, group or RankGroup(), source=source, layers=4
-    )
+    budget = Budget(share, clock=clock)
+    budget.begin(0)
+    planner = ReadingPlanner(schedule or every(10), budget, group or RankGroup(), source=source)
     return planner, budget, clock
 
 
@@ -59,17 +57,13 @@ def test_what_is_due_between_the_last_watched_step_and_the_first_is_owed():
 
 
 def test_going_to_the_same_step_is_no_step():
-    planner, budget, clock = make_planner(share=0.5)
+    planner, _, _ = make_planner(share=0.5)
     assert planner.advance(3)
     assert not planner.advance(3)
-    budget.learn(1024, 0.1)
-    clock.now = 1.0
-    assert not budget.choose_rows(4)  # one step is known, not ten
 
 
 def test_a_question_changes_nothing():
     planner, budget, clock = make_planner(share=0.1)
-    budget.learn(1024, 0.01)
     clock.now = 100.0
     planner.advance(10)
     planner.settle(busy=False)
@@ -78,7 +72,6 @@ def test_a_question_changes_nothing():
         for source in ("inline", "probe"):
             planner.is_due(10, source, force=force)
             planner.is_read(10, source)
-    assert planner.decide_last() == (True, 1024, 0)
     assert ({**vars(planner)}, {**vars(budget)}) == before
 
 
@@ -101,17 +94,25 @@ def test_ranks_that_are_not_connected_make_what_the_first_one_has_recorded():
 
 def test_what_cannot_be_paid_is_owed_until_it_can():
     planner, budget, clock = make_planner(share=0.1)
-    assert made_at(planner, [0]) == [0]  # what the first costs is not known
-    budget.spend(1.0)
-    budget.learn(1024, 0.25)
     made = []
-    for step in range(1, 100):
+    for step in range(200):
+        if now := made_at(planner, [step]):
+            budget.spend(2.0)
+            made += now
         clock.now += 1.0
-        made += made_at(planner, [step])
-    # Due at 10; then 1 s is spent, and two readings of 1 s want 3 s of a tenth of the time, less a
-    # fifth in reserve.
-    assert made[0] == 38
+    # Eight in any case. Then 16 s are spent, and two readings of 2 s want a tenth of 200 s.
+    assert made == [*range(0, 80, 10)]
+    clock.now = 200.0
+    assert made_at(planner, [201]) == [201]  # owed since step 80
     assert planner.is_due(200, "inline", force=True)
+
+
+def test_readings_of_an_earlier_start_are_among_the_first_eight():
+    planner, budget, _ = make_planner(share=0.01)
+    planner.skip_recorded({(step, "inline") for step in range(ALWAYS_MADE)})
+    assert made_at(planner, [10]) == [10]  # what the first one costs is not known
+    budget.spend(1.0)
+    assert made_at(planner, [20, 30]) == []
 
 
 def test_a_reading_that_is_not_finished_puts_the_next_off():
@@ -122,28 +123,12 @@ def test_a_reading_that_is_not_finished_puts_the_next_off():
 
 
 def test_forced_readings_need_no_budget_and_are_made_once():
-    planner, budget, _ = make_planner(share=0.01)
-    budget.learn(1024, 100.0)
+    planner, _, _ = make_planner(share=0.01)
     planner.advance(7)
     planner.settle(busy=True)
     assert planner.is_due(7, "inline", force=True)
     planner.mark_read(7, "inline")
     assert not planner.is_due(7, "inline", force=True)
-    assert planner.decide_last() == (False, 256, 0)
-
-
-def test_the_last_reading_is_made_in_any_case_where_it_is_the_only_one_after_step_0():
-    planner, budget, _ = make_planner(share=0.01)
-    assert made_at(planner, [0]) == [0]
-    budget.learn(1024, 100.0)
-    assert planner.decide_last() == (True, 256, 0)  # on few rows
-    assert budget.rows == 1024  # nothing is changed by asking
-    planner.skip_recorded({(7, "probe")})
-    assert not planner.decide_last().paid
-    assert make_planner()[0].decide_last() == (True, 1024, 0)  # without a budget
-    group = FirstRank(Decision(False, 256, 0))
-    assert not make_planner(share=0.01, group=group)[0].decide_last().paid
-    assert group.asked == 1
 
 
 def test_a_schedule_that_raises_leaves_nothing_due():
@@ -163,28 +148,20 @@ class FirstRank(RankGroup):
         super().__init__(1, 2, process_group=object())
         self.decision, self.asked = decision, 0
 
-    def broadcast(self, value):
+    def meet(self, step, value):
         self.asked += 1
-        return self.decision
+        return [self.decision, value]
 
 
-@pytest.mark.parametrize("decision", [Decision(True, 512, 0), Decision(False, 512, 5)])
+@pytest.mark.parametrize("decision", [Decision(True, 0), Decision(False, 5)])
 def test_connected_ranks_do_what_the_first_one_decides(decision):
     group = FirstRank(decision)
-    planner, budget, clock = make_planner(share=0.5, group=group)
+    planner, _, clock = make_planner(share=0.5, group=group)
     clock.now = 1000.0
-    budget.learn(1024, 0.01)
     assert made_at(planner, [10]) == ([10] if decision.paid else [])
-    assert budget.rows == 512
     if not decision.paid:
         asked = group.asked
         assert made_at(planner, [11, 12, 13, 14]) == []
         assert group.asked == asked  # nothing is exchanged before the step that the first one named
         assert made_at(planner, [15]) == []
         assert group.asked > asked
-
-
-def test_layers_are_shared_out():
-    assert make_planner()[0].own_layers == 4
-    assert make_planner(group=RankGroup(0, 3, object()))[0].own_layers == 2
-    assert make_planner(group=RankGroup(0, 3))[0].own_layers == 4

@@ -18,23 +18,31 @@ def test_every_counts_from_zero():
 
 @given(per_octave=st.integers(1, 8), at_most=st.integers(1, 500))
 def test_log_spaced_starts_at_zero_and_never_goes_dark(per_octave, at_most):
-    steps = fired(log_spaced(per_octave, at_most), 3000)
+    steps = fired(log_spaced(per_octave, at_most, first=1), 3000)
     assert steps[0] == 0
     assert {2**power for power in range(11)} <= set(steps)
     assert max(b - a for a, b in itertools.pairwise(steps)) <= at_most
 
 
 def test_log_spaced_is_dense_at_first_and_even_on_a_log_axis():
-    steps = fired(log_spaced(per_octave=4, at_most=10**9), 5000)
+    steps = fired(log_spaced(per_octave=4, at_most=10**9, first=1), 5000)
     assert steps[:9] == [0, 1, 2, 3, 4, 5, 6, 7, 8]
     late = [b / a for a, b in itertools.pairwise(steps) if a > 100]
     assert all(abs(ratio - 2**0.25) < 0.02 for ratio in late)
 
 
 def test_multiples_are_read_only_where_the_other_steps_lie_apart():
-    steps = fired(log_spaced(at_most=1000), 8001)
+    steps = fired(log_spaced(per_octave=4, at_most=1000), 8001)
     assert 1000 not in steps
-    assert set(steps) - set(fired(log_spaced(at_most=10**9), 8001)) == {6000, 7000, 8000}
+    others = fired(log_spaced(per_octave=4, at_most=10**9), 8001)
+    assert set(steps) - set(others) == {6000, 7000, 8000}
+
+
+def test_by_default_the_first_steps_are_not_read_one_by_one():
+    steps = fired(log_spaced(), 100_000)
+    assert steps[0] == 0
+    assert sum(0 < step <= 40 for step in steps) <= 2
+    assert all(after - before >= 12 for before, after in itertools.pairwise(steps))
 
 
 def test_schedules_survive_pickling_and_say_what_they_are():
@@ -62,5 +70,5 @@ def test_a_schedule_that_never_fires_is_refused():
 
 @pytest.mark.parametrize("first", [1, 2, 3, 16, 100])
 def test_readings_before_the_first_step_are_left_out_and_the_others_are_the_same(first):
-    dense, later = fired(log_spaced(), 3000), fired(log_spaced(first=first), 3000)
+    dense, later = (fired(log_spaced(first=each), 3000) for each in (1, first))
     assert later == [step for step in dense if step == 0 or step >= first]

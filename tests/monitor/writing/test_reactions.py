@@ -78,7 +78,7 @@ def test_a_function_that_raises_is_one_warning_and_the_run_goes_on(tmp_path, cap
                           warnings=warnings_of)  # fmt: skip
     with caplog.at_level(logging.WARNING, "geomon"):
         follow(reactions, COURSE)
-    assert len(calls) == {"on_alert": 2, "on_phase": 4}[hook]
+    assert len(calls) == {"on_alert": 2, "on_phase": 3}[hook]
     (record,) = [r for r in caplog.records if hook in r.message]
     assert record.message == (
         f"{hook} failed and is called again the next time; the training goes on: "
@@ -122,7 +122,7 @@ def test_the_phase_is_given_when_it_changes():
     phases, alerts = [], []
     follow(reactions_with(phases, alerts), COURSE)
     assert all(isinstance(phase, Phase) for phase in phases)
-    assert [phase.name for phase in phases] == ["steady", "expanding", "peak", "compressing"]
+    assert [phase.name for phase in phases] == ["steady", "expanding", "compressing"]
     assert (phases[-1].peak_step, phases[-1].peak) == (64, 7.5)
     assert [(alert.name, alert.step) for alert in alerts] == [
         ("rank_collapse", 256), ("rank_collapse", 1024),
@@ -137,7 +137,7 @@ def test_two_sources_are_two_curves():
         reactions.call(course(*values))
         reactions.call(msgspec.structs.replace(course(values[0], 3.0, 20.0), source="inline"))
     assert [phase.name for phase in phases] == [
-        "steady", "steady", "expanding", "peak", "compressing",
+        "steady", "steady", "expanding", "compressing",
     ]  # fmt: skip
 
 
@@ -203,7 +203,7 @@ def test_the_example_of_the_page_runs(tmp_path, monkeypatch, capsys):
     page = Path(__file__).parents[3] / "docs" / "alerts.md"
     names: dict[str, Any] = {}
     exec(page.read_text().partition("```python\n")[2].partition("```")[0], names)
-    names["save"](Phase("peak", 8, 7.0, 0.0, 4, 16))
+    names["save"](Phase("level", 8, 7.0, 0.0))
     assert (tmp_path / "peak.pt").is_file()
     alert = Alert("logit_growth", 8, heads=((2, 1),), numbers={"largest": 130.0, "limit": 100.0})
     names["stop"](alert)

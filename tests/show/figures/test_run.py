@@ -66,7 +66,7 @@ def test_no_peak_is_marked_on_a_curve_that_only_falls(make_readings):
 def test_one_line_per_head_and_per_layer_and_the_mean_size(make_readings):
     readings = make_readings(layers=3, heads=5)
     _, _, heads, entropy = panels(geometry_figure(readings))
-    mean = labelled(heads, "mean |cosine|")
+    mean = labelled(heads, "mean size")
     assert mean.get_ydata()[-1] == pytest.approx(0.7)
     assert len(lines(heads, len(readings))) == 3 * 5 + 2  # with the mean and its white edge
     assert len(lines(entropy, len(readings))) == 3
@@ -271,7 +271,7 @@ def test_every_head_of_every_layer_is_a_line_of_its_own_in_the_colour_of_its_lay
     for layer, line in enumerate(entropy, start=1):
         tag = f"attention_entropy/layer_{layer:02d}"
         assert list(line.get_ydata()) == [reading.values[tag] for reading in readings]
-    mean = labelled(heads, "mean |cosine|").get_ydata()
+    mean = labelled(heads, "mean size").get_ydata()
     size = [np.mean([abs(v) for t, v in r.values.items() if "head_" in t]) for r in readings]
     assert list(mean) == pytest.approx(size)
 

@@ -1,7 +1,12 @@
 """Pages of W&B: rows beside the training's own, charts, the summary, alerts; all of it offline."""
 
+import contextlib
 import json
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from models import PlainDecoder, batch
@@ -32,6 +37,9 @@ class Run:
         self.alerts.append(given)
 
     def log(self, row, step=None, commit=None):
+        self._log(row, step, commit)
+
+    def _log(self, row, step=None, commit=None):
         if step is not None and step < self.step:
             self.dropped.append(row)
             return
@@ -64,7 +72,9 @@ def rows_of(run, **options):
 HABITS = {
     "every step, by number": lambda step: {"step": step},
     "every step, counted": lambda step: {},
-    "every fifth step": lambda step: {"step": step} if step % 5 == 4 else None,
+    "every fifth step, by number": lambda step: {"step": step} if step % 5 == 4 else None,
+    "every fifth step, counted": lambda step: {} if step % 5 == 4 else None,
+    "in tokens": lambda step: {"step": 512 * step} if step % 5 == 4 else None,
     "every epoch of ten": lambda step: {"step": step // 10} if step % 10 == 9 else None,
     "never": lambda step: None,
     "rows in two calls": lambda step: {"commit": step % 2 == 1},
@@ -92,15 +102,66 @@ def test_nothing_is_lost_that_a_training_logs_to_wandb_itself(habit):
     assert rows == {step: 0.1 + step for step in range(20)}
 
 
-def test_the_newest_reading_is_shown_first():
+NO_ROOM = {"every epoch of ten", "never"}  # fewer numbers than readings
+
+
+@pytest.mark.parametrize("by_step", [False, True])
+@pytest.mark.parametrize("habit", HABITS)
+def test_readings_reach_the_run_while_it_goes_on(habit, by_step):
+    """At the latest with the row that the training logs next."""
+    if by_step and habit == "every epoch of ten":
+        pytest.skip("by_step says that nobody numbers so")
     run = Run()
-    sink = rows_of(run)
-    for step in range(5):
+    log_as_a_training(run, rows_of(run, by_step=by_step), habit)
+    shown = {row["geomon/step"] for row in run.rows if "geomon/step" in row}
+    behind = {19} if by_step else set(range(20)) if habit in NO_ROOM else {19}
+    assert shown >= set(range(20)) - behind
+    assert not run.dropped
+
+
+def test_two_readings_of_one_step_are_two_rows():
+    run = Run()
+    sink = WandB(run, pictures=False)
+    for step in range(3):
         sink.write(reading(step))
+        sink.write(reading(step, 7.0, source="probe"))
+        run.log({"loss": 1.0})
+    sink.close()
+    run.end_row()
+    found = [(r["geomon/step"], r["geomon/twonn"]) for r in run.rows if "geomon/step" in r]
+    assert sorted(found) == sorted((s, v) for s in range(3) for v in (s + 0.1, 7.0))
+
+
+def test_what_fails_beside_a_row_of_the_training_is_a_warning(caplog):
+    class Broken(Run):
+        def log(self, row, step=None, commit=None):
+            if "loss" not in row:
+                raise OSError("gone")
+            super().log(row, step, commit)
+
+    run = Broken()
+    sink = rows_of(run)
+    for step in range(2):
+        with contextlib.suppress(OSError):
+            sink.write(reading(step))
     run.log({"loss": 1.0})
-    sink.write(reading(5))
-    run.log({"loss": 1.0})
-    assert [row["geomon/step"] for row in run.rows] == [0, 5]
+    assert run.rows == [{"loss": 1.0}]
+    assert any("a reading was not logged: OSError: gone" in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_nothing_is_left_on_the_run(order):
+    run = Run()
+    sinks = [WandB(run, pictures=False), WandB(run, pictures=False)]
+    for sink in sinks:
+        sink.write(reading(0))
+    assert "_log" in vars(run)
+    for sink in sinks[::order]:
+        sink.close()
+    run.log({"loss": 1.0}, step=7)
+    assert run.rows
+    if order < 0:
+        assert "_log" not in vars(run)
 
 
 def test_alone_every_reading_is_a_row_at_once():
@@ -141,12 +202,13 @@ def test_values_and_charts_of_one_step_share_the_row_that_is_open():
     for name in ("charts/a", "charts/b"):
         sink.log({name: "chart"}, 3)
     run.log({"loss": 1.0})
+    run.log({"early": 1.0}, commit=False)
     sink.write(reading(4))
     sink.log({"charts/a": "chart"}, 4)
     run.log({"loss": 2.0})
     shown = {"geomon/twonn", "geomon/twonn_low", "geomon/twonn_high", "geomon/step", "loss"}
     assert [set(row) for row in run.rows] == [
-        {*shown, "charts/a", "charts/b"}, {*shown, "charts/a"},
+        {*shown, "charts/a", "charts/b"}, {*shown, "charts/a", "early"},
     ]  # fmt: skip
 
 
@@ -244,6 +306,43 @@ def test_wandb_offline_has_every_row_of_both(habit, tmp_path, monkeypatch):
     }
     assert "last" in names
     assert sorted(int(r["geomon/step"]) for r in rows if "geomon/twonn" in r) == list(range(20))
+
+
+# A program that logs as a training does, and ends without `finish`, by itself or by an exception or
+# a signal.
+_PROGRAM = """
+import os, signal, sys, time
+sys.path.insert(0, "tests/show/loggers"), sys.path.insert(0, "tests")
+import wandb
+from test_wandb_run import HABITS, reading
+from geomon import WandB
+folder, habit, ending = sys.argv[1:]
+run = wandb.init(project="test", dir=folder)
+sink = WandB(run, pictures=False)
+for step in range(20):
+    sink.write(reading(step))
+    given = HABITS[habit](step)
+    if given is not None:
+        run.log({f"loss_{step}": float(step)}, **given)
+if ending == "an exception":
+    raise RuntimeError
+if ending == "a signal":
+    os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+@pytest.mark.parametrize("habit", ["every fifth step, counted", "every epoch of ten"])
+@pytest.mark.parametrize("ending", ["the last line", "an exception", "a signal"])
+def test_without_finish_the_file_has_every_row_of_both(habit, ending, tmp_path):
+    subprocess.run(
+        [sys.executable, "-c", _PROGRAM, str(tmp_path), habit, ending],
+        cwd=Path(__file__).parents[3], check=False, timeout=300, stderr=subprocess.DEVNULL,
+        env={**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true"},
+    )  # fmt: skip
+    rows = wandb_rows(tmp_path)
+    assert sorted(int(r["geomon/step"]) for r in rows if "geomon/twonn" in r) == list(range(20))
+    losses = {name for row in rows for name in row if name.startswith("loss_")}
+    assert losses == {f"loss_{s}" for s in range(20) if HABITS[habit](s) is not None}
 
 
 def test_a_disabled_run_holds_nothing():

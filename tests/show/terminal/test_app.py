@@ -66,7 +66,7 @@ def test_a_run_is_shown_at_any_size(make_readings, tmp_path, size):
             assert ("heads: attention entropy" in words) == whole
             assert "⠒" in words or "⠤" in words or "⠉" in words  # a curve
             if size[0] > 100:
-                assert "compressing since step 256: 28 % below the peak 7.4" in words
+                assert "compressing since step 256, 28 % below its peak 7.4" in words
 
     run(story)
 

@@ -1,0 +1,180 @@
+"""Mode: what sees the operators of a window's thread.
+
+A mode of torch stands below autograd and replaces nothing: each operator runs as it was called.
+"""
+
+import functools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _python_dispatch as dispatch
+
+from geomon.capture.tap.provenance import Provenance
+
+# Private names of torch, asked for once. Without them, a window that is closed out of turn takes
+# another mode's place.
+_top = getattr(dispatch, "_get_current_dispatch_mode", None)
+_pop = getattr(dispatch, "_pop_mode", None)
+_push = getattr(dispatch, "_push_mode", None)
+
+
+class TapObserver(Protocol):
+    """An object that is notified of attention. Nothing that it raises reaches the model."""
+
+    def following(self) -> Provenance | None:
+        """Return what follows the tensors of the block that is running; None where none counts."""
+
+    def on_fused(self, route: str, given: dict[str, Any]) -> None:
+        """Take a call of a fused attention operator.
+
+        Args:
+            route: "sdpa" (of torch), "flex" or "flash".
+            given: Its arguments by the names of its schema.
+        """
+
+    def on_softmax(self, scores: Tensor, dim: int, *, logarithm: bool) -> None:
+        """Take a softmax.
+
+        Args:
+            scores: Its input.
+            dim: The dimension that it runs over.
+            logarithm: Whether its logarithm is computed, as losses do.
+        """
+
+    def on_failure(self, error: Exception) -> None:
+        """Take an error of geomon's own, met while a call was looked at.
+
+        Args:
+            error: The error.
+        """
+
+
+class Tap(dispatch.TorchDispatchMode):
+    """Notifies an observer of the attention of its thread.
+
+    Args:
+        observer: The observer.
+    """
+
+    supports_higher_order_operators = True  # flex attention
+
+    def __init__(self, observer: TapObserver) -> None:
+        super().__init__()
+        self._observer: TapObserver | None = observer
+        self._thread = threading.get_ident()
+        self._open = False
+
+    @contextmanager
+    def seeing(self) -> Iterator[None]:
+        """See the operators of the body, in the thread that made the tap; bodies may be nested.
+
+        The mode stays inside the call that it is opened for: what surrounds that call (compiled
+        code, say) keeps the state of torch's dispatcher, and puts it back.
+        """
+        if self._open or self._observer is None or threading.get_ident() != self._thread:
+            yield
+            return
+        try:
+            self._open = True
+            self.__enter__()
+            yield
+        finally:
+            self._leave()
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Take the mode away for a while: compiled code runs as compiled without modes alone."""
+        if not self._open or threading.get_ident() != self._thread:
+            yield
+            return
+        try:
+            self._leave()
+            yield
+        finally:
+            self._open = True
+            self.__enter__()
+
+    def close(self) -> None:
+        """See nothing more; may be called more than once, inside a body and after Ctrl-C."""
+        self._observer = None
+
+    def _leave(self) -> None:
+        """Take the mode from the stack, from under others that Ctrl-C has left there."""
+        if not self._open:
+            return
+        if _top is None or _pop is None or _push is None:
+            self._open = False
+            self.__exit__(None, None, None)
+            return
+        above: list[Any] = []
+        while (mode := _top()) is not None and mode is not self:
+            above.append(_pop())
+        if mode is self:
+            _pop()
+        for other in reversed(above):
+            _push(other)
+        self._open = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Let an operator run; see it if it is one of attention."""
+        kwargs = kwargs or {}
+        observer = self._observer
+        # Recomputation in a backward pass was seen before.
+        if observer is None or torch._C._current_graph_task_id() != -1:
+            return func(*args, **kwargs)
+        if torch.is_inference_mode_enabled() and hasattr(func, "decompose"):
+            with self:  # there, composite operators come as they were called
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        kind, name, names = _kind_of(func)
+        try:
+            if kind == "softmax":
+                observer.on_softmax(args[0], args[1], logarithm=name == "_log_softmax")
+            elif kind != "other":
+                given = dict(zip(names, args, strict=False)) | kwargs
+                observer.on_fused(kind, given)
+        except Exception as error:
+            observer.on_failure(error)
+        result = func(*args, **kwargs)
+        try:
+            followed = observer.following()
+            if followed is not None:
+                followed.follow(name, args, kwargs, result)
+        except Exception as error:
+            observer.on_failure(error)
+        return result
+
+
+# Arguments of the higher-order operator of flex attention, which has no schema.
+_FLEX = (
+    "query", "key", "value", "score_mod", "block_mask", "scale", "kernel_options",
+    "score_mod_other_buffers", "mask_mod_other_buffers",
+)  # fmt: skip
+
+
+@functools.cache
+def _kind_of(func: Any) -> tuple[str, str, tuple[str, ...]]:
+    """Return what an operator is, its name and the names of its arguments."""
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        flex = getattr(func, "__name__", "") == "flex_attention"
+        return ("flex", "_softmax", _FLEX) if flex else ("other", "", ())
+    space, _, name = schema.name.rpartition("::")
+    if space == "aten" and name in ("_softmax", "_safe_softmax", "_log_softmax"):
+        return "softmax", name, ()
+    names = tuple(argument.name for argument in schema.arguments)
+    given = set(names)
+    attends = ({"query", "key", "value"} <= given or {"q", "k", "v"} <= given) and (
+        "backward" not in name and "grad_out" not in given and "dout" not in given
+    )
+    if not attends:
+        return "other", name, names
+    # What fused attention returns holds no product any more.
+    return "sdpa" if name.startswith("_scaled_dot_product") else "flash", "_softmax", names

@@ -1,0 +1,386 @@
+"""Tokens of one pass through a stack: which sequence each is of, which are padding, which are kept.
+
+Padding, token ids and boundaries are known by what was seen of the pass, partly before the first
+block runs and partly when the pass is over (`PassTokens.settle`).
+"""
+
+import math
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from geomon.capture.tokens.boundaries import (
+    GivenPlaces,
+    Sequences,
+    find_places,
+    find_sequences,
+    last_tokens,
+    rows_as_sequences,
+    sequences_from,
+)
+from geomon.capture.tokens.lookups import Layout
+from geomon.capture.tokens.padding import Padding
+from geomon.capture.tokens.sampling import RowSampler, SampledRows
+from geomon.capture.tokens.token_ids import TokenIds
+from geomon.note import Note
+
+Shape = tuple[int, ...]
+
+_LENGTHS_DIFFER = (
+    "padding is known for sequences of another length, and nothing shows it for these: all rows "
+    "count"
+)
+_STREAMS = (
+    "the model has {streams} streams of hidden states: each token has {streams} rows, which are "
+    "measured together, and rows of one token that are alike are near-duplicates"
+)
+_PACKED = (
+    "rows of the batch hold several sequences, told apart by {source}: metrics of hidden states "
+    "and of projected queries and keys count each for itself"
+)
+
+
+class PassTokens:
+    """The tokens of one pass through a stack.
+
+    Args:
+        sampler: Sampler of the rows.
+        padding: Padding of the stack.
+        length_first: Whether the modules take hidden states as [length, batch, width].
+
+    Attributes:
+        ids: The token ids.
+        padding: The padding.
+        shape: Shape of the hidden states that entered the first block, without the width.
+        landmarks: Rows at fixed places of these hidden states, [rows, width].
+    """
+
+    def __init__(self, sampler: RowSampler, padding: Padding, *, length_first: bool) -> None:
+        self._sampler = sampler
+        self._by_modules = length_first
+        self._given: list[GivenPlaces] = []  # in the order seen
+        self.padding = padding
+        self.ids = TokenIds()
+        self.forget_states()
+
+    def forget_states(self) -> None:
+        """Forget the hidden states: another pass begins, with the same arguments."""
+        self.ids.forget_states()
+        self.padding.forget_attention()
+        self.shape: Shape = ()
+        self.landmarks: Tensor | None = None
+        self._begins: Tensor | None = None  # tokens that begin a sequence, in one packed row
+        self._kept: dict[tuple[Shape, str], Tensor] = {}
+        self._attended: list[Shape] = []  # sequences and queries of each attention
+        self._settled = False
+        self._packed: dict[Shape, Sequences | None] = {}  # when settled
+
+    def take_arguments(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        shared: bool = False,
+    ) -> None:
+        """Keep the arguments of a call that say where padding is, and where sequences begin.
+
+        Args:
+            module: The module that is called.
+            args: Positional arguments.
+            kwargs: Arguments by name.
+            shared: Whether the module is around several stacks.
+        """
+        self.padding.take_arguments(module, args, kwargs, shared=shared)
+        if not shared:
+            self._given += find_places(module, args, kwargs)
+
+    def take_begins(self, length: int, find: Callable[[int], Tensor]) -> None:
+        """Keep where packed sequences begin in the one row that a stack was given.
+
+        Args:
+            length: Number of tokens in the row.
+            find: Finds them: True for a token that begins one, [length].
+        """
+        if self._begins is None and math.prod(self.shape) == length:
+            self._begins = find(length)
+
+    def begin(self, shape: Shape) -> None:
+        """Note the first hidden states.
+
+        Args:
+            shape: Their shape, without the width.
+        """
+        self.shape = shape
+        self.ids.begin()
+
+    def settle(self, attended: Iterable[Shape]) -> None:
+        """Decide what is padding and what is packed, now that the pass was seen.
+
+        Args:
+            attended: Number of sequences and of queries of each attention.
+        """
+        self._attended = [*attended]
+        self._settled = True
+        self.padding.settle()
+
+    # -- which rows are kept ---------------------------------------------------------------------
+
+    def rows(self, shape: Shape, role: str = "") -> Tensor:
+        """Return flat indices of the sampled rows; the same for every tensor of one shape.
+
+        Args:
+            shape: Shape of the tensor, without the width.
+            role: "key" for keys that come from another stack, whose padding is another.
+        """
+        if (shape, role) not in self._kept:
+            valid = self.valid(shape, role)
+            self._kept[shape, role] = self._sampler.sample_rows(torch.Size(shape), valid)
+        return self._kept[shape, role]
+
+    def last(self, shape: Shape) -> Tensor | None:
+        """Return flat indices of the last token of each sequence, by what is known so far.
+
+        Args:
+            shape: Shape of the hidden states, without the width.
+
+        Returns:
+            Flat indices into `shape`, ascending, of at most as many sequences as rows are sampled;
+            None where the hidden states are no sequences.
+        """
+        if len(shape) != 2 and self.packed(shape) is None:
+            return None
+        if (shape, "last") not in self._kept:
+            self._kept[shape, "last"] = self.last_of(shape)
+        return self._kept[shape, "last"]
+
+    def last_of(self, shape: Shape) -> Tensor:
+        """The same of hidden states that are sequences, by what is known now."""
+        found = self.sequences(shape)
+        assert found is not None
+        return last_tokens(found, self.valid(shape), self._sampler.max_rows)
+
+    def without_padding(self, rows: SampledRows, shape: Shape) -> SampledRows:
+        """Remove rows of padding that was known only after they had been sampled.
+
+        Args:
+            rows: Sampled rows.
+            shape: Shape of the hidden states that they are of.
+        """
+        valid = self.valid(shape, rows.role)
+        if valid is None:
+            return rows
+        return rows.at(valid.cpu().flatten()[rows.indices].nonzero().squeeze(1))
+
+    # -- which of them are padding ---------------------------------------------------------------
+
+    def valid(self, shape: Shape, role: str = "") -> Tensor | None:
+        """Return which tokens are no padding.
+
+        Args:
+            shape: Shape of the hidden states, without the width.
+            role: "key" for keys that come from another stack, whose padding is another.
+
+        Returns:
+            False where there is padding, a tensor of the given shape; None where nothing says it.
+        """
+        known = self.padding.valid(shape, role, turned=self._by_modules or self.turned)
+        streams = None if role else self._streams(shape)
+        if known is not None or streams is None:
+            return known
+        tokens = self.padding.valid(streams[0])
+        return None if tokens is None else streams[1].arrange(tokens)
+
+    def valid_at(self, shape: Shape, sequences: Tensor, places: Tensor) -> Tensor | None:
+        """Return which of the sampled queries of an attention are no padding.
+
+        Args:
+            shape: Number of sequences and of queries in each.
+            sequences: Indices of the sampled sequences, [sequences].
+            places: Positions of the sampled queries in each of them, [sequences, queries].
+
+        Returns:
+            False where a query is padding, [sequences, queries]; None where nothing says it.
+        """
+        valid = self.padding.valid(shape)
+        return None if valid is None else valid[sequences].gather(1, places)
+
+    def loses_padding(self, shape: Shape) -> bool:
+        """Whether padding is known where the stack begins, and not for hidden states of a shape.
+
+        Args:
+            shape: Shape of the hidden states, without the width.
+        """
+        first = self.valid(self.shape)
+        known = shape in (self.shape, self.shape[::-1]) or self.valid(shape) is not None
+        return first is not None and not known and not bool(first.all())
+
+    # -- which sequences they are of -------------------------------------------------------------
+
+    @property
+    def batch(self) -> Shape:
+        """Shape of the first hidden states, or of their tokens where each has several rows."""
+        streams = self._streams(self.shape)
+        return self.shape if streams is None else streams[0]
+
+    @property
+    def turned(self) -> bool:
+        """Whether token ids [batch, length] are those of hidden states [length, batch, width]."""
+        return self.ids.turned(self.shape)
+
+    @property
+    def length_first(self) -> bool:
+        """Whether hidden states are [length, batch, width], by modules, ids or attention."""
+        turned = len(self.shape) == 2 and self.shape[0] != self.shape[1]
+        by_attention = turned and self.shape[::-1] in self._attended
+        return self._by_modules or self.turned or by_attention
+
+    def sequences(self, shape: Shape) -> Sequences | None:
+        """Return which sequence, or feature map, each token is of; None where that is unknown.
+
+        Args:
+            shape: Shape of the hidden states, without the width.
+        """
+        packed = self.packed(shape)
+        if packed is not None or len(shape) == 1:
+            return packed
+        return rows_as_sequences(shape, length_first=self.length_first)
+
+    def packed(self, shape: Shape) -> Sequences | None:
+        """Return the sequences of the tokens, where these are not the rows of the batch.
+
+        Args:
+            shape: Shape of the hidden states, without the width.
+        """
+        if not self._settled:
+            return self._find_packed(shape)
+        if shape not in self._packed:
+            self._packed[shape] = self._find_packed(shape) or self._packed_by_attention(shape)
+        return self._packed[shape]
+
+    def numbers(self, rows: Tensor, shape: Shape, role: str = "") -> Tensor | None:
+        """Return the number of the sequence that each row is of; None where it is unknown.
+
+        Args:
+            rows: Flat indices into `shape`.
+            shape: Shape of a tensor, without the width.
+            role: "key" for keys that come from another stack.
+        """
+        if role and len(shape) > 1:
+            return rows_as_sequences(shape, length_first=self.length_first).numbers.flatten()[rows]
+        found = None if role else self.sequences(shape)
+        return None if found is None else found.numbers.flatten()[rows]
+
+    def positions(self, rows: Tensor, shape: Shape) -> Tensor:
+        """Return the position of each row in its sequence, or in its feature map.
+
+        Args:
+            rows: Flat indices into `shape`.
+            shape: Shape of the hidden states, without the width.
+        """
+        found = self.sequences(shape)
+        return rows if found is None else found.places.flatten()[rows]
+
+    def _find_packed(self, shape: Shape) -> Sequences | None:
+        """Find sequences by streams, or by arguments of the calls."""
+        streams = self._streams(shape)
+        if streams is not None:
+            return _of_streams(*streams, length_first=self._by_modules or self.turned)
+        if len(shape) > 2 or not self._given or not math.prod(shape):
+            return None
+        turned = len(shape) == 2 and self.length_first
+        rows, length = (1, shape[0]) if len(shape) == 1 else shape[::-1] if turned else shape
+        valid = self.valid(shape)
+        tokens = None if valid is None else (valid.T if turned else valid).reshape(rows, length)
+        # Positions begin anew where an image follows a text, and only the text has token ids.
+        mixed = self.ids.fewer_than(shape)
+        given = [places for places in self._given[::-1] if places.summed or not mixed]
+        packed = find_sequences(given, rows, length, tokens)
+        if packed is None:
+            return None
+        numbers, places = (x.T if turned else x.view(shape) for x in packed[:2])
+        return packed._replace(numbers=numbers, places=places)
+
+    def _packed_by_attention(self, shape: Shape) -> Sequences | None:
+        """Return the sequences in the one row of a batch that attention keeps apart.
+
+        It hides one from another, or takes the row as sequences.
+        """
+        length, begins = math.prod(shape), self._begins
+        if begins is None or len(begins) != length:
+            if len(shape) > 1 or not self._attended or math.prod(self._attended[0]) != length:
+                return None
+            order = torch.arange(length, dtype=torch.int64, device="cpu")
+            begins = order % self._attended[0][1] == 0
+        valid = self.valid(shape)
+        tokens = None if valid is None else valid.view(1, -1)
+        found = sequences_from(begins.cpu().view(1, -1), tokens, "attention")
+        if found is None:
+            return None
+        return found._replace(numbers=found.numbers.view(shape), places=found.places.view(shape))
+
+    def _streams(self, shape: Shape) -> tuple[Shape, Layout] | None:
+        """Return the shape of the tokens, and how they lie in hidden states of several streams.
+
+        Token ids say it, or attention that takes one of the streams, which come first.
+        """
+        found = self.ids.streams(shape)
+        if found is not None:
+            return tuple(found.lookup.ids.shape), found.layout
+        taken = bool(self._attended) and all(shape[1:] == seen for seen in self._attended)
+        if len(shape) != 3 or shape[0] == 1 or not taken:
+            return None
+        return shape[1:], Layout(lambda x: x.expand(shape), shape[0])
+
+    # -- what is said of them --------------------------------------------------------------------
+
+    @property
+    def checksum(self) -> str:
+        """What tells the tokens of the pass from others; "" where nothing was seen.
+
+        Integers that tables were given may be positions, the same in every batch: they tell alone
+        only where they are more than the hidden states, of which a rank then has a part.
+        """
+        if self.landmarks is None:
+            return ""
+        known, count = self.ids.checksum(), math.prod(self.shape)
+        if any(lookup.ids.numel() > count for lookup in self.ids.lookups):
+            return known
+        rows = self.landmarks.cpu().float().contiguous()
+        return f"{known} {zlib.crc32(rows.numpy().tobytes()):08x}"
+
+    def remarks(self, shape: Shape) -> list[str]:
+        """Say what a reader of the numbers has to know of the hidden states of a shape.
+
+        Args:
+            shape: Shape of the hidden states, without the width.
+        """
+        streams = self._streams(shape)
+        found = [_LENGTHS_DIFFER] * self.loses_padding(shape)
+        return found + ([] if streams is None else [_STREAMS.format(streams=streams[1].streams)])
+
+    def notes(self, stack: str) -> list[Note]:
+        """Make the notes that a reader of the numbers needs.
+
+        Args:
+            stack: Name of the stack.
+        """
+        if not self.shape:
+            return []
+        packed = self.packed(self.shape)
+        notes = self.padding.notes(self.batch, stack)
+        if packed is not None and self._streams(self.shape) is None:
+            numbers = {"source": packed.source}
+            notes.append(Note("packed sequences", _PACKED, stack, numbers=numbers))
+        return notes
+
+
+def _of_streams(shape: Shape, layout: Layout, *, length_first: bool) -> Sequences:
+    """Number the sequences where several rows of hidden states stand for each token."""
+    ways = [torch.arange(n, dtype=torch.int64, device="cpu") for n in shape]
+    number, place = ways[0][:, None].expand(shape), ways[1].expand(shape)
+    number, place = (place, number) if length_first else (number, place)
+    return Sequences(layout.arrange(number), layout.arrange(place), "streams")

@@ -1,0 +1,136 @@
+"""Calls of embedding tables, which are kept for the passes that they come before."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from geomon.capture.tokens.lookups import Lookup, rows_of
+from geomon.capture.tokens.token_ids import TokenIds
+
+
+class TableCalls:
+    """Keeps what embedding tables are given and return.
+
+    Args:
+        of_output: Tables that have one row for each output of the model.
+        receivers: Returns the token ids of the passes to which a call that comes now belongs.
+        local: Returns this rank's part of a tensor.
+    """
+
+    def __init__(
+        self,
+        of_output: Sequence[nn.Module],
+        receivers: Callable[[], Iterable[TokenIds]],
+        local: Callable[[Tensor], Tensor],
+    ) -> None:
+        self._of_output, self._receivers, self._local = of_output, receivers, local
+        self._passed: set[int] = set()  # storages of integers that the model was given
+        self._count = 0
+        # Arguments of the calls around tables that are running, by the address of the module, and
+        # how often a table had been called before.
+        self._around: dict[int, tuple[tuple[Any, ...], int]] = {}
+
+    def clear(self) -> None:
+        """Forget calls that are running."""
+        self._around.clear()
+
+    def take_arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Note which integers the model is given.
+
+        Args:
+            args: Positional arguments of a module around the blocks.
+            kwargs: Arguments by name.
+        """
+        self._passed |= {
+            storage
+            for value in _with_contents([*args, *kwargs.values()])
+            if isinstance(value, Tensor) and not value.is_floating_point()
+            if (storage := self._storage(value)) is not None
+        }
+
+    def before(
+        self,
+        table: nn.Module,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        """Keep the integers that a table is given.
+
+        Args:
+            table: The table.
+            module: The module that is called.
+            args: Positional arguments.
+            kwargs: Arguments by name.
+        """
+        ids = next(iter([*args, *kwargs.values()]), None)
+        if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_nested:
+            return
+        self._count += 1
+        lookup = Lookup(
+            self._local(ids).detach().clone(), table, table in self._of_output,
+            self._storage(ids) in self._passed,
+        )  # fmt: skip
+        for ids_of_pass in self._receivers():
+            ids_of_pass.lookups.append(lookup)
+
+    def after(self, table: nn.Module, module: nn.Module, output: Any) -> None:
+        """Keep rows of what a table returned.
+
+        Args:
+            table: The table.
+            module: The module that was called.
+            output: What it returned.
+        """
+        if not isinstance(output, Tensor) or output.is_nested:
+            return
+        for ids_of_pass in self._receivers():
+            seen = ids_of_pass.lookups
+            if seen and seen[-1].table is table and seen[-1].rows is None:
+                rows = rows_of(self._local(output), seen[-1].ids)
+                seen[-1] = seen[-1]._replace(rows=rows)
+
+    def before_around(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Keep the arguments of a module that holds a table, and may not call it.
+
+        Args:
+            module: The module.
+            args: Positional arguments.
+            kwargs: Arguments by name.
+        """
+        self._around[id(module)] = args, self._count
+
+    def after_around(self, table: nn.Module, module: nn.Module, output: Any) -> None:
+        """Take the call of such a module for one of the table, if that was not called inside.
+
+        Args:
+            table: The table.
+            module: The module that was called.
+            output: What it returned.
+        """
+        args, before = self._around.pop(id(module), ((), self._count))
+        ids = args[0] if args else None
+        if self._count > before or not isinstance(ids, Tensor):
+            return
+        if isinstance(output, Tensor) and output.shape[:-1] == ids.shape:
+            self.before(table, module, args, {})
+            self.after(table, module, output)
+
+    def _storage(self, values: Tensor) -> int | None:
+        """Return the address of the memory in which a tensor lies; None where it has none.
+
+        Sparse and nested tensors have none, nor have those inside `torch.func.vmap`.
+        """
+        try:
+            return self._local(values).untyped_storage().data_ptr() or None
+        except (NotImplementedError, RuntimeError):
+            return None
+
+
+def _with_contents(values: Iterable[Any]) -> Iterator[Any]:
+    """Iterate over values, and over those that lie in dicts among them."""
+    for value in values:
+        yield from value.values() if isinstance(value, Mapping) else (value,)

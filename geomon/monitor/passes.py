@@ -1,0 +1,248 @@
+"""Forward passes that are read: the training's own, and extra ones on the inputs of a probe."""
+
+import contextlib
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from geomon.capture import Window, derive_seed, extra_pass, find_anatomy
+from geomon.capture.snapshot import HOST, Snapshot
+from geomon.distributed import RankGroup
+from geomon.monitor.held_out import HeldOut
+from geomon.monitor.measuring.device import MeasuringDevice
+from geomon.monitor.options import MonitorOptions
+from geomon.monitor.planning.budget import Budget
+from geomon.monitor.probe_loss import ProbeLoss
+from geomon.note import Note
+
+
+class Passes:
+    """Opens windows on the passes of a model, and makes the extra ones.
+
+    Args:
+        model: The model that is watched.
+        options: All options of the monitor, checked.
+        views: Names of the views that metrics read.
+        group: The ranks.
+        device: Where layers are measured.
+        budget: Account of the time that windows and extra passes take.
+        loss: Computes the loss of extra passes; None for none.
+
+    Raises:
+        ValueError: The model has no blocks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: MonitorOptions,
+        *,
+        views: Collection[str],
+        group: RankGroup,
+        device: MeasuringDevice,
+        budget: Budget,
+        loss: ProbeLoss | None,
+    ) -> None:
+        self._model = model
+        self._options = options
+        self._anatomy = find_anatomy(model, options["blocks"])
+        self._modules = tuple(model.modules())  # of which the anatomy was found
+        self._names = self.block_names  # as the run began
+        self._views = set(views)
+        self._group = group
+        self._device = device
+        self._budget = budget
+        self._loss = loss
+        self._open: tuple[Window, int] | None = None  # the window that is open, and its step
+
+    @property
+    def block_names(self) -> list[str]:
+        """Names of the blocks, in order of depth."""
+        return [block.name for block in self._anatomy.blocks]
+
+    @property
+    def step(self) -> int | None:
+        """Step of the window that was opened last; None once it is closed for good."""
+        return None if self._open is None else self._open[1]
+
+    def open(self, step: int) -> Window:
+        """Make a window for the training's own forward pass, to be entered around it.
+
+        Args:
+            step: Number of optimizer updates already in the weights.
+        """
+        rows = self._group.rows_of(self._rows())
+        return self._window(step, self._options["seed"], step, *self._place(), rows=rows)
+
+    def snapshot(self, window: Window) -> Snapshot:
+        """Return what a window has seen, with its rows where they stay.
+
+        Rows that are sent to other ranks go by the host.
+
+        Args:
+            window: A window whose pass is over.
+        """
+        return window.snapshot(HOST if self._group.connected else self._device.device)
+
+    def pause(self) -> None:
+        """Let the window that is open see nothing, and leave nothing on the model, for a while.
+
+        What it has seen is measured when its `with` ends, unless it sees more after `proceed`.
+        """
+        if self._open is not None:
+            with self._budget.charge():
+                self._open[0].close()
+
+    def proceed(self) -> None:
+        """Let the window that `pause` has stopped see calls again."""
+        if self._open is not None:
+            with self._budget.charge():
+                self._open[0].__enter__()
+
+    def sweep(self, step: int | None) -> None:
+        """Close a window that Ctrl-C has left open, half open or half closed.
+
+        Args:
+            step: The step whose window may still be open; None for none.
+        """
+        if self._open is None:
+            return
+        window, opened_at = self._open
+        if opened_at != step or not window.settled:
+            window.close()
+            self._open = None
+
+    def forget(self) -> None:
+        """Leave the window that is open alone: in a fork, it is the parent's."""
+        self._open = None
+
+    def run(self, inputs: Any, step: int) -> list[Snapshot]:
+        """Make an extra pass over the inputs of a probe, or over each of its held-out batches.
+
+        The same inputs give the same rows: readings differ by the weights.
+
+        Args:
+            inputs: What the model is called with, or held-out batches.
+            step: Number of optimizer updates already in the weights.
+        """
+        if isinstance(inputs, HeldOut):
+            return self._run_held_out(inputs, step)
+        return [self._run(inputs, step, (), self._rows(), loss=self._loss)]
+
+    def modules_around_blocks(self) -> tuple[nn.Module, ...]:
+        """The model and the modules in it that hold blocks: a training calls one of them."""
+        self._renew_anatomy()
+        blocks = [block.module for block in self._anatomy.blocks]
+        inside = {module for block in blocks for module in block.modules()}
+        return tuple(
+            module
+            for module in self._model.modules()
+            if module not in inside and not inside.isdisjoint(module.modules())
+        )
+
+    def notes(self) -> list[Note]:
+        """Notes on the model, for every reading."""
+        if self.block_names == self._names:
+            return []
+        text = (
+            "the blocks of the model are not those that the run began with: {now} now, {then} then"
+        )
+        numbers = {"now": len(self.block_names), "then": len(self._names)}
+        return [Note("other blocks", text, numbers=numbers)]
+
+    def _run(
+        self,
+        inputs: Any,
+        step: int,
+        place: tuple[object, ...],
+        rows: int,
+        *,
+        around: Sequence[nn.Module] | None = None,
+        windows: int = 1,
+        loss: ProbeLoss | None = None,
+    ) -> Snapshot:
+        """Make one extra pass.
+
+        Args:
+            inputs: What the model is called with, or a batch.
+            step: Number of optimizer updates already in the weights.
+            place: What the sample of the rows depends on besides the seed.
+            rows: Number of rows of hidden states to keep.
+            around: For a batch, the modules that may be called on it.
+            windows: Number of passes that share the memory of a reading.
+            loss: Computes the loss of the pass; None for none.
+        """
+        window = self._window(step, self._options["seed"], *place, rows=rows, windows=windows)
+        made = extra_pass(self._model, inputs, window, around=around, loss=loss)
+        if loss is not None:  # a validation that the training asks for, like its own forward pass
+            self._budget.leave_out(max(0.0, made.seconds - window.seconds))
+        snapshot = self.snapshot(window)
+        info = replace(snapshot.info, loss=made.loss)
+        if made.left_out:
+            text = "of each batch the model was given all but {left_out}, by what forward() takes"
+            note = Note("parts of a batch", text, numbers={"left_out": made.left_out})
+            info = replace(info, notes=[*info.notes, note])
+        return replace(snapshot, info=info)
+
+    def _run_held_out(self, held_out: HeldOut, step: int) -> list[Snapshot]:
+        """Make an extra pass over each held-out batch; at first, take the batches."""
+        around = (self._model, *self.modules_around_blocks())
+        wanted = self._rows()
+
+        def look(batch: Any) -> tuple[int, int]:
+            rows = self._group.rows_of(wanted) or 1
+            snapshot = self._run(batch, step, self._place(), rows, around=around)
+            if snapshot.is_empty:  # more batches would show no more
+                return wanted, wanted
+            numbers = snapshot.layers[0].captured.get("sequences")
+            sequences = wanted if numbers is None else len(numbers.unique())
+            return snapshot.info.tokens, sequences
+
+        held_out.settle(self._model, self._group, wanted, look)
+        shares = held_out.shares(self._group.rows_of(wanted))
+        passes = []
+        for number, (batch, rows) in enumerate(zip(held_out.batches, shares, strict=True)):
+            place = (*self._place(), "batch", number) if number else self._place()
+            one = self._run(
+                batch, step, place, rows, around=around, windows=len(shares), loss=self._loss
+            )
+            passes.append(one)
+        return passes
+
+    def _window(self, step: int, *seed_of: object, rows: int, windows: int = 1) -> Window:
+        self._renew_anatomy()
+        most = self._options["max_capture_mb"]
+        window = Window(
+            self._anatomy, self._views, rows=rows, seed=derive_seed(*seed_of),
+            max_mb=None if most is None else most / windows,
+            extra_layers=self._options["extra_layers"], charge=self._budget.charge,
+        )  # fmt: skip
+        self._open = window, step
+        return window
+
+    def _renew_anatomy(self) -> None:
+        """Find the anatomy again where modules of the model have come, gone or been replaced.
+
+        Adapters are put around projections, merged and taken off, blocks are added or wrapped: what
+        was found before would be looked at in place of what the model runs. Where no blocks are
+        found any more, those found before are expected, and a reading says that they did not run.
+        """
+        modules = tuple(self._model.modules())
+        if list(map(id, modules)) == list(map(id, self._modules)):
+            return
+        self._modules = modules
+        with contextlib.suppress(ValueError):
+            self._anatomy = find_anatomy(self._model, self._options["blocks"])
+
+    def _place(self) -> tuple[int, ...]:
+        """What samples of ranks depend on; the first one's are those of a single process."""
+        return (self._group.place,) if self._group.place else ()
+
+    def _rows(self) -> int:
+        """Number of rows of hidden states that a reading keeps, over all splits and ranks."""
+        return self._options["tokens"] * self._options["batches"]
+
+
+__all__ = ["Passes"]

@@ -1,0 +1,501 @@
+"""What geomon says of a run is held to the numbers under it, by a checker that knows only these.
+
+Records of many shapes are made in memory. `Checker` takes a sentence apart, reads what it claims
+(a value at a step, a rise, a fall, a share, a peak, no change) and compares that with the values
+and margins of the record; a sentence of which it knows no form is an error too.
+"""
+
+import math
+import random
+import re
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, median
+
+import pytest
+from rich.console import Console
+from tagged import TEXTS, reading_of
+
+from geomon.analysis import summarise
+from geomon.analysis.alerts import Alert
+from geomon.record import Readings
+from geomon.show.loggers.board import BoardText
+from geomon.show.loggers.history import RunHistory
+from geomon.show.loggers.wandb_run import WandBSummary
+from geomon.show.report.content import Run, build_content
+from geomon.show.terminal.overview import view
+
+KINDS = ("rise", "fall", "both", "flat", "erratic", "diverged", "few", "missing")
+SCHEDULES = (
+    [0, *(2**n for n in range(13))],
+    [0, *sorted({round(2 ** (n / 4)) for n in range(44)})],
+    list(range(0, 2001, 50)),
+    list(range(8)),
+)
+NUMBER = r"-?\d[\d,]*(?:\.\d+)?"
+ROW = re.compile(r"(\D+) (\d\S*)(?: nats)? \|( from (\S+)| (\d+) % .*)?")
+Points = dict[int, tuple[float, float]]  # value and margin, 0 where unknown, by step
+
+
+def level(kind, share, rng):
+    """The dimension without noise, at a share of the way on a logarithmic axis of steps."""
+    if kind in ("rise", "missing"):
+        return 2.5 + 6 * share
+    if kind == "fall":
+        return 32 * math.exp(-2 * share)
+    if kind == "both":
+        return 2.5 + 9.8 * share if share < 0.5 else 7.4 - 4 * (share - 0.5)
+    if kind == "erratic":
+        return rng.uniform(1, 9)
+    if kind == "diverged":
+        return 1.14 if share < 0.7 else 7.7
+    return 5.0
+
+
+def course(kind, steps, has_margins, rng):
+    """Points of one estimate."""
+    points = {}
+    for step in steps:
+        value = level(kind, math.log1p(step) / math.log1p(max(*steps, 1)), rng)
+        error = 0.02 * value
+        margin = 2.36 * error * math.sqrt(fmean(rng.gauss(0, 1) ** 2 for _ in range(7)))
+        if kind == "missing" and rng.random() < 0.2:
+            continue
+        points[step] = (abs(value + rng.gauss(0, error)), margin if has_margins else 0.0)
+    return points
+
+
+def record(seed):
+    """A record, and the points of both estimates."""
+    rng = random.Random(seed)
+    kind, steps = KINDS[seed % 8], SCHEDULES[seed // 8 % 4]
+    has_margins = seed // 32 % 3 > 0
+    steps = steps[: rng.randint(1, 4)] if kind == "few" else steps[: rng.randint(8, len(steps))]
+    curves = {"twonn": course(kind, steps, has_margins, rng)}
+    curves["twonn_distinct"] = course(rng.choice(KINDS[:6]), steps, has_margins, rng)
+    curves["gride k1"] = course(rng.choice(KINDS[:3]), steps, has_margins, rng)
+    curves["gride k32"] = course(rng.choice(KINDS[:3]), steps, has_margins, rng)
+    curves["attention_entropy"] = course("fall", steps, has_margins=False, rng=rng)
+    readings = []
+    for step in steps:
+        values = {"geomon/overhead": rng.uniform(0.001, 0.2), "training/loss": rng.uniform(1, 4)}
+        for name, points in curves.items():
+            metric, _, part = name.partition(" ")
+            tag = f"{metric}/mean/{part}".rstrip("/")
+            if step in points:
+                values[tag] = points[step][0]
+                values |= {f"{tag}/margin": points[step][1]} if points[step][1] else {}
+        for layer in range(5):
+            values[f"anisotropy/layer_{layer:02d}"] = rng.uniform(0.1, 0.9)
+            for head in range(4 * bool(layer)):
+                values[f"qk_cosine/layer_{layer:02d}/head_{head}"] = rng.uniform(-1, 1)
+        values["qk_cosine/null_magnitude"] = 0.0798  # isotropic directions of width 100
+        raised = [Alert("rank_collapse", step, "", (2,), (), {"lowest": 1.5, "limit": 2.0}, "look")]
+        notes = [alert.note() for alert in raised if kind == "diverged" and step == steps[-1]]
+        readings.append(reading_of(values, step, "probe", notes))
+    return Readings([{"model": "Synthetic", "metrics": TEXTS}], readings), curves
+
+
+def value_of(text):
+    return float(text.replace(",", ""))
+
+
+class Checker:
+    """Takes sentences about a record apart and holds each claim to the record's numbers.
+
+    Args:
+        readings: The record.
+        curves: Points of what it holds, by name.
+    """
+
+    def __init__(self, readings, curves):
+        self.readings = list(readings)
+        self.last = self.readings[-1]
+        self.curves = curves
+        self.false = []
+
+    def hold(self, is_true, sentence, why):
+        if not is_true:
+            self.false.append(f"{why}: {sentence}")
+
+    def prints(self, value, text):
+        """Whether a value is printed so, with any number of decimals."""
+        decimals = len(text.partition(".")[2])
+        return abs(value - value_of(text)) <= 0.5000001 * 10**-decimals
+
+    # -- phases ------------------------------------------------------------------------------------
+
+    def phase(self, points: Points, words):
+        """Check the words of a phase, of which the first is its name."""
+        steps = sorted(points)
+        values = [points[step][0] for step in steps]
+        known = [points[step][1] for step in steps if points[step][1]]
+        typical = median(known) if known else 0.0
+        last, say = values[-1], self.hold
+
+        def margin(step):
+            return max(points[step][1], typical)
+
+        def beyond(one, other):
+            gap = points[other][0] - points[one][0]
+            return gap if abs(gap) > math.hypot(margin(one), margin(other)) else 0.0
+
+        if found := re.fullmatch(rf"expanding since step ({NUMBER}), from (\S+) to (\S+)", words):
+            since = int(value_of(found[1]))
+            say(self.prints(points[since][0], found[2]), words, "start")
+            say(self.prints(last, found[3]), words, "end")
+            say(beyond(since, steps[-1]) > 0, words, "no rise beyond the margins")
+            recent = [step for step in steps if 4 * step >= steps[-1] and step >= since][:-1]
+            fell = [beyond(steps[-1], step) > 0 for step in recent]
+            say(not fell or not all(fell), words, "it fell of late")
+            return
+        pattern = (
+            rf"(compressing|falling|level) since step ({NUMBER}), (?:after a rise to (\S+)|"
+            rf"(\d+) % below (its peak )?(\S+?)(?: at step ({NUMBER}))?)"
+            rf"(?: \(between steps ({NUMBER}) and ({NUMBER})\))?"
+        )
+        if found := re.fullmatch(pattern, words):
+            name, since = found[1], int(value_of(found[2]))
+            say(since in points, words, "no such step")
+            if found[3]:
+                say(self.prints(last, found[3]), words, "the last is not the highest")
+                say(last >= max(values[steps.index(since) :]), words, "not the highest")
+            else:
+                at = int(value_of(found[7])) if found[7] else since
+                peak = points[at][0]
+                say(self.prints(peak, found[6]), words, "peak")
+                say(round(100 * (1 - last / peak)) == int(found[4]), words, "percent")
+                if found[5] or name != "level":
+                    say(beyond(at, steps[-1]) < 0 or name == "level", words, "no fall")
+                    earlier = [step for step in steps if step < at and beyond(step, at) > 0]
+                    say(bool(earlier) == (name != "falling") or len(steps) > 20, words, "rise")
+                if found[8]:
+                    first, latest = (int(value_of(found[n])) for n in (8, 9))
+                    say(first <= at <= latest, words, "peak outside its steps")
+            if name == "level":
+                say(4 * since <= steps[-1], words, "level for less than two octaves")
+                tail = values[steps.index(since) :]
+                half = len(tail) // 2
+                gap = abs(fmean(tail[:half]) - fmean(tail[half:]))
+                scale = median(margin(step) for step in steps if step >= since)
+                scale = scale or 0.2 * median(tail)
+                say(gap < 2 * scale, words, "it moves")
+            return
+        if words == "steady: no change beyond its errors":
+            if known:
+                centre = median(values)
+                worst = max(abs(points[step][0] - centre) / margin(step) for step in steps)
+                say(worst < 3.2, words, f"{worst:.1f} margins off")
+            third = max(len(values) // 3, 1)
+            gap = abs(fmean(values[:third]) - fmean(values[-third:]))
+            say(gap < max(2 * typical, 0.5 * median(values)), words, "ends differ")
+            return
+        if words == "erratic: it jumps from reading to reading, without a trend":
+            jumps = [abs(a - b) for a, b in pairwise(values)]
+            limit = 1.5 * typical or 0.1 * median(values)
+            say(sum(jump > limit for jump in jumps) > len(jumps) / 4, words, "no jumps")
+            return
+        say(words == "too few readings to tell", words, "unknown form")
+        say(len(values) < 2 or (not known and len(values) < 12), words, "enough readings")
+
+    def estimates(self, text, *, with_phases=True):
+        """Check a line that gives the two estimates of the dimension."""
+        names = {"intrinsic dimension": "twonn", "distinct tokens": "twonn_distinct",
+                 "intrinsic dimension, distinct tokens": "twonn_distinct"}  # fmt: skip
+        parts = text.split("; ") if with_phases else re.split(r", (?=distinct)", text)
+        for part in parts:
+            found = re.fullmatch(
+                r"(.*?) (\d\S*?)(?: ± (\S+?))?(?:, (.*?))?(?: \(known to step (\S+)\))?", part
+            )
+            self.hold(found is not None and found[1] in names, part, "unknown form")
+            if found is None or found[1] not in names:
+                continue
+            points = self.curves[names[found[1]]]
+            end = max(points)
+            self.hold(self.prints(points[end][0], found[2]), part, "value")
+            self.hold(bool(found[3]) == bool(points[end][1]), part, "a margin")
+            if found[3]:
+                self.hold(self.prints(points[end][1], found[3]), part, "margin")
+            self.hold((end < self.last.step) == bool(found[5]) or not with_phases, part, "end")
+            if with_phases:
+                self.phase(points, found[4])
+
+    # -- sentences ---------------------------------------------------------------------------------
+
+    def sentence(self, text):
+        """Check a sentence of the summary."""
+        for pattern, check in (
+            (r"Alert(?:s)? at step (\S+): rank collapse .*\.", self.alert),
+            (r"(.*?± .*|.*?\d, .*?)\. At the start: (.*)\.", self.start),
+            (rf"intrinsic dimension rose from (\S+) to (\S+) between steps ({NUMBER}) and "
+             rf"({NUMBER}), distinct tokens (rose|fell) from (\S+) to (\S+): the rise is "
+             r"(not only )?near-duplicates.*\.", self.rise),
+            (rf"intrinsic dimension by scale differs by scale since step ({NUMBER}): at scale 1 it "
+             r"(rose|fell) \((\S+) %, to (\S+)\), at scale 32 it (rose|fell) \((\S+) %, to "
+             r"(\S+)\)\.", self.scales),
+            (r"attention entropy: (.*?)(?: \((\d+) % of its start\))?\.", self.entropy),
+            (r"cosine of mean query and mean key, mean size over heads: (.*?)\. At the end it is "
+             r"above 0\.5 in (\d+) of (\d+) heads, and below -0\.5 in (\d+)\.", self.cosine),
+            (r"Mean query and mean key are similar beyond chance in (\d+) of (\d+) heads(.*?), and "
+             r"opposite in (\d+)(.*?)\. Chance is isotropic directions of width (\d+): 5 % for any "
+             r"of the \2 heads at a step\.", self.chance),
+            (r"The cosine of mean query and mean key (falls|rises) with depth \(Kendall's tau "
+             r"(\S+), p .*\)\.", self.depth),
+            (r"anisotropy over depth at step (\S+): highest, (\S+), at layer (\d+), (.*) \((\S+) "
+             r"at layer 0, (\S+) at layer 4\); (.*)\.", self.profile),
+            (r"geomon took (\S+) % of the run's time\.", self.cost),
+        ):  # fmt: skip
+            if found := re.fullmatch(pattern, text):
+                return check(text, *found.groups())
+        return self.estimates(text.removesuffix("."))
+
+    def alert(self, text, step):
+        steps = [
+            reading.step for reading in self.readings for note in reading.notes if note.is_alert
+        ]
+        self.hold(int(value_of(step)) in steps, text, "no alert there")
+
+    def start(self, text, now, starts):
+        self.estimates(now)
+        for name, value, margin, step in re.findall(
+            rf"(intrinsic dimension|distinct tokens) (\S+?)(?: ± (\S+))? at step ({NUMBER})", starts
+        ):
+            points = self.curves["twonn" if name == "intrinsic dimension" else "twonn_distinct"]
+            first = min(points)
+            self.hold(int(value_of(step)) == first, text, "not the first")
+            self.hold(self.prints(points[first][0], value), text, "first value")
+            self.hold(not margin or self.prints(points[first][1], margin), text, "first margin")
+
+    def moved(self, text, name, one, other):
+        """Return the change of a curve between two steps, which must be beyond its margins."""
+        (first, a), (last, b) = (self.curves[name][step] for step in (one, other))
+        self.hold(abs(last - first) > math.hypot(a, b), text, "within the margins")
+        return last - first
+
+    def rise(self, text, low, high, one, other, verb, first, last, only):
+        ends = [int(value_of(step)) for step in (one, other)]
+        for name, texts in (("twonn", (low, high)), ("twonn_distinct", (first, last))):
+            for step, printed in zip(ends, texts, strict=True):
+                self.hold(self.prints(self.curves[name][step][0], printed), text, name)
+        self.hold(self.moved(text, "twonn", *ends) > 0, text, "no rise")
+        change = self.moved(text, "twonn_distinct", *ends)
+        self.hold((change > 0) == (verb == "rose") == bool(only), text, "direction")
+
+    def scales(self, text, since, *claims):
+        since = int(value_of(since))
+        self.hold(4 * since <= self.last.step, text, "since")
+        for name, (verb, share, end) in (("k1", claims[:3]), ("k32", claims[3:])):
+            change = self.moved(text, f"gride {name}", since, self.last.step)
+            points = self.curves[f"gride {name}"]
+            self.hold((change > 0) == (verb == "rose"), text, "direction")
+            percent = 100 * change / points[since][0]
+            self.hold(abs(percent - float(share)) <= 0.5000001, text, "percent")
+            self.hold(self.prints(points[self.last.step][0], end), text, "end")
+
+    def ends(self, text, points, words):
+        """Check a first and a last value with their steps, and return them."""
+        named = re.findall(rf"(\S+?)(?: nats)? at step ({NUMBER})", words)
+        ends = dict.fromkeys((min(points), max(points)))
+        self.hold([int(value_of(step)) for _, step in named] == list(ends), text, "steps")
+        for value, step in named:
+            self.hold(self.prints(points[int(value_of(step))], value), text, "value")
+        return [points[step] for step in ends]
+
+    def entropy(self, text, words, share):
+        points = {step: value for step, (value, _) in self.curves["attention_entropy"].items()}
+        first, *last = self.ends(text, points, words)
+        self.hold(bool(share) == bool(last), text, "share")
+        if share:
+            self.hold(abs(100 * last[0] / first - int(share)) <= 0.5000001, text, "share")
+
+    def heads(self, reading):
+        """Cosines of heads by layer and head."""
+        return reading.column("qk_cosine").by_head()
+
+    def cosine(self, text, words, above, total, below):
+        sizes = {r.step: fmean(map(abs, self.heads(r).values())) for r in self.readings}
+        self.ends(text, sizes, words)
+        cosines = self.heads(self.last).values()
+        counts = sum(c > 0.5 for c in cosines), len(cosines), sum(c < -0.5 for c in cosines)
+        self.hold(counts == (int(above), int(total), int(below)), text, "counts")
+
+    def chance(self, text, similar, total, since, opposite, other_since, width):
+        from scipy import stats
+
+        cosines = self.heads(self.last)
+        p_values = {h: stats.beta.sf(c * c, 0.5, (int(width) - 1) / 2) for h, c in cosines.items()}
+        rejected = set()
+        for rank, head in enumerate(sorted(p_values, key=p_values.__getitem__)):
+            level = 0.05 / (len(p_values) - rank)
+            if p_values[head] > level:
+                break
+            rejected.add(head)
+        self.hold(int(total) == len(cosines), text, "heads")
+        limit = math.sqrt(stats.beta.isf(level, 0.5, (int(width) - 1) / 2))
+        for sign, count, words in ((1, similar, since), (-1, opposite, other_since)):
+            members = [head for head in rejected if sign * cosines[head] > 0]
+            self.hold(int(count) == len(members), text, "beyond chance")
+            onsets = set()
+            for head in members:
+                kept = list(self.readings)
+                while len(kept) > 1 and sign * self.heads(kept[-2])[head] > limit:
+                    kept.pop()
+                onsets.add(kept[-1].step)
+            named = [int(value_of(step)) for step in re.findall(NUMBER, words)]
+            self.hold(named == sorted({min(onsets), max(onsets)} if onsets else ()), text, "since")
+
+    def depth(self, text, verb, tau):
+        from scipy import stats
+
+        cosines = self.heads(self.last)
+        found = stats.kendalltau([layer for layer, _ in cosines], list(cosines.values()))
+        self.hold(self.prints(found.statistic, tau) and found.pvalue < 0.05, text, "tau")
+        self.hold((found.statistic > 0) == (verb == "rises"), text, "direction")
+
+    def profile(self, text, step, highest, layer, where, first, last, shape):
+        values = [self.last.values[f"anisotropy/layer_{n:02d}"] for n in range(5)]
+        top = values.index(max(values))
+        self.hold(int(value_of(step)) == self.last.step and int(layer) == top, text, "highest")
+        for value, printed in ((values[top], highest), (values[0], first), (values[4], last)):
+            self.hold(self.prints(value, printed), text, "value")
+        places = "the first", "in the first third", "in the middle", "in the last third", "the last"
+        self.hold(where == places[top], text, "place")
+        rising = [b > a for a, b in pairwise(values)]
+        one_bell = 0 < top < 4 and rising == sorted(rising, reverse=True)
+        self.hold(shape == "bell-shaped" or not one_bell or "levels off" in shape, text, "shape")
+        self.hold(shape != "bell-shaped" or 0 < top < 4, text, "shape")
+
+    def cost(self, text, share):
+        self.hold(self.prints(100 * self.last.overhead, share), text, "share")
+
+    # -- pages -------------------------------------------------------------------------------------
+
+    def headline(self, text):
+        """Check the first line of a report: the alerts, then the dimension."""
+        alerts = [r.step for r in self.readings for note in r.notes if note.is_alert]
+        found = re.match(r"Alert: rank collapse at step (\S+?)\. ", text)
+        self.hold((found is not None) == bool(alerts), text, "alerts")
+        if found:
+            self.hold(value_of(found[1]) == alerts[0], text, "step of the alert")
+        self.estimates(text[found.end() if found else 0 :].removesuffix("."))
+
+    def watch(self, lines):
+        """Check the lines of the view that is printed."""
+        marks = re.compile(r"[▁▂▃▄▅▆▇█]+")
+        rows = [" ".join(marks.sub("|", line).split()) for line in lines]
+        if rows[1].startswith("Alert"):
+            self.alert(rows[1], rows.pop(1).rpartition(" ")[2])
+        self.estimates(rows[1], with_phases=False)
+        for index, name in enumerate(("twonn", "twonn_distinct"), 2):
+            words = rows[index].removeprefix("| ").removeprefix("distinct tokens: ")
+            self.phase(self.curves[name], words)
+        values = self.last.values
+        alert = next((n for n, text in enumerate(rows) if text.startswith("alert at step")), None)
+        if alert is not None:  # the last lines
+            said = " ".join(rows[alert:]).split(maxsplit=4)
+            self.alert(" ".join(said), said[3].rstrip(":"))
+        for text in rows[4:alert]:
+            if found := re.fullmatch(r"anisotropy by layer (\S+) \| (\S+) (?:highest|max) (\S+) at "
+                                     r"(?:layer )?(\d)(?: of 4)?", text):  # fmt: skip
+                profile = [values[f"anisotropy/layer_{n:02d}"] for n in range(5)]
+                expected = profile[0], profile[4], max(profile)
+                printed = zip(expected, found.groups()[:3], strict=True)
+                self.hold(all(self.prints(*pair) for pair in printed), text, "profile")
+                self.hold(profile.index(max(profile)) == int(found[4]), text, "layer")
+            elif found := re.fullmatch(
+                r"(\D+) (\d\S*)(?: nats)? \|( from (\S+)| (\d+) % .*)?", text
+            ):
+                curve = {
+                    "training loss": [r.training["loss"] for r in self.readings],
+                    "attention entropy": [
+                        r.values["attention_entropy/mean"] for r in self.readings
+                    ],
+                    "|cosine of mean query and mean key|": [
+                        fmean(map(abs, self.heads(r).values())) for r in self.readings
+                    ],
+                }[found[1]]
+                self.hold(self.prints(curve[-1], found[2]), text, "last")
+                self.hold(not found[4] or self.prints(curve[0], found[4]), text, "first")
+                share = 100 * curve[-1] / curve[0]
+                self.hold(not found[5] or abs(share - int(found[5])) < 0.51, text, "share")
+            else:
+                self.hold(False, text, "unknown form")
+
+    def wandb(self, summary):
+        """Check the key numbers of W&B."""
+        points = self.curves["twonn"]
+        values = [value for value, _ in points.values()]
+        self.hold(summary["geomon/final"] == values[-1], summary, "final")
+        at = summary["geomon/peak_step"]
+        if at is not None:
+            self.hold(points[at][0] == summary["geomon/peak"], summary, "peak")
+            self.hold(points[at][0] > values[-1] or summary["geomon/phase"] == "expanding", summary,
+                      "no fall")  # fmt: skip
+        self.hold(at is not None or summary["geomon/phase"] != "compressing", summary, "no peak")
+
+
+class Texts:
+    """Stands for a writer of TensorBoard and for a run of W&B: keeps what is said."""
+
+    def __init__(self):
+        self.said, self.summary, self.run = {}, {}, None
+
+    def add_text(self, name, text, step):
+        self.said[name] = re.sub(r"\\(.)", r"\1", text)
+
+
+def check_all(seed):
+    """All that the pages say of one record, checked; the sentences, and those that are false."""
+    readings, curves = record(seed)
+    checker = Checker(readings, curves)
+    if not all(curves.values()):
+        return [], []
+    sentences = summarise(readings)
+    for text in sentences:
+        checker.sentence(text)
+    content = build_content([Run("a", Path("a"), readings)])["runs"][0]
+    checker.headline(content["headline"])
+    checker.hold(content["sentences"] == sentences, "report", "other sentences")
+    console = Console(width=120, color_system=None)
+    with console.capture() as capture:
+        console.print(view(readings))
+    lines = capture.get().splitlines()
+    checker.watch(lines)
+    texts = Texts()
+    summary = WandBSummary(texts)
+    for reading in readings:
+        texts.run = texts if reading is readings[-1] else None  # at each reading it takes long
+        summary.write(reading)
+    checker.wandb(texts.summary)
+    if seed % 5 == 0:  # so that each kind is among them; TensorBoard has the same sentences
+        board = BoardText(lambda: [texts])
+        board.describe(readings.runs[0])
+        for reading in readings:
+            board.write(reading)
+        board.close()
+        history = RunHistory()  # TensorBoard's words are of the readings that are kept for it
+        for reading in readings:
+            history.add(reading)
+        kept = history.readings().readings
+        steps = {reading.step for reading in kept}
+        of_kept = {
+            name: {step: point for step, point in points.items() if step in steps}
+            for name, points in curves.items()
+        }
+        board_checker = Checker(kept, of_kept)
+        words = texts.said["~geomon/1 the run in words"].partition("\n\n")[0]
+        for text in words.splitlines():
+            board_checker.sentence(text.removeprefix("- "))
+        checker.false += board_checker.false
+    return [*sentences, content["headline"], *lines], checker.false
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_every_sentence_of_four_hundred_records_holds_for_its_numbers(part):
+    false, count = [], 0
+    for seed in range(50 * part, 50 * part + 50):
+        said, wrong = check_all(seed)
+        count += len(said)
+        false += [f"record {seed} ({KINDS[seed % 8]}): {each}" for each in wrong]
+    assert count > 500
+    assert not false, "\n".join(false)

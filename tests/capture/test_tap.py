@@ -1,0 +1,432 @@
+"""What a window sees below autograd, and that nothing of torch is replaced for it."""
+
+import functools
+import pickle
+import threading
+
+import pytest
+import torch
+from models import PlainDecoder, batch
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _len_torch_dispatch_stack
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+from torch.utils.flop_counter import FlopCounterMode
+
+from geomon.capture import Window, find_anatomy
+from geomon.capture.calling import calls, patches
+from geomon.capture.snapshot import CAPTURED
+
+
+def window(model):
+    return Window(find_anatomy(model), set(CAPTURED), rows=64, seed=0)
+
+
+def queries(seen) -> list[bool]:
+    return ["query" in layer.captured for layer in seen.snapshot().layers[1:]]
+
+
+def notes(seen) -> list[str]:
+    return [note.words() for note in seen.snapshot().info.notes]
+
+
+# -- what is seen ----------------------------------------------------------------------------------
+
+
+class Repeating(nn.Module):
+    """Attention whose keys are repeated for several query heads, by function or by hand."""
+
+    num_heads = 4
+
+    def __init__(self, *, by_hand: bool) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj = nn.Linear(16, 16), nn.Linear(16, 8)
+        self.by_hand = by_hand
+
+    def forward(self, x):
+        q, k = (p(x).unflatten(-1, (-1, 4)).transpose(1, 2) for p in (self.q_proj, self.k_proj))
+        k = k[:, :, None].expand(-1, -1, 2, -1, -1).reshape(q.shape)
+        if self.by_hand:
+            y = (q @ k.mT * 0.5).softmax(-1) @ k
+        else:
+            y = functional.scaled_dot_product_attention(q, k, k)
+        return x + y.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_keys_that_were_repeated_are_given_once(by_hand):
+    model = nn.Sequential(Repeating(by_hand=by_hand), Repeating(by_hand=by_hand))
+    x = torch.randn(2, 6, 16)
+    with torch.no_grad(), window(model) as seen:
+        model(x)
+        expected = model[0].k_proj(x).unflatten(-1, (-1, 4)).transpose(1, 2)
+    assert torch.equal(seen.snapshot().layers[1].captured["key"], expected)
+
+
+@pytest.mark.parametrize("route", ["fused", "with dropout", "inference"])
+def test_queries_and_keys_are_the_same_however_torch_attends(route):
+    model = PlainDecoder(dropout=0.2 if route == "with dropout" else 0.0)
+    layers = []
+    for own in (True, False):
+        model.train(own and route == "with dropout")
+        with torch.inference_mode(own and route == "inference"), window(model) as seen:
+            model(batch())
+        layers.append(seen.snapshot().layers[1].captured)
+    for view in ("query", "key", "scale"):
+        torch.testing.assert_close(layers[0][view], layers[1][view])
+    assert torch.equal(*(views["visible"].expand(views["query"].shape[0], 4, -1, -1)
+                         for views in layers))  # fmt: skip
+
+
+class Padded(Repeating):
+    """Attends as torch does on an accelerator: heads are padded to a multiple of 8."""
+
+    def forward(self, x):
+        q = self.q_proj(x).unflatten(-1, (4, 4)).transpose(1, 2)
+        wide = functional.pad(q, (0, 4))
+        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return x + attend(wide, wide, wide, scale=0.5)[0][..., :4].transpose(1, 2).flatten(2)
+
+
+def test_zeros_that_widen_heads_are_no_part_of_queries_and_keys():
+    model, x = nn.Sequential(Padded(by_hand=False), Padded(by_hand=False)), torch.randn(2, 6, 16)
+    with torch.no_grad(), window(model) as seen:
+        model(x)
+        expected = model[0].q_proj(x).unflatten(-1, (4, 4)).transpose(1, 2)
+    found = seen.snapshot().layers[1].captured
+    assert torch.equal(found["query"], expected)
+    assert torch.equal(found["key"], expected)
+    assert found["scale"] == 0.5
+
+
+class Routed(nn.Module):
+    """An attention, and a softmax over experts beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.router = Repeating(by_hand=False), nn.Linear(16, 24)
+
+    def forward(self, x):
+        # In shape like scores: as many experts as tokens, in as many groups as heads.
+        first = self.router(x).unflatten(-1, (4, 6)).transpose(1, 2).softmax(-1)
+        return self.attention(x) + first.sum(1).sum(-1, keepdim=True)
+
+
+def test_a_softmax_that_is_none_is_never_taken_for_the_attention_beside_it():
+    model, x = nn.Sequential(Routed(), Routed()), torch.randn(2, 6, 16)
+    with torch.no_grad(), window(model) as seen:
+        model(x)
+    assert seen.routes("") == {"sdpa"}
+    with torch.no_grad(), window(model) as seen:
+        for block in model:
+            block.attention.forward = lambda x: x  # no attention at all
+        model(x)
+    assert seen.routes("") == set()
+    assert "visible" not in seen.snapshot().layers[1].captured
+
+
+class Losing(nn.Module):
+    """Blocks without attention, and a loss in the forward pass."""
+
+    def __init__(self, loss) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3))
+        self.loss = loss
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.loss(x, dim=-1).sum()
+
+
+@pytest.mark.parametrize("loss", [functional.softmax, functional.log_softmax])
+def test_the_logarithm_of_a_loss_is_no_attention(loss):
+    model = Losing(loss)
+    with window(model) as seen:
+        model(torch.randn(2, 3, 4)).backward()
+    said = any("outside the blocks" in text for text in notes(seen))
+    assert said == (loss is functional.softmax)
+
+
+# -- what others do meanwhile ---------------------------------------------------------------------
+
+
+class Keeping(PlainDecoder):
+    """Keeps a reference to the attention function at its first call."""
+
+    def forward(self, ids):
+        self.sdpa = functional.scaled_dot_product_attention
+        return super().forward(ids)
+
+
+def test_what_a_model_keeps_in_a_window_is_torchs_own():
+    model, ids = Keeping(), batch()
+    with window(model) as seen:
+        expected = model(ids)
+    assert all(queries(seen))
+    assert torch.equal(pickle.loads(pickle.dumps(model))(ids), expected)
+    attend = torch.compile(model.sdpa, backend="eager", fullgraph=True)
+    assert attend(*[torch.randn(1, 2, 3, 4)] * 3).shape == (1, 2, 3, 4)
+
+
+@pytest.mark.parametrize("name", ["scaled_dot_product_attention", "softmax"])
+def test_what_another_tool_replaces_is_its_own_business(monkeypatch, name):
+    model, own, counted = PlainDecoder(), getattr(functional, name), []
+
+    @functools.wraps(own)
+    def replaced(*args, **kwargs):
+        counted.append(1)
+        return own(*args, **kwargs)
+
+    opened = window(model)
+    with opened:
+        monkeypatch.setattr(functional, name, replaced)
+        model(batch())
+    assert getattr(functional, name) is replaced
+    monkeypatch.undo()
+    assert getattr(functional, name) is own
+    assert len(counted) == (3 if name != "softmax" else 0)
+
+
+def traced(module, *args, **kwargs):
+    """What torch.fx and others put in the place of `nn.Module.__call__`."""
+    return module._wrapped_call_impl(*args, **kwargs)
+
+
+def test_a_tool_that_replaces_how_modules_are_called_is_left_alone(monkeypatch):
+    model, own, ids = PlainDecoder(), nn.Module.__call__, batch()
+    with window(model) as seen:
+        assert nn.Module.__call__ is own
+        monkeypatch.setattr(nn.Module, "__call__", functools.wraps(own)(traced))
+        model(ids)
+        monkeypatch.undo()
+    assert nn.Module.__call__ is own
+    assert all(queries(seen))
+
+
+def test_a_second_thread_may_call_the_model_and_counts_for_nothing():
+    model, ids, failures = PlainDecoder(), batch(), []
+    model.blocks[0].register_forward_pre_hook(lambda module, args: None)
+    stop = threading.Event()
+
+    def evaluates():
+        try:
+            with torch.no_grad():
+                while not stop.is_set():
+                    model(ids.flip(0))
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=evaluates, daemon=True)
+    expected = window(model)
+    with expected:
+        model(ids)
+    thread.start()
+    try:
+        for _ in range(10):
+            with window(model) as seen:
+                model(ids)
+            pairs = zip(seen.snapshot().layers, expected.snapshot().layers, strict=True)
+            assert all(torch.equal(a.captured["hidden"], b.captured["hidden"]) for a, b in pairs)
+    finally:
+        stop.set()
+        thread.join(timeout=60)
+    assert failures == []
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_torchscript_is_called_and_made_in_a_window():
+    model, x = PlainDecoder(), torch.randn(2, 3)
+    small = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
+    scripted = torch.jit.script(small)
+    first = calls.FirstCall((model,), lambda: None, lambda error: None, lambda: None)
+    first.begin()
+    try:
+        with window(model) as seen:
+            assert torch.equal(scripted(x), small(x))
+            assert torch.equal(torch.jit.script(small)(x), small(x))
+            assert torch.equal(torch.jit.trace(small, x)(x), small(x))
+            torch.jit.trace(model, batch(), check_trace=False)
+            model(batch())
+    finally:
+        first.end()
+    assert all(queries(seen))
+    assert not any("hook failed" in text for text in notes(seen))
+
+
+def test_a_table_of_functions_meets_them_all():
+    met = []
+
+    class Handled(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            met.append(func)
+            return func(*args, **(kwargs or {}))
+
+    model, ids = PlainDecoder(), batch()
+    with Handled():
+        model(ids)
+    alone = list(met)
+    met.clear()
+    with window(model) as seen, Handled():
+        model(ids)
+    assert met == alone
+    assert functional.scaled_dot_product_attention in met
+    assert all(queries(seen))
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_operations_are_counted_as_without_a_window(outside):
+    model, ids, counts = PlainDecoder(), batch(), []
+    for watched in (False, True):
+        counter, opened = FlopCounterMode(display=False), window(model)
+        modes = [opened] * watched
+        with functools.reduce(Both, (counter, *modes) if outside else (*modes, counter)):
+            model(ids).sum().backward()
+        counts.append((counter.get_total_flops(), counter.get_flop_counts()["Global"]))
+    assert counts[0] == counts[1]
+
+
+class Both:
+    """Two context managers as one."""
+
+    def __init__(self, outer, inner):
+        self.both = outer, inner
+
+    def __enter__(self):
+        for one in self.both:
+            one.__enter__()
+
+    def __exit__(self, *error):
+        for one in reversed(self.both):
+            one.__exit__(*error)
+
+
+def every_operator(model, ids) -> list[str]:
+    names = []
+
+    class Listing(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Listing():
+        model(ids)
+    return names
+
+
+def test_no_mode_of_the_training_meets_an_operator_of_the_window():
+    model, ids = PlainDecoder(), batch()
+    alone = every_operator(model, ids)
+    with window(model) as seen:
+        assert every_operator(model, ids) == alone
+    assert all(queries(seen))
+
+
+def test_selective_checkpointing_trains_alike():
+    def policy(context, operator, *args, **kwargs):
+        kept = operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    results = []
+    for watched in (False, True):
+        torch.manual_seed(0)
+        model, ids = PlainDecoder(), batch()
+        for block in model.blocks:
+            run = block.forward
+            block.forward = functools.partial(
+                checkpoint, run, use_reentrant=False, context_fn=contexts
+            )
+        opened = window(model)
+        with opened if watched else torch.enable_grad():
+            loss = model(ids).square().mean()
+            loss.backward()
+        results.append((loss, [p.grad for p in model.parameters()]))
+    assert torch.equal(results[0][0], results[1][0])
+    assert all(map(torch.equal, results[0][1], results[1][1]))
+    assert all(queries(opened))
+
+
+def test_a_compiled_function_around_the_model_runs_as_compiled_and_what_it_hides_is_said():
+    graphs = []
+    model, before = PlainDecoder(), _len_torch_dispatch_stack()
+    step = torch.compile(
+        lambda ids: model(ids).sum(),
+        backend=lambda graph, inputs: graphs.append(graph) or graph.forward,
+    )
+    for _ in range(2):
+        with window(model) as seen:
+            watched = step(batch())
+        assert torch.equal(step(batch()), watched)
+        assert _len_torch_dispatch_stack() == before
+        assert "compiled in a way that hides it" in seen.snapshot().layers[1].missing["hidden"]
+    assert len(graphs) == 1
+
+
+def test_the_stack_of_modes_is_as_it_was_whatever_ends_the_pass():
+    model, before = PlainDecoder(), _len_torch_dispatch_stack()
+    model.blocks[1].mlp[0] = nn.Linear(3, 3)
+    with pytest.raises(RuntimeError), window(model):
+        model(batch())
+    assert _len_torch_dispatch_stack() == before
+
+
+# -- switches, and names that a release of torch may take away ------------------------------------
+
+
+def test_switches_that_somebody_else_has_set_since_stay():
+    model = PlainDecoder()
+    before = torch.backends.mha.get_fastpath_enabled()
+    try:
+        torch.backends.mha.set_fastpath_enabled(False)
+        with window(model):
+            torch.backends.mha.set_fastpath_enabled(True)
+        assert torch.backends.mha.get_fastpath_enabled()
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def test_a_torch_that_calls_modules_in_another_way_is_an_error_of_the_window_alone(monkeypatch):
+    monkeypatch.setattr(calls, "SEES_CALLS", False)
+    model, ids = PlainDecoder(), batch()
+    expected = model(ids)
+    with window(model) as seen:
+        assert torch.equal(model(ids), expected)
+    with pytest.raises(RuntimeError, match="calls modules in a way that is not known"):
+        seen.snapshot()
+
+
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [
+        ("geomon.capture.tap.unseen._hide_modes", None),
+        ("geomon.capture.tap.unseen._leave_transforms", None),
+        ("geomon.capture.tap.mode._top", None),
+    ],
+)
+def test_without_a_private_name_attention_is_seen_as_before(monkeypatch, where, name):
+    import importlib
+
+    module, _, attribute = where.rpartition(".")
+    monkeypatch.setattr(importlib.import_module(module), attribute, name)
+    model = PlainDecoder()
+    with window(model) as seen:
+        model(batch())
+    assert all(queries(seen))
+    assert _len_torch_dispatch_stack() == 0
+
+
+@pytest.mark.parametrize("name", ["run_eagerly", "without_fast_path"])
+def test_a_switch_is_given_back_by_its_last_holder(name):
+    patch, one, other = getattr(patches, name), object(), object()
+    patch.hold(one)
+    patch.hold(other)
+    patch.release(one)
+    assert patch.holders == (other,)
+    patch.release(other)
+    assert patch.holders == ()

@@ -1,0 +1,320 @@
+"""What every metric keeps: its range and what changes nothing stand in one table.
+
+The metrics are found in the table of metrics: a new one is measured here as it is added, and fails
+until it has its line in `CONTRACTS`.
+"""
+
+import copy
+import functools
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+from whole_layer import HEAD_WIDTH, LENGTH, ROWS, WIDTH, normal, whole_layer
+
+from geomon import METRICS, MORE_METRICS, select
+from geomon.metrics import Evaluator
+from geomon.metrics.between_readings import EarlierReading
+from geomon.metrics.metric import Sizes
+from geomon.metrics.views import captured_views, parameters
+from geomon.record.columns import tagged
+
+ALL = METRICS | MORE_METRICS
+EVALUATOR = Evaluator(ALL, 1, strict=True)
+IN_TIME = Evaluator(select("neighbour_overlap_in_time"), 1)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# It needs an earlier reading.
+OF_SEVERAL = {"neighbour_overlap_in_time"}
+# A random sample with the layer's covariance: the last digit decides its directions.
+LOOSE = {"twonn_gaussian": 0.05}
+# What rounding makes depends on how far the rows are from the origin.
+OF_ROUNDING = "rounding"
+
+
+class Contract(NamedTuple):
+    """The range of a metric, and how it follows its rows.
+
+    `scale` is the power of a factor on all rows with which the value grows, by part where parts
+    differ; `shift` says that one vector added to all rows changes nothing. No metric changes
+    under a rotation or with the order of the rows.
+    """
+
+    low: float = -math.inf
+    high: float = math.inf
+    scale: int | dict[str, int] = 0
+    shift: bool = False
+
+
+SHARE = Contract(0, 1, shift=True)
+COSINE, DIMENSION = Contract(-1, 1), Contract(0, shift=True)
+RANK = Contract(1, WIDTH, shift=True)
+UNBOUNDED = Contract(shift=True)
+CONTRACTS = {
+    "twonn": DIMENSION,
+    "twonn_distinct": DIMENSION,
+    "twonn_gaussian": DIMENSION,
+    "gride": DIMENSION,
+    "local_dimension": DIMENSION,
+    "local_anisotropy": Contract(1 / 63, 1, shift=True),
+    "local_cosine": Contract(-1 / 63, 1, shift=True),
+    "neighbour_overlap": SHARE,
+    "neighbour_overlap_in_time": SHARE,
+    "anisotropy": SHARE,
+    "anisotropy_no_sinks": SHARE,
+    "sink_share": SHARE,
+    "effective_rank": RANK,
+    "effective_rank_last": RANK,
+    "participation_ratio": RANK,
+    "alpha": DIMENSION,
+    "alpha_last": DIMENSION,
+    "cosine": COSINE,
+    "cosine_centred": Contract(-1, 1, shift=True),
+    "cosine_within": COSINE,
+    "cosine_between": COSINE,
+    "drift_norm": Contract(0, scale=1),
+    "variance": Contract(0, scale=2, shift=True),
+    "within_variance": Contract(0, scale=2, shift=True),
+    "mean_square_norm": Contract(0, scale=2),
+    "variance_shares": Contract(0, 1.1, scale={"between_variance": 2}),
+    "norm_variance_slope": Contract(),
+    "token_frequency": Contract(
+        scale={"norm": 1, "square_of_mean": 2, "variance": 2, "mean_square_norm": 2}
+    ),
+    "query_mean_norm": Contract(0, scale=1),
+    "key_mean_norm": Contract(0, scale=1),
+    "query_cosine": COSINE,
+    "key_cosine": COSINE,
+    "query_anisotropy": SHARE,
+    "key_anisotropy": SHARE,
+    "qk_cosine": COSINE,
+    "qk_cosine_concatenated": COSINE,
+    "qk_dot": Contract(scale=2),
+    "attention_entropy": Contract(0, math.log(LENGTH + 1), shift=True),
+    "attention_entropy_normalised": SHARE,
+    "attention_sink": SHARE,
+    "attention_extremes": SHARE,
+    "max_logit": UNBOUNDED,
+    "score_mean": UNBOUNDED,
+    "score_spread": Contract(0, shift=True),
+    "mean_query_share": Contract(0, shift=True),
+}
+OF_ROWS = ("hidden", "token_ids", "positions", "sequences")
+PROJECTED = ("projected_query", "projected_key")
+FEW = 4
+STATES = ("hidden", "last_hidden", *PROJECTED)
+
+
+def last_tokens(captured):
+    """As many last tokens as a spectrum takes."""
+    return {f"last_{name}": captured[name][::3] for name in OF_ROWS}
+
+
+def layer(index=1):
+    """One of two layers, in float64; the rows are multiples of 2^-10, so that a shift is exact.
+
+    They are of 4 sequences, too few for the groups of which margins are made.
+    """
+    whole = whole_layer()
+    captured = {
+        name: view.double() if torch.is_tensor(view) and view.is_floating_point() else view
+        for name, view in whole.captured.items()
+    }
+    moved = captured["hidden"] + 0.3 * index * normal(ROWS, WIDTH, seed=11).double()
+    captured["hidden"] = (moved * 1024).round() / 1024
+    for name in ("sequences", "query_sequences", "key_sequences"):
+        captured[name] = torch.arange(ROWS) // (ROWS // FEW)
+    captured["positions"] = torch.arange(ROWS) % (ROWS // FEW)
+    captured |= {name: captured[name][:FEW] for name in ("query", "key")}
+    captured |= last_tokens(captured)
+    return replace(whole, index=index, captured=captured)
+
+
+def each(names, function):
+    """A change of a layer: a function of some of its views."""
+
+    def change(one):
+        changed = {name: function(view) for name, view in one.captured.items() if name in names}
+        return replace(one, captured=one.captured | changed)
+
+    return change
+
+
+def turn(view):
+    width = view.shape[-1]
+    return view @ torch.linalg.qr(normal(width, width, seed=12).double()).Q
+
+
+def shuffle(one):
+    captured = dict(one.captured)
+    for prefix, names in (("", OF_ROWS), ("last_", OF_ROWS), ("", (*PROJECTED, "query_sequences"))):
+        count = len(captured[prefix + names[0]])
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(3))
+        captured |= {f"{prefix}{name}": captured[prefix + name][order] for name in names}
+        captured["key_sequences"] = captured["query_sequences"]
+    return replace(one, captured=captured)
+
+
+CHANGES = {
+    "none": lambda one: one,
+    "scale": each(STATES, lambda view: 4 * view),
+    "shift": each(STATES, lambda view: view + 1024),
+    "turn": each((*STATES, "query", "key"), turn),
+    "order": shuffle,
+}
+for _dtype in DTYPES:
+    _views = ("max_logits", "bias", "sink", "query", "key", *STATES)
+    CHANGES[str(_dtype)] = each(_views, lambda view, _dtype=_dtype: view.to(_dtype))
+    CHANGES[f"{_dtype} as float64"] = each(
+        _views, lambda view, _dtype=_dtype: view.to(_dtype).double()
+    )
+
+
+@functools.cache
+def values(change):
+    """Every value of the second layer, by tag, after a change of both and of an earlier reading."""
+    layers = [CHANGES[change](layer(index)) for index in (0, 1)]
+    before = copy.deepcopy(layers[1].captured)
+    measured = [EVALUATOR.measure_layer(one, ROWS) for one in layers]
+    earlier = [IN_TIME.measure_layer(replace(layers[0], index=1), ROWS)]
+    kept = EarlierReading(EVALUATOR.keep_for_next(earlier), 1)
+    after = layers[1].captured
+    assert all(torch.equal(view, after[n]) for n, view in before.items() if torch.is_tensor(view))
+    return {
+        tag.replace("/layer_01", ""): value
+        for tag, value in tagged(EVALUATOR.combine(measured, ROWS, kept).stacks).items()
+        if "/layer_01" in tag
+    }
+
+
+def of_metric(name, change="none"):
+    return {tag: value for tag, value in values(change).items() if tag.split("/")[0] == name}
+
+
+def part_of(tag):
+    return tag.rsplit("/", 1)[1] if "/" in tag else ""
+
+
+def test_every_metric_has_a_contract():
+    assert CONTRACTS.keys() == ALL.keys()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_value_is_finite_and_in_its_range(name):
+    contract, found = CONTRACTS[name], of_metric(name)
+    own = {t: v for t, v in found.items() if t == name or "/head" in t}
+    assert found
+    assert all(math.isfinite(value) for value in found.values()), found
+    for tag, value in own.items():
+        assert contract.low - 1e-9 <= value <= contract.high + 1e-9, tag
+
+
+@pytest.mark.parametrize("change", ["scale", "shift", "turn", "order"])
+@pytest.mark.parametrize("name", ALL)
+def test_a_value_follows_its_rows_as_the_contract_says(name, change):
+    contract, plain, changed = CONTRACTS[name], of_metric(name), of_metric(name, change)
+    assert plain.keys() == changed.keys()
+    if change == "shift" and not contract.shift:
+        assert plain != pytest.approx(changed, rel=1e-3)
+        return
+    for tag, value in plain.items():
+        part = part_of(tag)
+        if part == OF_ROUNDING and change == "shift":
+            continue
+        power = contract.scale
+        if isinstance(power, dict):
+            power = power.get(part, 0)
+        factor = 4**power if change == "scale" else 1
+        close = LOOSE.get(name, 1e-6)
+        assert changed[tag] == pytest.approx(factor * value, rel=close, abs=1e-9), tag
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ALL)
+def test_a_value_is_that_of_the_same_numbers_in_float64(name, dtype):
+    found, wanted = of_metric(name, str(dtype)), of_metric(name, f"{dtype} as float64")
+    # Scores are computed in float32.
+    assert found == pytest.approx(wanted, rel=max(LOOSE.get(name, 0), 1e-5), abs=1e-6)
+
+
+@pytest.fixture(scope="module")
+def margins():
+    """Values of a layer of 16 sequences, by tag."""
+    whole = whole_layer().captured
+    captured = whole | last_tokens(whole)
+    layers = [replace(whole_layer(), index=index, captured=captured) for index in (0, 1)]
+    measured = [EVALUATOR.measure_layer(one, ROWS) for one in layers]
+    earlier = EarlierReading(EVALUATOR.keep_for_next(measured), 1)
+    return tagged(EVALUATOR.combine(measured, ROWS, earlier).stacks)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_part_has_a_margin_where_the_record_of_the_metric_gives_it_one(name, margins):
+    metric, place = ALL[name], f"{name}/layer_01"
+    parts = {"", *metric.text.parts, *metric.without_margin}
+    tags = {part: f"{place}/{part}".rstrip("/") for part in parts}
+    there = {part for part, tag in tags.items() if tag in margins}
+    assert there
+    for part in there:
+        wanted = metric.has_margin and part not in metric.without_margin
+        found = margins.get(f"{tags[part]}/margin", math.nan)
+        assert math.isfinite(found) == (wanted and name != "twonn_gaussian"), part
+        assert not found < 0
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_null_is_finite_and_in_the_range_of_the_metric(name):
+    metric, contract = ALL[name], CONTRACTS[name]
+    if metric.null is None:
+        return
+    for rows, width in ((4096, 64), (300, WIDTH)):
+        sizes = Sizes(rows, width, (4, HEAD_WIDTH), (rows,), (math.log(LENGTH),), 86)
+        for number in metric.null(sizes).values():
+            assert math.isfinite(number)
+            high = max(contract.high, width) if contract is RANK else contract.high
+            assert contract.low - 1e-9 <= number <= high + 1e-9
+
+
+def few(rows):
+    """The first rows; of heads and sequences there are as many as before."""
+    names = (*OF_ROWS, *PROJECTED, "query_sequences", "key_sequences")
+    return each({*names, *(f"last_{name}" for name in OF_ROWS)}, lambda view: view[:rows])
+
+
+def ending(value):
+    def spoil(view):
+        return torch.cat([view[:-1], torch.full_like(view[-1:], value)])
+
+    return each((*STATES, "query", "key"), spoil)
+
+
+EDGES = {
+    "one row": few(1),
+    "two rows": few(2),
+    "equal rows": each((*STATES, "query", "key"), lambda view: view[:1].expand_as(view)),
+    "rows of zero": each((*STATES, "query", "key"), torch.zeros_like),
+    "one column": each(STATES, lambda view: view[..., :1]),
+    "a row of NaN": ending(math.nan),
+    "a row of infinity": ending(math.inf),
+}
+
+
+@pytest.mark.parametrize("edge", EDGES)
+def test_at_an_edge_every_metric_has_a_value_or_a_reason(edge):
+    layers = [EDGES[edge](layer(index)) for index in (0, 1)]
+    found = Evaluator(ALL, 1).evaluate(layers, ROWS)
+    noted = {name for _, name, _ in found.explained}
+    values = tagged(found.stacks)
+    for name, metric in ALL.items():
+        own = [v for t, v in values.items() if t.startswith(f"{name}/layer_01")]
+        assert own or name in noted or name in OF_SEVERAL, name
+        reason = name in noted or metric.text.missing or edge.startswith("a row of")
+        assert reason or all(map(math.isfinite, own)), name
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_what_a_metric_reads_comes_down_to_captured_views(name):
+    assert captured_views(parameters(ALL[name])) <= whole_layer().captured.keys() | {"scores"}
+    assert ALL[name].text.title != name
+    assert ALL[name].text.meaning.endswith(".")

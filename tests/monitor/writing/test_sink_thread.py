@@ -1,0 +1,88 @@
+import signal
+import threading
+import time
+
+import pytest
+
+from geomon.monitor.writing.sink_thread import SinkThread, SinkTimeoutError
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "geomon sinks"]
+
+
+@pytest.fixture
+def calls():
+    """Calls with a generous limit; no thread is left afterwards."""
+    calls = SinkThread(30)
+    yield calls
+    calls.close()
+    for thread in threads():
+        thread.join(5)
+    assert not threads()
+
+
+def test_calls_are_made_in_order_by_one_thread_that_closing_ends(calls):
+    called = []
+    for number in range(3):
+        calls.call(lambda number=number: called.append((number, threading.current_thread())))
+    assert [number for number, _ in called] == [0, 1, 2]
+    assert len({thread for _, thread in called}) == 1
+    assert threading.current_thread() not in {thread for _, thread in called}
+    calls.close()
+    assert not threads()
+    calls.call(lambda: called.append("again"))
+    assert called[-1] == "again"
+
+
+@pytest.mark.parametrize("error", [OSError("gone"), TimeoutError("of its own")])
+def test_what_a_call_raises_is_raised_here(calls, error):
+    def fails():
+        raise error
+
+    with pytest.raises(type(error), match=str(error)) as raised:
+        calls.call(fails)
+    assert raised.type is type(error)
+
+
+def test_a_call_that_hangs_holds_neither_its_caller_nor_the_next_call(calls):
+    go_on, called = threading.Event(), []
+    calls._seconds = 0.2
+    began = time.monotonic()
+    with pytest.raises(SinkTimeoutError, match=r"more than 0\.2 s"):
+        calls.call(lambda: go_on.wait(60))
+    calls._seconds = 30
+    calls.call(lambda: called.append(1))
+    assert time.monotonic() - began < 30
+    assert called == [1]
+    go_on.set()  # the thread that was left to itself ends then
+
+
+def test_signals_are_the_programs_own(calls):
+    before, seen = signal.getsignal(signal.SIGALRM), []
+    calls.call(lambda: seen.append(signal.getsignal(signal.SIGALRM)))
+    assert seen == [before]
+
+
+def test_ctrl_c_is_not_held_up_by_a_call(calls):
+    go_on, number = threading.Event(), threading.main_thread().ident
+    threading.Timer(0.3, lambda: signal.pthread_kill(number, signal.SIGINT)).start()
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    began = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            calls.call(lambda: go_on.wait(60))
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert time.monotonic() - began < 25
+    go_on.set()
+
+
+def test_where_no_thread_can_be_started_the_call_is_made_here(monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    called = []
+    monkeypatch.setattr(threading.Thread, "start", start)
+    SinkThread(30).call(lambda: called.append(threading.current_thread()))
+    assert called == [threading.current_thread()]
