@@ -37,7 +37,7 @@ from geomon.capture.attending.by_hand import (
 from geomon.capture.attending.fused import read_flash, read_flex, read_sdpa
 from geomon.capture.attending.max_logit import max_logits_of_call, max_logits_of_scores
 from geomon.capture.attending.qkv import copy_multihead_weights
-from geomon.capture.calling.calls import calls_compiled, unwatch_calls, unwrap, watch_calls
+from geomon.capture.calling.calls import calling_compiled, unwatch_calls, unwrap, watch_calls
 from geomon.capture.calling.patches import (
     in_extra_pass,
     run_eagerly,
@@ -231,7 +231,7 @@ class Window:
 
     def _find_compiled(self) -> None:
         """Find the blocks that call compiled functions, of which operators show nothing."""
-        reaching = {id(module) for module in self.modules() if calls_compiled(module)}
+        reaching = calling_compiled(self.modules())
         self._sees_above = not reaching
         for block in self._anatomy.blocks:
             for module in (block.module, *block.parts):

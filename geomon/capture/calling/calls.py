@@ -365,24 +365,38 @@ def _is_compiled_function(value: Any) -> bool:
     )  # fmt: skip
 
 
-def calls_compiled(module: nn.Module) -> bool:
-    """Whether compiled functions are in reach of a module: attributes, or globals of its forward.
+def calling_compiled(modules: Iterable[nn.Module]) -> set[int]:
+    """Find the modules that have compiled functions in reach: attributes, or globals of forward.
 
     Args:
-        module: Any module.
+        modules: Any modules.
+
+    Returns:
+        Their addresses.
     """
     if "_dynamo" not in vars(torch):  # nothing can have been compiled
-        return False
-    config = getattr(module, "config", None)
-    if getattr(config, "_attn_implementation", None) == _COMPILED_BY_ITSELF:
-        return True
-    kinds = [kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.")]
-    return any(
-        _reaches_compiled(value)
-        for holder in (vars(module), *map(vars, kinds), *map(_globals_of, kinds))
-        for value in [*holder.values()]
-        if isinstance(value, FunctionType | functools.partial)
-    )
+        return set()
+    of_class: Any = functools.cache(_class_reaches_compiled)  # modules share a few classes
+    return {
+        id(module)
+        for module in modules
+        if of_class(type(module)) or _compiles_itself(module) or _holds_compiled(vars(module))
+    }
+
+
+def _compiles_itself(module: nn.Module) -> bool:
+    config = vars(module).get("config")
+    return getattr(config, "_attn_implementation", None) == _COMPILED_BY_ITSELF
+
+
+def _class_reaches_compiled(kind: type) -> bool:
+    own = [each for each in kind.__mro__ if not each.__module__.startswith("torch.")]
+    return any(_holds_compiled(vars(each)) or _holds_compiled(_globals_of(each)) for each in own)
+
+
+def _holds_compiled(names: Mapping[str, Any]) -> bool:
+    kinds = (FunctionType, functools.partial)
+    return any(isinstance(each, kinds) and _reaches_compiled(each) for each in [*names.values()])
 
 
 def _reaches_compiled(value: Any) -> bool:
