@@ -91,7 +91,7 @@ def test_the_page_says_the_run_in_words_first(make_readings, library):
         "intrinsic dimension 5.3 ± 0.1, compressing since step 256, 28 % below its peak 7.4"
         in words
     )
-    order = ["compressing", "No alerts.", "peak of the", "Over training", "Over depth", "Heads"]
+    order = ["compressing", "No alerts.", ", peak", "Over training", "Over depth", "Heads"]
     order += ["Warnings and notes", "Configuration", "Cost", "Glossary"]
     places = [words.index(text) for text in order]
     assert places == sorted(places)

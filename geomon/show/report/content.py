@@ -218,13 +218,13 @@ def _numbers(readings: Readings, curve: Curve) -> list[tuple[str, str]]:
     numbers = [("readings", f"{len(readings):,}, to step {last.step:,}")]
     if len(curve) and (phase := curve.phase()).earliest is not None:
         peak = f"{number(phase.peak)} at step {phase.peak_step:,}"
-        numbers.append((f"peak of the {readings.text_of('twonn').title}", peak))
+        numbers.append((f"{readings.text_of('twonn').title}, peak", peak))
     layers = last.layers("anisotropy")
     known = [(value, layer) for layer, value in last.column("anisotropy").by_layer().items()]
     if known:
         value, layer = max(known)
         title = readings.text_of("anisotropy").title
-        numbers.append((f"highest {title}", f"{value:.2g} at layer {layer} of {layers[-1]}"))
+        numbers.append((f"{title}, highest", f"{value:.2g} at layer {layer} of {layers[-1]}"))
     loss = training_curve(readings)
     if len(loss):
         since = f" at step {loss.steps[-1]:,}" if loss.steps[-1] < last.step else ""
