@@ -130,9 +130,10 @@ def find_phase(
     from the highest (after a fall, lowest) one. Of 100 curves without a change, about 5 are
     called something else than steady at one of their readings; of 100 that only rise or only fall,
     at most 4 are called the opposite (`FALSE_ALARMS`, `FALSE_TURNS`), whether the errors of
-    neighbouring readings are independent or correlated.
+    neighbouring readings are independent or correlated. Without margins, and with errors that are
+    correlated by 0.8, it is about 12 of 100.
 
-    Errors are those that the margins say. From 8 readings on, they are raised where neighbouring
+    Errors are those that the margins say. From 8 readings on, they are raised where erratic
     readings scatter by more; where there are no margins, the scatter alone gives them. Chance is
     then called a change less often, and a real change later.
 
