@@ -133,9 +133,9 @@ def find_phase(
     neighbouring readings are independent or correlated. Without margins, and with errors that are
     correlated by 0.8, it is about 12 of 100.
 
-    Errors are those that the margins say. From 8 readings on, they are raised where erratic
-    readings scatter by more; where there are no margins, the scatter alone gives them. Chance is
-    then called a change less often, and a real change later.
+    Errors are those that the margins say. From 8 readings on, those of an erratic curve are raised
+    to its scatter. Where there are no margins, the scatter alone gives them: chance is then called
+    a change less often, and a real change later.
 
     Args:
         steps: Training steps, ascending.
