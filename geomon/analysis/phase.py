@@ -25,7 +25,7 @@ _Array = NDArray[np.float64]
 Z = 1.96
 # Values from which on the scatter of a curve says something about its errors, with margins and
 # without.
-_MIN_FOR_SCATTER, _MIN_WITHOUT_MARGINS = 8, 12
+_MIN_FOR_SCATTER, _MIN_WITHOUT_MARGINS = 8, 20
 # A curve is level that has not moved beyond its errors while the step grew by this factor.
 _LEVEL = 4
 # Without margins, a scatter from which on a curve without a trend is erratic, as a share.
@@ -130,8 +130,7 @@ def find_phase(
     from the highest (after a fall, lowest) one. Of 100 curves without a change, about 5 are
     called something else than steady at one of their readings; of 100 that only rise or only fall,
     at most 4 are called the opposite (`FALSE_ALARMS`, `FALSE_TURNS`), whether the errors of
-    neighbouring readings are independent or correlated. Without margins, and with errors that are
-    correlated by 0.8, it is about 12 of 100.
+    neighbouring readings are independent or correlated.
 
     Errors are those that the margins say. From 8 readings on, those of an erratic curve are raised
     to its scatter. Where there are no margins, the scatter alone gives them: chance is then called
@@ -201,7 +200,7 @@ def find_noise(
         margins: Half widths of the 95 % intervals; 0 or not finite where they are unknown.
 
     Returns:
-        The noise; None without margins and with fewer than 12 values.
+        The noise; None without margins and with fewer than 20 values.
     """
     array = np.asarray(values, dtype=np.float64)
     widths = np.array([margin if math.isfinite(margin) else 0.0 for margin in margins])
@@ -217,7 +216,7 @@ def find_noise(
     positive = bool(array.min() > 0)
     units = array if positive else np.ones_like(array)
     share = _scatter(steps, array, units)
-    caution = (1 + 8 / len(array)) / math.sqrt(_expected(_MOST_CORRELATED))
+    caution = (1 + 16 / len(array)) / math.sqrt(_expected(_MOST_CORRELATED))
     is_erratic = positive and share > _ERRATIC and _alternates(array, np.zeros_like(array))
     return Noise(share * units, _MOST_CORRELATED, is_erratic, caution)
 

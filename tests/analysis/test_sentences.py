@@ -196,7 +196,7 @@ class Checker:
             say(sum(jump > limit for jump in jumps) > len(jumps) / 4, words, "no jumps")
             return
         say(words == "too few readings to tell", words, "unknown form")
-        say(len(values) < 2 or (not known and len(values) < 12), words, "enough readings")
+        say(len(values) < 2 or (not known and len(values) < 20), words, "enough readings")
 
     def estimates(self, text, *, with_phases=True):
         """Check a line that gives the two estimates of the dimension."""

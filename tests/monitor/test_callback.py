@@ -177,13 +177,13 @@ def test_functions_of_the_options_are_called(tmp_path):
                                 metrics=select("twonn"), budget=None)  # fmt: skip
     with torch.no_grad():
         next(p for p in model.parameters() if p.ndim == 2)[7] = torch.nan
-    for step in range(25):
+    for step in range(41):
         session.open(step)
         model(batch())
         session.close()
     session.finish()
     assert [(alert.name, alert.step) for alert in alerts] == [("not_finite", 0)]
-    assert len(phases) == 1  # without margins, twelve readings tell
+    assert len(phases) == 1  # without margins, twenty readings tell
 
 
 def test_a_reading_waits_for_what_its_step_logs(tmp_path):
