@@ -44,7 +44,7 @@ FOLDERS: dict[str, list[str]] = {
     "geomon/analysis": ["analysis", "show/terminal/test_overview.py"],
     "geomon/capture": [
         "capture/attending/test_attention.py", "capture/test_snapshot.py",
-        "capture/test_first_pass.py", "capture/attending/test_qkv.py", "capture/anatomy",
+        "capture/test_first_pass.py", "capture/test_tap.py", "capture/anatomy",
         "test_one_shot.py", "capture/test_window.py", "monitor/test_monitor.py",
         "capture/tokens/test_sampling.py", "capture/test_compiled.py", "test_architectures.py",
     ],

@@ -9,7 +9,7 @@ from torch import nn
 
 from geomon.capture import Window, extra_pass, find_anatomy, padding_arguments
 from geomon.capture.anatomy import CROSS, Anatomy, Attention, Block, Stack, shown_name
-from geomon.capture.snapshot import CAPTURED, PROJECTED, Layer, explain_missing
+from geomon.capture.snapshot import CAPTURED, Layer, explain_missing
 from geomon.record.printable import printable
 
 # In words, by the routes of `geomon.capture.tap`.
@@ -164,9 +164,10 @@ def _attention_rows(
     words = " or ".join(ROUTES.get(route, _UNKNOWN) for route in sorted(routes))
     if label not in ("", CROSS) and seen is not None and seen.attends_elsewhere(stack, label):
         some += "to keys of another source, "
+    projected = seen is not None and seen.projects(stack, label)
     return [
         (f"{indent}{named}", f"{some}{_heads(found, apart)}{words or _AS_IT_RUNS}"),
-        (f"{indent}Q, K projected", _projections(found, _layout(seen))),
+        (f"{indent}Q, K projected", _projections(found, seen=seen is not None, found=projected)),
     ]
 
 
@@ -189,23 +190,25 @@ def _heads(attentions: list[Attention], apart: int) -> str:
     return f"{text}, {_count(key_heads or 0, 'key head')}, " if grouped else f"{text}, "
 
 
-def _layout(seen: "_SeenModel | None") -> str:
-    """Say what is known of the layout of a projection to queries, keys and values."""
-    if seen is None:
-        return "layout to be verified on the first pass"
-    return "layout not decided: see the note" if seen.lacks_layouts else "layout verified"
+def _projections(attentions: list[Attention], *, seen: bool, found: bool) -> str:
+    """Say where queries and keys are projected.
 
-
-def _projections(attentions: list[Attention], layout: str) -> str:
+    Args:
+        attentions: The attentions of one label.
+        seen: Whether a pass was seen.
+        found: Whether they were found in it.
+    """
+    if seen and not found:
+        return "not found in this pass"
     if not attentions:
-        return "not seen: no projections under a name that the field gives them"
+        return "found in what attention was computed of" if found else "known after a pass"
     first = attentions[0]
     path = f"{first.name}." if first.name else ""
     names = first.projections.names
     if first.projections.kind == "multihead":
-        return f"{first.name}, from its inputs and in_proj_weight"
+        return f"{first.name}, by in_proj_weight"
     if first.projections.kind == "fused":
-        return f"{path}{names[0]}, with V; {layout}"
+        return f"{path}{names[0]}, with V"
     return _listed(path + name for name in names)
 
 
@@ -279,10 +282,9 @@ class _SeenModel:
         """Whether the keys of an attention are not those of the stack."""
         return self._window.attends_elsewhere(stack.name, label)
 
-    @property
-    def lacks_layouts(self) -> bool:
-        """Whether queries and keys were not found in the output of a projection."""
-        return any(note.numbers.get("subject") == PROJECTED for note in self._snapshot.info.notes)
+    def projects(self, stack: Stack, label: str) -> bool:
+        """Whether queries and keys were found as projected."""
+        return self._window.projects(stack.name, label)
 
     def padding(self, anatomy: Anatomy) -> str:
         """Say what the padding was known by in the pass."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from specimens import Specimen, Stack, built, inputs_of
+from specimens import Specimen, Stack, as_turned, built, inputs_of
 from torch import Tensor, nn
 
 from geomon.capture import Window, find_anatomy
@@ -73,6 +73,9 @@ def _watch(
         for block in blocks:
             hold(block.register_forward_hook(leaving))
     keeps = {which: _keep(getattr(reference, which), name, stack) for which in ("query", "key")}
+    for block in stack.attending_in(model).values() if stack.holder else ():
+        holder = block.get_submodule(stack.holder)
+        hold(holder.register_forward_pre_hook(_by_weights(keeps), with_kwargs=True))
     for block in stack.attending_in(model).values() if stack.query else ():
         query = block.get_submodule(stack.query)
         if isinstance(query, nn.MultiheadAttention):
@@ -99,7 +102,7 @@ def _latent(
         shared.append(output)
 
     def then(module: nn.Linear, _: Any, output: Tensor) -> None:
-        common = shared.pop()[..., module.in_features :]
+        common = as_turned(shared.pop()[..., module.in_features :])
         own = output.view(*common.shape[:-1], stack.heads, -1)[..., : stack.own_width]
         common = common.unsqueeze(-2).expand(*own.shape[:-1], -1)
         keeps["key"](torch.cat([own, common], dim=-1))
@@ -149,6 +152,17 @@ def _separate(
             keeps["query"](stack.query_of(output, stack.heads))
         else:
             keeps["key"](stack.key_of(output, stack.key_heads))
+
+    return hook
+
+
+def _by_weights(keeps: Mapping[str, Callable[[Tensor], None]]) -> Callable[..., None]:
+    """XLNet multiplies with its weights in a function: the same products of its input."""
+
+    def hook(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        hidden = [*args, *kwargs.values()][0]
+        for which, weight in (("query", module.q), ("key", module.k)):
+            keeps[which](torch.einsum("ibh,hnd->ibnd", hidden, weight))
 
     return hook
 
@@ -310,9 +324,8 @@ def sampled(window: Window, stack: str, index: int) -> Sampled:
         attention = attention_key(block, names.get(stack, ""))
         if block_call is None or attention is None:
             return Sampled()
-        call = block_call.attention_calls.get(attention)
-        query = block_call.projected.get((attention, "query"))
-        key = block_call.projected.get((attention, "key"), query)
+        seen = block_call.seen(attention)
+        call, (query, key) = seen.call, seen.projected or (None, None)
         return Sampled(
             block_call.hidden and block_call.hidden.indices,
             query and query.indices,
@@ -495,12 +508,19 @@ class _Comparison(NamedTuple):
 
     def projections(self) -> None:
         """Queries and keys as projected."""
-        if self.stack.query is None and self.place in self.reference.attention:
+        if (
+            not self.stack.query
+            and not self.stack.holder
+            and self.place in self.reference.attention
+        ):
             self.stand_ins()
         for which, valid in (("query", self.valid), ("key", self.valid_keys)):
             expected = getattr(self.reference, which).get(self.place)
             if expected is not None and self.has(f"projected_{which}"):
                 rows = getattr(self.seen, f"{which}_rows")
+                hidden = self.reference.hidden.get(self.place)
+                if hidden is not None and expected.shape[:2] == hidden.shape[1::-1]:
+                    expected = expected.transpose(0, 1)
                 self.check_rows(rows, expected.shape[:-2], valid)
                 captured = self.seen.layer.captured[f"projected_{which}"]
                 self.verdict.worst(

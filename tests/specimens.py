@@ -56,6 +56,21 @@ def halves(output: Tensor, heads: int) -> Tensor:
     return alone(output.chunk(2, dim=-1)[0], heads)
 
 
+def as_turned(part: Tensor) -> Tensor:
+    """Numbers that are turned in pairs of neighbours, as they stand afterwards: DeepSeek."""
+    return part.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+
+
+def turned_behind(own: int) -> Callable[[Tensor, int], Tensor]:
+    """What is turned stands behind a part that is not."""
+
+    def queries(output: Tensor, heads: int) -> Tensor:
+        parts = alone(output, heads)
+        return torch.cat([parts[..., :own], as_turned(parts[..., own:])], dim=-1)
+
+    return queries
+
+
 # -- routes: from attention implementations to where attention goes through ----------------------
 
 INTERFACE = {"sdpa": "sdpa", "eager": "softmax"}
@@ -81,7 +96,6 @@ SEVERAL = (
     "attention is not rebuilt here: it takes several softmaxes (landmarks, chunks, both "
     "dimensions), and none of them is its own"
 )
-NO_PROJECTIONS = "no projections of queries and keys were found"
 AS_ATTENDED = ": Q and K as attended stand for them"
 OF_SCORES = ("query", "key", "bias", "scale", "softcap", "sink")
 
@@ -108,6 +122,8 @@ class Stack:
         query: Path in the block of the module that projects to queries (or to all); None where
             none does, and Q and K as attended stand for what is projected.
         key: Path in the block of the module that projects to keys; None where `query` makes all.
+        holder: Path in the block of the module that holds the weights of queries and of keys, as
+            "q" and "k", [width, heads, head width], and has no modules for them.
         shared: Path of the module that makes the latent, and the part of keys that all heads share.
         own_width: Width of the other part, which each head has of its own.
         split: How the output of a fused projection is laid out.
@@ -125,6 +141,7 @@ class Stack:
     listed_at: tuple[int | None, ...] | None = None
     query: str | None = None
     key: str | None = None
+    holder: str | None = None
     shared: str | None = None
     own_width: int | None = None
     split: Split = thirds

@@ -22,7 +22,7 @@ def test_it_prints_in_aligned_columns_without_running_the_model():
             "blocks          transformer.h.0 to transformer.h.2",
             "hidden states   layer 0 enters the first block, layers 1 to 3 leave the blocks",
             "attention       4 heads of width 8, seen as it runs",
-            "Q, K projected  attn.c_attn, with V; layout to be verified on the first pass",
+            "Q, K projected  attn.c_attn, with V",
             "token ids       inputs of transformer.wte and transformer.wpe",
             "padding         left out, going by attention_mask",
             "routes          shown by one pass: describe(model, inputs)",
@@ -37,7 +37,7 @@ def test_one_pass_shows_how_attention_is_seen():
     assert shown["attention"].startswith("4 heads of width 8, 2 key heads, through torch's")
     assert shown["Q, K projected"] == "self_attn.q_proj and self_attn.k_proj"
     assert "routes" not in shown
-    assert rows(PlainDecoder(), batch())["Q, K projected"].endswith("layout verified")
+    assert rows(PlainDecoder(), batch())["Q, K projected"] == "c_attn, with V"
     assert rows(PlainDecoder())["attention"] == "4 heads of width 8, seen as it runs"
     shown = rows(PlainDecoder(), batch())
     assert shown["attention"].endswith("torch's scaled_dot_product_attention")
@@ -61,7 +61,7 @@ def test_stacks_are_described_one_after_the_other():
     assert labels.index("encoder") < labels.index("decoder") < labels.index("  cross-attention")
     shown = dict(described.rows)
     assert shown["  attention"] == "4 heads of width 8, seen as it runs"
-    assert shown["  Q, K projected"] == "multihead_attn, from its inputs and in_proj_weight"
+    assert shown["  Q, K projected"] == "multihead_attn, by in_proj_weight"
     assert "tgt_key_padding_mask" in shown["padding"]
 
 

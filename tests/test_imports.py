@@ -29,9 +29,9 @@ INNER = {
     "capture": {
         "anatomy": set(),
         "calling": {"snapshot", "unchanged"},
-        "tap": set(),
-        "tokens": {"anatomy", "snapshot"},
-        "attending": {"anatomy", "snapshot", "tap", "tokens"},
+        "tap": {"storage"},
+        "tokens": {"anatomy", "snapshot", "storage"},
+        "attending": {"anatomy", "snapshot", "storage", "tap", "tokens"},
     },
     "monitor": {
         "planning": set(),

@@ -16,7 +16,6 @@ from specimens import (
     EAGER_INTERFACE,
     INTERFACE,
     LENGTH,
-    NO_PROJECTIONS,
     NO_TOKENS,
     NONE,
     NOT_FUSED,
@@ -45,6 +44,7 @@ from specimens import (
     sound,
     spectrogram,
     tokens,
+    turned_behind,
     two_masks,
 )
 from torch import Tensor, nn
@@ -211,7 +211,7 @@ DECODERS = [
         "DeepSeek-V3 (latent attention)", "DeepseekV3",
         Stack(
             "model.layers", query="self_attn.q_b_proj", key="self_attn.kv_b_proj",
-            shared="self_attn.kv_a_proj_with_mqa", own_width=8,
+            shared="self_attn.kv_a_proj_with_mqa", own_width=8, query_of=turned_behind(8),
         ),
         NOT_FUSED, **_SMALL, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16,
         qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, n_routed_experts=4,
@@ -301,9 +301,8 @@ ENCODERS = [
         "XLNet",
         _hf("XLNetModel", "XLNetConfig", vocab_size=VOCABULARY, d_model=32, n_layer=3, n_head=4,
             d_inner=48, bos_token_id=None, eos_token_id=None),
-        tokens, {"": Stack("layer", length_first=True)}, BY_HAND, one_mask,
-        uncovered=lacking(NO_PROJECTIONS, "projected_query", "projected_key")
-        | lacking(SEVERAL_PRODUCTS.format(count=2), *OF_SCORES),
+        tokens, {"": Stack("layer", length_first=True, holder="rel_attn")}, BY_HAND, one_mask,
+        uncovered=lacking(SEVERAL_PRODUCTS.format(count=2), *OF_SCORES),
     ),
 ]  # fmt: skip
 

@@ -8,37 +8,22 @@ view that a layer lacks, the reason is kept.
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from geomon.capture.anatomy import CROSS, Attention, Block, find_sizes
-from geomon.capture.anatomy.projections import Sizes
+from geomon.capture.anatomy import CROSS, Block
 from geomon.capture.anatomy.weights import present_weight
 from geomon.capture.attending.attention import (
     AttentionCall,
     NotUnderstoodError,
     SoftmaxCall,
     read_call,
-    read_scores,
 )
 from geomon.capture.attending.max_logit import over_rows
-from geomon.capture.attending.qkv import (
-    Evidence,
-    UndecidedError,
-    project_multihead,
-    split_fused,
-    split_latent,
-    split_separate,
-)
-from geomon.capture.first_pass import (
-    SAMPLES,
-    BlockCall,
-    StackPass,
-    attention_key,
-    spread_indices,
-)
+from geomon.capture.attending.seen import SeenAttention
+from geomon.capture.first_pass import BlockCall, StackPass, attention_key
 from geomon.capture.snapshot import (
     CAPTURED,
     EMBEDDING,
@@ -50,7 +35,6 @@ from geomon.capture.snapshot import (
     Layer,
     PassInfo,
     Snapshot,
-    at_places,
     group_by_layer,
 )
 from geomon.capture.tokens.sampling import RowSampler, SampledRows, copy_rows
@@ -58,6 +42,7 @@ from geomon.note import Note
 
 _HIDDEN_ONLY = frozenset({"hidden", "last"})
 _HIDDEN = "hidden states"  # what remarks on them are about
+_LAST_QUERIES = 64  # of a sequence, which show whether queries see keys of another
 _HEADS_ONLY = SOURCES - _HIDDEN_ONLY
 _ROW_VIEWS = ("hidden", "token_ids", "positions", "sequences", "precision")
 _QUERY_VIEWS = ("query", "key", "bias", "scale", "softcap", "sink")
@@ -76,6 +61,14 @@ _OTHER_THREAD = (
 _DROPPED = (
     "the block was not run in this pass, as others were (layers dropped at random, say, or blocks "
     "of the model that were replaced while it was watched)"
+)
+_NOT_PROJECTED = (
+    "no products of the tokens with weights were seen that its queries and keys were made of, and "
+    "no modules under names such as q_proj and k_proj were called"
+)
+_AS_ATTENDED = (
+    "the products with weights that queries and keys were made of were not seen: Q and K as "
+    "attended stand for them"
 )
 _NO_ATTENTION = (
     "no attention was seen in the block: neither fused attention (torch's own, flex attention, or "
@@ -347,7 +340,11 @@ class StackBuilder:
         kept = None if block_call is None else block_call.hidden
         captured, missing = self._row_views(depth, kept, ran=block_call is not None)
         index = attention_key(block)
-        called = block_call is not None and index in block_call.attention_calls
+        called = (
+            block_call is not None
+            and index in block_call.attentions
+            and block_call.attentions[index].call is not None
+        )
         if index is None or not (called or (block.attends and block.attentions)):
             if block.attends and block_call is not None and self._sources & _HEADS_ONLY:
                 self._remark("attention", depth, _BY_NAME_ALONE, stack)
@@ -443,27 +440,25 @@ class StackBuilder:
             return {}, dict.fromkeys(wanted, self._not_run)
         if self._inverted is not None:
             return {}, dict.fromkeys(wanted, self._inverted)
-        captured, missing = self._attention_views(block_call, index)
-        call = block_call.attention_calls.get(index)
-        if call is not None and "visible" in captured and self._goes_across(call, captured):
-            self._remark("attention", depth, _ACROSS, stack)
-        if index in block_call.further and index in block_call.attention_calls:
-            self._remark("attention", depth, _CALLED_AGAIN, stack)
+        seen = block_call.seen(index)
+        captured, missing = self._attention_views(seen)
+        if seen.call is not None:
+            if "visible" in captured and self._goes_across(seen.call, captured):
+                self._remark("attention", depth, _ACROSS, stack)
+            if seen.further:
+                self._remark("attention", depth, _CALLED_AGAIN, stack)
         if "projection" not in self._sources:
             return captured, missing
-        attention = block.attentions[index] if index < len(block.attentions) else None
-        try:
-            query, key = _split_projected(block_call, index, attention, self._pass)
-        except UndecidedError as error:
-            if "query" not in captured:
-                return captured, missing | dict.fromkeys(_PROJECTED_VIEWS, str(error))
-            query, key, numbers = _attended_rows(captured)
-            sequences: tuple[Tensor, Tensor] | None = numbers
-            remark = f"{error}: Q and K as attended stand for them"
-            self._remark(PROJECTED, depth, remark, stack)
+        if seen.projected is not None:
+            query, key = seen.projected
+            found = [query.values, key.values]
+            sequences = self._projected_sequences(query, key)
+        elif "query" in captured:
+            *found, sequences = _attended_rows(captured)
+            self._remark(PROJECTED, depth, _AS_ATTENDED, stack)
         else:
-            sequences = self._projected_sequences(block_call, index)
-        captured |= {"projected_query": query, "projected_key": key}
+            return captured, missing | dict.fromkeys(_PROJECTED_VIEWS, _NOT_PROJECTED)
+        captured |= dict(zip(_PROJECTED_VIEWS, found, strict=True))
         if sequences is not None:
             captured |= dict(zip(_PROJECTED_SEQUENCES, sequences, strict=True))
         return captured, missing
@@ -474,42 +469,36 @@ class StackBuilder:
         if packed is None or tuple(packed.numbers.shape) != call.shape:
             return False
         numbers = packed.numbers[call.sequences]
-        asking = numbers.gather(1, call.places)[:, -SAMPLES:]
+        asking = numbers.gather(1, call.places)[:, -_LAST_QUERIES:]
         visible = captured["visible"]
         visible = visible.expand(*visible.shape[:2], call.places.shape[1], -1)[
-            :, :, -SAMPLES:
+            :, :, -_LAST_QUERIES:
         ].cpu()
         if visible.shape[3] != numbers.shape[1]:
             return False
         return bool((visible & (asking[:, None, :, None] != numbers[:, None, None])).any())
 
     def _projected_sequences(
-        self, block_call: BlockCall, index: int
+        self, query: SampledRows, key: SampledRows
     ) -> tuple[Tensor, Tensor] | None:
         """Return the numbers of the sequences that projected rows are of; None where unknown."""
-        query, key = (block_call.projected.get((index, which)) for which in ("query", "key"))
-        if query is None:
-            return None
         one, other = (
-            self._tokens.numbers(kept.indices, kept.shape, kept.role)
-            for kept in (query, key or query)
+            self._tokens.numbers(kept.indices, kept.shape, kept.role) for kept in (query, key)
         )
         return None if one is None or other is None else (one, other)
 
-    def _attention_views(
-        self, block_call: BlockCall, index: int
-    ) -> tuple[dict[str, Any], dict[str, str]]:
+    def _attention_views(self, seen: SeenAttention) -> tuple[dict[str, Any], dict[str, str]]:
         """Make the views of queries and keys as attended, and the reasons for missing ones."""
-        call = block_call.attention_calls.get(index)
+        call = seen.call
         reason = _NO_ATTENTION
-        refusal = block_call.refused.get(index, block_call.passed_over.get(index))
-        if refusal is not None:
+        refusal = seen.refused or seen.passed_over
+        if refusal:
             reason = f"attention is not rebuilt here: {refusal}"
         if call is not None:
             try:
                 valid = self._tokens.valid_at(call.shape, call.sequences, call.places)
                 captured = read_call(call, valid, self._device)
-                captured |= self._max_logits(block_call.max_logits.get(index, ()))
+                captured |= self._max_logits(seen.max_logits)
                 if isinstance(call, SoftmaxCall) and call.joined and "max_logits" in captured:
                     sink = captured.get("sink")
                     captured["max_logits"] += torch.nan if sink is None else sink.cpu()
@@ -573,115 +562,6 @@ def _beside(
         else:
             return {}, missing | dict.fromkeys(heads[0][0].keys(), _HEADS_DIFFER.format(view=view))
     return found, missing
-
-
-# -- queries and keys as projected ---------------------------------------------------------------
-
-
-def _split_projected(
-    block_call: BlockCall,
-    index: int,
-    attention: Attention | None,
-    stack_pass: StackPass,
-) -> tuple[Tensor, Tensor]:
-    """Split queries and keys as projected into heads, [rows, heads, head width] each.
-
-    A layout is decided on the host, by a few rows; the others are cut where they stay.
-
-    Raises:
-        UndecidedError: There are no projections, or their layout cannot be decided.
-    """
-    if attention is None:
-        raise UndecidedError("no projections of queries and keys were found")
-    query, key = (block_call.projected.get((index, which)) for which in ("query", "key"))
-    kind, weights = attention.projections.kind, block_call.weights.get(index)
-    if query is None or (key is None and kind != "fused"):
-        raise UndecidedError(
-            f"the projections {', '.join(attention.projections.names)} were not called as modules"
-        )
-    if kind == "multihead":
-        if weights is None or key is None:
-            raise UndecidedError("in_proj_weight is sharded among ranks")
-        return project_multihead(weights, query.values, key.values)
-    call = block_call.attention_calls.get(index)
-    # Of several calls the first may have a part of the heads.
-    sizes = _sizes(attention, None if index in block_call.further else call)
-    sample = block_call.samples.get((index, "query"))
-    sample = None if sample is None else sample.cpu()
-    same = call is not None and stack_pass.as_batch(query.shape, block_call) == call.shape
-    same = same and _sees_all(call)
-    if kind == "fused":
-        evidence = _evidence(call) if call is not None and same else None
-        return split_fused(query.values, sample, evidence, sizes)
-    assert key is not None
-    if kind == "latent":
-        shared = block_call.projected.get((index, "shared"))
-        samples = [block_call.samples.get((index, name)) for name in ("query", "key", "shared")]
-        if shared is None or call is None or not same or any(rows is None for rows in samples):
-            raise UndecidedError("nothing was seen as attended that could verify the latent keys")
-        return split_latent(
-            [rows.values for rows in (query, key, shared)],
-            [rows.cpu() for rows in samples if rows is not None],
-            _evidence(call), sizes, attention.projections.latent_width,
-        )  # fmt: skip
-    gated = sizes.heads and query.values.shape[-1] == 2 * sizes.heads * (sizes.head_width or 0)
-    evidence = _evidence(call) if call is not None and same and gated else None
-    return split_separate(
-        query.values, key.values, sizes,
-        halves=kind == "halves", sample=sample, evidence=evidence,
-    )  # fmt: skip
-
-
-def _sizes(attention: Attention, call: AttentionCall | SoftmaxCall | None) -> Sizes:
-    """Return the heads as attended, or as the modules say where no call was recorded."""
-    found = attention.sizes
-    if isinstance(call, AttentionCall):
-        return found._replace(heads=call.heads, head_width=call.given.query.shape[-1])
-    if isinstance(call, SoftmaxCall) and call.query is not None:
-        return found._replace(heads=call.heads, head_width=call.query.shape[-1])
-    if isinstance(call, SoftmaxCall):
-        return find_sizes(attention.projections, [_Heads(call.heads), attention.module])
-    return found
-
-
-def _sees_all(call: AttentionCall | SoftmaxCall | None) -> bool:
-    """Whether there is a key for each query: windows and pooled keys tell less of a layout."""
-    if call is None:
-        return False
-    keys = call.scores.shape[3] if isinstance(call, SoftmaxCall) else call.given.key.shape[2]
-    return keys >= call.shape[1]
-
-
-class _Heads(NamedTuple):
-    """Number of heads that was seen, under the name that modules give it."""
-
-    num_heads: int
-
-
-def _evidence(call: AttentionCall | SoftmaxCall) -> Evidence:
-    """Collect what the rows of `BlockCall.samples` were attended with."""
-    count = call.places.numel()
-    chosen = spread_indices(count)
-
-    def rows(values: Tensor) -> Tensor:  # [sequences, heads, queries, ...] -> [samples, heads, ...]
-        return values.transpose(1, 2).flatten(0, 1)[chosen.to(values.device)].cpu().float()
-
-    places = call.places.flatten()[chosen, None].expand(-1, 2)
-    if isinstance(call, SoftmaxCall):
-        views = read_scores(call)
-        if "query" not in views:
-            visible = views["visible"]
-            scores = views["scores"].masked_fill(~visible, torch.nan)
-            index = call.places[:, None, :, None].expand(-1, call.heads, -1, 1)
-            own = scores.gather(3, index).squeeze(3)
-            seen = rows(visible.sum(dim=3))[:, :1]
-            return Evidence(None, None, rows(own), torch.cat([places[:, :1], seen], dim=1))
-        query, key = views["query"], views["key"]
-    else:
-        query, key = call.given.query, call.given.key
-    earlier = key.shape[2] - call.shape[1]  # keys kept from before (a cache of keys)
-    query, faced = rows(query), rows(at_places(key, call.places + earlier))
-    return Evidence(query.norm(dim=-1), faced.norm(dim=-1), None, places, query, faced)
 
 
 def _lacking(kept: SampledRows | None) -> frozenset[str]:

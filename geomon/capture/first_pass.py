@@ -12,17 +12,13 @@ import torch
 from torch import Tensor
 
 from geomon.capture.anatomy import CROSS, Block, Stack
-from geomon.capture.attending.attention import AttentionCall, SoftmaxCall
-from geomon.capture.attending.qkv import Multihead
-from geomon.capture.tap import Provenance
+from geomon.capture.attending.seen import SeenAttention
+from geomon.capture.tap import Projection, Provenance
 from geomon.capture.tokens.padding import Padding
 from geomon.capture.tokens.pass_tokens import PassTokens
 from geomon.capture.tokens.sampling import RowSampler, SampledRows
 
 Shape = tuple[int, ...]
-
-# Queries at which the output of a fused projection is compared with what was attended.
-SAMPLES = 64
 
 # Rows of hidden states by which ranks see whether they have the same tokens.
 LANDMARKS = 8
@@ -42,22 +38,10 @@ class BlockCall:
         handed_on: Whether what entered the block is what left the one that was called before.
         hidden: Rows of the hidden states that left the block.
         running_attention: Index of the attention that is running, if the block has several.
-        attention_calls: Recorded call of each attention.
-        routes: Where each attention was seen: "sdpa", "flex", "flash" or "softmax".
-        refused: Why the call of an attention was not kept.
-        max_logits: Largest score of each row of each call of an attention, [sequences, heads,
-            queries] each.
+        attentions: What was seen of each attention.
         provenance: What follows tensors through the call.
-        passed_over: Why a softmax in an attention was not taken for its own.
-        inside: Attentions whose call came from their own module, and not from elsewhere in the
-            block: such a call goes before another.
-        further: Attentions that were called again, which is not watched.
-        inputs: Address and shape of the input of projections, by attention and "query" or "key", in
-            a block with several attentions.
-        projected: Rows of the output of the projections of each attention, by its index and
-            "query", "key" or "shared" (of `nn.MultiheadAttention`: of the input).
-        weights: Weights of each `nn.MultiheadAttention`.
-        samples: Rows of the output of each projection at the first sampled queries, by the same.
+        inputs: Inputs of the modules that are projecting, by the address of the module.
+        outputs: Outputs of projections that are modules, with their shapes, by the same.
     """
 
     block: int
@@ -66,39 +50,26 @@ class BlockCall:
     handed_on: bool = True
     hidden: SampledRows | None = None
     running_attention: int | None = None
-    attention_calls: dict[int, AttentionCall | SoftmaxCall] = field(default_factory=dict)
-    routes: dict[int, str] = field(default_factory=dict)
-    refused: dict[int, str] = field(default_factory=dict)
-    max_logits: dict[int, list[Tensor]] = field(default_factory=dict)
+    attentions: dict[int, SeenAttention] = field(default_factory=dict)
     provenance: Provenance = field(default_factory=Provenance)
-    passed_over: dict[int, str] = field(default_factory=dict)
-    inside: set[int] = field(default_factory=set)
-    further: set[int] = field(default_factory=set)
-    inputs: dict[tuple[int, str], tuple[int, Shape]] = field(default_factory=dict)
-    projected: dict[tuple[int, str], SampledRows] = field(default_factory=dict)
-    weights: dict[int, Multihead] = field(default_factory=dict)
-    samples: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    inputs: dict[int, Tensor] = field(default_factory=dict)
+    outputs: dict[int, tuple[Projection, Shape]] = field(default_factory=dict)
 
-    def other_source(self, attention: int) -> bool:
-        """Whether the keys of an attention are made of another tensor than its queries.
+    def seen(self, index: int) -> SeenAttention:
+        """Return what was seen of an attention; nothing so far where it was not met yet.
 
         Args:
-            attention: Index of the attention.
+            index: Index of the attention.
         """
-        query, key = (self.inputs.get((attention, which)) for which in ("query", "key"))
-        return query is not None and key is not None and query != key
+        return self.attentions.setdefault(index, SeenAttention())
 
-    def refuse(self, attention: int, reason: str) -> None:
-        """Drop what was recorded of an attention.
-
-        Args:
-            attention: Index of the attention.
-            reason: Why its call is not kept.
-        """
-        self.refused[attention] = reason
-        self.attention_calls.pop(attention, None)
-        self.max_logits.pop(attention, None)
-        self.routes.pop(attention, None)
+    def forget_tensors(self) -> None:
+        """Free the tensors of the model that were followed."""
+        self.provenance.forget()
+        self.inputs.clear()
+        self.outputs.clear()
+        for seen in self.attentions.values():
+            seen.query, seen.key = None, None
 
 
 class StackPass:
@@ -243,25 +214,6 @@ class StackPass:
         """
         return self.shape if block_call.shape is None else block_call.shape
 
-    def as_batch(self, shape: Shape, block_call: BlockCall) -> tuple[int, int] | None:
-        """Return the number of sequences and their length.
-
-        Args:
-            shape: Shape of the output of a projection, without the width.
-            block_call: The call of the block that projects.
-
-        Returns:
-            Both numbers, or None where the shape has neither.
-        """
-        entered = self.shape_at(block_call)
-        if len(shape) != 2 and math.prod(shape) == math.prod(entered):
-            shape = entered
-        if len(shape) == 1:  # packed: attention takes them as one row
-            shape = (1, *shape)
-        elif self.tokens.turned:
-            shape = shape[::-1]
-        return (shape[0], shape[1]) if len(shape) == 2 else None
-
     def row_indices(
         self, shape: Shape, role: str = "", block_call: BlockCall | None = None
     ) -> Tensor:
@@ -277,7 +229,12 @@ class StackPass:
     def settle(self) -> None:
         """Decide what is padding, now that the pass was seen, and remove the rows of it."""
         self.tokens.settle(
-            [tuple(call.shape) for x in self.block_calls for call in x.attention_calls.values()]
+            [
+                tuple(seen.call.shape)
+                for block_call in self.block_calls
+                for seen in block_call.attentions.values()
+                if seen.call is not None
+            ]
         )
         if self.entered is not None:
             self.entered = self._without_padding(self.entered)
@@ -286,8 +243,10 @@ class StackPass:
         for block_call in self.block_calls:
             if block_call.hidden is not None:
                 block_call.hidden = self._without_padding(block_call.hidden)
-            for place, rows in block_call.projected.items():
-                block_call.projected[place] = self._without_padding(rows, block_call)
+            for seen in block_call.attentions.values():
+                if seen.projected is not None:
+                    query, key = (self._without_padding(x, block_call) for x in seen.projected)
+                    seen.projected = query, key
 
     def _without_padding(
         self, rows: SampledRows, block_call: BlockCall | None = None
@@ -365,7 +324,7 @@ def attention_key(block: Block, label: str = "") -> int | None:
     return 0 if not block.attentions and not label else block.attention_index(label)
 
 
-def spread_indices(count: int, most: int = SAMPLES) -> Tensor:
+def spread_indices(count: int, most: int) -> Tensor:
     """Return evenly spread indices.
 
     Args:

@@ -17,26 +17,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from geomon.capture.anatomy import Anatomy, Attention, Block
+from geomon.capture.anatomy import Anatomy, Block
+from geomon.capture.anatomy.projections import projects_in_its_own_way
 from geomon.capture.assemble import build_snapshot, matrix_layer
-from geomon.capture.attending.attention import (
-    Arguments,
-    AttentionCall,
-    NotUnderstoodError,
-    SoftmaxCall,
-    local_shard,
-    record_call,
-)
-from geomon.capture.attending.by_hand import (
-    SEVERAL_SOFTMAXES,
-    Known,
-    arrange_scores,
-    is_second_softmax,
-    record_softmax,
-)
-from geomon.capture.attending.fused import read_flash, read_flex, read_sdpa
-from geomon.capture.attending.max_logit import max_logits_of_call, max_logits_of_scores
-from geomon.capture.attending.qkv import copy_multihead_weights
+from geomon.capture.attending.seen import SeenAttention
 from geomon.capture.calling.calls import calling_compiled, unwatch_calls, unwrap, watch_calls
 from geomon.capture.calling.patches import (
     in_extra_pass,
@@ -50,6 +34,7 @@ from geomon.capture.first_pass import (
     attention_key,
     spread_indices,
 )
+from geomon.capture.recorder import AttentionRecorder
 from geomon.capture.snapshot import (
     CAPTURED,
     EMBEDDING,
@@ -59,7 +44,8 @@ from geomon.capture.snapshot import (
     Layer,
     Snapshot,
 )
-from geomon.capture.tap import Provenance, Tap, unseen
+from geomon.capture.storage import local_shard
+from geomon.capture.tap import Tap, unseen
 from geomon.capture.tokens.sampling import (
     MemoryLimit,
     RowSampler,
@@ -91,10 +77,6 @@ _LEFT_OUT = (
     "{count} blocks {pattern} are not watched: {reason}. blocks=... with a regular expression that "
     "matches the names of all blocks measures them too"
 )
-
-
-# What reads the arguments of a call of fused attention, by its route.
-_FUSED = {"sdpa": read_sdpa, "flex": read_flex, "flash": read_flash}
 
 
 class Window:
@@ -136,7 +118,6 @@ class Window:
         self._charge = charge
         self._sources = {CAPTURED[view] for view in views}
         self._extra = tuple(extra_layers) if "hidden" in self._sources else ()
-        self._wants_max_logits = "max_logits" in views
         self._wants_last = "last" in self._sources
         wants_ids = self._wants_last or EMBEDDING in self._extra
         self._wants_tokens = wants_ids or bool(views & {"token_ids", "positions"})
@@ -159,16 +140,21 @@ class Window:
         # What is done as the call of a module begins, and when it has returned, by its address.
         self._before: dict[int, list[Callable[..., None]]] = {}
         self._after: dict[int, list[Callable[..., None]]] = {}
-        self._tables = TableCalls(
-            anatomy.of_output, functools.partial(_ids_to_come, self._passes), local_shard
-        )
+        self._tables = TableCalls(anatomy.of_output, functools.partial(_ids_to_come, self._passes))
         # Passes whose final norm is running, by the address of the norm.
         self._norming: dict[int, StackPass] = {}
         # Calls of blocks that are running, outermost first; None for one that does not count.
         self._running: list[tuple[StackPass, BlockCall | None]] = []
         self._failure: Exception | None = None  # in opening the window
         self._failures: list[str] = []  # in what sees the calls
-        self._attends_outside = False  # attention was called outside the blocks
+        self._recorder = AttentionRecorder(
+            self._sampler,
+            max_logits="max_logits" in views,
+            current=self._current_call,
+            outside=lambda: not (self._running or self._ignored()),
+            guarded=self._guarded,
+            on_failure=self.on_failure,
+        )
         self._twin_records = False  # whether the call that a twin is run for records gradients
         self._forced_eager = False  # whether compiled code of the training was run eagerly
         self._tap: Tap | None = None  # what sees attention, while the window is open
@@ -224,7 +210,7 @@ class Window:
     def _open(self) -> None:
         self._choose_calls()
         if self._sources & {"attention", "projection"}:
-            self._tap = Tap(self)
+            self._tap = Tap(self._recorder)
             self._find_compiled()
         without_fast_path.hold(self)
         watch_calls(self)
@@ -243,6 +229,7 @@ class Window:
         """Leave nothing behind; may be called more than once, and after an interruption."""
         if self._tap is not None:
             self._tap.close()
+        self._recorder.close()
         unwatch_calls(self)
         without_fast_path.release(self)
         # They refer to the window: what it keeps would be freed by the garbage collector alone.
@@ -254,7 +241,7 @@ class Window:
         for stack_pass in self._passes:
             stack_pass.leaving = None
             for block_call in stack_pass.block_calls:
-                block_call.provenance.forget()
+                block_call.forget_tensors()
         self._settled = True
 
     def snapshot(self, device: torch.device = HOST) -> Snapshot:
@@ -273,13 +260,13 @@ class Window:
             for failure in dict.fromkeys(self._failures)
         ]
         texts += [_FORCED] * self._forced_eager
-        seen = any(call.routes for stack_pass in self._passes for call in stack_pass.block_calls)
+        seen = any(self._seen_attentions())
         texts += [
             f"{name}: {_ADAPTED}"
             for name, module in self._found_matrices().items()
             if any(module is adapted for adapted in self._anatomy.adapted)
         ]
-        texts += [_OUTSIDE] * (self._attends_outside and not seen)
+        texts += [_OUTSIDE] * (self._recorder.attends_outside and not seen)
         texts += [
             _LEFT_OUT.format(count=family.count, pattern=family.pattern, reason=family.reason)
             for family in self._anatomy.left_out
@@ -319,15 +306,7 @@ class Window:
             stack: Name of the stack.
             label: Label of the attention in the blocks: "" for the one to the stack itself.
         """
-        return {
-            block_call.routes[index]
-            for stack_pass in self._passes
-            if stack_pass.stack.name == stack
-            for block_call in stack_pass.block_calls
-            if (index := attention_key(stack_pass.stack.blocks[block_call.block], label))
-            is not None
-            and index in block_call.routes
-        }
+        return {seen.route for seen in self._attentions(stack, label) if seen.route}
 
     def attends_elsewhere(self, stack: str, label: str) -> bool:
         """Whether the keys of an attention were made of another tensor than its queries.
@@ -336,14 +315,30 @@ class Window:
             stack: Name of the stack.
             label: Label of the attention in the blocks.
         """
-        return any(
-            block_call.other_source(index)
-            for stack_pass in self._passes
-            if stack_pass.stack.name == stack
-            for block_call in stack_pass.block_calls
-            if (index := attention_key(stack_pass.stack.blocks[block_call.block], label))
-            is not None
-        )
+        return any(seen.other_source for seen in self._attentions(stack, label))
+
+    def projects(self, stack: str, label: str = "") -> bool:
+        """Whether queries and keys were found as projected.
+
+        Args:
+            stack: Name of the stack.
+            label: Label of the attention in the blocks.
+        """
+        return any(seen.projected is not None for seen in self._attentions(stack, label))
+
+    def _attentions(self, stack: str, label: str) -> Iterator[SeenAttention]:
+        """Iterate over what was seen of the attentions with a label."""
+        for stack_pass in self._passes:
+            for block_call in stack_pass.block_calls if stack_pass.stack.name == stack else ():
+                index = attention_key(stack_pass.stack.blocks[block_call.block], label)
+                if index in block_call.attentions:
+                    yield block_call.attentions[index]
+
+    def _seen_attentions(self) -> Iterator[bool]:
+        """Say of each attention that was met whether its call was seen."""
+        for stack_pass in self._passes:
+            for block_call in stack_pass.block_calls:
+                yield from (bool(seen.route) for seen in block_call.attentions.values())
 
     def token_tables(self) -> tuple[nn.Module, ...]:
         """List the embedding tables whose inputs were the token ids, in the order of the stacks."""
@@ -396,23 +391,12 @@ class Window:
             if module is not block.module:
                 self._see(self._before, module, self._on_attending, index)
                 self._see(self._after, module, self._on_attending, None)
-            if "projection" not in self._sources:
-                continue
-            projections = attention.projections
-            if projections.kind == "multihead":
-                self._see(self._before, module, self._on_multihead, index, attention)
-                continue
-            if len(block.attentions) > 1 and projections.kind != "fused":
-                self._see(self._before, projections.query, self._on_projecting, index, "query")
-                self._see(self._before, projections.key, self._on_projecting, index, "key")
-            on_query = (self._on_projected, index, attention, "query")
-            self._see(self._after, projections.query, *on_query)
-            if projections.shared is not None:
-                on_shared = (self._on_projected, index, attention, "shared")
-                self._see(self._after, projections.shared, *on_shared)
-            if projections.kind != "fused":
-                on_key = (self._on_projected, index, attention, "key")
-                self._see(self._after, projections.key, *on_key)
+        named = {m for attention in block.attentions for m in attention.projections.apart}
+        for part in (block.module, *block.parts) if "projection" in self._sources else ():
+            for module in part.modules():
+                if module in named or projects_in_its_own_way(module):
+                    self._see(self._before, module, self._on_projecting)
+                    self._see(self._after, module, self._on_projected)
 
     def _see(
         self,
@@ -527,7 +511,7 @@ class Window:
         if FINAL_NORM in self._extra or in_extra_pass() or not self._before:
             return
         complete = all(x.over and x.with_gradients for x in self._passes)
-        if complete and any(call.routes for x in self._passes for call in x.block_calls):
+        if complete and any(self._seen_attentions()):
             self.close()
 
     def on_forced_eager(self) -> None:
@@ -693,7 +677,10 @@ class Window:
     ) -> None:
         block_call = self._end_call(stack_pass, index)
         if block_call is not None:
-            block_call.provenance.forget()
+            if "projection" in self._sources:
+                block = stack_pass.stack.blocks[block_call.block]
+                self._recorder.finish(stack_pass, block_call, block)
+            block_call.forget_tensors()
         values = output.values() if isinstance(output, Mapping) else output
         hidden = first_tensor(values)
         if block_call is not None and hidden is not None and hidden is not output:
@@ -750,221 +737,21 @@ class Window:
         if self._running and self._running[-1][1] is not None:
             self._running[-1][1].running_attention = index
 
-    def following(self) -> Provenance | None:
-        """Return what follows the tensors of the block that is running (see `TapObserver`)."""
-        if not self._running or self._running[-1][1] is None:
-            return None
-        return self._running[-1][1].provenance
-
-    def on_fused(self, route: str, given: dict[str, Any]) -> None:
-        """Record the sampled queries of a call of fused attention (see `TapObserver`).
-
-        Args:
-            route: "sdpa", "flex" or "flash".
-            given: Arguments by the names of its schema.
-        """
-        current = self._current_call()
-        if current is None:
-            self._attends_outside = self._attends_outside or not (self._running or self._ignored())
-            return
-        stack_pass, block_call, block = current
-        index = block_call.running_attention or 0
-        before = block_call.attention_calls.get(index)
-        inside = block_call.running_attention == index
-        further = isinstance(before, AttentionCall)
-        if further:
-            block_call.further.add(index)
-            # The first call counts, but one from the attention's own module goes before others.
-            further = not inside or index in block_call.inside
-            if further and not self._wants_max_logits:
-                return
-        if inside:
-            block_call.inside.add(index)
-        with self._guarded(), torch.no_grad(), unseen():
-            try:
-                seen = _FUSED[route](given)
-                if route != "sdpa":
-                    _check_tokens(seen, stack_pass.shape_at(block_call))
-                seen = _unpadded(seen, _known(stack_pass, block_call, block, index).head_width)
-                if not further:
-                    seen = seen._replace(key=block_call.provenance.without_repeats(seen.key))
-                    block_call.max_logits.pop(index, None)
-                    self._keep_call(block_call, index, route, record_call(self._sampler, seen))
-                self._keep_max_logits(block_call, index, seen)
-            except NotUnderstoodError as error:
-                if not further:
-                    block_call.refused.setdefault(index, str(error))
-                return
-            if not further and seen.rule is not None and seen.query.shape[0] == 1:
-                stack_pass.tokens.take_begins(seen.query.shape[2], seen.rule.begins)
-            if not further and seen.mask is not None:
-                sequences = block_call.attention_calls[index].shape[0]
-                self._keep_hidden_keys(stack_pass, block_call, index, sequences, seen.mask)
-
-    def on_softmax(self, scores: Tensor, dim: int, *, logarithm: bool) -> None:
-        """Record the sampled rows of a softmax of scores (see `TapObserver`).
-
-        Args:
-            scores: Input of the softmax.
-            dim: The dimension that the softmax runs over.
-            logarithm: Whether its logarithm is computed.
-        """
-        current = self._current_call()
-        if current is None:
-            alone = not (logarithm or self._running or self._ignored())
-            outside = scores.ndim >= 3 and alone
-            self._attends_outside = self._attends_outside or outside
-            return
-        stack_pass, block_call, block = current
-        provenance = block_call.provenance
-        products = provenance.products(scores)
-        index = _index_of_softmax(block, block_call, made=bool(products))
-        if index is None or (logarithm and not products):
-            return
-        recorded = block_call.attention_calls.get(index)
-        refused = index in block_call.refused
-        if isinstance(recorded, AttentionCall) or refused or not stack_pass.shape:
-            return
-        if recorded is not None:
-            if is_second_softmax(recorded, scores, dim):
-                if index < len(block.attentions):
-                    block_call.refuse(index, SEVERAL_SOFTMAXES)
-                else:
-                    block_call.further.add(index)
-            return
-        with self._guarded(), torch.no_grad(), unseen():
-            known = _known(stack_pass, block_call, block, index)
-            try:
-                call = record_softmax(
-                    self._sampler, scores, dim, known, products,
-                    scale=provenance.scale(scores), without_repeats=provenance.without_repeats,
-                )  # fmt: skip
-            except NotUnderstoodError as error:
-                block_call.passed_over.setdefault(index, str(error))
-                return
-            if call is not None:
-                self._keep_call(block_call, index, "softmax", call)
-                arranged = arrange_scores(local_shard(scores), dim, known)
-                if arranged is not None:
-                    if call.joined:  # how far they are above the logit of the sink
-                        arranged = arranged[..., :-1] - arranged[..., -1:]
-                    self._keep_max_logits(block_call, index, arranged)
-                    sequences = arranged.shape[0]
-                    self._keep_hidden_keys(
-                        stack_pass, block_call, index, sequences, arranged, are_scores=True
-                    )
-
-    def _keep_max_logits(
-        self, block_call: BlockCall, index: int, given: Arguments | Tensor
-    ) -> None:
-        """Keep the largest scores of a call, given by its arguments or by arranged scores."""
-        if not self._wants_max_logits or index not in block_call.attention_calls:
-            return
-        if isinstance(given, Tensor):
-            found = max_logits_of_scores(given)
-        else:
-            found = max_logits_of_call(given)
-        kept = block_call.max_logits.setdefault(index, [])
-        if not kept or kept[0].shape[1] == found.shape[1]:
-            kept.append(found)
-
-    def _keep_call(
-        self, block_call: BlockCall, index: int, route: str, call: AttentionCall | SoftmaxCall
-    ) -> None:
-        block_call.attention_calls[index] = call
-        block_call.routes[index] = route
-
-    def _keep_hidden_keys(
-        self,
-        stack_pass: StackPass,
-        block_call: BlockCall,
-        index: int,
-        sequences: int,
-        mask: Tensor,
-        *,
-        are_scores: bool = False,
-    ) -> None:
-        """Keep which keys an attention hides from every query: they may be padding."""
-        role = _role_of_keys(stack_pass.stack.blocks[block_call.block], block_call, index)
-        stack_pass.tokens.padding.take_attention(
-            role, sequences, local_shard(mask), are_scores=are_scores
-        )
-
-    # -- projections -----------------------------------------------------------------------------
-
-    def _on_projecting(
-        self, index: int, which: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any]
-    ) -> None:
+    def _on_projecting(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         current, given = self._current_call(), first_tensor([*args, *kwargs.values()])
-        if current is not None and given is not None and not given.is_nested:
-            self._keep_input(current[1], index, which, given)
+        if current is not None and given is not None:
+            current[1].inputs[id(module)] = given
 
-    def _keep_input(self, block_call: BlockCall, index: int, which: str, given: Tensor) -> None:
-        block_call.inputs.setdefault((index, which), _place(given))
-
-    def _on_projected(
-        self,
-        index: int,
-        attention: Attention,
-        which: str,
-        module: nn.Module,
-        output: Any,
-    ) -> None:
-        current = self._current_call()
-        output = first_tensor(output)
-        if current is None or output is None or output.is_nested:
-            return
-        stack_pass, block_call, _ = current
-        if (index, which) in block_call.projected:
+    def _on_projected(self, module: nn.Module, output: Any) -> None:
+        current, output = self._current_call(), first_tensor(output)
+        given = None if current is None else current[1].inputs.pop(id(module), None)
+        if current is None or given is None or output is None or output.is_nested:
             return
         # The width of a convolution's output is not its last dimension.
         output = move_width_last(local_shard(output), module, entering=False)
-        self._sample_projected(stack_pass, block_call, index, which, output)
-        shape = stack_pass.as_batch(tuple(output.shape[:-1]), block_call)
-        if shape is not None and not (attention.cross and which == "key"):
-            sequences, places = self._sampler.sample_queries(*shape)
-            if stack_pass.tokens.turned:
-                flat = (places * shape[0] + sequences[:, None]).flatten()
-            else:
-                flat = (sequences[:, None] * shape[1] + places).flatten()
-            block_call.samples[index, which] = copy_rows(output, flat[spread_indices(len(flat))])
-
-    def _on_multihead(
-        self, index: int, attention: Attention, module: nn.Module, args: Any, kwargs: Any
-    ) -> None:
-        current = self._current_call()
-        if current is None:
-            return
-        stack_pass, block_call, _ = current
-        given = dict(zip(("query", "key"), args, strict=False)) | kwargs
-        for which in ("query", "key"):
-            values = given.get(which)
-            if isinstance(values, Tensor) and not values.is_nested:
-                self._keep_input(block_call, index, which, values)
-        for which in ("query", "key"):
-            values = given.get(which)
-            plain = isinstance(values, Tensor) and not values.is_nested
-            if plain and (index, which) not in block_call.projected:
-                values = local_shard(values)
-                self._sample_projected(stack_pass, block_call, index, which, values)
-        weights = copy_multihead_weights(module)
-        if weights is not None:
-            block_call.weights.setdefault(index, weights)
-
-    def _sample_projected(
-        self,
-        stack_pass: StackPass,
-        block_call: BlockCall,
-        index: int,
-        which: str,
-        values: Tensor,
-    ) -> None:
-        shape = tuple(values.shape[:-1])
-        block = stack_pass.stack.blocks[block_call.block]
-        role = _role_of_keys(block, block_call, index) if which == "key" else ""
-        indices = stack_pass.row_indices(shape, role, block_call)
-        rows = SampledRows(copy_rows(values, indices), indices, shape, role)
-        block_call.projected[index, which] = rows
+        found = current[1].provenance.projected(output, local_shard(given))
+        if found is not None:
+            current[1].outputs.setdefault(id(module), (found, tuple(output.shape[:-1])))
 
 
 def _ids_to_come(passes: Sequence[StackPass]) -> list[TokenIds]:
@@ -1004,65 +791,9 @@ def _why_no_rows(entered: Tensor) -> str | None:
     return None
 
 
-def _unpadded(given: Arguments, width: int | None) -> Arguments:
-    """Cut off the zeros by which torch widens heads to a multiple of 8 for a kernel."""
-    if width is None or not width < given.query.shape[-1] < width + 8:
-        return given
-    return given._replace(query=given.query[..., :width], key=given.key[..., :width])
-
-
-def _check_tokens(given: Arguments, shape: tuple[int, ...]) -> None:
-    """Refuse queries that are not those of the tokens that a block was given.
-
-    A function may have the name of another and take its arguments in another order.
-
-    Raises:
-        NotUnderstoodError: There are not as many.
-    """
-    sequences, _, queries, _ = given.query.shape
-    if shape and sequences * queries != math.prod(shape):
-        raise NotUnderstoodError(
-            f"{sequences} x {queries} queries were attended with, of {math.prod(shape)} tokens"
-        )
-
-
 def _place(values: Tensor) -> tuple[int, tuple[int, ...]]:
     """Return the address and the shape of a tensor, which tell it from others while it lives."""
     return local_shard(values).data_ptr(), tuple(values.shape)
-
-
-def _index_of_softmax(block: Block, block_call: BlockCall, *, made: bool) -> int | None:
-    """Return the index of the block's attention that a softmax is of; None where it is of none.
-
-    Args:
-        block: The block.
-        block_call: The call of the block.
-        made: Whether its scores were made of a product of what is no weight.
-    """
-    inside = block_call.running_attention is not None or all(
-        attention.module is block.module for attention in block.attentions
-    )
-    return (block_call.running_attention or 0) if inside or made else None
-
-
-def _known(stack_pass: StackPass, block_call: BlockCall, block: Block, index: int) -> Known:
-    """Collect what is known of an attention before its scores are seen."""
-    entered = stack_pass.entered
-    width = 0 if entered is None else entered.values.shape[-1]
-    shape = stack_pass.shape_at(block_call)
-    if index >= len(block.attentions):
-        return Known(shape, width)
-    attention = block.attentions[index]
-    sizes = attention.sizes
-    return Known(shape, width, sizes.heads, sizes.head_width)
-
-
-def _role_of_keys(block: Block, block_call: BlockCall, index: int) -> str:
-    """Return the role of an attention's keys: "key" where they come from another stack."""
-    known = index < len(block.attentions)
-    cross = known and block.attentions[index].cross
-    side = known and bool(block.attentions[index].label)
-    return "key" if cross or (side and block_call.other_source(index)) else ""
 
 
 def first_tensor(values: Any) -> Tensor | None:

@@ -933,6 +933,7 @@ def test_of_lists_of_sublayers_a_second_round_gives_the_first_no_layer():
 
 
 def test_a_hook_that_fails_never_ends_a_run(monkeypatch):
+    from geomon.capture import recorder
     from geomon.capture import window as capture
 
     def broken(*args):
@@ -941,9 +942,10 @@ def test_a_hook_that_fails_never_ends_a_run(monkeypatch):
     model = PlainDecoder().eval()
     with torch.no_grad():
         plain = model(batch())
-        for name in ("record_call", "first_tensor", "copy_rows", "spread_indices"):
+        of_window = [(capture, x) for x in ("first_tensor", "copy_rows", "spread_indices")]
+        for module, name in [(recorder, "record_call"), *of_window]:
             with monkeypatch.context() as patch:
-                patch.setattr(capture, name, broken)
+                patch.setattr(module, name, broken)
                 with window(model) as seen:
                     assert torch.equal(model(batch()), plain)
             notes = [note.words() for note in seen.snapshot().info.notes]

@@ -90,10 +90,9 @@ class Projections:
     shared: nn.Module | None = field(default=None, repr=False)
 
     @property
-    def latent_width(self) -> int | None:
-        """Width of the latent from which keys and values are made; None where it is not known."""
-        widths = find_widths(self.key) if self.kind == "latent" else None
-        return None if widths is None else widths[1]
+    def apart(self) -> tuple[nn.Module, ...]:
+        """The modules whose outputs are queries and keys, and nothing else; none in other kinds."""
+        return (self.query, self.key) if self.kind == "separate" else ()
 
 
 def _named_alike(children: dict[str, nn.Module]) -> Projections | None:
@@ -247,6 +246,19 @@ def find_widths(module: nn.Module) -> tuple[int, int] | None:
     if made == weight.shape[1]:  # that of an older release: its weight is transposed
         return weight.shape[1], weight.shape[0]
     return weight.shape[0], weight.shape[1]
+
+
+def projects_in_its_own_way(module: nn.Module) -> bool:
+    """Whether a module makes a projection that is more than a product with a matrix and a bias.
+
+    An adapter around a matrix, a quantised or a sharded one, or one whose output a hook changes.
+
+    Args:
+        module: Any module.
+    """
+    if type(module) is not nn.Linear:
+        return find_widths(module) is not None
+    return bool(module._forward_hooks) or hasattr(stored_weight(module), "to_local")
 
 
 def _fused_head_width(made: int, taken: int, heads: int) -> int:

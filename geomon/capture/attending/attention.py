@@ -189,20 +189,6 @@ def _at_rule(sampled: Arguments, rule: Rule, sequences: Tensor, places: Tensor) 
     return sampled._replace(mask=~hidden, bias=torch.where(hidden, 0, changed - scores))
 
 
-def local_shard(values: Tensor) -> Tensor:
-    """Return the part of a sharded tensor that is on this rank, or any other tensor as it is.
-
-    What `torch.func.grad` wraps around a tensor, which has no address, is taken away.
-
-    Args:
-        values: A tensor, sharded among ranks or not.
-    """
-    while torch._C._functorch.is_gradtrackingtensor(values):
-        values = torch._C._functorch.get_unwrapped(values)
-    to_local = getattr(values, "to_local", None)
-    return values if to_local is None else to_local()
-
-
 @torch.no_grad()
 def at_sampled_rows(scores: Tensor, sequences: Tensor, places: Tensor) -> Tensor:
     """Copy the sampled rows of scores.

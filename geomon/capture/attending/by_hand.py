@@ -18,10 +18,10 @@ from geomon.capture.attending.attention import (
     NotUnderstoodError,
     SoftmaxCall,
     at_sampled_rows,
-    local_shard,
 )
 from geomon.capture.snapshot import at_places
-from geomon.capture.tap import Product
+from geomon.capture.storage import local_shard
+from geomon.capture.tap import Columns, Product
 from geomon.capture.tokens.sampling import RowSampler
 
 SEVERAL_SOFTMAXES = (
@@ -66,8 +66,8 @@ def record_softmax(
     known: Known,
     products: Sequence[Product] = (),
     scale: float | None = None,
-    without_repeats: Callable[[Tensor], Tensor] = lambda keys: keys,
-) -> SoftmaxCall | None:
+    find_columns: Callable[[Tensor], Columns | None] = lambda heads: None,
+) -> tuple[SoftmaxCall | None, tuple[Columns | None, Columns | None]]:
     """Record the sampled rows of a softmax of attention scores.
 
     Args:
@@ -77,29 +77,31 @@ def record_softmax(
         known: What is known of the attention.
         products: Products that flowed into the scores.
         scale: What the product was multiplied by to make the scores; None where it is not known.
-        without_repeats: Takes the copies of heads away from keys.
+        find_columns: Returns the columns of projections that queries or keys were made of.
 
     Returns:
-        The recorded call, or None where the softmax is nothing like one of attention (a router's).
+        The recorded call, or None where the softmax is nothing like one of attention (a router's);
+        and the columns of its queries and keys.
 
     Raises:
         NotUnderstoodError: The softmax is one of an attention whose weights it does not give, or
             whose scores cannot be arranged.
     """
+    unknown = None, None
     if scores.is_nested:
-        return None
+        return None, unknown
     scores = local_shard(scores)
     fitting = [product for product in products if _makes(product, scores, dim)]
     arranged = arrange_scores(scores, dim, known)
     if arranged is None:
         if fitting and scores.ndim > 2:
             raise NotUnderstoodError(_UNCLEAR.format(shape=list(scores.shape), dim=dim))
-        return None
+        return None, unknown
     sequences, heads, length, keys = arranged.shape
     features = known.head_width or known.width // heads
     if not fitting:
         if heads == 1 != known.heads and keys != length:
-            return None  # a router's: a single head counts where it is known
+            return None, unknown  # a router's: a single head counts where it is known
         if keys != length or keys == features:
             raise NotUnderstoodError(NO_SCORES.format(keys=keys))
     chosen, places = sampler.sample_queries(sequences, length)
@@ -109,19 +111,22 @@ def record_softmax(
         doubtful=keys == features,
         source=(scores.data_ptr(), tuple(scores.shape), dim % scores.ndim),
     )  # fmt: skip
-    if fitting and len(products) > 1:
-        return replace(call, unknown=_SEVERAL_PRODUCTS.format(count=len(products)))
     turned = dim % scores.ndim != scores.ndim - 1  # scores were made as keys times queries
-    factors = _factors(fitting[0], arranged.shape, turned=turned) if fitting else None
-    if factors is None:
-        return call
-    query, key = factors
-    key = without_repeats(key)
-    query, key = at_places(query[chosen], places), key[chosen]
+    factors = [_factors(product, arranged.shape, turned=turned) for product in fitting]
+    columns = [each and (find_columns(each[0]), find_columns(each[1])) for each in factors]
+    if fitting and len(products) > 1:
+        call = replace(call, unknown=_SEVERAL_PRODUCTS.format(count=len(products)))
+        own = [each for each in columns if each is not None and _are_of_one_input(*each)]
+        return call, own[0] if len(own) == 1 else unknown
+    if not fitting or factors[0] is None or columns[0] is None:
+        return call, unknown
+    query, key = factors[0]
+    repeats = 1 if columns[0][1] is None else columns[0][1].repeats
+    query, key = at_places(query[chosen], places), key[chosen, ::repeats]
     if (factor := fitting[0].factor) != 1:
         query, key = query / factor, key / factor
         scale = None if scale is None else scale * factor**2
-    return replace(call, query=query, key=key, scale=scale)
+    return replace(call, query=query, key=key, scale=scale), columns[0]
 
 
 def _factors(
@@ -152,6 +157,14 @@ def _factors(
         return None
     query = left.reshape(sequences, heads, queries, width)
     return query, right.unflatten(0, (sequences, key_heads))
+
+
+def _are_of_one_input(query: Columns | None, key: Columns | None) -> bool:
+    """Whether queries and keys are projections of one tensor, and not keys those of positions."""
+    if query is None or key is None:
+        return False
+    given = {projection.given for each in (query, key) for projection in each.projections}
+    return len(given) == 1
 
 
 def is_second_softmax(recorded: SoftmaxCall, scores: Tensor, dim: int) -> bool:

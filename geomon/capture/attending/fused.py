@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from geomon.capture.attending.attention import Arguments, NotUnderstoodError, local_shard
+from geomon.capture.attending.attention import Arguments, NotUnderstoodError
 from geomon.capture.attending.rules import FlexRule, PlaceRule, heads_of
+from geomon.capture.storage import local_shard
 
 # Options that change which keys a query sees, or its scores, in ways that are not rebuilt.
 _NOT_REBUILT = ("alibi_slopes", "block_table", "page_table", "seqused_k", "attn_bias", "qv")

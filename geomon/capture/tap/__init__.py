@@ -4,8 +4,9 @@ One mode of torch, open for the window alone and in its thread alone, sees every
 attention by the names in its schema, softmaxes with the products that flowed into them.
 """
 
+from geomon.capture.tap.columns import Columns, Projection
 from geomon.capture.tap.mode import Tap, TapObserver
 from geomon.capture.tap.provenance import Product, Provenance
 from geomon.capture.tap.unseen import unseen
 
-__all__ = ["Product", "Provenance", "Tap", "TapObserver", "unseen"]
+__all__ = ["Columns", "Product", "Projection", "Provenance", "Tap", "TapObserver", "unseen"]

@@ -7,7 +7,7 @@ import functools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -133,8 +133,11 @@ class Tap(dispatch.TorchDispatchMode):
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        kind, name, names = _kind_of(func)
+        kind, name, names, writes = _kind_of(func)
+        followed = observer.following()
         try:
+            if writes and followed is not None:
+                followed.before_write(name, args)
             if kind == "softmax":
                 observer.on_softmax(args[0], args[1], logarithm=name == "_log_softmax")
             elif kind != "other":
@@ -144,7 +147,6 @@ class Tap(dispatch.TorchDispatchMode):
             observer.on_failure(error)
         result = func(*args, **kwargs)
         try:
-            followed = observer.following()
             if followed is not None:
                 followed.follow(name, args, kwargs, result)
         except Exception as error:
@@ -159,22 +161,33 @@ _FLEX = (
 )  # fmt: skip
 
 
+class _Kind(NamedTuple):
+    """What an operator is."""
+
+    kind: str  # "softmax", the route of a fused attention, or "other"
+    name: str
+    names: tuple[str, ...]  # of its arguments
+    writes: bool  # whether it changes one of them
+
+
 @functools.cache
-def _kind_of(func: Any) -> tuple[str, str, tuple[str, ...]]:
-    """Return what an operator is, its name and the names of its arguments."""
+def _kind_of(func: Any) -> _Kind:
     schema = getattr(func, "_schema", None)
     if schema is None:
         flex = getattr(func, "__name__", "") == "flex_attention"
-        return ("flex", "_softmax", _FLEX) if flex else ("other", "", ())
+        return _Kind("flex" if flex else "other", "_softmax" * flex, _FLEX * flex, writes=False)
     space, _, name = schema.name.rpartition("::")
-    if space == "aten" and name in ("_softmax", "_safe_softmax", "_log_softmax"):
-        return "softmax", name, ()
     names = tuple(argument.name for argument in schema.arguments)
+    writes = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
+    if space == "aten" and name in ("_softmax", "_safe_softmax", "_log_softmax"):
+        return _Kind("softmax", name, names, writes)
     given = set(names)
     attends = ({"query", "key", "value"} <= given or {"q", "k", "v"} <= given) and (
         "backward" not in name and "grad_out" not in given and "dout" not in given
     )
-    if not attends:
-        return "other", name, names
+    if not attends:  # what operators of other packages do is not known
+        return _Kind("other", name if space == "aten" else "", names, writes)
     # What fused attention returns holds no product any more.
-    return "sdpa" if name.startswith("_scaled_dot_product") else "flash", "_softmax", names
+    return _Kind(
+        "sdpa" if name.startswith("_scaled_dot_product") else "flash", "_softmax", names, writes
+    )

@@ -2,14 +2,26 @@
 
 Tensors are known by their storage, so views need no rule. A tensor is followed where it was made of
 what a block was given; weights are not, so a product of two followed tensors is one of queries and
-keys, or of weights of attention and values. Nothing is computed and nothing is copied.
+keys, or of weights of attention and values, and a product of one with weights is a projection.
+Nothing is computed and nothing is copied.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from geomon.capture.storage import storage_of
+from geomon.capture.tap.columns import (
+    Columns,
+    Layout,
+    Made,
+    Piece,
+    Projection,
+    find_columns,
+    layout_of,
+)
 from geomon.capture.tap.unseen import unseen
 
 # Matrix products by operator: where their factors stand, behind a summand.
@@ -27,6 +39,11 @@ _KEEPING = _COPIES | {
     "add", "add_", "sub", "sub_", "masked_fill", "masked_fill_", "where", "copy_", "cat", "slice",
     "maximum", "constant_pad_nd", "index",
 }  # fmt: skip
+# Operators after which an element is not what it was made of at the same place.
+_MIXING = frozenset((
+    "_softmax", "_safe_softmax", "_log_softmax", "cumsum", "sort", "topk", "gather", "scatter",
+))  # fmt: skip
+_CONVOLUTIONS = ("convolution", "_convolution")
 
 
 class Product(NamedTuple):
@@ -57,11 +74,14 @@ class Product(NamedTuple):
 
 
 class _Tags(NamedTuple):
-    """What is known of a storage: products in it, and what these were multiplied by since."""
+    """What is known of a storage.
+
+    Products in it, what these were multiplied by since, and how its elements were made.
+    """
 
     products: tuple[Product, ...] = ()
     factor: float | None = 1.0
-    repeats: tuple[int, int] | None = None  # number of copies in a row, and how far apart they are
+    made: Made | None = None
 
 
 _TOKENS = _Tags()
@@ -80,7 +100,7 @@ class Provenance:
             values: Arguments of a block.
         """
         for tensor in tensors_in(values):
-            if tensor.is_floating_point() and (place := _storage(tensor)) is not None:
+            if tensor.is_floating_point() and (place := storage_of(tensor)) is not None:
                 self._tags.setdefault(place, _TOKENS)
 
     def products(self, values: Tensor) -> tuple[Product, ...]:
@@ -89,8 +109,7 @@ class Provenance:
         Args:
             values: Any tensor.
         """
-        place = _storage(values)
-        return () if place is None else self._tags.get(place, _TOKENS).products
+        return self._of(values).products
 
     def scale(self, values: Tensor) -> float | None:
         """Return what the product that flowed into a tensor was multiplied by.
@@ -101,27 +120,61 @@ class Provenance:
         Returns:
             The number; None where it was multiplied by tensors, or changed in another way.
         """
-        place = _storage(values)
-        tags = _TOKENS if place is None else self._tags.get(place, _TOKENS)
+        tags = self._of(values)
         return tags.factor if len(tags.products) == 1 else None
 
-    def without_repeats(self, keys: Tensor) -> Tensor:
-        """Return keys without copies that were made of each head for several query heads.
+    def columns(self, heads: Tensor) -> Columns | None:
+        """Return the columns of projections that queries or keys were made of.
 
         Args:
-            keys: [sequences, heads, keys, head width].
+            heads: [sequences, heads, places, head width].
+
+        Returns:
+            The columns; None where some of these numbers were made in another way.
         """
-        place = _storage(keys)
-        repeats = None if place is None else self._tags.get(place, _TOKENS).repeats
-        if repeats is None or keys.ndim != 4:
-            return keys
-        count, apart = repeats
-        fits = keys.stride(1) == apart and keys.shape[1] % count == 0
-        return keys[:, ::count] if fits and keys.storage_offset() == 0 else keys
+        made = self._of(heads).made
+        return None if made is None else find_columns(made, heads)
+
+    def projected(self, output: Tensor, given: Tensor) -> Projection | None:
+        """Return the projection that the output of a module is; follow it as one from here on.
+
+        Args:
+            output: Output of a module that may project, [..., width].
+            given: What it was given.
+
+        Returns:
+            The projection; None where the output is made, element by element, of one that the
+            module was given (a norm's).
+        """
+        made, before = self._of(output).made, self._of(given).made
+        found = None if made is None else made.projection
+        if found is not None and found.width == output.shape[-1]:
+            return found
+        if made is not None and before is not None and made.roots and made.roots <= before.roots:
+            return None
+        projection = Projection(output, (-1,), (storage_of(given) or 0, tuple(given.shape)))
+        place = storage_of(output)
+        if place is not None:
+            self._tags[place] = _Tags(made=Made(layout_of(output), projection=projection))
+        return projection
 
     def forget(self) -> None:
         """Follow nothing; what was kept alive is freed."""
         self._tags.clear()
+
+    def before_write(self, name: str, args: tuple[Any, ...]) -> None:
+        """Keep a projection that an operator is about to change in place.
+
+        Args:
+            name: Name of the operator, without its overload.
+            args: Its positional arguments.
+        """
+        made = self._of(args[0]).made if args else None
+        projection = None if made is None else made.projection
+        if projection is None or (name == "add_" and self._is_bias(args[1], projection.width)):
+            return
+        with unseen():
+            projection.keep()
 
     def follow(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
         """Follow tensors through one operator.
@@ -133,21 +186,23 @@ class Provenance:
             out: What it returned.
         """
         given = [*tensors_in(args), *tensors_in(kwargs.values())]
-        places = [place for tensor in given if (place := _storage(tensor)) is not None]
+        places = [place for tensor in given if (place := storage_of(tensor)) is not None]
         known = [tags for place in places if (tags := self._tags.get(place)) is not None]
-        outputs = [place for x in tensors_in((out,)) if (place := _storage(x)) is not None]
+        results = [(x, place) for x in tensors_in((out,)) if (place := storage_of(x)) is not None]
+        outputs = [place for _, place in results]
+        for place in {*outputs} - {*places}:  # what lay there before is gone
+            self._tags.pop(place, None)
         if not known:
-            for place in outputs:
-                self._tags.pop(place, None)
+            return
+        if len(given) == 1 and outputs == places:
+            tags = known[0]  # a view, or a change in place
+            if name in _SCALINGS:
+                self._tags[places[0]] = _scaled(tags, name, args)
             return
         if name in _FACTORS:
             tags = self._multiplied(args, kwargs, _FACTORS[name])
         elif name in _STOPS:
             tags = _TOKENS
-        elif len(given) == 1 and outputs == places:
-            tags = known[0]  # a view, or a change in place
-            if name in _SCALINGS:
-                tags = _scaled(tags, name, args)
         else:
             products = tuple(dict.fromkeys(p for each in known for p in each.products))
             tags = _Tags(products, None if products else 1.0)
@@ -155,23 +210,179 @@ class Provenance:
             if name in _SCALINGS and holds:
                 tags = _scaled(known[0], name, args)
             elif name in _COPIES and holds:
-                tags = _Tags(products, known[0].factor, _repeats(given[0], out))
+                tags = _Tags(products, known[0].factor)
             elif name in _KEEPING and products:
                 tags = _Tags(products, next(each.factor for each in known if each.products))
-        for place in outputs:
-            self._tags[place] = tags
+        for result, place in results:
+            made = self._made(name, args, given, result, place)
+            self._tags[place] = tags._replace(made=made)
+
+    def _of(self, values: Any) -> _Tags:
+        place = storage_of(values) if isinstance(values, Tensor) else None
+        return _TOKENS if place is None else self._tags.get(place, _TOKENS)
+
+    def _is_followed(self, values: Tensor) -> bool:
+        return (storage_of(values) or 0) in self._tags
 
     def _multiplied(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], at: int) -> _Tags:
         """Return the tags of a product: a product of weights holds none."""
-        summand = self._tags.get(_storage(args[0]) or 0, _TOKENS) if at else _TOKENS
+        summand = self._of(args[0]) if at else _TOKENS
         left, right = args[at : at + 2]
-        known = [self._tags.get(_storage(each) or 0) for each in (left, right)]
-        if known[0] is None or known[1] is None:
+        if not self._is_followed(left) or not self._is_followed(right):
             return _Tags(summand.products, None if summand.products else 1.0)
-        factor = known[0].factor if known[0].factor == known[1].factor else None
-        product = Product(left, right, factor or 1.0)
+        factors = self._of(left).factor, self._of(right).factor
+        product = Product(left, right, (factors[0] if factors[0] == factors[1] else None) or 1.0)
         alpha = kwargs.get("alpha", 1.0)
         return _Tags((*summand.products, product), None if summand.products else float(alpha))
+
+    # -- which columns of projections ------------------------------------------------------------
+
+    def _made(
+        self, name: str, args: tuple[Any, ...], given: list[Tensor], out: Tensor, place: int
+    ) -> Made | None:
+        """Say how the elements of what an operator returned were made; None where not known."""
+        layout = layout_of(out)
+        if name in _FACTORS:
+            return self._made_by_product(args[_FACTORS[name] :], out)
+        if "mm" in name or "linear" in name:  # of other types of numbers
+            return _projection(out, (-1,), args[0]) if self._is_followed(args[0]) else None
+        if name in _MIXING or not name:
+            return None
+        if any(storage_of(values) == place for values in given):  # changed in place
+            before = self._tags.get(place, _TOKENS).made
+            if name != "copy_":
+                return before
+            whole = before is None or before.out == layout
+            return Made(layout, self._like(args[1:2], out), before=None if whole else before)
+        if name in _CONVOLUTIONS and self._is_followed(args[0]):
+            if args[8] != args[0].shape[1]:  # groups
+                return _projection(out, (1,), args[0])
+            made = self._of(args[0]).made  # a filter for each channel
+            return None if made is None else Made(layout, [Piece(made, layout_of(args[0]))])
+        if name in ("cat", "stack"):
+            return Made(layout, self._joined(name, args, out))
+        if name == "constant_pad_nd":
+            return self._padded(args, out)
+        if name == "index_select":
+            made = self._of(args[0]).made
+            taken = args[1] % out.ndim, args[2]
+            return (
+                None
+                if made is None
+                else Made(layout, [Piece(made, layout_of(args[0]), None, taken)])
+            )
+        if name == "index":
+            return self._taken(args[0], args[1], out)
+        pieces = self._like(given, out)
+        if name == "add" and len(given) == 2 and (found := self._sum(given, out)) is not None:
+            return found
+        return Made(layout, pieces) if pieces else None
+
+    def _made_by_product(self, factors: tuple[Any, ...], out: Tensor) -> Made | None:
+        """Say of a product with weights that it is a projection."""
+        left, right = factors[:2]
+        on_left, on_right = map(self._is_followed, (left, right))
+        if on_left == on_right:
+            return None
+        weight, tokens = (right, left) if on_left else (left, right)
+        features: tuple[int, ...] = (-1,) if on_left else (-2,)
+        if out.ndim == 3 and weight.shape[0] > 1 and weight.stride(0):
+            features = (0, *features)  # a matrix for each head
+        return _projection(out, features, tokens)
+
+    def _taken(self, values: Tensor, indices: Sequence[Tensor | None], out: Tensor) -> Made | None:
+        """Say of some of a tensor's elements which these are."""
+        made, layout = self._of(values).made, layout_of(values)
+        dims = [dim for dim, index in enumerate(indices) if index is not None]
+        if made is None or not dims:
+            return None
+        index = indices[dims[0]]
+        assert index is not None
+        if len(dims) == 1 and index.ndim == 1 and index.dtype != torch.bool:
+            return Made(layout_of(out), [Piece(made, layout, None, (dims[0], index))])
+        count = sum(
+            each.ndim if each.dtype == torch.bool else 1 for each in indices if each is not None
+        )
+        if dims != [*range(len(dims))] or count >= values.ndim:
+            return None
+        # Tokens, whose order is no longer known.
+        layout = layout._replace(shape=layout.shape[count:], strides=layout.strides[count:])
+        for _ in range(out.ndim - len(layout.shape)):
+            layout = layout.with_dimension(0)
+        return Made(layout_of(out), [Piece(made, layout)])
+
+    def _like(self, given: Iterable[Tensor], out: Tensor) -> list[Piece]:
+        """Take elements for those of the one tensor that has the same at the same places."""
+        found: list[Piece] = []
+        for values in given:
+            made = self._of(values).made
+            layout = _fitted(layout_of(values), out)
+            if made is None or layout is None:
+                continue
+            if found and made.roots.isdisjoint(found[0].made.roots):
+                return []  # of two projections, which of them is not clear
+            found.append(Piece(made, layout))
+        return found[:1]
+
+    def _sum(self, given: list[Tensor], out: Tensor) -> Made | None:
+        """Take for a projection the sum of one with its bias, or with that of an adapter."""
+        whole = [made for values in given if (made := self._of(values).made) is not None]
+        roots = [root for made in whole for root in made.roots]
+        if not whole or any(root.rows * root.width != out.numel() for root in roots):
+            return None
+        width, other = out.shape[-1], given[1]
+        biased = len(whole) == len(roots) == 1 and self._is_bias(other, width)
+        joined = len(whole) == len(roots) == 2 and roots[0] is not roots[1]
+        if any(root.width != width for root in roots) or not (biased or joined):
+            return None
+        return Made(layout_of(out), projection=Projection(out, (-1,), roots[0].given))
+
+    def _joined(self, name: str, args: tuple[Any, ...], out: Tensor) -> list[Piece]:
+        """Say of what several tensors were joined to that its parts are these."""
+        dim = (args[1] if len(args) > 1 else 0) % out.ndim
+        pieces, start = list[Piece](), 0
+        for values in args[0]:
+            layout = layout_of(values)
+            if name == "stack":
+                layout = layout.with_dimension(dim)
+            if len(layout.shape) != out.ndim:
+                continue  # an empty tensor
+            made = self._of(values).made
+            if made is not None:
+                at = tuple(start * (each == dim) for each in range(out.ndim))
+                pieces.append(Piece(made, layout, at))
+            start += layout.shape[dim]
+        return pieces
+
+    def _padded(self, args: tuple[Any, ...], out: Tensor) -> Made | None:
+        """Say of what was widened by zeros where the rest of it lies."""
+        values, widths = args[:2]
+        made = self._of(values).made
+        if made is None:
+            return None
+        before = (*(0,) * (out.ndim - len(widths) // 2), *widths[::2][::-1])
+        return Made(layout_of(out), [Piece(made, layout_of(values), before)], pads=True)
+
+    def _is_bias(self, values: Any, width: int) -> bool:
+        """Whether a tensor that is added has one number for each feature, and is no token's."""
+        fits = isinstance(values, Tensor) and values.shape == (width,)
+        return fits and not self._is_followed(values)
+
+
+def _projection(out: Tensor, features: tuple[int, ...], tokens: Tensor) -> Made:
+    given = storage_of(tokens) or 0, tuple(tokens.shape)
+    return Made(layout_of(out), projection=Projection(out, features, given))
+
+
+def _fitted(layout: Layout, out: Tensor) -> Layout | None:
+    """Give a tensor as many dimensions as another has; None where it has not the same elements."""
+    for _ in range(out.ndim - len(layout.shape)):
+        layout = layout.with_dimension(0)
+    if len(layout.shape) != out.ndim or not out.ndim or 0 in layout.shape:
+        return None
+    sizes = zip(layout.shape, out.shape, strict=True)
+    fits = layout.shape[-1] == out.shape[-1] and all(other % size == 0 for size, other in sizes)
+    return layout if fits else None
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -189,19 +400,11 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from tensors_in(value.values())
 
 
-def _storage(values: Tensor) -> int | None:
-    """Return the address of a tensor's storage; None where it has none (sparse, nested, traced)."""
-    try:
-        return values.untyped_storage().data_ptr() or None
-    except (NotImplementedError, RuntimeError):
-        return None
-
-
 def _scaled(tags: _Tags, name: str, args: tuple[Any, ...]) -> _Tags:
     """Return the tags of a tensor that was multiplied; by a tensor, its factor is not known."""
     number = _number(args)
     if number is None or tags.factor is None:
-        return tags._replace(factor=None if tags.products else 1.0, repeats=None)
+        return tags._replace(factor=None if tags.products else 1.0)
     return tags._replace(factor=tags.factor * number ** _SCALINGS[name])
 
 
@@ -212,13 +415,3 @@ def _number(args: tuple[Any, ...]) -> float | None:
         with unseen():
             other = other.item() if other.ndim == 0 and other.device.type == "cpu" else None
     return float(other) if isinstance(other, int | float) and other else None
-
-
-def _repeats(given: Tensor, out: Any) -> tuple[int, int] | None:
-    """Return how many copies of each entry a tensor that was expanded becomes when it is copied."""
-    if not isinstance(out, Tensor) or out.shape != given.shape:
-        return None
-    expanded = [i for i, step in enumerate(given.stride()) if step == 0 and given.shape[i] > 1]
-    if len(expanded) != 1 or not out.is_contiguous():
-        return None
-    return given.shape[expanded[0]], out.stride(expanded[0])

@@ -222,7 +222,9 @@ def copy_rows(values: Tensor, rows: Tensor) -> Tensor:
     """
     values, rows = values.detach(), rows.to(values.device)
     if values.is_contiguous() and values.numel() > 0:  # five times as fast where the rows are short
-        return values.view(-1, values.shape[-1]).index_select(0, rows).float()
+        values = values.view(-1, values.shape[-1])
+    if values.ndim == 2:
+        return values.index_select(0, rows).float()
     return values[torch.unravel_index(rows, values.shape[:-1])].float()
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from geomon.capture.storage import local_shard, storage_of
 from geomon.capture.tokens.lookups import Lookup, rows_of
 from geomon.capture.tokens.token_ids import TokenIds
 
@@ -15,16 +16,14 @@ class TableCalls:
     Args:
         of_output: Tables that have one row for each output of the model.
         receivers: Returns the token ids of the passes to which a call that comes now belongs.
-        local: Returns this rank's part of a tensor.
     """
 
     def __init__(
         self,
         of_output: Sequence[nn.Module],
         receivers: Callable[[], Iterable[TokenIds]],
-        local: Callable[[Tensor], Tensor],
     ) -> None:
-        self._of_output, self._receivers, self._local = of_output, receivers, local
+        self._of_output, self._receivers = of_output, receivers
         self._passed: set[int] = set()  # storages of integers that the model was given
         self._count = 0
         # Arguments of the calls around tables that are running, by the address of the module, and
@@ -46,7 +45,7 @@ class TableCalls:
             storage
             for value in _with_contents([*args, *kwargs.values()])
             if isinstance(value, Tensor) and not value.is_floating_point()
-            if (storage := self._storage(value)) is not None
+            if (storage := storage_of(local_shard(value))) is not None
         }
 
     def before(
@@ -69,8 +68,8 @@ class TableCalls:
             return
         self._count += 1
         lookup = Lookup(
-            self._local(ids).detach().clone(), table, table in self._of_output,
-            self._storage(ids) in self._passed,
+            local_shard(ids).detach().clone(), table, table in self._of_output,
+            storage_of(local_shard(ids)) in self._passed,
         )  # fmt: skip
         for ids_of_pass in self._receivers():
             ids_of_pass.lookups.append(lookup)
@@ -88,7 +87,7 @@ class TableCalls:
         for ids_of_pass in self._receivers():
             seen = ids_of_pass.lookups
             if seen and seen[-1].table is table and seen[-1].rows is None:
-                rows = rows_of(self._local(output), seen[-1].ids)
+                rows = rows_of(local_shard(output), seen[-1].ids)
                 seen[-1] = seen[-1]._replace(rows=rows)
 
     def before_around(
@@ -118,16 +117,6 @@ class TableCalls:
         if isinstance(output, Tensor) and output.shape[:-1] == ids.shape:
             self.before(table, module, args, {})
             self.after(table, module, output)
-
-    def _storage(self, values: Tensor) -> int | None:
-        """Return the address of the memory in which a tensor lies; None where it has none.
-
-        Sparse and nested tensors have none, nor have those inside `torch.func.vmap`.
-        """
-        try:
-            return self._local(values).untyped_storage().data_ptr() or None
-        except (NotImplementedError, RuntimeError):
-            return None
 
 
 def _with_contents(values: Iterable[Any]) -> Iterator[Any]:

@@ -11,7 +11,6 @@ from torch.nn.utils import parametrizations
 from geomon import MORE_METRICS, Monitor, every, select
 from geomon.capture import find_anatomy
 from geomon.capture.anatomy.weights import has_weight, present_weight, stored_weight
-from geomon.capture.attending.qkv import copy_multihead_weights
 
 
 def constrained() -> nn.Linear:
@@ -59,18 +58,6 @@ def test_flags_come_back_though_the_weight_cannot_be_made():
     with pytest.raises(RuntimeError, match="in eval mode"):
         present_weight(module)
     assert module.parametrizations.weight[0].training
-
-
-def test_weights_of_attention_are_copied_without_an_iteration():
-    attention = parametrizations.spectral_norm(
-        nn.MultiheadAttention(8, 2).train(), "in_proj_weight"
-    )
-    before = state(attention)
-    found = copy_multihead_weights(attention)
-    assert same(state(attention), before)
-    expected = copy.deepcopy(attention).eval().in_proj_weight
-    assert torch.equal(found.query[0], expected[:8])
-    assert torch.equal(found.key[0], expected[8:16])
 
 
 def test_a_training_with_constrained_embedding_and_head_is_untouched():

@@ -28,7 +28,7 @@ def recorded(scores, dim=-1, heads=None, *, made=True, head_width=8):
     made_of = Product(torch.zeros(scores.numel(), 1), torch.zeros(1, 1))
     products = [made_of] if made else []
     known = Known((2, 6), 32, heads, head_width)
-    return record_softmax(RowSampler(100, 0), scores, dim, known, products)
+    return record_softmax(RowSampler(100, 0), scores, dim, known, products)[0]
 
 
 @pytest.mark.parametrize(

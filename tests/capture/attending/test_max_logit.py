@@ -227,7 +227,7 @@ def test_it_is_computed_only_where_it_is_asked_for(monkeypatch):
     def fail(*arguments):
         raise AssertionError("was computed")
 
-    monkeypatch.setattr("geomon.capture.window.max_logits_of_call", fail)
+    monkeypatch.setattr("geomon.capture.recorder.max_logits_of_call", fail)
     model = nn.Sequential(Block("by function"), Block("by function"))
     values = geomon.measure(
         model, torch.randn(4, 6, 16), metrics=geomon.select("attention_entropy")

@@ -17,6 +17,7 @@ from geomon.capture import Window, extra_pass, find_anatomy
 from geomon.capture.calling import calls, patches
 from geomon.capture.calling.calls import FirstCall
 from geomon.capture.calling.patches import in_extra_pass
+from geomon.capture.recorder import AttentionRecorder
 from geomon.capture.snapshot import CAPTURED
 
 FEW = select("variance", "attention_entropy", "qk_cosine")
@@ -55,7 +56,8 @@ def test_an_error_of_its_own_never_reaches_the_model(monkeypatch, place):
     def broken(*args, **kwargs):
         raise RuntimeError("of its own")
 
-    monkeypatch.setattr(Window, what, broken)
+    owner = AttentionRecorder if place.startswith("on_") else Window
+    monkeypatch.setattr(owner, what, broken)
     with window(model) as seen:
         assert torch.equal(model(ids).logits, expected)
     assert any("of its own" in note.words() for note in seen.snapshot().info.notes)

@@ -1,0 +1,196 @@
+"""Seen attention: what was seen of one attention in one call of a block."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from geomon.capture.attending.attention import AttentionCall, SoftmaxCall
+from geomon.capture.tap import Columns, Projection
+from geomon.capture.tokens.sampling import SampledRows, copy_rows
+
+Shape = tuple[int, ...]
+
+
+@dataclass
+class SeenAttention:
+    """One attention in one call of a block, and what was kept of it.
+
+    Attributes:
+        call: Its recorded call; None where none was kept.
+        route: Where it was seen: "sdpa", "flex", "flash" or "softmax"; "" where it was not.
+        refused: Why its call was not kept, or must not be; "" for no reason.
+        passed_over: Why a softmax was not taken for its own.
+        max_logits: Largest score of each row of each of its calls, [sequences, heads, queries].
+        inside: Whether the call came from its own module, and not from elsewhere in the block:
+            such a call goes before another.
+        further: Whether it was called again, which is not measured.
+        query: Columns of projections of which its queries are made; None where they are not known.
+        key: The same of its keys.
+        projected: Rows of its queries and of its keys as projected, [rows, heads, head width].
+        other_source: Whether its keys are made of another tensor than its queries.
+    """
+
+    call: AttentionCall | SoftmaxCall | None = None
+    route: str = ""
+    refused: str = ""
+    passed_over: str = ""
+    max_logits: list[Tensor] = field(default_factory=list)
+    inside: bool = False
+    further: bool = False
+    query: Columns | None = None
+    key: Columns | None = None
+    projected: tuple[SampledRows, SampledRows] | None = None
+    other_source: bool = False
+
+    def refuse(self, reason: str) -> None:
+        """Drop what was recorded.
+
+        Args:
+            reason: Why the call is not kept.
+        """
+        self.refused = reason
+        self.call, self.route = None, ""
+        self.max_logits.clear()
+
+    def add_heads(self, query: Columns | None, key: Columns | None) -> None:
+        """Take note of what the queries and keys of a call are made of.
+
+        Args:
+            query: Columns of the queries; None where they are not known.
+            key: Columns of the keys, or None.
+        """
+        if query is None or key is None:
+            return
+        if self.query is None or self.key is None:
+            self.query, self.key = query, key
+            sources = query.projections[0].given, key.projections[0].given
+            self.other_source = None not in sources and sources[0] != sources[1]
+        else:
+            self.query, self.key = self.query.with_heads_of(query), self.key.with_heads_of(key)
+
+    def project(
+        self,
+        rows: Callable[[Shape, str], Tensor],
+        entered: Shape,
+        *,
+        length_first: bool,
+        key_role: str,
+    ) -> None:
+        """Copy sampled rows of queries and keys as projected; the projections are let go.
+
+        Args:
+            rows: Returns flat indices of the sampled rows of a shape, for a role.
+            entered: Shape of the hidden states that entered the block, without the width.
+            length_first: Whether these are [length, batch].
+            key_role: Role of the keys: "key" where they come from another stack.
+        """
+        if self.query is None or self.key is None or self.projected is not None:
+            return
+        sampled = [
+            _sample(columns.distinct(), rows, entered, role, length_first=length_first)
+            for columns, role in ((self.query, ""), (self.key, key_role))
+        ]
+        self.query, self.key = None, None
+        if sampled[0] is not None and sampled[1] is not None:
+            self.projected = sampled[0], sampled[1]
+
+
+def columns_of_all(
+    projection: Projection,
+    shape: Shape,
+    entered: Shape,
+    heads: int | None,
+    key_heads: int | None,
+    width: int | None,
+) -> Columns | None:
+    """Take all columns of a projection for heads, one after another.
+
+    Args:
+        projection: The projection.
+        shape: Shape of its output, without the width.
+        entered: Shape of the hidden states that entered the block, without the width.
+        heads: Number of query heads.
+        key_heads: Number of key heads.
+        width: Head width.
+
+    Returns:
+        The columns; None where heads do not make up the width of the projection.
+    """
+    if not heads or not width:
+        return None
+    count, odd = divmod(projection.width, width)
+    if odd or count not in (heads, key_heads):
+        return None
+    columns = np.arange(projection.width).reshape(count, width)
+    sequences, step = 0, (0, 0)
+    if len(shape) == 2:
+        turned = entered != shape == entered[::-1]
+        sequences, step = (shape[1], (1, shape[1])) if turned else (shape[0], (shape[1], 1))
+    return Columns((projection,), np.zeros_like(columns), columns, (step,), sequences)
+
+
+def _sample(
+    columns: Columns,
+    rows: Callable[[Shape, str], Tensor],
+    entered: Shape,
+    role: str,
+    *,
+    length_first: bool,
+) -> SampledRows | None:
+    """Copy sampled rows of heads; None where projections are not of the same tokens."""
+    count, sequences = columns.projections[0].rows, columns.sequences
+    if any(projection.rows != count for projection in columns.projections):
+        return None
+    length = count // sequences if sequences and count % sequences == 0 else 0
+    square = len(entered) == 2 and entered[0] == entered[1]
+    turned = length_first if square else len(entered) == 2 and entered[1] == sequences
+    ordered = (length, sequences) if turned else (sequences, length)
+    shape: Shape = ordered if length else (count,)
+    if not role and count == math.prod(entered):
+        shape = entered
+    indices = rows(shape, role)
+    places = indices
+    if length and shape == ordered:
+        first, second = indices // shape[1], indices % shape[1]
+        sequence, token = (second, first) if turned else (first, second)
+        places = torch.stack([sequence, token])
+    width = columns.which.shape[1]
+    values: Tensor | None = None
+    for number, projection in enumerate(columns.projections):
+        own = torch.from_numpy(columns.which.flatten() == number)
+        if not own.any():
+            continue
+        wanted = torch.from_numpy(columns.columns.flatten())[own]
+        order = _order(columns.steps[number], sequences, length) if places.ndim > 1 else None
+        taken = indices if order is None else places[0] * order[0] + places[1] * order[1]
+        part = _rows_of(projection, taken, wanted)
+        if values is None:
+            values = part.new_empty(len(part), len(own))
+        values[:, own.to(part.device)] = part
+    assert values is not None
+    return SampledRows(values.unflatten(1, (-1, width)), indices, shape, role)
+
+
+def _rows_of(projection: Projection, rows: Tensor, columns: Tensor) -> Tensor:
+    """Copy some columns of some rows of a projection, in float32."""
+    values, tokens = projection.by_token
+    if values.ndim > tokens + 1:
+        at = torch.unravel_index(rows.to(values.device), values.shape[:tokens])
+        return values[at].flatten(1)[:, columns.to(values.device)].float()
+    first, count = int(columns[0]), len(columns)
+    if torch.equal(columns, torch.arange(first, first + count, dtype=torch.int64, device="cpu")):
+        return copy_rows(values.narrow(-1, first, count), rows)
+    return copy_rows(values, rows)[:, columns.to(values.device)]
+
+
+def _order(steps: tuple[int, int], sequences: int, length: int) -> tuple[int, int] | None:
+    """Return the steps between sequences and tokens in rows of a projection; None for neither."""
+    for order in ((length, 1), (1, sequences)):
+        across = sequences == 1 or steps[0] == order[0]
+        if across and (length == 1 or steps[1] == order[1]):
+            return order
+    return None

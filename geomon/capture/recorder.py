@@ -1,0 +1,292 @@
+"""Recorder: keeps sampled queries, keys and scores of the attentions that a tap sees."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from geomon.capture.anatomy import Block
+from geomon.capture.attending.attention import (
+    Arguments,
+    AttentionCall,
+    NotUnderstoodError,
+    record_call,
+)
+from geomon.capture.attending.by_hand import (
+    SEVERAL_SOFTMAXES,
+    Known,
+    arrange_scores,
+    is_second_softmax,
+    record_softmax,
+)
+from geomon.capture.attending.fused import read_flash, read_flex, read_sdpa
+from geomon.capture.attending.max_logit import max_logits_of_call, max_logits_of_scores
+from geomon.capture.attending.seen import SeenAttention, columns_of_all
+from geomon.capture.first_pass import BlockCall, StackPass
+from geomon.capture.storage import local_shard
+from geomon.capture.tap import Columns, Provenance, unseen
+from geomon.capture.tokens.sampling import RowSampler
+
+# What reads the arguments of a call of fused attention, by its route.
+_FUSED = {"sdpa": read_sdpa, "flex": read_flex, "flash": read_flash}
+
+Current = tuple[StackPass, BlockCall, Block]
+
+
+class AttentionRecorder:
+    """Keeps what a tap sees of the attentions of the block that is running.
+
+    Args:
+        sampler: Sampler of the queries.
+        max_logits: Whether the largest scores are wanted.
+        current: Returns the call of the innermost block that is running, if that call counts.
+        outside: Whether no block is running, and calls are not ignored.
+        guarded: Returns a context manager that keeps an error of its body for the notes.
+        on_failure: Takes an error of geomon's own.
+
+    Attributes:
+        attends_outside: Whether attention was called outside the blocks.
+    """
+
+    def __init__(
+        self,
+        sampler: RowSampler,
+        *,
+        max_logits: bool,
+        current: Callable[[], Current | None],
+        outside: Callable[[], bool],
+        guarded: Callable[[], AbstractContextManager[None]],
+        on_failure: Callable[[Exception], None],
+    ) -> None:
+        self._sampler = sampler
+        self._wants_max_logits = max_logits
+        self._current = current
+        self._outside = outside
+        self._guarded = guarded
+        self.on_failure = on_failure
+        self.attends_outside = False
+
+    def close(self) -> None:
+        """See nothing more: what it asks, which refers to it, is let go."""
+        self._current, self._outside = _nobody, _nothing
+        self._guarded, self.on_failure = nullcontext, _ignore
+
+    def following(self) -> Provenance | None:
+        """Return what follows the tensors of the block that is running (see `TapObserver`)."""
+        current = self._current()
+        return None if current is None else current[1].provenance
+
+    def on_fused(self, route: str, given: dict[str, Any]) -> None:
+        """Record the sampled queries of a call of fused attention (see `TapObserver`).
+
+        Args:
+            route: "sdpa", "flex" or "flash".
+            given: Arguments by the names of its schema.
+        """
+        current = self._current()
+        if current is None:
+            self.attends_outside = self.attends_outside or self._outside()
+            return
+        stack_pass, block_call, _ = current
+        index = block_call.running_attention or 0
+        seen = block_call.seen(index)
+        inside = block_call.running_attention == index
+        again = isinstance(seen.call, AttentionCall)
+        seen.further = seen.further or again
+        # The first call counts, but one from the attention's own module goes before others.
+        again = again and (not inside or seen.inside)
+        seen.inside = seen.inside or inside
+        with self._guarded(), torch.no_grad(), unseen():
+            try:
+                call = _FUSED[route](given)
+                if route != "sdpa":
+                    _check_tokens(call, stack_pass.shape_at(block_call))
+                columns = [block_call.provenance.columns(x) for x in (call.query, call.key)]
+                seen.add_heads(*columns)
+                if again and not self._wants_max_logits:
+                    return
+                call = _as_made(call, *columns)
+                if not again:
+                    seen.max_logits.clear()
+                    seen.call, seen.route = record_call(self._sampler, call), route
+                self._keep_max_logits(seen, call)
+            except NotUnderstoodError as error:
+                if not again:
+                    seen.refused = seen.refused or str(error)
+                return
+            if not again and call.rule is not None and call.query.shape[0] == 1:
+                stack_pass.tokens.take_begins(call.query.shape[2], call.rule.begins)
+            if not again and call.mask is not None:
+                self._keep_hidden_keys(current, index, len(call.query), call.mask)
+
+    def on_softmax(self, scores: Tensor, dim: int, *, logarithm: bool) -> None:
+        """Record the sampled rows of a softmax of scores (see `TapObserver`).
+
+        Args:
+            scores: Input of the softmax.
+            dim: The dimension that the softmax runs over.
+            logarithm: Whether its logarithm is computed.
+        """
+        current = self._current()
+        if current is None:
+            outside = scores.ndim >= 3 and not logarithm and self._outside()
+            self.attends_outside = self.attends_outside or outside
+            return
+        stack_pass, block_call, block = current
+        provenance = block_call.provenance
+        products = provenance.products(scores)
+        index = _index_of_softmax(block, block_call, made=bool(products))
+        if index is None or (logarithm and not products):
+            return
+        seen = block_call.seen(index)
+        if isinstance(seen.call, AttentionCall) or seen.refused or not stack_pass.shape:
+            return
+        if seen.call is not None:
+            if is_second_softmax(seen.call, scores, dim):
+                if index < len(block.attentions):
+                    seen.refuse(SEVERAL_SOFTMAXES)
+                else:
+                    seen.further = True
+            return
+        with self._guarded(), torch.no_grad(), unseen():
+            known = _known(stack_pass, block_call, block, index)
+            try:
+                call, columns = record_softmax(
+                    self._sampler, scores, dim, known, products,
+                    scale=provenance.scale(scores), find_columns=provenance.columns,
+                )  # fmt: skip
+            except NotUnderstoodError as error:
+                seen.passed_over = seen.passed_over or str(error)
+                return
+            if call is None:
+                return
+            seen.add_heads(*columns)
+            seen.call, seen.route = call, "softmax"
+            arranged = arrange_scores(local_shard(scores), dim, known)
+            if arranged is not None:
+                if call.joined:  # how far they are above the logit of the sink
+                    arranged = arranged[..., :-1] - arranged[..., -1:]
+                self._keep_max_logits(seen, arranged)
+                self._keep_hidden_keys(current, index, len(arranged), arranged, are_scores=True)
+
+    def finish(self, stack_pass: StackPass, block_call: BlockCall, block: Block) -> None:
+        """Copy queries and keys as projected: the call of the block is over.
+
+        Args:
+            stack_pass: The pass.
+            block_call: The call.
+            block: The block.
+        """
+        for index, attention in enumerate(block.attentions):
+            outputs = [block_call.outputs.get(id(x)) for x in attention.projections.apart]
+            if block_call.seen(index).query is None and outputs:
+                entered = stack_pass.shape_at(block_call)
+                heads = (x and columns_of_all(*x, entered, *attention.sizes) for x in outputs)
+                block_call.seen(index).add_heads(*heads)
+        for index, seen in block_call.attentions.items():
+            seen.project(
+                stack_pass.tokens.rows,
+                stack_pass.shape_at(block_call),
+                length_first=stack_pass.tokens.length_first,
+                key_role=role_of_keys(block, block_call, index),
+            )
+
+    def _keep_max_logits(self, seen: SeenAttention, given: Arguments | Tensor) -> None:
+        """Keep the largest scores of a call, given by its arguments or by arranged scores."""
+        if not self._wants_max_logits or seen.call is None:
+            return
+        if isinstance(given, Tensor):
+            found = max_logits_of_scores(given)
+        else:
+            found = max_logits_of_call(given)
+        kept = seen.max_logits
+        if not kept or kept[0].shape[1] == found.shape[1]:
+            kept.append(found)
+
+    def _keep_hidden_keys(
+        self, current: Current, index: int, sequences: int, mask: Tensor, *,
+        are_scores: bool = False,
+    ) -> None:  # fmt: skip
+        """Keep which keys an attention hides from every query: they may be padding."""
+        stack_pass, block_call, block = current
+        role = role_of_keys(block, block_call, index)
+        stack_pass.tokens.padding.take_attention(
+            role, sequences, local_shard(mask), are_scores=are_scores
+        )
+
+
+def _nobody() -> None:
+    """No block is running."""
+
+
+def _nothing() -> bool:
+    return False
+
+
+def _ignore(error: Exception) -> None:
+    """Errors after the window are nobody's."""
+
+
+def role_of_keys(block: Block, block_call: BlockCall, index: int) -> str:
+    """Return the role of an attention's keys: "key" where they come from another stack.
+
+    Args:
+        block: The block.
+        block_call: The call of the block.
+        index: Index of the attention.
+    """
+    known = index < len(block.attentions)
+    cross = known and block.attentions[index].cross
+    side = known and bool(block.attentions[index].label)
+    return "key" if cross or (side and block_call.seen(index).other_source) else ""
+
+
+def _as_made(call: Arguments, query: Columns | None, key: Columns | None) -> Arguments:
+    """Take away zeros that widen heads for a kernel, and copies of keys for several query heads."""
+    if query is not None and query.which.shape[1] < call.query.shape[-1]:
+        width = query.which.shape[1]
+        call = call._replace(query=call.query[..., :width], key=call.key[..., :width])
+    return call if key is None else call._replace(key=call.key[:, :: key.repeats])
+
+
+def _check_tokens(given: Arguments, shape: tuple[int, ...]) -> None:
+    """Refuse queries that are not those of the tokens that a block was given.
+
+    A function may have the name of another and take its arguments in another order.
+
+    Raises:
+        NotUnderstoodError: There are not as many.
+    """
+    sequences, _, queries, _ = given.query.shape
+    count = torch.Size(shape).numel()
+    if shape and sequences * queries != count:
+        raise NotUnderstoodError(
+            f"{sequences} x {queries} queries were attended with, of {count} tokens"
+        )
+
+
+def _index_of_softmax(block: Block, block_call: BlockCall, *, made: bool) -> int | None:
+    """Return the index of the block's attention that a softmax is of; None where it is of none.
+
+    Args:
+        block: The block.
+        block_call: The call of the block.
+        made: Whether its scores were made of a product of what is no weight.
+    """
+    inside = block_call.running_attention is not None or all(
+        attention.module is block.module for attention in block.attentions
+    )
+    return (block_call.running_attention or 0) if inside or made else None
+
+
+def _known(stack_pass: StackPass, block_call: BlockCall, block: Block, index: int) -> Known:
+    """Collect what is known of an attention before its scores are seen."""
+    entered = stack_pass.entered
+    width = 0 if entered is None else entered.values.shape[-1]
+    shape = stack_pass.shape_at(block_call)
+    if index >= len(block.attentions):
+        return Known(shape, width)
+    sizes = block.attentions[index].sizes
+    return Known(shape, width, sizes.heads, sizes.head_width)

@@ -1,0 +1,326 @@
+"""Columns: which columns of which projection the elements of a tensor were made of.
+
+A projection is a product of tokens with a matrix of weights. What follows it until attention (heads
+taken apart, rotations, norms, copies) keeps each element of the same token and head: so an element
+is traced back through the operators, by where it lies in memory, and neither names of modules nor
+layouts have to be known.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+Integers = NDArray[np.int64]
+
+_UNKNOWN, _ZERO = -1, -2  # instead of the number of a projection
+
+
+class Layout(NamedTuple):
+    """Where the elements of a tensor lie in its storage, in bytes."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    size: int  # of an element
+
+    def addresses(self, indices: Integers) -> Integers:
+        """Return the addresses of elements, given their indices, [dimensions, elements]."""
+        strides = np.array(self.strides, dtype=np.int64)
+        found: Integers = strides @ indices + self.offset
+        return found
+
+    def with_dimension(self, dim: int) -> "Layout":
+        """Return the same with one more dimension, of size 1."""
+        return self._replace(
+            shape=(*self.shape[:dim], 1, *self.shape[dim:]),
+            strides=(*self.strides[:dim], 0, *self.strides[dim:]),
+        )
+
+    def indices(self, addresses: Integers) -> tuple[Integers, Integers, NDArray[np.bool_]]:
+        """Return the indices of elements, what is left of their addresses, and which are inside."""
+        rest = addresses - self.offset
+        found = np.zeros((len(self.shape), len(addresses)), dtype=np.int64)
+        for dim in sorted(range(len(self.shape)), key=self.strides.__getitem__, reverse=True):
+            if self.strides[dim] and self.shape[dim] > 1:
+                found[dim] = rest // self.strides[dim]
+                rest = rest - found[dim] * self.strides[dim]
+        sizes = np.array(self.shape, dtype=np.int64)[:, None]
+        inside = ((found >= 0) & (found < sizes)).all(axis=0) & (rest >= 0) & (rest < self.size)
+        return found, rest, inside
+
+
+def layout_of(values: Tensor) -> Layout:
+    """Return where the elements of a tensor lie in its storage.
+
+    Args:
+        values: Any strided tensor.
+    """
+    size = values.element_size()
+    strides = tuple(stride * size for stride in values.stride())
+    return Layout(tuple(values.shape), strides, int(values.storage_offset()) * size, size)
+
+
+class Projection:
+    """What a matrix of weights made of tokens.
+
+    Args:
+        values: The product.
+        features: Its dimensions that count features, from the first; the others count tokens.
+        given: Address and shape of what it was made of; None where it was not seen.
+    """
+
+    def __init__(
+        self,
+        values: Tensor,
+        features: tuple[int, ...],
+        given: tuple[int, tuple[int, ...]] | None = None,
+    ) -> None:
+        self._values = values
+        self._features = tuple(dim % values.ndim for dim in features)
+        self._tokens = tuple(dim for dim in range(values.ndim) if dim not in self._features)
+        self.given = given
+
+    @property
+    def rows(self) -> int:
+        """Number of tokens."""
+        return math.prod(self._values.shape[dim] for dim in self._tokens)
+
+    @property
+    def width(self) -> int:
+        """Number of features."""
+        return math.prod(self._values.shape[dim] for dim in self._features)
+
+    def keep(self) -> None:
+        """Copy the product: it is about to be changed in place."""
+        self._values = self._values.detach().clone()
+
+    def places(self, indices: Integers) -> tuple[Integers, Integers]:
+        """Return the number of the token and of the feature of elements, given their indices."""
+        shape = self._values.shape
+
+        def number(dims: tuple[int, ...]) -> Integers:
+            found = np.zeros(indices.shape[1], dtype=np.int64)
+            for dim in dims:
+                found = found * shape[dim] + indices[dim]
+            return found
+
+        return number(self._tokens), number(self._features)
+
+    @property
+    def by_token(self) -> tuple[Tensor, int]:
+        """The product with the dimensions of its tokens first, and how many these are."""
+        return self._values.permute(*self._tokens, *self._features), len(self._tokens)
+
+
+class Piece(NamedTuple):
+    """A part of a tensor that holds elements of another one.
+
+    Attributes:
+        made: How the other one was made.
+        layout: Where its elements lie, with as many dimensions as the tensor.
+        start: Index of its first element in the tensor, by dimension; None where it covers all of
+            it, repeated along dimensions in which it is shorter.
+        chosen: A dimension, and which of its indices were taken; None for all.
+    """
+
+    made: "Made"
+    layout: Layout
+    start: tuple[int, ...] | None = None
+    chosen: tuple[int, Tensor] | None = None
+
+    def enter(self, indices: Integers) -> tuple[Integers, NDArray[np.bool_] | None]:
+        """Return the indices in the other tensor, and which are inside it (None for all)."""
+        sizes = np.array(self.layout.shape, dtype=np.int64)[:, None]
+        if self.chosen is not None:
+            dim, order = self.chosen
+            indices = indices.copy()
+            indices[dim] = order.cpu().numpy()[indices[dim]]
+        if self.start is None:
+            return indices % sizes, None
+        indices = indices - np.array(self.start, dtype=np.int64)[:, None]
+        return indices, np.all((indices >= 0) & (indices < sizes), axis=0)
+
+
+class Traced(NamedTuple):
+    """Where elements come from: projection, or `_UNKNOWN` or `_ZERO`; token and feature of each."""
+
+    projection: Integers
+    row: Integers
+    column: Integers
+
+
+class Made:
+    """How the elements of a storage were made.
+
+    Args:
+        out: Where they lie.
+        pieces: What they hold elements of.
+        projection: What they are themselves, instead.
+        before: How the rest of the storage was made.
+        pads: Whether what is of no piece is zero.
+
+    Attributes:
+        out: The argument.
+        projection: The argument.
+        roots: Projections that they come from.
+    """
+
+    def __init__(
+        self,
+        out: Layout,
+        pieces: Sequence[Piece] = (),
+        projection: Projection | None = None,
+        before: "Made | None" = None,
+        *,
+        pads: bool = False,
+    ) -> None:
+        self.out = out
+        self._pieces, self._before, self._pads = pieces, before, pads
+        self.projection = projection
+        parts = [piece.made for piece in pieces] + ([] if before is None else [before])
+        own = frozenset[Projection](() if projection is None else (projection,))
+        self.roots: frozenset[Projection] = own.union(*(made.roots for made in parts))
+
+    def trace(self, addresses: Integers, known: list[Projection]) -> Traced:
+        """Return where elements come from.
+
+        Args:
+            addresses: Their addresses in the storage.
+            known: Projections, to which those that are met are added.
+        """
+        found = Traced(*np.full((3, len(addresses)), _UNKNOWN, dtype=np.int64))
+        indices, rest, inside = self.out.indices(addresses)
+        if self.projection is not None:
+            if self.projection not in known:
+                known.append(self.projection)
+            found.row[:], found.column[:] = self.projection.places(indices)
+            found.projection[inside] = known.index(self.projection)
+        for piece in self._pieces:
+            entered, fits = piece.enter(indices)
+            here = inside & (found.projection == _UNKNOWN)
+            here = here if fits is None else here & fits
+            if here.any():
+                inner = piece.layout.addresses(entered[:, here])
+                scaled = rest[here] * piece.layout.size // self.out.size  # in a complex number
+                _assign(found, here, piece.made.trace(inner + scaled, known))
+        if self._pads:
+            found.projection[inside & (found.projection == _UNKNOWN)] = _ZERO
+        if self._before is not None and not inside.all():
+            _assign(found, ~inside, self._before.trace(addresses[~inside], known))
+        return found
+
+
+def _assign(found: Traced, here: NDArray[np.bool_], others: Traced) -> None:
+    for own, other in zip(found, others, strict=True):
+        own[here] = other
+
+
+class Columns(NamedTuple):
+    """The columns of projections that the heads of queries or keys are made of.
+
+    Attributes:
+        projections: The projections.
+        which: Which of them each number of a head comes from, [heads, width].
+        columns: Which of its columns, [heads, width].
+        steps: From a sequence to the next, and from a token to the next, in rows of each of them.
+        sequences: Number of sequences.
+    """
+
+    projections: tuple[Projection, ...]
+    which: Integers
+    columns: Integers
+    steps: tuple[tuple[int, int], ...]
+    sequences: int
+
+    @property
+    def firsts(self) -> list[int]:
+        """The first of each of the heads that differ."""
+        seen: dict[bytes, int] = {}
+        for head, row in enumerate(np.stack([self.which, self.columns], axis=1)):
+            seen.setdefault(row.tobytes(), head)
+        return list(seen.values())
+
+    @property
+    def repeats(self) -> int:
+        """How many heads in a row are the same, where that is the same number for all; else 1."""
+        firsts, heads = self.firsts, len(self.which)
+        count = heads // len(firsts)
+        return count if firsts == list(range(0, heads, count)) else 1
+
+    def distinct(self) -> "Columns":
+        """Return those of the heads that differ."""
+        firsts = self.firsts
+        return self._replace(which=self.which[firsts], columns=self.columns[firsts])
+
+    def with_heads_of(self, other: "Columns") -> "Columns":
+        """Add the heads of another call of the same attention that are not here yet.
+
+        Args:
+            other: Columns of heads of the same width; others are not added.
+        """
+        if other.which.shape[1] != self.which.shape[1] or other.sequences != self.sequences:
+            return self
+        projections = list(self.projections)
+        steps = list(self.steps)
+        for projection, step in zip(other.projections, other.steps, strict=True):
+            if projection not in projections:
+                projections.append(projection)
+                steps.append(step)
+        order = np.array([projections.index(each) for each in other.projections])
+        joined = Columns(
+            tuple(projections),
+            np.concatenate([self.which, order[other.which]]),
+            np.concatenate([self.columns, other.columns]),
+            tuple(steps),
+            self.sequences,
+        )
+        return joined.distinct()
+
+
+def find_columns(made: Made, values: Tensor) -> Columns | None:
+    """Find the columns of projections that heads are made of.
+
+    Args:
+        made: How the storage of the heads was made.
+        values: Queries or keys, [sequences, heads, places, width].
+
+    Returns:
+        The columns, without those at the end that no head has (zeros that widen heads for a
+        kernel); None where there are others whose source is not known.
+    """
+    sequences, _, length, _ = values.shape
+    for place in dict.fromkeys((length // 2, length - 1, 0)):  # some keys may be of no token
+        found = _columns_at(made, values, place) if values.numel() else None
+        if found is not None:
+            return found._replace(sequences=sequences)
+    return None
+
+
+def _columns_at(made: Made, values: Tensor, place: int) -> Columns | None:
+    """Find the columns by one token, and by the next ones the steps between tokens."""
+    sequences, heads, length, width = values.shape
+    beside = place - 1 if place else min(1, length - 1)
+    head, column = (each.flatten() for each in np.indices((heads, width)))
+    tokens = np.stack([np.zeros_like(head), head, np.full_like(head, place), column])
+    ends = tokens[:, [0, width - 1]]
+    others = np.concatenate([ends, ends], axis=1)
+    others[0, :2], others[2, 2:] = sequences - 1, beside
+    known: list[Projection] = []
+    addresses = layout_of(values).addresses(np.concatenate([tokens, others], axis=1))
+    traced = made.trace(addresses, known)
+    which, row, columns = (each[:-4].reshape(heads, width) for each in traced)
+    kept = width - int((which == _ZERO).all(axis=0)[::-1].cumprod().sum())
+    if not kept or (which[:, :kept] < 0).any():
+        return None
+    steps = [(0, 0)] * len(known)
+    for end in (1, 0):
+        first = row[0, (width - 1) * end]
+        across, along = (int(traced.row[at + end - 4] - first) for at in (0, 2))
+        apart = max(sequences - 1, 1), (beside - place) or 1
+        steps[which[0, (width - 1) * end]] = across // apart[0], along // apart[1]
+    which, columns = which[:, :kept], columns[:, :kept]
+    return Columns(tuple(known), which, columns, tuple(steps), sequences)
