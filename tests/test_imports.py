@@ -28,10 +28,10 @@ BESIDE = {"note"}
 INNER = {
     "capture": {
         "anatomy": set(),
-        "calling": {"snapshot", "unchanged"},
-        "tap": {"storage"},
+        "calling": {"private", "snapshot", "unchanged"},
+        "tap": {"private", "storage"},
         "tokens": {"anatomy", "snapshot", "storage"},
-        "attending": {"anatomy", "snapshot", "storage", "tap", "tokens"},
+        "attending": {"anatomy", "private", "snapshot", "storage", "tap", "tokens"},
     },
     "monitor": {
         "planning": set(),

@@ -1,7 +1,8 @@
 """Storage: where the numbers of a tensor lie."""
 
-import torch
 from torch import Tensor
+
+from geomon.capture import private
 
 
 def local_shard(values: Tensor) -> Tensor:
@@ -32,6 +33,6 @@ def storage_of(values: Tensor) -> int | None:
 
 
 def _unwrapped(values: Tensor) -> Tensor:
-    while torch._C._functorch.is_gradtrackingtensor(values):
-        values = torch._C._functorch.get_unwrapped(values)
+    while private.is_wrapped_by_grad(values):
+        values = private.unwrapped(values)
     return values

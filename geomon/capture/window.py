@@ -17,6 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from geomon.capture import private
 from geomon.capture.anatomy import Anatomy, Block
 from geomon.capture.anatomy.projections import projects_in_its_own_way
 from geomon.capture.assemble import build_snapshot, matrix_layer
@@ -258,6 +259,10 @@ class Window:
         texts = [
             f"a hook failed, and what it looks at is missing: {failure}"
             for failure in dict.fromkeys(self._failures)
+        ]
+        texts += [
+            f"torch {torch.__version__} has no {name}: {lost}"
+            for name, lost in private.MISSING.items()
         ]
         texts += [_FORCED] * self._forced_eager
         seen = any(self._seen_attentions())
@@ -529,7 +534,7 @@ class Window:
 
     def _ignored(self) -> bool:
         """Whether the present call is another thread's or a recomputation inside backward."""
-        if torch._C._current_graph_task_id() != -1:
+        if private.graph_task() != -1:
             return True
         if threading.get_ident() != self._thread:
             self._other_thread = True
@@ -786,7 +791,7 @@ def _why_no_rows(entered: Tensor) -> str | None:
     """Say why nothing can be seen of a call on a tensor; None where it can."""
     if entered.numel() == 0:
         return "the block was given a batch without tokens"
-    if torch._C._functorch.is_batchedtensor(local_shard(entered)):
+    if private.is_batched(local_shard(entered)):
         return "the block was run inside torch.func.vmap: measure by a probe outside of it"
     return None
 

@@ -90,7 +90,12 @@ def in_modes() -> bool:
     One counts them (FlopCounterMode), another rounds products as a quantised model does: what is
     measured would be counted with the training, and rounded.
     """
-    return torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack() > 0
+    return any(count() > 0 for count in _MODES)
+
+
+# Private names of torch: without them metrics are measured inside such modes as without.
+_STACKS = ("_len_torch_dispatch_stack", "_len_torch_function_stack")
+_MODES = [getattr(torch._C, name) for name in _STACKS if hasattr(torch._C, name)]
 
 
 def stacks_suffice() -> bool:

@@ -27,21 +27,17 @@ _SEPARATE = (
     ("project_q", "project_k"),  # CPM-Ant
     ("projection_query", "projection_key"),  # CvT
 )
-# Siblings that project to queries and to [keys | values].
-_HALVES = (
+# Siblings that project to queries, and to keys with values, which a latent may make (DeepSeek).
+_JOINT = (
     ("q_attn", "c_attn"),  # cross-attention of GPT-2
     ("q_proj", "kv_proj"),
     ("to_q", "to_kv"),
     ("q", "kv"),
     ("wq", "wkv"),
-)
-# Siblings of latent attention (DeepSeek): to queries, from the latent to [keys | values] of each
-# head, and to [latent | the part of keys that is rotated, the same for all heads].
-_LATENT = (
-    ("q_b_proj", "kv_b_proj", "kv_a_proj_with_mqa"),
-    ("q_proj", "kv_b_proj", "kv_a_proj_with_mqa"),
-    ("wq_b", "wkv_b", "wkv_a"),
-    ("wq", "wkv_b", "wkv_a"),
+    ("q_b_proj", "kv_b_proj"),
+    ("q_proj", "kv_b_proj"),
+    ("wq_b", "wkv_b"),
+    ("wq", "wkv_b"),
 )
 # One projection to queries, keys and values.
 _FUSED = ("c_attn", "qkv", "qkv_proj", "query_key_value", "Wqkv", "wqkv", "to_qkv", "att_proj")
@@ -56,7 +52,7 @@ _HEAD_WIDTH = (
     "dim_head",
 )  # fmt: skip
 
-Kind = Literal["separate", "halves", "latent", "fused", "multihead"]
+Kind = Literal["separate", "joint", "fused", "multihead"]
 # The part of a name that says that a module projects to queries, and what stands in the name of its
 # sibling: c_q and c_k, attn_query and attn_key, wQ and wK.
 _QUERY_PART = re.compile(r"(?<![A-Za-z])(?:query|q)(?![A-Za-z])|(?<=[a-z])Q(?![a-z])")
@@ -64,7 +60,7 @@ _KEY_OF = {"query": "key", "q": "k", "Q": "K"}
 
 _PAIRS: tuple[tuple[Kind, tuple[tuple[str, str], ...]], ...] = (
     ("separate", _SEPARATE),
-    ("halves", _HALVES),
+    ("joint", _JOINT),
 )
 
 
@@ -73,21 +69,18 @@ class Projections:
     """The modules that make queries and keys.
 
     Attributes:
-        kind: "separate": one module each; "halves": the second makes [keys | values]; "latent": the
-            second makes them from a latent, and a third makes the part of keys that heads share;
-            "fused": one makes queries, keys and values; "multihead": `nn.MultiheadAttention`, which
-            holds weights and no module.
+        kind: "separate": one module each; "joint": the second makes keys with values; "fused": one
+            makes queries, keys and values; "multihead": `nn.MultiheadAttention`, which holds
+            weights and no module.
         query: The module that makes queries.
         key: The module that makes keys; the same as `query` where one makes both.
         names: Names of the modules in the attention.
-        shared: The module that makes [latent | shared part of keys], or None.
     """
 
     kind: Kind
     query: nn.Module = field(repr=False)
     key: nn.Module = field(repr=False)
     names: tuple[str, ...]
-    shared: nn.Module | None = field(default=None, repr=False)
 
     @property
     def apart(self) -> tuple[nn.Module, ...]:
@@ -141,10 +134,6 @@ def find_projections(module: nn.Module) -> Projections | None:
     named_alike = _named_alike(children)
     if named_alike is not None:
         return named_alike
-    for names in _LATENT:
-        if all(name in children for name in names):
-            modules = [children[name] for name in names]
-            return Projections("latent", modules[0], modules[1], names, modules[2])
     for name in _FUSED:
         if name in children and find_widths(children[name]) is not None:
             return Projections("fused", children[name], children[name], (name,))
@@ -192,19 +181,17 @@ def find_sizes(projections: Projections | None, holders: Iterable[Any]) -> Sizes
     if widths is None:
         return Sizes(heads, key_heads, width)
     made, taken = widths
-    if projections.kind == "latent":
-        return Sizes(heads, heads, made // heads if made % heads == 0 else None)
     if projections.kind == "fused":
         width = width or _fused_head_width(made, taken, heads)
-        key_heads = fused_key_heads(made, heads, width)
+        key_heads = _fused_key_heads(made, heads, width)
     else:
         key = find_widths(projections.key)
         if width and key is not None and projections.kind == "separate":
             heads *= _halves_of_heads(made, key[0], heads, key_heads, width)
         gated = width is not None and made == 2 * heads * width
         width = made // heads if made % heads == 0 and not gated else width
-        if key is not None and width:
-            key_heads = key[0] // width // (2 if projections.kind == "halves" else 1)
+        if key is not None and width and projections.kind == "separate":
+            key_heads = key[0] // width
     return Sizes(heads, key_heads, width)
 
 
@@ -267,22 +254,12 @@ def _fused_head_width(made: int, taken: int, heads: int) -> int:
     Where the output does not fit that width, heads are as wide as equal shares of it make them.
     """
     usual = taken // heads
-    if not usual or fused_key_heads(made, heads, usual) is None:
+    if not usual or _fused_key_heads(made, heads, usual) is None:
         return made // (3 * heads) if made % (3 * heads) == 0 else usual
     return usual
 
 
-def fused_key_heads(made: int, heads: int, width: int) -> int | None:
-    """Count the key heads of a projection to queries, keys and values.
-
-    Args:
-        made: Width of the output.
-        heads: Number of query heads.
-        width: Head width.
-
-    Returns:
-        The number, or None where the output does not hold `heads` queries and as many keys as
-        values.
-    """
+def _fused_key_heads(made: int, heads: int, width: int) -> int | None:
+    """Count the key heads of a projection to queries, keys and values; None where none fit."""
     rest, odd = divmod(made - heads * width, 2 * width)
     return rest if not odd and rest > 0 and heads % rest == 0 else None

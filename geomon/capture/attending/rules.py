@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from geomon.capture import private
+
 
 class Rule(Protocol):
     """Which keys a query sees, and what becomes of its scores."""
@@ -232,7 +234,10 @@ def heads_of(block: Any) -> int:
 @contextmanager
 def _indexable() -> Iterator[None]:
     """Let functions of places index tensors by them, as flex attention does."""
-    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-
-    with torch._C._EnableTorchFunction(), TransformGetItemToIndex():
+    try:
+        from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex as Mode
+    except ImportError:  # the functions are asked as they are
+        yield
+        return
+    with private.with_functions(), Mode():
         yield

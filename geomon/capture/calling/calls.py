@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from geomon.capture import private
 from geomon.capture.calling.patches import (
     Patch,
     Undo,
@@ -124,7 +125,7 @@ def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _observed(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+    if torch.compiler.is_compiling() or private.tracing_state() is not None:
         return _call(module, args, kwargs)  # what is traced must not depend on this
     for first in _first_calls:
         if first.takes(module):
@@ -309,7 +310,7 @@ class FirstCall:
         """
         return (
             threading.get_ident() == self._thread
-            and torch._C._current_graph_task_id() == -1
+            and private.graph_task() == -1
             and (torch.is_grad_enabled() or not self._came)
             and (id(module) in self._modules or id(unwrap(module)) in self._modules)
         )

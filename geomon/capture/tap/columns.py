@@ -318,9 +318,11 @@ def _columns_at(made: Made, values: Tensor, place: int) -> Columns | None:
         return None
     steps = [(0, 0)] * len(known)
     for end in (1, 0):
-        first = row[0, (width - 1) * end]
+        number, first = (each[0, (width - 1) * end] for each in (which, row))
+        if number < 0:
+            continue
         across, along = (int(traced.row[at + end - 4] - first) for at in (0, 2))
         apart = max(sequences - 1, 1), (beside - place) or 1
-        steps[which[0, (width - 1) * end]] = across // apart[0], along // apart[1]
+        steps[number] = across // apart[0], along // apart[1]
     which, columns = which[:, :kept], columns[:, :kept]
     return Columns(tuple(known), which, columns, tuple(steps), sequences)

@@ -13,13 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils import _python_dispatch as dispatch
 
+from geomon.capture import private
 from geomon.capture.tap.provenance import Provenance
-
-# Private names of torch, asked for once. Without them, a window that is closed out of turn takes
-# another mode's place.
-_top = getattr(dispatch, "_get_current_dispatch_mode", None)
-_pop = getattr(dispatch, "_pop_mode", None)
-_push = getattr(dispatch, "_push_mode", None)
 
 
 class TapObserver(Protocol):
@@ -106,17 +101,18 @@ class Tap(dispatch.TorchDispatchMode):
         """Take the mode from the stack, from under others that Ctrl-C has left there."""
         if not self._open:
             return
-        if _top is None or _pop is None or _push is None:
+        top, pop, push = private.top_mode, private.pop_mode, private.push_mode
+        if top is None or pop is None or push is None:
             self._open = False
             self.__exit__(None, None, None)
             return
         above: list[Any] = []
-        while (mode := _top()) is not None and mode is not self:
-            above.append(_pop())
+        while (mode := top()) is not None and mode is not self:
+            above.append(pop())
         if mode is self:
-            _pop()
+            pop()
         for other in reversed(above):
-            _push(other)
+            push(other)
         self._open = False
 
     def __torch_dispatch__(
@@ -126,7 +122,7 @@ class Tap(dispatch.TorchDispatchMode):
         kwargs = kwargs or {}
         observer = self._observer
         # Recomputation in a backward pass was seen before.
-        if observer is None or torch._C._current_graph_task_id() != -1:
+        if observer is None or private.graph_task() != -1:
             return func(*args, **kwargs)
         if torch.is_inference_mode_enabled() and hasattr(func, "decompose"):
             with self:  # there, composite operators come as they were called

@@ -20,7 +20,7 @@ def test_projections_are_found_by_the_names_of_the_field():
     for names in (("q_proj", "k_proj"), ("query", "key"), ("q", "k"), ("wq", "wk")):
         found = find_projections(holder(**dict.fromkeys(names, linear)))
         assert (found.kind, found.names) == ("separate", names)
-    assert find_projections(holder(q=linear, kv=nn.Linear(8, 16))).kind == "halves"
+    assert find_projections(holder(q=linear, kv=nn.Linear(8, 16))).kind == "joint"
     assert find_projections(holder(qkv=nn.Linear(8, 24))).kind == "fused"
     assert find_projections(holder(qkv=nn.Conv2d(8, 24, 1))) is None
     assert find_projections(holder(q_proj=linear, v_proj=linear)) is None
@@ -44,7 +44,7 @@ def test_projections_are_found_by_names_that_differ_in_one_part():
     [
         ({"q_proj": nn.Linear(32, 32), "k_proj": nn.Linear(32, 16)}, (4, 2, 8)),
         ({"q": nn.Linear(32, 64), "k": nn.Linear(32, 64)}, (4, 4, 16)),
-        ({"to_q": nn.Linear(32, 32), "to_kv": nn.Linear(32, 64)}, (4, 4, 8)),
+        ({"to_q": nn.Linear(32, 32), "to_kv": nn.Linear(32, 64)}, (4, None, 8)),
         ({"qkv": nn.Linear(32, 96)}, (4, 4, 8)),
         ({"qkv_proj": nn.Linear(32, 64)}, (4, 2, 8)),
         ({"query_key_value": nn.Linear(32, 48)}, (4, 1, 8)),
