@@ -161,6 +161,7 @@ class Made:
         pieces: What they hold elements of.
         projection: What they are themselves, instead.
         before: How the rest of the storage was made.
+        other: The second of two tensors of whose elements they are sums.
         pads: Whether what is of no piece is zero.
 
     Attributes:
@@ -175,22 +176,26 @@ class Made:
         pieces: Sequence[Piece] = (),
         projection: Projection | None = None,
         before: "Made | None" = None,
+        other: Piece | None = None,
         *,
         pads: bool = False,
     ) -> None:
         self.out = out
-        self._pieces, self._before, self._pads = pieces, before, pads
+        self._pieces, self._before, self._other, self._pads = pieces, before, other, pads
         self.projection = projection
         parts = [piece.made for piece in pieces] + ([] if before is None else [before])
         own = frozenset[Projection](() if projection is None else (projection,))
         self.roots: frozenset[Projection] = own.union(*(made.roots for made in parts))
 
-    def trace(self, addresses: Integers, known: list[Projection]) -> Traced:
+    def trace(
+        self, addresses: Integers, known: list[Projection], *, second: bool = False
+    ) -> Traced:
         """Return where elements come from.
 
         Args:
             addresses: Their addresses in the storage.
             known: Projections, to which those that are met are added.
+            second: Whether sums are followed to the second of what was added, not to the first.
         """
         found = Traced(*np.full((3, len(addresses)), _UNKNOWN, dtype=np.int64))
         indices, rest, inside = self.out.indices(addresses)
@@ -199,18 +204,19 @@ class Made:
                 known.append(self.projection)
             found.row[:], found.column[:] = self.projection.places(indices)
             found.projection[inside] = known.index(self.projection)
-        for piece in self._pieces:
+        pieces = self._pieces if self._other is None or not second else [self._other]
+        for piece in pieces:
             entered, fits = piece.enter(indices)
             here = inside & (found.projection == _UNKNOWN)
             here = here if fits is None else here & fits
             if here.any():
                 inner = piece.layout.addresses(entered[:, here])
                 scaled = rest[here] * piece.layout.size // self.out.size  # in a complex number
-                _assign(found, here, piece.made.trace(inner + scaled, known))
+                _assign(found, here, piece.made.trace(inner + scaled, known, second=second))
         if self._pads:
             found.projection[inside & (found.projection == _UNKNOWN)] = _ZERO
         if self._before is not None and not inside.all():
-            _assign(found, ~inside, self._before.trace(addresses[~inside], known))
+            _assign(found, ~inside, self._before.trace(addresses[~inside], known, second=second))
         return found
 
 
@@ -324,5 +330,32 @@ def _columns_at(made: Made, values: Tensor, place: int) -> Columns | None:
         across, along = (int(traced.row[at + end - 4] - first) for at in (0, 2))
         apart = max(sequences - 1, 1), (beside - place) or 1
         steps[number] = across // apart[0], along // apart[1]
-    which, columns = which[:, :kept], columns[:, :kept]
-    return Columns(tuple(known), which, columns, tuple(steps), sequences)
+    pairs = np.stack([which, columns], axis=-1)[:, :kept]
+    if any(len(np.unique(head, axis=0)) < kept for head in pairs):
+        again = made.trace(addresses[:-4], known, second=True)
+        both = np.stack([again.projection, again.column], axis=-1)
+        if not _make_distinct(pairs, both.reshape(heads, width, 2)):
+            return None
+    return Columns(tuple(known), pairs[..., 0], pairs[..., 1], tuple(steps), sequences)
+
+
+def _make_distinct(pairs: Integers, others: Integers) -> bool:
+    """Give each number of a head a column of its own; say whether that was possible.
+
+    A rotation makes two numbers of the same two: which of them comes from which is a choice.
+
+    Args:
+        pairs: Projection and column of each number, [heads, width, 2]; changed in place.
+        others: What else they were made of.
+    """
+    for head, other in zip(pairs, others, strict=False):
+        taken = set[tuple[int, int]]()
+        for place, pair in enumerate(head):
+            own = tuple(map(int, pair))
+            if own in taken:
+                own = tuple(map(int, other[place]))
+                head[place] = own
+            if own in taken or own[0] < 0:
+                return False
+            taken.add((own[0], own[1]))
+    return True

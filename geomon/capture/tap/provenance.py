@@ -276,7 +276,8 @@ class Provenance:
         pieces = self._like(given, out)
         if name == "add" and len(given) == 2 and (found := self._sum(given, out)) is not None:
             return found
-        return Made(layout, pieces) if pieces else None
+        other = pieces[1] if len(pieces) > 1 else None
+        return Made(layout, pieces[:1], other=other) if pieces else None
 
     def _made_by_product(self, factors: tuple[Any, ...], out: Tensor) -> Made | None:
         """Say of a product with weights that it is a projection."""
@@ -312,7 +313,7 @@ class Provenance:
         return Made(layout_of(out), [Piece(made, layout)])
 
     def _like(self, given: Iterable[Tensor], out: Tensor) -> list[Piece]:
-        """Take elements for those of the one tensor that has the same at the same places."""
+        """List the tensors that have, at the same places, what elements were made of."""
         found: list[Piece] = []
         for values in given:
             made = self._of(values).made
@@ -322,7 +323,7 @@ class Provenance:
             if found and made.roots.isdisjoint(found[0].made.roots):
                 return []  # of two projections, which of them is not clear
             found.append(Piece(made, layout))
-        return found[:1]
+        return found[:2]
 
     def _sum(self, given: list[Tensor], out: Tensor) -> Made | None:
         """Take for a projection the sum of one with its bias, or with that of an adapter."""

@@ -1,0 +1,282 @@
+"""Queries and keys as projected: whatever a model does between its weights and its attention."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+from geomon.capture import Window, find_anatomy
+from geomon.capture.snapshot import CAPTURED
+
+SEQUENCES, LENGTH, WIDTH, HEADS = 3, 10, 32, 4
+SIZE = WIDTH // HEADS
+
+
+class Block(nn.Module):
+    """Attention whose queries and keys are made by a function, which says what they are too.
+
+    Args:
+        make: Returns queries and keys as attended, [sequences, heads, places, width], and as
+            projected, [sequences, places, heads, width] each, of the input and of a generator.
+        by_hand: Whether attention is written out.
+    """
+
+    def __init__(self, make, by_hand=False):
+        super().__init__()
+        self.make, self.by_hand = make, by_hand
+        self.expected = []
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        query, key, *expected = self.make(self, x)
+        if not self.expected:
+            self.expected = [each.detach().clone() for each in expected]
+        value = torch.ones_like(key)
+        if self.by_hand:
+            group = query.shape[1] // key.shape[1]
+            key, value = (each.repeat_interleave(group, dim=1) for each in (key, value))
+            scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
+            mixed = scores.softmax(-1) @ value
+        else:
+            mixed = F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+        mixed = mixed.transpose(1, 2).flatten(2)[..., :WIDTH]
+        return x + self.out(F.pad(mixed, (0, WIDTH - mixed.shape[-1])))
+
+
+def seen_in(block, x):
+    """What a window shows of the first of two such blocks, and its notes."""
+    model = nn.Sequential(block, block)
+    with Window(find_anatomy(model), set(CAPTURED), rows=1000, seed=0) as window:
+        model(x)
+    snapshot = window.snapshot()
+    captured = snapshot.layers[1].captured
+    order = captured["sequences"] * LENGTH + captured["positions"]
+    return captured, order, [note.words() for note in snapshot.info.notes]
+
+
+def check(block, x=None):
+    x = torch.randn(SEQUENCES, LENGTH, WIDTH) if x is None else x
+    captured, order, notes = seen_in(block, x)
+    assert not any("as attended stand" in note or "failed" in note for note in notes), notes
+    for which, expected in zip(("query", "key"), block.expected, strict=True):
+        rows = expected.flatten(0, 1)[order.long()]
+        found = captured[f"projected_{which}"]
+        assert found.shape == rows.shape
+        assert torch.equal(found, rows), which
+
+
+def rotated(rows, way):
+    """[..., places, width] turned by position, as different code bases write it."""
+    half = rows.shape[-1] // 2
+    angle = torch.arange(rows.shape[-2])[:, None] * 0.3 ** torch.arange(half)
+    if way == "halves":
+        angle = torch.cat([angle, angle], -1)
+        turned = torch.cat([-rows[..., half:], rows[..., :half]], -1)
+        return rows * angle.cos() + turned * angle.sin()
+    if way == "pairs":
+        one, other = rows[..., ::2], rows[..., 1::2]
+        first = one * angle.cos() - other * angle.sin()
+        second = one * angle.sin() + other * angle.cos()
+        return torch.stack([first, second], -1).flatten(-2)
+    if way == "two halves":
+        one, other = rows.chunk(2, dim=-1)
+        first = one * angle.cos() + other * angle.sin()
+        return torch.cat([first, one * -angle.sin() + other * angle.cos()], -1)
+    if way == "complex":
+        pairs = torch.view_as_complex(rows.float().contiguous().unflatten(-1, (-1, 2)))
+        turn = torch.polar(torch.ones_like(angle), angle)
+        return torch.view_as_real(pairs * turn).flatten(-2).type_as(rows)
+    if way == "a part":
+        return torch.cat([rotated(rows[..., :half], "halves"), rows[..., half:]], -1)
+    return rows
+
+
+def fused(order, way, steps):
+    """One projection whose output is laid out in some order, and then copied, normed and turned."""
+
+    def make(block, x):
+        if not hasattr(block, "weight"):
+            block.weight = nn.Linear(WIDTH, 3 * WIDTH)
+        shape = {"part": 3, "head": HEADS, "width": SIZE}
+        output = block.weight(x)
+        parts = output.unflatten(-1, [shape[each] for each in order])
+        names = ["sequence", "place", *order]
+        parts = parts.permute([names.index(each) for each in
+                               ("part", "sequence", "head", "place", "width")])  # fmt: skip
+        query, key, _ = parts.unbind(0)
+        projected = [each.transpose(1, 2) for each in (query, key)]
+        for step in steps:
+            query, key = (_STEPS[step](each) for each in (query, key))
+        return rotated(query, way), rotated(key, way), *projected
+
+    return make
+
+
+_STEPS = {
+    "copy": lambda x: x.contiguous(),
+    "norm": lambda x: F.rms_norm(x, (SIZE,)),
+    "layer norm": lambda x: F.layer_norm(x, (SIZE,)),
+    "scale": lambda x: x * 0.5,
+    "other type": lambda x: x.double().float(),
+    "bias": lambda x: x + torch.linspace(0, 1, SIZE),
+    "turned memory": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "joined": lambda x: torch.cat([x[:, :1], x[:, 1:]], dim=1),
+    "dropped": lambda x: F.dropout(x, 0.0),
+}
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    st.permutations(["part", "head", "width"]),
+    st.sampled_from(["none", "halves", "pairs", "two halves", "complex", "a part"]),
+    st.lists(st.sampled_from(sorted(_STEPS)), max_size=4),
+    st.booleans(),
+)
+def test_any_layout_is_followed_to_its_columns(order, way, steps, by_hand):
+    check(Block(fused(order, way, steps), by_hand=by_hand))
+
+
+def heads_of(output, heads=HEADS):
+    return output.unflatten(-1, (heads, -1))
+
+
+def by_parameters(block, x):
+    """Weights that are no modules, one matrix for each head."""
+    if not hasattr(block, "q"):
+        block.q, block.k = (nn.Parameter(torch.randn(HEADS, WIDTH, SIZE)) for _ in range(2))
+    query, key = (torch.einsum("btd,hdw->bhtw", x, each) for each in (block.q, block.k))
+    return query, key, query.transpose(1, 2), key.transpose(1, 2)
+
+
+def by_low_rank(block, x):
+    """An adapter: a module of the widths of the matrix that it is around."""
+
+    class Adapter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.in_features = self.out_features = WIDTH
+            self.base, self.one = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2, bias=False)
+            self.other = nn.Linear(2, WIDTH, bias=False)
+
+        def forward(self, x):
+            return self.base(x) + self.other(self.one(x)) * 0.5
+
+    if not hasattr(block, "a"):
+        block.a, block.b = Adapter(), Adapter()
+    outputs = [heads_of(block.a(x)), heads_of(block.b(x))]
+    return *(each.transpose(1, 2) for each in outputs), *outputs
+
+
+def changed_in_place(block, x):
+    if not hasattr(block, "a"):
+        block.a, block.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    outputs = [heads_of(block.a(x)), heads_of(block.b(x))]
+    projected = [each.detach().clone() for each in outputs]
+    with torch.no_grad():
+        outputs[0].mul_(0.5)
+    return *(each.transpose(1, 2) for each in outputs), *projected
+
+
+def with_a_bias_of_its_own(block, x):
+    """A bias that is added to the product belongs to it."""
+    if not hasattr(block, "a"):
+        block.a, block.b = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        block.q, block.k = (nn.Parameter(torch.randn(WIDTH)) for _ in range(2))
+    outputs = [heads_of(block.a(x) + block.q), heads_of(block.b(x) + block.k)]
+    return *(each.transpose(1, 2) for each in outputs), *outputs
+
+
+def fewer_keys(block, x):
+    """Two key heads, copied for the query heads in one of three ways."""
+    if not hasattr(block, "a"):
+        block.a, block.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * SIZE)
+    query, key = heads_of(block.a(x)), heads_of(block.b(x), 2)
+    twice = key[:, :, :, None].expand(-1, -1, -1, 2, -1).flatten(2, 3)
+    return query.transpose(1, 2), twice.transpose(1, 2), query, key
+
+
+def of_channels(block, x):
+    """A convolution makes channels, and a filter for each of them follows."""
+    if not hasattr(block, "a"):
+        block.a, block.b = nn.Conv1d(WIDTH, 2 * WIDTH, 1), nn.Conv1d(WIDTH, WIDTH, 3, groups=WIDTH)
+    made = block.a(x.transpose(1, 2))
+    query, key = made.transpose(1, 2).unflatten(-1, (2, HEADS, SIZE)).unbind(2)
+    filtered = block.b(F.pad(made[:, :WIDTH], (2, 0)))
+    attended = filtered.transpose(1, 2).unflatten(-1, (HEADS, SIZE))
+    return attended.transpose(1, 2), key.transpose(1, 2), query, key
+
+
+def picked_by_a_list(block, x):
+    """Queries and keys are picked by lists of indices."""
+    if not hasattr(block, "a"):
+        block.a = nn.Linear(WIDTH, 2 * WIDTH)
+    made = block.a(x).unflatten(-1, (2 * HEADS, SIZE))
+    query, key = made[:, :, [0, 2, 4, 6]], made[:, :, [1, 3, 5, 7]]
+    return query.transpose(1, 2), key.transpose(1, 2), query, key
+
+
+def of_a_latent(block, x):
+    """Keys of each head, beside a part that all of them share and that is turned."""
+    if not hasattr(block, "a"):
+        block.a, block.down = nn.Linear(WIDTH, HEADS * 12), nn.Linear(WIDTH, 6 + 4)
+        block.up = nn.Linear(6, HEADS * (8 + 5))
+    query = heads_of(block.a(x))
+    latent, shared = block.down(x).split([6, 4], -1)
+    own, _ = block.up(F.rms_norm(latent, (6,))).unflatten(-1, (HEADS, -1)).split([8, 5], -1)
+    shared = shared[:, :, None]
+    turned = rotated(shared.transpose(1, 2), "halves")
+    key = torch.empty(SEQUENCES, HEADS, LENGTH, 12)
+    key[..., :8] = own.transpose(1, 2)
+    key[..., 8:] = turned
+    return query.transpose(1, 2), key, query, torch.cat([own, shared.expand(-1, -1, HEADS, -1)], -1)
+
+
+def behind_kept_keys(block, x):
+    """Keys of earlier tokens stand before those of this pass."""
+    if not hasattr(block, "a"):
+        block.a, block.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    query, key = heads_of(block.a(x)), heads_of(block.b(x))
+    kept = torch.cat([torch.randn(SEQUENCES, HEADS, 5, SIZE), key.transpose(1, 2)], dim=2)
+    return query.transpose(1, 2), kept, query, key
+
+
+WAYS = [
+    by_parameters, by_low_rank, changed_in_place, with_a_bias_of_its_own, fewer_keys, of_channels,
+    picked_by_a_list, of_a_latent, behind_kept_keys,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["", "without gradients"])
+@pytest.mark.parametrize("by_hand", [False, True], ids=["fused", "by hand"])
+@pytest.mark.parametrize("make", WAYS, ids=lambda make: make.__name__)
+def test_queries_and_keys_are_found_however_they_are_made(make, by_hand, grad):
+    block = Block(make, by_hand=by_hand)
+    block(torch.randn(SEQUENCES, LENGTH, WIDTH))  # which makes its weights
+    block.expected = []
+    with torch.set_grad_enabled(grad):
+        check(block)
+
+
+@pytest.mark.parametrize("mix", ["a product of both", "a sum with another", "sorted"])
+def test_what_is_no_longer_of_one_projection_is_said_and_not_guessed(mix):
+    def make(block, x):
+        if not hasattr(block, "a"):
+            block.a, block.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        query, key = heads_of(block.a(x)), heads_of(block.b(x))
+        if mix == "a product of both":
+            query = query * key
+        elif mix == "a sum with another":
+            query = query[..., : SIZE // 2] + key[..., : SIZE // 2]
+            key = key[..., : SIZE // 2]
+        else:
+            query = query.sort(dim=-1).values
+        return query.transpose(1, 2), key.transpose(1, 2)
+
+    block = Block(make)
+    block(torch.randn(SEQUENCES, LENGTH, WIDTH))  # which makes its weights
+    _, _, notes = seen_in(block, torch.randn(SEQUENCES, LENGTH, WIDTH))
+    assert any("Q and K as attended stand for them" in note for note in notes)
