@@ -40,6 +40,7 @@ class BlockCall:
         running_attention: Index of the attention that is running, if the block has several.
         attentions: What was seen of each attention.
         provenance: What follows tensors through the call.
+        finished: Whether nothing more is followed.
         inputs: Inputs of the modules that are projecting, by the address of the module.
         outputs: Outputs of projections that are modules, with their shapes, by the same.
     """
@@ -52,6 +53,7 @@ class BlockCall:
     running_attention: int | None = None
     attentions: dict[int, SeenAttention] = field(default_factory=dict)
     provenance: Provenance = field(default_factory=Provenance)
+    finished: bool = False
     inputs: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, tuple[Projection, Shape]] = field(default_factory=dict)
 
@@ -64,7 +66,8 @@ class BlockCall:
         return self.attentions.setdefault(index, SeenAttention())
 
     def forget_tensors(self) -> None:
-        """Free the tensors of the model that were followed."""
+        """Free the tensors of the model that were followed, and follow no others."""
+        self.finished = True
         self.provenance.forget()
         self.inputs.clear()
         self.outputs.clear()

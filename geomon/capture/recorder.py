@@ -76,7 +76,18 @@ class AttentionRecorder:
     def following(self) -> Provenance | None:
         """Return what follows the tensors of the block that is running (see `TapObserver`)."""
         current = self._current()
-        return None if current is None else current[1].provenance
+        if current is None or current[1].finished:
+            return None
+        return current[1].provenance
+
+    def has_all(self, block_call: BlockCall, block: Block) -> bool:
+        """Whether the calls of all known attentions of a block were recorded.
+
+        Args:
+            block_call: The call of the block.
+            block: The block.
+        """
+        return all(block_call.seen(index).call for index in range(len(block.attentions)))
 
     def on_fused(self, route: str, given: dict[str, Any]) -> None:
         """Record the sampled queries of a call of fused attention (see `TapObserver`).

@@ -613,6 +613,7 @@ class Window:
     def _run(self, stack_pass: StackPass, block_call: BlockCall | None, given: list[Any]) -> None:
         self._running.append((stack_pass, block_call))
         if block_call is not None:
+            block_call.finished = False
             block_call.provenance.start(given)
 
     def _on_part(
@@ -682,10 +683,7 @@ class Window:
     ) -> None:
         block_call = self._end_call(stack_pass, index)
         if block_call is not None:
-            if "projection" in self._sources:
-                block = stack_pass.stack.blocks[block_call.block]
-                self._recorder.finish(stack_pass, block_call, block)
-            block_call.forget_tensors()
+            self._finish(stack_pass, block_call, stack_pass.stack.blocks[index])
         values = output.values() if isinstance(output, Mapping) else output
         hidden = first_tensor(values)
         if block_call is not None and hidden is not None and hidden is not output:
@@ -739,8 +737,18 @@ class Window:
         return stack_pass, block_call, stack_pass.stack.blocks[block_call.block]
 
     def _on_attending(self, index: int | None, module: nn.Module, *call: Any) -> None:
-        if self._running and self._running[-1][1] is not None:
-            self._running[-1][1].running_attention = index
+        current = self._current_call()
+        if current is None:
+            return
+        current[1].running_attention = index
+        if index is None and self._recorder.has_all(current[1], current[2]):
+            self._finish(*current)
+
+    def _finish(self, stack_pass: StackPass, block_call: BlockCall, block: Block) -> None:
+        """Follow the tensors of a block no further."""
+        if "projection" in self._sources:
+            self._recorder.finish(stack_pass, block_call, block)
+        block_call.forget_tensors()
 
     def _on_projecting(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         current, given = self._current_call(), first_tensor([*args, *kwargs.values()])
