@@ -171,7 +171,7 @@ def build_snapshot(
     run = [stack_pass for stack_pass in passes if stack_pass.block_calls]
     for stack_pass in run or passes:
         not_run = no_rows or (_OTHER_THREAD if other_thread else _NOT_RUN)
-        builder = StackBuilder(stack_pass, sources, not_run, device, alone=len(passes) == 1)
+        builder = StackBuilder(stack_pass, sources, not_run, alone=len(passes) == 1)
         layers += builder.layers()
         for label in stack_pass.stack.side_labels:
             layers += builder.side_layers(label, side_stack_name(stack_pass, label, passes))
@@ -239,7 +239,6 @@ class StackBuilder:
         stack_pass: Pass through the stack.
         sources: Sources of the views that are wanted.
         not_run: Why views are missing where no block of the stack was run.
-        device: Where queries and keys as attended go.
         alone: Whether the model has no other stack.
     """
 
@@ -248,14 +247,12 @@ class StackBuilder:
         stack_pass: StackPass,
         sources: set[str],
         not_run: str,
-        device: torch.device,
         *,
         alone: bool,
     ) -> None:
         self._pass = stack_pass
         self._tokens = stack_pass.tokens
         self._alone = alone
-        self._device = device
         self._sources = sources
         self._not_run = _DROPPED if stack_pass.block_calls else not_run
         self._inverted = self._tokens.padding.contradiction(self._tokens.batch)
@@ -471,9 +468,7 @@ class StackBuilder:
         numbers = packed.numbers[call.sequences]
         asking = numbers.gather(1, call.places)[:, -_LAST_QUERIES:]
         visible = captured["visible"]
-        visible = visible.expand(*visible.shape[:2], call.places.shape[1], -1)[
-            :, :, -_LAST_QUERIES:
-        ].cpu()
+        visible = visible.expand(-1, -1, call.places.shape[1], -1)[:, :, -_LAST_QUERIES:]
         if visible.shape[3] != numbers.shape[1]:
             return False
         return bool((visible & (asking[:, None, :, None] != numbers[:, None, None])).any())
@@ -497,7 +492,7 @@ class StackBuilder:
         if call is not None:
             try:
                 valid = self._tokens.valid_at(call.shape, call.sequences, call.places)
-                captured = read_call(call, valid, self._device)
+                captured = read_call(call, valid)
                 captured |= self._max_logits(seen.max_logits)
                 if isinstance(call, SoftmaxCall) and call.joined and "max_logits" in captured:
                     sink = captured.get("sink")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from geomon.capture.attending.rules import Rule
-from geomon.capture.snapshot import HOST, at_places
+from geomon.capture.snapshot import at_places
 from geomon.capture.tokens.sampling import RowSampler
 from geomon.capture.tokens.visibility import (
     MASKED,
@@ -216,17 +216,14 @@ def _sampled_rows(values: Tensor | None, sequences: Tensor, places: Tensor) -> T
 # -- reading -------------------------------------------------------------------------------------
 
 
-def read_call(
-    call: AttentionCall | SoftmaxCall, valid: Tensor | None, device: torch.device = HOST
-) -> dict[str, Any]:
+def read_call(call: AttentionCall | SoftmaxCall, valid: Tensor | None) -> dict[str, Any]:
     """Make the captured views of a recorded call.
 
-    Masks and scores are read on the host; queries and keys go where they stay at once.
+    Masks and scores are read on the host; queries and keys stay where they are.
 
     Args:
         call: The recorded call.
         valid: False where a sampled query is padding, [sequences, queries]; None without padding.
-        device: Where the views stay.
 
     Raises:
         NotUnderstoodError: The call has a mask or an option that cannot be rebuilt, or a softmax is
@@ -237,18 +234,18 @@ def read_call(
         views = read_scores(call)
         if real is not None:
             views["visible"] = views["visible"] & real
-        return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in views.items()}
-    query, key = (rows.to(device).float() for rows in (call.given.query, call.given.key))
+        return views
+    query, key = call.given.query.float(), call.given.key.float()
     visible, bias = _visibility(call, key.shape[2])
     sink = _sink_logits(call)
     return {
         "query": query,
         "key": key,
-        "visible": (visible if real is None else visible & real).to(device),
-        "bias": None if bias is None else bias.to(device),
+        "visible": visible if real is None else visible & real,
+        "bias": bias,
         "scale": call.given.scale,
         "softcap": call.given.softcap,
-        "sink": None if sink is None else sink.to(device),
+        "sink": sink,
     }
 
 
