@@ -33,9 +33,9 @@ _SEVERAL_PRODUCTS = (
 )
 _UNCLEAR = (
     "a softmax of shape {shape} over dimension {dim} was seen, of products of queries with keys, "
-    "but not which of its dimensions are sequences, heads and queries: give the attention module "
-    "the number of its heads as num_heads"
+    "but not which of its dimensions are sequences, heads and queries"
 )
+_GIVE_HEADS = ": give the attention module the number of its heads as num_heads"
 
 # Roles of the dimensions of scores before the keys, the likelier first: Sequences, Heads, Queries.
 # A pattern whose heads are not in their usual place needs their number to be known.
@@ -95,7 +95,8 @@ def record_softmax(
     arranged = arrange_scores(scores, dim, known)
     if arranged is None:
         if fitting and scores.ndim > 2:
-            raise NotUnderstoodError(_UNCLEAR.format(shape=list(scores.shape), dim=dim))
+            unclear = _UNCLEAR.format(shape=list(scores.shape), dim=dim)
+            raise NotUnderstoodError(unclear + _GIVE_HEADS * (known.heads is None))
         return None, unknown
     sequences, heads, length, keys = arranged.shape
     features = known.head_width or known.width // heads
