@@ -511,8 +511,10 @@ def _line(name: str, result: dict[str, Any]) -> str:
     for kind in ("failed", "refused"):
         if kind in result:
             return f"{name}: {kind}: {result[kind]}"
-    parts = [f"{name}:", "same bits" if result["identical"] else "OTHER BITS"]
-    parts.append("nothing left" if result["clean"] else "SOMETHING LEFT")
+    parts = [
+        f"{name}: {'same' if result['identical'] else 'OTHER'} bits",
+        "nothing left" if result["clean"] else "SOMETHING LEFT",
+    ]
     for label in ("hidden", "attention"):
         counts = [f"{len(own)} {kind}" for kind, own in result[label].items() if own]
         parts.append(f"{label} {', '.join(counts) or 'none'}")

@@ -494,7 +494,7 @@ def _notes_of_run(passes: Passes, group: RankGroup, device: MeasuringDevice) -> 
     """Notes that hold for every reading."""
     notes = passes.notes()
     if (reason := group.why_not_connected) is not None:
-        text = "rows of the ranks are not gathered, those of rank 0 are measured: {reason}"
+        text = "rows are not gathered, only those of rank 0 are measured: {reason}"
         notes.insert(0, Note("not gathered", text, numbers={"reason": reason}))
     if (reason := device.why_host) is not None:
         text = "measured on the host: {reason}"
