@@ -146,7 +146,7 @@ class Passes:
         """Notes on the model, for every reading."""
         if self.block_names == self._names:
             return []
-        text = "the blocks of the model have changed since the run began: {then} then, {now} now"
+        text = "the model has other blocks than the run began with: {now} now, {then} then"
         numbers = {"now": len(self.block_names), "then": len(self._names)}
         return [Note("other blocks", text, numbers=numbers)]
 
