@@ -179,7 +179,7 @@ class Passes:
         snapshot = self.snapshot(window)
         info = replace(snapshot.info, loss=made.loss)
         if made.left_out:
-            text = "the model got each batch without {left_out}, which forward() does not take"
+            text = "the model gets all but {left_out}, which its forward() does not take"
             note = Note("parts of a batch", text, numbers={"left_out": made.left_out})
             info = replace(info, notes=[*info.notes, note])
         return replace(snapshot, info=info)
