@@ -530,7 +530,7 @@ def _few_last_tokens(
     if not few:
         return []
     text = (
-        "{metrics}: {sequences} sequences are few for a width of {width}: compare only with "
+        "{metrics}: {sequences} sequences for a width of {width} are few: compare only with "
         "readings of as many sequences"
     )
     numbers: dict[str, int | float | str] = {
