@@ -60,17 +60,15 @@ def encoder() -> nn.Module:
 
 GPT2 = {"n_positions": LENGTH, "n_embd": 128, "n_layer": 4, "n_head": 4}
 LLAMA = {
-    "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 5,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": LENGTH,
+    "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": LONGEST,
 }  # fmt: skip
-LONG = LLAMA | {"max_position_embeddings": LONGEST, "num_hidden_layers": 3, "hidden_size": 64}
 # Name, model, share of --steps that it is trained for, and whether it reads documents.
 MODELS: dict[str, tuple[Callable[[], nn.Module], float, bool]] = {
     "GPT-2": (causal(GPT2Config, **GPT2), 1.0, False),
     "GPT-2, untrained": (causal(GPT2Config, **GPT2), 0.0, False),
-    "Llama": (causal(LlamaConfig, **LLAMA), 1.0, False),
     "BERT": (encoder, 1.0, False),
-    "Llama, padded documents": (causal(LlamaConfig, **LONG), 1.0, True),
+    "Llama, padded documents": (causal(LlamaConfig, **LLAMA), 1.0, True),
 }
 
 
