@@ -1,90 +1,128 @@
-"""Intrinsic dimension beside its peers: error, coverage, robustness. See README.md."""
+"""Intrinsic dimension beside its peers: error on manifolds, and robustness. See README.md.
+
+The manifolds are those that estimators of intrinsic dimension are customarily tried on (Hein and
+Audibert 2005; Rozza et al. 2012; Campadelli et al. 2015; scikit-dimension's `BenchmarkManifolds`),
+written here from their formulas, with products of spirals, heavy tails, clusters and noise far
+below the distance of neighbours beside them.
+"""
 
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
-from enum import StrEnum
 from io import StringIO
 from typing import Annotated
 
 import numpy as np
 import torch
 import typer
+from numpy.random import Generator
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from benchmarks.manifolds import MANIFOLDS, Cloud, Manifold, gaussian
+from benchmarks.timing import print_table
 from geomon.kernels.dimension import gride, twonn, twonn_censored
 from geomon.kernels.neighbours import nearest, unique_rows
 
+Cloud = NDArray[np.float64]
 Rows = NDArray[np.floating]
 Estimator = Callable[[Rows], float]
 
-GEOMON = ("geomon twonn", "geomon censored", "geomon gride k1")
-# What estimates the same thing in the same way; the rest differ by what they do with the tail.
-SAME_KIND = {
-    "geomon twonn": ("scikit-dimension fit", "DADApy base"),
-    "geomon censored": ("scikit-dimension mle",),
-    "geomon gride k1": ("DADApy ml",),
-}
-
-# Means in units of the spread, as the rows are given; and what the answer may move by.
+# Means in units of the spread, and the type in which rows are given; shares of copied rows.
 DISTURBED = ((0.0, "float32"), (1e2, "float32"), (1e4, "float32"), (1e10, "float64"))
 DUPLICATED = (0.0, 0.1, 0.5)
-SIZES = (400, 600, 4096, 16384)
 TOLERATED = 0.03
 
-console = Console(width=175)
+
+def _gaussian(random: Generator, n: int, d: int, width: int) -> Cloud:
+    """Isotropic Gaussian in d directions of a larger space."""
+    frame = np.linalg.qr(np.random.default_rng(width).standard_normal((width, d)))[0]
+    return random.standard_normal((n, d)) @ frame.T
 
 
-class Part(StrEnum):
-    """A table of the benchmark."""
-
-    ALL = "all"
-    ERROR = "error"
-    COVERAGE = "coverage"
-    ROBUSTNESS = "robustness"
+def _swiss_roll(random: Generator, n: int, noise: float = 0.0) -> Cloud:
+    """A sheet rolled up; `noise` is the standard deviation added to each coordinate."""
+    turn = 1.5 * np.pi * (1 + 2 * random.random(n))
+    points = np.stack([turn * np.cos(turn), 21 * random.random(n), turn * np.sin(turn)], axis=1)
+    return points + noise * random.standard_normal(points.shape)
 
 
-def main(
-    part: Annotated[Part, typer.Option(help="The table to make.")] = Part.ALL,
-    points: Annotated[int, typer.Option(help="Points of a cloud in the table of errors.")] = 2500,
-    seeds: Annotated[int, typer.Option(help="Clouds per manifold.")] = 5,
-    replicates: Annotated[int, typer.Option(help="Samples behind each coverage.")] = 5000,
-    size: Annotated[
-        list[int], typer.Option(help="Rows of a cloud in the table of robustness; repeatable.")
-    ] = list(SIZES),  # noqa: B006
-    largest_for_peers: Annotated[
-        int, typer.Option(help="Largest cloud that the peers are given there.")
-    ] = 4096,
-) -> None:
-    """Print the tables of error, of coverage, and of robustness."""
-    peers = _peers()
-    torch.set_num_threads(2)
-    if part in (Part.ALL, Part.ERROR):
-        _error_table(peers, points, seeds)
-    if part in (Part.ALL, Part.COVERAGE):
-        _coverage_table(replicates)
-    if part in (Part.ALL, Part.ROBUSTNESS):
-        _robustness_tables(peers, size, largest_for_peers)
+def _spirals(random: Generator, n: int, d: int) -> Cloud:
+    """The product of d spirals on a torus, each a closed curve of eight windings."""
+    turn = 2 * np.pi * random.random((n, d))
+    radius = 2 + np.cos(8 * turn)
+    return np.hstack([radius * np.cos(turn), radius * np.sin(turn), np.sin(8 * turn)])
 
 
-def geomon_twonn(rows: Rows) -> float:
-    """`twonn` as the monitor takes it: on distinct rows."""
-    return twonn(_distances(rows)).item()
+def _noisy_ball(random: Generator, n: int, d: int, width: int) -> Cloud:
+    """Uniform in a ball of radius 1, with noise of 0.002 in every one of `width` directions."""
+    points = random.standard_normal((n, d))
+    points /= np.linalg.norm(points, axis=1, keepdims=True)
+    points *= random.random((n, 1)) ** (1 / d)
+    flat = np.hstack([points, np.zeros((n, width - d))])
+    return flat + 0.002 * random.standard_normal(flat.shape)
 
 
-def geomon_censored(rows: Rows) -> float:
-    """`twonn_censored` on distinct rows."""
-    return twonn_censored(_distances(rows))[0].item()
+def _clusters(random: Generator, n: int, d: int, width: int) -> Cloud:
+    """Eight Gaussian balls of the same dimension, sizes from 1 to 8, each in its own directions."""
+    fixed = np.random.default_rng(d)
+    frames = np.linalg.qr(fixed.standard_normal((8, width, d)))[0]
+    centres = 100 * fixed.standard_normal((8, width))
+    which = random.integers(0, 8, n)
+    local = random.standard_normal((n, d)) * (1 + which[:, None])
+    return centres[which] + np.einsum("nd,nwd->nw", local, frames[which])
 
 
-def geomon_gride(rows: Rows) -> float:
-    """`gride` at its smallest scale on distinct rows: maximum likelihood that keeps the tail."""
-    return gride(_distances(rows), scales=[1]).item()
+def _curled(random: Generator, n: int, d: int, copies: int) -> Cloud:
+    """Each parameter sets the angle of one circle and the radius of the one before; 2 d copies."""
+    p = random.random((n, d))
+    radius, angle = np.roll(p, -1, axis=1), 2 * np.pi * p
+    return np.tile(np.hstack([radius * np.cos(angle), radius * np.sin(angle)]), copies)
+
+
+def _heavy_tails(random: Generator, n: int, d: int, width: int) -> Cloud:
+    """Student's t with four degrees of freedom: a dense middle and far outliers."""
+    return _gaussian(random, n, d, width) / np.sqrt(random.chisquare(4, (n, 1)) / 4)
+
+
+def _sphere(random: Generator, n: int, d: int) -> Cloud:
+    """Uniform on the unit sphere in width d + 1."""
+    points = random.standard_normal((n, d + 1))
+    return points / np.linalg.norm(points, axis=1, keepdims=True)
+
+
+def _crowded(random: Generator, n: int, d: int) -> Cloud:
+    """Beta-distributed parameters, most of them close to 1, in width 4 d."""
+    p = random.beta(10, 0.5, (n, d))
+    turn = 2 * np.pi * p
+    return np.tile(np.hstack([p * np.sin(np.cos(turn)), p * np.cos(np.sin(turn))]), 2)
+
+
+def _twisted(random: Generator, n: int, d: int) -> Cloud:
+    """Tangents and arc tangents of products of pairs of parameters, in width 4 d."""
+    p = random.random((n, d))
+    other = p[:, ::-1]
+    return np.tile(np.hstack([np.tan(p * np.cos(other)), np.arctan(other * np.sin(p))]), 2)
+
+
+# Name: intrinsic dimension, and how points are drawn.
+MANIFOLDS: dict[str, tuple[int, Callable[[Generator, int], Cloud]]] = {
+    "swiss roll, noise 0.01": (2, lambda r, n: _swiss_roll(r, n, 0.01)),
+    "product of spirals": (2, lambda r, n: _spirals(r, n, 2)),
+    "noisy ball 5 in 32": (5, lambda r, n: _noisy_ball(r, n, 5, 32)),
+    "clusters 6 in 40": (6, lambda r, n: _clusters(r, n, 6, 40)),
+    "curled 6 in 36": (6, lambda r, n: _curled(r, n, 6, 3)),
+    "heavy tails 8 in 64": (8, lambda r, n: _heavy_tails(r, n, 8, 64)),
+    "sphere 10 in 11": (10, lambda r, n: _sphere(r, n, 10)),
+    "Beta 10 in 40": (10, lambda r, n: _crowded(r, n, 10)),
+    "twisted 24 in 96": (24, lambda r, n: _twisted(r, n, 24)),
+}
+DISTURBED_MANIFOLDS = {
+    "Gaussian 10 in 64": lambda r, n: _gaussian(r, n, 10, 64),
+    "swiss roll": _swiss_roll,
+    "curled 6 in 36": MANIFOLDS["curled 6 in 36"][1],
+    "heavy tails 8 in 64": MANIFOLDS["heavy tails 8 in 64"][1],
+}
 
 
 def _distances(rows: Rows) -> Tensor:
@@ -92,25 +130,29 @@ def _distances(rows: Rows) -> Tensor:
     return nearest(points[unique_rows(points)], 2).distances
 
 
+ESTIMATORS: dict[str, Estimator] = {
+    "geomon twonn": lambda rows: twonn(_distances(rows)).item(),
+    "geomon censored": lambda rows: twonn_censored(_distances(rows))[0].item(),
+    "geomon gride k1": lambda rows: gride(_distances(rows), scales=[1]).item(),
+}
+
+
 def _peers() -> dict[str, Estimator]:
     """The estimators of the peers that are installed; a missing one is said in one line."""
     found: dict[str, Estimator] = {}
     try:
         from skdim.id import TwoNN
-    except ImportError:
-        console.print("scikit-dimension is not installed: its columns are left out")
-    else:
+
         found["scikit-dimension fit"] = lambda rows: (
             TwoNN(discard_fraction=0.1).fit(rows).dimension_
         )
         found["scikit-dimension mle"] = lambda rows: (
             TwoNN(discard_fraction=0.1, method="mle").fit(rows).dimension_
         )
+    except ImportError:
+        print("scikit-dimension is not installed: its columns are left out")
     try:
         from dadapy import Data
-    except ImportError:
-        console.print("DADApy is not installed: its columns are left out")
-    else:
 
         def two_nearest(rows: Rows, algorithm: str) -> float:
             data = Data(coordinates=rows, maxk=2, n_jobs=2)
@@ -118,6 +160,8 @@ def _peers() -> dict[str, Estimator]:
 
         found["DADApy base"] = lambda rows: two_nearest(rows, "base")
         found["DADApy ml"] = lambda rows: two_nearest(rows, "ml")
+    except ImportError:
+        print("DADApy is not installed: its columns are left out")
     return {name: _quiet(estimator) for name, estimator in found.items()}
 
 
@@ -135,193 +179,54 @@ def _quiet(estimator: Estimator) -> Estimator:
     return answer
 
 
-def _error_table(peers: dict[str, Estimator], points: int, seeds: int) -> None:
-    estimators = {
-        "geomon twonn": geomon_twonn, "geomon censored": geomon_censored,
-        "geomon gride k1": geomon_gride, **peers,
-    }  # fmt: skip
-    table = Table(
-        title=f"Relative error, %: signed mean (mean of absolute); {points:,} points, {seeds} seeds"
-    )
-    table.add_column("manifold")
-    table.add_column("d", justify="right")
-    for name in estimators:
-        table.add_column(name, justify="right")
-    table.add_column("worse than its own kind")
-    table.add_column("worse than any peer")
-    whole: dict[str, list[NDArray[np.float64]]] = {name: [] for name in estimators}
-    apart = dict.fromkeys((peer for kind in SAME_KIND.values() for peer in kind), 0.0)
-    for manifold in MANIFOLDS:
-        errors = _errors(manifold, estimators, points, seeds)
-        for name, values in errors.items():
-            whole[name].append(values)
-        for mine, kind in SAME_KIND.items():
-            for peer in set(kind) & set(errors):
-                apart[peer] = max(apart[peer], float(np.abs(errors[mine] - errors[peer]).max()))
-        own = {mine: [peer for peer in kind if peer in peers] for mine, kind in SAME_KIND.items()}
-        table.add_row(
-            manifold.name, str(manifold.dimension), *map(_signed_and_absolute, errors.values()),
-            _worse(errors, own), _worse(errors, {mine: list(peers) for mine in GEOMON}),
-        )  # fmt: skip
-    table.add_section()
-    table.add_row("mean", "", *(_signed_and_absolute(np.stack(v)) for v in whole.values()), "", "")
-    console.print(table)
-    console.print(
-        "worse: the absolute error is larger than the smallest of the peers' by more than its own "
-        "standard error over the seeds"
-    )
-    for peer in apart:
-        if peer in peers:
-            console.print(f"largest difference from {peer} on the same cloud: {apart[peer]:.1e}")
-
-
 def _errors(
-    manifold: Manifold, estimators: dict[str, Estimator], points: int, seeds: int
-) -> dict[str, NDArray[np.float64]]:
-    """Relative errors, one for each seed."""
-    found: dict[str, list[float]] = {name: [] for name in estimators}
-    for seed in range(seeds):
-        rows = manifold.draw(np.random.default_rng(seed), points)
-        for name, estimator in estimators.items():
-            found[name].append(estimator(rows) / manifold.dimension - 1)
-    return {name: np.array(values) for name, values in found.items()}
+    estimators: dict[str, Estimator], points: int, seeds: int
+) -> Iterator[tuple[object, ...]]:
+    """A row for each manifold: relative error in %, signed mean (mean of the absolute)."""
+    for name, (dimension, draw) in MANIFOLDS.items():
+        clouds = [draw(np.random.default_rng(seed), points) for seed in range(seeds)]
+        found = [
+            [100 * (estimator(rows) / dimension - 1) for rows in clouds]
+            for estimator in estimators.values()
+        ]
+        yield name, dimension, *(f"{np.mean(x):+.1f} ({np.abs(x).mean():.1f})" for x in found)
 
 
-def _signed_and_absolute(errors: NDArray[np.float64]) -> str:
-    return f"{100 * errors.mean():+.1f} ({100 * np.abs(errors).mean():.1f})"
-
-
-def _worse(errors: dict[str, NDArray[np.float64]], against: dict[str, list[str]]) -> str:
-    """Where the absolute error exceeds the best peer's by more than its own standard error."""
-    said = []
-    for mine, peers in against.items():
-        if not peers:
-            continue
-        own = np.abs(errors[mine])
-        best = min(peers, key=lambda peer: np.abs(errors[peer]).mean())
-        excess = own.mean() - np.abs(errors[best]).mean()
-        # Rounding of a different order of summation is no difference of method.
-        if excess > max(own.std(ddof=1) / len(own) ** 0.5, 1e-9):
-            said.append(f"{mine.removeprefix('geomon ')}, {best} by {100 * excess:.1f}")
-    return "; ".join(said)
-
-
-def _coverage_table(replicates: int) -> None:
-    table = Table(title=f"Coverage of the 95 % interval of twonn_censored, {replicates:,} samples")
-    for column in ("points", "N", "d", "coverage, %", "expected, %", "mean / d", "sd / d",
-                   "standard error / d", "within 93 to 97"):  # fmt: skip
-        table.add_column(column, justify="right")
-    generator = torch.Generator().manual_seed(0)
-    torch.set_num_threads(1)  # small tensors: a second thread costs more than it brings
-    for n in (500, 2000):
-        for d in (2, 10, 30):
-            samples = (_exact_model(n, d, generator) for _ in range(replicates))
-            cells = _coverage(samples, d, _expected(n))
-            table.add_row("exact model", f"{n:,}", str(d), *cells)
-    for d in (2, 5):
-        samples = (_flat_torus(500, d, generator) for _ in range(replicates // 5))
-        *cells, _ = _coverage(samples, d, _expected(500))
-        table.add_row("uniform, periodic", "500", str(d), *cells, "-")
-    console.print(table)
-    console.print(
-        "expected: from the Gamma distribution of the denominator, for independent ratios, any d. "
-        f"The periodic cube ({replicates // 5:,} samples) has no edge and no curvature: it differs "
-        "from the exact model in that neighbours' ratios depend on one another"
-    )
-
-
-def _exact_model(n: int, d: int, generator: torch.Generator) -> Tensor:
-    mu = torch.rand(n, dtype=torch.float64, generator=generator) ** (-1 / d)
-    return torch.stack([torch.ones_like(mu), mu], dim=1)
-
-
-def _flat_torus(n: int, d: int, generator: torch.Generator) -> Tensor:
-    points = torch.rand(n, d, dtype=torch.float64, generator=generator)
-    apart = (points[:, None] - points).abs()
-    squared = torch.minimum(apart, 1 - apart).square_().sum(dim=-1).fill_diagonal_(torch.inf)
-    return squared.topk(2, largest=False).values.sqrt()
-
-
-def _expected(n: int) -> float:
-    """P(|d - estimate| <= 1.96 estimate / sqrt k), where (k - 1) d / estimate is Gamma(k, 1)."""
-    kept = int(n * 0.9)
-    half = 1.96 / kept**0.5
-    low, high = (
-        torch.tensor((kept - 1) * side, dtype=torch.float64) for side in (1 - half, 1 + half)
-    )
-    shape = torch.tensor(float(kept), dtype=torch.float64)
-    return (torch.special.gammainc(shape, high) - torch.special.gammainc(shape, low)).item()
-
-
-def _coverage(samples: Iterable[Tensor], d: int, expected: float) -> list[str]:
-    found = torch.stack([torch.stack(tuple(twonn_censored(sample))) for sample in samples])
-    value, error = found.T
-    covered = ((value - d).abs() <= 1.96 * error).double().mean().item()
-    within = "yes" if 0.93 <= covered <= 0.97 else "NO"
-    return [
-        f"{100 * covered:.1f}", f"{100 * expected:.1f}", f"{value.mean() / d:.4f}",
-        f"{value.std() / d:.4f}", f"{error.mean() / d:.4f}", within,
-    ]  # fmt: skip
-
-
-def _robustness_tables(
-    peers: dict[str, Estimator], sizes: list[int], largest_for_peers: int
-) -> None:
-    chosen = {"curled 6 in 36", "heavy tails 8 in 64", "swiss roll"}
-    clouds = [Manifold("Gaussian 10 in 64", 10, lambda r, n: gaussian(r, n, 10, 64))]
-    clouds += [manifold for manifold in MANIFOLDS if manifold.name in chosen]
-    kind = {name: peers[name] for name in SAME_KIND["geomon twonn"] if name in peers}
-    estimators: dict[str, Estimator] = {"geomon twonn": geomon_twonn, **kind}
-    seen: dict[str, list[tuple[float, str, float, int, str, float]]] = {n: [] for n in estimators}
-    for manifold in clouds:
-        for n in sizes:
-            for share in DUPLICATED:
-                clean, order = _duplicated(manifold, n, share)
-                truth = _exact_twonn(clean)
-                for mean, dtype in DISTURBED:
-                    rows = (clean + mean).astype(dtype)[order]
-                    for name, estimator in estimators.items():
-                        if n <= largest_for_peers or name in GEOMON:
-                            moved = estimator(rows) / truth - 1
-                            seen[name].append((mean, dtype, share, n, manifold.name, moved))
-    table = Table(
-        title="Deviation from the clean answer, %: the largest over "
-        + ", ".join(manifold.name for manifold in clouds)
-    )
-    for column in ("mean / spread", "given as", "rows duplicated", "estimator"):
-        table.add_column(column)
-    for n in sizes:
-        table.add_column(f"n = {n:,}", justify="right")
+def _deviations(
+    estimators: dict[str, Estimator], n: int, counts: dict[str, list[int]]
+) -> Iterator[tuple[object, ...]]:
+    """A row for each disturbance: the largest deviation in % from the undisturbed answer."""
+    clean = {
+        (name, share): _duplicated(draw, n, share)
+        for name, draw in DISTURBED_MANIFOLDS.items()
+        for share in DUPLICATED
+    }
+    truth = {key: _exact_twonn(rows) for key, (rows, _) in clean.items()}
     for mean, dtype in DISTURBED:
         for share in DUPLICATED:
-            for name, cells in seen.items():
-                here = [c for c in cells if c[:3] == (mean, dtype, share)]
-                table.add_row(
-                    f"{mean:g}", dtype, f"{share:.0%}", name,
-                    *(_largest([c[5] for c in here if c[3] == n]) for n in sizes),
-                )  # fmt: skip
-            table.add_section()
-    console.print(table)
-    outside = [c for c in seen["geomon twonn"] if not abs(c[5]) <= TOLERATED]
-    count = len(seen["geomon twonn"])
-    console.print(f"geomon: {count - len(outside)} of {count} within {TOLERATED:.0%}")
-    for mean, dtype, share, n, name, moved in outside:
-        console.print(f"  outside: {name}, mean {mean:g} {dtype}, {share:.0%}, {n:,}: {moved:+.1%}")
-    for name in kind:
-        values = [c[5] for c in seen[name]]
-        lost = sum(not math.isfinite(value) for value in values)
-        far = sum(abs(value) > TOLERATED for value in values if math.isfinite(value))
-        console.print(
-            f"{name}: {lost} of {len(values)} NaN or infinite, {far} more outside "
-            f"{TOLERATED:.0%} (given the rows as they are, up to n = {largest_for_peers:,})"
-        )
+            cells = []
+            for name, estimator in estimators.items():
+                moved = []
+                for manifold in DISTURBED_MANIFOLDS:
+                    rows, order = clean[manifold, share]
+                    given = (rows + mean).astype(dtype)[order]
+                    moved.append(estimator(given) / truth[manifold, share] - 1)
+                finite = [x for x in moved if math.isfinite(x)]
+                lost, outside = len(moved) - len(finite), sum(abs(x) > TOLERATED for x in finite)
+                for place, count in enumerate((lost, outside, len(moved))):
+                    counts[name][place] += count
+                text = f"{100 * max(finite, key=abs):+.2f}" if finite else ""
+                cells.append(f"{text}; {lost} NaN".lstrip("; ") if lost else text)
+            yield f"{mean:g}, {dtype}", f"{share:.0%}", *cells
 
 
-def _duplicated(manifold: Manifold, n: int, share: float) -> tuple[Cloud, NDArray[np.int64]]:
+def _duplicated(
+    draw: Callable[[Generator, int], Cloud], n: int, share: float
+) -> tuple[Cloud, NDArray[np.int64]]:
     """Distinct rows of spread 1, and the index that makes n rows of them with copies."""
     random = np.random.default_rng(1)
     copies = round(share * n)
-    clean = manifold.draw(random, n - copies)
+    clean = draw(random, n - copies)
     clean = (clean - clean.mean(axis=0)) / np.sqrt(clean.var(axis=0).mean())
     order = np.concatenate([np.arange(n - copies), random.integers(0, n - copies, copies)])
     return clean, random.permutation(order)
@@ -331,26 +236,38 @@ def _exact_twonn(rows: Cloud) -> float:
     """TwoNN written again: distances from float64 differences, and the fit in numpy."""
     from scipy.spatial.distance import cdist
 
-    two = np.concatenate(
-        [
-            np.partition(cdist(rows[i : i + 256], rows), (1, 2))[:, 1:3]
-            for i in range(0, len(rows), 256)
-        ]
-    )
+    blocks = [cdist(rows[i : i + 256], rows) for i in range(0, len(rows), 256)]
+    two = np.concatenate([np.partition(block, (1, 2))[:, 1:3] for block in blocks])
     kept = int(len(rows) * 0.9)
     x = np.sort(np.log(two[:, 1] / two[:, 0]))[:kept]
     y = -np.log1p(-np.arange(1, kept + 1) / len(rows))
     return float((x @ y) / (x @ x))
 
 
-def _largest(moved: list[float]) -> str:
-    """The largest deviation, signed, and how many were NaN or infinite."""
-    if not moved:
-        return "-"
-    finite = [value for value in moved if math.isfinite(value)]
-    text = f"{100 * max(finite, key=abs):+.2f}" if finite else ""
-    lost = len(moved) - len(finite)
-    return f"{text} ({lost} of {len(moved)} NaN)" if lost else text
+def main(
+    points: Annotated[int, typer.Option(help="Points of a cloud in the table of errors.")] = 2500,
+    seeds: Annotated[int, typer.Option(help="Clouds of each manifold.")] = 5,
+    size: Annotated[int, typer.Option(help="Rows of a cloud in the table of robustness.")] = 4096,
+) -> None:
+    """Print the tables of error and of robustness."""
+    torch.set_num_threads(2)
+    estimators = ESTIMATORS | _peers()
+    print_table(
+        f"Relative error, %: signed mean (mean of the absolute); {points:,} points, {seeds} seeds",
+        ("manifold", "d", *estimators),
+        _errors(estimators, points, seeds),
+    )
+    kind = ("geomon twonn", "scikit-dimension fit", "DADApy base")
+    same = {name: estimators[name] for name in kind if name in estimators}
+    counts = {name: [0, 0, 0] for name in same}
+    print_table(
+        f"Largest deviation from the undisturbed answer, %; {size:,} rows of "
+        f"{', '.join(DISTURBED_MANIFOLDS)}",
+        ("mean / spread", "rows duplicated", *same),
+        _deviations(same, size, counts),
+    )
+    for name, (lost, outside, whole) in counts.items():
+        print(f"{name}: of {whole}, {lost} NaN or refused, {outside} more outside {TOLERATED:.0%}")
 
 
 if __name__ == "__main__":

@@ -1,34 +1,31 @@
 """How often are phases and alerts wrong, and how late are they right?
 
-    python -m benchmarks.detectors [--series 1000] [--readings 41] [--part nulls|peaks|alerts ...]
-        [--correlation 0.0|0.3|0.6|0.8|0.9 ...] [--run DIR ...] [--healthy DIR ...]
-
-nulls: curves without a change, or with a drift one way, whose phase is asked at every reading.
+Nulls: curves without a change, or with a drift one way, whose phase is asked at every reading.
 Errors have a deviation of 1; those of neighbours are independent, or correlated (AR(1)). A drifting
 curve rises by 4 errors from its first reading to its last; only "falling" and "compressing" are
 false there.
 
-peaks: curves that rise to a peak in the middle and fall as far, in errors of a single reading. How
+Peaks: curves that rise to a peak in the middle and fall as far, in errors of a single reading. How
 many are called expanding or at their peak, and compressing, and by how many readings after the peak
 that is late; whether the interval holds the peak.
 
-alerts: records of trainings (folders with a `readings.jsonl`, and with a `csv/metrics.csv` if the
-recipe was run with `--logger csv`). The step of the first alert of each kind, and the step at which
-the loss says so: by itself, where the mean of its last three values is above the lowest such mean
-so far by a tenth; and beside the runs `--healthy`, where it is above their median by a tenth, after
-the first 30 steps.
+Alerts: records of trainings of the recipe (`--logger csv`). The step of the first alert of each
+kind, and the step at which the loss is a tenth above the median of healthy runs.
 """
 
-import argparse
 import csv
+import itertools
 import math
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+import typer
 from numpy.typing import NDArray
 
+from benchmarks.timing import print_table
 from geomon import read
 from geomon.analysis import Phase, find_phase
 from geomon.analysis.alerts import RULES, find_alerts
@@ -61,78 +58,55 @@ def phases(values: _Array, *, known: bool) -> Iterator[Phase]:
         yield find_phase(range(count), listed[:count], margins[:count] if known else None)
 
 
-def report_nulls(series: int, readings: int, correlations: list[float]) -> None:
-    """Print how many curves without a change, or that only rise, are called something else."""
-    print(f"| {series} curves of {readings} readings | errors | correlation | called falsely |")
-    print("|---|---|---:|---:|", flush=True)
-    flat = [(True, 0.0), (True, 0.3), (True, 0.6), (True, 0.8), (True, 0.9), (False, 0.0)]
-    flat += [(False, 0.6), (False, 0.8)]
+def nulls(series: int, readings: int) -> Iterator[tuple[str, ...]]:
+    """A row for each kind of error: curves that are called something else than they are."""
+    flat = [(True, c) for c in (0.0, 0.3, 0.6, 0.8, 0.9)] + [(False, c) for c in (0.0, 0.6, 0.8)]
     for known, correlation in flat:
-        if correlations and correlation not in correlations:
-            continue
         curves = noise(series, readings, correlation, seed=11)
         share = statistics.fmean(
             any(phase.name not in _QUIET for phase in phases(curve, known=known))
             for curve in curves
         )
-        _print_null("no change", known, correlation, share)
-    for correlation in sorted({0.0, 0.6} & set(correlations or (0.0, 0.6))):
-        curves = noise(series, readings, correlation, seed=12)
-        curves = curves + np.linspace(0, _DRIFT, readings)
+        yield "no change", "known" if known else "unknown", str(correlation), f"{share:.1%}"
+    for correlation in (0.0, 0.6):
+        curves = noise(series, readings, correlation, seed=12) + np.linspace(0, _DRIFT, readings)
         share = statistics.fmean(
             any(phase.name in ("falling", "compressing") for phase in phases(curve, known=True))
             for curve in curves
         )
-        _print_null(f"rises by {_DRIFT:.0f} errors", True, correlation, share)
+        yield f"rises by {_DRIFT:.0f} errors", "known", str(correlation), f"{share:.1%}"
 
 
-def _print_null(kind: str, known: bool, correlation: float, share: float) -> None:
-    words = "known" if known else "unknown"
-    print(f"| {kind} | {words} | {correlation:.1f} | {share:.1%} |".replace("%", " %"), flush=True)
-
-
-def report_peaks(series: int, readings: int) -> None:
-    """Print how many peaks are found, how late, and how often the interval holds them."""
+def peaks(series: int, readings: int) -> Iterator[tuple[str, ...]]:
+    """A row for each height: how many peaks are found, how late, and whether intervals hold."""
     top = (readings - 1) // 2
-    print(f"| {series} curves of {readings} readings: height in errors | correlation | rise seen | "
-          "fall seen | readings after the peak (median) | interval holds the peak |")  # fmt: skip
-    print("|---:|---:|---:|---:|---:|---:|", flush=True)
-    for correlation in (0.0, 0.6):
-        for height in (1.0, 2.0, 4.0, 8.0):
-            shape = height * (1 - np.abs(np.arange(readings) - top) / top)
-            rises, falls, delays, held = 0, 0, [], 0
-            for curve in noise(series, readings, correlation, seed=13) + shape:
-                course = list(phases(curve, known=True))
-                rises += any(p.name in ("expanding", "level") for p in course)
-                at = next((i for i, p in enumerate(course) if p.earliest is not None), None)
-                last = course[-1]
-                if at is not None:
-                    falls += 1
-                    delays.append(at - top)
-                    low, high = last.earliest, last.latest
-                    held += low is not None and high is not None and low <= top <= high
-            delay = f"{statistics.median(delays):.0f}" if delays else "-"
-            holds = f"{held / falls:.0%}" if falls else "-"
-            row = [f"{height:.0f}", f"{correlation:.1f}", f"{rises / series:.0%}",
-                   f"{falls / series:.0%}", delay, holds]  # fmt: skip
-            print(f"| {' | '.join(row)} |".replace("%", " %"), flush=True)
+    for correlation, height in itertools.product((0.0, 0.6), (1.0, 2.0, 4.0, 8.0)):
+        shape = height * (1 - np.abs(np.arange(readings) - top) / top)
+        rises, delays, held = 0, [], 0
+        for curve in noise(series, readings, correlation, seed=13) + shape:
+            course = list(phases(curve, known=True))
+            rises += any(phase.name in ("expanding", "level") for phase in course)
+            at = next((i for i, phase in enumerate(course) if phase.earliest is not None), None)
+            if at is not None:
+                delays.append(at - top)
+                low, high = course[-1].earliest, course[-1].latest
+                held += low is not None and high is not None and low <= top <= high
+        falls = len(delays)
+        delay = f"{statistics.median(delays):.0f}" if falls else "-"
+        holds = f"{held / falls:.0%}" if falls else "-"
+        shares = (f"{rises / series:.0%}", f"{falls / series:.0%}")
+        yield f"{height:.0f}", str(correlation), *shares, delay, holds
 
 
-def report_alerts(folders: list[Path], healthy: list[Path]) -> None:
-    """Print the step of the first alert of each kind, beside the step at which the loss says so."""
-    names = [*(name.replace("_", " ") for name in RULES), "loss rises", "loss above healthy runs"]
-    print(f"| run | {' | '.join(names)} |")
-    print(f"|---|{'---:|' * len(names)}", flush=True)
+def alerts(folders: list[Path], healthy: list[Path]) -> Iterator[tuple[str, ...]]:
+    """A row for each run: the first alert of each kind, and when the loss shows it."""
     others = [losses_of(folder) for folder in healthy]
     for folder in folders:
         first: dict[str, int] = {}
         for alert in find_alerts(read(folder), RULES):
             first.setdefault(alert.name, alert.step)
-        losses = losses_of(folder)
-        steps = [*(first.get(name) for name in RULES), loss_rose(losses)]
-        steps += [loss_above(losses, others)]
-        row = " | ".join("-" if step is None else str(step) for step in steps)
-        print(f"| {folder.name} | {row} |", flush=True)
+        steps = [first.get(name) for name in RULES] + [loss_above(losses_of(folder), others)]
+        yield folder.name, *("-" if step is None else str(step) for step in steps)
 
 
 def losses_of(folder: Path) -> dict[int, float]:
@@ -148,17 +122,6 @@ def losses_of(folder: Path) -> dict[int, float]:
         }
 
 
-def loss_rose(losses: dict[int, float]) -> int | None:
-    """The step at which a loss has risen by a tenth; None if never."""
-    values, lowest = list(losses.items()), math.inf
-    for index in range(2, len(values)):
-        mean = statistics.fmean(loss for _, loss in values[index - 2 : index + 1])
-        if not mean < _LOSS_ROSE * lowest:
-            return values[index][0]
-        lowest = min(lowest, mean)
-    return None
-
-
 def loss_above(losses: dict[int, float], others: list[dict[int, float]]) -> int | None:
     """The step at which a loss is above the median of others by a tenth; None if never."""
     for step, loss in losses.items():
@@ -168,25 +131,29 @@ def loss_above(losses: dict[int, float], others: list[dict[int, float]]) -> int 
     return None
 
 
-def main() -> None:
-    """Print the tables that were asked for."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--series", type=int, default=1000)
-    parser.add_argument("--readings", type=int, default=41)
-    parts = ("nulls", "peaks", "alerts")
-    parser.add_argument("--part", choices=parts, action="append")
-    parser.add_argument("--correlation", type=float, nargs="*", default=[])
-    parser.add_argument("--run", type=Path, nargs="*", default=[])
-    parser.add_argument("--healthy", type=Path, nargs="*", default=[])
-    given = parser.parse_args()
-    chosen = given.part or parts
-    if "nulls" in chosen:
-        report_nulls(given.series, given.readings, given.correlation)
-    if "peaks" in chosen:
-        report_peaks(given.series, given.readings)
-    if "alerts" in chosen and given.run:
-        report_alerts(given.run, given.healthy)
+def main(
+    series: Annotated[int, typer.Option(help="Curves of each kind; a tenth of them peaks.")] = 1000,
+    readings: Annotated[int, typer.Option(help="Readings of a curve.")] = 41,
+    run: Annotated[list[Path] | None, typer.Option(help="Folder of a record.")] = None,
+    healthy: Annotated[list[Path] | None, typer.Option(help="That of a healthy run.")] = None,
+) -> None:
+    """Print the tables of synthetic curves, or that of alerts where records are given."""
+    if run:
+        columns = ("run", *(name.replace("_", " ") for name in RULES), "loss above healthy runs")
+        print_table("Step of the first alert", columns, alerts(run, healthy or []))
+        return
+    print_table(
+        f"{series} curves of {readings} readings",
+        ("curve", "margins", "correlation", "called falsely"),
+        nulls(series, readings),
+    )
+    print_table(
+        f"{series // 10} curves of {readings} readings with a peak",
+        ("height in errors", "correlation", "rise seen", "fall seen",
+         "readings after the peak (median)", "interval holds the peak"),
+        peaks(series // 10, readings),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

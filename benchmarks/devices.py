@@ -1,74 +1,21 @@
 """The time of one reading on the host and on an accelerator, and of the copy between them.
 
-    python -m benchmarks.devices --layers 24 --width 1024
-
-Without an accelerator the host alone is timed, and that is said.
+Without an accelerator the host alone is timed.
 """
 
-import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
+from benchmarks.timing import median_seconds, print_machine, print_table
 from geomon import METRICS
 from geomon.capture.snapshot import HOST, Layer
 from geomon.metrics import Evaluator
 
 HEAD_WIDTH, LENGTH, QUERIES = 64, 512, 1024
-
-
-def main(
-    layers: Annotated[int, typer.Option(help="Layers of the model; one is timed.")] = 12,
-    width: Annotated[int, typer.Option(help="Width of the hidden states, a multiple of 64.")] = 768,
-    rows: Annotated[int, typer.Option(help="Rows in a split.")] = 4096,
-    batches: Annotated[int, typer.Option(help="Splits.")] = 2,
-    runs: Annotated[int, typer.Option(help="Runs of each, of which the median is printed.")] = 3,
-) -> None:
-    """Time the measuring of one layer of a decoder, and print the time of a reading of all."""
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    layer = decoder_layer(rows * batches, width)
-    size = sum(x.nbytes for x in layer.captured.values() if isinstance(x, Tensor))
-    evaluator = Evaluator(METRICS, batches, strict=True)
-
-    def measure(place: torch.device) -> Callable[[], object]:
-        there = layer.to(place)
-        return lambda: evaluator.measure_layer(there, rows)
-
-    table = Table(title=f"One reading of {layers} layers of width {width}, {batches} x {rows} rows")
-    for column in ("", "one layer, s", "all layers, s"):
-        table.add_column(column, justify="left" if not column else "right")
-    timed = {"measured on the host": seconds(measure(HOST), None, runs)}
-    if device is not None:
-        there = layer.to(device)
-        timed |= {
-            f"measured on {device}": seconds(measure(device), device, runs),
-            f"the same, float32 products in TF32 allowed: {device}": with_tf32(
-                lambda: seconds(measure(device), device, runs)
-            ),
-            f"copy from {device} to the host": seconds(lambda: there.to(HOST), device, runs),
-            f"copy from the host to {device}": seconds(lambda: layer.to(device), device, runs),
-        }
-    for name, taken in timed.items():
-        table.add_row(name, f"{taken:.3f}", f"{taken * layers:.2f}")
-    console = Console(width=110)
-    console.print(table)
-    console.print(
-        f"{size / 1e6:,.0f} MB of captured tensors a layer; medians of {runs} after one that warms "
-        f"up; {torch.get_num_threads()} threads, torch {torch.__version__}"
-    )
-    if device is None:
-        console.print("no accelerator here: the host alone was timed")
-    elif device.type == "cuda":
-        console.print(
-            f"{torch.cuda.get_device_name(device)}; most memory of the device that was taken: "
-            f"{torch.cuda.max_memory_allocated(device) / 1e6:,.0f} MB"
-        )
 
 
 def decoder_layer(rows: int, width: int) -> Layer:
@@ -112,36 +59,52 @@ def decoder_layer(rows: int, width: int) -> Layer:
     )
 
 
-def seconds(action: Callable[[], object], device: torch.device | None, runs: int) -> float:
-    """Time an action, with all that it has queued on a device: the median after one warm run.
+def _timed(
+    layer: Layer, layers: int, rows: int, batches: int, runs: int
+) -> Iterator[tuple[str, str, str]]:
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    evaluator = Evaluator(METRICS, batches, strict=True)
 
-    Args:
-        action: What is timed.
-        device: The device; None for the host alone.
-        runs: Number of timed runs.
-    """
-    taken = []
-    for _ in range(runs + 1):
-        began = time.perf_counter()
-        action()
-        if device is not None:
-            torch.accelerator.synchronize(device)
-        taken.append(time.perf_counter() - began)
-    return statistics.median(taken[1:])
+    def measure(place: torch.device) -> Callable[[], object]:
+        there = layer.to(place)
+        return lambda: evaluator.measure_layer(there, rows)
+
+    def row(
+        name: str, action: Callable[[], object], where: torch.device | None
+    ) -> tuple[str, str, str]:
+        taken = median_seconds(action, runs, where)
+        return name, f"{taken:.3f}", f"{taken * layers:.2f}"
+
+    yield row("measured on the host", measure(HOST), None)
+    if device is None:
+        return
+    there = layer.to(device)
+    yield row(f"measured on {device}", measure(device), device)
+    torch.set_float32_matmul_precision("high")  # many trainings allow TF32
+    yield row(f"measured on {device}, TF32 allowed", measure(device), device)
+    yield row(f"copy from {device} to the host", lambda: there.to(HOST), device)
+    yield row(f"copy from the host to {device}", lambda: layer.to(device), device)
+    if device.type == "cuda":
+        most = torch.cuda.max_memory_allocated(device) / 1e6
+        print(f"{torch.cuda.get_device_name(device)}: {most:,.0f} MB at most")
 
 
-def with_tf32(timed: Callable[[], float]) -> float:
-    """Time under the setting that many trainings have; values are the same, and so is the time.
-
-    Args:
-        timed: What is timed.
-    """
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        return timed()
-    finally:
-        torch.set_float32_matmul_precision(before)
+def main(
+    layers: Annotated[int, typer.Option(help="Layers of the model; one is timed.")] = 12,
+    width: Annotated[int, typer.Option(help="Width of the hidden states, a multiple of 64.")] = 768,
+    rows: Annotated[int, typer.Option(help="Rows in a split.")] = 4096,
+    batches: Annotated[int, typer.Option(help="Splits.")] = 1,
+    runs: Annotated[int, typer.Option(help="Runs of each, of which the median is printed.")] = 3,
+) -> None:
+    """Time the measuring of one layer of a decoder, and print the time of a reading of all."""
+    layer = decoder_layer(rows * batches, width)
+    size = sum(x.nbytes for x in layer.captured.values() if isinstance(x, Tensor))
+    print_table(
+        f"One reading of {layers} layers of width {width}, {batches} x {rows} rows",
+        ("", "one layer, s", "all layers, s"),
+        _timed(layer, layers, rows, batches, runs),
+    )
+    print_machine(f"{size / 1e6:,.0f} MB of captured tensors a layer", f"medians of {runs}")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,14 @@
 """Faults planted on purpose: does the suite notice them?
 
-    python -m benchmarks.faults [--seed S] [--count N] [--only geomon/show] [--jobs 2]
-
-Single faults are drawn from all of geomon/ and from the recipe: a comparison, an operator, a
-constant, a condition, the order of two arguments, a call or a statement that is left out, a result
-that is None, a tag or a name. Each is written into a copy of the project in a temporary folder, and
-the tests of its own module run there until the first one fails. What survives is listed.
+Single faults are drawn from all of geomon/: a comparison, an operator, a constant, a condition, the
+order of two arguments, a call or a statement that is left out, a result that is None, a tag or a
+name. Each is written into a copy of the project in a temporary folder, and the tests of its own
+module run there until the first one fails. What survives is listed.
 
 The same seed draws the same faults as long as their functions stay as they are: the draw goes by a
 hash of the fault and not by its place in the file.
 """
 
-import argparse
 import ast
 import contextlib
 import hashlib
@@ -29,6 +26,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Annotated
+
+import typer
 
 ROOT = Path(__file__).resolve().parent.parent
 # Imported once, before the first fault: half of a short test run is the import of torch.
@@ -37,76 +37,26 @@ PRELOADED = ["pytest", "torch", "scipy.stats", "faiss", "lightning", "transforme
 SLOWER = 5
 LEAST_SECONDS = 90.0
 
-# Folders over which the faults are spread evenly, and the tests of each, quick ones first. The test
-# file that is named like the module always comes before these.
-FOLDERS: dict[str, list[str]] = {
-    "geomon": ["test_one_shot.py", "test_description.py"],
-    "geomon/analysis": ["analysis", "show/terminal/test_overview.py"],
-    "geomon/capture": [
-        "capture/attending/test_attention.py", "capture/test_snapshot.py",
-        "capture/test_first_pass.py", "capture/test_tap.py", "capture/anatomy",
-        "test_one_shot.py", "capture/test_window.py", "monitor/test_monitor.py",
-        "capture/tokens/test_sampling.py", "capture/test_compiled.py", "test_architectures.py",
-    ],
-    "geomon/capture/anatomy": [
-        "capture/anatomy", "test_description.py", "test_one_shot.py", "capture/test_window.py",
-        "test_architectures.py",
-    ],
-    "geomon/capture/calling": [
-        "capture/calling", "capture/test_window.py", "capture/test_compiled.py",
-        "test_description.py",
-    ],
-    "geomon/capture/tap": [
-        "capture/test_tap.py", "capture/attending", "capture/calling", "test_architectures.py",
-    ],
-    "geomon/capture/tokens": [
-        "capture/tokens", "capture/test_window.py", "test_one_shot.py", "test_architectures.py",
-    ],
-    "geomon/capture/attending": [
-        "capture/attending", "capture/test_window.py", "test_one_shot.py", "test_architectures.py",
-    ],
-    "geomon/distributed": ["distributed/test_gather.py", "distributed/test_group.py"],
-    "geomon/kernels": ["kernels/test_contract.py", "metrics"],
-    "geomon/metrics": ["metrics/test_contract.py", "metrics", "test_one_shot.py"],
-    "geomon/monitor": [
-        "monitor/planning/test_schedule.py", "monitor/planning/test_planner.py",
-        "monitor/planning/test_budget.py", "monitor/measuring/test_jobs.py",
-        "monitor/test_monitor.py", "monitor/measuring/test_executor.py", "test_loops.py",
-        "monitor/test_resume.py",
-    ],
-    "geomon/monitor/planning": [
-        "monitor/planning", "monitor/test_monitor.py", "test_loops.py", "monitor/test_resume.py",
-    ],
-    "geomon/monitor/measuring": ["monitor/measuring", "monitor/test_monitor.py", "test_loops.py"],
-    "geomon/monitor/writing": ["monitor/writing", "monitor/test_monitor.py", "test_loops.py"],
-    "geomon/record": ["record", "monitor/test_monitor.py", "monitor/test_resume.py"],
-    "geomon/show": ["show"],
-    "geomon/show/figures": ["show/figures", "show"],
-    "geomon/show/loggers": ["show/loggers"],
-    "geomon/show/report": ["show"],
-    "geomon/show/terminal": ["show/terminal", "show"],
-    "geomon/sweep": ["sweep"],
-    "recipes/enwik8": [],
+# What notices a fault beside the tests of the module's own folder, by the first folder of its path.
+BROADER: dict[str, list[str]] = {
+    "": ["test_one_shot.py", "test_description.py"],
+    "analysis": ["show/terminal/test_overview.py"],
+    "capture": ["test_one_shot.py", "test_description.py", "monitor/test_monitor.py",
+                "test_architectures.py"],
+    "kernels": ["metrics"],
+    "metrics": ["test_one_shot.py"],
+    "monitor": ["test_loops.py"],
+    "record": ["monitor/test_monitor.py", "monitor/test_resume.py"],
 }  # fmt: skip
-# Modules whose tests have another name than the module, or stand elsewhere.
+# Modules whose tests have another name than the module.
 OWN: dict[str, list[str]] = {
-    "geomon/lightning.py": ["test_lightning.py", "test_loops.py"],
-    "geomon/huggingface.py": ["test_huggingface.py", "test_loops.py"],
-    "geomon/kernels/_blocks.py": ["kernels/test_blocks.py"],
+    "geomon/lightning.py": ["test_loops.py"],
+    "geomon/huggingface.py": ["test_loops.py"],
     "geomon/monitor/callback.py": ["test_lightning.py", "test_huggingface.py"],
-    "geomon/monitor/measuring/jobs.py": [
-        "monitor/measuring/test_jobs.py",
-        "distributed/test_group.py",
-    ],
-    "geomon/monitor/options.py": ["monitor/test_monitor.py"],
-    "recipes/enwik8/builtin_text.py": ["recipes/test_builtin_text.py"],
-    "recipes/enwik8/model.py": ["recipes/test_enwik8_run.py"],
-    "recipes/enwik8/windows.py": ["recipes/test_enwik8_run.py"],
-    "recipes/enwik8/presets.py": ["recipes/test_enwik8_model.py", "recipes/test_enwik8_run.py"],
-    "recipes/enwik8/train.py": ["recipes/test_enwik8_windows.py", "recipes/test_enwik8_run.py"],
-    "recipes/enwik8/live.py": ["recipes/test_enwik8_run.py"],
-    "recipes/enwik8/__main__.py": ["recipes/test_enwik8_run.py"],
+    "geomon/monitor/measuring/jobs.py": ["distributed/test_group.py"],
 }
+# Run last.
+SLOW = ("tests/distributed/test_group.py", "tests/record/test_kills.py")
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE,
@@ -287,14 +237,20 @@ def folder_of(path: str) -> str:
     return str(Path(path).parent)
 
 
+def folders() -> list[str]:
+    """List the folders over which faults are spread evenly."""
+    found = {file.parent.relative_to(ROOT) for file in (ROOT / "geomon").rglob("*.py")}
+    return sorted(map(str, found))
+
+
 def draw(seed: int, count: int, only: str | None) -> list[Fault]:
-    """Draw faults: as many in each folder as there are for it, kinds and files in turn."""
-    folders = [name for name in FOLDERS if only is None or name == only.rstrip("/")]
-    if not folders:
-        raise SystemExit(f"--only: expected one of {', '.join(FOLDERS)}, got {only}")
+    """Draw faults with a quota per folder, cycling over kinds."""
+    chosen = [name for name in folders() if only is None or name == only.rstrip("/")]
+    if not chosen:
+        raise SystemExit(f"--only: expected one of {', '.join(folders())}, got {only}")
     drawn: list[Fault] = []
-    for number, folder in enumerate(folders):
-        share = count // len(folders) + (number < count % len(folders))
+    for number, folder in enumerate(chosen):
+        quota = count // len(chosen) + (number < count % len(chosen))
         everything = [
             fault
             for file in sorted((ROOT / folder).glob("*.py"))
@@ -311,24 +267,21 @@ def draw(seed: int, count: int, only: str | None) -> list[Fault]:
         for fault in sorted(ranked, key=lambda fault: ranked[fault]):
             kinds[fault.kind] += 1
             turns[fault] = kinds[fault.kind]
-        drawn += sorted(ranked, key=lambda fault: (turns[fault], ranked[fault]))[:share]
+        drawn += sorted(ranked, key=lambda fault: (turns[fault], ranked[fault]))[:quota]
     return drawn
 
 
 def tests_of(path: str) -> list[str]:
-    """The test files of a module, its own first."""
-    folder, name = folder_of(path), Path(path).stem
-    inside = folder.removeprefix("geomon").removeprefix("/")
-    prefix = "recipes/test_enwik8_" if folder.startswith("recipes") else f"{inside}/test_"
-    own = [f"{prefix}{name}.py".lstrip("/"), *OWN.get(path, [])]
-    adapters = path in ("geomon/lightning.py", "geomon/huggingface.py")
-    files = [path]  # whose doctests are the quickest
-    for entry in [*own, *([] if adapters else FOLDERS[folder])]:
+    """List the test files of a module, its doctests and its own file first."""
+    inside = Path(path).relative_to("geomon")
+    top = inside.parts[0] if len(inside.parts) > 1 else ""
+    own = [str(inside.parent / f"test_{inside.stem.lstrip('_')}.py"), *OWN.get(path, [])]
+    found = [path]
+    for entry in [*own, *([str(inside.parent), top] if top else []), *BROADER.get(top, [])]:
         place = ROOT / "tests" / entry
-        inner = sorted(place.glob("test_*.py")) if place.is_dir() else [place]
-        files += [str(file.relative_to(ROOT)) for file in inner if file.exists()]
-    slow = ("tests/distributed/test_group.py", "tests/recipes/test_enwik8_run.py")
-    return sorted(dict.fromkeys(files), key=lambda file: file in slow)
+        inner = sorted(place.rglob("test_*.py")) if place.is_dir() else [place]
+        found += [str(file.relative_to(ROOT)) for file in inner if file.exists()]
+    return sorted(dict.fromkeys(found), key=lambda file: file in SLOW)
 
 
 def run_tests(tree: str, files: list[str], log: str) -> None:
@@ -435,27 +388,26 @@ def campaign(faults: list[Fault], jobs: int, say: Callable[[str], None]) -> dict
     return ends
 
 
-def main() -> None:
+def main(
+    seed: Annotated[int, typer.Option(help="Seed of the draw.")] = 0,
+    count: Annotated[int, typer.Option(help="Faults, spread over the folders.")] = 220,
+    only: Annotated[str | None, typer.Option(help="One folder, such as geomon/show.")] = None,
+    jobs: Annotated[int, typer.Option(help="Processes at a time.")] = 2,
+    list_: Annotated[bool, typer.Option("--list", help="Print the faults, plant none.")] = False,
+) -> None:
     """Draw faults, plant each, and print what survived."""
-    options = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--count", type=int, default=220, help="faults, spread over the folders")
-    options.add_argument("--only", help="one folder, for instance geomon/show")
-    options.add_argument("--jobs", type=int, default=2, help="processes at a time")
-    options.add_argument("--list", action="store_true", help="print the faults, plant none")
-    given = options.parse_args()
-    faults = draw(given.seed, given.count, given.only)
-    if given.list:
+    faults = draw(seed, count, only)
+    if list_:
         print(*faults, sep="\n")
         return
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    ends = campaign(faults, given.jobs, lambda text: print(text, flush=True))
-    print(f"\nseed {given.seed}: {len(ends)} faults")
-    for folder in FOLDERS:
+    ends = campaign(faults, jobs, lambda text: print(text, flush=True))
+    print(f"\nseed {seed}: {len(ends)} faults")
+    for folder in folders():
         those = Counter(end for fault, end in ends.items() if folder_of(fault.path) == folder)
         if those:
-            words = ", ".join(f"{count} {end}" for end, count in sorted(those.items()))
+            words = ", ".join(f"{number} {end}" for end, number in sorted(those.items()))
             print(f"  {folder:25s} {words}")
     survivors = [fault for fault in faults if ends[fault] == "survived"]
     share = 1 - len(survivors) / max(len(ends), 1)
@@ -464,4 +416,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -18,7 +18,6 @@ import random
 import signal
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -30,12 +29,11 @@ import numpy as np
 import torch
 import transformers
 import typer
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
+from benchmarks.timing import print_table
 from geomon import Memory, Monitor, every, huggingface, lightning, select
 
 WAYS_OUT = (
@@ -429,22 +427,24 @@ def main(
 ) -> None:
     """Run every cell, and print what differs from the unwatched twin."""
     quieten()
-    table = Table("loop", "what else goes on", *WAYS_OUT, title="watched beside unwatched")
-    began, failed, count = time.perf_counter(), 0, 0
-    for loop, setting in itertools.product(LOOPS, SETTINGS):
-        row = []
-        for way_out in WAYS_OUT:
-            if only not in f"{loop} {setting} {way_out}":
-                row.append("")
-                continue
-            found = differences(loop, way_out, setting, backend=backend)
-            count, failed = count + 1, failed + bool(found)
-            row.append(", ".join(found) or "equal")
-        table.add_row(loop, setting, *row)
-    console = Console(width=220)
-    console.print(table)
-    console.print(f"{count} cells, {failed} differ, {time.perf_counter() - began:.0f} s")
-    raise typer.Exit(failed > 0)
+    failed: list[bool] = []
+
+    def rows() -> Iterator[list[str]]:
+        for loop, setting in itertools.product(LOOPS, SETTINGS):
+            row = [loop, setting]
+            for way_out in WAYS_OUT:
+                if only in f"{loop} {setting} {way_out}":
+                    found = differences(loop, way_out, setting, backend=backend)
+                    failed.append(bool(found))
+                    row.append(", ".join(found) or "equal")
+                else:
+                    row.append("")
+            yield row
+
+    columns = ("loop", "what else goes on", *WAYS_OUT)
+    print_table("Watched trainings beside unwatched ones", columns, rows())
+    print(f"{len(failed)} trainings, {sum(failed)} differ")
+    raise typer.Exit(any(failed))
 
 
 def quieten() -> None:

@@ -96,7 +96,7 @@ def _add_scan(app: "typer.Typer") -> None:
         ] = None,
         device: Annotated[str | None, option(help="Device of the models, such as cuda.")] = None,
     ) -> None:
-        """Read every checkpoint of a model into one record; a scan that was ended goes on."""
+        """Read every checkpoint of a model into one record; an interrupted scan resumes."""
         from geomon.sweep import scan as run
 
         sys.path.insert(0, "")  # the function that builds a model may stand in the working folder

@@ -45,11 +45,11 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
     """Watch the geometry of a model's representations while a `transformers.Trainer` trains it.
 
     `Trainer(model, args, callbacks=[GeometryMonitor()])`: no argument is needed. Curves go to
-    whatever the Trainer reports to (`report_to`), headline values into its `state.log_history` too,
-    pictures to TensorBoard and W&B, and every reading to `readings.jsonl` in its `output_dir`.
+    the loggers that you configured (`report_to`), headline values into `state.log_history` too,
+    pictures to TensorBoard and W&B, and every reading to `readings.jsonl` in `output_dir`.
 
-    Without `probe` the training forward itself is watched (dropout on, no extra pass): of a step
-    with accumulated gradients the first one. With `probe` an extra pass on fixed inputs runs before
+    Without `probe` the training forward itself is watched (dropout on, no extra pass), the first
+    one of a step with accumulated gradients. With `probe` an extra pass on fixed inputs runs before
     the step, and once more at the end of training: comparable from step to step. The last step is
     always read.
 

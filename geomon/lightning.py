@@ -40,15 +40,15 @@ class GeometryMonitor(L.Callback):
 
     `L.Trainer(callbacks=[GeometryMonitor()])`: no argument is needed. Curves go to every logger of
     the trainer, pictures to those that show them, readings to `readings.jsonl` beside them.
-    On one rank the headline values stand in `trainer.callback_metrics` too, for EarlyStopping and
+    On one rank the headline values are in `trainer.callback_metrics` too, for EarlyStopping and
     ModelCheckpoint: `monitor="geomon/twonn"`.
 
-    Without `probe` the training forward itself is watched (dropout on, no extra pass): of a step
-    with accumulated gradients the first batch. With `probe` an extra pass on fixed inputs runs
+    Without `probe` the training forward itself is watched (dropout on, no extra pass), the first
+    batch of a step with accumulated gradients. With `probe` an extra pass on fixed inputs runs
     before the batch, and once more at the end of training. The last step is always read.
 
-    `training/loss` of a reading is what `training_step` gave for the batch that was read, on the
-    first rank, and NaN where it gave none (the loss that was logged as "loss", if there is one).
+    `training/loss` of a reading is the loss that `training_step` returned for the batch that was
+    read, on the first rank. If it returned none, it is the value logged as "loss", or NaN.
 
     {options}
     """

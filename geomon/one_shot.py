@@ -86,13 +86,12 @@ def measure(
         tokens: Number of rows of hidden states in one split of the estimate.
         batches: Largest number of splits; with two or more their deviation is computed too.
         queries: Number of rows of a split from which distances to all its rows are measured; None
-            for all, the papers' protocol to the letter.
+            for all, as in the papers.
         seed: Seed of the private generator that samples rows.
         blocks: The blocks of the model, where the search does not find them: a regular expression
             that matches their whole names, or the modules.
-        extra_layers: Layers to measure beside those of the blocks: "final_norm" (what the final
-            norm makes of the last block's output), "embedding" and "unembedding" (rows of the two
-            matrices).
+        extra_layers: Layers to measure beside the blocks: "final_norm" (the last block's output
+            after the final norm), "embedding" and "unembedding" (rows of the two matrices).
 
     Raises:
         ValueError: The model has no blocks, a metric reads an unknown view, or a number is out of
@@ -141,9 +140,9 @@ def geometry(
             None leaves those metrics out.
         positions: Position of each row in its sequence, whole numbers, [tokens]. None counts equal
             tokens as repeated wherever they stand.
-        sequences: Number or id of the sequence that each row is of, whole numbers, [tokens], for
-            the intervals (`twonn/margin`). None leaves them out: rows of one sequence are alike,
-            and without it nobody knows how alike.
+        sequences: Number or id of the sequence of each row, whole numbers, [tokens], for the
+            intervals (`twonn/margin`). None leaves the intervals out, because rows of one sequence
+            are alike.
         metrics: Metrics to measure: a dict from a name to a function of views.
         tokens: Number of rows in one split of the estimate, at least 3.
         queries: Number of rows of a split from which distances to all its rows are measured; None

@@ -173,62 +173,44 @@ def test_sampled_rows_are_what_the_model_computes_there(name, monkeypatch):
 
 _HEAD = """# Architectures
 
-{count} architectures. Each is a small random model, seen inline through a window that captures all
-views, and held against what the model itself computes: the largest difference
+geomon was tested on these {count} architectures. Each is a small random model, run with padding on
+either side and without. What geomon captured is compared with what the model itself computes:
 
-- of attention probabilities, rebuilt from the captured views (query, key, mask, bias, scale, soft
-  cap, sink; or scores), from the model's own eager attention,
-- of projected Q and K from the output of the projection,
-- of hidden states from plain hooks on the blocks, and from `output_hidden_states`,
+- Hidden states, and queries and keys as projected, are equal to the last bit (in
+  `nn.MultiheadAttention`, which has no module that projects, to 1e-5).
+- Attention probabilities, rebuilt from queries, keys, masks and biases, differ from the model's own
+  eager attention by at most what the table says.
+- Outputs, gradients and the random state are bit-identical with and without geomon, in eval mode
+  and in train mode with dropout.
 
-and whether outputs (in eval mode, and in train mode with dropout), gradients and the random state
-are bit-identical with the window open. Inputs are batches with padding on either side, and the same
-without padding. Encoder, decoder and cross-attention are layers of stacks of their own.
-`nn.MultiheadAttention` has no module that projects: Q and K are held against the product of its
-inputs and weights. The fused path that plain torch takes in eval mode without gradients is switched
-off while a window is open, and rounds differently: outputs are compared without it.
+*sdpa*: attention is seen at a fused operator behind `scaled_dot_product_attention`. *softmax*:
+attention is written out by hand, and is seen at the softmax of its scores.
 
-Routes: *sdpa* is a fused operator behind `torch.nn.functional.scaled_dot_product_attention`,
-*softmax* is attention that is written out by hand, or that torch does not fuse: it is seen at the
-softmax of its scores, with the queries and keys whose product flowed into them.
-
-`make architectures` writes this page; `tests/test_architectures.py` checks it.
-
-What is seen of models of other code bases, from the registry: [foreign_code.md](foreign_code.md).
+`make architectures` writes this page; `tests/test_architectures.py` checks it. Models of other code
+bases: [foreign_code.md](foreign_code.md).
 
 """
-_COLUMNS = (
-    "architecture", "attends by", "route", "attention probabilities", "projected Q and K",
-    "hidden states", "outputs identical", "remarks",
-)  # fmt: skip
+_COLUMNS = ("architecture", "attention is seen at", "differs by at most", "remarks")
 
 
 def table() -> str:
     """The page, measured."""
-    rows = [
-        row(name, route)
-        for name, specimen in ZOO.items()
-        for route in dict.fromkeys(specimen.routes.values())
-    ]
-    lines = [_COLUMNS, ["---"] * len(_COLUMNS), *rows]
+    lines = [_COLUMNS, ["---"] * len(_COLUMNS), *map(row, ZOO)]
     return _HEAD.format(count=len(ZOO)) + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def row(name: str, route: str) -> list[str]:
-    """What was measured of one architecture by one route, over its attention implementations."""
+def row(name: str) -> list[str]:
+    """What was measured of one architecture, over its attention implementations."""
     specimen = ZOO[name]
-    kinds = [kind for kind, through in specimen.routes.items() if through == route]
-    verdicts = [measured(name, kind) for kind in kinds]
-    alike = all(v.identical for v in verdicts) and trains_alike(name, kinds[0])
+    verdicts = [measured(name, kind) for kind in specimen.routes]
+    routes = [route for route in dict.fromkeys(specimen.routes.values()) if route != "none"]
+    as_attended = ["queries and keys as attended"] if any(map(_stands_in, verdicts)) else []
+    reasons = [specimen.remark, *as_attended, *_reasons(verdicts)]
     return [
         name,
-        "–" if route == "none" else ", ".join(kinds),
-        route,
+        ", ".join(routes) or "–",
         _worst(verdicts, "attention"),
-        "as attended" if any(map(_stands_in, verdicts)) else _worst(verdicts, "projected"),
-        _worst(verdicts, "hidden"),
-        "yes" if alike else "no",
-        "; ".join(dict.fromkeys(filter(None, [specimen.remark, *_reasons(verdicts)]))),
+        "; ".join(dict.fromkeys(filter(None, reasons))),
     ]
 
 

@@ -150,11 +150,3 @@ def test_faults_are_looked_for_by_tests_that_are_there():
     }
     assert named
     assert not missing
-
-
-def test_faults_are_planted_in_every_folder():
-    """Those inside show/, half of its code, and sweep/ were left out for a while."""
-    code = (ROOT / "benchmarks/faults.py").read_text()
-    planted = set(re.findall(r'"(geomon[a-z/_]*)": \[', code))
-    folders = {path.parent.relative_to(ROOT).as_posix() for path in SOURCES}
-    assert planted == folders

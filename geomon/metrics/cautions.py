@@ -20,8 +20,7 @@ _FEWEST = 3  # rows that TwoNN takes
 
 _FEW_ROWS = "fewer than 3 rows differ from one another"
 _TIES = (
-    "the two distances that are compared are equal at every row that counts, as on a lattice or "
-    "in numbers that were rounded coarsely"
+    "the two compared distances are equal at every row, as on a lattice or after coarse rounding"
 )
 
 

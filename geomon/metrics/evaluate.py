@@ -530,8 +530,8 @@ def _few_last_tokens(
     if not few:
         return []
     text = (
-        "{metrics}: {sequences} sequences for a width of {width}: the spectrum is not that of many "
-        "sequences; compare with readings of as many"
+        "{metrics}: {sequences} sequences for a width of {width} are few: compare only with "
+        "readings of as many sequences"
     )
     numbers: dict[str, int | float | str] = {
         "metrics": ", ".join(few), "sequences": round(known[few[0]]), "width": width

@@ -229,7 +229,7 @@ _EQUAL_ROWS = "all rows are equal"
 _NO_TYPE_TWICE = "no token type has two rows"
 _FEW_ROWS = "fewer than 3 rows differ from one another"
 _FEW_NEIGHBOURS = "fewer than 4 rows differ from one another"
-_NO_TWO_KEYS = "no query that was sampled sees two keys"
+_NO_TWO_KEYS = "no sampled query sees two keys"
 _NO_PAIR_OF_A_HEAD = "fewer than two {} of a head have a norm above 0"
 
 _ON_ROWS = COUNTS | {"duplicates", "repeated", "rounding"}
@@ -243,8 +243,8 @@ METRICS: dict[str, Callable[..., Any]] = {
         _twonn,
         MetricText(
             "Intrinsic dimension (TwoNN)",
-            meaning="Number of directions in which the nearest rows spread, from the ratios of the "
-            "distances to the two nearest rows without the largest 10 %.",
+            meaning="Number of directions in which rows spread locally, from the ratios of the "
+            "distances to the two nearest rows; the largest 10 % of the ratios are left out.",
             null="Gaussian noise of as many rows and columns",
             missing=_FEW_ROWS,
             charts=("mean", "interval"),
@@ -264,8 +264,8 @@ METRICS: dict[str, Callable[..., Any]] = {
         _twonn_distinct,
         MetricText(
             "Intrinsic dimension, distinct tokens",
-            meaning="TwoNN on one row for each pair of token id and position, so that equal tokens "
-            "at equal positions do not count as near.",
+            meaning="TwoNN on one row for each pair of token id and position, so that near-copies "
+            "of a token do not count as neighbours.",
             missing=_FEW_ROWS,
             charts=("mean",),
             parts={
@@ -280,8 +280,8 @@ METRICS: dict[str, Callable[..., Any]] = {
         _gride,
         MetricText(
             "Intrinsic dimension (Gride)",
-            meaning="Intrinsic dimension from the ratios of the distances to neighbours k and 2k: "
-            "the larger k, the larger the neighbourhood.",
+            meaning="Intrinsic dimension from the ratios of the distances to neighbours k and 2k; "
+            "a larger k looks at a larger neighbourhood.",
             missing="scale k takes 2k + 1 rows that differ from one another",
             charts=("k32",),
             parts={f"k{k}": f"scale {k}" for k in dimension.SCALES},
@@ -342,7 +342,7 @@ METRICS: dict[str, Callable[..., Any]] = {
         _drift_norm,
         MetricText(
             "Norm of the mean row",
-            meaning="Length of the drift that all rows share.",
+            meaning="Length of the shift that all rows share.",
             charts=("mean",),
         ),
     ),
@@ -370,9 +370,9 @@ METRICS: dict[str, Callable[..., Any]] = {
         _variance_shares,
         MetricText(
             "Share of the variance within token types",
-            meaning="Share of the variance that context gives to rows of one token type, with the "
-            "shares of the mean square norm as parts.",
-            null="rows of which the token types do not differ",
+            meaning="Share of the variance that lies within token types, and so comes from "
+            "context; the parts are shares of the mean square norm.",
+            null="rows whose token types do not differ",
             missing=f"{_EQUAL_ROWS}, or {_NO_TYPE_TWICE}",
             parts={
                 "mean": "share of the common mean, M / Q",
@@ -387,14 +387,14 @@ METRICS: dict[str, Callable[..., Any]] = {
         _norm_variance_slope,
         MetricText(
             "Slope of variance on norm over token types",
-            meaning="By how much the variance of a token type falls as the squared norm of its "
-            "mean grows; -1 by identity where all types have one mean square norm.",
+            meaning="Slope of the variance of token types on the squared norm of their means; -1 "
+            "by identity if all types have the same mean square norm.",
             missing="fewer than 3 token types have between 10 and 100,000 rows, or the norms of "
             "their means, or their variances, are all the same",
             parts={
                 "r_squared": "share of the variance explained",
                 "types": "token types",
-                "coverage": "share of the rows that are of them",
+                "coverage": "share of the rows in them",
                 "q_variation": "variation of the mean square norm over types",
             },
         ),
@@ -404,8 +404,8 @@ METRICS: dict[str, Callable[..., Any]] = {
         qk_cosine,
         MetricText(
             "Cosine of mean query and mean key",
-            meaning="How a head's mean query and mean key align: 1 the same way, -1 opposite ways.",
-            null="mean size between isotropic directions",
+            meaning="How a head's mean query and mean key align: 1 the same way, -1 opposite.",
+            null="mean absolute cosine of random directions",
             missing="the mean query or the mean key of a head is 0",
             charts=("size",),
         ),
@@ -415,7 +415,7 @@ METRICS: dict[str, Callable[..., Any]] = {
         qk_dot,
         MetricText(
             "Product of mean query and mean key",
-            meaning="Part of a head's every score that depends on no token, before the scale.",
+            meaning="Part of every score of a head that depends on no token, before scaling.",
         ),
     ),
     "attention_entropy": Metric(
@@ -424,9 +424,9 @@ METRICS: dict[str, Callable[..., Any]] = {
             "Attention entropy",
             unit="nats",
             meaning="How widely a query spreads its attention: 0 on one key, the logarithm of the "
-            "number of keys where all weigh alike.",
+            "number of keys if all weigh the same.",
             null="uniform attention",
-            missing="no query that was sampled sees a key",
+            missing="no sampled query sees a key",
             charts=("mean", "smallest"),
         ),
         nulls.attention_entropy,
@@ -452,8 +452,8 @@ METRICS: dict[str, Callable[..., Any]] = {
         _max_logit,
         MetricText(
             "Largest attention score",
-            meaning="Largest score before the softmax over all rows and visible keys; scores that "
-            "grow without bound announce an instability.",
+            meaning="Largest score before the softmax, over all rows and visible keys; growth "
+            "without bound is an early sign of instability.",
             charts=("highest",),
         ),
         has_margin=False,
@@ -528,8 +528,8 @@ MORE_METRICS: dict[str, Callable[..., Any]] = {
         qk_cosine_concatenated,
         MetricText(
             "Cosine of mean query and mean key, heads joined",
-            meaning="How the mean queries and the mean keys of all heads side by side align.",
-            null="mean size between isotropic directions",
+            meaning="How the mean queries and the mean keys of all heads, joined, align.",
+            null="mean absolute cosine of random directions",
             missing="the mean query or the mean key of all heads is 0",
         ),
         nulls.layer_cosine,
@@ -556,7 +556,8 @@ MORE_METRICS: dict[str, Callable[..., Any]] = {
         _twonn_gaussian,
         MetricText(
             "TwoNN of a Gaussian with the layer's covariance",
-            meaning="What TwoNN has below it is structure beyond the second moments.",
+            meaning="TwoNN of Gaussian rows with the same covariance; a layer whose TwoNN is lower "
+            "has structure beyond its second moments.",
             missing=_FEW_ROWS,
         ),
         has_margin=False,
@@ -619,8 +620,8 @@ MORE_METRICS: dict[str, Callable[..., Any]] = {
         neighbour_overlap,
         MetricText(
             "Overlap of neighbours across a block",
-            meaning="Share of the 10 nearest rows of a row that were so before the block too.",
-            null="lists at random",
+            meaning="Share of a row's 10 nearest rows that were among them before the block too.",
+            null="random lists",
             parts={"n": "rows"},
         ),
         nulls.overlap(SHARED),
@@ -629,9 +630,9 @@ MORE_METRICS: dict[str, Callable[..., Any]] = {
         neighbour_overlap_in_time,
         MetricText(
             "Overlap of neighbours with the reading before",
-            meaning="Share of the 10 nearest rows of a row that were so at the reading before, of "
-            "the same probe.",
-            null="lists at random",
+            meaning="Share of a row's 10 nearest rows that were among them at the reading before, "
+            "of the same probe.",
+            null="random lists",
             parts={"n": "rows", "steps": "steps between the two readings"},
         ),
         nulls.overlap(SHARED),
@@ -641,7 +642,7 @@ MORE_METRICS: dict[str, Callable[..., Any]] = {
         MetricText(
             "Mean cosine about the mean",
             meaning="Mean cosine over all pairs of rows after "
-            "the mean row is subtracted: about 0 where a common shift makes the whole cone.",
+            "the mean row is subtracted: about 0 if a common shift explains the whole cone.",
             null="isotropic rows",
             missing="fewer than two rows differ from their mean",
         ),
@@ -673,7 +674,7 @@ MORE_METRICS: dict[str, Callable[..., Any]] = {
             "Moments by token frequency",
             meaning="Norm, M, V and Q of rare, middle and frequent tokens, each about a third of "
             "the rows.",
-            missing="no token type is of this class of frequency",
+            missing="no token type has this frequency",
         ),
         without_margin=COUNTS | _SEVERAL,
     ),
@@ -681,8 +682,9 @@ MORE_METRICS: dict[str, Callable[..., Any]] = {
         mean_query_share,
         MetricText(
             "Share of the mean query in the variance of scores",
-            meaning="1 where every query has the same preferences, whatever it holds.",
-            null="queries that are 0 in the mean",
+            meaning="Share of the variance of scores that comes from the mean query: 1 if every "
+            "query prefers the same keys.",
+            null="queries with mean 0",
             missing="the scores of every query are the same for all keys that it sees",
         ),
         nulls.mean_query_share,
@@ -691,8 +693,8 @@ MORE_METRICS: dict[str, Callable[..., Any]] = {
         score_mean,
         MetricText(
             "Mean score",
-            meaning="Mean score of a query and a key that it sees.",
-            missing="no query that was sampled sees a key",
+            meaning="Mean score of queries and the keys that they see.",
+            missing="no sampled query sees a key",
         ),
     ),
     "score_spread": Metric(

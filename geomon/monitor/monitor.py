@@ -167,16 +167,16 @@ class Monitor:
     def log(self, step: SupportsIndex | None = None, /, **values: Any) -> None:
         """Put values into the reading of a step, under `training/<name>`: the loss, say.
 
-        At steps that are not read nothing is done. Values given inside the `with` are in time, and
-        so are those given before it with their step, `log(step, loss=loss)`. A reading waits for
-        the names of the option `log` until the next step: their values may come after the `with`.
-        A tensor is copied where it is, without its graph, and read when the reading is recorded.
-        With several ranks the values of the first one are recorded.
+        At steps that are not read this does nothing. Give values inside the `with`, or before it
+        with their step, `log(step, loss=loss)`. A reading waits until the next step for the names
+        of the option `log`, so their values may come after the `with`. A tensor is copied on its
+        device, without its graph, and read when the reading is recorded. With several ranks the
+        values of the first one are recorded.
 
         Args:
             step: Number of optimizer updates already in the weights; None for the last step that
                 the monitor was called with.
-            values: Numbers, or tensors of one number; None for a value that there is not.
+            values: Numbers, or tensors with one element; None for a missing value.
 
         Raises:
             TypeError: The step is no whole number.
@@ -208,9 +208,8 @@ class Monitor:
 
         The pass runs without autograd, in eval mode, with the random state forked; every module's
         training flag is restored. With many ranks all run the pass (a sharded model hangs
-        otherwise), on inputs that are the same for all: the rows are those of the first rank, and
-        the layers are shared out to be measured. Of a loader, which the monitor's `probe` may be,
-        each rank reads batches of its own.
+        otherwise) on the same inputs: the first rank's rows are measured, and the ranks share the
+        layers. If the monitor's `probe` is a loader, each rank reads batches of its own.
 
         Args:
             step: Number of optimizer updates already in the weights.
@@ -312,7 +311,7 @@ class Monitor:
         return self.budget.overhead
 
     def expect_end(self, step: int | None) -> None:
-        """Take the budget from the time that the whole run is expected to take.
+        """Let the budget be a share of the time that the whole run is expected to take.
 
         Args:
             step: The last step of the run; None where it is not known.
@@ -494,7 +493,7 @@ def _notes_of_run(passes: Passes, group: RankGroup, device: MeasuringDevice) -> 
     """Notes that hold for every reading."""
     notes = passes.notes()
     if (reason := group.why_not_connected) is not None:
-        text = "rows of the ranks are not gathered, those of rank 0 are measured: {reason}"
+        text = "rows are not gathered, only those of rank 0 are measured: {reason}"
         notes.insert(0, Note("not gathered", text, numbers={"reason": reason}))
     if (reason := device.why_host) is not None:
         text = "measured on the host: {reason}"

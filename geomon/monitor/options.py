@@ -51,94 +51,91 @@ class MonitorOptions(TypedDict, total=False):
 
     Args:
         metrics: Metrics to measure: a dict from a name to a function of views, or a list of names,
-            ["twonn", "anisotropy"]. `METRICS` are all that geomon measures by default; `select`
-            makes a dict of some by name.
+            ["twonn", "anisotropy"]. `METRICS` are those measured by default; `select` makes a dict
+            of some by name.
         schedule: Function from a step to whether a reading is due, or a number of steps, 100 for
-            `every(100)`; None for `log_spaced()`. Step 0 always is due. A step that is due and that
-            training jumps over is read at the next one.
-        tokens: Number of rows of hidden states in one split of the estimate.
-        batches: Largest number of splits, of which the mean is taken. With two or more their
+            `every(100)`; None for `log_spaced()`. Step 0 is always due. If training jumps over a
+            due step, the next step is read.
+        tokens: Number of rows of hidden states in one split.
+        batches: Largest number of splits, over which the mean is taken. With two or more, their
             deviation is recorded too, as the papers give it; margins need none.
         queries: Number of rows of a split from which distances to all its rows are measured: 2,048
             halve the cost of the intrinsic dimension for 3 to 20 % more scatter. None for all rows,
-            the papers' protocol to the letter.
-        probe: Fixed inputs. At due steps they are passed through the model in an extra pass, in
-            eval mode, instead of watching the training forward. A tensor, a dict of keyword
-            arguments, a tuple of arguments, or a function of the model; or a data loader, any other
-            iterable of batches, whose first batches are taken once: as many as hold the sampled
-            rows and 16 sequences, at most 64. Of a batch the model gets what its `forward` takes,
-            without labels; with several ranks each reads its share. "validation", in the callbacks,
-            is the trainer's validation loader, which is left as it is. None watches the training
-            forward.
-        probe_loss: Function of what the model has returned for the inputs of the probe, and of
-            these inputs (a batch with its labels), that returns the loss: a number, or a tensor of
-            one. It is recorded as `training/probe_loss` and charted as `geomon/probe_loss`, so that
-            the readings are a validation of the run too, without a pass of their own: like the
-            training forward, the model's time in the pass is then not counted as geomon's. Several
-            batches are weighted by their sequences. None for no loss.
-        log: Names of values that stand in every reading beside the metrics, under
-            `training/<name>`. Each reading of a `Monitor` waits for what `Monitor.log` gives under
-            these names, until the next step. The callbacks take the loss by themselves (`loss`),
-            and values of these names from what the trainer logs: `log=("val_loss",)`.
-        settings: Settings of the training by which runs are told apart, as numbers and texts, in
-            dicts if need be: `{"learning_rate": 3e-4, "trial": 7}`. They stand in the description
-            of the run, as `training/learning_rate`, and pages say in which of them runs differ. The
-            callbacks add what they know: hyper-parameters of the module, the usual arguments of
-            the Trainer. Texts whose names are those of secrets are left out.
-        directory: Folder in which the first rank writes `readings.jsonl`; None for no record, in
+            as in the papers.
+        probe: Fixed inputs for an extra pass in eval mode at due steps, instead of watching the
+            training forward. A tensor, a dict of keyword arguments, a tuple of arguments, or a
+            function of the model; or a data loader or another iterable of batches. The first
+            batches of a loader are taken once: enough for the sampled rows and 16 sequences, at
+            most 64. The model gets what its `forward` takes of a batch, without labels; with
+            several ranks each reads its share. "validation", in the callbacks, is the trainer's
+            validation loader. None watches the training forward.
+        probe_loss: Function of what the model returned for the inputs of the probe, and of these
+            inputs (a batch with its labels), that returns the loss as a number or a tensor with one
+            element. It is recorded as `training/probe_loss` and charted as `geomon/probe_loss`: a
+            validation at every reading. The model's time in that pass is then not counted as
+            geomon's. Several batches are weighted by their sequences. None for no loss.
+        log: Names of values to record in every reading beside the metrics, as `training/<name>`.
+            Each reading of a `Monitor` waits for `Monitor.log` to give them, until the next step.
+            The callbacks take the loss by themselves (`loss`), and values of these names from what
+            the trainer logs: `log=("val_loss",)`.
+        settings: Settings of the training that tell runs apart, as numbers and texts, in dicts if
+            need be: `{"learning_rate": 3e-4, "trial": 7}`. They are recorded as
+            `training/learning_rate`, and pages say in which of them runs differ. The callbacks add
+            the hyper-parameters of the module or the usual arguments of the Trainer. Texts whose
+            names are those of secrets are left out.
+        directory: Folder in which the first rank writes `readings.jsonl`. None for no record; in
             the callbacks for the folder of the run's logger or checkpoints.
-        arrays: Whether arrays that figures need stand in files beside the record, in `arrays/`:
-            mean queries and keys, a few single ones, eigenvalues, moments of token types. They are
-            taken from what metrics compute, about a megabyte of a reading at most; of readings less
-            than 5 % apart only some have them.
-        sinks: Objects with `write(reading)` and `close()` that get every reading too, on the first
-            rank, in a thread for which the training waits. One that fails at five readings in a row
-            is left out.
-        budget: Largest share of the time that geomon may take, 0.01 or "1%" for one per cent; None
-            follows the schedule whatever it costs. It decides whether a reading is made, never how
-            much of it: one that is due and does not fit is put off until it does. In the callbacks
-            the share is of the time that the whole run is expected to take, of which three quarters
-            may be used early; of the time since the first step where its length is not known, as in
-            a loop of your own. The first eight readings and a callback's last one are made in any
-            case, and so is an explicit call of `probe`. "auto" is "5%" in the callbacks, and in a
-            loop of your own where several ranks are gathered and wait for one another; else None.
+        arrays: Whether to write the arrays that figures need to files beside the record, in
+            `arrays/`: mean queries and keys, a few single ones, eigenvalues, moments of token
+            types. At most about a megabyte a reading; of readings less than 5 % apart only some
+            have them.
+        sinks: Objects with `write(reading)` and `close()` that get every reading after the record,
+            on the first rank, in a thread for which training waits. A sink that fails at five
+            readings in a row is left out.
+        budget: Largest share of the time that geomon may take, 0.01 or "1%"; None follows the
+            schedule whatever it costs. The budget decides whether a reading is made, never how much
+            of it: a due reading that does not fit is put off until it does. In the callbacks the
+            share is of the time that the whole run is expected to take, of which three quarters may
+            be used early; where the length is not known, as in a loop of your own, it is of the
+            time since the first step. The first eight readings, a callback's last one and explicit
+            calls of `probe` are always made. "auto" is "5%" in the callbacks, and in a loop of your
+            own where several ranks are gathered and wait for one another; else None.
         gather: With several ranks, whether a reading is that of the rows of all ranks: each keeps
-            its share of them, the layers are shared out to be measured, and the first rank records.
-            Every rank builds the monitor, once `torch.distributed` is initialised, and calls it
-            with the same steps and options. If False, the first rank measures its own rows and the
-            ranks exchange nothing.
-        rank_timeout: Largest time in seconds that a rank waits for the others in one reading, of
-            which at most half of what the training's own process group waits is used. A rank that
-            does not answer in time ends the gathering, never the run: the first rank goes on with
-            its own rows.
-        background: Whether rows are measured in a thread while the training goes on, on an
-            accelerator on a stream of its own; None does so where the model is on an accelerator.
-            Gathered rows are measured immediately, and so are all rows where a metric is of your
-            own: it may draw random numbers of the training.
+            its share of the rows, the ranks share the layers out for measuring, and the first rank
+            records. Build the monitor on every rank after `torch.distributed` is initialised, and
+            call it with the same steps and options. If False, the first rank measures its own rows
+            and the ranks exchange nothing.
+        rank_timeout: Seconds that a rank waits for the others in one reading, but at most half of
+            the timeout of the training's own process group. A rank that does not answer in time
+            ends the gathering, never the run: the first rank continues with its own rows.
+        background: Whether to measure rows in a thread while training goes on, on an accelerator on
+            a stream of its own; None does so where the model is on an accelerator. Gathered rows
+            are measured immediately, and so are all rows where a metric is your own, which may draw
+            random numbers of the training.
         device: Where rows are measured: "cpu" on the host; "auto" on the device of the model, if
-            the training leaves memory enough there; or the name of an accelerator, "cuda:1". Rows
-            of a model on the same device are not copied. With several ranks each measures its share
-            of the layers on its own. A reading that its device has no memory for is measured on the
-            host, and says so.
-        max_capture_mb: Largest memory of what one reading keeps of a pass, in millions of bytes:
-            fewer rows, queries and keys are kept if need be, and the reading says so. None for no
+            training leaves enough memory there; or the name of an accelerator, "cuda:1". With
+            several ranks each measures its share of the layers on its own device. A reading for
+            which the device has no memory is measured on the host, and says so.
+        max_capture_mb: Largest memory of what one reading keeps of a pass, in millions of bytes. If
+            need be, fewer rows, queries and keys are kept, and the reading says so. None for no
             limit.
-        seed: Seed, together with the step and the rank, of the private generator that samples rows.
-        sink_timeout: Largest duration in seconds of one call of a sink. One that takes longer is
-            left out from then on, with a warning. The loggers of a trainer have no limit.
+        seed: Seed of the private generator that samples rows, together with the step and the rank.
+        sink_timeout: Seconds that one call of a sink may take. A sink that takes longer is left out
+            from then on, with a warning. The loggers of a trainer have no limit.
         strict: Whether to raise what goes wrong in a reading, instead of a warning and a missing
             value.
         blocks: The blocks of the model, where the search does not find them: a regular expression
             that matches their whole names, or the modules.
-        extra_layers: Layers to measure beside those of the blocks, each as costly as one of them:
-            "final_norm" (what the final norm makes of the last block's output), "embedding" and
+        extra_layers: Layers to measure beside the blocks, each as costly as one of them:
+            "final_norm" (the last block's output after the final norm), "embedding" and
             "unembedding" (rows of the two matrices).
-        on_phase: Function of a `Phase`, called in the training's own thread on the first rank, once
+        on_phase: Function of a `Phase`, called in the training's own thread on the first rank after
             a reading is recorded, when the phase of the mean intrinsic dimension has another name
-            than before ("expanding", "level", "compressing", ...). What it raises is a warning.
+            than before ("expanding", "level", "compressing", ...). An exception in it becomes a
+            warning.
         on_alert: Function of an `Alert`, called like `on_phase`, once for each alert.
-        alerts: Names of the alerts that are looked for, as in `geomon.analysis.alerts.RULES`; ()
-            for none. An alert is a note of its reading and a warning.
+        alerts: Names of the alerts to look for, as in `geomon.analysis.alerts.RULES`; () for none.
+            An alert is a note of its reading and a warning.
 
     Raises:
         TypeError: An argument has a name that does not exist. A hook is not callable.
@@ -183,9 +180,9 @@ class CallbackOptions(MonitorOptions, total=False):
             training, anisotropy over depth, maps of layers and steps, and matrices of layers and
             heads, each time the step has doubled and at the end.
         detail: How much loggers show: "headline" for about a dozen values in the group `geomon/`;
-            "layers" for every layer of every metric besides, in groups of their own; or names of
-            metrics whose means are headline values too. The record holds everything. Sinks that are
-            given with `sinks` have a `detail` of their own.
+            "layers" for every layer of every metric too, in groups of their own; or names of
+            metrics whose means are headline values too. The record holds everything. Sinks given
+            with `sinks` have a `detail` of their own.
 
     Raises:
         TypeError: An argument has a name that does not exist. A hook is not callable.

@@ -146,9 +146,7 @@ class Passes:
         """Notes on the model, for every reading."""
         if self.block_names == self._names:
             return []
-        text = (
-            "the blocks of the model are not those that the run began with: {now} now, {then} then"
-        )
+        text = "the model has other blocks than the run began with: {now} now, {then} then"
         numbers = {"now": len(self.block_names), "then": len(self._names)}
         return [Note("other blocks", text, numbers=numbers)]
 
@@ -181,7 +179,7 @@ class Passes:
         snapshot = self.snapshot(window)
         info = replace(snapshot.info, loss=made.loss)
         if made.left_out:
-            text = "of each batch the model was given all but {left_out}, by what forward() takes"
+            text = "the model gets all but {left_out}, which its forward() does not take"
             note = Note("parts of a batch", text, numbers={"left_out": made.left_out})
             info = replace(info, notes=[*info.notes, note])
         return replace(snapshot, info=info)

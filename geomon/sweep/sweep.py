@@ -54,7 +54,7 @@ def scan(
 
     Each checkpoint is loaded, probed on the same inputs and freed before the next one. Tags and
     record are those of a live run with a probe. A step that the record holds is not read again, so
-    a scan that was ended goes on where it was. A checkpoint that fails is named in a warning and in
+    an interrupted scan resumes where it was. A checkpoint that fails is named in a warning and in
     the next reading's notes, is left out, and is tried again by the next scan.
 
     Args:

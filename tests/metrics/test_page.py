@@ -11,16 +11,14 @@ PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
 def of_metrics(metrics) -> list[str]:
-    """A line for each metric: name, what it is and its parts, null, when there is no value."""
-    lines = ["| metric | what it is | null | no value where |", "|---|---|---|---|"]
+    """A line for each metric: name, what it is and its parts, null."""
+    lines = ["| metric | what it is | null |", "|---|---|---|"]
     for name, metric in metrics.items():
         text = metric.text
         unit = f" ({text.unit})" if text.unit else ""
         parts = "".join(f"; `/{part}`: {words}" for part, words in text.parts.items())
         meaning = f"{text.meaning[:-1]}{parts}." if parts else text.meaning
-        lines.append(
-            f"| `{name}` | **{text.title}**{unit}. {meaning} | {text.null} | {text.missing} |"
-        )
+        lines.append(f"| `{name}` | **{text.title}**{unit}. {meaning} | {text.null} |")
     return lines
 
 

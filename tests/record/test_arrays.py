@@ -168,7 +168,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch, error):
 
 
 def test_the_rest_of_a_killed_write_is_no_array_and_is_removed(tmp_path):
-    """Kills in the middle of readings are in `benchmarks.kills`, a part of which is a test."""
+    """Kills in the middle of readings: test_kills.py."""
     record = began(tmp_path)
     write(record, 0, 1.0)
     record.close()

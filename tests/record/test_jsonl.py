@@ -16,11 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tagged import reading_of
 
-from benchmarks import corrupted_records
-from geomon.record import FILE_NAME, Follower, Reading, Record, follow, jsonl, read
+from geomon.record import FILE_NAME, Follower, Reading, Record, jsonl, read
 from geomon.record.arrays import ArrayPlace
-
-TESTS = Path(__file__).parent.parent
 
 
 def reading(step: int, source: str = "inline") -> Reading:
@@ -51,23 +48,6 @@ def test_what_goes_on_with_a_step_before_the_first_one_sets_nothing_aside(tmp_pa
     assert [r.step for r in read(tmp_path)] == [4, 2]
     assert read(tmp_path).mixed_at is None
     assert not list(tmp_path.glob("readings.*.jsonl"))
-
-
-def test_a_killed_run_loses_no_reading_and_reads_none_twice():
-    """Eight kills at random moments, two of each kind of run; the campaign has two hundred."""
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.kills", "--kills", "8"],
-        cwd=TESTS.parent, capture_output=True, text=True, timeout=400, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = done.stdout.splitlines()
-    assert len(lines) == 4
-    halfway = 0
-    for line in lines:
-        kills, while_measuring = map(int, re.findall(r"(\d+) (?:kills|while)", line))
-        assert kills == 2
-        halfway += while_measuring
-    assert halfway >= 1
 
 
 def test_the_line_that_describes_a_run_comes_with_its_first_reading(tmp_path):
@@ -193,22 +173,6 @@ def test_json_of_another_shape_is_no_record(tmp_path, line):
         read(tmp_path)
     with pytest.raises(ValueError, match="line 1 of"):
         Follower(tmp_path).look()
-
-
-def test_corrupted_records_are_refused_and_set_aside():
-    """A part of the campaign, whose every kind comes up."""
-    kinds, _ = corrupted_records.run(150, seed=1)
-    assert kinds.keys() == corrupted_records.KINDS.keys()
-
-
-@pytest.mark.parametrize("end", [b"\n", b""])
-def test_a_line_longer_than_any_of_a_record_is_refused(tmp_path, monkeypatch, end):
-    """The limit is made small: the campaign reads one of the real size."""
-    monkeypatch.setattr(jsonl, "MAX_LINE", 1000)
-    monkeypatch.setattr(follow, "MAX_LINE", 1000)
-    content = reading(0).line().encode() + b"\n" + b'{"step": ' + b" " * 1000 + end
-    (tmp_path / FILE_NAME).write_bytes(content)
-    corrupted_records.check(tmp_path, 2)
 
 
 @pytest.mark.parametrize("text", ["notes of mine", "a\r\nb", '{"other": 1}', "5"])

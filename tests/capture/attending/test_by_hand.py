@@ -75,7 +75,7 @@ def test_scores_in_an_unusual_order_need_the_number_of_heads(shape, dim, to_usua
 
 @pytest.mark.parametrize("shape", [(2, 3, 6, 6), (2, 4, 5, 6), (3, 5, 7), (2, 2, 3, 6, 6)])
 def test_products_that_cannot_be_arranged_are_refused(shape):
-    with pytest.raises(NotUnderstoodError, match="sequences, heads and queries$"):
+    with pytest.raises(NotUnderstoodError, match=r"sequences, heads and queries$"):
         recorded(torch.randn(shape), heads=4)
 
 
