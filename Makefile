@@ -7,14 +7,15 @@ READY  := $(VENV)/ready
 # Flags for the recipe: make enwik8 ARGS="--arch llama --seed 1"
 ARGS ?=
 
-# Every folder of recipes/ that can be run is a target of the same name: make grokking
-RECIPES := $(patsubst recipes/%/__main__.py,%,$(wildcard recipes/*/__main__.py))
+# Every experiment of recipes/ is a target of the same name: make grokking
+EXPERIMENTS := $(filter-out study,$(patsubst recipes/%/experiment.py,%,$(wildcard recipes/*/experiment.py)))
 
-.PHONY: $(RECIPES) test check format architectures api bench clean help
+.PHONY: enwik8 claims $(EXPERIMENTS) test check format architectures api bench clean help
 
 help:
 	@echo "make enwik8         train a character decoder on enwik8 and watch its geometry"
-	@echo "make NAME           the other recipes, the same way: $(filter-out enwik8,$(RECIPES))"
+	@echo "make NAME           an experiment on the claims of papers: $(EXPERIMENTS)"
+	@echo "make claims         docs/claims.md: all claims beside what the experiments in runs/ measured"
 	@echo "                    flags of any recipe: make enwik8 ARGS='--steps 300'; all of them: ARGS=--help"
 	@echo "make test           the whole test suite"
 	@echo "make check          lint, format and types"
@@ -33,8 +34,11 @@ $(READY): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-$(RECIPES): $(READY)
-	@$(BIN)/python -m recipes.$@ $(ARGS)
+enwik8: $(READY)
+	@$(BIN)/python -m recipes.enwik8 $(ARGS)
+
+claims $(EXPERIMENTS): $(READY)
+	@$(BIN)/python -m recipes.study $@ $(ARGS)
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile

@@ -25,8 +25,8 @@ from recipes.enwik8.train import Machine, RecipeError, Settings, show, train
 _FOLDER_OF_ALL_RANKS = "GEOMON_RECIPE_FOLDER"
 
 _DATA = (
-    "enwik8 or a prefix of it: raw, .gz, .bz2, .xz or .zip. Default: the file that the environment "
-    "variable ENWIK8 names; else a download; else text that Python carries."
+    "Any text, a prefix of enwik8 for instance: raw, .gz, .bz2, .xz or .zip. Default: the file "
+    "that the environment variable ENWIK8 names; else a download; else text that Python carries."
 )
 _PRESET = "Default: that of the preset."
 

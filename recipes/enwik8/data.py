@@ -1,4 +1,4 @@
-"""Text for the character-level language model: enwik8, a prefix of it, or what Python carries.
+"""Text for the character-level language model: a file, enwik8, or what Python carries.
 
 Vocabulary: enwik8 is the first 100,000,000 bytes of the English Wikipedia's dump of March 2006;
 a *prefix* is its first so many bytes; a *corpus* is text as the model reads it, one id per byte.
@@ -10,6 +10,7 @@ import hashlib
 import lzma
 import os
 import platform
+import sys
 import zipfile
 import zlib
 from dataclasses import dataclass
@@ -17,11 +18,10 @@ from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple, get_args
 
 import numpy as np
+import pooch
 import requests
 from filelock import FileLock
 from numpy.typing import ArrayLike, NDArray
-from platformdirs import user_cache_dir
-from tqdm import tqdm
 
 from recipes.enwik8.builtin_text import builtin_text
 from recipes.enwik8.clean import clean
@@ -30,6 +30,7 @@ URL = "http://mattmahoney.net/dc/enwik8.zip"
 Text = Literal["bytes", "clean"]
 
 _MIB = 1 << 20
+_DUMP = b"<mediawiki"  # of Wikipedia begins so
 _CONNECT_SECONDS = 5
 _READ_SECONDS = 30
 _UNREADABLE = (EOFError, OSError, RuntimeError, zipfile.BadZipFile, zlib.error, lzma.LZMAError)
@@ -41,22 +42,17 @@ class DataError(ValueError):
 
 @dataclass(frozen=True)
 class Published:
-    """What is published about a file, so that a copy of it, or of its beginning, can be checked."""
+    """Published size and checksums, by which a copy of a file or of its beginning is known."""
 
     size: int  # bytes
     sha1: str
     mebibyte_sha256: str  # of the first 1,048,576 bytes
-    head: bytes  # the first bytes themselves, for prefixes shorter than that
 
 
 ENWIK8 = Published(
     size=100_000_000,
     sha1="57b8363b814821dc9d47aa4d41f58733519076b2",
     mebibyte_sha256="4fb5efa9f35df431737731bf3c8f38a467b69731940ff82a4ee0e218aae58834",
-    head=(
-        b'<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.3/" '
-        b'xmlns:xsi="http://www.w3.org/2001/XMLSchema-instance"'
-    ),
 )
 
 
@@ -118,22 +114,24 @@ def load(
 ) -> Corpus:
     """Return the first text found: ``data``, ``$ENWIK8``, the cache, a download, Python's own.
 
-    A file that is named must be enwik8 or a prefix of it, plain or packed (gzip, bzip2, xz, or a
-    zip that holds one file); of a prefix only the first MiB can be checked. If it cannot be used,
-    that is an error: only a failed connection leads to the text that Python carries.
+    A file that is named may hold any text, plain or packed (gzip, bzip2, xz, or a zip that holds
+    one file), of which the first 100,000,000 bytes are taken; `Corpus.source` says whether it is
+    enwik8, known by its checksum, or by that of its first MiB. If it cannot be used, that is an
+    error: only a failed connection leads to the text that Python carries.
 
     Args:
-        data: A file with enwik8 or a prefix of it. ``$ENWIK8`` is read the same way.
+        data: A file with text. ``$ENWIK8`` is read the same way.
         text: ``"bytes"`` takes the file as it is, ``"clean"`` the prose that `clean` leaves of
-            it. Either way the split 90/5/5 and the symbols are those of the bytes then used.
+            a dump of Wikipedia; other text is taken as it is. Either way the split 90/5/5 and the
+            symbols are those of the bytes then used.
         cache: The folder for the download; by default ``$GEOMON_CACHE`` or the platform's.
         minimum: The fewest bytes to accept, after cleaning.
         url: Where to download from.
-        published: Size and checksums of the file expected.
+        published: Size and checksums of the file to download.
 
     Raises:
-        DataError: If ``text`` is unknown, a named file is missing or not what it should be, a
-            download fails its checksum twice, the cache cannot be written, or the text is short.
+        DataError: If ``text`` is unknown, a named file is missing or cannot be unpacked, a download
+            fails its checksum twice, the cache cannot be written, or the text is short.
     """
     if text not in get_args(Text):
         raise DataError(f"text={text!r} is unknown; give 'bytes' or 'clean'")
@@ -144,7 +142,7 @@ def load(
     if len(raw) < max(minimum, 1):
         raise DataError(
             f"too short: {source}; expected at least {max(minimum, 1):,} bytes of text;"
-            " give a longer prefix of enwik8 or a smaller minimum"
+            " give a longer text or a smaller minimum"
         )
     return _corpus(raw, source)
 
@@ -154,7 +152,7 @@ def _find(data: str | Path | None, cache: Path | None, url: str, published: Publ
         return _local(data, "", published)
     if named := os.environ.get("ENWIK8"):
         return _local(named, "ENWIK8=", published)
-    folder = Path(cache or os.environ.get("GEOMON_CACHE") or user_cache_dir("geomon")).expanduser()
+    folder = Path(cache or os.environ.get("GEOMON_CACHE") or pooch.os_cache("geomon")).expanduser()
     try:
         raw = _published(folder, url, published)
     except _UnreachableError as reason:
@@ -184,13 +182,18 @@ def _local(path: str | Path, origin: str, published: Published) -> _Found:
     path = Path(path).expanduser()
     name = f"{origin}{path}"
     if path.is_dir():
-        raise DataError(f"{name} is a folder; give the file with enwik8 or a prefix of it")
+        raise DataError(f"{name} is a folder; give a file with text")
     if not path.exists():
-        raise DataError(f"{name} does not exist; give a file with enwik8 or a prefix of it")
-    raw = _read(path, name, limit=published.size + 1)
-    _check(raw, name, published)
-    part = "all" if len(raw) == published.size else "the first"
-    return _Found(raw, f"enwik8, {part} {len(raw):,} bytes, from {name}", markup=True)
+        raise DataError(f"{name} does not exist; give a file with text")
+    raw = _read(path, name, limit=published.size)
+    if _is_published(raw, published):
+        source = "enwik8, all"
+    elif hashlib.sha256(raw[:_MIB]).hexdigest() == published.mebibyte_sha256:
+        source = "enwik8, the first"
+    else:
+        source = "text,"
+    markup = raw.startswith(_DUMP)
+    return _Found(raw, f"{source} {len(raw):,} bytes, from {name}", markup=markup)
 
 
 def _read(path: Path, name: str, *, limit: int) -> bytes:
@@ -233,38 +236,10 @@ def _only(archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
     members = [member for member in archive.infolist() if not member.is_dir()]
     if len(members) != 1:
         raise DataError(
-            f"{name} is a zip of {len(members)} files; expected exactly one, enwik8 or a prefix"
-            " of it; pack that alone"
+            f"{name} is a zip of {len(members)} files; expected exactly one, the text: pack that"
+            " alone"
         )
     return members[0]
-
-
-def _check(raw: bytes, name: str, published: Published) -> None:
-    """Raise unless ``raw`` is the published file or, as far as can be told, a prefix of it."""
-    if not raw:
-        raise DataError(f"{name} is empty; give a file with enwik8 or a prefix of it")
-    if len(raw) > published.size:
-        raise DataError(
-            f"{name} is longer than the {published.size:,} bytes of enwik8; give enwik8 or a"
-            " prefix of it"
-        )
-    if len(raw) == published.size:
-        _compare(name, "sha1", hashlib.sha1(raw, usedforsecurity=False).hexdigest(), published.sha1)
-    elif len(raw) >= _MIB:
-        digest = hashlib.sha256(raw[:_MIB]).hexdigest()
-        _compare(f"the first MiB of {name}", "sha256", digest, published.mebibyte_sha256)
-    elif raw[: len(published.head)] != published.head[: len(raw)]:
-        raise DataError(
-            f"{name} begins with {raw[:20]!r}, expected {published.head[:20]!r}; give enwik8 or"
-            " a prefix of it"
-        )
-
-
-def _compare(name: str, kind: str, digest: str, expected: str) -> None:
-    if digest != expected:
-        raise DataError(
-            f"{name} has the {kind} {digest}, expected {expected}; give enwik8 or a prefix of it"
-        )
 
 
 def _one_line(error: BaseException) -> str:
@@ -318,55 +293,37 @@ def _download(folder: Path, url: str, published: Published) -> bytes:
         _fetch(url, part)
         try:
             raw = _read(part, url, limit=published.size + 1)
-            _check_download(raw, url, published)
         except DataError as error:
             problem = str(error)
-            part.unlink()
         else:
-            _replace(folder / "enwik8", raw)
-            part.unlink()
-            return raw
+            if _is_published(raw, published):
+                _replace(folder / "enwik8", raw)
+                part.unlink()
+                return raw
+            problem = (
+                f"what {url} holds has {len(raw):,} bytes and not the sha1 {published.sha1} of"
+                f" {published.size:,}"
+            )
+        part.unlink()
     raise DataError(f"downloaded twice: {problem}; or get enwik8 elsewhere and set ENWIK8 to it")
-
-
-def _check_download(raw: bytes, url: str, published: Published) -> None:
-    if not _is_published(raw, published):
-        digest = hashlib.sha1(raw, usedforsecurity=False).hexdigest()
-        raise DataError(
-            f"what {url} holds has {len(raw):,} bytes and the sha1 {digest}, expected"
-            f" {published.size:,} and {published.sha1}"
-        )
 
 
 def _fetch(url: str, part: Path) -> None:
     """Complete ``part``; whatever a server makes of the range, the checksum decides in the end."""
-    have = part.stat().st_size if part.exists() else 0
-    headers = {"Accept-Encoding": "identity"}  # a range counts the bytes as stored
-    if have:
-        headers["Range"] = f"bytes={have}-"
-    timeout = (_CONNECT_SECONDS, _READ_SECONDS)
-    with requests.get(url, headers=headers, stream=True, timeout=timeout) as response:
-        if have and response.status_code == requests.codes.requested_range_not_satisfiable:
-            return  # the part is complete, or wrong as a whole
-        response.raise_for_status()
-        resumed = response.status_code == requests.codes.partial_content
-        start = have if resumed else 0
-        length = response.headers.get("Content-Length", "")
-        total = start + int(length) if length.isdecimal() else None
-        with (
-            part.open("ab" if resumed else "wb") as file,
-            tqdm(
-                desc="enwik8",
-                initial=start,
-                total=total,
-                unit="B",
-                unit_scale=True,
-                disable=None,  # shown on a terminal only
-            ) as bar,
-        ):
-            for chunk in response.iter_content(_MIB):
-                file.write(chunk)
-                bar.update(len(chunk))
+    with part.open("ab") as file:
+        headers = {"Accept-Encoding": "identity"}  # a range counts the bytes as stored
+        if file.tell():
+            headers["Range"] = f"bytes={file.tell()}-"
+        download = pooch.HTTPDownloader(
+            progressbar=sys.stderr.isatty(), chunk_size=_MIB, headers=headers,
+            timeout=(_CONNECT_SECONDS, _READ_SECONDS),
+        )  # fmt: skip
+        try:
+            download(url, file, None)
+        except requests.HTTPError as error:
+            # The part is complete, or wrong as a whole.
+            if error.response.status_code != requests.codes.requested_range_not_satisfiable:
+                raise
 
 
 def _replace(path: Path, raw: bytes) -> None:
@@ -379,12 +336,6 @@ def _replace(path: Path, raw: bytes) -> None:
 def _reason(error: requests.RequestException) -> str:
     if isinstance(error, requests.HTTPError):
         return f"the server answered {error.response.status_code}"
-    if isinstance(error, requests.ConnectTimeout):
-        return f"no connection within {_CONNECT_SECONDS} s"
-    if isinstance(error, requests.ReadTimeout):
-        return f"the server fell silent for {_READ_SECONDS} s"
     if isinstance(error, requests.exceptions.ChunkedEncodingError):
         return "the connection broke off; the next run resumes"
-    if isinstance(error, requests.ConnectionError):
-        return "no connection"
-    return _one_line(error)
+    return "no connection" if isinstance(error, requests.ConnectionError) else _one_line(error)

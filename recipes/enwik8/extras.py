@@ -3,8 +3,7 @@
 from importlib.util import find_spec
 
 _NEEDED = (
-    "lightning", "transformers", "filelock", "matplotlib", "platformdirs", "requests", "rich",
-    "tqdm", "typer",
+    "lightning", "transformers", "matplotlib", "pooch", "rich", "typer",
 )  # fmt: skip
 
 

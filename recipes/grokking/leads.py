@@ -3,13 +3,17 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from geomon import Readings, read
 from geomon.record.tags import layer_tag, training_tag
-from recipes.grokking.model import HELD_OUT_ACCURACY, TRAINING_ACCURACY
+from recipes.study.history import History
 
-CURVES = ("local_dimension", "effective_rank_last")
+# Names under which the accuracies are logged, and stand in every reading.
+TRAINING_ACCURACY, HELD_OUT_ACCURACY = "training_accuracy", "held_out_accuracy"
+# Metrics, and what they are called.
+CURVES = {
+    "local_dimension": "mean local dimension",
+    "effective_rank_last": "effective rank at the last token",
+}
 # Shares by which a value must be below the control's lowest.
 MARGINS = (0.0, 0.1, 0.2, 0.3)
 
@@ -24,8 +28,8 @@ class Course:
 
     Attributes:
         steps: Steps of the readings.
-        training_accuracy: Accuracy on training pairs at each step; NaN at step 0.
-        held_out_accuracy: Accuracy on held-out pairs at each step; NaN at step 0.
+        training_accuracy: Accuracy on training pairs at each step.
+        held_out_accuracy: Accuracy on held-out pairs at each step.
         curves: Values at the last layer on training pairs, for each of `CURVES`.
     """
 
@@ -58,19 +62,18 @@ class Course:
         return values[-1] / max(values)
 
 
-def load_course(folder: Path) -> Course:
-    """Read the curves of one training from its record.
+def course_of(history: History) -> Course:
+    """Collect the curves of one training.
 
     Args:
-        folder: Folder of the record.
+        history: What was recorded of it.
     """
-    readings = read(folder)
     return Course(
-        steps=[reading.step for reading in readings],
-        training_accuracy=_values(readings, training_tag(TRAINING_ACCURACY)),
-        held_out_accuracy=_values(readings, training_tag(HELD_OUT_ACCURACY)),
+        steps=history.steps,
+        training_accuracy=history.values(training_tag(TRAINING_ACCURACY)),
+        held_out_accuracy=history.values(training_tag(HELD_OUT_ACCURACY)),
         curves={
-            name: _values(readings, layer_tag(name, readings.layers(name)[-1])) for name in CURVES
+            name: history.values(layer_tag(name, history.last.layers(name)[-1])) for name in CURVES
         },
     )
 
@@ -146,10 +149,6 @@ def false_alarms(controls: Sequence[Course], name: str, margin: float) -> list[b
         alarm(control, [*controls[:number], *controls[number + 1 :]], name, margin) is not None
         for number, control in enumerate(controls)
     ]
-
-
-def _values(readings: Readings, tag: str) -> list[float]:
-    return [reading.values.get(tag, math.nan) for reading in readings]
 
 
 def _first(steps: Sequence[int], values: Sequence[float], least: float) -> int | None:

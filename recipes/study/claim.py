@@ -3,10 +3,10 @@
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from recipes.study.seeds import Estimate, Share, estimate, estimate_share
 
@@ -14,45 +14,40 @@ FILE_NAME = "claims.json"
 
 Verdict = Literal["agrees", "disagrees", "undecided"]
 
+_T = TypeVar("_T")
+
 
 @dataclass(frozen=True)
 class Claim:
-    """One assertion of a paper, and a number that decides it.
+    """One assertion, and a number that decides it.
 
     A sentence of a paper that asserts several things ("grows and stabilises at every layer") is
-    several claims.
+    several claims. What no number could decide otherwise, an identity for instance, is none.
 
     Attributes:
-        name: Name of the claim, unique, in words joined by underscores.
+        name: Name of the claim, unique in its experiment, in words joined by underscores.
         asserts: What is asserted, in one sentence.
-        published: What the paper shows: a shape, or a number of its prose.
         source: Number of the paper at arXiv with the section or figure.
-        command: Command that measures it, from the top of the repository.
         quantity: What is measured, with its unit.
-        values: One value for each independent repetition.
+        values: One value for each independent repetition; none where no repetition has one.
+        above: Number that the mean must exceed for the claim to hold; None for no such end.
+        below: Number that the mean must stay under for the claim to hold; None for no such end.
+        published: What the paper shows: a shape, or a number of its prose; "" for a claim that is
+            ours: a variant or a control that the paper does not have.
         repeated: What one value is of: "seed", "head".
         counted: Whether each value is 1 or 0, for something that is so or not, and their mean a
             share: its interval is that of a count.
-        above: Number that the mean must exceed for the claim to hold; None for no such end.
-        below: Number that the mean must stay under for the claim to hold; None for no such end.
-        picture: Path of the picture, from the top of the repository; empty for none.
-        differs: In which way this run differs in kind from the published one.
-        seconds: Time of the command that measured it, on two cores; nan where it was not taken.
     """
 
     name: str
     asserts: str
-    published: str
     source: str
-    command: str
     quantity: str
     values: tuple[float, ...]
-    repeated: str = "seed"
     above: float | None = None
     below: float | None = None
-    picture: str = ""
-    differs: str = ""
-    seconds: float = math.nan
+    published: str = ""
+    repeated: str = "seed"
     counted: bool = False
 
     def __post_init__(self) -> None:
@@ -63,7 +58,7 @@ class Claim:
         """
         if self.above is None and self.below is None:
             raise ValueError(f"claim {self.name}: give `above`, `below` or both")
-        if None not in (self.above, self.below) and not self.above < self.below:  # type: ignore[operator]
+        if not self._least < self._most:
             raise ValueError(
                 f"claim {self.name}: nothing is above {self.above}, below {self.below}"
             )
@@ -82,6 +77,27 @@ class Claim:
         return "disagrees" if high <= self._least or low >= self._most else "undecided"
 
     @property
+    def limits(self) -> str:
+        """Where the claim puts the number, "> 0 and < 2.5"."""
+        ends = ((">", self.above), ("<", self.below))
+        return " and ".join(f"{sign} {end:.3g}" for sign, end in ends if end is not None)
+
+    @property
+    def mean_words(self) -> str:
+        """The mean with its margin, to the digits that the margin leaves, "2.0 ± 2.5"."""
+        measured = self.measured
+        if isinstance(measured, Share):
+            return f"{measured.mean:.2f} ({measured.low:.2f} to {measured.high:.2f})"
+        if not math.isfinite(measured.margin):
+            return f"{measured.mean:.3g}, one value"
+        if measured.margin == 0:
+            return f"{measured.mean:.3g} ± 0"
+        digits = 1 - math.floor(math.log10(measured.margin))
+        if not 0 <= digits <= 4:
+            return f"{measured.mean:.3g} ± {measured.margin:.2g}"
+        return f"{measured.mean:.{digits}f} ± {measured.margin:.{digits}f}"
+
+    @property
     def _least(self) -> float:
         return -math.inf if self.above is None else self.above
 
@@ -90,11 +106,44 @@ class Claim:
         return math.inf if self.below is None else self.below
 
 
-def save_claims(claims: Iterable[Claim], folder: str | os.PathLike[str]) -> Path:
-    """Write claims to `claims.json` in a folder, whole or not at all.
+@dataclass(frozen=True)
+class Results:
+    """What an experiment found.
+
+    Attributes:
+        experiment: Name of the experiment.
+        differs: In which way its trainings differ in kind from the published ones.
+        seconds: Time of all trainings on two cores.
+        claims: The claims.
+    """
+
+    experiment: str
+    differs: str
+    seconds: float
+    claims: tuple[Claim, ...]
+
+
+def over_seeds(
+    seeds: Iterable[_T], measure: Callable[[_T], float | Sequence[float]]
+) -> tuple[float, ...]:
+    """Measure each seed, and collect what could be measured.
 
     Args:
-        claims: Claims of one experiment.
+        seeds: What was recorded of each seed.
+        measure: Function to a value, or to values of heads or layers; NaN where there is none.
+    """
+    found: list[float] = []
+    for seed in seeds:
+        measured = measure(seed)
+        found += [measured] if isinstance(measured, float | int) else measured
+    return tuple(float(value) for value in found if math.isfinite(value))
+
+
+def save_results(results: Results, folder: str | os.PathLike[str]) -> Path:
+    """Write results to `claims.json` in a folder, whole or not at all.
+
+    Args:
+        results: Results of an experiment.
         folder: Folder of the experiment, which is made.
 
     Returns:
@@ -103,47 +152,35 @@ def save_claims(claims: Iterable[Claim], folder: str | os.PathLike[str]) -> Path
     path = Path(folder) / FILE_NAME
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
-    part.write_text(json.dumps([asdict(claim) for claim in claims], indent=1) + "\n")
+    part.write_text(json.dumps(asdict(results), indent=1) + "\n")
     part.replace(path)
     return path
 
 
-def load_claims(folder: str | os.PathLike[str]) -> list[Claim]:
-    """Read the claims of an experiment.
+def load_results(folder: str | os.PathLike[str]) -> Results:
+    """Read the results of an experiment.
 
     Args:
         folder: Folder of the experiment.
 
     Raises:
-        FileNotFoundError: The folder holds no claims.
+        ValueError: The folder holds no claims that can be read.
     """
-    path = Path(folder) / FILE_NAME
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is not there: run the experiment first")
-    return [
-        Claim(**(each | {"values": tuple(each["values"])})) for each in json.loads(path.read_text())
-    ]
+    try:
+        content: dict[str, Any] = json.loads((Path(folder) / FILE_NAME).read_text())
+        claims = [Claim(**{**one, "values": tuple(one["values"])}) for one in content["claims"]]
+        return Results(**{**content, "claims": tuple(claims)})
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{folder} holds no claims that can be read ({error})") from error
 
 
-def verdict_lines(claims: Iterable[Claim]) -> list[str]:
-    """Write each claim in a line: verdict, name, mean with its 95 % interval, and what decides it.
+def verdict_line(claim: Claim) -> str:
+    """Write a claim in a line: verdict, name, mean with its 95 % interval, and what decides it.
 
     Args:
-        claims: Claims of one experiment.
+        claim: The claim.
     """
-    return [
-        f"{each.verdict:<9}  {each.name}: {_mean_words(each.measured)} "
-        f"({each.measured.count} x {each.repeated}; {_ends(each)})"
-        for each in claims
-    ]
-
-
-def _mean_words(measured: Estimate | Share) -> str:
-    if isinstance(measured, Share):
-        return f"{measured.mean:.2f} ({measured.low:.2f} to {measured.high:.2f})"
-    return f"{measured.mean:.3g} ± {measured.margin:.2g}"
-
-
-def _ends(claim: Claim) -> str:
-    ends = {"above": claim.above, "below": claim.below}
-    return " and ".join(f"{word} {end:g}" for word, end in ends.items() if end is not None)
+    return (
+        f"{claim.verdict:<9}  {claim.name}: {claim.mean_words} "
+        f"({len(claim.values)} x {claim.repeated}; {claim.limits})"
+    )

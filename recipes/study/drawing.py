@@ -1,17 +1,26 @@
 """Panels of figures: labels, and curves of several seeds, thin, with their mean in front."""
 
+import io
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullLocator
+from PIL import Image
 
 from recipes.study.seeds import estimate
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish.
-BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
+BLUE, ORANGE, GREEN, PINK, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9"
 GREY = "#767676"
 # Of layers or steps, first to last; more of them begin anew.
-IN_ORDER = ("#56B4E9", BLUE, GREEN, "#E69F00", ORANGE, "#CC79A7")
+IN_ORDER = (SKY, BLUE, GREEN, "#E69F00", ORANGE, PINK)
+# Colours of a picture in its file: lines, their mixtures with bands, and the edges of letters.
+_COLOURS = 96
 
 
 def draw_seeds(
@@ -20,7 +29,7 @@ def draw_seeds(
     curves: Sequence[Sequence[float]],
     *,
     colour: str,
-    label: str,
+    label: str = "",
     **style: Any,
 ) -> None:
     """Draw curves of several seeds, their mean, and the 95 % interval of the mean as a band.
@@ -28,38 +37,29 @@ def draw_seeds(
     Args:
         panel: Axes of matplotlib.
         places: Places on the horizontal axis, common to all curves.
-        curves: Values at these places, one sequence for each seed.
+        curves: Values at these places, one sequence for each seed; a place at which one is not
+            finite is left out. The curves decide the limits of the axis, and not the band.
         colour: Colour of all of it.
         label: Name of the mean in the legend.
         style: Keyword arguments of matplotlib for the mean.
     """
-    for curve in curves:
-        panel.plot(places, curve, color=colour, lw=0.7, alpha=0.5)
-    means = [estimate(values) for values in zip(*curves, strict=True)]
-    if len(curves) > 1:
+    table = np.asarray(curves, dtype=float)
+    known = np.isfinite(table).all(axis=0)
+    if not known.any():
+        return
+    x, table = np.asarray(places)[known].tolist(), table[:, known]
+    for curve in table:
+        panel.plot(x, curve, color=colour, lw=0.6, alpha=0.5)
+    means = [estimate(column.tolist()) for column in table.T]
+    panel.plot(x, [each.mean for each in means], color=colour, label=label, **{"lw": 2.2, **style})
+    if len(table) > 1:
+        limits = panel.dataLim.get_points()
         low, high = [each.low for each in means], [each.high for each in means]
-        panel.fill_between(places, low, high, color=colour, alpha=0.16, lw=0)
-    line = {"lw": 2.2, **style}
-    panel.plot(places, [each.mean for each in means], color=colour, label=label, **line)
+        panel.fill_between(x, low, high, color=colour, alpha=0.16, lw=0)
+        panel.dataLim.set_points(limits)
 
 
-def label_panel(panel: Axes, letter: str, title: str, unit: str) -> None:
-    """Give a panel its letter, title and unit, and take away what is not needed.
-
-    Args:
-        panel: Axes of matplotlib.
-        letter: Letter by which texts name the panel.
-        title: Text above the panel.
-        unit: What the vertical axis shows, with its unit.
-    """
-    panel.set_title(f"$\\bf{{{letter}}}$   {title}", loc="left", fontsize=11)
-    panel.set_ylabel(unit)
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.grid(axis="y", color="#E6E6E6", lw=0.7)
-    panel.set_axisbelow(True)
-
-
-def plain_axes(panel: Axes, letter: str, title: str, x_label: str, y_label: str) -> None:
+def label_panel(panel: Axes, letter: str, title: str, x_label: str, y_label: str) -> None:
     """Give a panel its letter, title and labels, and take away what is not needed.
 
     Args:
@@ -78,6 +78,33 @@ def plain_axes(panel: Axes, letter: str, title: str, x_label: str, y_label: str)
     panel.set_axisbelow(True)
 
 
+def step_axis(panel: Axes, steps: Sequence[int]) -> None:
+    """Make the axis of steps logarithmic, with step 0 to the left of the first step after it.
+
+    Args:
+        panel: Axes of matplotlib.
+        steps: Steps of the readings, ascending.
+    """
+    first = next((step for step in steps if step), 1)
+    panel.set_xscale("symlog", linthresh=first, linscale=0.4)
+    panel.set_xlim(-0.1 * first, max(steps[-1], first) * 1.1)
+    panel.set_xticks([0, *(first * 4**n for n in range(9) if first * 4**n <= steps[-1])])
+    panel.xaxis.set_minor_locator(NullLocator())
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
+
+
+def plain_log_ticks(panel: Axes, ticks: Sequence[float]) -> None:
+    """Make the vertical axis logarithmic, with numbers at a few ticks.
+
+    Args:
+        panel: Axes of matplotlib.
+        ticks: Values at which numbers stand.
+    """
+    panel.set_yscale("log")
+    panel.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    panel.yaxis.set_minor_locator(NullLocator())
+
+
 def explain_seeds(count: int) -> str:
     """Say in words what `draw_seeds` draws.
 
@@ -87,3 +114,23 @@ def explain_seeds(count: int) -> str:
     if count == 1:
         return "one seed, so no interval"
     return f"bold: mean of {count} seeds; band: 95 % interval of the mean; thin: each seed"
+
+
+def save_small(figure: Figure, path: str | os.PathLike[str]) -> Path:
+    """Write a figure as a PNG of few colours, small enough to be kept beside the code.
+
+    Args:
+        figure: Figure of matplotlib.
+        path: Path of the file, whose folder is made.
+
+    Returns:
+        Path of the file.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", facecolor="white")
+    # Median cut gives large areas of one colour their own; dots of other colours look like noise.
+    image = Image.open(drawn).convert("RGB").quantize(_COLOURS, dither=Image.Dither.NONE)
+    image.save(path, format="PNG", optimize=True)
+    return path

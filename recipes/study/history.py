@@ -17,6 +17,9 @@ from geomon.analysis.queries_keys import LayerAlignment, align_layers
 # same for every curve, so that no curve chooses the moments that suit it.
 QUARTER = 0.25
 
+# Stack of the layer behind the final norm: the last hidden state as transformers gives it.
+NORMED = "final_norm_mean"
+
 # Layer and number of a head.
 Head = tuple[int, int]
 
@@ -29,7 +32,7 @@ class History:
     """
 
     def __init__(self, readings: Readings) -> None:
-        self._record = readings
+        self.record = readings
         self.readings: Sequence[Reading] = single_source(readings)
         self.steps = [reading.step for reading in self.readings]
 
@@ -46,7 +49,15 @@ class History:
     @cached_property
     def joined_heads(self) -> Mapping[int, LayerAlignment]:
         """Mean query against mean key by layer, the heads of each joined to one vector."""
-        return align_layers(self._record)
+        return align_layers(self.record)
+
+    def values(self, tag: str) -> list[float]:
+        """Collect a value over the readings; NaN where a reading has none.
+
+        Args:
+            tag: Name of the value.
+        """
+        return [reading.values.get(tag, math.nan) for reading in self.readings]
 
     def at(self, step: float, tag: str) -> float:
         """Interpolate a value between readings, on a logarithmic axis of steps.
@@ -55,8 +66,7 @@ class History:
             step: Training step.
             tag: Name of the value.
         """
-        values = [reading.values.get(tag, math.nan) for reading in self.readings]
-        return float(np.interp(math.log1p(step), np.log1p(self.steps), values))
+        return float(np.interp(math.log1p(step), np.log1p(self.steps), self.values(tag)))
 
     def change(self, tag: str, begin: float, end: float) -> float:
         """Compute a relative change between two parts of the training: last / first - 1.
@@ -92,16 +102,6 @@ class History:
         return (fmean(fourth) - fmean(third)) / (max(values) - min(values))
 
 
-def value_of(reading: Reading, tag: str) -> float:
-    """Look a value up.
-
-    Args:
-        reading: A reading.
-        tag: Name of the value.
-    """
-    return reading.values[tag]
-
-
 def over_layers(
     reading: Reading, metric: str, summary: Callable[[Sequence[float]], float] = fmean
 ) -> float:
@@ -113,26 +113,6 @@ def over_layers(
         summary: Function of the values.
     """
     return summary(profile_of(reading, metric)[1:])
-
-
-def changed(tag: str, begin: float, end: float) -> Callable[[History], float]:
-    """Make the function that computes `History.change` of one value between two moments.
-
-    Args:
-        tag: Name of a value above 0.
-        begin: Share of the training's steps at which the change begins.
-        end: Share at which it ends.
-    """
-    return lambda history: history.change(tag, begin, end)
-
-
-def since_start(measure: Callable[[Reading], float]) -> Callable[[History], float]:
-    """Make the function that measures the last reading minus that at step 0.
-
-    Args:
-        measure: Function of a reading.
-    """
-    return lambda history: measure(history.last) - measure(history.first)
 
 
 def growth(history: History, metric: str) -> list[float]:

@@ -218,7 +218,7 @@ def test_ctrl_c_keeps_every_reading_and_ends_as_lightning_ends(start, tmp_path):
     ("arguments", "message"),
     [
         (["--data", "no/such/file"], "no/such/file"),
-        (["--data", "pyproject.toml"], "pyproject.toml"),
+        (["--data", "pyproject.toml"], "too short: text, "),
         (["--resume"], "no checkpoint and no settings"),
         (["--out", "pyproject.toml/run"], "cannot be written"),
         (["--heads", "3"], "cannot be shared among --heads 3"),
@@ -342,7 +342,7 @@ for name in names.split(","):
 @pytest.mark.parametrize(
     "names",
     # Loggers are looked for after seconds of imports: one process is asked for both.
-    ["typer", "lightning", "transformers", "matplotlib", "requests", "tensorboard,wandb"],
+    ["typer", "lightning", "transformers", "matplotlib", "pooch", "tensorboard,wandb"],
 )
 def test_each_missing_extra_gets_one_clear_line(tmp_path, names):
     done = subprocess.run(

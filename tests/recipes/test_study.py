@@ -1,37 +1,55 @@
-"""Claims decide themselves from the interval over repetitions."""
+"""Claims decide themselves from the interval over repetitions, and their page is made of them."""
 
 import math
+import re
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
 from scipy import stats
+from tagged import reading_of
+from typer.testing import CliRunner
 
-from recipes.study import (
-    Claim,
-    estimate,
-    estimate_share,
-    load_claims,
-    save_claims,
-    verdict_lines,
-)
-
-
-def claim(values, **ends):
-    words = dict.fromkeys(("asserts", "published", "source", "command", "quantity"), "x")
-    return Claim(name="x", values=tuple(values), **words, **ends)
+from geomon.record import Record, read
+from geomon.record.arrays import ArrayPlace
+from recipes.study.__main__ import app
+from recipes.study.claim import Claim, Results, load_results, over_seeds, save_results, verdict_line
+from recipes.study.experiment import new_folder
+from recipes.study.page import newest_folders, render
+from recipes.study.seeds import estimate, estimate_share
+from recipes.study.training import RunError, begin_training, finish_training, seconds_taken
 
 
-def test_the_interval_is_that_of_scipy():
+def claim(name="it_grows", values=(1.0, 1.1, 0.9), **fields):
+    words = {
+        "asserts": f"{name} asserted.", "published": "a rise", "quantity": "change",
+        "source": "2311.05928, section 4.2",
+    }  # fmt: skip
+    ends = {} if {"above", "below"} & fields.keys() else {"above": 0.0}
+    return Claim(name=name, values=tuple(values), **(words | ends | fields))
+
+
+def results(*claims, experiment="decoder", seconds=440.0):
+    return Results(experiment, "characters here.", seconds, claims)
+
+
+def test_the_interval_is_that_of_scipy_and_covers_the_mean_of_the_population():
     values = [0.3, 0.7, 0.4, 1.1]
     low, high = stats.t.interval(0.95, 3, np.mean(values), stats.sem(values))
-    assert estimate(values).low == pytest.approx(low)
-    assert estimate(values).high == pytest.approx(high)
-
-
-def test_the_interval_covers_the_mean_of_the_population():
+    assert (estimate(values).low, estimate(values).high) == pytest.approx((low, high))
     draws = np.random.default_rng(0).normal(3, 2, (2000, 3))
     covered = [e.low < 3 < e.high for e in map(estimate, draws.tolist())]
     assert 0.93 < np.mean(covered) < 0.97
+
+
+@pytest.mark.parametrize("count", [1, 3, 12])
+def test_the_interval_of_a_share_is_that_of_scipy(count):
+    for so in range(count + 1):
+        share = estimate_share([1] * so + [0] * (count - so))
+        exact = stats.binomtest(so, count).proportion_ci(0.95, "exact")
+        assert (share.low, share.high) == (pytest.approx(exact.low), pytest.approx(exact.high))
 
 
 @pytest.mark.parametrize(
@@ -43,63 +61,184 @@ def test_the_interval_covers_the_mean_of_the_population():
         ((1.0, 1.1, 0.9), {"above": 0, "below": 2}, "agrees"),
         ((1.0, 1.1, 0.9), {"above": 3, "below": 4}, "disagrees"),
         ((1.0,), {"above": 0}, "undecided"),
+        # Three of three are not certainty: as means they would have no margin at all.
+        ((1.0,) * 3, {"above": 0.5, "counted": True}, "undecided"),
+        ((1.0,) * 6, {"above": 0.5, "counted": True}, "agrees"),
+        ((0.0,) * 6, {"above": 0.5, "counted": True}, "disagrees"),
     ],
 )
 def test_a_verdict_takes_the_whole_interval(values, ends, verdict):
-    assert claim(values, **ends).verdict == verdict
+    assert claim(values=values, **ends).verdict == verdict
 
 
-@pytest.mark.parametrize("ends", [{}, {"above": 1, "below": 1}, {"above": 2, "below": 1}])
+@pytest.mark.parametrize("ends", [{"above": None}, {"above": 1, "below": 1}])
 def test_a_claim_that_nothing_decides_is_refused(ends):
-    with pytest.raises(ValueError, match="claim x"):
-        claim((1.0,), **ends)
+    with pytest.raises(ValueError, match="claim it_grows"):
+        claim(**ends)
 
 
-@pytest.mark.parametrize("values", [(), (math.nan, 1.0)])
-def test_values_that_give_no_mean_are_refused(values):
-    with pytest.raises(ValueError, match="one finite value or more"):
-        estimate(values)
-
-
-def test_claims_come_back_from_their_file(tmp_path):
-    claims = [claim((1.0, 2.0), above=0), claim((3.0,), below=2)]
-    claims.append(claim((1.0, 1.0), above=0.5, counted=True))
-    save_claims(claims, tmp_path / "a")
-    back = load_claims(tmp_path / "a")
-    assert [each.values for each in back] == [(1.0, 2.0), (3.0,), (1.0, 1.0)]
-    assert [each.verdict for each in back] == [each.verdict for each in claims]
-    with pytest.raises(FileNotFoundError, match="run the experiment first"):
-        load_claims(tmp_path)
-
-
-@pytest.mark.parametrize("count", [1, 3, 12])
-def test_the_interval_of_a_share_is_that_of_scipy_and_covers_it(count):
-    for so in range(count + 1):
-        share = estimate_share([1] * so + [0] * (count - so))
-        exact = stats.binomtest(so, count).proportion_ci(0.95, "exact")
-        assert (share.low, share.high) == (pytest.approx(exact.low), pytest.approx(exact.high))
-        assert share.mean == so / count
-        assert share.mean + share.margin >= share.high - 1e-12
-    for probability in (0.02, 0.3, 0.5, 0.97):
-        chances = stats.binom.pmf(range(count + 1), count, probability)
-        found = [estimate_share([1] * so + [0] * (count - so)) for so in range(count + 1)]
-        covered = sum(
-            c for c, s in zip(chances, found, strict=True) if s.low <= probability <= s.high
-        )
-        assert covered >= 0.95
-
-
-def test_a_count_decides_by_its_own_interval_and_not_by_a_scatter_that_is_0():
-    """Three of three are not certainty: as means they would have no margin at all."""
-    assert claim((1.0,) * 3, above=0.5).verdict == "agrees"
-    assert claim((1.0,) * 3, above=0.5, counted=True).verdict == "undecided"
-    assert claim((1.0,) * 6, above=0.5, counted=True).verdict == "agrees"
-    assert claim((0.0,) * 6, above=0.5, counted=True).verdict == "disagrees"
-    (line,) = verdict_lines([claim((1.0, 0.0, 1.0), below=0.1, counted=True, repeated="control")])
-    assert line == "undecided  x: 0.67 (0.09 to 0.99) (3 x control; below 0.1)"
-
-
-@pytest.mark.parametrize("outcomes", [(), (0.5,), (1.0, math.nan)])
-def test_outcomes_that_are_neither_so_nor_not_are_refused(outcomes):
+def test_values_that_give_no_mean_are_refused():
+    for values in (), (math.nan, 1.0):
+        with pytest.raises(ValueError, match="one finite value or more"):
+            estimate(values)
     with pytest.raises(ValueError, match="each 0 or 1"):
-        estimate_share(outcomes)
+        estimate_share((0.5,))
+
+
+def test_what_a_seed_cannot_answer_is_left_out():
+    assert over_seeds([[1.0, math.nan], math.nan, 3], lambda seed: seed) == (1.0, 3.0)
+
+
+def test_results_come_back_from_their_file(tmp_path):
+    kept = results(claim(), claim("share", (1.0, 0.0, 1.0), below=0.1, counted=True))
+    save_results(kept, tmp_path / "a")
+    assert load_results(tmp_path / "a") == kept
+    assert [verdict_line(each) for each in kept.claims] == [
+        "agrees     it_grows: 1.00 ± 0.25 (3 x seed; > 0)",
+        "undecided  share: 0.67 (0.09 to 0.99) (3 x seed; < 0.1)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ((0.5,), "0.5, one value"),
+        ((2.0, 2.0, 2.0), "2 ± 0"),
+        ((1e-12, 2e-12), "1.5e-12 ± 6.4e-12"),
+        ((1000.0, 3000.0), "2e+03 ± 1.3e+04"),
+    ],
+)
+def test_numbers_have_the_digits_that_their_margins_leave(values, words):
+    assert claim(values=values).mean_words == words
+
+
+# -- the page --------------------------------------------------------------------------------------
+
+
+def rows(text, start):
+    lines = [line for line in text.splitlines() if line.startswith(f"| {start}")]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+
+
+def test_a_paper_is_counted_by_what_it_asserts_alone(tmp_path):
+    found = results(
+        claim("a"), claim("b", (-1.0, -1.1, -0.9)), claim("c", (1.0, -1.1, 0.9)),
+        claim("ours", published="", quantity="|cos| of\ntwo heads", repeated="head"),
+        claim("other", source="2401.12143, section 5"),
+    )  # fmt: skip
+    text = render([found], ["grokking"], tmp_path / "claims.md")
+    assert "([2311.05928](https://arxiv.org/abs/2311.05928)) | 3 | 1 | 1 | 1 | 1 |" in text
+    assert "| **all** | 4 | 2 | 1 | 1 | 1 |" in text
+    assert "Not run: `make grokking`." in text
+    asked, added = text.split("What we added:")[0], text.split("What we added:")[1]
+    assert rows(asked, "a asserted") == [
+        ["a asserted.", "a rise (section 4.2)", "change [> 0]", "1.00 ± 0.25<br>3 seeds",
+         "**agrees**", "decoder"]
+    ]  # fmt: skip
+    assert rows(asked, "ours") == []
+    assert rows(added, "ours asserted") == [
+        ["ours asserted.", r"\|cos\| of two heads [> 0]", "1.00 ± 0.25<br>3 heads", "**agrees**",
+         "decoder"]
+    ]  # fmt: skip
+    assert "- `make decoder`: 3 lines; 1 that we added; 7 minutes on two cores." in text
+    assert "- `make decoder`: 1 line; 7 minutes on two cores. Differs from the published: " in text
+    assert text.index("The Shape of Learning (2311") < text.index("Inherent to Self-Attention in")
+
+
+def test_pictures_are_linked_where_they_are_there(tmp_path):
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "decoder_seeds.png").touch()
+    text = render([results(claim())], [], tmp_path / "claims.md")
+    assert "[decoder_seeds.png](pictures/decoder_seeds.png)" in text
+
+
+def test_of_several_runs_the_newest_is_taken(tmp_path):
+    for name in ("decoder", "decoder-2", "decoder-10", "grokking"):
+        save_results(results(claim()), tmp_path / name)
+    (tmp_path / "decoder-11").mkdir()  # a run that has made no claims yet
+    assert [folder.name for folder in newest_folders(tmp_path)] == ["decoder-10", "grokking"]
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["claims", *map(str, arguments)])
+
+
+def test_the_command_writes_the_page(tmp_path):
+    save_results(results(claim()), tmp_path / "decoder")
+    done = run(tmp_path / "decoder", "-o", tmp_path / "page.md")
+    assert done.exit_code == 0, done.output
+    assert "it_grows asserted." in (tmp_path / "page.md").read_text()
+    save_results(results(claim()), tmp_path / "again")
+    twice = run(tmp_path / "decoder", tmp_path / "again", "-o", tmp_path / "page.md")
+    assert twice.exit_code == 2
+    assert "both hold decoder: give one folder" in twice.stderr
+
+
+@pytest.mark.parametrize("content", [None, "no json", '[{"name": "x"}]', '{"claims": [1]}'])
+def test_a_folder_without_claims_is_an_error_of_one_line(tmp_path, content):
+    if content is not None:
+        (tmp_path / "claims.json").write_text(content)
+    done = run(tmp_path, "-o", tmp_path / "page.md")
+    assert done.exit_code == 2
+    assert done.stderr.startswith(f"error: {tmp_path} holds no claims that can be read")
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "page.md").exists()
+
+
+# -- folders of trainings --------------------------------------------------------------------------
+
+
+def leave_broken_off(folder) -> None:
+    """Leave the records and arrays of two trainings that did not reach their ends."""
+    reading = reading_of({"twonn/mean": 2.0}, 0)
+    for _ in range(2):  # the second puts the record of the first aside
+        record = Record(folder)
+        record.begin(0, {})
+        record.write(reading)
+        record.write_arrays(reading, {ArrayPlace("", "mean_query", 1): np.ones(3)})
+        record.close()
+
+
+def test_a_training_that_was_broken_off_leaves_nothing_to_the_next_one(tmp_path):
+    for folder in (tmp_path / "a", tmp_path / "a" / "inner", tmp_path / "b"):
+        leave_broken_off(folder)
+    own = [tmp_path / "a" / "arrays" / "mine.npz", tmp_path / "a" / "notes.txt"]
+    for path in own:
+        path.write_text("of the user")
+    settings = {"steps": 3, "size": {"layers": 2}}
+    assert begin_training(tmp_path / "a", settings)
+    assert sorted(path for path in (tmp_path / "a").rglob("*") if path.is_file()) == own
+    assert len(read(tmp_path / "b")) == 1
+    finish_training(tmp_path / "a", settings, time.process_time())
+    assert 0 <= seconds_taken(tmp_path / "a") < 60
+    leave_broken_off(tmp_path / "a")
+    assert not begin_training(tmp_path / "a", settings)  # what is complete is kept
+    assert len(read(tmp_path / "a")) == 1
+    with pytest.raises(RunError, match="another size, steps: choose another folder by --out"):
+        begin_training(tmp_path / "a", {"steps": 4, "size": {"layers": 3}})
+
+
+def test_the_records_of_a_training_that_goes_on_elsewhere_are_not_deleted(tmp_path):
+    leave_broken_off(tmp_path)
+    program = f"""
+from geomon.record import Record
+record = Record({str(tmp_path)!r})
+print(flush=True)
+input()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        process.stdout.readline()
+        with pytest.raises(RunError, match=r"is in use, process .*: choose another folder"):
+            begin_training(tmp_path, {})
+        process.communicate(b"\n")
+    assert len(read(tmp_path)) == 1
+
+
+def test_folders_are_counted_up(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("x", "x-2", "x-3"):
+        folder = new_folder("x")
+        assert folder.name == name
+        folder.mkdir(parents=True)

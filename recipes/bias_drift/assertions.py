@@ -1,0 +1,280 @@
+"""What section 4 of the paper says of a block under a common bias, and what was measured."""
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from geomon import Reading
+from geomon.kernels.baselines import isotropic_anisotropy
+from recipes.study.claim import Claim
+
+# What enters the block, and what leaves it.
+INPUT, OUTPUT = 0, 1
+_NAMES = {
+    "post_norm": "post-norm block",
+    "pre_norm": "pre-norm block",
+    "post_norm_trained": "trained post-norm block",
+    "pre_norm_trained": "trained pre-norm block",
+}
+# A bias up to which "the effect is not very important": twice the norm of an embedding.
+_LOW = 1.0
+# Least share of what is left to a cosine of 1 by which an output counts as more alike.
+_HIGHER = 0.01
+# Share of the draws that have a sign, from which it counts as one that is drawn.
+_DRAWN = 0.1
+
+
+@dataclass(frozen=True)
+class Series:
+    """Readings of a block under one direction of the bias.
+
+    Attributes:
+        levels: Norms of the bias, ascending from 0.
+        readings: A reading at each of them.
+    """
+
+    levels: Sequence[float]
+    readings: Sequence[Reading]
+
+    def values(self, metric: str, layer: int = OUTPUT, part: str = "") -> list[float]:
+        """Collect the values of a metric by level.
+
+        Args:
+            metric: Name of the metric.
+            layer: 0 for what enters the block, 1 for what leaves it and for its attention.
+            part: Name of a part of it; "" for its value.
+        """
+        return [reading.column(metric, part).at(layer) for reading in self.readings]
+
+    def heads(self, metric: str) -> list[list[float]]:
+        """Collect the values of all heads by level.
+
+        Args:
+            metric: Name of the metric.
+        """
+        return [list(reading.column(metric).by_head().values()) for reading in self.readings]
+
+
+class Assertion(NamedTuple):
+    """One assertion of the paper, and the number that decides it.
+
+    Attributes:
+        name: Name of the claim, without that of the block.
+        asserts: What is asserted.
+        published: What the paper shows.
+        place: Section or figure.
+        quantity: What is measured.
+        measure: Computes it from a series.
+        above: Number that it must exceed; None for none.
+        below: Number that it must stay under; None for none.
+        elsewhere: Whether it is asked of other blocks too.
+    """
+
+    name: str
+    asserts: str
+    published: str
+    place: str
+    quantity: str
+    measure: Callable[[Series], float]
+    above: float | None = None
+    below: float | None = None
+    elsewhere: bool = False
+
+
+def least_gain(series: Series) -> float:
+    """Compute by how much the output's mean cosine is higher, as a share of what is left to 1.
+
+    The cosines of input and output both end at 1 as the bias grows: their plain difference is then
+    near 0 whatever the block does.
+
+    Args:
+        series: Readings of a block.
+
+    Returns:
+        The smallest gain over levels.
+    """
+    pairs = zip(series.values("cosine", OUTPUT), series.values("cosine", INPUT), strict=True)
+    return min((output - entering) / (1 - entering) for output, entering in pairs)
+
+
+def _least_rise(series: Series) -> float:
+    """Smallest change of the norm of the mean output from a level to the next."""
+    return min(b - a for a, b in itertools.pairwise(series.values("drift_norm")))
+
+
+def _away_from_zero(series: Series) -> float:
+    """By how much the mean score of a head moves away from 0, mean over heads."""
+    by_level = [statistics.fmean(map(abs, heads)) for heads in series.heads("score_mean")]
+    return by_level[-1] - by_level[0]
+
+
+def _ratio(metric: str, part: str = "") -> Callable[[Series], float]:
+    """A function that compares a metric at the largest bias with no bias, as a ratio."""
+    return lambda series: series.values(metric, part=part)[-1] / series.values(metric, part=part)[0]
+
+
+def _low_effect(series: Series) -> float:
+    """Largest weight of a row at a low bias over that without bias."""
+    values = series.values("attention_extremes", part="max")
+    return values[list(series.levels).index(_LOW)] / values[0]
+
+
+def _entropy_change(series: Series) -> float:
+    values = series.values("attention_entropy_normalised")
+    return values[-1] - values[0]
+
+
+def _without_bias(*metrics: str) -> Callable[[Series], float]:
+    """A function that averages metrics without bias."""
+    return lambda series: statistics.fmean(series.values(metric)[0] for metric in metrics)
+
+
+def assertions(tokens: int, head_width: int) -> list[Assertion]:
+    """List the assertions of section 4 that one value of each draw decides.
+
+    That the norm of the average output meets that of the inputs is none: behind its last norm a
+    post-norm block has a mean norm of sqrt(width), and inputs pass that with their bias.
+
+    Args:
+        tokens: Number of tokens that a reading stands on.
+        head_width: Width of one head.
+    """
+    # Mean over the pairs of n isotropic rows: its deviation is sqrt(2 / width) / n.
+    chance = 3 * math.sqrt(2 / head_width) / tokens
+    null = isotropic_anisotropy(tokens, head_width)
+    over = "at the largest bias over that without bias"
+    found = [
+        Assertion(
+            "output_cosine_above_input",
+            "The outputs' mean cosine is higher than the inputs', no matter the bias.",
+            "slightly higher at every bias", "figure 6, section 4.2",
+            "difference of both mean cosines as a share of what is left to 1, the smallest over "
+            "all levels of bias",
+            least_gain, above=_HIGHER, elsewhere=True,
+        ),
+        Assertion(
+            "norm_of_mean_output_rises",
+            "The norm of the average output rises with the norm of the bias.",
+            "rises", "figure 6, section 4.2",
+            "smallest change of |E T(x + b)| from one level of bias to the next",
+            _least_rise, above=0.0,
+        ),
+        Assertion(
+            "scores_leave_zero",
+            "Scores before the softmax move away from zero as the bias grows.",
+            "histograms move away from 0", "figure 7, section 4.3",
+            "mean over heads of |mean score|, at the largest bias minus that without bias",
+            _away_from_zero, above=0.0, elsewhere=True,
+        ),
+        Assertion(
+            "score_spread_grows",
+            "The variance of a query's scores over the keys grows with the bias.",
+            "biased inputs increase the variance of the scores", "section 6",
+            f"spread of scores over keys (`score_spread`) {over}",
+            _ratio("score_spread"), above=1.0, elsewhere=True,
+        ),
+        Assertion(
+            "queries_and_keys_lengthen",
+            "The norms of queries and keys grow with the bias.",
+            "grow", "figure 8, section 4.3", f"mean norm of a query {over}",
+            _ratio("query_norm"), above=1.0, elsewhere=True,
+        ),
+        Assertion(
+            "queries_and_keys_cosine_without_bias",
+            "Queries and keys are anisotropic without any bias: mean cosine.",
+            "above 0 at no bias", "figure 8, section 4.3",
+            f"mean cosine of queries and of keys by head, against 3 deviations of it by chance, "
+            f"{chance:.1e}",
+            _without_bias("query_cosine", "key_cosine"), above=chance,
+        ),
+        Assertion(
+            "queries_and_keys_variance_without_bias",
+            "Queries and keys are anisotropic without any bias: share of variance.",
+            "said of their distribution; drawn as a mean cosine", "figure 8, section 4.3",
+            f"share of variance along the first direction by head, against that of isotropic rows, "
+            f"{null:.4f}",
+            _without_bias("query_anisotropy", "key_anisotropy"), above=null,
+        ),
+    ]  # fmt: skip
+    for part, words, rises, figure in (
+        ("max", "largest weight of a row", True, 9),
+        ("min", "smallest weight of a row", False, 9),
+        ("sequence_max", "largest weight of a whole sequence", True, 10),
+        ("sequence_min", "smallest weight of a whole sequence", False, 10),
+    ):
+        verb = "rises" if rises else "falls"
+        found.append(
+            Assertion(
+                f"{part}_{verb}",
+                f"The {words} {verb} with the bias.",
+                verb + ", clearer than by row" * (figure == 10), f"figure {figure}, section 4.4",
+                f"mean {words} {over}", _ratio("attention_extremes", part),
+                above=1.0 if rises else None, below=None if rises else 1.0,
+                elsewhere=figure == 10,
+            )
+        )  # fmt: skip
+    return [
+        *found,
+        Assertion(
+            "weak_at_low_bias",
+            "At a low bias the effect on the weights is not very important.",
+            "not very important", "section 4.4",
+            f"mean largest weight of a row at a bias of {_LOW:g} over that without bias",
+            _low_effect, above=0.95, below=1.05,
+        ),
+        Assertion(
+            "entropy_falls",
+            "Attention becomes less entropic as the bias grows.",
+            "less entropic", "section 4.4",
+            "entropy over log(keys) at the largest bias minus that without bias",
+            _entropy_change, below=0.0, elsewhere=True,
+        ),
+    ]  # fmt: skip
+
+
+def bias_claims(
+    kind: str, seeds: Sequence[Sequence[Series]], tokens: int, head_width: int
+) -> Iterable[Claim]:
+    """Decide the assertions for one kind of block; only those on the paper's are the paper's.
+
+    Args:
+        kind: Kind of the block.
+        seeds: Series of all directions, of each seed: one value is the mean over directions.
+        tokens: Number of tokens that a reading stands on.
+        head_width: Width of one head.
+    """
+    is_theirs = kind == "post_norm"
+    largest = max(seeds[0][0].levels)
+    for one in assertions(tokens, head_width):
+        if is_theirs or one.elsewhere:
+            yield Claim(
+                f"{one.name}_{kind}",
+                f"{one.asserts} ({_NAMES[kind]})",
+                f"2401.12143, {one.place}",
+                f"{one.quantity}; bias up to {largest:g}",
+                tuple(statistics.fmean(map(one.measure, directions)) for directions in seeds),
+                above=one.above,
+                below=one.below,
+                published=one.published * is_theirs,
+            )
+    if is_theirs:
+        signs = [
+            value > 0 for directions in seeds for each in directions
+            for value in each.heads("score_mean")[-1]
+        ]  # fmt: skip
+        yield Claim(
+            f"sign_of_scores_depends_on_the_draw_{kind}",
+            f"Some draws of weights and bias raise the scores, others lower them. ({_NAMES[kind]})",
+            "2401.12143, caption of figure 7",
+            "share of heads whose mean score is above 0 at the largest bias (a tenth to nine "
+            "tenths: both signs are drawn)",
+            tuple(map(float, signs)),
+            above=_DRAWN,
+            below=1 - _DRAWN,
+            published="other draws led to a general increase instead",
+            repeated="head",
+            counted=True,
+        )

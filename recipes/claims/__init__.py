@@ -1,1 +1,0 @@
-"""The page of all claims: what papers assert, and what the experiments here measured."""

@@ -1,0 +1,140 @@
+"""Which claims of four papers on language models hold for a small decoder of characters."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from typer import Option
+
+from geomon import METRICS, log_spaced, select
+from geomon.kernels.token_types import token_types
+from recipes.decoder.figure import decoder_figure, seeds_figure
+from recipes.decoder.norm_of_mean import norm_claims
+from recipes.decoder.self_attention import attention_claims
+from recipes.decoder.shape_of_learning import shape_claims
+from recipes.decoder.spectral_phases import spectral_claims
+from recipes.decoder.stability import stability_claims
+from recipes.enwik8.data import Corpus
+from recipes.enwik8.windows import spread
+from recipes.study.claim import Claim
+from recipes.study.experiment import Experiment, Runs, check_heads
+from recipes.study.model import Architecture, Transformer
+from recipes.study.text import next_characters, random_windows
+from recipes.study.training import RunError, Training, Watch, cosine_rate
+
+# What is asked for beyond the default metrics.
+_MORE = (
+    "alpha_last", "effective_rank_last", "local_anisotropy", "cosine_centred", "mean_query_share",
+    "query_cosine", "key_cosine",
+)  # fmt: skip
+# Windows on which the held-out loss is measured.
+_LOSS_WINDOWS = 256
+
+
+def norm_variance_slope_shuffled(hidden: Tensor, token_ids: Tensor) -> dict[str, Tensor]:
+    """Fit the slope of V_t on M_t over types to which the rows are assigned at random.
+
+    The types keep their numbers of rows and nothing else, so that the slope is what arithmetic
+    alone makes: V_t = Q_t - M_t.
+
+    Args:
+        hidden: Rows, [tokens, width].
+        token_ids: Type of each row, integers, [tokens].
+    """
+    generator = torch.Generator("cpu").manual_seed(0)
+    order = torch.randperm(len(token_ids), generator=generator)
+    fit = token_types(hidden, token_ids[order.to(token_ids.device)]).norm_variance_slope()
+    return {"": fit.slope, "r_squared": fit.r_squared, "q_variation": fit.q_variation}
+
+
+@dataclass(frozen=True)
+class Decoder(Experiment):
+    """Which claims of four papers hold for a small decoder of characters?
+
+    Each seed is the model of the recipe enwik8 (GPT-2's block), trained half as long.
+    """
+
+    kinds = ("decoder",)
+    characters: ClassVar[int] = 400_000
+
+    layers: Annotated[int, Option(min=4, help="Blocks of the model.")] = 4
+    width: Annotated[int, Option(min=8, help="Width of the hidden states.")] = 128
+    heads: Annotated[int, Option(min=1, help="Heads of each attention.")] = 4
+    context: Annotated[int, Option(min=2, max=4096, help="Characters in a window.")] = 64
+    batch: Annotated[int, Option(min=1, help="Windows in a batch.")] = 32
+    steps: Annotated[int, Option(min=8, help="Optimizer updates.")] = 750
+    warmup: Annotated[
+        int, Option(min=1, help="Updates until the learning rate is at its highest.")
+    ] = 50
+    # The spectrum of their last tokens needs twice the width.
+    windows: Annotated[int, Option(min=64, help="Held-out windows that each reading looks at.")] = (
+        256
+    )
+    rows: Annotated[int, Option(min=256, help="Rows that each reading measures.")] = 4096
+    first: Annotated[int, Option(min=1, help="First step that is read after step 0.")] = 32
+
+    @property
+    def differs(self) -> str:
+        """In which way the trainings differ in kind from the published ones."""
+        return (
+            f"characters and {self.layers} layers of width {self.width} trained for "
+            f"{self.steps:,} steps, where the papers have pretrained models on subwords, decoders "
+            "(2311.05928, 2509.23024), encoders over 2 million steps (2401.12143) or both "
+            "(2409.11253); of 5 layers the smallest p-value of a correlation is .017"
+        )
+
+    def check(self) -> None:
+        """Check the options."""
+        check_heads(self.width, self.heads)
+        if self.warmup >= self.steps:
+            raise RunError(f"--warmup {self.warmup} leaves nothing of --steps {self.steps}")
+
+    def training(self, kind: str, seed: int, corpus: Corpus | None) -> Training:
+        """Build one training; torch's generator has the seed."""
+        assert corpus is not None
+        architecture = Architecture(self.layers, self.width, self.heads, self.context)
+        embedding = nn.Embedding(corpus.vocabulary_size, self.width)
+        model = Transformer(embedding, architecture)
+        draw = random_windows(corpus.train, self.context + 1, self.batch)
+        held_out = spread(corpus.validation, self.context + 1, _LOSS_WINDOWS)
+        unused = torch.Generator()
+        probe = spread(corpus.validation, self.context, self.windows)
+        more = {"norm_variance_slope_shuffled": norm_variance_slope_shuffled}
+        metrics = {**METRICS, **select(*_MORE), **more}
+        return Training(
+            model,
+            lambda generator: next_characters(model, draw(generator), generator),
+            self.steps,
+            {"": Watch(model, probe, metrics, self.rows, ("final_norm",))},
+            log_spaced(per_octave=2, first=self.first),
+            learning_rate=2e-3,
+            rate=cosine_rate(self.warmup, self.steps),
+            held_out=lambda: {
+                "bits_per_character": next_characters(model, held_out, unused) / math.log(2)
+            },
+        )
+
+    def claims(self, runs: Runs) -> Iterable[Claim]:
+        """Measure what papers assert.
+
+        Quantities and limits were written down from the papers' words before any run had ended;
+        those that no training could have brought out otherwise were taken out later.
+        """
+        seeds = runs.of("decoder")
+        yield from shape_claims(seeds)
+        yield from attention_claims(seeds, self.width, self.width // self.heads)
+        yield from stability_claims(seeds)
+        yield from norm_claims(seeds)
+        yield from spectral_claims(seeds, self.warmup / self.steps)
+
+    def figures(self, runs: Runs) -> Mapping[str, Figure]:
+        """Draw the records."""
+        seeds = runs.of("decoder")
+        return {"decoder": decoder_figure(seeds), "decoder_seeds": seeds_figure(seeds)}
+
+
+EXPERIMENT = Decoder

@@ -1,0 +1,90 @@
+"""Norm of the mean and variance (Yamagiwa and Shimodaira, 2409.11253).
+
+That the squared norm of the mean and the variance add up to the mean squared norm is an identity,
+and no claim here: a test of the kernels holds it.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from recipes.study.claim import Claim, over_seeds
+from recipes.study.history import NORMED, History, over_layers, with_depth
+
+
+def norm_claims(seeds: Sequence[History]) -> Iterator[Claim]:
+    """Measure the claims of this paper.
+
+    Args:
+        seeds: What was recorded of each seed.
+    """
+    ask = partial(Claim, source="2409.11253, abstract")
+    slope = "norm_variance_slope"
+    yield ask(
+        "norm_trades_for_variance",
+        "Token types whose mean is nearer to the origin have more variance.",
+        published="a strong trade-off relationship",
+        quantity="slope of V_t on M_t over types, mean over layers, at the end",
+        values=over_seeds(seeds, lambda h: over_layers(h.last, slope)),
+        below=0,
+    )
+    yield ask(
+        "trade_off_is_strong",
+        "The trade-off is strong.",
+        published="a strong trade-off relationship",
+        quantity="R^2 of V_t on M_t over types (above .5: most), mean over layers, at the end",
+        values=over_seeds(seeds, lambda h: h.last.values[f"{slope}/mean/r_squared"]),
+        above=0.5,
+    )
+    yield ask(
+        "norm_makes_the_trade_off",
+        "Layer normalisation makes the trade-off.",
+        published="likely influenced by the layer normalization mechanism",
+        quantity="slope of V_t on M_t behind the final norm minus that of the last block's output, "
+        "at the end",
+        values=over_seeds(
+            seeds,
+            lambda h: (
+                h.last.values[f"{slope}/{NORMED}"]
+                - over_layers(h.last, slope, lambda profile: profile[-1])
+            ),
+        ),
+        below=0,
+    )
+    yield ask(
+        "trade_off_beyond_arithmetic",
+        "The trade-off is more than arithmetic makes.",
+        quantity="slope of V_t on M_t minus that of types assigned at random, mean over layers, at "
+        "the end",
+        values=over_seeds(
+            seeds,
+            lambda h: over_layers(h.last, slope) - over_layers(h.last, f"{slope}_shuffled"),
+        ),
+        below=0,
+    )
+    yield from _shares(seeds)
+
+
+def _shares(seeds: Sequence[History]) -> Iterator[Claim]:
+    """What is not within the types is between them: one share falls as the other grows."""
+    for name, metric, part, asserts, published in (
+        ("mean_moves_away", "drift_norm", "",
+         "In deeper layers the mean is farther from the origin.",
+         "embeddings move farther from the origin"),
+        ("share_of_mean_grows", "variance_shares", "mean",
+         "It is farther relative to the norms, too.", ""),
+        ("share_within_grows", "variance_shares", "",
+         "As layers deepen, the variance within token types grows and that between them falls, as "
+         "shares.",
+         "the between-cluster variance relatively decreases, the within-cluster variance "
+         "increases"),
+    ):  # fmt: skip
+        words = f"{metric}/{part}" if part else metric
+        yield Claim(
+            name,
+            asserts,
+            "2409.11253, abstract",
+            f"Spearman's correlation of {words} with the number of the layer, at the end",
+            over_seeds([h.last for h in seeds], partial(with_depth, metric=metric, part=part)),
+            above=0,
+            published=published,
+        )

@@ -1,0 +1,279 @@
+"""Which findings on text hold for images of digits (Godey et al., 2401.12143)."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Annotated, Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from typer import Option
+
+from geomon import log_spaced, select
+from geomon.analysis.profile import profile_of
+from geomon.kernels.baselines import isotropic_cosine_magnitude
+from geomon.record import tags
+from recipes.digits.data import CLASSES, load
+from recipes.digits.figure import draw
+from recipes.digits.model import PATCHES, ConvolutionalNetwork, OneVectorPerImage, Patches
+from recipes.enwik8.data import Corpus
+from recipes.study.claim import Claim, over_seeds
+from recipes.study.experiment import Experiment, Runs
+from recipes.study.history import (
+    History,
+    drift_and_cosine,
+    growth,
+    over_heads,
+    over_layers,
+)
+from recipes.study.model import Architecture, Transformer
+from recipes.study.training import RunError, Training, Watch
+
+# Readings with one row for each image, beside those with one for each place.
+PER_IMAGE = "per_image"
+_ROWS = 4096
+_SIGNIFICANT = 0.05
+_PAPER = "2401.12143"
+
+
+@dataclass(frozen=True)
+class Digits(Experiment):
+    """Which findings on text and on large vision models hold for small networks on digits?
+
+    A vision transformer, an MLP-mixer and a convolutional network of the same depth are compared.
+    """
+
+    kinds = ("transformer", "mixer", "convolutional")
+    default_seeds: ClassVar[int] = 6
+
+    steps: Annotated[int, Option(min=2, help="Updates of a training.")] = 300
+    batch: Annotated[int, Option(min=2, help="Images in a batch.")] = 64
+    layers: Annotated[int, Option(min=3, help="Blocks of each network.")] = 6
+    width: Annotated[int, Option(min=2, help="Width; maps have half as many channels.")] = 64
+    heads: Annotated[int, Option(min=1, help="Heads of an attention.")] = 4
+
+    @property
+    def differs(self) -> str:
+        """In which way the trainings differ in kind from the published ones."""
+        return (
+            f"{self.layers} blocks of width {self.width}, {self.steps} updates on 1,437 images of "
+            "8 x 8 pixels, where the paper has large models on ImageNet, and shows queries, keys "
+            "and entropies on text only"
+        )
+
+    def check(self) -> None:
+        """Check the options."""
+        if self.width % (2 * self.heads):
+            raise RunError(
+                f"--width {self.width} cannot be shared among --heads {self.heads}: choose a "
+                f"multiple of {2 * self.heads}"
+            )
+
+    def training(self, kind: str, seed: int, corpus: Corpus | None) -> Training:
+        """Build one training; torch's generator has the seed."""
+        images, held_out = load(seed)
+        metrics = select("cosine", "cosine_centred", "drift_norm")
+        model: nn.Module
+        if kind == "convolutional":
+            model = ConvolutionalNetwork(self.layers, self.width // 2)
+            flat = OneVectorPerImage(model)
+            more = {PER_IMAGE: Watch(flat, held_out.pixels, metrics, len(held_out.digits))}
+        else:
+            model = Transformer(
+                Patches(self.width),
+                Architecture(
+                    self.layers, self.width, self.heads, PATCHES, causal=False,
+                    mixing="perceptron" if kind == "mixer" else "attention", deviation=None,
+                ),
+                CLASSES,
+            )  # fmt: skip
+            more = {}
+        attention = select("qk_cosine", "attention_entropy") if kind == "transformer" else {}
+
+        def loss(generator: torch.Generator) -> Tensor:
+            chosen = torch.randint(len(images.digits), (self.batch,), generator=generator)
+            logits = model(images.pixels[chosen]).mean(dim=1)
+            return F.cross_entropy(logits, images.digits[chosen])
+
+        def accuracy() -> dict[str, Tensor]:
+            model.eval()
+            hits = model(held_out.pixels).mean(dim=1).argmax(dim=1) == held_out.digits
+            model.train()
+            return {"held_out_accuracy": hits.float().mean()}
+
+        return Training(
+            model,
+            loss,
+            self.steps,
+            {"": Watch(model, held_out.pixels, {**metrics, **attention}, _ROWS), **more},
+            log_spaced(per_octave=1, first=4),
+            learning_rate=1e-3,
+            weight_decay=0.01,
+            held_out=accuracy,
+        )
+
+    def claims(self, runs: Runs) -> Iterable[Claim]:
+        """Measure what the paper asserts; of queries and keys of images it shows nothing."""
+        networks = _networks(runs)
+        yield from _anisotropy(networks)
+        yield from _drift(networks)
+        yield from _attention(networks["transformer"], self.width // self.heads)
+
+    def figures(self, runs: Runs) -> Mapping[str, Figure]:
+        """Draw the records."""
+        return {"digits": draw(_networks(runs), self.width // self.heads)}
+
+    def table(self, runs: Runs) -> Iterable[str]:
+        """Write accuracy and mean cosine by layer of each network."""
+        for kind, seeds in _networks(runs).items():
+            tag = tags.training_tag("held_out_accuracy")
+            accuracy = fmean(seed.last.values[tag] for seed in seeds)
+            layers = zip(*(profile_of(seed.last, "cosine") for seed in seeds), strict=True)
+            cosines = " ".join(f"{fmean(values):.2f}" for values in layers)
+            yield f"{kind}: accuracy {accuracy:.1%}; mean cosine by layer {cosines}"
+
+
+def _networks(runs: Runs) -> dict[str, list[History]]:
+    found = {kind: runs.of(kind) for kind in Digits.kinds}
+    return {**found, PER_IMAGE: runs.of("convolutional", PER_IMAGE)}
+
+
+def largest_over_bar(history: History) -> float:
+    """Compute the largest mean cosine over layers, as a multiple of what is large by chance.
+
+    That is the 95th percentile of the cosine of one pair of isotropic rows (appendix B).
+
+    Args:
+        history: What was recorded of a seed.
+    """
+    return max(profile_of(history.last, "cosine")) / history.last.values["cosine/isotropic_pair"]
+
+
+def _anisotropy(networks: Mapping[str, Sequence[History]]) -> Iterable[Claim]:
+    bar = (
+        "largest mean cosine over layers, over the 95th percentile of a pair of isotropic vectors "
+        "of that width"
+    )
+    most = "most convolutional networks are isotropic; ResNet-50 is not in its first layers"
+    rows: tuple[tuple[str, str, str, str, str, dict[str, Any]], ...] = (
+        ("vision_transformer_anisotropic", "transformer",
+         "A vision transformer is anisotropic at some layer.", "section 3.2, figure 3b",
+         "almost every one is; MiT is not, and ViT has a low cosine at all layers", {"above": 1.0}),
+        ("convolutional_network_isotropic", PER_IMAGE,
+         "A convolutional network is isotropic at every layer, a row for each image.",
+         "section 3.2, figure 4", most, {"below": 1.0}),
+        ("convolutional_places_isotropic", "convolutional",
+         "A convolutional network is isotropic at every layer, a row for each place.",
+         "section 3.2, figure 4", "", {"below": 1.0}),
+        ("mixer_isotropic", "mixer",
+         "A network of perceptrons, without attention, is isotropic at every layer.", "title", "",
+         {"below": 1.0}),
+    )  # fmt: skip
+    for name, kind, asserts, place, published, limits in rows:
+        yield Claim(
+            name, asserts, f"{_PAPER}, {place}", bar,
+            over_seeds(networks[kind], largest_over_bar), published=published, **limits,
+        )  # fmt: skip
+    yield Claim(
+        "convolutional_isotropy_grows_with_depth",
+        "A convolutional network is more isotropic in its last layer than at first.",
+        f"{_PAPER}, section 3.2, figure 4",
+        "mean cosine at the last layer less that at the first, a row for each image",
+        over_seeds(
+            networks[PER_IMAGE],
+            lambda h: profile_of(h.last, "cosine")[-1] - profile_of(h.last, "cosine")[0],
+        ),
+        below=0,
+        published="ResNet-50 becomes more and more isotropic in deeper layers",
+    )
+
+
+def _drift(networks: Mapping[str, Sequence[History]]) -> Iterable[Claim]:
+    rows: tuple[tuple[str, str, str, str, dict[str, Any]], ...] = (
+        ("vision_transformer_drift_explains_cosine", "transformer",
+         "Over the layers of a vision transformer, drift and cosine are correlated.",
+         "p < 0.05 for transformers of the modality", {"below": _SIGNIFICANT}),
+        ("convolutional_drift_does_not_explain_cosine", PER_IMAGE,
+         "Over the layers of a convolutional network, they are not correlated.",
+         "p > 0.05 for most convolutional networks", {"above": _SIGNIFICANT}),
+    )  # fmt: skip
+    for name, kind, asserts, published, limits in rows:
+        yield Claim(
+            name, asserts, f"{_PAPER}, section 3.3, figure 5",
+            "exact p-value of the Spearman correlation over layers of drift norm and mean cosine",
+            over_seeds(networks[kind], lambda h: drift_and_cosine(h.last, "spearman").p_value),
+            published=published, **limits,
+        )  # fmt: skip
+
+
+def _attention(seeds: Sequence[History], head_width: int) -> Iterable[Claim]:
+    chance = isotropic_cosine_magnitude(head_width)
+    layers = list(range(1, len(profile_of(seeds[0].last, "cosine"))))
+
+    def ask(
+        name: str, asserts: str, figure: int, quantity: str, measure: Callable[[History], float],
+        **limits: Any,
+    ) -> Claim:  # fmt: skip
+        source = f"{_PAPER}, section 5, figure {figure}"
+        return Claim(f"vision_{name}", asserts, source, quantity, over_seeds(seeds, measure),
+                     **limits)  # fmt: skip
+
+    yield ask(
+        "mean_query_and_key_align",
+        "Mean queries and mean keys of a vision transformer align, in common or opposite "
+        "directions.",
+        13,
+        "mean over heads of |cos(mean query, mean key)| at the end, over that of two random "
+        "directions",
+        lambda h: over_heads(h.last, "qk_cosine", size=True) / chance,
+        above=1,
+    )
+    yield ask(
+        "alignment_grows",
+        "The alignment of mean queries and mean keys grows along training.",
+        13,
+        "mean over heads of |cos(mean query, mean key)|, end less start",
+        lambda h: (
+            over_heads(h.last, "qk_cosine", size=True) - over_heads(h.first, "qk_cosine", size=True)
+        ),
+        above=0,
+    )
+    yield ask(
+        "first_layers_common_direction",
+        "In the first layers mean query and mean key have common directions.",
+        13,
+        "mean of cos(mean query, mean key) over the heads of the first two layers",
+        lambda h: over_heads(h.last, "qk_cosine", layers=layers[:2]),
+        above=0,
+    )
+    yield ask(
+        "last_layers_opposite_direction",
+        "In the last layers mean query and mean key have opposite directions.",
+        13,
+        "mean of cos(mean query, mean key) over the heads of the last two layers",
+        lambda h: over_heads(h.last, "qk_cosine", layers=layers[-2:]),
+        below=0,
+    )
+    yield ask(
+        "entropy_decays_at_every_layer",
+        "The entropy of attention decays along training at every layer.",
+        15,
+        "largest change of the entropy over layers, end less start, in nats",
+        lambda h: max(growth(h, "attention_entropy")),
+        below=0,
+    )
+    yield ask(
+        "first_layers_sharper",
+        "Attention stays sharper in the first layers than in the last.",
+        15,
+        "entropy at the end, mean of the first two layers less mean of the last two, in nats",
+        lambda h: over_layers(
+            h.last, "attention_entropy", lambda values: fmean(values[:2]) - fmean(values[-2:])
+        ),
+        below=0,
+    )
+
+
+EXPERIMENT = Digits

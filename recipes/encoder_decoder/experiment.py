@@ -1,0 +1,284 @@
+"""Anisotropy over depth: one transformer with and without the causal mask and attention."""
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, ClassVar
+
+import torch
+from matplotlib.figure import Figure
+from torch import nn
+from typer import Option
+
+from geomon import Reading, log_spaced, select
+from geomon.analysis.profile import bulge, peak_depth, profile_of
+from geomon.record.columns import Column
+from recipes.encoder_decoder.figure import draw
+from recipes.enwik8.data import Corpus
+from recipes.enwik8.windows import spread
+from recipes.study.claim import Claim, over_seeds
+from recipes.study.experiment import Experiment, Runs, check_heads
+from recipes.study.history import History, over_layers
+from recipes.study.model import Architecture, Transformer
+from recipes.study.text import masked_characters, next_characters, random_windows
+from recipes.study.training import Training, Watch, cosine_rate
+
+# A profile counts as flat whose highest and lowest layer differ by less than this share of its
+# mean. Chosen before the first run of an encoder.
+FLAT = 0.5
+# Between these depths lies the middle half; the exact thirds would lie on layers of some models.
+MIDDLE = (0.25, 0.75)
+# The paper's least batch of rows; all characters of the probe are measured.
+PROBE_CHARACTERS = 4096
+
+_SHAPE = "2311.05928, section 3.2 and figure 1"
+
+
+@dataclass(frozen=True)
+class EncoderDecoder(Experiment):
+    """Is the anisotropy of a decoder a bell over depth, and that of an encoder flat?
+
+    Decoders and encoders are alike but for the mask and what follows from it; a third model has the
+    mask and no attention by content.
+    """
+
+    kinds = ("decoder", "encoder", "decoder_uniform")
+    default_seeds: ClassVar[int] = 6
+    characters: ClassVar[int] = 200_000
+
+    layers: Annotated[int, Option(min=3, help="Blocks of each model.")] = 6
+    width: Annotated[int, Option(min=2, help="Width of the hidden states.")] = 48
+    heads: Annotated[int, Option(min=1, help="Heads of each attention.")] = 4
+    context: Annotated[int, Option(min=2, max=4096, help="Characters in a window.")] = 32
+    batch: Annotated[int, Option(min=1, help="Windows in a batch.")] = 16
+    steps: Annotated[int, Option(min=1, help="Optimizer updates.")] = 400
+
+    @property
+    def differs(self) -> str:
+        """In which way the trainings differ in kind from the published ones."""
+        return (
+            f"character models of one architecture, {self.layers} layers of width {self.width}, "
+            f"trained for {self.steps:,} steps, where the paper compares published subword models "
+            "that differ in size, text, norms and positions too"
+        )
+
+    def check(self) -> None:
+        """Check the options."""
+        check_heads(self.width, self.heads)
+
+    def training(self, kind: str, seed: int, corpus: Corpus | None) -> Training:
+        """Build one training; torch's generator has the seed."""
+        assert corpus is not None
+        uniform = kind == "decoder_uniform"
+        architecture = Architecture(
+            self.layers, self.width, self.heads, self.context, causal=kind != "encoder",
+            mixing="uniform" if uniform else "attention", alibi=not uniform,
+            deviation=0.02 * (768 / self.width) ** 0.5,  # GPT-2's at its width
+        )  # fmt: skip
+        # One id more than characters stands for a masked one.
+        model = Transformer(nn.Embedding(corpus.vocabulary_size + 1, self.width), architecture)
+        objective = next_characters if architecture.causal else masked_characters
+        draw_windows = random_windows(corpus.train, self.context + 1, self.batch)
+        held_out = spread(
+            corpus.validation, self.context + 1, max(1, PROBE_CHARACTERS // self.context)
+        )
+        metrics = select("anisotropy", "cosine")
+        return Training(
+            model,
+            lambda generator: objective(model, draw_windows(generator), generator),
+            self.steps,
+            {"": Watch(model, held_out[:, :-1], metrics, PROBE_CHARACTERS, ("final_norm",))},
+            log_spaced(per_octave=2, first=16),
+            learning_rate=3e-3,
+            rate=cosine_rate(50, self.steps),
+            held_out=lambda: {  # with the same masks at every reading
+                "held_out_loss": objective(model, held_out, torch.Generator().manual_seed(0))
+            },
+        )
+
+    def claims(self, runs: Runs) -> Iterable[Claim]:
+        """Measure what papers assert."""
+        seeds = {kind: runs.of(kind) for kind in self.kinds}
+        yield from _bell(seeds["decoder"])
+        yield from _flat(seeds)
+        yield from _others(seeds)
+
+    def figures(self, runs: Runs) -> Mapping[str, Figure]:
+        """Draw the records."""
+        return {"encoder_decoder": draw({kind: runs.of(kind) for kind in self.kinds})}
+
+    def table(self, runs: Runs) -> Iterable[str]:
+        """Write what each kind of model is like at the end, as lines of a Markdown table."""
+        yield (
+            "| model | held-out loss (nats) | anisotropy untrained | anisotropy trained | bulge "
+            "| depth of the peak | range / mean | cosine |"
+        )
+        yield "|---|---:|---:|---:|---:|---:|---:|---:|"
+        columns: list[tuple[Callable[[History], float], int]] = [
+            (lambda h: h.last.training["held_out_loss"], 2),
+            (lambda h: over_layers(h.first, "anisotropy"), 3),
+            (lambda h: over_layers(h.last, "anisotropy"), 3),
+            (lambda h: bulge(profile_of(h.last, "anisotropy")), 2),
+            (lambda h: peak_depth(profile_of(h.last, "anisotropy")), 2),
+            (lambda h: relative_range(profile_of(h.last, "anisotropy")), 2),
+            (lambda h: over_layers(h.last, "cosine"), 3),
+        ]
+        for kind in self.kinds:
+            seeds = runs.of(kind)
+            means = [f"{statistics.fmean(map(of, seeds)):.{digits}f}" for of, digits in columns]
+            yield f"| {' | '.join([f'`{kind}`', *means])} |"
+
+
+def relative_range(layers: Sequence[float]) -> float:
+    """Compare highest and lowest layer: their difference as a share of the mean of all layers.
+
+    Args:
+        layers: Value at each layer, first to last.
+
+    Example:
+        >>> relative_range([0.25, 0.5, 0.75])
+        1.0
+    """
+    return (max(layers) - min(layers)) / statistics.fmean(layers)
+
+
+def deviations(profiles: Sequence[Sequence[float]]) -> list[float]:
+    """Measure how far each profile lies from the mean of the others: mean distance over layers.
+
+    Args:
+        profiles: One profile for each seed, at least two.
+
+    Example:
+        >>> deviations([[1.0, 1.0], [2.0, 1.0], [3.0, 1.0]])
+        [0.75, 0.0, 0.75]
+    """
+    found = []
+    for own, layers in enumerate(profiles):
+        others = [each for other, each in enumerate(profiles) if other != own]
+        means = map(statistics.fmean, zip(*others, strict=True))
+        distances = [abs(value - mean) for value, mean in zip(layers, means, strict=True)]
+        found.append(statistics.fmean(distances))
+    return found
+
+
+def _normed_profile(reading: Reading) -> list[float]:
+    """Anisotropy of each layer, the last one after the final norm, as transformers takes it."""
+    layers = profile_of(reading, "anisotropy")
+    normed = reading.stacks.get("final_norm", {}).get("anisotropy", Column())
+    return [*layers[:-1], normed.at(len(layers) - 1)]
+
+
+def _bell(seeds: Sequence[History]) -> Iterable[Claim]:
+    ask = partial(Claim, source=_SHAPE)
+    published = "a bell-shaped profile, highest in the middle layers"
+    quantity = "bulge of the anisotropy over depth: (middle third - ends) / ends"
+    yield ask(
+        "decoder_bell",
+        "The anisotropy of a decoder is higher in the middle layers than at both ends.",
+        published=published,
+        quantity=quantity,
+        values=over_seeds(seeds, lambda h: bulge(profile_of(h.last, "anisotropy"))),
+        above=0,
+    )
+    yield ask(
+        "decoder_peak_in_the_middle",
+        "The layer of highest anisotropy of a decoder lies in the middle half of the depth.",
+        published=published,
+        quantity="depth of the highest anisotropy: 0 is the first block's input, 1 the last "
+        "block's output",
+        values=over_seeds(seeds, lambda h: peak_depth(profile_of(h.last, "anisotropy"))),
+        above=MIDDLE[0],
+        below=MIDDLE[1],
+    )
+    yield ask(
+        "decoder_bell_after_final_norm",
+        "A decoder has that bulge where its last layer is taken after the final norm.",
+        quantity=f"{quantity}, the last layer after the final norm",
+        values=over_seeds(seeds, lambda h: bulge(_normed_profile(h.last))),
+        above=0,
+    )
+
+
+def _flat(seeds: Mapping[str, Sequence[History]]) -> Iterable[Claim]:
+    """Whether encoders are flat; over the blocks alone was asked after the first look, by us."""
+    for ending, first, words in (("", 0, "over depth"), ("_over_blocks", 1, "over the blocks")):
+
+        def of(history: History, first: int = first) -> float:
+            return relative_range(profile_of(history.last, "anisotropy")[first:])
+
+        quantity = f"range of the anisotropy {words}, as a share of its mean"
+        yield Claim(
+            f"encoder_flat{ending}",
+            f"The anisotropy of an encoder is uniform {words}.",
+            _SHAPE,
+            quantity,
+            over_seeds(seeds["encoder"], of),
+            below=FLAT,
+            published="" if ending else "a profile uniform over depth",
+        )
+        yield Claim(
+            f"encoder_flatter_than_decoder{ending}",
+            f"The profile of an encoder {words} is flatter than that of a decoder.",
+            _SHAPE,
+            f"{quantity}: decoder less encoder",
+            _differences(seeds["decoder"], seeds["encoder"], of),
+            above=0,
+            published="" if ending else "encoders uniform, decoders bell-shaped",
+        )
+
+
+def _others(seeds: Mapping[str, Sequence[History]]) -> Iterable[Claim]:
+    decoder, encoder, uniform = (seeds[kind] for kind in EncoderDecoder.kinds)
+    profiles = [
+        [profile_of(each.last, "anisotropy") for each in some] for some in (decoder, encoder)
+    ]
+    pairs = zip(*map(deviations, profiles), strict=True) if len(decoder) > 1 else ()
+    yield Claim(
+        "encoders_consistent",
+        "The profiles of encoders differ less from each other than those of decoders.",
+        _SHAPE,
+        "mean distance over layers from the mean profile of the other seeds: decoder less encoder",
+        tuple(one - other for one, other in pairs),
+        above=0,
+        published="consistent across the encoders",
+    )
+    yield Claim(
+        "decoder_more_anisotropic",
+        "A decoder is more anisotropic than an encoder, on average over layers.",
+        "2311.05928, figure 1",
+        "mean anisotropy over layers: decoder less encoder",
+        _differences(decoder, encoder, lambda h: over_layers(h.last, "anisotropy")),
+        above=0,
+        published="the curves of decoders lie above those of encoders",
+    )
+    yield Claim(
+        "attention_makes_the_bell",
+        "With weights that depend on content the profile of a decoder bulges more than with "
+        "uniform ones.",
+        _SHAPE,
+        "bulge of the anisotropy over depth: attention less uniform weights",
+        _differences(decoder, uniform, lambda h: bulge(profile_of(h.last, "anisotropy"))),
+        above=0,
+    )
+    yield Claim(
+        "attention_raises_the_cosine",
+        "With weights that depend on content the rows of a decoder are more alike than with "
+        "uniform ones.",
+        "2401.12143, title",
+        "mean cosine between tokens, over layers: attention less uniform weights",
+        _differences(decoder, uniform, lambda h: over_layers(h.last, "cosine")),
+        above=0,
+    )
+
+
+def _differences(
+    one: Sequence[History], other: Sequence[History], measure: Callable[[History], float]
+) -> tuple[float, ...]:
+    """The same number of two kinds of models, subtracted seed by seed."""
+    return over_seeds(
+        zip(one, other, strict=True), lambda pair: measure(pair[0]) - measure(pair[1])
+    )
+
+
+EXPERIMENT = EncoderDecoder

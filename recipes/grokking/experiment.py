@@ -1,0 +1,211 @@
+"""Modular arithmetic that is memorised first and understood later, and what geometry foretells."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, ClassVar
+
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from typer import Option
+
+from geomon import every, select
+from recipes.enwik8.data import Corpus
+from recipes.grokking.data import LENGTH, Pairs, split, table, vocabulary_size
+from recipes.grokking.figure import draw
+from recipes.grokking.leads import (
+    CURVES,
+    HELD_OUT_ACCURACY,
+    MARGINS,
+    TRAINING_ACCURACY,
+    Course,
+    course_of,
+    false_alarms,
+    leads,
+)
+from recipes.study.claim import Claim, over_seeds
+from recipes.study.experiment import Experiment, Runs
+from recipes.study.metrics import local_dimension
+from recipes.study.model import Architecture, Transformer
+from recipes.study.seeds import estimate_share
+from recipes.study.training import Training, Watch, warm_up
+
+METRICS = select("effective_rank_last") | {"local_dimension": local_dimension}
+
+# Accuracy on held-out pairs at which a training ends.
+_SOLVED = 0.99
+# A fall is a loss of a tenth.
+_FALLEN = 0.9
+# Largest share of the controls in which a warning may be false: none of nine leaves .34 possible.
+_TOLERATED = 0.35
+# The authors' code names its experiments; their sections in the paper were not looked up.
+_SOURCE = "2506.01034, abstract, experiment Local Dimensions Detect Grokking"
+
+
+@dataclass(frozen=True)
+class Grokking(Experiment):
+    """Does geometry foretell that a model generalises?
+
+    Trainings on subtraction modulo a number run until held-out pairs are answered; the controls
+    have too few pairs and never generalise.
+    """
+
+    kinds = ("generalises", "control")
+    default_seeds: ClassVar[int] = 3
+
+    modulus: Annotated[int, Option(min=5, help="Number that the remainders are of.")] = 59
+    steps: Annotated[int, Option(min=1, help="Most updates of a training.")] = 3500
+    interval: Annotated[int, Option(min=1, help="Steps from a reading to the next.")] = 100
+    batch: Annotated[int, Option(min=1, help="Pairs in a batch.")] = 128
+    weight_decay: Annotated[float, Option(min=0, help="Weight decay of AdamW.")] = 1.0
+    fraction: Annotated[
+        float, Option(min=0.01, max=0.99, help="Share of the pairs to train on.")
+    ] = 0.5
+    control_fraction: Annotated[
+        float, Option(min=0.01, max=0.99, help="The same for runs that are not to generalise.")
+    ] = 0.15
+    controls: Annotated[
+        int, Option(min=0, help="Trainings that are not to generalise; 0 for as many as --seeds.")
+    ] = 9
+
+    @property
+    def differs(self) -> str:
+        """In which way the trainings differ in kind from the published ones."""
+        return (
+            f"modulus {self.modulus}, batch {self.batch}, weight decay {self.weight_decay:g} and "
+            f"train fraction {self.fraction:g} (published: 97, 512, 0.01 and 0.1 to 0.5), so that "
+            "a run takes minutes"
+        )
+
+    def seeds_of(self, kind: str, seeds: int) -> int:
+        """Return the number of trainings of a kind."""
+        return self.controls or seeds if kind == "control" else seeds
+
+    def training(self, kind: str, seed: int, corpus: Corpus | None) -> Training:
+        """Build one training; torch's generator has the seed."""
+        share = self.control_fraction if kind == "control" else self.fraction
+        train, held_out = split(table(self.modulus), share, seed)
+        model = Transformer(
+            nn.Embedding(vocabulary_size(self.modulus), 128),
+            Architecture(2, 128, 4, LENGTH, deviation=None),
+            self.modulus,
+        )
+
+        def loss(generator: torch.Generator) -> Tensor:
+            chosen = torch.randint(len(train.answers), (self.batch,), generator=generator)
+            return F.cross_entropy(model(train.tokens[chosen])[:, -1], train.answers[chosen])
+
+        def accuracy(pairs: Pairs) -> Tensor:
+            hits = model(pairs.tokens)[:, -1].argmax(dim=1) == pairs.answers
+            return hits.float().mean()
+
+        # All that the control trains on, for a power of two: ranks depend on the number.
+        probed = 1 << max(0, int(math.log2(self.control_fraction * self.modulus**2)))
+        probe = train.tokens[:probed]
+        return Training(
+            model,
+            loss,
+            self.steps,
+            {"": Watch(model, probe, METRICS, probed * LENGTH)},
+            every(self.interval),
+            learning_rate=1e-3,
+            rate=warm_up(10),  # as Power et al. (2201.02177)
+            weight_decay=self.weight_decay,
+            betas=(0.9, 0.98),
+            held_out=lambda: {
+                TRAINING_ACCURACY: accuracy(train), HELD_OUT_ACCURACY: accuracy(held_out)
+            },
+            is_solved=lambda values: bool(values[HELD_OUT_ACCURACY] >= _SOLVED),
+        )  # fmt: skip
+
+    def claims(self, runs: Runs) -> Iterable[Claim]:
+        """Measure what the paper asserts of the local dimension; the rank and the rule are ours."""
+        for name, words in CURVES.items():
+            yield from curve_claims(name, words, *_courses(runs))
+
+    def figures(self, runs: Runs) -> Mapping[str, Figure]:
+        """Draw the records."""
+        shares = self.fraction, self.control_fraction
+        return {"grokking": draw(*_courses(runs), *shares)}
+
+    def table(self, runs: Runs) -> Iterable[str]:
+        """Write the steps of generalisation, and what the rule gives at each margin."""
+        courses, controls = _courses(runs)
+        solved = [course.generalised() for course in courses]
+        yield f"half of the held-out pairs are answered at steps {solved}"
+        best = max(max(course.held_out_accuracy) for course in controls)
+        yield f"the controls answer {best:.1%} at most"
+        for name in CURVES:
+            for margin in MARGINS:
+                line = f"  {name} {margin:4.0%} below the controls: leads"
+                line += f" {leads(courses, controls, name, margin)}"
+                if len(controls) > 1:
+                    wrong = estimate_share(false_alarms(controls, name, margin))
+                    line += f"; false alarms in {wrong.so} of {wrong.count} controls "
+                    line += f"({wrong.low:.2f} to {wrong.high:.2f})"
+                yield line
+
+
+def _courses(runs: Runs) -> tuple[list[Course], list[Course]]:
+    first, second = (list(map(course_of, runs.of(kind))) for kind in Grokking.kinds)
+    return first, second
+
+
+def curve_claims(
+    name: str, words: str, courses: Sequence[Course], controls: Sequence[Course]
+) -> Iterable[Claim]:
+    """Measure the claims on one curve.
+
+    Args:
+        name: One of `CURVES`.
+        words: What it is called.
+        courses: Trainings on enough pairs to generalise.
+        controls: Trainings on too few.
+    """
+    ask = partial(Claim, source=_SOURCE)
+    is_theirs = name == "local_dimension"
+    generalised = [course for course in courses if course.generalised() is not None]
+    yield ask(
+        f"{name}_falls_before_generalisation",
+        f"The {words} falls by a tenth or more before generalisation.",
+        published="the mean drops as the accuracy on held-out pairs begins to rise" * is_theirs,
+        quantity=f"{words} at the last reading with less than a tenth of the held-out pairs "
+        "answered, as a share of its highest value until then",
+        values=over_seeds(generalised, lambda course: course.fall(name)),
+        below=_FALLEN,
+    )
+    yield ask(
+        f"{name}_stays_without_generalisation",
+        f"The {words} does not fall by a tenth in runs that never generalise.",
+        published="it rises to the end at train fractions 0.1 and 0.15, which do not generalise "
+        "(figure in the authors' code)" * is_theirs,
+        quantity=f"{words} at the end of the control, as a share of its highest value",
+        values=over_seeds(controls, lambda course: course.fall(name)),
+        above=_FALLEN,
+    )
+    yield ask(
+        f"{name}_leads_against_control",
+        f"The {words} is below all that the controls have had before half of the held-out pairs "
+        "are answered.",
+        quantity="steps from the first such reading to an accuracy of 0.5",
+        values=tuple(map(float, leads(generalised, controls, name, margin=0.0))),
+        above=0,
+    )
+    # Of n controls one is the lowest and raises an alarm: it takes a margin to be free of them.
+    yield ask(
+        f"{name}_raises_no_false_alarm",
+        f"The {words} of a control is not below nine tenths of all that the others have had.",
+        quantity="share of the controls, each left out in turn, that raise an alarm",
+        values=tuple(map(float, false_alarms(controls, name, margin=0.1)))
+        if len(controls) > 1
+        else (),
+        repeated="control",
+        counted=True,
+        below=_TOLERATED,
+    )
+
+
+EXPERIMENT = Grokking

@@ -1,0 +1,132 @@
+"""`python -m recipes.study NAME`: run an experiment; `claims` writes the page of all claims."""
+
+import importlib
+import inspect
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+from recipes.enwik8.extras import explain_missing
+
+if missing := explain_missing():
+    print(missing, file=sys.stderr)
+    sys.exit(2)
+
+import typer
+from typer import Argument, Option
+
+import recipes
+from recipes.enwik8.data import DataError, load
+from recipes.study.experiment import Experiment, new_folder, show, train_all
+from recipes.study.page import newest_folders, write_page
+from recipes.study.training import RunError
+
+Out = Annotated[
+    Path | None,
+    Option(help="Folder; what is complete there is kept. Default: the first of runs/NAME, "
+           "runs/NAME-2, ... that is free."),
+]  # fmt: skip
+Text = Annotated[str | None, Option(help="Text, as `make enwik8` takes it.")]
+Processes = Annotated[int, Option(min=1, help="Trainings side by side.")]
+
+app = typer.Typer(
+    add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True,
+    help="Experiments on the claims of papers.",
+)  # fmt: skip
+
+
+def experiments() -> dict[str, type[Experiment]]:
+    """Find all experiments: each folder of recipes/ with a module `experiment` holds one."""
+    found = {}
+    for path in sorted(Path(recipes.__file__).parent.glob("*/experiment.py")):
+        if path.parent.name != "study":
+            module = importlib.import_module(f"recipes.{path.parent.name}.experiment")
+            found[path.parent.name] = module.EXPERIMENT
+    return found
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Turn errors of bad input into one line of text and exit code 2."""
+    try:
+        yield
+    except (DataError, RunError, OSError) as error:
+        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(2) from error
+
+
+def print_progress() -> Callable[[int, int], None]:
+    """Make the function that prints how many trainings are complete, and the time until then."""
+    begun = time.perf_counter()
+
+    def report(done: int, count: int) -> None:
+        seconds = time.perf_counter() - begun
+        print(f"{done} of {count} trainings are complete, {seconds:.0f} s", flush=True)
+
+    return report
+
+
+def command_of(experiment: type[Experiment]) -> Callable[..., None]:
+    """Make the command of an experiment, whose options are the fields of its class.
+
+    Args:
+        experiment: Class of the experiment.
+    """
+
+    def command(
+        seeds: int, out: Path | None, data: str | None, processes: int, **options: Any
+    ) -> None:
+        with one_line_errors():
+            chosen = experiment(**options)
+            chosen.check()
+            corpus = None
+            if chosen.characters:
+                corpus = load(data, minimum=chosen.characters)
+                print(f"text: {corpus.source}", flush=True)
+            folder = out or new_folder(chosen.name)
+            train_all(
+                chosen, corpus, seeds=seeds, folder=folder, processes=processes,
+                report=print_progress(),
+            )  # fmt: skip
+            show(chosen, folder)
+
+    kinds = get_type_hints(experiment, include_extras=True)
+    seeds = Annotated[int, Option(min=1, help="Number of seeds: 0, 1, ...")]
+    common: list[tuple[str, Any, Any]] = [
+        ("seeds", seeds, experiment.default_seeds), ("out", Out, None), ("data", Text, None),
+        ("processes", Processes, 2),
+    ]  # fmt: skip
+    own = [(field.name, kinds[field.name], field.default) for field in fields(experiment)]  # type: ignore[arg-type]
+    parameters = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+        for name, kind, default in common + own
+    ]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {name: kind for name, kind, _ in common + own}
+    command.__doc__ = inspect.getdoc(experiment)
+    return command
+
+
+@app.command()
+def claims(
+    folders: Annotated[
+        list[Path] | None,
+        Argument(help="Folders with claims.json. Default: of each experiment in runs/ the newest."),
+    ] = None,
+    out: Annotated[Path, Option("--out", "-o", help="The page.")] = Path("docs/claims.md"),
+) -> None:
+    """Write the page of all claims from what the experiments left."""
+    with one_line_errors():
+        count = write_page(folders or newest_folders(Path("runs")), sorted(experiments()), out)
+    print(f"{count} claims: {out}")
+
+
+for _name, _experiment in experiments().items():
+    app.command(_name)(command_of(_experiment))
+
+if __name__ == "__main__":
+    app(prog_name="python -m recipes.study")

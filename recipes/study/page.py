@@ -1,0 +1,202 @@
+"""Claims as a page of Markdown: for each paper what it asserts, and what we added to that."""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from recipes.study.claim import FILE_NAME, Claim, Results, Verdict, load_results
+from recipes.study.training import RunError
+
+# Papers in the order in which the page shows them; others follow, by their number.
+PAPERS = {
+    "2311.05928": "Razzhigaev et al., The Shape of Learning",
+    "2401.12143": "Godey et al., Anisotropy Is Inherent to Self-Attention in Transformers",
+    "2409.11253": "Yamagiwa and Shimodaira, Norm of Mean Contextualized Embeddings",
+    "2506.01034": "Ruppik et al., Less is More",
+    "2509.23024": "Li et al., Tracing the Representation Geometry of Language Models",
+    "2501.10573": "Viswanathan et al., The Geometry of Tokens",
+}
+_NUMBER = re.compile(r"\d{4}\.\d{4,5}")
+# A further run in a folder of its own: grokking-2.
+_NUMBERED = re.compile(r"(?P<name>.+?)(?:-(?P<number>\d+))?", re.ASCII)
+
+_VERDICTS: tuple[Verdict, ...] = ("agrees", "disagrees", "undecided")
+_HEAD = """# The claims, and what was measured here
+
+For each paper first what it asserts, as far as an experiment of this repository decides it, one
+line for each assertion: a sentence that asserts several things is several lines. Only these lines
+are counted. Then what we added: other estimators, other models, controls.
+
+The mean is over independent repetitions, with its 95 % interval by Student's t; a share of the
+repetitions stands before its exact interval, that of Clopper and Pearson. A claim *agrees* where
+the whole interval lies within the limits in square brackets, *disagrees* where the whole interval
+lies outside, and is *undecided* otherwise: every line could have come out either way. Limits other
+than 0, 1 and chance are ours where the published column names no number. Intervals miss 5 times in
+100, so of many lines a few are wrong.
+
+`make claims` writes this page from the files `claims.json` that the experiments leave in `runs/`.
+"""
+
+# A claim with the results that it belongs to.
+_Line = tuple[Claim, Results]
+
+
+def write_page(folders: Iterable[Path], experiments: Sequence[str], page: Path) -> int:
+    """Write the page of the claims in some folders.
+
+    Args:
+        folders: Folders with claims, one for each experiment.
+        experiments: Names of all experiments.
+        page: Path of the page; pictures are linked where they stand in `pictures` beside it.
+
+    Returns:
+        Number of claims.
+
+    Raises:
+        RunError: There are no claims, a folder holds none that can be read, or two folders hold
+            the same experiment.
+    """
+    found: dict[str, tuple[Path, Results]] = {}
+    for folder in sorted(folders, key=lambda folder: (folder.name, str(folder))):
+        try:
+            results = load_results(folder)
+        except ValueError as error:
+            raise RunError(str(error)) from error
+        if results.experiment in found:
+            raise RunError(
+                f"{found[results.experiment][0]} and {folder} both hold {results.experiment}: give "
+                "one folder for each experiment"
+            )
+        found[results.experiment] = folder, results
+    if not found:
+        raise RunError("runs/ holds no claims: run an experiment first, make decoder")
+    everything = [results for _, results in found.values()]
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(render(everything, [each for each in experiments if each not in found], page))
+    return sum(len(results.claims) for results in everything)
+
+
+def newest_folders(top: Path) -> list[Path]:
+    """List the folders with claims; of `NAME`, `NAME-2`, ... the one with the highest number.
+
+    Args:
+        top: Folder of all runs.
+    """
+    newest: dict[str, tuple[int, Path]] = {}
+    for file in top.glob(f"*/{FILE_NAME}"):
+        match = _NUMBERED.fullmatch(file.parent.name)
+        assert match is not None
+        numbered = int(match["number"] or 1), file.parent
+        newest[match["name"]] = max(newest.get(match["name"], numbered), numbered)
+    return sorted(folder for _, folder in newest.values())
+
+
+def render(results: Sequence[Results], missing: Sequence[str], page: Path) -> str:
+    """Write the text of the page.
+
+    Args:
+        results: Results of the experiments.
+        missing: Names of experiments that were not run.
+        page: Path of the page, to which links are relative.
+    """
+    papers: dict[str, list[_Line]] = {}
+    for each in results:
+        for claim in each.claims:
+            papers.setdefault(paper_of(claim), []).append((claim, each))
+    known = list(PAPERS)
+    order = sorted(papers, key=lambda p: (known.index(p) if p in known else len(known), p))
+    papers = {paper: papers[paper] for paper in order}
+    parts = [_HEAD, _summary(papers, missing)]
+    parts += [_section(paper, lines, page) for paper, lines in papers.items()]
+    return "\n".join(parts)
+
+
+def paper_of(claim: Claim) -> str:
+    """Return the number of the paper of a claim at arXiv.
+
+    Args:
+        claim: A claim.
+    """
+    match = _NUMBER.search(claim.source)
+    return match[0] if match else ""
+
+
+def _summary(papers: dict[str, list[_Line]], missing: Sequence[str]) -> str:
+    lines = [
+        "| paper | assertions | agree | disagree | undecided | lines that we added |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    lines += [_counts(_link(paper), found) for paper, found in papers.items()]
+    lines.append(_counts("**all**", [line for found in papers.values() for line in found]))
+    if missing:
+        commands = ", ".join(f"`make {name}`" for name in missing)
+        lines += ["", f"Not run: {commands}."]
+    return "\n".join([*lines, ""])
+
+
+def _counts(name: str, lines: Sequence[_Line]) -> str:
+    theirs = [claim for claim, _ in lines if claim.published]
+    counts: Counter[str] = Counter(claim.verdict for claim in theirs)
+    numbers = [len(theirs), *(counts[verdict] for verdict in _VERDICTS), len(lines) - len(theirs)]
+    return _row([name, *map(str, numbers)])
+
+
+def _section(paper: str, lines: Sequence[_Line], page: Path) -> str:
+    asked = [line for line in lines if line[0].published]
+    added = [line for line in lines if not line[0].published]
+    title = f"{PAPERS[paper]} ({paper})" if paper in PAPERS else paper or "Without a paper"
+    text = [f"## {title}", ""]
+    if asked:
+        text += [
+            "| asserted | published | measured here | mean | verdict | experiment |",
+            "|---|---|---|---:|---|---|",
+        ]
+        text += [_row(_cells(claim, results)) for claim, results in asked] + [""]
+    if added:
+        text += [
+            "What we added:", "",
+            "| asked | measured here | mean | verdict | experiment |", "|---|---|---:|---|---|",
+        ]  # fmt: skip
+        text += [_row(_cells(claim, results)) for claim, results in added] + [""]
+    for results in dict.fromkeys(results for _, results in lines):
+        text.append(_experiment(results, lines, page))
+    return "\n".join([*text, ""])
+
+
+def _cells(claim: Claim, results: Results) -> list[str]:
+    place = claim.source.replace(paper_of(claim), "", 1).strip(" ,:")
+    count = len(claim.values)
+    plural = "s" * (count != 1 and " " not in claim.repeated)
+    return [
+        claim.asserts,
+        *[f"{claim.published} ({place})"] * bool(claim.published),
+        f"{claim.quantity} [{claim.limits}]",
+        f"{claim.mean_words}<br>{count} {claim.repeated}{plural}",
+        f"**{claim.verdict}**",
+        results.experiment,
+    ]
+
+
+def _experiment(results: Results, lines: Sequence[_Line], page: Path) -> str:
+    """One line of an experiment: its command, its part of the lines, its time, what differs."""
+    own = [claim for claim, of in lines if of is results]
+    count = sum(bool(claim.published) for claim in own)
+    minutes = results.seconds / 60
+    time = f"{results.seconds:.0f} s" if results.seconds < 100 else f"{minutes:.0f} minutes"
+    words = [f"- `make {results.experiment}`: {count} line{'s' * (count != 1)}"]
+    words += [f"{len(own) - count} that we added"] * (len(own) > count)
+    words += [f"{time} on two cores"]
+    pictures = sorted((page.parent / "pictures").glob(f"{results.experiment}*.png"))
+    words += [f"[{path.name}]({os.path.join('pictures', path.name)})" for path in pictures]
+    return f"{'; '.join(words)}. Differs from the published: {results.differs.rstrip('.')}."
+
+
+def _link(paper: str) -> str:
+    name = PAPERS[paper].partition(",")[0] if paper in PAPERS else "arXiv"
+    return f"{name} ([{paper}](https://arxiv.org/abs/{paper}))" if paper else "Without a paper"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in cells)} |"

@@ -1,0 +1,218 @@
+"""The one training loop, with monitors beside it, and a folder for what it leaves."""
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from geomon import Monitor
+from geomon.record import Record
+
+_FINISHED = "finished.json"
+
+
+class RunError(ValueError):
+    """The experiment cannot be made as asked; one line says what was given, and what to do."""
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What is read of a model, and on which inputs.
+
+    Attributes:
+        model: The model that is trained, or a view of it that shares its weights.
+        probe: Inputs that every reading looks at.
+        metrics: Metrics by name.
+        rows: Number of rows that a reading measures.
+        extra_layers: Layers beside the blocks, as for `Monitor`.
+    """
+
+    model: nn.Module
+    probe: Any
+    metrics: Mapping[str, Callable[..., Any]]
+    rows: int
+    extra_layers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training: a model, what it is asked for, and what is read of it.
+
+    Attributes:
+        model: The model.
+        loss: Draws a batch by a generator, and computes its loss.
+        steps: Largest number of optimizer updates; 0 to read an untrained model.
+        watched: What is read, by the name of a folder inside that of the training; "" for itself.
+        schedule: Whether a step is read; step 0 and the last one are read whatever it says.
+        learning_rate: Highest learning rate.
+        rate: Share of it at a step.
+        weight_decay: Weight decay of matrices; biases and norms have none.
+        betas: Those of AdamW.
+        held_out: Measures what stands beside the readings: losses, accuracies.
+        is_solved: Whether the training ends before its last step, from what `held_out` measured.
+    """
+
+    model: nn.Module
+    loss: Callable[[torch.Generator], Tensor]
+    steps: int
+    watched: Mapping[str, Watch]
+    schedule: Callable[[int], bool]
+    learning_rate: float
+    rate: Callable[[int], float] = lambda step: 1.0
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    held_out: Callable[[], Mapping[str, Tensor]] = field(default=dict)
+    is_solved: Callable[[Mapping[str, Tensor]], bool] = lambda values: False
+
+
+def fit(training: Training, folder: Path, seed: int) -> None:
+    """Train a model, and record what is watched.
+
+    Args:
+        training: The training.
+        folder: Folder of the records.
+        seed: Seed of the batches and of the sampled rows.
+    """
+    optimizer = adamw(training)
+    monitors = [
+        Monitor(
+            watch.model, metrics=watch.metrics, probe=watch.probe, tokens=watch.rows, batches=1,
+            directory=folder / name, seed=seed, extra_layers=watch.extra_layers, alerts=(),
+        )
+        for name, watch in training.watched.items()
+    ]  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    for step in range(training.steps + 1):
+        ends = step == training.steps
+        if ends or step == 0 or training.schedule(step):
+            with torch.no_grad():
+                values = training.held_out()
+            for monitor in monitors:
+                monitor.log(step, **values)
+                monitor.probe(step)
+            ends = ends or training.is_solved(values)
+        if ends:
+            break
+        optimizer.zero_grad()
+        training.loss(generator).backward()
+        torch.nn.utils.clip_grad_norm_(training.model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = training.learning_rate * training.rate(step)
+        optimizer.step()
+    for monitor in monitors:
+        monitor.close()
+
+
+def adamw(training: Training) -> torch.optim.AdamW:
+    """Make an AdamW that decays matrices and leaves biases and norms as they are.
+
+    Args:
+        training: The training.
+    """
+    parameters = list(training.model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": training.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=training.learning_rate, betas=training.betas)
+
+
+def cosine_rate(warmup: int, steps: int) -> Callable[[int], float]:
+    """Make the schedule of a learning rate: a warm-up, then a cosine that ends at a tenth.
+
+    Args:
+        warmup: Number of updates until the learning rate is at its highest.
+        steps: Number of updates of the training.
+    """
+
+    def rate(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        done = (step - warmup) / max(1, steps - warmup)
+        return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
+
+    return rate
+
+
+def warm_up(updates: int) -> Callable[[int], float]:
+    """Make the schedule of a learning rate that stays after a warm-up.
+
+    Args:
+        updates: Number of updates until the learning rate is at its highest.
+    """
+    return lambda step: min(1.0, (step + 1) / updates)
+
+
+def begin_training(folder: Path, settings: Mapping[str, Any]) -> bool:
+    """Prepare a folder for one training: delete the records of one that was broken off.
+
+    Args:
+        folder: Folder of one training.
+        settings: Everything that makes the training what it is, as plain values.
+
+    Returns:
+        Whether there is something to do: not where the folder holds the complete training.
+
+    Raises:
+        RunError: The folder holds a complete training with other settings, or another process
+            trains there.
+    """
+    path = folder / _FINISHED
+    if path.is_file():
+        earlier = json.loads(path.read_text())["settings"]
+        now = json.loads(json.dumps(settings))
+        if earlier == now:
+            return False
+        differing = sorted(n for n in {**earlier, **now} if earlier.get(n) != now.get(n))
+        raise RunError(
+            f"{folder} holds a training with another {', '.join(differing)}: choose another folder "
+            "by --out"
+        )
+    for place in sorted({path.parent for path in folder.glob("**/readings*.jsonl")}):
+        try:
+            record = Record(place)  # one process at a time
+        except ValueError as error:
+            raise RunError(str(error)) from error
+        for path in (*place.glob("readings*.jsonl"), *place.glob("arrays*/step_*.npz")):
+            path.unlink()
+        record.close()
+    return True
+
+
+def finish_training(folder: Path, settings: Mapping[str, Any], began: float) -> None:
+    """Note that the training in a folder is complete, and the time of the processor it took.
+
+    Args:
+        folder: Folder of one training.
+        settings: Everything that makes the training what it is, as plain values.
+        began: `time.process_time()` before it.
+    """
+    content = {"settings": settings, "seconds": round(time.process_time() - began, 1)}
+    folder.mkdir(parents=True, exist_ok=True)
+    part = folder / f"{_FINISHED}.part"
+    part.write_text(json.dumps(content, indent=1) + "\n")
+    part.replace(folder / _FINISHED)
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether a folder holds a complete training.
+
+    Args:
+        folder: Folder of one training.
+    """
+    return (folder / _FINISHED).is_file()
+
+
+def seconds_taken(folder: Path) -> float:
+    """Read the time of the processor that a complete training took.
+
+    Args:
+        folder: Folder of one training.
+    """
+    return float(json.loads((folder / _FINISHED).read_text())["seconds"])

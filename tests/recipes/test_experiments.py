@@ -1,0 +1,183 @@
+"""Every experiment leaves records, claims and pictures, and repeats nothing that is complete."""
+
+import json
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from geomon import read
+from recipes.digits.data import load
+from recipes.digits.model import ConvolutionalNetwork, OneVectorPerImage
+from recipes.study.__main__ import app, experiments
+from recipes.study.claim import load_results
+
+SMALL = ["--width", "16", "--heads", "2"]
+TINY = {
+    "decoder": [*SMALL, "--context", "16", "--batch", "2", "--steps", "8", "--warmup", "1",
+                "--windows", "64", "--rows", "256", "--first", "4"],
+    "encoder_decoder": [*SMALL, "--layers", "3", "--context", "16", "--batch", "2", "--steps", "2"],
+    "overfit": [*SMALL, "--layers", "1", "--context", "16", "--batch", "2", "--steps", "3",
+                "--distance", "2", "--few", "100"],
+    "digits": [*SMALL, "--layers", "3", "--batch", "8", "--steps", "3"],
+    "grokking": ["--modulus", "23", "--steps", "4", "--interval", "2", "--batch", "32",
+                 "--controls", "3"],
+    "bias_drift": [*SMALL, "--trained-width", "16", "--sequences", "2", "--length", "8",
+                   "--directions", "2", "--steps", "2"],
+}  # fmt: skip
+# Of two seeds.
+TRAININGS = {
+    "decoder": 2, "encoder_decoder": 6, "overfit": 4, "digits": 6, "grokking": 5, "bias_drift": 8,
+}  # fmt: skip
+
+
+def run(*arguments: object):
+    return CliRunner().invoke(app, [str(each) for each in arguments])
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Random letters."""
+    path = tmp_path_factory.mktemp("text") / "letters"
+    letters = torch.randint(97, 123, (410_000,), generator=torch.Generator().manual_seed(0))
+    path.write_bytes(bytes(letters.tolist()))
+    return path
+
+
+@pytest.fixture(scope="module", params=TINY)
+def finished(request, text, tmp_path_factory):
+    """The name of an experiment, its arguments, and what its command has printed."""
+    name = request.param
+    common = ["--data", text, "--seeds", 2, "--processes", 1, *TINY[name]]
+    arguments = [name, *common, "--out", tmp_path_factory.mktemp(name)]
+    done = run(*arguments)
+    assert done.exit_code == 0, done.output
+    return name, arguments, done.output
+
+
+def test_every_experiment_is_tried_here():
+    assert set(experiments()) == set(TINY)
+
+
+@pytest.mark.filterwarnings("ignore:.*sequences")
+def test_the_command_leaves_records_claims_and_pictures_and_repeats_nothing(finished):
+    name, arguments, out = finished
+    folder = arguments[-1]
+    trainings = sorted(folder.glob("seed_*/*/finished.json"))
+    assert f"{TRAININGS[name]} of {TRAININGS[name]} trainings are complete" in out
+    assert len(trainings) == TRAININGS[name]
+    for picture in folder.glob("*.png"):
+        assert 10_000 < picture.stat().st_size < 200_000
+        assert f"figure: {picture}" in out
+    results = load_results(folder)
+    assert results.experiment == name
+    names = [claim.name for claim in results.claims]
+    assert len(set(names)) == len(names) > 3
+    for claim in results.claims:
+        assert f"{claim.verdict:<9}  {claim.name}: " in out
+        assert claim.published or claim.quantity
+        if claim.repeated == "seed" and not ("grokking" in name and "control" in claim.quantity):
+            assert len(claim.values) <= 2
+    records = sorted(folder.glob("**/readings.jsonl"))
+    before = {path: path.stat().st_mtime_ns for path in records}
+    trainings[0].unlink()  # as if it had been ended before its last step
+    assert run(*arguments).exit_code == 0
+    changed = [path for path in records if path.stat().st_mtime_ns != before[path]]
+    assert changed
+    assert all(trainings[0].parent in path.parents for path in changed)
+    assert not list(folder.glob("**/readings.1.jsonl"))
+    other = run(*arguments, "--steps", 9)
+    assert other.exit_code == 2
+    assert "holds a training with another steps: choose another folder" in other.stderr
+    assert other.stderr.count("\n") == 1
+
+
+def test_several_processes_do_what_one_does(text, tmp_path):
+    for processes in (1, 2):
+        common = ["--data", text, "--seeds", 1, "--processes", processes]
+        folder = tmp_path / str(processes)
+        assert run("overfit", *common, *TINY["overfit"], "--out", folder).exit_code == 0
+    one, two = (read(tmp_path / n / "seed_0" / "few") for n in "12")
+    assert [r.step for r in one] == [r.step for r in two] == [0, 2, 3]
+    assert one[-1].values["twonn/mean"] == pytest.approx(two[-1].values["twonn/mean"], rel=1e-3)
+    assert one[-1].values["training/held_out_loss"] > 2
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_option_says_what_it_is(name):
+    command = typer.main.get_command(app).commands[name]
+    assert command.help == experiments()[name].__doc__.replace("    ", "")
+    helps = [option.help for option in command.params]
+    assert all(words and words.endswith((".", "...")) for words in helps)
+    assert len(set(helps)) == len(helps)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["decoder", "--width", 10, "--heads", 4], "--width 10 cannot be shared among --heads 4"),
+        (["encoder_decoder", "--data", "nowhere"], "nowhere does not exist"),
+        (["overfit", "--few", 20], "--few 20 holds no window of --context 32"),
+        (["digits", "--heads", 3], "choose a multiple of 6"),
+        (["bias_drift", "--width", 30, "--heads", 4], "--width 30 and --trained-width 256 cannot"),
+        (["decoder", "--warmup", 900], "--warmup 900 leaves nothing of --steps 750"),
+    ],
+)
+def test_what_cannot_be_run_is_one_line(arguments, words, tmp_path):
+    done = run(*arguments, "--out", tmp_path)
+    assert done.exit_code == 2
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+# -- data of single experiments --------------------------------------------------------------------
+
+
+def test_every_image_is_trained_on_or_held_out():
+    train, held_out = load(seed=1)
+    assert (len(train.digits), len(held_out.digits)) == (1437, 360)
+    pixels = torch.cat([train.pixels, held_out.pixels])
+    assert (pixels.min(), pixels.max()) == (0, 1)
+    assert not torch.equal(load(seed=2)[1].pixels, held_out.pixels)
+
+
+def test_the_vector_of_an_image_holds_its_maps():
+    torch.manual_seed(0)
+    network = ConvolutionalNetwork(2, 8).eval()
+    pixels = load(seed=0)[1].pixels[:3]
+    maps = network.embedding(pixels[:, None])
+    for block in network.blocks:
+        maps = block(maps)
+    vectors = OneVectorPerImage(network)(pixels)
+    assert vectors.shape == (3, 1, 8 * 64)
+    assert torch.equal(vectors[:, 0], maps.flatten(1))
+
+
+@pytest.mark.parametrize("kind", ["transformer", "mixer", "convolutional"])
+def test_every_network_learns_a_batch(kind):
+    experiment = experiments()["digits"](steps=40, layers=2, width=32, heads=2)
+    torch.manual_seed(0)
+    training = experiment.training(kind, 0, None)
+    optimizer = torch.optim.AdamW(training.model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(30):
+        loss = training.loss(torch.Generator().manual_seed(0))  # the same batch
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] > 1.5  # a guess among ten costs 2.3
+    assert losses[-1] < losses[0] / 3
+
+
+def test_what_stands_in_a_record_is_that_of_its_training(finished):
+    name, arguments, _ = finished
+    settings = json.loads(
+        next(arguments[-1].glob("seed_1/*/finished.json")).read_text()
+    )["settings"]  # fmt: skip
+    assert settings["seed"] == 1
+    given = dict(zip(TINY[name][::2], TINY[name][1::2], strict=True))
+    for option, value in given.items():
+        assert str(settings[option.removeprefix("--").replace("-", "_")]) == value
