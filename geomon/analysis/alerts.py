@@ -122,7 +122,7 @@ class FirstAlert(NamedTuple):
 
 
 def first_alerts(readings: Iterable[Reading]) -> list[FirstAlert]:
-    """Find the first alert of each kind, in the order in which they came.
+    """Find the first alert of each kind, the gravest kind first.
 
     Args:
         readings: Readings of a run.
@@ -132,7 +132,8 @@ def first_alerts(readings: Iterable[Reading]) -> list[FirstAlert]:
         for note in alert_notes(reading):
             first = found.get(note.kind, FirstAlert(reading.step, note, 0))
             found[note.kind] = first._replace(total=first.total + 1)
-    return list(found.values())
+    known = [found.pop(kind) for kind in RULES if kind in found]
+    return [*known, *found.values()]  # others are of a newer version
 
 
 class Finding(NamedTuple):
@@ -267,34 +268,35 @@ class _Frozen:
 
 _ATTENTION = "look at the learning rate, and at the norms of the queries and keys"
 
+# The gravest first: so pages list the alerts of a run.
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
-        "entropy_collapse": Rule(
-            lambda: _entropy_collapse,
-            "entropy of {count} head{plural} below {limit:.0f} % of that of uniform attention, "
-            "lowest {lowest:.2f} %",
-            _ATTENTION,
-        ),
-        "logit_growth": Rule(
-            lambda: _logit_growth,
-            "largest score before the softmax {largest:.0f}, above {limit:.0f}",
-            f"{_ATTENTION}, or normalise both",
+        "not_finite": Rule(
+            lambda: _not_finite,
+            "{lost} of {rows} rows are not finite",
+            "look at the loss and the data type, and for the first step with it",
+            may_begin=False,
         ),
         "rank_collapse": Rule(
             lambda: _rank_collapse,
             "effective rank of the hidden states down to {lowest:.2f}, below {limit:.0f}",
             "look at the learning rate, its warm-up and the initialisation",
         ),
+        "logit_growth": Rule(
+            lambda: _logit_growth,
+            "largest score before the softmax {largest:.0f}, above {limit:.0f}",
+            f"{_ATTENTION}, or normalise both",
+        ),
+        "entropy_collapse": Rule(
+            lambda: _entropy_collapse,
+            "entropy of {count} head{plural} below {limit:.0f} % of that of uniform attention, "
+            "lowest {lowest:.2f} %",
+            _ATTENTION,
+        ),
         "massive_rows": Rule(
             lambda: _massive_rows,
             "a few rows of massive norm carry up to {share:.0f} % of the variance",
             "read anisotropy_no_sinks there",
-        ),
-        "not_finite": Rule(
-            lambda: _not_finite,
-            "{lost} of {rows} rows are not finite",
-            "look at the loss and the data type, and for the first step with it",
-            may_begin=False,
         ),
         "dimension_frozen": Rule(
             _Frozen,

@@ -56,7 +56,8 @@ class Follower:
     def look(self) -> list[Reading]:
         """Read what was written since the last call.
 
-        A file that was replaced, or written anew in its place, is read from its start.
+        A file that was replaced, or written anew in its place, is read from its start; so is one
+        that was no record, when it has changed.
 
         Returns:
             The new readings.
@@ -73,11 +74,22 @@ class Follower:
         state = status.st_ino, status.st_size, status.st_mtime_ns
         if state == self._state:
             return []
+        try:
+            new = self._read_on(status.st_ino)
+        except ValueError:
+            self._begin_anew()
+            self._state = state  # as it is, the file will not do: not before it has changed
+            raise
+        self.readings += new
+        self._state = state
+        return new
+
+    def _read_on(self, inode: int) -> list[Reading]:
         new: list[Reading] = []
         with self.path.open("rb", buffering=BUFFER) as file:
-            if not self._goes_on(status.st_ino, file):
+            if not self._goes_on(inode, file):
                 self._begin_anew()
-            self._inode = status.st_ino
+            self._inode = inode
             file.seek(self._offset)
             # A line at a time: a record that grew for long is larger than the memory for it.
             while (line := file.readline(MAX_LINE + 1)).endswith(b"\n") or len(line) > MAX_LINE:
@@ -88,10 +100,7 @@ class Follower:
                 self._lines += 1
                 self._head = self._head or line[:_SAMPLE]
                 self._tail = line[-_SAMPLE:]
-        new = Readings([], new).of_stack(self._stack).readings if new else new
-        self.readings += new
-        self._state = state
-        return new
+        return Readings([], new).of_stack(self._stack).readings if new else new
 
     def _goes_on(self, inode: int, file: BinaryIO) -> bool:
         """Return whether the file still holds, where they were, the first and last bytes read."""
