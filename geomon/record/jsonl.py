@@ -35,8 +35,7 @@ _MAX_PENDING = 100
 MAX_LINE = 2**26
 # Bytes that are read at once: a line of a large model is longer than the usual 8 kB.
 BUFFER = 2**20
-# Folders that a message names, folders that are looked into for them, and of each so many entries.
-_MOST_NAMED, _MOST_LOOKED_INTO, _MOST_ENTRIES = 4, 1000, 10_000
+_MOST_NAMED = 4  # folders, in a message
 # What every line of a record begins with.
 _BEGINNINGS = (b'{"run"', b'{"step"')
 _CHUNK = 2**16  # bytes
@@ -245,38 +244,12 @@ def read(directory: str | os.PathLike[str]) -> Readings:
 
 
 def _records_below(folder: Path) -> str:
-    """Name the records in the folders below one, at most three deep; "" where there are none.
-
-    Only so many folders are looked into: the one that was named may hold a whole disk.
-    """
-    found: list[str] = []
-    looked, level = 0, [folder]
-    for depth in range(4):
-        below: list[Path] = []
-        for each in level[: max(_MOST_LOOKED_INTO - looked, 0)]:
-            if depth and (each / FILE_NAME).is_file():
-                found.append(str(each))
-            below += _folders_in(each) if depth < 3 else []
-            looked += 1
-            if len(found) > _MOST_NAMED:
-                break
-        level = below
-    more = " ..." if len(found) > _MOST_NAMED else ""
-    return f"; there is one in {', '.join(sorted(found[:_MOST_NAMED]))}{more}" if found else ""
-
-
-def _folders_in(folder: Path) -> list[Path]:
-    """List the folders in one by name, hidden ones aside; none where it cannot be read."""
-    try:
-        with os.scandir(folder) as entries:
-            names = [
-                entry.name
-                for entry in itertools.islice(entries, _MOST_ENTRIES)
-                if not entry.name.startswith(".") and entry.is_dir()
-            ]
-    except OSError:
-        return []
-    return [folder / name for name in sorted(names)]
+    """Name a few records in the folders below one; "" where there are none."""
+    found = itertools.chain.from_iterable(
+        folder.glob(f"{below}/{FILE_NAME}") for below in ("*", "*/*")
+    )
+    named = sorted(str(path.parent) for path in itertools.islice(found, _MOST_NAMED))
+    return f"; there is one in {', '.join(named)}" if named else ""
 
 
 def parse_line(line: bytes) -> Reading | dict[str, Any]:

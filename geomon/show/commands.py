@@ -158,8 +158,7 @@ def add_commands(app: "typer.Typer") -> None:
             for each in RULES if name is None else (name,):
                 rule = RULES[each]
                 found = re.sub(r"\{[^}]*\}", "...", rule.text.replace("head{plural}", "heads"))
-                asked = "" if rule.by_default else f" (only with alerts=['{each}'])"
-                typer.echo(fit_to_terminal(f"{each}{asked}: {found}; {rule.advice}"))
+                typer.echo(fit_to_terminal(f"{each}: {found}; {rule.advice}"))
 
     @app.command()
     def summary(
