@@ -20,7 +20,7 @@ import typer
 from geomon.note import Note
 from geomon.record import FILE_NAME, Follower, Reading, Record, read
 from geomon.record.columns import Column
-from geomon.record.jsonl import MAX_LINE
+from geomon.record.follow import MAX_LINE
 from geomon.record.printable import printable
 
 COUNTS = ("step", "tokens", "world_size")

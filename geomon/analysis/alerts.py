@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
-from geomon.analysis.curves import Measured, measured
 from geomon.note import Note
 from geomon.record import Reading
 from geomon.record.columns import Column
@@ -346,15 +345,6 @@ def find_alerts(readings: Iterable[Reading], names: Collection[str] = tuple(RULE
     return [alert for reading in readings for alert in watch.add(reading)]
 
 
-def dimension_of(reading: Reading) -> Measured:
-    """Return the mean of `twonn` over the layers of the main stack, with its margin.
-
-    Args:
-        reading: A reading.
-    """
-    return measured(reading, "twonn")
-
-
 def _column(reading: Reading, stack: str, metric: str) -> Column:
     return reading.stacks.get(stack, {}).get(metric, Column())
 
@@ -366,7 +356,6 @@ __all__ = [
     "FirstAlert",
     "alert_notes",
     "check_alerts",
-    "dimension_of",
     "find_alerts",
     "first_alerts",
 ]

@@ -9,7 +9,6 @@ from geomon.analysis.alerts import (
     RULES,
     AlertWatch,
     alert_notes,
-    dimension_of,
     find_alerts,
     first_alerts,
 )
@@ -141,13 +140,6 @@ def test_names_are_checked():
         AlertWatch("rank_collapse")
     with pytest.raises(TypeError, match="a sequence of names"):
         AlertWatch(None)
-
-
-def test_the_dimension_is_that_of_the_main_stack():
-    values = {"twonn/encoder_layer_01": 1.0, "twonn/decoder_layer_01": 2.0}
-    values |= {"twonn/encoder_mean": 3.0, "twonn/decoder_mean": 4.0, "twonn/decoder_mean/margin": 1}
-    assert dimension_of(reading(0, values)) == (4.0, 1.0)
-    assert math.isnan(dimension_of(reading(0, {})).value)
 
 
 def test_each_alert_has_a_section_to_which_its_note_leads():

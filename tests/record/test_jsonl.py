@@ -204,7 +204,6 @@ def test_corrupted_records_are_refused_and_set_aside():
 @pytest.mark.parametrize("end", [b"\n", b""])
 def test_a_line_longer_than_any_of_a_record_is_refused(tmp_path, monkeypatch, end):
     """The limit is made small: the campaign reads one of the real size."""
-    monkeypatch.setattr(jsonl, "MAX_LINE", 1000)
     monkeypatch.setattr(follow, "MAX_LINE", 1000)
     content = reading(0).line().encode() + b"\n" + b'{"step": ' + b" " * 1000 + end
     (tmp_path / FILE_NAME).write_bytes(content)

@@ -115,7 +115,7 @@ class Watched:
     """
 
     def __init__(self, directory: Path, stack: str | None = None, name: str = "") -> None:
-        self._follower = Follower(directory, stack)
+        self._follower, self._stack = Follower(directory), stack
         self.name = printable(name or str(directory))
         self.whole = self.readings = Readings([], [])
         self.quantities: dict[str, Quantity] = {}
@@ -128,21 +128,23 @@ class Watched:
         before, follower = (self.state, self.trouble), self._follower
         try:
             is_new = bool(follower.look())
+            every = follower.readings()
+            if is_new or (self.trouble and len(every)):
+                self._take(every.of_stack(self._stack))
+                return True
         except (OSError, ValueError) as error:
             self.trouble = printable(" ".join(str(error).split()))
             return before != (self.state, self.trouble)
-        if is_new or (self.trouble and follower.readings):
-            every = list(follower.readings)
-            whole = Readings(list(follower.runs), every, follower.mixed_at, newer=follower.newer)
-            selected = Readings(whole.runs, single_source(every))
-            self.quantities, self.headline = quantities_of(selected), headline(whole)
-            curve = curve_of(selected, "twonn")
-            phase = curve.phase() if len(curve) else None
-            self.fallen = phase if phase is not None and phase.earliest is not None else None
-            self.whole, self.readings, self.state, self.trouble = whole, selected, "", ""
-            return True
         if not len(self.whole):
             there = follower.path.is_file()
             waiting = f"waiting for {printable(str(follower.path))}"
             self.state = "no readings yet" if there else waiting
         return before != (self.state, self.trouble)
+
+    def _take(self, whole: Readings) -> None:
+        selected = Readings(whole.runs, single_source(whole))
+        self.quantities, self.headline = quantities_of(selected), headline(whole)
+        curve = curve_of(selected, "twonn")
+        phase = curve.phase() if len(curve) else None
+        self.fallen = phase if phase is not None and phase.earliest is not None else None
+        self.whole, self.readings, self.state, self.trouble = whole, selected, "", ""
