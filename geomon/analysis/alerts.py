@@ -7,17 +7,14 @@ again when four times as much is found. How often the rules are wrong: benchmark
 """
 
 import difflib
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
-from geomon.analysis.curves import Measured, measured
 from geomon.note import Note
 from geomon.record import Reading
 from geomon.record.columns import Column
-from geomon.record.reading import main_stack
 
 # Entropy of a head as a share of that of uniform attention: nearly all attention is on one key.
 _ENTROPY = 0.05
@@ -28,13 +25,6 @@ _LOGIT = 100.0
 _RANK = 2.0
 # Share of the variance in rows of massive norm: the same as in the notes of a reading.
 _MASSIVE = 0.5
-# Range of a profile over its largest value, as in the words of a run.
-_FLAT = 0.1
-# Least number of layers of which a profile has a shape.
-_PROFILE = 4
-# Change of the dimension over its value that counts as none, over an octave of steps with at least
-# so many readings.
-_FROZEN, _FROZEN_READINGS = 0.002, 4
 # An alert is raised again when what is found is so many times what it was.
 _AGAIN = 4.0
 _NAMED = 3  # places that are named
@@ -122,7 +112,7 @@ class FirstAlert(NamedTuple):
 
 
 def first_alerts(readings: Iterable[Reading]) -> list[FirstAlert]:
-    """Find the first alert of each kind, in the order in which they came.
+    """Find the first alert of each kind, the gravest kind first.
 
     Args:
         readings: Readings of a run.
@@ -132,7 +122,8 @@ def first_alerts(readings: Iterable[Reading]) -> list[FirstAlert]:
         for note in alert_notes(reading):
             first = found.get(note.kind, FirstAlert(reading.step, note, 0))
             found[note.kind] = first._replace(total=first.total + 1)
-    return list(found.values())
+    known = [found.pop(kind) for kind in RULES if kind in found]
+    return [*known, *found.values()]  # others are of a newer version
 
 
 class Finding(NamedTuple):
@@ -159,18 +150,15 @@ class Rule(NamedTuple):
     """One kind of alert.
 
     Attributes:
-        start: Makes the function that finds it, at the start of a run.
+        find: Function that finds it.
         text: What was found, as a template of `str.format` for the numbers.
         advice: What to look at.
-        by_default: Whether the alert is raised where none are chosen: those that healthy runs do
-            not raise.
         may_begin: Whether what the first reading has already is no reason for an alert.
     """
 
-    start: Callable[[], Find]
+    find: Find
     text: str
     advice: str
-    by_default: bool = True
     may_begin: bool = True
 
 
@@ -235,83 +223,40 @@ def _not_finite(reading: Reading, stack: str) -> Finding | None:
     return Finding(float(numbers["lost"]), numbers, most.layers)
 
 
-def _flat_profile(reading: Reading, stack: str) -> Finding | None:
-    blocks = _column(reading, stack, "anisotropy").by_layer()
-    profile = [value for layer, value in blocks.items() if layer > 0]
-    if len(profile) < _PROFILE or max(profile) - min(profile) >= _FLAT * max(profile):
-        return None
-    return Finding(1, {"low": min(profile), "high": max(profile), "count": len(profile)})
-
-
-class _Frozen:
-    """Finds a dimension of the main stack that has not moved while the step has doubled.
-
-    It keeps the reading since which the dimension has been the same, and nothing else.
-    """
-
-    def __init__(self) -> None:
-        self._since: dict[str, tuple[int, float, int]] = {}  # by source: step, value, readings
-
-    def __call__(self, reading: Reading, stack: str) -> Finding | None:
-        value = dimension_of(reading).value
-        if not math.isfinite(value) or stack != main_stack(reading.stacks):
-            return None
-        step, before, readings = self._since.get(reading.source, (reading.step, value, 0))
-        if abs(value - before) > _FROZEN * abs(before):
-            step, before, readings = reading.step, value, 0
-        self._since[reading.source] = step, before, readings + 1
-        if readings + 1 <= _FROZEN_READINGS or reading.step < 2 * max(step, 1):
-            return None
-        return Finding(1, {"value": value, "step": step, "limit": 100 * _FROZEN})
-
-
 _ATTENTION = "look at the learning rate, and at the norms of the queries and keys"
 
+# The gravest first: so pages list the alerts of a run.
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
-        "entropy_collapse": Rule(
-            lambda: _entropy_collapse,
-            "entropy of {count} head{plural} below {limit:.0f} % of that of uniform attention, "
-            "lowest {lowest:.2f} %",
-            _ATTENTION,
-        ),
-        "logit_growth": Rule(
-            lambda: _logit_growth,
-            "largest score before the softmax {largest:.0f}, above {limit:.0f}",
-            f"{_ATTENTION}, or normalise both",
-        ),
-        "rank_collapse": Rule(
-            lambda: _rank_collapse,
-            "effective rank of the hidden states down to {lowest:.2f}, below {limit:.0f}",
-            "look at the learning rate, its warm-up and the initialisation",
-        ),
-        "massive_rows": Rule(
-            lambda: _massive_rows,
-            "a few rows of massive norm carry up to {share:.0f} % of the variance",
-            "read anisotropy_no_sinks there",
-        ),
         "not_finite": Rule(
-            lambda: _not_finite,
+            _not_finite,
             "{lost} of {rows} rows are not finite",
             "look at the loss and the data type, and for the first step with it",
             may_begin=False,
         ),
-        "dimension_frozen": Rule(
-            _Frozen,
-            "mean dimension {value:.4g} since step {step}, within {limit:.1f} %",
-            "look at whether the weights still change (learning rate, frozen modules)",
-            by_default=False,
+        "rank_collapse": Rule(
+            _rank_collapse,
+            "effective rank of the hidden states down to {lowest:.2f}, below {limit:.0f}",
+            "look at the learning rate, its warm-up and the initialisation",
         ),
-        "flat_profile": Rule(
-            lambda: _flat_profile,
-            "anisotropy between {low:.3f} and {high:.3f} over {count} layers",
-            "look at the profile over depth",
-            by_default=False,
+        "logit_growth": Rule(
+            _logit_growth,
+            "largest score before the softmax {largest:.0f}, above {limit:.0f}",
+            f"{_ATTENTION}, or normalise both",
+        ),
+        "entropy_collapse": Rule(
+            _entropy_collapse,
+            "entropy of {count} head{plural} below {limit:.0f} % of that of uniform attention, "
+            "lowest {lowest:.2f} %",
+            _ATTENTION,
+        ),
+        "massive_rows": Rule(
+            _massive_rows,
+            "a few rows of massive norm carry up to {share:.0f} % of the variance",
+            "read anisotropy_no_sinks there",
         ),
     }
 )
-
-DEFAULT_ALERTS = tuple(name for name, rule in RULES.items() if rule.by_default)
 
 
 class AlertWatch:
@@ -335,10 +280,9 @@ class AlertWatch:
         []
     """
 
-    def __init__(self, names: Collection[str] = DEFAULT_ALERTS) -> None:
+    def __init__(self, names: Collection[str] = tuple(RULES)) -> None:
         check_alerts(names)
         self._rules = {name: RULES[name] for name in names}
-        self._find = {name: rule.start() for name, rule in self._rules.items()}
         self._largest: dict[tuple[str, str], float] = {}  # by name and stack
         self._begun: set[str] = set()  # sources of which there has been a reading
 
@@ -354,7 +298,7 @@ class AlertWatch:
         alerts = []
         for name, rule in self._rules.items():
             for stack in stacks:
-                found = self._find[name](reading, stack)
+                found = rule.find(reading, stack)
                 largest = self._largest.get((name, stack), 0.0)
                 if found is None or found.size < _AGAIN * largest:
                     continue
@@ -387,9 +331,7 @@ def check_alerts(names: Collection[str]) -> None:
             raise ValueError(f"no alert is called {name!r}{advice}; there are {', '.join(RULES)}")
 
 
-def find_alerts(
-    readings: Iterable[Reading], names: Collection[str] = DEFAULT_ALERTS
-) -> list[Alert]:
+def find_alerts(readings: Iterable[Reading], names: Collection[str] = tuple(RULES)) -> list[Alert]:
     """Find the alerts of a run.
 
     Args:
@@ -403,28 +345,17 @@ def find_alerts(
     return [alert for reading in readings for alert in watch.add(reading)]
 
 
-def dimension_of(reading: Reading) -> Measured:
-    """Return the mean of `twonn` over the layers of the main stack, with its margin.
-
-    Args:
-        reading: A reading.
-    """
-    return measured(reading, "twonn")
-
-
 def _column(reading: Reading, stack: str, metric: str) -> Column:
     return reading.stacks.get(stack, {}).get(metric, Column())
 
 
 __all__ = [
-    "DEFAULT_ALERTS",
     "RULES",
     "Alert",
     "AlertWatch",
     "FirstAlert",
     "alert_notes",
     "check_alerts",
-    "dimension_of",
     "find_alerts",
     "first_alerts",
 ]

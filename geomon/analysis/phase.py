@@ -336,28 +336,15 @@ def _turns(curve: _Curve) -> list[_Turn]:
     turns: list[_Turn] = []
     start, seen = 0, 0
     signs: tuple[int, ...] = (1, -1)
-    while (turn := _next_turn(curve, start, seen, signs)) is not None:
-        turns.append(turn)
-        start, seen, signs = turn.start, turn.seen + 1, (-turn.sign,)
+    while found := [turn for sign in signs for turn in _turns_by_block(curve, start, seen, sign)]:
+        turns.append(min(found, key=lambda turn: turn.seen))
+        start, seen, signs = turns[-1].start, turns[-1].seen + 1, (-turns[-1].sign,)
     return turns
 
 
-def _next_turn(curve: _Curve, start: int, after: int, signs: tuple[int, ...]) -> _Turn | None:
-    """Find the first reading, from `after` on, at which the curve since `start` has turned."""
-    total, size = len(curve.values), max(64, 2 * (after - start))
-    while True:  # what is searched doubles, so that many turns are found in the time of few
-        end = min(total, start + size)
-        found = [turn for sign in signs for turn in _turns_by_block(curve, start, end, after, sign)]
-        if found:
-            return min(found, key=lambda turn: turn.seen)
-        if end == total:
-            return None
-        size *= 2
-
-
-def _turns_by_block(curve: _Curve, start: int, end: int, after: int, sign: int) -> list[_Turn]:
-    """Find the first turn that blocks of each size show, among the readings `start` to `end`."""
-    turns = []
+def _turns_by_block(curve: _Curve, start: int, after: int, sign: int) -> list[_Turn]:
+    """Find the first turn since `start`, seen from `after` on, that blocks of each size show."""
+    turns, end = [], len(curve.values)
     block = 1
     while 2 * block <= end - start:
         all_means, all_errors, alike = curve.blocks(block)

@@ -51,23 +51,6 @@ class HeadAlignment:
 
 
 @dataclass(frozen=True)
-class LayerSigns:
-    """Signs of the cosines of one layer at the last step.
-
-    Attributes:
-        layer: Number of the layer.
-        positive: Number of heads with a cosine above 0.
-        heads: Number of heads.
-        p_value: Exact two-sided probability of signs at least as unequal, if both were as likely.
-    """
-
-    layer: int
-    positive: int
-    heads: int
-    p_value: float
-
-
-@dataclass(frozen=True)
 class QueriesKeys:
     """Mean queries and keys of all heads of a run.
 
@@ -75,7 +58,6 @@ class QueriesKeys:
         width: Width of one head.
         limit: Size of the cosine at the last step above which a head is beyond chance.
         heads: All heads, by layer.
-        layers: Signs by layer.
         depth: Kendall's tau-b of layer and cosine over all heads: below 0 where cosines fall with
             depth; NaN with one layer.
         depth_p: Its two-sided p-value for independent heads.
@@ -86,7 +68,6 @@ class QueriesKeys:
     width: int
     limit: float
     heads: tuple[HeadAlignment, ...]
-    layers: tuple[LayerSigns, ...]
     depth: float
     depth_p: float
     dot: tuple[float, float]
@@ -178,7 +159,7 @@ def queries_and_keys(
         for place, p in p_values.items()
     )  # fmt: skip
     dots = first.column(_DOT).mean_size(), reading.column(_DOT).mean_size()
-    return QueriesKeys(size, limit, heads, _signs(last), *_trend(last), dots)
+    return QueriesKeys(size, limit, heads, *_trend(last), dots)
 
 
 def align_layers(readings: Readings) -> dict[int, LayerAlignment]:
@@ -330,21 +311,6 @@ def _trend(cosines: dict[tuple[int, int], float]) -> tuple[float, float]:
 
     found = stats.kendalltau(layers, list(cosines.values()))
     return float(found.statistic), float(found.pvalue)
-
-
-def _signs(cosines: dict[tuple[int, int], float]) -> tuple[LayerSigns, ...]:
-    from scipy import special  # only where it is needed
-
-    by_layer: dict[int, list[float]] = {}
-    for (layer, _), cosine in cosines.items():
-        by_layer.setdefault(layer, []).append(cosine)
-    found = []
-    for layer, values in sorted(by_layer.items()):
-        positive = sum(value > 0 for value in values)
-        rarer = min(positive, len(values) - positive)
-        p_value = min(1.0, 2 * float(special.bdtr(rarer, len(values), 0.5)))
-        found.append(LayerSigns(layer, positive, len(values), p_value))
-    return tuple(found)
 
 
 def _width_of(magnitude: float) -> int | None:

@@ -91,19 +91,6 @@ def name_alerts(readings: Iterable[Reading]) -> str:
     return f"Alert{'s' * (len(found) > 1)}: {', '.join(found)}" if found else ""
 
 
-def dimension_now(readings: Readings) -> str:
-    """Format both estimates of the intrinsic dimension at the end, with their margins.
-
-    Args:
-        readings: Readings of a run, from one source.
-
-    Returns:
-        "Intrinsic dimension (TwoNN) 5.3 ± 0.1, distinct tokens 4.9 ± 0.1", for instance; "" where
-        neither was measured.
-    """
-    return ", ".join(f"{name} {_last(curve)}" for name, curve in estimates(readings))
-
-
 def dimension_course(readings: Readings) -> str:
     """Describe both estimates of the intrinsic dimension in one line: values, and phases in words.
 

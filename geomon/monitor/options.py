@@ -13,7 +13,7 @@ from typing import Any, SupportsIndex, TypedDict, TypeVar, cast, get_type_hints
 from torch import nn
 
 from geomon.analysis import Phase
-from geomon.analysis.alerts import DEFAULT_ALERTS, Alert, check_alerts
+from geomon.analysis.alerts import RULES, Alert, check_alerts
 from geomon.capture.snapshot import check_extra_layers
 from geomon.metrics import METRICS, Evaluator, check_metrics
 from geomon.monitor.held_out import HeldOut, is_loader
@@ -221,7 +221,7 @@ DEFAULTS: MonitorOptions = {
     "extra_layers": (),
     "on_phase": None,
     "on_alert": None,
-    "alerts": DEFAULT_ALERTS,
+    "alerts": tuple(RULES),
 }
 
 CALLBACK_DEFAULTS: CallbackOptions = {

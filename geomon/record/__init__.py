@@ -1,11 +1,11 @@
 """The record of a run: readings, the file that holds them, and the sinks that get them besides.
 
-Tags are built and parsed in `geomon.record.tags`; the sinks stand in `geomon.record.sinks`; text of
+Tags are built in `geomon.record.tags`; the sinks stand in `geomon.record.sinks`; text of
 unknown origin is made fit for a terminal in `geomon.record.printable`.
 """
 
-from geomon.record.follow import Follower
-from geomon.record.jsonl import FILE_NAME, Record, read
+from geomon.record.follow import FILE_NAME, Follower, read
+from geomon.record.jsonl import Record
 from geomon.record.reading import Reading, Readings
 from geomon.record.sinks import Sink
 

@@ -1,68 +1,74 @@
-"""Following a record: new readings are read while the run goes on."""
+"""Reading a record, `readings.jsonl`, while the run goes on or after it."""
 
+import itertools
+import os
+import reprlib
 import stat
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from geomon.record.jsonl import BUFFER, FILE_NAME, MAX_LINE, parse_lines
-from geomon.record.reading import LineCheck, Reading, Readings
-from geomon.record.versions import Newer
+import msgspec
 
+from geomon.record.arrays import ArrayFolder
+from geomon.record.reading import LineCheck, Reading, Readings
+
+FILE_NAME = "readings.jsonl"
+
+# Longest line in bytes: a model of 1,000 layers and heads, ten times over, stays below it.
+MAX_LINE = 2**26
+# What every line of a record begins with.
+_BEGINNINGS = (b'{"run"', b'{"step"')
+# Bytes that are read at once: a line of a large model is longer than the usual 8 kB.
+_BUFFER = 2**20
 # Bytes by which a file is recognised: two runs differ in the times and the numbers of a line.
 _SAMPLE = 4096
+_MOST_NAMED = 4  # folders, in a message
+
+_READING = msgspec.json.Decoder(Reading)
 
 
 class Follower:
-    """Reader of a growing record, which may reach hundreds of MB: it continues where it stopped.
+    """Reader of a record, which may grow and reach hundreds of MB: it continues where it stopped.
+
+    A last line without its end is torn or being written, and left for later.
 
     Args:
         directory: Folder of the run, or the path of its file; either may appear later.
-        stack: Name of the stack to follow, for a model with several; None for the main one.
 
     Attributes:
         path: Path of the file.
-        readings: All readings of the file so far.
-        runs: Descriptions of the run so far, one for each start or resume.
     """
 
-    def __init__(self, directory: Path, stack: str | None = None) -> None:
-        self._stack = stack
-        self.path = directory if directory.suffix == ".jsonl" else directory / FILE_NAME
-        self.readings: list[Reading]
+    def __init__(self, directory: Path) -> None:
+        is_path = directory.suffix == ".jsonl" or directory.is_file()
+        self.path = directory if is_path else directory / FILE_NAME
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        self.readings = []
-        self.runs: list[dict[str, Any]] = []
+        self._readings: list[Reading] = []
+        self._runs: list[dict[str, Any]] = []
         self._inode, self._offset, self._lines = -1, 0, 0
         self._check = LineCheck()
         self._state: tuple[int, int, int] | None = None  # of the file at the last look
         self._head = self._tail = b""  # the first and the last bytes of what was read
+        self._torn = b""
 
-    @property
-    def mixed_at(self) -> int | None:
-        """Line from which the file holds the readings of two runs at once; None for one run."""
-        return self._check.mixed_at
-
-    @property
-    def newer(self) -> Newer | None:
-        """What a newer version of geomon has written; None where none has."""
-        return self._check.newer
-
-    def remarks(self) -> list[str]:
-        """List what a page says before it shows the run, in sentences; mostly nothing."""
-        return Readings([], [], self.mixed_at, newer=self.newer).remarks()
+    def readings(self) -> Readings:
+        """Return all readings so far, with the descriptions of the run."""
+        check, folder = self._check, ArrayFolder.beside(self.path)
+        return Readings([*self._runs], [*self._readings], check.mixed_at, folder, check.newer)
 
     def look(self) -> list[Reading]:
         """Read what was written since the last call.
 
-        A file that was replaced, or written anew in its place, is read from its start.
+        A file that was replaced, or written anew in its place, is read from its start; so is one
+        that was no record, when it has changed.
 
         Returns:
             The new readings.
 
         Raises:
-            ValueError: The file is not a record, or the model has no stack of that name.
+            ValueError: The file is not a record.
         """
         try:
             status = self.path.stat()
@@ -73,25 +79,55 @@ class Follower:
         state = status.st_ino, status.st_size, status.st_mtime_ns
         if state == self._state:
             return []
-        new: list[Reading] = []
-        with self.path.open("rb", buffering=BUFFER) as file:
-            if not self._goes_on(status.st_ino, file):
-                self._begin_anew()
-            self._inode = status.st_ino
-            file.seek(self._offset)
-            # A line at a time: a record that grew for long is larger than the memory for it.
-            while (line := file.readline(MAX_LINE + 1)).endswith(b"\n") or len(line) > MAX_LINE:
-                parsed = list(parse_lines([line], self.path, self._check, first=self._lines + 1))
-                self.runs += [item for item in parsed if isinstance(item, dict)]
-                new += [item for item in parsed if isinstance(item, Reading)]
-                self._offset += len(line)
-                self._lines += 1
-                self._head = self._head or line[:_SAMPLE]
-                self._tail = line[-_SAMPLE:]
-        new = Readings([], new).of_stack(self._stack).readings if new else new
-        self.readings += new
+        known = len(self._readings)
+        try:
+            with self.path.open("rb", buffering=_BUFFER) as file:
+                if not self._goes_on(status.st_ino, file):
+                    self._begin_anew()
+                    known = 0
+                self._inode = status.st_ino
+                file.seek(self._offset)
+                # A line at a time: a record that grew for long is larger than the memory for it.
+                while (line := file.readline(MAX_LINE + 1)).endswith(b"\n") or len(line) > MAX_LINE:
+                    self._take(line)
+                self._torn = line
+        except ValueError:
+            self._begin_anew()
+            self._state = state  # as it is, the file will not do: not before it has changed
+            raise
         self._state = state
-        return new
+        return self._readings[known:]
+
+    def _take(self, line: bytes) -> None:
+        """Take the next whole line.
+
+        After a line that says that a newer version of geomon has written the record, an object of
+        JSON that is no reading is left out, and counted.
+        """
+        content = None
+        try:
+            if len(line) > MAX_LINE:
+                raise ValueError(f"it is longer than {MAX_LINE:,} bytes")
+            content = parse_line(line)
+        except ValueError as error:
+            if len(line) > MAX_LINE or not (_is_object(line) and self._check.leave_out()):
+                raise self._is_no_line(error) from error
+        self._offset += len(line)
+        self._lines += 1
+        self._head = self._head or line[:_SAMPLE]
+        self._tail = line[-_SAMPLE:]
+        if isinstance(content, Reading):
+            self._check.add(self._lines, content)
+            self._readings.append(content)
+        elif content is not None:
+            self._check.begin_run(content)
+            self._runs.append(content)
+
+    def _is_no_line(self, why: object) -> ValueError:
+        return ValueError(
+            f"line {self._lines + 1} of {self.path} is not a line of a record ({why}): expected "
+            "what geomon writes; move the file away"
+        )
 
     def _goes_on(self, inode: int, file: BinaryIO) -> bool:
         """Return whether the file still holds, where they were, the first and last bytes read."""
@@ -102,3 +138,80 @@ class Follower:
             return False
         file.seek(self._offset - len(self._tail))
         return file.read(len(self._tail)) == self._tail
+
+    def check_writable(self) -> None:
+        """Raise unless the file, as it was at the last look, can be continued.
+
+        Its last line too has to be of a record, for it is going to be removed if it is torn.
+
+        Raises:
+            ValueError: It cannot.
+        """
+        torn = self._torn
+        if not any(torn.startswith(x) or x.startswith(torn) for x in _BEGINNINGS):
+            raise self._is_no_line(reprlib.repr(torn))
+        if self._check.newer is not None and self._check.newer.left_out:
+            raise ValueError(f"{self.path}: {self._check.newer.words()}")
+
+
+def read(directory: str | os.PathLike[str]) -> Readings:
+    """Read the record of a run.
+
+    Args:
+        directory: Folder of the run, or the path of its `readings.jsonl`.
+
+    Raises:
+        FileNotFoundError: The folder holds no record.
+        ValueError: The file is not a record.
+    """
+    path = Path(directory)
+    path = path / FILE_NAME if path.is_dir() else path
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"no record at {path}: expected the folder of a run, with a {FILE_NAME} in it"
+            + _records_below(path.parent if path.name == FILE_NAME else path)
+        )
+    follower = Follower(path)
+    follower.look()
+    return follower.readings()
+
+
+def _records_below(folder: Path) -> str:
+    """Name a few records in the folders below one; "" where there are none."""
+    found = itertools.chain.from_iterable(
+        folder.glob(f"{below}/{FILE_NAME}") for below in ("*", "*/*")
+    )
+    named = sorted(str(path.parent) for path in itertools.islice(found, _MOST_NAMED))
+    return f"; there is one in {', '.join(named)}" if named else ""
+
+
+def parse_line(line: bytes) -> Reading | dict[str, Any]:
+    """Parse one line of a record.
+
+    Args:
+        line: Whole line, in UTF-8.
+
+    Returns:
+        A reading, or the description of a run.
+
+    Raises:
+        ValueError: The line is neither of the two.
+    """
+    try:
+        if not line.startswith(_BEGINNINGS[0]):
+            return _READING.decode(line.decode())  # in what it passes over it checks no UTF-8
+        run = msgspec.json.decode(line)["run"]
+    except msgspec.MsgspecError as error:
+        raise ValueError(str(error)) from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(run, dict):
+        raise ValueError(f"'run' is {reprlib.repr(run)}, expected an object")
+    return run
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(msgspec.json.decode(line), dict)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return False

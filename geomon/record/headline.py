@@ -171,9 +171,8 @@ def without_layers(detail: Detail) -> Detail:
 class Charts:
     """Selects what one sink charts of each reading.
 
-    A headline value that equals one before it in the list is left out until it first differs: it
-    would draw the same curve twice. Where a reading holds fewer metrics than there are places for
-    headline values, the means of its other metrics take the free ones.
+    Where a reading holds fewer metrics than there are places for headline values, the means of its
+    other metrics take the free ones.
 
     Args:
         detail: "headline"; "layers" for every value that is charted; or names of metrics whose
@@ -189,7 +188,6 @@ class Charts:
         self.named = () if isinstance(detail, str) else tuple(detail)
         self._texts: dict[str, MetricText] = {}
         self._selected: dict[str, dict[str, Headline]] = {}  # by stack and name
-        self._distinct: set[str] = set()  # that have differed from those before them
 
     def describe(self, description: Mapping[str, Any]) -> None:
         """Take the description of the run, which holds the texts of its metrics.
@@ -217,20 +215,12 @@ class Charts:
         Args:
             reading: A reading.
         """
-        shown: dict[str, float] = {}
-        for stack, selected in self._by_stack(reading):
-            found: list[float] = []
-            for headline in selected:
-                value = float(headline.value(reading))
-                if math.isnan(value):
-                    continue
-                tag = headline_tag(headline.name, stack)
-                if value not in found:
-                    self._distinct.add(tag)
-                found.append(value)
-                if tag in self._distinct:
-                    shown[tag] = value
-        return shown
+        found = {
+            headline_tag(headline.name, stack): float(headline.value(reading))
+            for stack, selected in self._by_stack(reading)
+            for headline in selected
+        }
+        return {tag: value for tag, value in found.items() if not math.isnan(value)}
 
     def is_end(self, tag: str) -> bool:
         """Return whether a name is that of an end of an interval, which has no chart of its own.

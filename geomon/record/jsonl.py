@@ -1,4 +1,4 @@
-"""The file of a run, `readings.jsonl`: one line of JSON per reading, written before it is shown.
+"""Writing `readings.jsonl`: one line of JSON per reading, written before it is shown.
 
 A line either describes the run (`"run"`: versions, model, layers, metrics) or is a reading. Each
 line is written whole and immediately: a killed run keeps every reading, and a resumed run appends
@@ -7,38 +7,26 @@ to the same file. One process at a time writes into a folder (see `geomon.record
 
 import contextlib
 import errno
-import itertools
 import json
 import os
-import reprlib
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
-
-import msgspec
+from typing import Any
 
 from geomon.record.arrays import ArrayFolder, Arrays
+from geomon.record.follow import FILE_NAME, Follower
 from geomon.record.lock import FolderLock, follow_folder, lock_folder
 from geomon.record.printable import text_of
-from geomon.record.reading import LineCheck, Reading, Readings
+from geomon.record.reading import Reading
 from geomon.record.regular import check_regular
 
-FILE_NAME = "readings.jsonl"
 _LOCK_NAME = ".readings.lock"
 
 # Lines kept in memory while the disk is full: a large model's have 100 kB each.
 _MAX_PENDING = 100
-# Longest line in bytes: a model of 1,000 layers and heads, ten times over, stays below it.
-MAX_LINE = 2**26
-# Bytes that are read at once: a line of a large model is longer than the usual 8 kB.
-BUFFER = 2**20
-# Folders that a message names, folders that are looked into for them, and of each so many entries.
-_MOST_NAMED, _MOST_LOOKED_INTO, _MOST_ENTRIES = 4, 1000, 10_000
-# What every line of a record begins with.
-_BEGINNINGS = (b'{"run"', b'{"step"')
 _CHUNK = 2**16  # bytes
 
 
@@ -107,14 +95,15 @@ class Record:
         opening = {"run": {**description, "time": time.time(), "from_step": step}}
         self._opening = json.dumps(opening, default=text_of)
         self._pending.append(self._opening)
+        follower = Follower(self.path)
         try:
-            earlier = _parse(self.path, to_continue=True).readings
-        except FileNotFoundError:  # removed since: it is made again
-            self._begins = True
-            return set()
+            check_regular(self.path)
+            follower.look()
+            follower.check_writable()
         except ValueError:
             self._is_foreign = True
             raise
+        earlier = follower.readings().readings
         self._begins = not earlier
         self._is_foreign = bool(earlier) and step <= earlier[0].step and not resumes
         return set() if self._is_foreign else {(item.step, item.source) for item in earlier}
@@ -222,167 +211,6 @@ class Record:
                 if self._pending and self._pending[0] is line:
                     file.truncate(end)
                 raise
-
-
-def read(directory: str | os.PathLike[str]) -> Readings:
-    """Read the record of a run.
-
-    Args:
-        directory: Folder of the run, or the path of its `readings.jsonl`.
-
-    Raises:
-        FileNotFoundError: The folder holds no record.
-        ValueError: The file is not a record.
-    """
-    path = Path(directory)
-    path = path / FILE_NAME if path.is_dir() else path
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"no record at {path}: expected the folder of a run, with a {FILE_NAME} in it"
-            + _records_below(path.parent if path.name == FILE_NAME else path)
-        )
-    return _parse(path)
-
-
-def _records_below(folder: Path) -> str:
-    """Name the records in the folders below one, at most three deep; "" where there are none.
-
-    Only so many folders are looked into: the one that was named may hold a whole disk.
-    """
-    found: list[str] = []
-    looked, level = 0, [folder]
-    for depth in range(4):
-        below: list[Path] = []
-        for each in level[: max(_MOST_LOOKED_INTO - looked, 0)]:
-            if depth and (each / FILE_NAME).is_file():
-                found.append(str(each))
-            below += _folders_in(each) if depth < 3 else []
-            looked += 1
-            if len(found) > _MOST_NAMED:
-                break
-        level = below
-    more = " ..." if len(found) > _MOST_NAMED else ""
-    return f"; there is one in {', '.join(sorted(found[:_MOST_NAMED]))}{more}" if found else ""
-
-
-def _folders_in(folder: Path) -> list[Path]:
-    """List the folders in one by name, hidden ones aside; none where it cannot be read."""
-    try:
-        with os.scandir(folder) as entries:
-            names = [
-                entry.name
-                for entry in itertools.islice(entries, _MOST_ENTRIES)
-                if not entry.name.startswith(".") and entry.is_dir()
-            ]
-    except OSError:
-        return []
-    return [folder / name for name in sorted(names)]
-
-
-def parse_line(line: bytes) -> Reading | dict[str, Any]:
-    """Parse one line of a record.
-
-    Args:
-        line: Whole line, in UTF-8.
-
-    Returns:
-        A reading, or the description of a run.
-
-    Raises:
-        ValueError: The line is neither of the two.
-    """
-    try:
-        if not line.startswith(_BEGINNINGS[0]):
-            return _READING.decode(line.decode())  # in what it passes over it checks no UTF-8
-        run = msgspec.json.decode(line)["run"]
-    except msgspec.MsgspecError as error:
-        raise ValueError(str(error)) from None
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    if not isinstance(run, dict):
-        raise ValueError(f"'run' is {reprlib.repr(run)}, expected an object")
-    return run
-
-
-_READING = msgspec.json.Decoder(Reading)
-
-
-def parse_lines(
-    lines: Iterable[bytes], path: Path, check: LineCheck, *, first: int
-) -> Iterator[Reading | dict[str, Any]]:
-    """Parse successive whole lines of a record.
-
-    After a line that says that a newer version of geomon has written the record, an object of JSON
-    that is no reading is left out, and the check counts it.
-
-    Args:
-        lines: The lines.
-        path: Path of the file, for messages.
-        check: Check that is given every line.
-        first: Number of the first of the lines.
-
-    Yields:
-        Readings and descriptions of runs.
-
-    Raises:
-        ValueError: A line is not a record's; the message has its number and the path.
-    """
-    for number, line in enumerate(lines, first):
-        try:
-            if len(line) > MAX_LINE:
-                raise ValueError(f"it is longer than {MAX_LINE:,} bytes")
-            content = parse_line(line)
-        except ValueError as error:
-            if len(line) <= MAX_LINE and _is_object(line) and check.leave_out():
-                continue
-            raise ValueError(
-                f"line {number} of {path} is not a line of a record ({error}): expected what "
-                "geomon writes; move the file away"
-            ) from error
-        if isinstance(content, Reading):
-            check.add(number, content)
-        else:
-            check.begin_run(content)
-        yield content
-
-
-def _is_object(line: bytes) -> bool:
-    try:
-        return isinstance(msgspec.json.decode(line), dict)
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        return False
-
-
-def _parse(path: Path, *, to_continue: bool = False) -> Readings:
-    """Parse all whole lines of a record; a last line without its end is torn or being written.
-
-    To continue the file, the last line too has to be of a record: it is going to be removed.
-    """
-    check = LineCheck()
-    check_regular(path)
-    with path.open("rb", buffering=BUFFER) as file:
-        lines = _whole_lines(file, path, to_continue=to_continue)
-        contents = list(parse_lines(lines, path, check, first=1))
-    readings = [content for content in contents if isinstance(content, Reading)]
-    runs = [content for content in contents if not isinstance(content, Reading)]
-    if to_continue and check.newer is not None and check.newer.left_out:
-        raise ValueError(f"{path}: {check.newer.words()}")
-    return Readings(runs, readings, check.mixed_at, ArrayFolder.beside(path), check.newer)
-
-
-def _whole_lines(file: BinaryIO, path: Path, *, to_continue: bool) -> Iterator[bytes]:
-    number = 0
-    while line := file.readline(MAX_LINE + 1):
-        number += 1
-        if line.endswith(b"\n") or len(line) > MAX_LINE:
-            yield line
-            continue
-        torn = any(line.startswith(x) or x.startswith(line) for x in _BEGINNINGS)
-        if to_continue and not torn:
-            raise ValueError(
-                f"line {number} of {path} is not a line of a record ({reprlib.repr(line)}): "
-                "expected what geomon writes; move the file away"
-            )
 
 
 def _truncate_torn_line(file: FileIO) -> int:

@@ -65,19 +65,6 @@ def head_part(head: int) -> str:
     return f"head_{head}"
 
 
-def margin_part(part: str = "") -> str:
-    """Build the part of a tag that holds the half width of the 95 % interval of a value.
-
-    Args:
-        part: Name of the part whose interval it is; "" for the value itself.
-
-    Example:
-        >>> mean_tag("twonn", margin_part()), mean_tag("gride", margin_part("k32"))
-        ('twonn/mean/margin', 'gride/mean/k32/margin')
-    """
-    return "/".join(filter(None, (part, "margin")))
-
-
 def training_tag(name: str) -> str:
     """Build the tag of a value that the training logs beside the geometry.
 

@@ -53,11 +53,11 @@ def add_commands(app: "typer.Typer") -> None:
         once: Annotated[bool, typer.Option("--once", help="Print the present, and leave.")] = False,
         stack: Annotated[str | None, one_stack] = None,
     ) -> None:
-        """Follow runs live: charts in a terminal (q quits), a line per reading on a pipe."""
+        """Follow runs live: charts in a terminal (q quits); elsewhere print the present."""
         with exit_on_bad_input():
-            from geomon.show.terminal import follow, print_view
+            from geomon.show.terminal import watch as show
 
-            print_view(directories, stack) if once else follow(directories, stack)
+            show(directories, stack, once=once)
 
     @app.command()
     def figure(
@@ -158,8 +158,7 @@ def add_commands(app: "typer.Typer") -> None:
             for each in RULES if name is None else (name,):
                 rule = RULES[each]
                 found = re.sub(r"\{[^}]*\}", "...", rule.text.replace("head{plural}", "heads"))
-                asked = "" if rule.by_default else f" (only with alerts=['{each}'])"
-                typer.echo(fit_to_terminal(f"{each}{asked}: {found}; {rule.advice}"))
+                typer.echo(fit_to_terminal(f"{each}: {found}; {rule.advice}"))
 
     @app.command()
     def summary(

@@ -1,9 +1,10 @@
 import math
 
 import pytest
-from tagged import with_values
+from tagged import reading_of, with_values
 
 from geomon.analysis import Curve, curve_of, mean_abs_over_heads, single_source
+from geomon.analysis.curves import measured
 from geomon.record import Readings
 
 
@@ -78,3 +79,10 @@ def test_the_mean_size_is_over_heads_alone_and_at_every_step(make_readings):
     curve = mean_abs_over_heads(readings, "qk_cosine")
     assert (curve.steps, curve.margins) == ([8], [0.0])
     assert curve.values == [pytest.approx(1.2 / 3)]
+
+
+def test_a_value_is_that_of_the_main_stack():
+    values = {"twonn/encoder_layer_01": 1.0, "twonn/decoder_layer_01": 2.0}
+    values |= {"twonn/encoder_mean": 3.0, "twonn/decoder_mean": 4.0, "twonn/decoder_mean/margin": 1}
+    assert measured(reading_of(values), "twonn") == (4.0, 1.0)
+    assert math.isnan(measured(reading_of({}), "twonn").value)

@@ -33,7 +33,6 @@ SCHEDULES = (
     list(range(8)),
 )
 NUMBER = r"-?\d[\d,]*(?:\.\d+)?"
-ROW = re.compile(r"(\D+) (\d\S*)(?: nats)? \|( from (\S+)| (\d+) % .*)?")
 Points = dict[int, tuple[float, float]]  # value and margin, 0 where unknown, by step
 
 
@@ -380,46 +379,43 @@ class Checker:
         self.estimates(text[found.end() if found else 0 :].removesuffix("."))
 
     def watch(self, lines):
-        """Check the lines of the view that is printed."""
-        marks = re.compile(r"[▁▂▃▄▅▆▇█]+")
-        rows = [" ".join(marks.sub("|", line).split()) for line in lines]
-        if rows[1].startswith("Alert"):
-            self.alert(rows[1], rows.pop(1).rpartition(" ")[2])
-        self.estimates(rows[1], with_phases=False)
-        for index, name in enumerate(("twonn", "twonn_distinct"), 2):
-            words = rows[index].removeprefix("| ").removeprefix("distinct tokens: ")
-            self.phase(self.curves[name], words)
+        """Check the lines of the overview that is printed, on which none is too long to be one."""
+        self.headline(lines[1])
         values = self.last.values
-        alert = next((n for n, text in enumerate(rows) if text.startswith("alert at step")), None)
-        if alert is not None:  # the last lines
-            said = " ".join(rows[alert:]).split(maxsplit=4)
-            self.alert(" ".join(said), said[3].rstrip(":"))
-        for text in rows[4:alert]:
-            if found := re.fullmatch(r"anisotropy by layer (\S+) \| (\S+) (?:highest|max) (\S+) at "
-                                     r"(?:layer )?(\d)(?: of 4)?", text):  # fmt: skip
+        series = {
+            "training loss": [r.training["loss"] for r in self.readings],
+            "attention entropy": [r.values["attention_entropy/mean"] for r in self.readings],
+            "|cosine of mean query and mean key|": [
+                fmean(map(abs, self.heads(r).values())) for r in self.readings
+            ],
+        }
+        names = {"intrinsic dimension": "twonn", "distinct tokens": "twonn_distinct"}
+        series |= {
+            name: [value for value, _ in self.curves[metric].values()]
+            for name, metric in names.items()
+        }
+        for line in lines[2:]:
+            if line.startswith("Alert at step"):
+                self.alert(line, line.split(maxsplit=4)[3].rstrip(":"))
+                continue
+            name, value, _, *after = re.split(r"  +", line)
+            if name == "anisotropy by layer":
                 profile = [values[f"anisotropy/layer_{n:02d}"] for n in range(5)]
+                printed = re.findall(NUMBER, f"{value} {after[0]}")
                 expected = profile[0], profile[4], max(profile)
-                printed = zip(expected, found.groups()[:3], strict=True)
-                self.hold(all(self.prints(*pair) for pair in printed), text, "profile")
-                self.hold(profile.index(max(profile)) == int(found[4]), text, "layer")
-            elif found := re.fullmatch(
-                r"(\D+) (\d\S*)(?: nats)? \|( from (\S+)| (\d+) % .*)?", text
-            ):
-                curve = {
-                    "training loss": [r.training["loss"] for r in self.readings],
-                    "attention entropy": [
-                        r.values["attention_entropy/mean"] for r in self.readings
-                    ],
-                    "|cosine of mean query and mean key|": [
-                        fmean(map(abs, self.heads(r).values())) for r in self.readings
-                    ],
-                }[found[1]]
-                self.hold(self.prints(curve[-1], found[2]), text, "last")
-                self.hold(not found[4] or self.prints(curve[0], found[4]), text, "first")
-                share = 100 * curve[-1] / curve[0]
-                self.hold(not found[5] or abs(share - int(found[5])) < 0.51, text, "share")
-            else:
-                self.hold(False, text, "unknown form")
+                for pair in zip(expected, printed, strict=False):
+                    self.hold(self.prints(*pair), line, "profile")
+                self.hold(profile.index(max(profile)) == int(printed[3]), line, "layer")
+                continue
+            curve = series[name.removesuffix(" (nats)")]
+            last, _, margin = value.partition(" ± ")
+            self.hold(self.prints(curve[-1], last), line, "last")
+            if name in names and margin:
+                own = [*self.curves[names[name]].values()][-1][1]
+                self.hold(self.prints(own, margin), line, "margin")
+            first = re.match(r"from (\S+?)(?:,|$)", after[0]) if after else None
+            self.hold(bool(first) == (len(curve) > 1), line, "a first value")
+            self.hold(not first or self.prints(curve[0], first[1]), line, "first")
 
     def wandb(self, summary):
         """Check the key numbers of W&B."""
@@ -456,10 +452,10 @@ def check_all(seed):
     content = build_content([Run("a", Path("a"), readings)])["runs"][0]
     checker.headline(content["headline"])
     checker.hold(content["sentences"] == sentences, "report", "other sentences")
-    console = Console(width=120, color_system=None)
+    console = Console(width=500, color_system=None)
     with console.capture() as capture:
         console.print(view(readings))
-    lines = capture.get().splitlines()
+    lines = [line.rstrip() for line in capture.get().splitlines()]
     checker.watch(lines)
     texts = Texts()
     summary = WandBSummary(texts)

@@ -11,7 +11,7 @@ from tagged import reading_of, stacks_of
 
 from geomon.record import Readings, tags
 from geomon.record.columns import Column, Place, places_of, tagged
-from geomon.record.jsonl import parse_line
+from geomon.record.follow import parse_line
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
 SOME = st.lists(NUMBERS, max_size=3)

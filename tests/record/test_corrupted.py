@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tagged import reading_of
 
-from geomon.record import FILE_NAME, Follower, Record, follow, jsonl, read
+from geomon.record import FILE_NAME, Follower, Record, follow, read
 from geomon.record.printable import printable
 
 GOOD = [b'{"run": {"model": "Decoder", "from_step": 0}}'] + [
@@ -100,7 +100,6 @@ def test_a_corrupted_line_is_refused_and_the_record_is_set_aside(tmp_path, line)
 
 @pytest.mark.parametrize("end", [b"\n", b""])
 def test_a_line_longer_than_any_of_a_record_is_refused(tmp_path, monkeypatch, end):
-    monkeypatch.setattr(jsonl, "MAX_LINE", 1000)
     monkeypatch.setattr(follow, "MAX_LINE", 1000)
     (tmp_path / FILE_NAME).write_bytes(GOOD[1] + b"\n" + b'{"step": ' + b" " * 1000 + end)
     check(tmp_path, 2)

@@ -135,18 +135,6 @@ def test_no_metric_takes_a_name_that_has_a_meaning(name):
     assert shown_over([reading(values)]) == {"geomon/cosine": 2.0}
 
 
-def test_what_repeats_another_is_shown_from_where_it_differs():
-    charts = charts_of()
-    same = {"twonn/mean": 5.0, "twonn_distinct/mean": 5.0}
-    differs = same | {"twonn_distinct/mean": 6.0}
-    shown = [charts.select(reading(values)) for values in (same, differs, same)]
-    assert [set(found) for found in shown] == [
-        {"geomon/twonn"},
-        {"geomon/twonn", "geomon/twonn_distinct"},
-        {"geomon/twonn", "geomon/twonn_distinct"},
-    ]
-
-
 def test_what_is_not_a_number_is_not_shown():
     values = {"twonn/mean": 5.0, "twonn/mean/margin": math.nan, "anisotropy/mean": math.nan}
     assert shown_over([reading(values)], "layers") == {"geomon/twonn": 5.0, "geomon/seconds": 2.0}

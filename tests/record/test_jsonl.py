@@ -3,7 +3,6 @@ import errno
 import io
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -196,25 +195,19 @@ def test_a_torn_end_of_any_length_is_cut_at_the_last_line_end(tmp_path_factory, 
         assert path.read_bytes() == whole
 
 
-def test_records_below_a_folder_that_holds_none_are_named(tmp_path, monkeypatch):
+def test_records_below_a_folder_that_holds_none_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"with a readings.jsonl in it$"):
         read(tmp_path)
-    for name in ("b/version_0", "a", "c/d/e/too_deep"):
+    for name in ("b/version_0", "a", "c/d/too_deep"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / FILE_NAME).touch()
     with pytest.raises(FileNotFoundError) as raised:
         read(tmp_path)
     assert str(raised.value).endswith(f"; there is one in {tmp_path}/a, {tmp_path}/b/version_0")
-    monkeypatch.setattr(jsonl, "_MOST_LOOKED_INTO", 2)  # itself and the first below it
-    with pytest.raises(
-        FileNotFoundError, match=rf"; there is one in {re.escape(str(tmp_path))}/a$"
-    ):
-        read(tmp_path)
-    monkeypatch.undo()
     for number in range(9):
         (tmp_path / f"seed_{number}").mkdir()
         (tmp_path / f"seed_{number}" / FILE_NAME).touch()
-    with pytest.raises(FileNotFoundError, match=r"in (\S+, ){3}\S+ \.\.\.$"):
+    with pytest.raises(FileNotFoundError, match=r"in (\S+, ){3}\S+$"):
         read(tmp_path)
 
 

@@ -142,7 +142,7 @@ def test_the_follower_reads_of_a_newer_record_what_it_can(case, make_readings, t
     make(case, tmp_path / "run", make_readings())
     follower = Follower(tmp_path / "run")
     assert len(follower.look()) == len(make_readings())
-    assert re.search(REMARKED[case], follower.remarks()[0])
+    assert re.search(REMARKED[case], follower.readings().remarks()[0])
 
 
 def test_nothing_is_left_out_of_a_record_of_this_version(make_readings, tmp_path):

@@ -3,10 +3,8 @@ import json
 import os
 import subprocess
 import sys
-import threading
 
 import pytest
-from rich.console import Console
 from tagged import TEXTS, with_values
 from typer.testing import CliRunner
 
@@ -14,7 +12,8 @@ from geomon.analysis.alerts import RULES
 from geomon.cli import make_app
 from geomon.record import FILE_NAME, read
 from geomon.show import geometry_figure
-from geomon.show.terminal import live
+from geomon.show.terminal import watch
+from geomon.show.terminal.app import WatchApp
 
 
 @pytest.fixture
@@ -176,67 +175,18 @@ def test_nothing_of_a_record_acts_on_the_terminal(make_readings, tmp_path, comma
         (folder / FILE_NAME).write_text(f"{ACTING}\n{{}}\n")  # and then no record at all
 
 
-@pytest.mark.parametrize("terminal", [False, True])
-def test_nothing_of_a_record_acts_on_the_terminal_while_it_is_followed(
-    make_readings, tmp_path, monkeypatch, terminal
-):
-    monkeypatch.setattr(live, "_POLL", 0.001)
-    corrupt_text(tmp_path / FILE_NAME, make_readings())
-    console = Console(file=io.StringIO(), force_terminal=terminal, width=100, color_system=None)
-    looks = iter(range(3))
-    live.follow([tmp_path], console=console, keep_going=lambda: next(looks, None) is not None)
-    assert "\x1b]0" not in console.file.getvalue()
-    assert "\x1b[2J" not in console.file.getvalue()
-    assert not set(ACTING) & set(console.file.getvalue()) - set("\x1b\r\n[];titleabc31mlnd02J")
-
-
-@pytest.mark.parametrize("terminal", [False, True])
-def test_pages_say_that_two_runs_write_at_once(make_readings, tmp_path, monkeypatch, terminal):
-    monkeypatch.setattr(live, "_POLL", 0.001)
+def test_pages_say_that_two_runs_write_at_once(make_readings, tmp_path):
     lines = [reading.line() for reading in make_readings() for _ in range(2)]
     (tmp_path / FILE_NAME).write_text("\n".join(lines) + "\n")
     for command in (["summary"], ["watch", "--once"]):
         output = invoke(*command, tmp_path).stdout
         assert "From line 2 on, two runs wrote into this record at once" in " ".join(output.split())
-    console = Console(file=io.StringIO(), force_terminal=terminal, width=150)
-    looks = iter(range(3))
-    live.follow([tmp_path], console=console, keep_going=lambda: next(looks, None) is not None)
-    assert "two runs wrote into this record" in console.file.getvalue()
     title = geometry_figure(read(tmp_path)).get_suptitle()
     assert title.startswith("Two runs wrote into this record at once")
     assert geometry_figure(make_readings()).get_suptitle() == ""
 
 
-@pytest.mark.parametrize("terminal", [False, True])
-def test_a_run_is_waited_for_and_followed(make_readings, tmp_path, monkeypatch, terminal):
-    monkeypatch.setattr(live, "_POLL", 0.001)
-    readings = make_readings()
-    looks = iter(range(len(readings) + 2))
-
-    def keep_going():
-        look = next(looks, None)
-        if look and look <= len(readings):
-            with (tmp_path / FILE_NAME).open("a") as file:
-                file.write(readings[look - 1].line() + "\n")
-        return look is not None
-
-    output = io.StringIO()
-    console = Console(file=output, width=80, force_terminal=terminal, color_system=None)
-    live.follow([tmp_path], console=console, keep_going=keep_going)
-    text = output.getvalue()
-    assert text.startswith(f"waiting for {tmp_path / FILE_NAME}")
-    if terminal:
-        assert "compressing since step 256, 28 % below its peak 7.4" in text
-    else:
-        assert [shown.split(":")[0] for shown in text.splitlines()[1:]] == [
-            f"step {reading.step}" for reading in readings
-        ]
-
-
-def test_several_runs_are_printed_and_followed_with_their_names(
-    make_readings, run, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(live, "_POLL", 0.001)
+def test_several_runs_are_printed_with_their_names(make_readings, run, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     described = json.dumps({"run": {"metrics": TEXTS}})
@@ -244,23 +194,7 @@ def test_several_runs_are_printed_and_followed_with_their_names(
     printed = invoke("watch", run, other, "--once").stdout.splitlines()
     assert printed[0] == run.name
     assert "other" in printed
-    assert sum("intrinsic dimension" in line for line in printed) == 2
-    for terminal, words in ((False, "other: step 0: twonn 2.5"), (True, "other\n")):
-        console = Console(file=io.StringIO(), width=80, force_terminal=terminal, color_system=None)
-        looks = iter(range(2))
-        live.follow([run, other], console=console, keep_going=lambda: next(looks, None) is not None)  # noqa: B023
-        assert words in "\n".join(x.rstrip() for x in console.file.getvalue().splitlines())
-
-
-def test_a_dumb_terminal_gets_lines(run, monkeypatch):
-    monkeypatch.setattr(live, "_POLL", 0.001)
-    monkeypatch.setenv("TERM", "dumb")
-    console = Console(file=io.StringIO(), force_terminal=True, width=80)
-    looks = iter(range(2))
-    live.follow([run], console=console, keep_going=lambda: next(looks, None) is not None)
-    lines = console.file.getvalue().splitlines()
-    assert [line.split(":")[0] for line in lines][:2] == ["step 0", "step 16"]
-    assert "\x1b" not in console.file.getvalue()
+    assert sum(line.startswith("step ") for line in printed) == 2
 
 
 class Terminal(io.StringIO):
@@ -277,48 +211,46 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize(
-    ("encoding", "has_textual", "words"),
+    ("terminal", "term", "draws"),
     [
-        ("utf-8", True, "the application"),
-        (
-            "utf-8",
-            False,
-            "a plain view is shown: the application needs textual and textual-plotext",
-        ),
-        ("ascii", True, "__.=##*+="),
+        (Terminal("utf-8"), "xterm-256color", True),
+        (Terminal("ascii"), "xterm-256color", False),
+        (Terminal("utf-8"), "dumb", False),
+        (io.StringIO(), "xterm-256color", False),
     ],
+    ids=["terminal", "ascii", "dumb", "pipe"],
 )
-def test_a_terminal_gets_what_it_can_draw(run, monkeypatch, encoding, has_textual, words):
-    terminal = Terminal(encoding)
+def test_the_overview_is_printed_where_no_application_can_be_drawn(
+    run, monkeypatch, terminal, term, draws
+):
     monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setattr(sys, "stdin", terminal)
-    monkeypatch.setattr(live, "_POLL", 0.001)
+    monkeypatch.setattr(sys, "stdin", Terminal("utf-8"))
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setattr(WatchApp, "run", lambda self, **_: print("the application"))
+    watch([run])
+    printed = terminal.getvalue()
+    assert ("the application" in printed) == draws
+    assert ("compressing since step 256" in " ".join(printed.split())) == (not draws)
+    assert printed.isascii() == (getattr(terminal, "encoding", None) == "ascii" or draws)
+
+
+def test_without_textual_it_says_what_to_install_and_what_goes_without(run, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Terminal("utf-8"))
+    monkeypatch.setattr(sys, "stdin", Terminal("utf-8"))
     monkeypatch.setenv("TERM", "xterm-256color")
-    if not has_textual:
-        monkeypatch.setitem(sys.modules, "textual.app", None)
-        monkeypatch.delitem(sys.modules, "geomon.show.terminal.app", raising=False)
-    else:
-        from geomon.show.terminal import app
-
-        monkeypatch.setattr(app.WatchApp, "run", lambda self, **_: print("the application"))
-    looks = iter(range(2))
-    live.follow([run], keep_going=lambda: next(looks, None) is not None)
-    assert words in terminal.getvalue()
-    assert ("the application" in terminal.getvalue()) == (encoding == "utf-8")
-    shows_view = encoding == "ascii" or not has_textual
-    assert ("intrinsic dimension" in terminal.getvalue()) == shows_view
+    monkeypatch.setitem(sys.modules, "textual.app", None)
+    monkeypatch.delitem(sys.modules, "geomon.show.terminal.app")
+    with pytest.raises(ImportError, match=r"pip install 'geomon\[terminal\]'.*--once"):
+        watch([run])
 
 
-def test_ctrl_c_ends_the_watch_quietly(run):
-    output = io.StringIO()
-
-    def keep_going():
-        raise KeyboardInterrupt
-
-    before = threading.active_count()
-    live.follow([run], console=Console(file=output, force_terminal=False), keep_going=keep_going)
-    assert output.getvalue() == ""
-    assert threading.active_count() == before
+def test_what_ends_the_application_is_an_error(run, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Terminal("utf-8"))
+    monkeypatch.setattr(sys, "stdin", Terminal("utf-8"))
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr(WatchApp, "run", lambda self, **_: "line 1 of it is no reading")
+    with pytest.raises(ValueError, match="line 1 of it"):
+        watch([run])
 
 
 def test_without_typer_it_says_what_to_install():
@@ -330,48 +262,6 @@ def test_without_typer_it_says_what_to_install():
     assert done.returncode == 1
     assert "pip install 'geomon[terminal]'" in done.stderr
     assert done.stderr.count("\n") == 1
-
-
-def test_the_view_is_drawn_anew_at_its_pace_and_for_each_reading(make_readings, run, monkeypatch):
-    """In a time of its own: a second for each look, ten seconds between two drawings."""
-    now, looks, drawn = [100.0], iter(range(41)), []
-
-    class Time:
-        @staticmethod
-        def monotonic():
-            return now[0]
-
-        @staticmethod
-        def sleep(seconds):
-            now[0] += 1
-
-    def keep_going():
-        if next(looks, None) is None:
-            return False
-        if now[0] == 115:
-            with (run / FILE_NAME).open("a") as file:
-                file.write(make_readings((2000,))[0].line() + "\n")
-        return now[0] < 140
-
-    def view(readings):
-        drawn.append((now[0] - 100, len(readings)))
-        return ""
-
-    monkeypatch.setattr(live, "time", Time)
-    monkeypatch.setattr(live, "_REFRESH", 10)
-    monkeypatch.setattr("geomon.show.terminal.live.view", view)
-    console = Console(file=io.StringIO(), force_terminal=True)
-    live.follow([run], console=console, keep_going=keep_going)
-    assert drawn == [(0, 9), (11, 9), (15, 10), (26, 10), (37, 10)]
-
-
-def test_a_record_is_looked_at_at_the_pace_of_the_poll(run, monkeypatch):
-    slept, looks = [], iter(range(4))
-    monkeypatch.setattr(live.time, "sleep", slept.append)
-    console = Console(file=io.StringIO(), force_terminal=False, width=80)
-    live.follow([run], console=console, keep_going=lambda: next(looks, None) is not None)
-    assert slept == [live._POLL] * 4
-    assert 0.1 <= live._POLL <= 5
 
 
 def test_alerts_are_explained_where_no_docs_are_installed():

@@ -1,8 +1,10 @@
 """A metric of a user's own is on every page where a curve or a profile can be chosen."""
 
+import asyncio
 import json
 
 import pytest
+from rich.text import Text
 from tagged import TEXTS, with_values
 
 from geomon.record import FILE_NAME, Readings
@@ -12,9 +14,8 @@ from geomon.show.figures import as_image, draw
 from geomon.show.loggers.charts import charts_of
 from geomon.show.report import Run
 from geomon.show.report.content import build_content
-from geomon.show.terminal.choices import Choices
-from geomon.show.terminal.headings import title_of_curves, title_of_layers
-from geomon.show.terminal.history import Watched
+from geomon.show.terminal.app import WatchApp
+from geomon.show.terminal.runs import Watched
 
 TITLE, LABEL, NULL = "largest norm", "largest norm (m)", 3.25
 TEXT = {"title": TITLE, "unit": "m"}
@@ -43,16 +44,23 @@ def look_at_report(run, folder):
 def look_at_watch(run, folder):
     lines = [json.dumps({"run": run.runs[0]}), *(each.line() for each in run)]
     (folder / FILE_NAME).write_text("\n".join(lines) + "\n")
-    watched = Watched(folder)
-    watched.take(watched.look())
-    choices = Choices([watched])
-    while choices.metric.metric != "peak_norm":
-        choices.change_metric(1)
-    title = title_of_curves(choices, 200).plain
-    assert title.startswith(f"{LABEL}, mean over layers  5.5 ± 0.2")
-    assert f"null {NULL:.1f}" in title
-    assert title_of_layers(choices).plain.startswith("by layer ━now")
-    assert choices.layers == [0, 1, 2, 3, 4]
+
+    async def story():
+        app = WatchApp([Watched(folder)], poll=None)
+        async with app.run_test(size=(120, 30)) as pilot:
+            app.look()
+            app.query_one("#metric").value = "peak_norm"
+            await pilot.pause()
+            curve, profile = (
+                Text.from_markup(app.query_one(name).border_title).plain
+                for name in ("#over_steps", "#beside")
+            )
+            assert curve == f"{LABEL}  5.5 ± 0.2  noise {NULL:.1f}"
+            assert profile == "by layer ━start ━peak 256 ━now"
+            values = [value for _, value in app.query_one("#layer")._options]
+            assert values == ["mean over layers", *(f"layer {layer}" for layer in range(5))]
+
+    asyncio.run(story())
 
 
 def look_at_tensorboard(run, folder):

@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from geomon.analysis import Phase, find_phase
-from geomon.analysis.alerts import Alert, AlertWatch, dimension_of
+from geomon.analysis.alerts import Alert, AlertWatch
+from geomon.analysis.curves import measured
 from geomon.monitor.writing.output import Warnings
 from geomon.note import Note
 from geomon.record import Reading
@@ -84,7 +85,7 @@ class Reactions:
         """Add a reading to the curve of the dimension; the phase, where it is known."""
         if self._on_phase is None:
             return None
-        value, margin = dimension_of(reading)
+        value, margin = measured(reading, "twonn")
         if not math.isfinite(value):
             return None
         phase = self._curves[reading.source].add(reading.step, value, margin)

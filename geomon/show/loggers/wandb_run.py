@@ -10,7 +10,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from geomon.analysis import find_phase
-from geomon.analysis.alerts import alert_notes, dimension_of
+from geomon.analysis.alerts import alert_notes
+from geomon.analysis.curves import measured
 from geomon.record import Reading, Readings, Sink
 from geomon.record.headline import HEADLINE, Charts, Detail
 from geomon.show.loggers.history import Part, RunDrawer
@@ -337,7 +338,7 @@ class WandBSummary:
     def write(self, reading: Reading) -> None:
         """Bring the summary up to date."""
         self._alerts += len(alert_notes(reading))
-        value, margin = dimension_of(reading)
+        value, margin = measured(reading, "twonn")
         if math.isfinite(value):
             self._curves.setdefault(reading.source, []).append((reading.step, value, margin))
         run = self._rows.run

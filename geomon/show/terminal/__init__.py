@@ -1,6 +1,6 @@
-"""Runs in the terminal: an application, a view that is printed, a line per reading."""
+"""Runs in the terminal: an application, an overview that is printed, a line for a reading."""
 
-from geomon.show.terminal.live import follow, print_view
 from geomon.show.terminal.overview import format_line, spark, view
+from geomon.show.terminal.watch import watch
 
-__all__ = ["follow", "format_line", "print_view", "spark", "view"]
+__all__ = ["format_line", "spark", "view", "watch"]

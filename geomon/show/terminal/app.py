@@ -3,53 +3,55 @@
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
+from rich.style import Style
 from rich.text import Text
 
-from geomon.show.terminal import charts, headings
-from geomon.show.terminal.charts import Line
-from geomon.show.terminal.choices import DIMENSION, Choices
-from geomon.show.terminal.history import Look, Watched
-from geomon.show.terminal.quantities import Quantity
+from geomon.analysis import Curve
+from geomon.analysis.numbers import number, with_margin
+from geomon.analysis.profile import is_far_above
+from geomon.analysis.summary import alert_sentences
+from geomon.record import Reading
+from geomon.show.terminal import charts
+from geomon.show.terminal.charts import Colour, Line
+from geomon.show.terminal.overview import describe, safe
+from geomon.show.terminal.runs import Quantity, Watched
 
 try:
     from textual.app import App, ComposeResult
     from textual.binding import Binding, BindingType
-    from textual.containers import Grid, Vertical, VerticalScroll
-    from textual.events import Resize
-    from textual.screen import ModalScreen
-    from textual.widgets import Static
+    from textual.color import Gradient
+    from textual.containers import Grid, Horizontal, VerticalScroll
+    from textual.widgets import DataTable, Footer, Select, Static, TabbedContent, TabPane
     from textual_plotext import PlotextPlot
 except ImportError as error:
     raise ImportError(
-        "the application needs textual and textual-plotext: pip install 'geomon[terminal]'"
+        "the application needs textual and textual-plotext: pip install 'geomon[terminal]'; or "
+        "print the present by --once"
     ) from error
 
-# Smallest terminal that shows all charts at once.
-_ALL_COLUMNS, _ALL_ROWS = 72, 20
-
 _HELP = """\
-m, M         next or previous metric
-l, L         next or previous layer, or the mean over them
-h            next metric of the attention heads
-x            logarithmic or linear axis of steps
-left, right  earlier or later reading, for layers and heads
-end          newest reading again
-r            next run, for layers, heads and notes
-tab          one chart alone, the next one, and all again
-n            all alerts and notes
-q, Ctrl-C    leave; the training goes on
+m, M     next or previous metric
+l, L     next or previous layer, or the mean over them
+h        next metric of the attention heads
+r        next run, for layers, heads and notes
+p, n, e  previous, next, newest reading, for layers and heads
+x        logarithmic or linear axis of steps
+t, T     next or previous page
+tab      to the next list, which enter opens
+q        leave (Ctrl-Q too); the training goes on
 
-Curves: one line for each run. The shaded band is the 95 % interval: another sample of the text \
-would move the curve within it, so a change inside the band is noise. Without a band the interval \
-was not measured.
+Curve: a line for each run, between dim lines that are the ends of its 95 % interval: another \
+sample of the text would move the curve within them, so that a change inside is noise. Without \
+them the interval was not measured. The dot is the peak.
 
-Layers: the same metric over depth, from the input of the first block (0) to the output of the \
-last one, now, at the start and at the peak.
+By layer: the same metric over depth, from the input of the first block (0) to the output of the \
+last one, now, at the start and at the peak; the dim lines are the ends of the intervals.
 
-Heads: a field for each attention head and layer. Colours mean the same during the whole run.
+Heads: a row for each attention head, a column for each layer. Colours mean the same during the \
+whole run.
 
 Phase: the intrinsic dimension is the number of directions in which the hidden states of a layer \
 vary. Often it expands at first, reaches a peak, and is compressing from then on. Steady: no \
@@ -57,83 +59,33 @@ change above its errors.
 
 What each metric means: `geomon metrics`. What an alert means: `geomon alerts`.
 """
+# Of the heads, from low to high: cividis without its darkest end; and around zero.
+_RISING = Gradient.from_colors("#142856", "#7c7b78", "#fae746")
+_AROUND_ZERO = Gradient.from_colors("#56b4e9", "#262626", "#f5aa14")
+# Readings of a run, evenly chosen, whose heads decide what a colour means.
+_SAMPLE = 50
 
 
 class Chart(PlotextPlot):
-    """A chart that is drawn again at the size that it has.
-
-    Args:
-        draw: Function that draws into a plot of plotext, given its columns and rows, and returns
-            whether there was something to draw.
-    """
-
-    def __init__(self, draw: Callable[[Any, tuple[int, int]], bool]) -> None:
-        super().__init__()
-        self._draw = draw
-
-    def render(self) -> Any:
-        """Draw the chart."""
-        width, height = self.size.width, self.size.height
-        if width < 8 or height < 3 or not self._draw(self.plt, (width, height)):
-            return ""
-        return super().render()
-
-
-class Fields(Static):
-    """The heads by layers.
-
-    Args:
-        draw: Function that gives the text, given its columns and rows.
-    """
-
-    def __init__(self, draw: Callable[[tuple[int, int]], Text]) -> None:
-        super().__init__()
-        self._draw = draw
-
-    def render(self) -> Any:
-        """Draw the fields."""
-        return self._draw((self.size.width, self.size.height))
-
-
-class Panel(Vertical):
     """A chart below a line that says what it shows.
 
     Args:
-        name: Name of the panel, its id.
-        body: Widget of the chart.
+        draw: Function that draws into an empty plot of plotext and returns the line.
+        name: Name of the chart, its id.
     """
 
-    def __init__(self, name: str, body: Chart | Fields) -> None:
-        self.head = Static(classes="head")
-        self.body = body
-        super().__init__(self.head, body, id=name)
+    def __init__(self, draw: Callable[[Any], Text], name: str) -> None:
+        super().__init__(id=name)
+        self._draw = draw
 
-    def show(self, title: Text) -> None:
-        """Draw the panel again, below another title."""
-        self.head.update(title)
-        self.body.refresh()
+    def redraw(self) -> None:
+        """Draw what is to be shown now."""
+        self.plt.clear_figure()
+        self.border_title = self._draw(self.plt)
 
-
-class Page(ModalScreen[None]):
-    """A page of text over the charts, which any of its keys closes.
-
-    Args:
-        text: The text.
-    """
-
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding(key, "app.pop_screen", "close") for key in ("escape", "q", "enter", "question_mark")
-    ]
-
-    def __init__(self, text: Text) -> None:
-        super().__init__()
-        self._text = text
-
-    def compose(self) -> ComposeResult:
-        """Make the page."""
-        with VerticalScroll():
-            yield Static(self._text)
-            yield Static(Text("\nesc: back to the charts", style="dim"))
+    def render(self) -> Any:
+        """Return the chart, where there is room for one."""
+        return super().render() if self.size.width >= 12 and self.size.height >= 4 else ""
 
 
 class WatchApp(App[str]):
@@ -146,256 +98,381 @@ class WatchApp(App[str]):
 
     ENABLE_COMMAND_PALETTE = False
     TITLE = "geomon watch"
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (110, "-wide")]  # noqa: RUF012
+    VERTICAL_BREAKPOINTS = [(0, "-low"), (36, "-tall")]  # noqa: RUF012
     CSS = """
-    Screen { layout: vertical; }
-    #runs { height: auto; padding: 0 1; }
-    Grid {
-        grid-size: 2; grid-columns: 3fr 2fr; grid-rows: 3fr 2fr; grid-gutter: 0 1; height: 1fr;
-    }
-    Panel { height: 1fr; width: 1fr; }
-    .head {
-        height: 1; background: $panel; padding: 0 1; text-wrap: nowrap; text-overflow: ellipsis;
-    }
-    Fields { height: 1fr; width: 1fr; background: $surface; }
-    #events { height: auto; padding: 0 1; }
-    #keys { height: 1; background: $panel; padding: 0 1; }
-    Page { align: center middle; }
-    Page VerticalScroll {
-        width: 84; max-width: 100%; height: auto; max-height: 100%;
-        border: round $primary; padding: 0 1; background: $surface;
-    }
+    #runs { height: auto; max-height: 60%; padding: 0 1; }
+    #runs Static { height: auto; }
+    #choices { height: 1; }
+    Select { width: 1fr; }
+    #heads_metric { height: 1; width: 100%; }
+    TabPane { padding: 0; }
+    TabbedContent, ContentSwitcher, TabPane, Grid { height: 1fr; }
+    Grid { grid-size: 1; }
+    .-wide Grid { grid-size: 2; grid-columns: 3fr 2fr; }
+    .-tall Grid { grid-rows: 3fr 2fr; }
+    .-tall Grid.-lossless { grid-rows: 1fr; }
+    .-narrow #beside, .-low #loss, .-lossless #loss { display: none; }
+    .-wide #loss { column-span: 2; }
+    Chart { border-top: solid $primary; border-title-color: $foreground; }
+    DataTable { height: 1fr; }
+    #notes Static, #help Static { height: auto; padding: 0 1; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q", "quit", "quit"),
-        Binding("ctrl+c", "quit", "quit", priority=True),
-        Binding("m", "metric(1)", "metric"),
-        Binding("M", "metric(-1)", "metric back"),
-        Binding("l", "layer(1)", "layer"),
-        Binding("L", "layer(-1)", "layer back"),
-        Binding("h", "heads", "heads"),
-        Binding("x", "scale", "log/linear"),
-        Binding("left", "reading(-1)", "earlier"),
-        Binding("right", "reading(1)", "later"),
-        Binding("end", "newest", "newest"),
-        Binding("r", "run", "run"),
-        Binding("tab", "panel", "one chart", priority=True),
-        Binding("n", "notes", "notes"),
-        Binding("question_mark", "help", "help"),
+        Binding("ctrl+c", "quit", "quit", show=False, priority=True),
+        Binding("question_mark", "page('help')", "help", key_display="?"),
+        Binding("t", "pages(1)", "page"),
+        Binding("T", "pages(-1)", "page back", show=False),
+        Binding("m", "cycle('metric', 1)", "metric"),
+        Binding("M", "cycle('metric', -1)", "metric back", show=False),
+        Binding("l", "cycle('layer', 1)", "layer"),
+        Binding("L", "cycle('layer', -1)", "layer back", show=False),
+        Binding("h", "cycle('heads_metric', 1)", "heads"),
+        Binding("r", "cycle('run', 1)", "run"),
+        Binding("p", "reading(-1)", "earlier"),
+        Binding("n", "reading(1)", "later"),
+        Binding("e", "newest", "newest", show=False),
+        Binding("x", "scale", "log"),
     ]
 
     def __init__(self, runs: Sequence[Watched], *, poll: float | None = 0.5) -> None:
         super().__init__()
-        self.choices = Choices(runs, coloured=not self.no_color)
+        self.runs = list(runs)
+        self.step: int | None = None  # of the reading that is shown; None for the newest
+        self._logarithmic = True
         self._poll = poll
         self._has_ended = threading.Event()
-        self._alone = ""  # name of the panel that is shown alone
+        self._offered: dict[str, list[tuple[str, Any]]] = {}
+        self._places: dict[str, int | None] = {}  # layers by the words of their choice
 
     def compose(self) -> ComposeResult:
         """Make the screen."""
-        yield Static(id="runs")
-        with Grid():
-            yield Panel("curves", Chart(self._draw_curves))
-            yield Panel("layers", Chart(self._draw_layers))
-            yield Panel("loss", Chart(self._draw_loss))
-            yield Panel("heads", Fields(self._draw_heads))
-        yield Static(id="events")
-        yield Static(id="keys")
+        with VerticalScroll(id="runs", can_focus=False):
+            yield Static(id="headline")
+        with Horizontal(id="choices"):
+            for name in ("metric", "layer", "run"):
+                yield Select([("", "")], allow_blank=False, compact=True, id=name)
+        with TabbedContent():
+            with TabPane("Curve", id="curve"), Grid():
+                yield Chart(self._draw_curves, "over_steps")
+                yield Chart(self._draw_layers, "beside")
+                yield Chart(self._draw_loss, "loss")
+            with TabPane("By layer", id="layers"):
+                yield Chart(self._draw_layers, "over_depth")
+            with TabPane("Heads", id="heads"):
+                yield Select([("", "")], allow_blank=False, compact=True, id="heads_metric")
+                yield DataTable(show_cursor=False, cell_padding=0)
+            with TabPane("Alerts and notes", id="notes"), VerticalScroll():
+                yield Static(id="all_notes")
+            with TabPane("Help", id="help"), VerticalScroll():
+                yield Static(Text(_HELP))
+        yield Footer(compact=True, show_command_palette=False)
 
     def on_mount(self) -> None:
         """Begin to look at the files."""
         self.show()
         if self._poll is not None:
-            self.set_interval(1, self._show_runs)  # it says how old the last reading is
+            self.set_interval(1, self._show_headline)  # it says how old the last reading is
             threading.Thread(target=self._follow, args=(self._poll,), daemon=True).start()
 
     def on_unmount(self) -> None:
         """Look no more."""
         self._has_ended.set()
 
-    def on_resize(self, event: Resize) -> None:
-        """Lay out the screen for another size."""
-        self.call_after_refresh(self.show)
-
     def _follow(self, poll: float) -> None:
         """Look at all files until the application ends; in a thread, for a record can be large."""
         while not self._has_ended.is_set():
-            for run in self.choices.runs:
-                look = run.look()
-                if look is not None:
-                    with contextlib.suppress(RuntimeError):  # the application has just ended
-                        self.call_later(self._take, run, look)
+            news = [run.look() for run in self.runs]
+            if any(news):
+                with contextlib.suppress(RuntimeError):  # the application has just ended
+                    self.call_later(self.show)
             self._has_ended.wait(poll)
 
     def look(self) -> None:
         """Look at all files once, and show what is new."""
-        for run in self.choices.runs:
-            if (look := run.look()) is not None:
-                self._take(run, look)
+        news = [run.look() for run in self.runs]
+        if any(news):
+            self.show()
 
-    def _take(self, run: Watched, look: Look) -> None:
-        if look.trouble and not run.latest.readings:
-            self.exit(look.trouble, return_code=2)
+    # -- what is chosen --------------------------------------------------------------------------
+
+    @property
+    def run_shown(self) -> Watched:
+        """The run whose layers, heads and notes are shown."""
+        return self.runs[self._chosen("run") or 0]
+
+    @property
+    def reading(self) -> Reading | None:
+        """The reading whose layers and heads are shown; None without any."""
+        return self._reading_of(self.run_shown)
+
+    def _reading_of(self, run: Watched) -> Reading | None:
+        """Return the last reading of a run up to the chosen step."""
+        earlier = [r for r in run.readings if self.step is None or r.step <= self.step]
+        return earlier[-1] if earlier else None
+
+    def _chosen(self, name: str) -> Any:
+        return self.query_one(f"#{name}", Select).value if name in self._offered else None
+
+    @property
+    def _quantity(self) -> Quantity | None:
+        found = [run.quantities.get(self._chosen("metric")) for run in self.runs]
+        return next((each for each in found if each is not None), None)
+
+    def _offer(self, name: str, options: list[tuple[str, Any]]) -> None:
+        """Offer a choice; what was chosen stays chosen where it is still there."""
+        select = self.query_one(f"#{name}", Select)
+        select.display = len(options) > 1
+        if not options or options == self._offered.get(name):
             return
-        run.take(look)
-        self.show()
+        before = self._chosen(name)
+        self._offered[name] = options
+        with select.prevent(Select.Changed):
+            # A prompt is drawn as it is, and not as markup.
+            select.set_options([(safe(words), value) for words, value in options])
+            if before in [value for _, value in options]:
+                select.value = before
+
+    def _offer_all(self) -> None:
+        self._offer("run", [(run.name, index) for index, run in enumerate(self.runs)])
+        quantities = {key: each for run in self.runs for key, each in run.quantities.items()}
+        self._offer("metric", [(each.label, key) for key, each in quantities.items()])
+        chosen = self._chosen("metric")
+        found = [run.quantities[chosen].places for run in self.runs if chosen in run.quantities]
+        self._places = {name: layer for places in found for name, layer in places.items()}
+        self._offer("layer", [(place, place) for place in self._places])
+        reading = self.reading
+        columns = reading.columns if reading is not None else {}
+        names = [metric for metric, column in columns.items() if column.heads]
+        titles = self.run_shown.readings.text_of
+        self._offer("heads_metric", [(titles(name).label, name) for name in names])
 
     # -- the screen ------------------------------------------------------------------------------
 
     def show(self) -> None:
         """Show everything again."""
-        if not self.is_running or len(self.screen_stack) == 0:
+        if not self.is_running:
             return
-        self._lay_out()
-        self._show_runs()
-        choices, width = self.choices, self.size.width - 2
-        curves = self._panel("curves")
-        curves.show(headings.title_of_curves(choices, (curves.size.width or width) - 2))
-        self._panel("layers").show(headings.title_of_layers(choices))
-        self._panel("loss").show(headings.title_of_loss(choices))
-        self._panel("heads").show(headings.title_of_heads(choices))
-        rows = max(1, min(8, (self.size.height - 16) // 4))
-        self._text("events").update(headings.list_events(choices.run, width, rows))
-        alone = bool(self._alone) or self._is_small
-        self._text("keys").update(headings.list_keys(choices, width, alone=alone))
+        for run in self.runs:
+            if run.trouble and not len(run.whole):
+                self.exit(run.trouble, return_code=2)
+                return
+        self._offer_all()
+        self._show_headline()
+        for chart in self.query(Chart):
+            chart.redraw()
+        self.query_one(Grid).set_class(self._loss is None, "-lossless")
+        self._show_heads()
+        self._show_notes()
 
-    def _show_runs(self) -> None:
-        self._text("runs").update(headings.describe_runs(self.choices, self.size.width - 2))
+    def _show_headline(self) -> None:
+        parts = []
+        for index, run in enumerate(self.runs):
+            colour, marker = self._look_of(index)
+            name = f"{'━' if marker == 'braille' else marker} {run.name}"
+            if len(run.readings):
+                said = describe(run.readings[-1], run.headline)
+                parts.append(Text.assemble((f"{name} · ", f"bold {_hex(colour)}"), said))
+            else:
+                parts.append(Text.assemble((name, _hex(colour)), (f" · {run.state}", "dim")))
+            remarks = filter(None, (*run.whole.remarks(), run.trouble))
+            parts += [safe(remark, "red") for remark in remarks]
+        self.query_one("#headline", Static).update(Text("\n").join(parts))
 
-    def _text(self, name: str) -> Static:
-        return self.screen_stack[0].query_one(f"#{name}", Static)
+    def _show_heads(self) -> None:
+        table, reading = self.query_one(DataTable), self.reading
+        table.clear(columns=True)
+        name = self._chosen("heads_metric")
+        known = reading.column(name).by_head() if reading is not None and name else {}
+        if not known:
+            return
+        readings = self.run_shown.readings
+        few = readings.readings[:: math.ceil(len(readings) / _SAMPLE)]
+        every = [v for each in few for v in each.column(name).by_head().values()] + [
+            *known.values()
+        ]
+        low, high = min(every), max(every)
+        if low < 0:
+            low, high = -max(-low, high), max(-low, high)
+        gradient = _AROUND_ZERO if low < 0 else _RISING
+        layers = sorted({layer for layer, _ in known})
+        table.add_columns(*(f"{layer:^7}" for layer in layers))
+        for head in range(1 + max(head for _, head in known)):
+            fields = []
+            for layer in layers:
+                value = known.get((layer, head))
+                if value is None:
+                    fields.append(Text())
+                    continue
+                ground = gradient.get_color((value - low) / (high - low) if high > low else 0.5)
+                style = Style(color=ground.get_contrast_text(1).hex6, bgcolor=ground.hex6)
+                fields.append(Text(f"{number(value):^7}", style))
+            table.add_row(*fields, label=f"head {head}")
 
-    def _panel(self, name: str) -> Panel:
-        return self.screen_stack[0].query_one(f"#{name}", Panel)
-
-    @property
-    def _is_small(self) -> bool:
-        """Whether there is room for one chart only."""
-        return self.size.width < _ALL_COLUMNS or self.size.height < _ALL_ROWS
-
-    def _panels(self) -> list[str]:
-        """Name the panels that have something to show."""
-        has_loss, has_heads = self.choices.loss is not None, bool(self.choices.heads)
-        return ["curves", "layers", *["loss"] * has_loss, *["heads"] * has_heads]
-
-    def _lay_out(self) -> None:
-        panels = self._panels()
-        alone = self._alone if self._alone in panels else "curves" if self._is_small else ""
-        shown = [alone] if alone else panels
-        for name in ("curves", "layers", "loss", "heads"):
-            panel = self._panel(name)
-            panel.display = name in shown
-            panel.styles.column_span = 2 if len(shown) == 3 and name == shown[-1] else 1
-        grid = self.screen_stack[0].query_one(Grid)
-        grid.styles.grid_size_columns = 1 if alone else 2
-        grid.styles.grid_columns = "1fr" if alone else "3fr 2fr"
-        grid.styles.grid_rows = "1fr" if len(shown) < 3 else "3fr 2fr"
+    def _show_notes(self) -> None:
+        run = self.run_shown
+        text = Text()
+        for sentence in alert_sentences(run.whole):
+            text.append_text(safe(f"{sentence}\n", "red")).append("\n")
+        for note in run.readings[-1].notes if len(run.readings) else ():
+            if not note.is_alert:
+                text.append_text(safe(note.words())).append("\n\n")
+        self.query_one("#all_notes", Static).update(text or Text("no alerts, no notes"))
 
     # -- charts ----------------------------------------------------------------------------------
 
-    def _draw_curves(self, plot: Any, size: tuple[int, int]) -> bool:
-        metric, layer = self.choices.metric, self.choices.layer
-        return metric is not None and self._draw_over_steps(plot, size, metric, layer)
+    def _look_of(self, index: int) -> tuple[Colour, str]:
+        """Return the colour and the marker of a run; markers differ where no colour is shown."""
+        marker = charts.MARKERS[index % len(charts.MARKERS) if self.no_color else 0]
+        return charts.COLOURS[index % len(charts.COLOURS)], marker
 
-    def _draw_loss(self, plot: Any, size: tuple[int, int]) -> bool:
-        loss = self.choices.loss
-        return loss is not None and self._draw_over_steps(plot, size, loss, None)
+    def _draw_curves(self, plot: Any) -> Text:
+        return self._draw_over_steps(plot, self._quantity, self._places.get(self._chosen("layer")))
 
-    def _draw_over_steps(
-        self, plot: Any, size: tuple[int, int], quantity: Quantity, layer: int | None
-    ) -> bool:
-        choices = self.choices
-        logarithmic = choices.logarithmic
+    @property
+    def _loss(self) -> Quantity | None:
+        found = [run.quantities.get("training/loss") for run in self.runs]
+        return next((each for each in found if each is not None), None)
+
+    def _draw_loss(self, plot: Any) -> Text:
+        return self._draw_over_steps(plot, self._loss, None)
+
+    def _draw_over_steps(self, plot: Any, quantity: Quantity | None, layer: int | None) -> Text:
+        if quantity is None:
+            return Text("no values yet")
         lines = [
-            charts.line_of(
-                run.curve(quantity, layer), *choices.look_of(index), logarithmic=logarithmic
-            )
-            for index, run in enumerate(choices.runs)
+            Line(run.name, quantity.curve(run.readings, layer), *self._look_of(index))
+            for index, run in enumerate(self.runs)
         ]
-        ends = [run.selected[end].step for run in choices.runs if run.selected for end in (0, -1)]
-        if not any(line.values for line in lines):
-            return False
-        top = choices.peak if quantity.is_dimension and layer is None else None
-        peak = None if top is None else (top.step, top.column(DIMENSION.metric).mean)
+        curve, peak = lines[0].curve, None
+        if len(lines) > 1 or not len(curve):
+            value = ""
+        else:
+            value = f"  {with_margin(curve.values[-1], curve.margins[-1])}"
+            if curve.steps[-1] < self.runs[0].readings[-1].step:
+                value += f" at step {curve.steps[-1]:,}"
+            phase = self.runs[0].fallen
+            if (quantity.metric, quantity.part, layer) == ("twonn", "", None) and phase:
+                peak = phase.peak_step, phase.peak
         charts.draw_over_steps(
-            plot, lines, size, steps=(min(ends), max(ends)), logarithmic=logarithmic,
-            cursor=choices.step, peak=peak,
-        )  # fmt: skip
-        return True
+            plot, lines, logarithmic=self._logarithmic, chosen=self.step, peak=peak
+        )
+        title = Text(f"{quantity.label}{value}", "bold")
+        return title.append_text(self._null(quantity))
 
-    def _draw_layers(self, plot: Any, size: tuple[int, int]) -> bool:
-        metric, layers = self.choices.metric, self.choices.layers
-        if metric is None or not layers:
-            return False
-        lines = []
-        for _, reading, colour, marker in self.choices.profiles():
-            curves = [(layer, metric.curve([reading], layer)) for layer in layers]
-            known = [(float(layer), curve) for layer, curve in curves if len(curve)]
-            values = [curve.values[0] for _, curve in known]
-            margins = [curve.margins[0] for _, curve in known]
-            lines.append(Line([layer for layer, _ in known], values, margins, colour, marker))
-        charts.draw_profile(plot, lines, size, layers=layers)
-        return any(line.values for line in lines)
-
-    def _draw_heads(self, size: tuple[int, int]) -> Text:
-        name, reading = self.choices.heads, self.choices.reading
-        if not name or reading is None or size[0] < 8 or size[1] < 3:
+    def _null(self, quantity: Quantity) -> Text:
+        """Say what data without structure would give."""
+        reading = self.reading
+        if reading is None or not quantity.metric or quantity.part:
             return Text()
-        layers, heads = charts.head_rows(reading, name)
-        known = [value for row in heads for value in row if not math.isnan(value)]
-        if not known:
-            return Text(f"not measured at step {reading.step:,}", style="dim")
-        scale = charts.scale_of(name, *self.choices.run.extremes(name))
-        return charts.draw_heads(layers, heads, scale, size, coloured=self.choices.coloured)
+        null = reading.column(quantity.metric).whole.get("null", math.nan)
+        words = self.run_shown.readings.text_of(quantity.metric).null_label
+        return safe(f"  {words} {number(null)}", "not bold") if math.isfinite(null) else Text()
+
+    def _draw_layers(self, plot: Any) -> Text:
+        quantity = self._quantity
+        if quantity is None or not quantity.metric:
+            return Text("not a value of layers")
+        lines = [
+            Line(name, _profile(quantity, reading), colour, marker)
+            for name, reading, colour, marker in self._profiles()
+        ]
+        first = [line.curve.values[0] for line in lines if line.curve.steps[:1] == [0]]
+        blocks = [_blocks(line.curve) for line in lines]
+        title, note = Text("by layer", "bold"), ""
+        if is_far_above(first, (value for curve in blocks for value in curve.values)):
+            note = f"  (layer 0: {number(max(first))})"
+            lines = [line._replace(curve=c) for line, c in zip(lines, blocks, strict=True)]
+        charts.draw_over_depth(plot, lines)
+        if not any(len(line.curve) for line in lines):
+            return title.append(" not measured", "not bold")
+        for name, _, colour, marker in lines:
+            mark = "━" if marker == "braille" else marker
+            title.append(f" {mark}{name}", f"{_hex(colour)} not bold")
+        return title.append(note, "not bold")
+
+    def _profiles(self) -> Iterable[tuple[str, Reading, Colour, str]]:
+        """Choose the readings that are drawn over depth, with name, colour and marker.
+
+        That of each run, or of the only run those at its start, at its peak and the chosen one.
+        """
+        if len(self.runs) > 1:
+            for index, run in enumerate(self.runs):
+                if (reading := self._reading_of(run)) is not None:
+                    yield run.name, reading, *self._look_of(index)
+            return
+        (run,), now = self.runs, self.reading
+        if now is None:
+            return
+        markers = charts.MARKERS if self.no_color else ["braille"] * 3
+        start, top = run.readings[0], run.fallen.peak_step if run.fallen else None
+        if start.step != now.step:
+            yield "start", start, charts.GREY, markers[2]
+        for peak in run.readings:
+            if peak.step == top and top not in (start.step, now.step):
+                yield f"peak {top:,}", peak, charts.COLOURS[1], markers[1]
+        name = "now" if self.step is None else f"step {now.step:,}"
+        yield name, now, charts.COLOURS[0], markers[0]
 
     # -- keys ------------------------------------------------------------------------------------
 
-    def action_metric(self, by: int) -> None:
-        """Show another metric."""
-        self.choices.change_metric(by)
+    def on_select_changed(self, event: Select.Changed) -> None:
+        """Show what was chosen."""
         self.show()
 
-    def action_layer(self, by: int) -> None:
-        """Show the curve of another layer, or of the mean."""
-        self.choices.change_layer(by)
-        self.show()
+    def action_cycle(self, name: str, by: int) -> None:
+        """Choose the next of a list, or the one before."""
+        values = [value for _, value in self._offered.get(name, [])]
+        if values:
+            select = self.query_one(f"#{name}", Select)
+            select.value = values[(values.index(select.value) + by) % len(values)]
 
-    def action_heads(self) -> None:
-        """Show another metric of the heads."""
-        self.choices.change_heads()
-        self.show()
+    def action_page(self, name: str) -> None:
+        """Show a page."""
+        self.query_one(TabbedContent).active = name
+
+    def action_pages(self, by: int) -> None:
+        """Show the next page, or the one before."""
+        names, pages = [pane.id for pane in self.query(TabPane)], self.query_one(TabbedContent)
+        pages.active = str(names[(names.index(pages.active) + by) % len(names)])
 
     def action_scale(self) -> None:
         """Change between a logarithmic and a linear axis of steps."""
-        self.choices.logarithmic = not self.choices.logarithmic
+        self._logarithmic = not self._logarithmic
         self.show()
 
     def action_reading(self, by: int) -> None:
-        """Show the layers and heads of an earlier or a later reading."""
-        self.choices.change_reading(by)
-        self.show()
+        """Show an earlier or a later reading; after the last one the newest is followed."""
+        steps = [reading.step for reading in self.run_shown.readings]
+        if self.reading is not None:
+            index = max(0, steps.index(self.reading.step) + by)
+            self.step = steps[index] if index < len(steps) - 1 else None
+            self.show()
 
     def action_newest(self) -> None:
-        """Show the layers and heads of the newest reading."""
-        self.choices.step = None
+        """Show the newest reading."""
+        self.step = None
         self.show()
 
-    def action_run(self) -> None:
-        """Show the layers, heads and notes of another run."""
-        self.choices.change_run()
-        self.show()
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Leave out the key that changes the run where there is one alone."""
+        return not (parameters[:1] == ("run",) and len(self.runs) == 1)
 
-    def action_panel(self) -> None:
-        """Show one chart alone, then the next, then all."""
-        places = [*([] if self._is_small else [""]), *self._panels()]
-        now = places.index(self._alone) if self._alone in places else 0
-        self._alone = places[(now + 1) % len(places)]
-        self.show()
-        self.call_after_refresh(self.show)  # titles fit the new widths
 
-    def action_notes(self) -> None:
-        """Show all alerts and notes of the shown run."""
-        self.push_screen(Page(headings.list_all_events(self.choices.run)))
+def _profile(quantity: Quantity, reading: Reading) -> Curve:
+    column = reading.column(quantity.metric, quantity.part)
+    profile = column.by_layer()
+    margins = [column.margin_at(layer) for layer in profile]
+    known = [margin if math.isfinite(margin) else 0.0 for margin in margins]
+    return Curve([*profile], [*profile.values()], known)
 
-    def action_help(self) -> None:
-        """Show what keys do and what charts mean."""
-        self.push_screen(Page(Text(_HELP)))
+
+def _blocks(curve: Curve) -> Curve:
+    """Leave out layer 0 of a profile."""
+    start = int(curve.steps[:1] == [0])
+    return Curve(curve.steps[start:], curve.values[start:], curve.margins[start:])
+
+
+def _hex(colour: Colour) -> str:
+    return "#{:02x}{:02x}{:02x}".format(*colour)

@@ -2,14 +2,16 @@
 
 import asyncio
 import json
+import re
 from contextlib import asynccontextmanager
 
 import pytest
 from tagged import TEXTS, alert_of, with_values
+from textual.widgets import DataTable
 
 from geomon.record import FILE_NAME
 from geomon.show.terminal.app import WatchApp
-from geomon.show.terminal.history import Watched
+from geomon.show.terminal.runs import Watched
 
 
 def write(folder, readings, *, start="", end=""):
@@ -43,30 +45,48 @@ def text(app):
     return "\n".join(line.rstrip() for line in screen(app))
 
 
+def words(app):
+    """What the screen says, as one line: wherever its lines are broken."""
+    return " ".join(text(app).split())
+
+
 def run(story):
     asyncio.run(story())
 
 
-@pytest.mark.parametrize("size", [(40, 14), (80, 24), (200, 50)])
-def test_a_run_is_shown_at_any_size(make_readings, tmp_path, size):
-    folder = write(tmp_path / "a", make_readings(layers=12, heads=16, notes=["a long note " * 30]))
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 50)])
+def test_dimensions_phases_and_alerts_are_whole_at_any_size_above_a_chart(
+    make_readings, tmp_path, size
+):
+    readings = list(make_readings(layers=12, heads=16))
+    kinds = {1: "massive_rows", 3: "not_finite", 5: "entropy_collapse", 6: "massive_rows"}
+    for index, kind in kinds.items():
+        notes = [alert_of(kind, f"{kind}: " + "in long words " * 9)]
+        readings[index] = with_values(readings[index], readings[index].values, notes=notes)
+    folder = write(tmp_path / "a", readings)
 
     async def story():
-        async with watched(folder, size=size) as (app, _):
-            shown = screen(app)
-            assert len(shown) == size[1]
-            words = "\n".join(shown)
-            assert "step 1,500" in words
-            assert "intrinsic dimension 5.3 ± 0.1" in words
-            assert "a long note" in words
-            assert "q quit" in shown[-1]
-            assert "? help" in shown[-1]
-            whole = size[0] >= 72
-            assert ("by layer" in words) == whole
-            assert ("heads: attention entropy" in words) == whole
-            assert "⠒" in words or "⠤" in words or "⠉" in words  # a curve
-            if size[0] > 100:
-                assert "compressing since step 256, 28 % below its peak 7.4" in words
+        async with watched(folder, size=size) as (app, pilot):
+            said = words(app)
+            assert "a · step 1,500 · " in said
+            assert (
+                "Alerts: not finite at step 64, entropy collapse at step 256, massive rows at step "
+                "16. intrinsic dimension 5.3 ± 0.1, compressing since step 256, 28 % below its "
+                "peak 7.4 (between steps 128 and 256); distinct tokens 4.9 ± 0.1, falling since "
+                "step 0, 85 % below 32.1."
+            ) in said
+            assert sum(any("⠀" < c <= "⣿" for c in line) for line in screen(app)) >= 6  # a curve
+            assert ("by layer not measured" in said) == (
+                size[0] > 100
+            )  # two charts, where there is room
+            assert screen(app)[-1].startswith("q quit ? help")
+            await pilot.press("t", "t", "t")
+            listed = re.findall(
+                r"Alert at step (\S+?):? (?:\(first of (\d)\): )?(\w+):", words(app)
+            )
+            assert listed[:3] == [("64", "", "not_finite"), ("256", "", "entropy_collapse"),
+                                  ("16", "2", "massive_rows")][: len(listed)]  # fmt: skip
+            assert listed
 
     run(story)
 
@@ -76,46 +96,49 @@ def test_keys_change_what_is_shown(make_readings, tmp_path):
 
     async def story():
         async with watched(folder, size=(120, 30)) as (app, pilot):
-            assert "intrinsic dimension  5.3 ± 0.1  log steps" in text(app)
+
+            async def press(*keys):
+                await pilot.press(*keys)
+                await pilot.pause()
+                return text(app)
+
+            assert "─intrinsic dimension  5.3 ± 0.1" in text(app)
             assert "by layer not measured" in text(app)
-            await pilot.press("x", "m")
-            assert "intrinsic dimension, distinct tokens  " in text(app)
-            assert "linear steps" in text(app)
-            await pilot.press("m", "m")
-            assert "anisotropy, layer 0" in text(app)  # it has no mean
-            await pilot.press("l", "l")
-            assert "anisotropy, layer 2" in text(app)
-            await pilot.press("L", "L", "L")
-            assert "anisotropy, layer 4" in text(app)
-            await pilot.press("M", "m", "h")
-            assert "heads: cosine of mean query and mean key" in text(app)
-            await pilot.press("left")
-            assert "━step 1,024" in text(app)
-            await pilot.press("right")
-            assert "━now" in text(app)
-            await pilot.press(*["left"] * 20)
-            assert app.choices.step == 0
-            await pilot.press("end", "tab")
-            assert "by layer" not in text(app)
-            await pilot.press("tab")
-            assert "by layer ━now ━peak 256 ━start" in text(app)
+            assert "1,000" in text(app)
+            assert "1,000" not in await press("x")
+            assert "─intrinsic dimension, distinct tokens  4.9 ± 0.1" in await press("m")
+            assert "─anisotropy  0.11" in await press("m", "m")  # it has no mean: layer 0
+            assert "─anisotropy  0.60" in await press("l", "l")
+            assert "─anisotropy  0.28" in await press("L")
+            assert "by layer ━start ━peak 256 ━now" in text(app)
+            assert "━step 1,024" in await press("p")
+            assert "━step 1,024" in await press("p", "n")
+            assert "━now" in await press("n")
+            assert "━start" not in await press(*["p"] * 20)
+            assert app.step == 0
+            assert "━now" in await press("e")
+            assert "attention entropy (nats)" in await press("t", "t")
+            assert "cosine of mean query" in await press("h")
+            assert "next or previous metric" in await press("question_mark")
 
     run(story)
 
 
-def test_a_reading_that_is_chosen_is_that_of_the_heads(make_readings, tmp_path):
-    readings = make_readings(heads=2, layers=2)
-    folder = write(tmp_path / "a", readings)
+def test_heads_are_those_of_the_reading_that_is_chosen(make_readings, tmp_path):
+    folder = write(tmp_path / "a", make_readings(heads=2, layers=3))
 
     async def story():
         async with watched(folder) as (app, pilot):
+            await pilot.press("t", "t")
             shown = []
             for _ in range(2):
-                tag = "attention_entropy/layer_01/head_0"
-                value = app.choices.reading.values[tag]
+                value = app.reading.values["attention_entropy/layer_02/head_1"]
+                table = app.query_one(DataTable)
+                assert [table.row_count, len(table.columns)] == [2, 3]
+                assert str(table.get_cell_at((1, 1))).strip() == f"{value:.1f}"
                 assert f" {value:.1f} " in text(app)
                 shown.append(value)
-                await pilot.press("left", "left", "left", "left", "left", "left")
+                await pilot.press(*"pppppp")
             assert shown[0] != shown[1]
 
     run(story)
@@ -126,21 +149,22 @@ def test_several_runs_lie_over_one_another_with_a_legend(make_readings, tmp_path
     other = write(tmp_path / "other", make_readings((0, 16, 32, 64), notes=["of the other"]))
 
     async def story():
-        async with watched(one, other, tmp_path / "third") as (app, pilot):
-            lines = screen(app)
+        async with watched(one, other, tmp_path / "third", size=(120, 40)) as (app, pilot):
+            said = words(app)
+            assert "━ one · step 1,500" in said
+            assert "━ other · step 64" in said
+            assert said.count("intrinsic dimension 5.") == 2
+            assert "━ third · waiting for" in said
             await pilot.press("m", "m", "m")
-            assert lines[0].startswith(" ▸━━ one  step 1,500")
-            assert "dimension 5.3 ± 0.1, compressing since step 256" in lines[0]
-            assert lines[1].startswith("  ━━ other  step 64")
-            assert "waiting for" in lines[2]
             assert "by layer ━one ━other" in text(app)
+            await pilot.press("t", "t", "t")
             assert "of the other" not in text(app)
             await pilot.press("r")
             assert "of the other" in text(app)
             write(tmp_path / "third", make_readings())
             app.look()
             await pilot.pause()
-            assert "third  step 1,500" in screen(app)[2]
+            assert "third · step 1,500" in text(app)
 
     run(story)
 
@@ -155,9 +179,9 @@ def test_a_record_is_followed_while_it_is_written(make_readings, tmp_path):
             async def shown():
                 app.look()
                 await pilot.pause()
-                return text(app)
+                return words(app)
 
-            assert f"waiting for {path}"[:60] in await shown()
+            assert "· waiting for" in await shown()
             path.write_text('{"run": {}}\n')
             assert "no readings yet" in await shown()
             line = readings[0].line()
@@ -165,7 +189,7 @@ def test_a_record_is_followed_while_it_is_written(make_readings, tmp_path):
             assert "no readings yet" in await shown()
             with path.open("a") as file:
                 file.write(line[100:] + "\n")
-            assert "step 0" in await shown()
+            assert "step 0 " in await shown()
             write(tmp_path, readings)
             assert "step 1,500" in await shown()
             path.unlink()  # a synced file is replaced
@@ -174,22 +198,41 @@ def test_a_record_is_followed_while_it_is_written(make_readings, tmp_path):
             assert "step 32 " in await shown()
             with path.open("a") as file:
                 file.write("hello\n")
-            words = await shown()
-            assert "line 5 of" in words
-            assert "step 32 " in words
+            for _ in range(2):
+                said = await shown()
+                assert "line 5 of" in said
+                assert "step 32 " in said
             write(tmp_path, readings)
-            words = await shown()
-            assert "step 1,500" in words
-            assert "line 5 of" not in words
+            said = await shown()
+            assert "step 1,500" in said
+            assert "line 5 of" not in said
 
     run(story)
 
 
+def test_a_folder_that_cannot_be_read_now_is_tried_again(make_readings, tmp_path, monkeypatch):
+    watched_run = Watched(write(tmp_path / "a", make_readings()))
+    assert watched_run.look()
+    assert not watched_run.look()
+
+    def fails(self):
+        raise PermissionError(13, "Permission denied", str(tmp_path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("geomon.record.Follower.look", fails)
+        assert watched_run.look()
+        assert "Permission denied" in watched_run.trouble
+        assert not watched_run.look()
+    assert watched_run.look()
+    assert watched_run.trouble == ""
+    assert len(watched_run.readings) == 9
+
+
 @pytest.mark.parametrize(
-    ("content", "stack", "words"),
+    ("content", "stack", "said"),
     [("hello\n", None, "line 1 of"), ("", "encoder", "no stack is called 'encoder'")],
 )
-def test_what_is_no_record_ends_in_one_line(make_readings, tmp_path, content, stack, words):
+def test_what_is_no_record_ends_in_one_line(make_readings, tmp_path, content, stack, said):
     write(tmp_path, make_readings(), start=content)
 
     async def story():
@@ -197,7 +240,7 @@ def test_what_is_no_record_ends_in_one_line(make_readings, tmp_path, content, st
         async with app.run_test() as pilot:
             app.look()
             await pilot.pause()
-        assert words in app.return_value
+        assert said in app.return_value
         assert "\n" not in app.return_value
         assert app.return_code == 2
 
@@ -210,35 +253,13 @@ def test_two_runs_in_one_record_and_other_metrics_are_said(make_readings, tmp_pa
 
     async def story():
         async with watched(write(tmp_path, other)) as (app, pilot):
-            words = text(app)
-            assert "two runs wrote into this record" in words
-            assert "peak_norm  65.0" in words
-            assert "intrinsic dimension: not measured" in words
-            assert "heads" not in words.replace("h heads", "")
-            for key in ("m", "l", "h", "r", "left", "x", "tab", "tab", "tab", "n", "escape"):
+            said = words(app)
+            assert "two runs wrote into this record" in said
+            assert "peak_norm 65.0" in said
+            assert "intrinsic dimension: not measured" in said
+            for key in (*"mlhrpxtttt", "escape", "question_mark", "tab", "enter"):
                 await pilot.press(key)
             assert app.is_running
-
-    run(story)
-
-
-def test_alerts_and_notes_come_newest_first_and_whole_on_a_page(make_readings, tmp_path):
-    notes = ["a note of the run " * 9, alert_of("entropy_collapse", "entropy collapse: 0 nats")]
-    readings = make_readings((0, 16, 32), notes=notes).readings
-
-    async def story():
-        async with watched(write(tmp_path, readings), size=(80, 30)) as (app, pilot):
-            first = next(line for line in screen(app) if "alert at step" in line)
-            assert "alert at step 32" in first
-            assert "[n: 1 more]" in text(app)
-            await pilot.press("n")
-            page = " ".join(text(app).replace("│", " ").split())
-            assert page.count("a note of the run") == 9
-            assert all(f"alert at step {step}:" in page for step in (0, 16, 32))
-            await pilot.press("escape", "question_mark")
-            assert "next or previous metric" in text(app)
-            await pilot.press("q")
-            assert "next or previous metric" not in text(app)
 
     run(story)
 
@@ -274,19 +295,15 @@ def test_it_is_left_by_q_and_ctrl_c(make_readings, tmp_path, key):
     run(story)
 
 
-def test_without_colours_runs_and_heads_differ_by_their_characters(
-    make_readings, tmp_path, monkeypatch
-):
+def test_without_colours_runs_differ_by_their_characters(make_readings, tmp_path, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
-    one = write(tmp_path / "one", make_readings(heads=8, layers=12))
+    one = write(tmp_path / "one", make_readings())
     other = write(tmp_path / "other", make_readings((0, 16, 32, 64)))
 
     async def story():
-        async with watched(one, other) as (app, pilot):
-            await pilot.press("m", "m", "m", "h")
-            assert "by layer ━one •other" in text(app)
-            words = text(app)
-            assert "▲" in words
+        async with watched(one, other) as (app, _):
+            assert "• other · step 64" in text(app)
+            assert text(app).count("•") > 10
 
     run(story)
 
@@ -304,9 +321,9 @@ def test_nothing_of_a_record_acts_on_the_terminal_or_on_the_markup(make_readings
 
     async def story():
         async with watched(write(folder, readings)) as (app, pilot):
-            for _ in range(4):
+            for _ in range(5):
                 assert all(line.isprintable() for line in screen(app))
                 assert "[bold]x[/nope]" in text(app)
-                await pilot.press("m")
+                await pilot.press("m", "t")
 
     run(story)
