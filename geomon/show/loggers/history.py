@@ -9,12 +9,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from geomon.record import Reading, Readings
+from geomon.show.panels import BY_HEAD, BY_LAYER, DIMENSIONS
 
-# What pages draw by layer and by head.
-BY_LAYER = ("twonn", "anisotropy", "attention_entropy")
-BY_HEAD = ("qk_cosine", "attention_entropy")
 # What pages draw and describe of a reading: a large model's has tens of thousands of values.
-_SHOWN = frozenset({*BY_LAYER, *BY_HEAD, "twonn_distinct", "gride"})
+_SHOWN = frozenset({*BY_LAYER, *BY_HEAD, *DIMENSIONS})
 # Smallest ratio of the steps of two readings kept. Four readings for each octave of steps make
 # about a hundred in a long run; 0.99 allows for rounded steps.
 _KEPT_RATIO = 2 ** (1 / 4) * 0.99

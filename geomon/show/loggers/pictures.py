@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geomon.record import Reading, Readings
-from geomon.show.loggers.history import BY_HEAD, BY_LAYER, Part, RunDrawer
+from geomon.show.loggers.history import Part, RunDrawer
+from geomon.show.panels import BY_HEAD, BY_LAYER
 
 # Takes the name of a picture, its pixels (uint8 [height, width, 3]) and the step.
 Post = Callable[[str, NDArray[np.uint8], int], object]

@@ -420,9 +420,9 @@ class WandBCharts(RunDrawer):
         def log_charts() -> None:
             import wandb
 
-            from geomon.show.loggers.charts import charts_of
+            from geomon.show.charts import charts_of
 
-            charts = charts_of(readings, reading, self._metrics)
+            charts = charts_of(readings, self._metrics)
             logged = {f"geomon_charts/{name}": wandb.Plotly(c) for name, c in charts.items()}
             self._rows.log(logged, reading.step)
 
