@@ -11,19 +11,13 @@ import numpy as np
 from geomon.record import Readings
 from geomon.show.colours import GREY, NOTHING, PURPLE, SIGNED, UNSIGNED, faded
 from geomon.show.panels import (
-    BY_HEAD,
-    BY_LAYER,
     LAYERS_LABEL,
     STEPS_LABEL,
     Line,
     Lines,
     Matrix,
     StepAxis,
-    depth_panel,
-    dimension_panel,
-    head_panels,
-    map_panel,
-    training_panel,
+    cards_of,
 )
 
 try:
@@ -47,29 +41,15 @@ def charts_of(readings: Readings, metrics: Iterable[str] = ()) -> dict[str, go.F
         readings: Readings of the main stack of a run.
         metrics: Names of metrics that are drawn over training and over depth besides.
     """
-    panels: list[tuple[str, str, Lines | Matrix | None]] = [
-        ("twonn", "", dimension_panel(readings)),
-        ("anisotropy", "over_depth", depth_panel(readings, "anisotropy")),
-    ]
-    panels += [(metric, "by_layer", map_panel(readings, metric)) for metric in BY_LAYER]
-    for metric in BY_HEAD:
-        matrices = head_panels(readings, metric)
-        panels.append((metric, "by_head", next(iter(matrices.values()), None)))
-    for metric in metrics:
-        panels.append((metric, "", training_panel(readings, metric)))
-        panels.append((metric, "over_depth", depth_panel(readings, metric)))
     charts = {}
-    for number, (metric, how, panel) in enumerate(panels, start=1):
-        if panel is None or (isinstance(panel, Lines) and not panel.lines):
-            continue
-        title = re.sub(r"\W+", "_", readings.text_of(metric).title)
+    for name, panel in cards_of(readings, metrics):
         chart = draw(panel)
         if isinstance(panel, Lines):  # W&B shows a chart without the name of what it holds
             words = panel.label + ", mean over layers" * (panel.over == "step")
             words += " (band: 95 % interval)" * panel.has_bands
             chart.update_layout(title={"text": _plain(words), "font": {"size": 13}, "x": 0.02})
             chart.update_layout(margin={"t": 40})
-        charts["_".join(filter(None, (str(number), title, how)))] = chart
+        charts[re.sub(r"\W+", "_", name)] = chart
     return charts
 
 

@@ -6,19 +6,20 @@ at the bottom.
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from geomon.analysis import Curve, curve_of, single_source
+from geomon.analysis import Curve, curve_of, mean_abs_over_heads, single_source
 from geomon.analysis.alerts import alert_notes
 from geomon.analysis.curves import training_curve
 from geomon.analysis.profile import is_far_above
 from geomon.record import Reading, Readings, tags
 from geomon.record.columns import NAN
-from geomon.show.colours import BLUE, GREEN, STEPS, VERMILLION, ramp
+from geomon.show.colours import BLACK, BLUE, GREEN, STEPS, VERMILLION, ramp
 
 # Metrics of which the panel of the intrinsic dimension is drawn, and their colours: of gride the
 # largest scale.
@@ -31,6 +32,8 @@ LAYERS_LABEL = "layer (0 = what enters the first block)"
 
 # Largest number of steps at which profiles are drawn.
 _MAX_PROFILES = 7
+# Largest number of heads with a line of their own.
+_MOST_LINES = 64
 # Ratio of the estimates at one step above which their axis is logarithmic.
 _MAX_LINEAR_RATIO = 4.0
 # Ratio of the largest value of a map to the smallest above which its colours are logarithmic.
@@ -289,6 +292,98 @@ def depth_panel(readings: Readings, metric: str) -> Lines:
         label, lines, "layer", null, ends=(low - space if low < 0 else 0, high + space),
         remark=f"↑ layer 0: {' to '.join(ends)}",
     )  # fmt: skip
+
+
+def layers_panel(readings: Readings, metric: str, colours: Mapping[int, str]) -> Lines:
+    """Collect a metric over training, a line for each layer; the axis begins at 0.
+
+    Args:
+        readings: Readings of a run.
+        metric: Name of a metric with a value at each layer.
+        colours: Colour of each layer.
+    """
+    curves = {layer: curve_of(readings, metric, layer=layer) for layer in readings.layers(metric)}
+    width = 1.8 if len(curves) <= 8 else 1.1
+    lines = [
+        Line("", curve.steps, curve.values, colours[layer], width=width)
+        for layer, curve in curves.items()
+        if len(curve)
+    ]
+    null, most = null_of(readings, metric), _largest(readings, metric)
+    highest = max([v for line in lines for v in line.y] + [most] * math.isfinite(most), default=1.0)
+    ends = (0.0, 1.08 * highest if highest > 0 else 1.0)
+    label = readings.text_of(metric).label
+    return Lines(label, lines, null=null, alerts=alerts_of(readings), ends=ends)
+
+
+def heads_panel(readings: Readings, metric: str, colours: Mapping[int, str]) -> Lines:
+    """Collect a metric of heads over training, a line for each, and their mean size.
+
+    Of more heads than lines can be told apart, the shares of them between values are shown instead.
+
+    Args:
+        readings: Readings of a run.
+        metric: Name of a metric with a value for each head.
+        colours: Colour of each layer.
+    """
+    measured, layers, tables = measured_heads(readings, metric)
+    steps = [reading.step for reading in measured]
+    lines = []
+    if are_many_heads(readings, metric):
+        flat = tables.reshape(len(steps), -1)
+        middle = np.nanmedian(flat, axis=1).tolist()
+        for shares, words in (((5, 95), "90 % of the heads"), ((25, 75), "half of them")):
+            low, high = np.nanpercentile(flat, shares, axis=1).tolist()
+            lines.append(Line(words, steps, middle, BLUE, low, high, width=1.0))
+    else:
+        lines = [
+            Line("", steps, values.tolist(), colours[layer], width=1.0)
+            for row, layer in enumerate(layers)
+            for values in tables[:, row].T
+        ]
+    mean = mean_abs_over_heads(readings, metric)
+    if len(mean):
+        lines.append(Line("mean size over all heads", mean.steps, mean.values, BLACK, width=2.4))
+    ends = (-1.05, 1.05) if metric.endswith("cosine") else None
+    return Lines(readings.text_of(metric).label, lines, alerts=alerts_of(readings), ends=ends)
+
+
+def are_many_heads(readings: Readings, metric: str) -> bool:
+    """Return whether a run has more heads than lines can be told apart.
+
+    Args:
+        readings: Readings of a run.
+        metric: Name of a metric of heads.
+    """
+    return max((len(r.column(metric).by_head()) for r in readings), default=0) > _MOST_LINES
+
+
+def cards_of(
+    readings: Readings, metrics: Iterable[str] = ()
+) -> Iterator[tuple[str, Lines | Matrix]]:
+    """List the panels that loggers show of a run, with their names, which are numbered.
+
+    Args:
+        readings: Readings of the main stack of a run.
+        metrics: Names of metrics that are shown over training and over depth besides.
+    """
+    asked: list[tuple[str, str, Callable[[], Lines | Matrix | None]]] = [
+        ("twonn", "", lambda: dimension_panel(readings)),
+        ("anisotropy", "over depth", lambda: depth_panel(readings, "anisotropy")),
+        *((name, "by layer", partial(map_panel, readings, name)) for name in BY_LAYER),
+        *((name, "by head", partial(_last_heads, readings, name)) for name in BY_HEAD),
+    ]
+    for name in metrics:
+        asked.append((name, "", partial(training_panel, readings, name)))
+        asked.append((name, "over depth", partial(depth_panel, readings, name)))
+    for number, (name, how, make) in enumerate(asked, start=1):
+        panel = make()
+        if isinstance(panel, Matrix) or (panel is not None and panel.lines):
+            yield f"{number} {readings.text_of(name).title} {how}".rstrip(), panel
+
+
+def _last_heads(readings: Readings, metric: str) -> Matrix | None:
+    return next(iter(head_panels(readings, metric).values()), None)
 
 
 def map_panel(readings: Readings, metric: str) -> Matrix | None:
