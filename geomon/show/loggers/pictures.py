@@ -21,8 +21,8 @@ class Pictures(RunDrawer):
     """Sink that draws readings and posts the pictures to a logger.
 
     It draws the first reading and each reading whose step is at least twice that of the last one
-    drawn, as many pictures as take at most 0.5 % of the time, the intrinsic dimension first and
-    more often; and, when closed, all pictures of the last reading. The cards are the intrinsic
+    drawn, as many pictures as take at most 0.5 % of the time, the intrinsic dimension first;
+    and, when closed, all pictures of the last reading. The cards are the intrinsic
     dimension over training, the profile of anisotropy over depth, maps of layers and steps, and
     matrices of layers and heads. Their names are numbered, because loggers sort them. For a model
     with several stacks, the main one is drawn. Memory and the number of pictures grow with the
@@ -35,8 +35,6 @@ class Pictures(RunDrawer):
         name: Name of the logger, for messages.
         metrics: Names of metrics that are drawn over training and over depth besides.
     """
-
-    redraws_first = True
 
     def __init__(
         self,
@@ -55,11 +53,7 @@ class Pictures(RunDrawer):
     def __str__(self) -> str:
         return f"drawing pictures for {self._name}"
 
-    def _draw(
-        self, readings: Readings, reading: Reading, *, fresh: bool, last: bool
-    ) -> Iterator[Part]:
-        if not fresh:
-            return
+    def _draw(self, readings: Readings, reading: Reading) -> Iterator[Part]:
         from geomon.show.figures import as_image, card  # imports matplotlib: only when needed
 
         for name, panel in cards_of(readings, self._metrics):

@@ -6,6 +6,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -414,20 +415,18 @@ class WandBCharts(RunDrawer):
     def __str__(self) -> str:
         return "drawing charts for W&B"
 
-    def _draw(
-        self, readings: Readings, reading: Reading, *, fresh: bool, last: bool
-    ) -> Iterator[Part]:
-        def log_charts() -> None:
-            import wandb
+    def _draw(self, readings: Readings, reading: Reading) -> Iterator[Part]:
+        if self._rows.run is not None:
+            yield partial(self._log_charts, readings, reading.step)
 
-            from geomon.show.charts import charts_of
+    def _log_charts(self, readings: Readings, step: int) -> None:
+        import wandb
 
-            charts = charts_of(readings, self._metrics)
-            logged = {f"geomon_charts/{name}": wandb.Plotly(c) for name, c in charts.items()}
-            self._rows.log(logged, reading.step)
+        from geomon.show.charts import charts_of
 
-        if self._rows.run is not None and fresh:
-            yield log_charts
+        charts = charts_of(readings, self._metrics)
+        logged = {f"geomon_charts/{name}": wandb.Plotly(c) for name, c in charts.items()}
+        self._rows.log(logged, step)
 
 
 __all__ = ["WandB", "WandBAlerts", "WandBCharts", "WandBRows", "WandBSummary"]
