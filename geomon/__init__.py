@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from geomon.record import Reading, Readings, Sink, read
     from geomon.record.columns import MetricText
     from geomon.record.sinks import Memory
-    from geomon.show.loggers import TensorBoard, WandB
+    from geomon.show.loggers import Logger, MLflow, TensorBoard, Trackio, WandB
     from geomon.sweep import scan
 
 try:
@@ -27,6 +27,8 @@ except PackageNotFoundError:  # a checkout on the path that was never installed
 __all__ = [
     "METRICS",
     "MORE_METRICS",
+    "Logger",
+    "MLflow",
     "Memory",
     "Metric",
     "MetricText",
@@ -35,6 +37,7 @@ __all__ = [
     "Readings",
     "Sink",
     "TensorBoard",
+    "Trackio",
     "WandB",
     "__version__",
     "at_last",
@@ -49,7 +52,9 @@ __all__ = [
 ]
 
 _MODULES = {
+    "Logger": "show.loggers",
     "METRICS": "metrics",
+    "MLflow": "show.loggers",
     "MORE_METRICS": "metrics",
     "Memory": "record.sinks",
     "Metric": "metrics",
@@ -59,6 +64,7 @@ _MODULES = {
     "Readings": "record",
     "Sink": "record",
     "TensorBoard": "show.loggers",
+    "Trackio": "show.loggers",
     "WandB": "show.loggers",
     "at_last": "metrics.last_tokens",
     "describe": "description",

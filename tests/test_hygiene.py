@@ -133,7 +133,7 @@ def test_the_packages_hold_modules_alone():
     """Five records of a benchmark stood there once: the default folder is called geomon."""
     packaged = listed("geomon", "recipes")
     kinds = {name for name in packaged if not name.endswith((".py", "/README.md"))}
-    page = {f"geomon/show/report/page.{kind}" for kind in ("html", "css", "js")}
+    page = {f"geomon/show/report/page.{kind}" for kind in ("html", "css")}
     assert kinds == {"geomon/py.typed", *page}
 
 

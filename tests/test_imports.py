@@ -39,9 +39,9 @@ INNER = {
         "writing": set(),
     },
     "show": {
-        "figures": {"loading"},
-        "loggers": {"figures"},
-        "report": {"loading", "numbers"},
+        "figures": {"colours", "loading", "panels"},
+        "loggers": {"charts", "figures", "panels"},
+        "report": {"charts", "colours", "loading", "panels"},
         "terminal": {"loading", "numbers"},
     },
 }

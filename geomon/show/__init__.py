@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from geomon.show.figures import geometry_figure, heads_figure, profile_figure, save
+    from geomon.show.figures import geometry_figure, save
     from geomon.show.loggers.pictures import Pictures
     from geomon.show.terminal import format_line, view
 
@@ -15,8 +15,6 @@ __all__ = [
     "Pictures",
     "format_line",
     "geometry_figure",
-    "heads_figure",
-    "profile_figure",
     "save",
     "view",
 ]
@@ -25,8 +23,6 @@ _MODULES = {
     "Pictures": "loggers.pictures",
     "format_line": "terminal",
     "geometry_figure": "figures",
-    "heads_figure": "figures",
-    "profile_figure": "figures",
     "save": "figures",
     "view": "terminal",
 }

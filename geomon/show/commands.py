@@ -222,8 +222,8 @@ def write_figures(
     """
     runs = [load(directory, stack) for directory in directories]
     _say_remarks(directories, runs)
-    from geomon.show.figures import KINDS, draw, save
-    from geomon.show.figures.panels import NotMeasuredError
+    from geomon.show.figures import KINDS, draw, page, save
+    from geomon.show.panels import NotMeasuredError
 
     if out is not None and len(kinds) > 1 and out.is_file():
         raise ValueError(f"{out} is a file: give a folder by --out, for several figures")
@@ -237,7 +237,8 @@ def write_figures(
         takes = len(kinds) == 1 or (kind in KINDS and KINDS[kind].takes_metric)
         wanted = metric if takes else None
         try:
-            figure = draw(kind, runs, wanted)
+            with page(dark=dark):
+                figure = draw(kind, runs, wanted)
         except NotMeasuredError as error:
             if not skip:
                 raise
@@ -250,8 +251,8 @@ def write_figures(
             path = folder / f"geometry{ending}.png"
         else:
             path = folder / "figures" / name
-        with _writes(path) as part:
-            save(figure, part, dark=dark)
+        with _writes(path) as part, page(dark=dark):
+            save(figure, part)
         yield f"wrote {path}"
 
 

@@ -13,14 +13,15 @@ from geomon.record import FILE_NAME, export, read, tags
 from geomon.show.figures import geometry_figure
 from geomon.show.figures.maps import map_figure
 from geomon.show.report import Run
-from geomon.show.report.content import build_content
+from geomon.show.report.content import build_content, build_panels
 from geomon.show.terminal import view
 
 _STEPS = tuple(range(0, 4000, 100))
 CURVES = ("twonn/mean", "twonn_distinct/mean", "gride/mean/k32", "geomon/overhead")
+REPORT = (build_content, build_panels)
 PAGES = {
     "summary": lambda run, folder: summarise(run),
-    "report": lambda run, folder: build_content([Run("a", folder, run)]),
+    "report": lambda run, folder: [make([Run("a", folder, run)]) for make in REPORT],
     "figure": lambda run, folder: geometry_figure(run),
     "map": lambda run, folder: map_figure(run, "anisotropy"),
     "watch": lambda run, folder: view(run),

@@ -9,12 +9,12 @@ from matplotlib.figure import Figure
 from geomon.record import Readings
 from geomon.show.figures.maps import heads_over_training_figure, map_figure
 from geomon.show.figures.norms import norms_figure
-from geomon.show.figures.panels import NotMeasuredError
 from geomon.show.figures.profiles import dimension_figure, drift_figure, profiles_figure
 from geomon.show.figures.queries_keys import clouds_figure, cosines_figure, means_figure
 from geomon.show.figures.run import geometry_figure, title_of
 from geomon.show.figures.spectra import spectra_figure
 from geomon.show.figures.stability import stability_figure
+from geomon.show.panels import NotMeasuredError
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ import math
 from matplotlib.figure import Figure
 
 from geomon.record import Readings
-from geomon.show.figures import panels
+from geomon.show.figures import axes
+from geomon.show.panels import head_panels, map_panel, null_of
 
 # What the figures show where no metric is asked for.
 _BY_LAYER = ("twonn", "anisotropy", "cosine", "attention_entropy")
@@ -23,15 +24,18 @@ def map_figure(readings: Readings, metric: str | None = None) -> Figure:
     Raises:
         NotMeasuredError: No such metric was measured.
     """
-    metrics = panels.choose_metrics(metric, _BY_LAYER, readings.layers)
+    metrics = axes.choose_metrics(metric, _BY_LAYER, readings.layers)
     columns = min(2, len(metrics))
     rows = math.ceil(len(metrics) / columns)
-    figure = panels.new_figure(0.4 + 5.4 * columns, 0.5 + 3.2 * rows)
-    axes = figure.subplots(rows, columns, squeeze=False)
-    for letter, panel, name in zip("abcd", axes.flat, metrics, strict=False):
-        panels.draw_layer_map(panel, readings, name, label="")
-        panels.caption(panel, letter, readings.text_of(name).label)
-    for panel in list(axes.flat)[len(metrics) :]:
+    figure = axes.new_figure(0.4 + 5.4 * columns, 0.5 + 3.2 * rows)
+    grid = figure.subplots(rows, columns, squeeze=False)
+    for letter, panel, name in zip("abcd", grid.flat, metrics, strict=False):
+        if (drawn := map_panel(readings, name)) is None:
+            axes.show_message(panel, f"{name}: not measured")
+        else:
+            axes.draw_matrix(panel, drawn, label=False)
+        axes.caption(panel, letter, readings.text_of(name).label)
+    for panel in list(grid.flat)[len(metrics) :]:
         panel.set_visible(False)
     return figure
 
@@ -50,38 +54,23 @@ def heads_over_training_figure(readings: Readings, metric: str | None = None) ->
     Raises:
         NotMeasuredError: The heads have no value of such a metric.
     """
-    of_heads = {
-        name: panels.measured_heads(readings, name)
-        for name in (_BY_HEAD if metric is None else (metric,))
-    }
-    metrics = panels.choose_metrics(
-        metric, _BY_HEAD, lambda name: of_heads[name][0], place=" of single heads"
-    )
-    sizes = [of_heads[name][2].shape[1:] for name in metrics]
+    wanted = _BY_HEAD if metric is None else (metric,)
+    of_heads = {name: head_panels(readings, name, _MOST_STEPS) for name in wanted}
+    metrics = axes.choose_metrics(metric, _BY_HEAD, of_heads.get, place=" of single heads")
+    sizes = [next(iter(of_heads[name].values())).values.shape for name in metrics]
     tall = [min(max(1.2 + 0.32 * layers, 2.4), 6.5) for layers, _ in sizes]
     width = min(max(1.2 + 0.34 * max(count for _, count in sizes), 2.5), 5.0)
-    figure = panels.new_figure(1.6 + _MOST_STEPS * width, 0.6 + sum(tall))
-    axes = figure.subplots(len(metrics), _MOST_STEPS, squeeze=False, height_ratios=tall)
+    figure = axes.new_figure(1.6 + _MOST_STEPS * width, 0.6 + sum(tall))
+    grid = figure.subplots(len(metrics), _MOST_STEPS, squeeze=False, height_ratios=tall)
     letters = iter("abcdef")
-    for row, name, (_, count) in zip(axes, metrics, sizes, strict=True):
-        measured, layers, tables = of_heads[name]
-        steps = panels.spread_steps([reading.step for reading in measured], _MOST_STEPS)
-        most = panels.largest(measured[-1], name)
-        colours, low, high = panels.colour_range(tables, name, most)
-        chosen = [pair for pair in zip(measured, tables, strict=True) if pair[0].step in steps]
-        for panel, (reading, table) in zip(row, chosen, strict=False):
-            image = panel.imshow(table, cmap=colours, vmin=low, vmax=high, aspect="auto")
-            panel.set_facecolor("#DDDDDD")  # shows where a head has no value
-            panels.matrix_axes(panel, layers, count)
-            if max(len(layers), count) <= 6:
-                panels.annotate(panel, table, image)
-            panels.caption(panel, next(letters), f"step {reading.step:,}")
-        for panel in row[len(chosen) :]:
+    for row, name in zip(grid, metrics, strict=True):
+        for panel, (step, drawn) in zip(row, of_heads[name].items(), strict=False):
+            mesh = axes.draw_matrix(panel, drawn, bar=False)
+            axes.caption(panel, next(letters), f"step {step:,}")
+        for panel in row[len(of_heads[name]) :]:
             panel.set_visible(False)
-        bar = figure.colorbar(image, ax=list(row), pad=0.015, aspect=18)
         words = readings.text_of(name).label
-        full = name == "attention_entropy" and math.isfinite(most)
-        bar.set_label(f"{words}\n0 to uniform attention" if full else words, fontsize=9)
-        bar.ax.tick_params(labelsize=8.5, length=2)
-        bar.outline.set_visible(False)
+        if name == "attention_entropy" and null_of(readings, name):
+            words += "\n0 to uniform attention"
+        axes.name_bar(figure.colorbar(mesh, ax=list(row), pad=0.015, aspect=18), words)
     return figure

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from geomon.analysis import single_source
 from geomon.record import Reading, Readings, tags
-from geomon.show.figures import panels
-from geomon.show.figures.colours import BLUE, GREEN, GREY, VERMILLION
+from geomon.show.colours import BLUE, GREEN, GREY, VERMILLION
+from geomon.show.figures import axes
+from geomon.show.panels import NotMeasuredError, depth_panel
 
 # Rows of a type below which its mean and variance say little: the authors' limit.
 _FEWEST = 10
@@ -36,36 +37,37 @@ def norms_figure(readings: Readings) -> Figure:
     Raises:
         NotMeasuredError: Neither moments of token types nor the shares were recorded.
     """
-    found = panels.arrays_by_step(readings, "type_rows", 2)
+    found = axes.arrays_by_step(readings, "type_rows", 2)
     step = max(found, default=None)
     arrays = {} if step is None else found[step]
-    layers = _three(panels.array_layers(arrays, "type_rows", readings))
+    layers = _three(axes.array_layers(arrays, "type_rows", readings))
     shares = [r for r in single_source(readings) if _has_shares(r)]
     if not layers and not shares:
-        raise panels.NotMeasuredError(
+        raise NotMeasuredError(
             "token types were not measured in this run (within_variance, variance_shares): the "
             "model was given no token ids, or the metrics were not chosen"
         )
     rows = bool(layers) + bool(shares)
-    figure = panels.new_figure(11.2, 0.6 + 3.8 * rows)
-    axes = iter(figure.subplots(rows, 3, squeeze=False))
+    figure = axes.new_figure(11.2, 0.6 + 3.8 * rows)
+    grid = iter(figure.subplots(rows, 3, squeeze=False))
     letters = iter("abcdef")
     if layers:
-        row = next(axes)
+        row = next(grid)
         for panel, layer in zip(row, layers, strict=False):
             words = _draw_types(panel, arrays, layer)
-            panels.caption(panel, next(letters), f"Layer {layer}, step {step:,}{words}")
+            axes.caption(panel, next(letters), f"Layer {layer}, step {step:,}{words}")
         for panel in row[len(layers) :]:
             panel.set_visible(False)
-        panels.legend(row[0], loc="upper right")
+        axes.legend(row[0], loc="upper right")
     if shares:
-        row = next(axes)
+        row = next(grid)
         for panel, reading in zip(row, (shares[0], shares[-1]), strict=False):
             _draw_shares(panel, reading)
-            panels.caption(panel, next(letters), f"Parts of Q over depth, step {reading.step:,}")
-        panels.draw_profile(row[2], readings, "variance_shares")
+            axes.caption(panel, next(letters), f"Parts of Q over depth, step {reading.step:,}")
+        depth = depth_panel(readings, "variance_shares")
+        axes.draw_lines(row[2], depth, missing="variance_shares: not measured")
         row[2].set_ylabel("within types of all variance, V_W / V", fontsize=10)
-        panels.caption(row[2], next(letters), "What context does to tokens")
+        axes.caption(row[2], next(letters), "What context does to tokens")
     figure.supxlabel(
         "of hidden states: M, squared norm of their mean; V, variance about it, between (V_B) and "
         "within (V_W) token types; Q = M + V, mean square norm",
@@ -84,12 +86,12 @@ def _draw_types(panel: Axes, arrays: dict[str, NDArray[np.generic]], layer: int)
     count = rows[frequent]
     variance = scatter[frequent] / (count - 1)
     norm = square[frequent] - variance / count
-    panels.plain(panel)
+    axes.plain(panel)
     panel.xaxis.set_major_locator(MaxNLocator(4))
     panel.set_xlabel("squared norm of the type's mean, M", fontsize=10)
     panel.set_ylabel("variance about it, V", fontsize=10)
     if len(count) < 3:
-        panels.show_message(panel, f"fewer than 3 token types come {_FEWEST} times")
+        axes.show_message(panel, f"fewer than 3 token types come {_FEWEST} times")
         return ""
     size = 10 + 60 * np.sqrt(count / count.max())
     panel.scatter(norm, variance, s=size, color=BLUE, alpha=0.6, lw=0, zorder=2)
@@ -121,14 +123,14 @@ def _draw_shares(panel: Axes, reading: Reading) -> None:
         height = np.nan_to_num(np.array(values))
         panel.bar(layers, height, bottom=below, width=0.82, color=colour, label=words)
         below = below + height
-    panels.plain(panel)
+    axes.plain(panel)
     panel.set_ylim(0, 1.42)
     panel.set_yticks([0, 0.25, 0.5, 0.75, 1])
     every = math.ceil(len(layers) / 12)
     panel.set_xticks(layers[::every])
     panel.set_xlabel("layer (0 = what enters the first block)", fontsize=10)
     panel.set_ylabel("share of the mean square norm", fontsize=10)
-    panels.legend(panel)
+    axes.legend(panel)
 
 
 def _has_shares(reading: Reading) -> bool:

@@ -10,12 +10,12 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 from geomon.analysis import single_source
 from geomon.analysis.profile import Correlation, bulge, correlate, peak_depth, profile_of
 from geomon.record import Reading, Readings
-from geomon.show.figures import panels
-from geomon.show.figures.colours import BLUE, GREY, LAYERS, STEPS, VERMILLION
+from geomon.show import panels
+from geomon.show.colours import BLUE, GREY, LAYERS, STEPS, VERMILLION, ramp
+from geomon.show.figures import axes
 
 # What the profiles figure shows where no metric is asked for.
 _PROFILES = ("twonn", "anisotropy")
-_VARIANTS = ("twonn", "twonn_distinct", "gride")
 
 
 def dimension_figure(readings: Readings) -> Figure:
@@ -29,20 +29,20 @@ def dimension_figure(readings: Readings) -> Figure:
     Raises:
         NotMeasuredError: No variant was measured.
     """
-    if not any(reading.columns.keys() & set(_VARIANTS) for reading in readings):
+    if not any(reading.columns.keys() & panels.DIMENSIONS.keys() for reading in readings):
         raise panels.NotMeasuredError(
             "the intrinsic dimension (twonn, twonn_distinct, gride) was not measured in this run"
         )
     by_scale = _dimension_by_scale(readings)
-    figure = panels.new_figure(11.0 if by_scale else 6.4, 4.3)
-    axes = figure.subplots(1, 2 if by_scale else 1, squeeze=False)[0]
-    panels.draw_dimension(axes[0], readings)
-    panels.draw_loss(axes[0], readings)
-    panels.caption(axes[0], "a", "Variants over training, mean over layers")
-    if by_scale:
-        _draw_scales(axes[1], by_scale, readings.text_of("gride").label)
-        title = panels.capitalised(readings, "gride")
-        panels.caption(axes[1], "b", f"{title} by scale, mean over layers")
+    figure = axes.new_figure(11.0 if by_scale else 6.4, 4.3)
+    first, *rest = figure.subplots(1, 2 if by_scale else 1, squeeze=False)[0]
+    axes.draw_lines(first, panels.dimension_panel(readings), missing="not measured")
+    axes.draw_loss(first, readings)
+    axes.caption(first, "a", "Variants over training, mean over layers")
+    for second in rest:
+        _draw_scales(second, by_scale, readings.text_of("gride").label)
+        title = axes.capitalised(readings, "gride")
+        axes.caption(second, "b", f"{title} by scale, mean over layers")
     return figure
 
 
@@ -60,15 +60,16 @@ def profiles_figure(readings: Readings, metric: str | None = None) -> Figure:
     Raises:
         NotMeasuredError: No such metric was measured.
     """
-    metrics = panels.choose_metrics(metric, _PROFILES, readings.layers)
-    figure = panels.new_figure(0.6 + 5.2 * len(metrics), 4.2)
-    axes = figure.subplots(1, len(metrics), squeeze=False)[0]
-    for letter, panel, name in zip("ab", axes, metrics, strict=False):
-        panels.draw_profile(panel, readings, name)
+    metrics = axes.choose_metrics(metric, _PROFILES, readings.layers)
+    figure = axes.new_figure(0.6 + 5.2 * len(metrics), 4.2)
+    row = figure.subplots(1, len(metrics), squeeze=False)[0]
+    for letter, panel, name in zip("ab", row, metrics, strict=False):
+        missing = f"{name}: not measured"
+        axes.draw_lines(panel, panels.depth_panel(readings, name), missing=missing)
         if len(readings.layers(name)) > 1:
-            profile = profile_of(panels.last_with(readings, name), name)
+            profile = profile_of(axes.last_with(readings, name), name)
             words = f"peak at depth {peak_depth(profile):.2f}, bulge {bulge(profile):+.2f}"
-            panels.caption(panel, letter, f"At the last step: {words.replace('-', '−')}")
+            axes.caption(panel, letter, f"At the last step: {words.replace('-', '−')}")
     figure.supxlabel(
         "depth 0 is the first layer, 1 the last; bulge: (middle − ends) / ends, above 0 for a bell",
         fontsize=8.5, color=GREY,
@@ -101,11 +102,11 @@ def drift_figure(readings: Readings) -> Figure:
         raise panels.NotMeasuredError(
             "the correlation of drift_norm and cosine needs 4 layers that vary or more"
         )
-    figure = panels.new_figure(10.8, 4.3)
+    figure = axes.new_figure(10.8, 4.3)
     across, over = figure.subplots(1, 2)
     _draw_layers(across, readings, *known[-1])
     _draw_p_values(over, known, len(readings.layers("cosine")))
-    panels.caption(over, "b", "Two-sided p-value of the correlation over layers")
+    axes.caption(over, "b", "Two-sided p-value of the correlation over layers")
     return figure
 
 
@@ -114,15 +115,16 @@ def _draw_layers(
 ) -> None:
     drifts = reading.column("drift_norm").by_layer()
     layers = [layer for layer in reading.column("cosine").by_layer() if layer in drifts]
-    drift, cosine = (panels.by_layer(reading, name, layers) for name in ("drift_norm", "cosine"))
+    columns = (reading.column(name) for name in ("drift_norm", "cosine"))
+    drift, cosine = ([column.at(layer) for layer in layers] for column in columns)
     panel.plot(drift, cosine, color=GREY, lw=0.8, zorder=1)
-    colours = panels.colours_of(len(layers), LAYERS)
+    colours = [axes.ink(colour) for colour in ramp(LAYERS, len(layers))]
     panel.scatter(drift, cosine, c=colours, s=46, zorder=2)
     for layer, x, y in zip(layers, drift, cosine, strict=True):
         panel.annotate(
             str(layer), (x, y), xytext=(7, -11), textcoords="offset points", fontsize=8.5
         )
-    panels.plain(panel)
+    axes.plain(panel)
     panel.margins(0.12)
     panel.set_xlabel(readings.text_of("drift_norm").label, fontsize=10)
     panel.set_ylabel(readings.text_of("cosine").label, fontsize=10)
@@ -130,7 +132,7 @@ def _draw_layers(
         f"{name.capitalize()} {each.value:+.2f}, p = {each.p_value:.2g}"
         for name, each in found.items()
     ]
-    panels.caption(panel, "a", f"A dot for each layer at step {reading.step:,}")
+    axes.caption(panel, "a", f"A dot for each layer at step {reading.step:,}")
     panel.text(
         0.03, 0.97, "\n".join(words).replace("-0", "−0"), transform=panel.transAxes, va="top",
         fontsize=9.5,
@@ -142,12 +144,13 @@ def _draw_p_values(
 ) -> None:
     smallest = 2 / math.factorial(layers) if layers <= 9 else 0.0
     lowest, steps = 0.05, [reading.step for reading, _ in found]
+    axis = panels.StepAxis(steps)
     for name, colour in (("spearman", BLUE), ("pearson", VERMILLION)):
         values = [max(each[name].p_value, 1e-16) for _, each in found]
         lowest = min([lowest, *values])
-        style: panels.Style = {"marker": "o", "ms": 3.5, "ls": "-" if colour == BLUE else "--"}
-        panel.plot(steps, values, color=colour, label=name.capitalize(), **style)
-    panels.step_axis(panel, steps)
+        style: axes.Style = {"marker": "o", "ms": 3.5, "ls": "-" if colour == BLUE else "--"}
+        panel.plot(axis.places(steps), values, color=colour, label=name.capitalize(), **style)
+    axes.step_axis(panel, axis)
     panel.set_yscale("log")
     panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     panel.yaxis.set_minor_locator(NullLocator())
@@ -166,7 +169,7 @@ def _draw_p_values(
     panel.set_ylim(lowest / 2.5, 2.5)
     how = "exact, by permutations" if smallest else "of normal series"
     panel.set_ylabel(f"p-value ({how}; logarithmic)", fontsize=10)
-    panels.legend(panel)
+    axes.legend(panel)
 
 
 def _dimension_by_scale(readings: Readings) -> dict[int, dict[int, float]]:
@@ -185,10 +188,12 @@ def _dimension_by_scale(readings: Readings) -> dict[int, dict[int, float]]:
 
 
 def _draw_scales(panel: Axes, by_step: dict[int, dict[int, float]], label: str) -> None:
-    colours = panels.colours_of(len(by_step), STEPS)
+    colours = ramp(STEPS, len(by_step))
     for colour, by_scale in zip(colours, by_step.values(), strict=True):
-        panel.plot([*by_scale], [*by_scale.values()], color=colour, marker="o", ms=3.5, lw=1.8)
-    panels.plain(panel)
+        panel.plot(
+            [*by_scale], [*by_scale.values()], color=axes.ink(colour), marker="o", ms=3.5, lw=1.8
+        )
+    axes.plain(panel)
     scales = sorted({scale for by_scale in by_step.values() for scale in by_scale})
     panel.set_xscale("log", base=2)
     panel.set_xticks(scales)
@@ -198,7 +203,7 @@ def _draw_scales(panel: Axes, by_step: dict[int, dict[int, float]], label: str) 
     panel.set_xlabel("scale k: distances to neighbours k and 2k (logarithmic)", fontsize=10)
     panel.set_ylabel(label, fontsize=10)
     panel.yaxis.set_major_locator(MaxNLocator(nbins=7))
-    panels.colour_bar(panel, [f"{step}" for step in by_step], STEPS, "step")
+    axes.colour_bar(panel, [f"{step:,}" for step in by_step], colours, "step")
 
 
 __all__ = ["dimension_figure", "drift_figure", "profiles_figure"]

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from geomon.analysis.queries_keys import QueriesKeys, queries_and_keys
 from geomon.record import Readings, tags
-from geomon.show.figures import panels
-from geomon.show.figures.colours import BLUE, GREY, VERMILLION
+from geomon.show.colours import BLUE, GREY, VERMILLION
+from geomon.show.figures import axes
+from geomon.show.panels import NotMeasuredError, StepAxis, measured_heads, spread_steps
 
 Floats = NDArray[np.float64]
 
@@ -74,10 +75,10 @@ def means_figure(readings: Readings) -> Figure:
         NotMeasuredError: No mean queries and keys stand beside the record.
     """
     heads = _similar_and_opposite(readings, _MOST_ARROWS)
-    figure = panels.new_figure(11.4, 0.6 + 3.6 * len(heads))
-    axes = figure.subplots(len(heads), 3, squeeze=False)
+    figure = axes.new_figure(11.4, 0.6 + 3.6 * len(heads))
+    grid = figure.subplots(len(heads), 3, squeeze=False)
     letters = iter("abcdef")
-    for row, one in zip(axes, heads, strict=True):
+    for row, one in zip(grid, heads, strict=True):
         spans = (
             ("queries and keys", [*one.queries, *one.keys]),
             ("keys alone", one.keys),
@@ -88,9 +89,9 @@ def means_figure(readings: Readings) -> Figure:
             for path, colour in ((one.mean_query, BLUE), (one.mean_key, VERMILLION)):
                 _draw_path(panel, path[np.isfinite(path).all(axis=1)] @ basis.T, colour)
             _label_plane(panel, shares)
-            panels.caption(panel, next(letters), f"plane of {name}")
+            axes.caption(panel, next(letters), f"plane of {name}")
         _name_row(row[0], one, heads, -0.32)
-    _colour_words(axes[0, 0], "mean query", "mean key", "oo")
+    _colour_words(grid[0, 0], "mean query", "mean key", "oo")
     first, last = heads[0].steps[0], heads[0].steps[-1]
     _title(
         figure,
@@ -114,15 +115,15 @@ def clouds_figure(readings: Readings) -> Figure:
     """
     heads = _similar_and_opposite(readings, _MOST_ARROWS)
     if not any(len(rows) for rows in heads[0].queries):
-        raise panels.NotMeasuredError(
+        raise NotMeasuredError(
             "no single queries and keys stand beside the record: the model has so many heads that "
             "only their means fit"
         )
-    shown = panels.spread_steps(heads[0].steps, _MOST_CLOUDS)
-    figure = panels.new_figure(1.2 + 2.9 * len(shown), 0.8 + 2.9 * len(heads))
-    axes = figure.subplots(len(heads), len(shown), squeeze=False, sharex="row", sharey="row")
+    shown = spread_steps(heads[0].steps, _MOST_CLOUDS)
+    figure = axes.new_figure(1.2 + 2.9 * len(shown), 0.8 + 2.9 * len(heads))
+    grid = figure.subplots(len(heads), len(shown), squeeze=False, sharex="row", sharey="row")
     letters = iter("abcdefgh")
-    for row, one in zip(axes, heads, strict=True):
+    for row, one in zip(grid, heads, strict=True):
         basis, shares = _plane([*one.queries, *one.keys], one)
         for panel, step in zip(row, shown, strict=True):
             at = one.steps.index(step)
@@ -131,7 +132,7 @@ def clouds_figure(readings: Readings) -> Figure:
                 (one.keys[at], one.mean_key[at], VERMILLION, "^"),
             ):
                 if len(rows):
-                    dots: panels.Style = {"ms": 3.6, "alpha": 0.55, "mew": 0, "zorder": 2}
+                    dots: axes.Style = {"ms": 3.6, "alpha": 0.55, "mew": 0, "zorder": 2}
                     panel.plot(*(rows @ basis.T).T, marker, color=colour, **dots)
                 if not np.isfinite(mean).all():
                     continue
@@ -142,11 +143,9 @@ def clouds_figure(readings: Readings) -> Figure:
                                 "shrinkB": 0},
                 )  # fmt: skip
             _label_plane(panel, shares, outer=panel is row[0])
-            panels.caption(
-                panel, next(letters), f"step {step:,}: cosine {_signed(one.cosines[at])}"
-            )
+            axes.caption(panel, next(letters), f"step {step:,}: cosine {_signed(one.cosines[at])}")
         _name_row(row[0], one, heads, -0.42)
-    _colour_words(axes[0, 0], "queries", "keys", "o^")
+    _colour_words(grid[0, 0], "queries", "keys", "o^")
     _title(figure, "Queries and keys of single tokens, and their means (arrows from the origin)")
     return figure
 
@@ -165,23 +164,26 @@ def cosines_figure(readings: Readings, metric: str = "qk_cosine") -> Figure:
     Raises:
         NotMeasuredError: The heads have no value of the metric.
     """
-    selected, layers, whole = panels.measured_heads(readings, metric)
+    selected, layers, whole = measured_heads(readings, metric)
     if not selected:
-        raise panels.NotMeasuredError(f"{metric} of single heads was not measured in this run")
-    shown = panels.spread_items(layers, _MOST_LAYERS)
+        raise NotMeasuredError(f"{metric} of single heads was not measured in this run")
+    shown = axes.spread_items(layers, _MOST_LAYERS)
     table = whole[:, [layers.index(layer) for layer in shown]]
     found = queries_and_keys(selected) if metric == "qk_cosine" else None
     band = math.nan if found is None else found.limit
     columns = min(4, len(shown))
     rows = math.ceil(len(shown) / columns)
-    figure = panels.new_figure(1.0 + 2.7 * max(columns, 2), 1.3 + 2.3 * rows)
-    axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
+    figure = axes.new_figure(1.0 + 2.7 * max(columns, 2), 1.3 + 2.3 * rows)
+    grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
     steps = [reading.step for reading in selected]
-    for panel, layer, values in zip(axes.flat, shown, table.transpose(1, 2, 0), strict=False):
+    axis = StepAxis(steps)
+    for panel, layer, values in zip(grid.flat, shown, table.transpose(1, 2, 0), strict=False):
         for line in values:
-            style: panels.Style = {"marker": "o", "ms": 3} if len(steps) == 1 else {}
-            panel.plot(steps, line, color=_colour(line[-1], band), lw=1.2, alpha=0.85, **style)
-        panels.step_axis(panel, steps)
+            style: axes.Style = {"marker": "o", "ms": 3} if len(steps) == 1 else {}
+            panel.plot(
+                axis.places(steps), line, color=_colour(line[-1], band), lw=1.2, alpha=0.85, **style
+            )
+        axes.step_axis(panel, axis)
         panel.set_xlabel("")
         panel.axhline(0, color=GREY, lw=0.8, zorder=0)
         if math.isfinite(band):
@@ -189,7 +191,7 @@ def cosines_figure(readings: Readings, metric: str = "qk_cosine") -> Figure:
         panel.set_title(f"layer {layer}", loc="left", fontsize=10.5)
         if metric == "qk_cosine":
             panel.set_ylim(-1.05, 1.05)
-    for panel in list(axes.flat)[len(shown) :]:
+    for panel in list(grid.flat)[len(shown) :]:
         panel.set_visible(False)
     figure.supxlabel("training step (logarithmic)", fontsize=10)
     figure.supylabel(readings.text_of(metric).label, fontsize=10)
@@ -225,7 +227,7 @@ def _similar_and_opposite(readings: Readings, most: int) -> list[HeadHistory]:
     found = list(_histories(readings, most))
     known = [one for one in found if math.isfinite(one.cosines[-1])]
     if not known:
-        raise panels.NotMeasuredError(
+        raise NotMeasuredError(
             "no mean queries and keys stand beside the record: a Monitor with arrays=True keeps "
             "them where qk_cosine or qk_dot is measured"
         )
@@ -236,11 +238,11 @@ def _similar_and_opposite(readings: Readings, most: int) -> list[HeadHistory]:
 
 def _histories(readings: Readings, most: int) -> Iterator[HeadHistory]:
     """All heads that have arrays at every one of a few steps."""
-    by_step = panels.arrays_by_step(readings, "mean_query", most)
+    by_step = axes.arrays_by_step(readings, "mean_query", most)
     steps = sorted(by_step)
     if not steps:
         return
-    for layer in panels.array_layers(by_step[steps[-1]], "mean_query", readings):
+    for layer in axes.array_layers(by_step[steps[-1]], "mean_query", readings):
         tag, key_tag = (tags.layer_tag(name, layer) for name in ("mean_query", "mean_key"))
         if not all(tag in by_step[step] and key_tag in by_step[step] for step in steps):
             continue
@@ -297,12 +299,12 @@ def _draw_path(panel: Axes, path: Floats, colour: str) -> None:
                         "shrinkB": 0, "mutation_scale": 9},
         )  # fmt: skip
     panel.plot(*path.T, color=colour, lw=0)  # for the limits of the axes
-    panel.plot(*path[0], "o", ms=6, mfc="white", mec=colour, mew=1.5, zorder=4)
+    panel.plot(*path[0], "o", ms=6, mfc=panel.get_facecolor(), mec=colour, mew=1.5, zorder=4)
     panel.plot(*path[-1], "o", ms=6.5, color=colour, zorder=4)
 
 
 def _label_plane(panel: Axes, shares: Floats, *, outer: bool = True) -> None:
-    panels.plain(panel)
+    axes.plain(panel)
     panel.grid(visible=False)
     panel.margins(0.12)
     panel.axhline(0, color=GREY, lw=0.7, zorder=0)
@@ -333,7 +335,7 @@ def _colour_words(panel: Axes, of_queries: str, of_keys: str, markers: str) -> N
             (of_queries, of_keys), (BLUE, VERMILLION), markers, strict=True
         )
     ]
-    panel.legend(handles=handles, fontsize=9, loc="best", edgecolor="none", facecolor="white")
+    panel.legend(handles=handles, fontsize=9, loc="best", edgecolor="none")
 
 
 def _title(figure: Figure, words: str) -> None:

@@ -11,10 +11,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from geomon.record import Reading, Readings
-from geomon.record.columns import MetricText
-from geomon.show.figures import cards, panels
-from geomon.show.figures.colours import LAYERS, darken
+from geomon.record import Readings
+from geomon.show import panels
+from geomon.show.colours import LAYERS, ramp
+from geomon.show.figures import axes
 
 
 def geometry_figure(readings: Readings, *, title: str | None = None) -> Figure:
@@ -28,27 +28,32 @@ def geometry_figure(readings: Readings, *, title: str | None = None) -> Figure:
         readings: Readings of a run.
         title: Text above the panels; None for no title.
     """
-    figure = panels.new_figure(10.4, 7.4)
-    axes = figure.subplots(2, 2)
-    panels.draw_dimension(axes[0, 0], readings)
-    panels.draw_loss(axes[0, 0], readings)
-    panels.draw_profile(axes[0, 1], readings, "anisotropy")
+    figure = axes.new_figure(10.4, 7.4)
+    (first, second), (third, fourth) = figure.subplots(2, 2)
+    missing = "twonn, twonn_distinct and gride: not measured"
+    axes.draw_lines(first, panels.dimension_panel(readings), missing=missing)
+    axes.draw_loss(first, readings)
+    depth = panels.depth_panel(readings, "anisotropy")
+    axes.draw_lines(second, depth, missing="anisotropy: not measured")
     layers = sorted({*readings.layers("qk_cosine"), *readings.layers("attention_entropy")})
-    colours = dict(zip(layers, panels.colours_of(len(layers), LAYERS), strict=True))
-    panels.draw_heads_over_training(axes[1, 0], readings, "qk_cosine", colours)
-    panels.draw_layers_over_training(axes[1, 1], readings, "attention_entropy", colours)
+    colours = ramp(LAYERS, len(layers))
+    of_layer = dict(zip(layers, colours, strict=True))
+    heads = panels.heads_panel(readings, "qk_cosine", of_layer)
+    axes.draw_lines(third, heads, missing="qk_cosine of heads: not measured")
+    entropy = panels.layers_panel(readings, "attention_entropy", of_layer)
+    axes.draw_lines(fourth, entropy, missing="attention_entropy: not measured")
     many = panels.are_many_heads(readings, "qk_cosine")
     if layers:
         words = "layer" if many else "layer (c and d)"
-        panels.colour_bar(axes[1, 1], [str(layer) for layer in layers], LAYERS, words)
+        axes.colour_bar(fourth, [str(layer) for layer in layers], colours, words)
     captions = (
-        f"{panels.capitalised(readings, 'twonn')}, mean over layers",
-        f"{panels.capitalised(readings, 'anisotropy')} over depth",
-        f"{panels.capitalised(readings, 'qk_cosine')}{', all heads' if many else ' by head'}",
-        f"{panels.capitalised(readings, 'attention_entropy')} by layer",
+        f"{axes.capitalised(readings, 'twonn')}, mean over layers",
+        f"{axes.capitalised(readings, 'anisotropy')} over depth",
+        f"{axes.capitalised(readings, 'qk_cosine')}{', all heads' if many else ' by head'}",
+        f"{axes.capitalised(readings, 'attention_entropy')} by layer",
     )
-    for letter, words, panel in zip("abcd", captions, axes.flat, strict=True):
-        panels.caption(panel, letter, words)
+    for letter, words, panel in zip("abcd", captions, figure.axes, strict=False):
+        axes.caption(panel, letter, words)
     if title is None and readings.mixed_at is not None:
         title = "Two runs wrote into this record at once: its curves mix both"
     if title:
@@ -65,7 +70,7 @@ def title_of(readings: Readings) -> str | None:
     if readings.mixed_at is not None or not len(readings):
         return None
     run = readings.runs[-1] if readings.runs else {}
-    name = panels.literal(str(run.get("model", "")))
+    name = axes.literal(str(run.get("model", "")))
     parts = [name] if name else []
     if isinstance(run.get("parameters"), int):
         parts.append(f"{_rounded(run['parameters'])} parameters")
@@ -87,61 +92,29 @@ def _rounded(count: int) -> str:
     return f"{count:,}"
 
 
-def profile_figure(readings: Readings, metric: str = "anisotropy") -> Figure:
-    """Draw a metric over depth at up to seven steps, as a small figure for loggers.
+def card(panel: panels.Lines | panels.Matrix) -> Figure:
+    """Draw a small figure of one panel, which reads at the size of a card in a logger.
+
+    TensorBoard shows pictures in about 370 by 215 pixels: text of 9 points is then 10 pixels high.
 
     Args:
-        readings: Readings of a run.
-        metric: Name of a metric with a value at each layer.
+        panel: What to draw.
     """
-    figure = cards.card()
-    panel = figure.subplots()
-    panels.draw_profile(panel, readings, metric)
-    panel.yaxis.label.set_fontsize(9)
+    figure = Figure(figsize=(4.5, 2.75), dpi=160, layout="constrained")
+    with axes.page():
+        if isinstance(panel, panels.Matrix):
+            axes.draw_matrix(figure.subplots(), panel)
+        else:
+            axes.draw_lines(figure.subplots(), panel, missing="", small=True)
     return figure
 
 
-def heads_figure(reading: Reading, metric: str, *, text: MetricText | None = None) -> Figure:
-    """Draw a metric of heads at one step as a matrix of layers and heads, for loggers.
-
-    The scale of cosines is -1 to 1, that of the attention entropy 0 to that of uniform attention,
-    where the two are known: pictures of several steps compare.
-
-    Args:
-        reading: Reading with the values.
-        metric: Name of a metric with a value for each head.
-        text: How its scale is named; None for the name of the metric.
-    """
-    layers, (table,) = panels.head_tables([reading], metric)
-    rows, columns = table.shape
-    width = min(max(2.6 + 0.55 * columns, 4.4), 8.5)
-    height = min(max(1.3 + 0.32 * rows, 2.6), 8.5)
-    figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
-    panel = figure.subplots()
-    panel.set_title(f"step {reading.step}", loc="left", fontsize=10)
-    if not np.isfinite(table).any():
-        panels.show_message(panel, f"{metric} of heads: not measured")
-        return figure
-    colours, low, high = panels.colour_range(table, metric, panels.largest(reading, metric))
-    image = panel.imshow(table, cmap=colours, vmin=low, vmax=high, aspect="auto")
-    panel.set_facecolor("#DDDDDD")  # shows where a head has no value
-    panels.matrix_axes(panel, layers, columns)
-    if rows <= panels.MAX_NAMED and columns <= panels.MAX_NAMED:
-        panels.annotate(panel, table, image)
-    bar = figure.colorbar(image, ax=panel, pad=0.02)
-    bar.set_label((text or MetricText(metric)).label, fontsize=9)
-    bar.ax.tick_params(labelsize=8.5, length=2)
-    bar.outline.set_visible(False)
-    return figure
-
-
-def save(figure: Figure, path: str | os.PathLike[str], *, dark: bool = False) -> Path:
+def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
     """Write a figure to a file, whose folder is made and whose format follows its ending.
 
     Args:
         figure: Figure of matplotlib.
         path: Path of the file, for instance "geometry.png".
-        dark: Whether the figure is changed into one for a dark page.
 
     Returns:
         Path of the file.
@@ -154,9 +127,7 @@ def save(figure: Figure, path: str | os.PathLike[str], *, dark: bool = False) ->
     if not path.suffix:  # matplotlib would choose one, and write another file
         raise ValueError("figures are written to a file that ends in .png, .svg or .pdf")
     path.parent.mkdir(parents=True, exist_ok=True)
-    if dark:
-        darken(figure)
-    figure.savefig(path, facecolor=figure.get_facecolor() if dark else "white")
+    figure.savefig(path, facecolor=figure.get_facecolor())
     return path
 
 

@@ -1,15 +1,17 @@
 """Spectra: eigenvalues of the covariance of the hidden states, by rank."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import Colormap
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from geomon.analysis import single_source
 from geomon.record import Readings, tags
-from geomon.show.figures import panels
-from geomon.show.figures.colours import LAYERS, STEPS
+from geomon.show.colours import LAYERS, STEPS, ramp
+from geomon.show.figures import axes
+from geomon.show.panels import NotMeasuredError
 
 _MOST_STEPS = 7
 
@@ -23,25 +25,25 @@ def spectra_figure(readings: Readings) -> Figure:
     Raises:
         NotMeasuredError: No eigenvalues stand beside the record.
     """
-    by_step = panels.arrays_by_step(readings, "eigenvalues", _MOST_STEPS)
+    by_step = axes.arrays_by_step(readings, "eigenvalues", _MOST_STEPS)
     if not by_step:
-        raise panels.NotMeasuredError(
+        raise NotMeasuredError(
             "no eigenvalues stand beside the record: a Monitor with arrays=True keeps them where "
             "effective_rank or participation_ratio is measured"
         )
     last = max(by_step)
-    layers = panels.array_layers(by_step[last], "eigenvalues", readings)
+    layers = axes.array_layers(by_step[last], "eigenvalues", readings)
     shown = list(dict.fromkeys([layers[len(layers) // 2], layers[-1]]))
-    figure = panels.new_figure(0.6 + 4.6 * (1 + len(shown)), 4.2)
-    axes = figure.subplots(1, 1 + len(shown), squeeze=False, sharey=True)[0]
+    figure = axes.new_figure(0.6 + 4.6 * (1 + len(shown)), 4.2)
+    first, *others = figure.subplots(1, 1 + len(shown), squeeze=False, sharey=True)[0]
     of_layers = {str(n): _shares(readings, last, by_step[last], n) for n in layers}
-    _draw(axes[0], of_layers, LAYERS, "layer")
-    panels.caption(axes[0], "a", f"Every layer at step {last:,}")
-    for letter, panel, layer in zip("bc", axes[1:], shown, strict=False):
+    _draw(first, of_layers, LAYERS, "layer")
+    axes.caption(first, "a", f"Every layer at step {last:,}")
+    for letter, panel, layer in zip("bc", others, shown, strict=False):
         over = {str(step): _shares(readings, step, by_step[step], layer) for step in by_step}
         _draw(panel, over, STEPS, "step")
-        panels.caption(panel, letter, f"Layer {layer} over training")
-    axes[0].set_ylabel("share of the variance (logarithmic)", fontsize=10)
+        axes.caption(panel, letter, f"Layer {layer} over training")
+    first.set_ylabel("share of the variance (logarithmic)", fontsize=10)
     return figure
 
 
@@ -61,14 +63,14 @@ def _shares(
 
 
 def _draw(
-    panel: Axes, spectra: dict[str, NDArray[np.float64]], colours: Colormap, label: str
+    panel: Axes, spectra: dict[str, NDArray[np.float64]], colours: Sequence[str], label: str
 ) -> None:
     known = {name: values[values > 1e-9] for name, values in spectra.items()}
-    chosen = panels.colours_of(len(known), colours)
+    chosen = ramp(colours, len(known))
     for colour, values in zip(chosen, known.values(), strict=True):
-        panel.plot(np.arange(1, len(values) + 1), values, color=colour, lw=1.6)
-    panels.plain(panel)
+        panel.plot(np.arange(1, len(values) + 1), values, color=axes.ink(colour), lw=1.6)
+    axes.plain(panel)
     panel.set_xscale("log")
     panel.set_yscale("log")
     panel.set_xlabel("rank of the eigenvalue (logarithmic)", fontsize=10)
-    panels.colour_bar(panel, list(known), colours, label)
+    axes.colour_bar(panel, list(known), chosen, label)

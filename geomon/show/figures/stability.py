@@ -15,13 +15,13 @@ from matplotlib.patches import Patch
 
 from geomon.analysis.queries_keys import LayerAlignment, align_layers, chance_limit
 from geomon.record import Readings
-from geomon.show.figures import panels
-from geomon.show.figures.colours import BLUE, GREEN, GREY, PURPLE, VERMILLION
+from geomon.show.colours import GREY, SERIES
+from geomon.show.figures import axes
 from geomon.show.loading import name_runs
+from geomon.show.panels import NotMeasuredError, StepAxis
 
 # Layers that have a panel of their own.
 _MOST_LAYERS = 4
-_COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, "#E69F00", "#56B4E9", "#000000")
 # Runs beyond the number of colours have them again, in another style of line.
 _STYLES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1.5, 1, 1.5)))
 
@@ -43,21 +43,21 @@ def stability_figure(runs: Sequence[Readings]) -> Figure:
     for name, layers in zip(names, found, strict=True):
         if not any(math.isfinite(value) for each in layers.values() for value in each.cosines):
             subject = f"{name}: no" if len(runs) > 1 else "no"
-            raise panels.NotMeasuredError(
+            raise NotMeasuredError(
                 f"{subject} mean queries and keys stand beside the record: a Monitor with "
                 "arrays=True keeps them where qk_cosine or qk_dot is measured"
             )
     common = sorted(set.intersection(*(set(layers) for layers in found)))
     if not common:
-        raise panels.NotMeasuredError("the runs have no layers in common: give runs of one model")
-    shown = panels.spread_items(common, _MOST_LAYERS)
-    figure = panels.new_figure(1.2 + 2.9 * max(len(shown), 2), 4.1)
-    axes = figure.subplots(1, len(shown), squeeze=False, sharey=True)[0]
-    for panel, layer in zip(axes, shown, strict=True):
+        raise NotMeasuredError("the runs have no layers in common: give runs of one model")
+    shown = axes.spread_items(common, _MOST_LAYERS)
+    figure = axes.new_figure(1.2 + 2.9 * max(len(shown), 2), 4.1)
+    row = figure.subplots(1, len(shown), squeeze=False, sharey=True)[0]
+    for panel, layer in zip(row, shown, strict=True):
         _draw_layer(panel, [layers[layer] for layers in found])
         panel.set_title(f"layer {layer}", loc="left", fontsize=10.5)
-    title = panels.capitalised(runs[0], "qk_cosine")
-    axes[0].set_ylabel(f"{title}\n(all heads as one vector)", fontsize=10)
+    title = axes.capitalised(runs[0], "qk_cosine")
+    row[0].set_ylabel(f"{title}\n(all heads as one vector)", fontsize=10)
     _add_legend(figure, names)
     figure.suptitle(
         _words([[layers[layer] for layers in found] for layer in shown], len(common)),
@@ -67,10 +67,11 @@ def stability_figure(runs: Sequence[Readings]) -> Figure:
 
 
 def _draw_layer(panel: Axes, alignments: Sequence[LayerAlignment]) -> None:
+    axis = StepAxis(step for each in alignments for step in each.steps)
     for number, each in enumerate(alignments):
-        style: panels.Style = {"marker": "o", "ms": 4} if len(each.steps) == 1 else {}
-        panel.plot(each.steps, each.cosines, lw=1.7, **_style(number), **style)
-    panels.step_axis(panel, sorted({step for each in alignments for step in each.steps}))
+        style: axes.Style = {"marker": "o", "ms": 4} if len(each.steps) == 1 else {}
+        panel.plot(axis.places(each.steps), each.cosines, lw=1.7, **_style(number), **style)
+    axes.step_axis(panel, axis)
     panel.set_ylim(-1.05, 1.05)
     panel.set_yticks([-1, -0.5, 0, 0.5, 1])
     panel.axhline(0, color=GREY, lw=0.8, zorder=0)
@@ -83,14 +84,14 @@ def _limit(alignments: Sequence[LayerAlignment]) -> float:
     return chance_limit(max(2, min(each.width for each in alignments)))
 
 
-def _style(number: int) -> panels.Style:
-    style = _STYLES[number // len(_COLOURS) % len(_STYLES)]
-    return {"color": _COLOURS[number % len(_COLOURS)], "ls": style}
+def _style(number: int) -> axes.Style:
+    style = _STYLES[number // len(SERIES) % len(_STYLES)]
+    return {"color": axes.ink(SERIES[number % len(SERIES)]), "ls": style}
 
 
 def _add_legend(figure: Figure, names: Sequence[str]) -> None:
     handles: list[Line2D | Patch] = [
-        Line2D([], [], lw=1.7, label=panels.literal(name), **_style(number))
+        Line2D([], [], lw=1.7, label=axes.literal(name), **_style(number))
         for number, name in enumerate(names)
     ]
     handles.append(Patch(color=GREY, alpha=0.18, lw=0, label="95 % of random directions"))

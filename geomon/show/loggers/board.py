@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -167,15 +168,9 @@ class BoardText(RunDrawer):
         self._noted |= kinds.keys()
         super().write(reading)
 
-    def _draw(
-        self, readings: Readings, reading: Reading, *, fresh: bool, last: bool
-    ) -> Iterator[Part]:
-        def describe_run() -> None:
-            words = f"{_bullets(summarise(readings))}\n\n{_GUIDE}"
-            self._post("1 the run in words", words, reading.step)
-
-        if fresh:
-            yield describe_run
+    def _draw(self, readings: Readings, reading: Reading) -> Iterator[Part]:
+        words = f"{_bullets(summarise(readings))}\n\n{_GUIDE}"
+        yield partial(self._post, "1 the run in words", words, reading.step)
 
     def _post(self, name: str, text: str, step: int) -> None:
         for writer in self._writers():

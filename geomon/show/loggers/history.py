@@ -3,18 +3,15 @@
 import abc
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from itertools import chain, islice
 from typing import Any
 
 from msgspec.structs import replace
 
 from geomon.record import Reading, Readings
+from geomon.show.panels import BY_HEAD, BY_LAYER, DIMENSIONS
 
-# What pages draw by layer and by head.
-BY_LAYER = ("twonn", "anisotropy", "attention_entropy")
-BY_HEAD = ("qk_cosine", "attention_entropy")
 # What pages draw and describe of a reading: a large model's has tens of thousands of values.
-_SHOWN = frozenset({*BY_LAYER, *BY_HEAD, "twonn_distinct", "gride"})
+_SHOWN = frozenset({*BY_LAYER, *BY_HEAD, *DIMENSIONS})
 # Smallest ratio of the steps of two readings kept. Four readings for each octave of steps make
 # about a hundred in a long run; 0.99 allows for rounded steps.
 _KEPT_RATIO = 2 ** (1 / 4) * 0.99
@@ -80,24 +77,17 @@ class RunDrawer(abc.ABC):
     most 0.5 % of the time since the sink was made: of a drawing those parts that there is time for,
     in their order. The last drawing has all parts.
 
-    Attributes:
-        redraws_first: Whether the first part is drawn between the drawings too, each time the step
-            has grown by a fifth, so that it shows the newest readings.
-
     Args:
         first_cost: Seconds expected for the first part, which imports what it draws with.
         metrics: Names of metrics that are drawn beside the usual ones.
     """
-
-    redraws_first = False
 
     def __init__(self, *, first_cost: float, metrics: Collection[str] = ()) -> None:
         self._metrics = tuple(metrics)
         self._cost = first_cost  # seconds expected for the next part
         self._history = RunHistory(metrics)
         self._drawn_at = -1
-        self._first_drawn_at = -1
-        self._left: Iterator[Part] = iter(())  # of the last drawing, for want of time
+        self._is_whole = True  # whether the last reading has all parts of its drawing
         self._began = time.perf_counter()
         self._spent = 0.0
 
@@ -116,18 +106,9 @@ class RunDrawer(abc.ABC):
             Exception: What drawing has raised.
         """
         self._history.add(reading)
+        self._is_whole = False
         if self._drawn_at < 0 or reading.step >= max(_SECOND, 2 * self._drawn_at):
-            drawing = self._draw(self._history.readings(), reading, fresh=True, last=False)
-            self._make_parts_of(drawing, last=False)
-        elif self.redraws_first and reading.step >= max(
-            _SECOND, _KEPT_RATIO * self._first_drawn_at
-        ):
-            drawing = self._draw(self._history.readings(), reading, fresh=True, last=False)
-            kept = self._left, self._drawn_at
-            try:
-                self._make_parts_of(islice(drawing, 1), last=False)
-            finally:
-                self._left, self._drawn_at = kept
+            self._draw_run(reading, last=False)
 
     def close(self) -> None:
         """Draw the end of the run; may be called more than once.
@@ -136,37 +117,32 @@ class RunDrawer(abc.ABC):
             Exception: What drawing has raised.
         """
         reading = self._history.last
-        if reading is None:
-            return
-        fresh = reading.step != self._drawn_at
-        drawing = self._draw(self._history.readings(), reading, fresh=fresh, last=True)
-        self._make_parts_of(drawing if fresh else chain(self._left, drawing), last=True)
+        if reading is not None and not self._is_whole:
+            self._draw_run(reading, last=True)
         self._history = RunHistory(self._metrics)
 
-    def _make_parts_of(self, drawing: Iterator[Part], *, last: bool) -> None:
+    def _draw_run(self, reading: Reading, *, last: bool) -> None:
         """Make the parts of a drawing that there is time for; one that fails keeps no other back.
 
         Raises:
             Exception: What the first part that failed has raised, once the others are made.
         """
-        assert self._history.last is not None
+        parts = self._draw(self._history.readings(), reading)
         failure: Exception | None = None
         while last or self._is_within_share():
-            self._left, self._drawn_at = drawing, self._history.last.step
-            self._first_drawn_at = self._drawn_at
+            self._drawn_at = reading.step
             began = time.perf_counter()
-            part: Part | None = None
             try:
-                part = next(drawing, None)
+                part = next(parts, None)
                 if part is None:
+                    self._is_whole = True
                     break
                 part()
             except Exception as error:
                 failure = failure or error
-            finally:
-                seconds = time.perf_counter() - began
-                self._spent += seconds
-                self._cost = self._cost if part is None else seconds
+            seconds = time.perf_counter() - began
+            self._spent += seconds
+            self._cost = seconds
         if failure is not None:
             raise failure
 
@@ -175,16 +151,12 @@ class RunDrawer(abc.ABC):
         return self._spent + self._cost <= SHARE * (time.perf_counter() - self._began)
 
     @abc.abstractmethod
-    def _draw(
-        self, readings: Readings, reading: Reading, *, fresh: bool, last: bool
-    ) -> Iterator[Part]:
+    def _draw(self, readings: Readings, reading: Reading) -> Iterator[Part]:
         """Give the parts of a drawing, the most telling first; nothing is drawn before they are.
 
         Args:
             readings: Readings so far, thinned.
             reading: The last reading, with all its values.
-            fresh: Whether there has been a reading since the last drawing.
-            last: Whether this is the last drawing of the run.
         """
 
 

@@ -6,6 +6,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,6 +16,7 @@ from geomon.analysis.curves import measured
 from geomon.record import Reading, Readings, Sink
 from geomon.record.headline import HEADLINE, Charts, Detail
 from geomon.show.loggers.history import Part, RunDrawer
+from geomon.show.loggers.others import Alerts
 from geomon.show.loggers.parts import Pages
 
 log = logging.getLogger("geomon")
@@ -69,9 +71,14 @@ class WandB(Pages):
     def _make_parts(self) -> Iterator[Sink]:
         yield self._rows
         yield WandBSummary(self._rows)
-        yield WandBAlerts(self._rows)
+        yield Alerts(self._send_alert, name="W&B")
         if self._pictures:
             yield WandBCharts(self._rows)
+
+    def _send_alert(self, title: str, text: str, step: int) -> None:
+        if self._rows.run is not None:
+            text = f"Step {step}: {text}"
+            self._rows.run.alert(title=title, text=text, level="WARN", wait_duration=_ALERT_PAUSE)
 
 
 class WandBRows:
@@ -364,40 +371,6 @@ class WandBSummary:
         }
 
 
-class WandBAlerts:
-    """Sink that sends the alerts of a run as alerts of W&B.
-
-    An alert is raised again only where four times as much is found; W&B sends those of one kind at
-    most every ten minutes.
-
-    Args:
-        rows: Rows of the run.
-    """
-
-    def __init__(self, rows: WandBRows) -> None:
-        self._rows = rows
-
-    def __str__(self) -> str:
-        return "sending alerts to W&B"
-
-    def write(self, reading: Reading) -> None:
-        """Send the alerts of a reading."""
-        alerts = alert_notes(reading)
-        if not alerts or self._rows.run is None:
-            return
-        for alert in alerts:
-            title = f"geomon: {alert.kind.replace('_', ' ')}"
-            self._rows.run.alert(
-                title=title[:63],  # of 64 characters W&B takes none
-                text=f"Step {reading.step}: {alert}",
-                level="WARN",
-                wait_duration=_ALERT_PAUSE,
-            )
-
-    def close(self) -> None:
-        """Do nothing: alerts are sent at once."""
-
-
 class WandBCharts(RunDrawer):
     """Sink that logs interactive charts of layers and heads to a W&B run.
 
@@ -415,20 +388,18 @@ class WandBCharts(RunDrawer):
     def __str__(self) -> str:
         return "drawing charts for W&B"
 
-    def _draw(
-        self, readings: Readings, reading: Reading, *, fresh: bool, last: bool
-    ) -> Iterator[Part]:
-        def log_charts() -> None:
-            import wandb
+    def _draw(self, readings: Readings, reading: Reading) -> Iterator[Part]:
+        if self._rows.run is not None:
+            yield partial(self._log_charts, readings, reading.step)
 
-            from geomon.show.loggers.charts import charts_of
+    def _log_charts(self, readings: Readings, step: int) -> None:
+        import wandb
 
-            charts = charts_of(readings, reading, self._metrics)
-            logged = {f"geomon_charts/{name}": wandb.Plotly(c) for name, c in charts.items()}
-            self._rows.log(logged, reading.step)
+        from geomon.show.charts import charts_of
 
-        if self._rows.run is not None and fresh:
-            yield log_charts
+        charts = charts_of(readings, self._metrics)
+        logged = {f"geomon_charts/{name}": wandb.Plotly(c) for name, c in charts.items()}
+        self._rows.log(logged, step)
 
 
-__all__ = ["WandB", "WandBAlerts", "WandBCharts", "WandBRows", "WandBSummary"]
+__all__ = ["WandB", "WandBCharts", "WandBRows", "WandBSummary"]

@@ -1,13 +1,13 @@
-"""What a report says of runs: words, curves, profiles and heads, as plain data for the page.
+"""What a report says of runs, and which panels it shows: plain data for the page.
 
-A run may hold tens of millions of values: curves are thinned to some hundred steps, profiles and
-heads to a few dozen, and numbers are rounded to five digits.
+A run may hold tens of millions of values: curves are thinned to some hundred steps, maps and heads
+to a few dozen.
 """
 
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,23 +15,31 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from geomon.analysis import Curve, curve_of, single_source, summarise
-from geomon.analysis.alerts import first_alerts
 from geomon.analysis.curves import plain_curve, training_curve
-from geomon.analysis.numbers import number
-from geomon.analysis.summary import headline
+from geomon.analysis.summary import alert_sentences, headline
 from geomon.record import Reading, Readings, tags
 from geomon.record.columns import MetricText, Place
 from geomon.record.headline import beside, headlines_of
 from geomon.record.printable import printable
+from geomon.show.colours import SERIES
 from geomon.show.loading import load, name_runs
+from geomon.show.panels import (
+    Line,
+    Lines,
+    Matrix,
+    alerts_of,
+    depth_panel,
+    head_panels,
+    line_of,
+    map_panel,
+    null_of,
+)
 
-# Largest numbers of steps in curves, and in what a slider moves over.
-_MOST_POINTS, _MOST_STEPS = 400, 32
+# Largest numbers of steps in curves, in maps, and in what a slider moves over.
+_MOST_POINTS, _MOST_COLUMNS, _MOST_STEPS = 400, 64, 16
 # What describes a start of a run and nothing that distinguishes it from runs beside it.
 _OF_A_START = ("time", "from_step", "seed", "training/seed")
-# What the page says of values that are of no metric.
-_LOGGED = "Values that the training logs, its loss for instance."
-_COST = "What geomon costs: overhead is its share of the time of the training."
+_DASHES = ("solid", "dash", "dot", "dashdot")
 _OVERHEAD = "share of the time that geomon takes"
 
 
@@ -41,8 +49,7 @@ class Drawn(NamedTuple):
     Attributes:
         curve: The curve.
         label: What it is, in words.
-        unit: Label of its axis.
-        meaning: A sentence on what it says.
+        unit: Its unit.
         chart: Title of the chart in which it stands; "" where it is drawn only if it is chosen.
         null: Value of rows without structure and its words; None where it is not known.
     """
@@ -50,9 +57,28 @@ class Drawn(NamedTuple):
     curve: Curve
     label: str
     unit: str
-    meaning: str
     chart: str = ""
     null: tuple[float, str] | None = None
+
+
+class Panels(NamedTuple):
+    """The panels of a report, each by its title or by its name in a menu.
+
+    Attributes:
+        training: Headline values over training.
+        others: All other values over training.
+        depth: Metrics over depth.
+        maps: Metrics by layer and step.
+        heads: Metrics by layer and head, by step.
+        steps: Ends of the axis of steps, the same in all panels.
+    """
+
+    training: dict[str, Lines]
+    others: dict[str, Lines]
+    depth: dict[str, Lines]
+    maps: dict[str, Matrix]
+    heads: dict[str, dict[int, Matrix]]
+    steps: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -93,38 +119,171 @@ def load_runs(paths: Sequence[Path], stack: str | None = None) -> list[Run]:
 
 
 def build_content(runs: Sequence[Run]) -> dict[str, Any]:
-    """Build everything that the page shows of runs, as numbers, texts, lists and dicts.
+    """Build what the page says of runs, as texts, numbers, lists and dicts.
 
     Args:
         runs: Runs, at least one.
     """
-    drawn = [_drawn(Readings(run.readings.runs, single_source(run.readings))) for run in runs]
-    contents = [_run_content(run, curves) for run, curves in zip(runs, drawn, strict=True)]
-    groups = _seed_groups(runs)
-    present = {name: each for curves in reversed(drawn) for name, each in curves.items()}
-    charts: dict[str, dict[str, Any]] = {}
+    texts = _texts_of([run.readings for run in runs])
+    colours = _colours(runs)
+    return {
+        "runs": [
+            {
+                "name": printable(run.name),
+                "colour": colour,
+                "model": printable(str(run.description.get("model", "unknown model"))),
+                "headline": printable(headline(run.readings)),
+                "alerts": [printable(text) for text in alert_sentences(run.readings)],
+                "sentences": [printable(text) for text in summarise(run.readings)],
+                "notes": _notes(run.readings),
+            }
+            for run, colour in zip(runs, colours, strict=True)
+        ],
+        "configuration": _configuration(runs),
+        "cost": _cost(runs),
+        "glossary": {
+            printable(f"{text.title} ({name})"): printable(text.meaning)
+            for name, text in texts.items()
+            if text.meaning
+        },
+    }
+
+
+def build_panels(runs: Sequence[Run]) -> Panels:
+    """Build the panels of runs: each run has a colour; of one run, each line of a panel.
+
+    Runs that differ in their seed alone are drawn faintly, and as their mean with a band from the
+    lowest to the highest.
+
+    Args:
+        runs: Runs, at least one.
+    """
+    selected = [Readings(run.readings.runs, single_source(run.readings)) for run in runs]
+    drawn = [_drawn(readings) for readings in selected]
+    names = dict.fromkeys(name for curves in drawn for name in curves)
+    present = {n: next(each[n] for each in drawn if n in each) for n in names}
+    charts: dict[str, list[str]] = {}
     for name, each in present.items():
         if each.chart:
-            empty: dict[str, Any] = {"title": each.chart, "unit": each.unit, "lines": {}}
-            charts.setdefault(each.chart, empty)["lines"][name] = each.label
-    texts = _texts_of([run.readings for run in runs])
-    return {
-        "runs": contents,
-        "groups": groups,
-        "charts": list(charts.values()),
-        "curves": {
-            name: {"label": each.label, "unit": each.unit, "meaning": each.meaning}
-            for name, each in sorted(present.items())
+            charts.setdefault(each.chart, []).append(name)
+    plain = sorted(present, key=lambda name: (not name.endswith("/mean"), name))
+    others = {present[name].label: [name] for name in plain if not present[name].chart}
+    alerts = alerts_of(runs[0].readings) if len(runs) == 1 else []
+
+    def lines(names: Sequence[str]) -> Lines:
+        first = present[names[0]]
+        found = []
+        for place, name in enumerate(names):
+            label = present[name].label if len(runs) == 1 else _short(present[name])
+            words = "" if len(names) == 1 else label
+            found += _lines(runs, drawn, name, words, _DASHES[place % len(_DASHES)])
+        if len(runs) == 1 and len(names) > 1:
+            found = [
+                replace(line, colour=SERIES[place % len(SERIES)], dash="solid")
+                for place, line in enumerate(found)
+            ]
+        null = first.null if len(names) == 1 and len(runs) == 1 else None
+        return Lines(first.unit, found, null=null, alerts=alerts)
+
+    steps = [step for curves in drawn for each in curves.values() for step in each.curve.steps]
+    return Panels(
+        {
+            title if len(names) > 1 else present[names[0]].label: lines(names)
+            for title, names in charts.items()
         },
-        "titles": {name: printable(text.label) for name, text in texts.items()},
-        "configuration": _configuration(runs),
-        "cost_labels": list(dict.fromkeys(label for c in contents for label in c["cost"])),
-        "glossary": {
-            **{printable(f"{text.title} ({name})"): printable(text.meaning)
-               for name, text in texts.items() if text.meaning},
-            "training": _LOGGED, "geomon": _COST,
-        },
-    }  # fmt: skip
+        {title: lines(names) for title, names in others.items()},
+        *_depth(runs, selected),
+        (min(steps, default=0), max(steps, default=0)),
+    )
+
+
+def _short(drawn: Drawn) -> str:
+    """What a curve is, without the title above its chart."""
+    unit = f" ({drawn.unit})" if drawn.unit else ""
+    return drawn.label.replace(unit, "").removeprefix(drawn.chart).lstrip(", ") or drawn.label
+
+
+def _lines(
+    runs: Sequence[Run], drawn: Sequence[Mapping[str, Drawn]], name: str, words: str, dash: str
+) -> list[Line]:
+    """Lines of a curve of all runs, and of the means of groups that differ in their seed."""
+    colours, groups = _colours(runs), _seed_groups(runs)
+    grouped = {index for group in groups for index in group}
+    curves = {at: _thin(each[name].curve) for at, each in enumerate(drawn) if name in each}
+    found = []
+    for index, curve in curves.items():
+        called = _called([runs[index]], words) if len(runs) > 1 else words
+        line = line_of(curve, called, colours[index], dash=dash)
+        if index in grouped:
+            line = replace(line, name="", low=(), high=(), width=0.7)
+        found.append(line)
+    for group in groups:
+        members = [curves[index] for index in group if index in curves]
+        if len(members) > 1:
+            called = _called([runs[index] for index in group], words)
+            found.append(replace(_mean(members, called, colours[group[0]]), dash=dash))
+    return found
+
+
+def _called(runs: Sequence[Run], words: str) -> str:
+    names = ", ".join(printable(run.name) for run in runs[:4]) + ", ..." * (len(runs) > 4)
+    of_mean = "mean of " * (len(runs) > 1)
+    return ": ".join(filter(None, (f"{of_mean}{names}", words)))
+
+
+def _mean(curves: Sequence[Curve], name: str, colour: str) -> Line:
+    """The mean of curves, and a band from the lowest to the highest, where all have values."""
+    first, last = max(c.steps[0] for c in curves), min(c.steps[-1] for c in curves)
+    steps = [step for step in curves[0].steps if first <= step <= last]
+    rows = np.array([np.interp(steps, curve.steps, curve.values) for curve in curves])
+    if not steps:
+        return Line(name, [], [], colour)
+    low, high = rows.min(axis=0).tolist(), rows.max(axis=0).tolist()
+    return Line(name, steps, rows.mean(axis=0).tolist(), colour, low, high, width=2.6)
+
+
+def _depth(
+    runs: Sequence[Run], selected: Sequence[Readings]
+) -> tuple[dict[str, Lines], dict[str, Matrix], dict[str, dict[int, Matrix]]]:
+    """Metrics over depth, by layer and step, and by layer and head."""
+    depth: dict[str, Lines] = {}
+    maps: dict[str, Matrix] = {}
+    heads: dict[str, dict[int, Matrix]] = {}
+    for metric, text in _texts_of(selected).items():
+        profiles = []
+        for run, colour, readings in zip(runs, _colours(runs), selected, strict=True):
+            name = printable(text.label) + f", {printable(run.name)}" * (len(runs) > 1)
+            steps = [reading.step for reading in readings]
+            some = _at(readings, _spread(steps, _MOST_COLUMNS))
+            profile = depth_panel(some, metric)
+            if not profile.lines:
+                continue
+            profiles.append(profile)
+            if len(runs) > 1:
+                profiles[-1] = replace(profile, lines=_ends(profile, printable(run.name), colour))
+            matrix = map_panel(some, metric)
+            if matrix is not None and len(matrix.layers) > 1:
+                maps[name] = matrix
+            few = _at(readings, _spread(steps, _MOST_STEPS))
+            if found := head_panels(few, metric, _MOST_STEPS):
+                heads[name] = found
+        if profiles:
+            lines = [line for profile in profiles for line in profile.lines]
+            depth[printable(text.label)] = replace(profiles[0], lines=lines)
+    return depth, maps, heads
+
+
+def _ends(profile: Lines, run: str, colour: str) -> list[Line]:
+    """The first and the last line of a profile, in the colour of the run."""
+    first, last = profile.lines[0], profile.lines[-1]
+    ends = [replace(last, name=f"{run}, {last.name}", colour=colour, width=2.0)]
+    if last is not first:
+        ends.insert(0, replace(first, name="", colour=colour, dash="dot", width=1.0))
+    return ends
+
+
+def _at(readings: Readings, indices: Sequence[int]) -> Readings:
+    return Readings(readings.runs, [readings[index] for index in indices])
 
 
 def _texts_of(runs: Sequence[Readings]) -> dict[str, MetricText]:
@@ -145,36 +304,30 @@ def _drawn(readings: Readings) -> dict[str, Drawn]:
             charted, place = headlines.get(name), places.get(name, Place("", metric, kind=""))
             if charted is not None and not charted.chart:
                 continue  # an end of the interval, which is a band
-            words = f"{text.title_of(place.part)}, mean over layers"
+            words = text.title_of(place.part)
             if place.kind == "value":
                 curve = curve_of(readings, metric, part=place.part)
             else:
                 find = charted.value if charted else partial(_find, place)
                 curve, words = plain_curve(readings, find), f"{words}, {place.name or place.kind}"
             drawn[name] = Drawn(
-                curve, printable(charted.words if charted else words), printable(text.label),
-                printable(text.meaning), chart if charted else "",
-                _null_of(readings, metric) if place == Place("", metric) else None,
+                curve, printable(charted.words if charted else words), printable(text.unit),
+                chart if charted else "",
+                null_of(readings, metric) if place == Place("", metric) else None,
             )  # fmt: skip
     for name in dict.fromkeys(name for reading in readings for name in reading.training):
         # A loss on the probe is of its own: the function that gives it may have another unit.
         title = {tags.LOSS: "training loss", tags.PROBE_LOSS: "loss on the probe"}.get(name, "")
-        drawn[tags.training_tag(name)] = Drawn(
-            training_curve(readings, name), title or printable(f"training {name}"),
-            "loss" if title else "", _LOGGED, title,
-        )  # fmt: skip
+        words = title or printable(f"training {name}")
+        curve = training_curve(readings, name)
+        drawn[tags.training_tag(name)] = Drawn(curve, words, "", title)
     overhead = plain_curve(readings, lambda reading: reading.overhead)
-    drawn[tags.OVERHEAD] = Drawn(overhead, _OVERHEAD, "", _COST)
+    drawn[tags.OVERHEAD] = Drawn(overhead, _OVERHEAD, "")
     return {name: each for name, each in drawn.items() if len(each.curve)}
 
 
 def _find(place: Place, reading: Reading) -> float:
     return place.find(reading.stacks)
-
-
-def _null_of(readings: Readings, metric: str) -> tuple[float, str] | None:
-    null = _rounded(readings[-1].column(metric).whole.get("null", math.nan))
-    return None if null is None else (null, printable(readings.text_of(metric).null or "null"))
 
 
 def _means(readings: Readings, metric: str) -> list[Place]:
@@ -191,55 +344,6 @@ def _means(readings: Readings, metric: str) -> list[Place]:
                 every |= dict.fromkeys(base._replace(kind=kind) for kind in ("min", "max"))
             every |= dict.fromkeys(base._replace(kind="whole", name=name) for name in own.whole)
     return list(every)
-
-
-def _run_content(run: Run, curves: Mapping[str, Drawn]) -> dict[str, Any]:
-    selected = Readings(run.readings.runs, single_source(run.readings))
-    curve = curve_of(selected, "twonn")
-    phase = curve.phase() if len(curve) else None
-    return {
-        "name": printable(run.name),
-        "model": printable(str(run.description.get("model", "unknown model"))),
-        "phase": phase.name if phase else "unknown",
-        "headline": printable(headline(run.readings)),
-        "numbers": _numbers(selected, curve),
-        "sentences": [printable(text) for text in summarise(run.readings)],
-        "alerts": _alerts(run.readings),
-        "notes": _notes(run.readings),
-        "cost": dict(_cost(run.readings)),
-        "curves": {name: _points(each) for name, each in curves.items()},
-        **_depth(selected),
-    }
-
-
-def _numbers(readings: Readings, curve: Curve) -> list[tuple[str, str]]:
-    """Labels and texts of the few numbers that a reader looks for first."""
-    last = readings[-1]
-    numbers = [("readings", f"{len(readings):,}, to step {last.step:,}")]
-    if len(curve) and (phase := curve.phase()).earliest is not None:
-        peak = f"{number(phase.peak)} at step {phase.peak_step:,}"
-        numbers.append((f"{readings.text_of('twonn').title}, peak", peak))
-    layers = last.layers("anisotropy")
-    known = [(value, layer) for layer, value in last.column("anisotropy").by_layer().items()]
-    if known:
-        value, layer = max(known)
-        title = readings.text_of("anisotropy").title
-        numbers.append((f"{title}, highest", f"{value:.2g} at layer {layer} of {layers[-1]}"))
-    loss = training_curve(readings)
-    if len(loss):
-        since = f" at step {loss.steps[-1]:,}" if loss.steps[-1] < last.step else ""
-        numbers.append(("training loss", f"{loss.values[-1]:.3g}{since}"))
-    if math.isfinite(last.overhead):
-        numbers.append(("geomon's share of the time", f"{last.overhead * 100:.2g} %"))
-    return numbers
-
-
-def _alerts(readings: Readings) -> list[dict[str, Any]]:
-    """Alerts by kind: the first, and the number of them."""
-    return [
-        {"step": first.step, "words": printable(first.note.words()), "count": first.total}
-        for first in first_alerts(readings)
-    ]
 
 
 def _notes(readings: Readings) -> list[dict[str, Any]]:
@@ -260,73 +364,39 @@ def _notes(readings: Readings) -> list[dict[str, Any]]:
     return remarks + sorted(found.values(), key=lambda note: -note["count"])
 
 
-def _cost(readings: Readings) -> list[tuple[str, str]]:
-    seconds = [reading.seconds for reading in readings]
-    last = readings[-1]
-    times = [reading.time for reading in readings]
-    cost = [
-        ("readings", f"{len(readings):,}"),
-        ("time in readings", f"{math.fsum(seconds):,.1f} s"),
-        ("longest reading", f"{max(seconds):.2f} s"),
-        ("rows in a reading", f"{last.tokens:,} on {last.world_size} rank(s), {last.dtype}"),
-        ("from first to last reading", f"{(max(times) - min(times)) / 60:,.1f} min"),
+def _cost(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Rows of the table of costs: a name, and a text for each run."""
+    found: dict[str, list[str]] = {}
+    for run in runs:
+        last, seconds = run.readings[-1], [reading.seconds for reading in run.readings]
+        times = [reading.time for reading in run.readings]
+        share = f"{last.overhead * 100:.2g} %" if math.isfinite(last.overhead) else ""
+        for name, text in (
+            ("readings", f"{len(seconds):,}, to step {last.step:,}"),
+            ("time in readings", f"{math.fsum(seconds):,.1f} s, the longest {max(seconds):.2f} s"),
+            ("share of the training's time", share),
+            ("rows in a reading", f"{last.tokens:,} on {last.world_size} rank(s), {last.dtype}"),
+            ("from first to last reading", f"{(max(times) - min(times)) / 60:,.1f} min"),
+        ):
+            found.setdefault(name, []).append(printable(text))
+    return [
+        {"name": name, "texts": texts, "differs": False}
+        for name, texts in found.items()
+        if any(texts)
     ]
-    if math.isfinite(last.overhead):
-        cost.append(("share of the training's time", f"{last.overhead * 100:.2g} %"))
-    return [(label, printable(text)) for label, text in cost]
 
 
-def _points(drawn: Drawn) -> dict[str, Any]:
-    """Steps, values, half widths of 95 % intervals and the null of a curve."""
-    curve = drawn.curve
-    kept = _spread(curve.steps, _MOST_POINTS)
-    ends = {curve.values.index(max(curve.values)), curve.values.index(min(curve.values))}
-    indices = sorted({*kept, *ends})
-    points: dict[str, Any] = {
-        "x": [curve.steps[index] for index in indices],
-        "y": [_rounded(curve.values[index]) for index in indices],
-    }
-    if any(margins := curve.margins):
-        points["margin"] = [_rounded(margins[index]) for index in indices]
-    if drawn.null is not None:
-        points["null"], points["null_words"] = drawn.null
-    return points
-
-
-def _depth(readings: Readings) -> dict[str, Any]:
-    """Profiles over depth and tables of heads, at a few steps."""
-    steps = [reading.step for reading in readings]
-    few = [readings[index] for index in _spread(steps, _MOST_STEPS)]
-    shown = [reading.step for reading in few]
-    profiles: dict[str, dict[str, Any]] = {}
-    tables: dict[str, dict[str, Any]] = {}
-    for metric in _texts_of([readings]):
-        columns = [reading.column(metric) for reading in few]
-        layers = sorted({layer for column in columns for layer in column.depths()})
-        if layers:
-            null, words = _null_of(readings, metric) or (None, "")
-            profiles[metric] = {
-                "layers": layers,
-                "rows": [[_rounded(column.at(n)) for n in layers] for column in columns],
-                "null": null,
-                "null_words": words,
-            }
-        heads = [column.by_head() for column in columns]
-        places = {place for known in heads for place in known}
-        if places:
-            rows = sorted({layer for layer, _ in places})
-            count = range(1 + max(head for _, head in places))
-            tables[metric] = {
-                "layers": rows,
-                "rows": [
-                    [[_rounded(known.get((n, h), math.nan)) for h in count] for n in rows]
-                    for known in heads
-                ],
-            }
-    return {
-        "profiles": {"steps": shown, "values": profiles},
-        "heads": {"steps": shown, "values": tables},
-    }
+def _thin(curve: Curve) -> Curve:
+    """Some hundred points of a curve, its ends and its extremes among them."""
+    if len(curve) <= _MOST_POINTS:
+        return curve
+    ends = {curve.values.index(pick(curve.values)) for pick in (min, max)}
+    kept = sorted({*_spread(curve.steps, _MOST_POINTS), *ends})
+    return Curve(
+        [curve.steps[at] for at in kept],
+        [curve.values[at] for at in kept],
+        [curve.margins[at] for at in kept],
+    )
 
 
 def _spread(steps: Sequence[int], most: int) -> list[int]:
@@ -339,8 +409,10 @@ def _spread(steps: Sequence[int], most: int) -> list[int]:
     return sorted({*even.round().astype(int).tolist(), *near.tolist()} - {len(steps)})
 
 
-def _rounded(value: float) -> float | None:
-    return float(f"{value:.5g}") if math.isfinite(value) else None
+def _colours(runs: Sequence[Run]) -> list[str]:
+    """A colour for each run; those of one group share that of the first."""
+    first = {index: group[0] for group in _seed_groups(runs) for index in group}
+    return [SERIES[first.get(index, index) % len(SERIES)] for index in range(len(runs))]
 
 
 def _seed_groups(runs: Sequence[Run]) -> list[list[int]]:
@@ -393,4 +465,4 @@ def _text(name: str, value: Any) -> str:
     return printable(str(value))
 
 
-__all__ = ["Run", "build_content", "load_runs"]
+__all__ = ["Panels", "Run", "build_content", "build_panels", "load_runs"]

@@ -1,16 +1,17 @@
-"""The page of a report: the template, with style, script, data and chart library inside it."""
+"""The page of a report: the template, with style, charts and their library inside it."""
 
-import base64
-import gzip
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from geomon.show.report.content import Run, build_content
+from geomon.show.report.content import Panels, Run, build_content, build_panels
+
+_OTHERS = "Any other value"
+_CONFIG = {"responsive": True, "displaylogo": False, "displayModeBar": False}
 
 
 def write_report(runs: Sequence[Run], out: str | os.PathLike[str]) -> Path:
@@ -39,7 +40,7 @@ def write_report(runs: Sequence[Run], out: str | os.PathLike[str]) -> Path:
 def render(runs: Sequence[Run]) -> str:
     """Build the page: HTML that works without network.
 
-    Everything that comes from a record is escaped, in the page and in the data of its charts.
+    Everything that comes from a record is escaped, in the page and in its charts.
 
     Args:
         runs: Runs, at least one.
@@ -55,25 +56,48 @@ def render(runs: Sequence[Run]) -> str:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}  # and keys in their order
-    template = environment.from_string(_part("page.html"))
-    content = build_content(runs)
-    return template.render(
-        **content,
-        # The library is 5 MB, and 2 MB so: browsers can unpack it.
-        plotly=base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode(),
+    return environment.from_string(_part("page.html")).render(
+        **build_content(runs),
+        charts=[
+            {
+                "section": section,
+                "title": title[:1].upper() + title[1:],
+                "wide": " wide" * (section == "lead" or title == _OTHERS),
+                "html": chart.to_html(
+                    config=_CONFIG, include_plotlyjs=False, full_html=False, div_id=f"chart-{place}"
+                ),
+            }
+            for place, (section, title, chart) in enumerate(_charts(build_panels(runs)))
+        ],
+        plotly=get_plotlyjs(),
         style=_part("page.css"),
-        script=_part("page.js"),
-        data={name: content[name] for name in ("groups", "charts", "curves", "titles")}
-        | {"runs": [_charted(run) for run in content["runs"]]},
         version=version("geomon"),
         made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     )
 
 
-def _charted(run: dict[str, Any]) -> dict[str, Any]:
-    """What the charts need of a run: the words stand in the page already."""
-    return {name: run[name] for name in ("name", "curves", "profiles", "heads")}
+def _charts(panels: Panels) -> Iterator[tuple[str, str, Any]]:
+    """Give the charts of the page in their order: section, title and chart."""
+    from geomon.show import charts
+
+    for place, (title, each) in enumerate(panels.training.items()):
+        chart = charts.draw(each, panels.steps)
+        if place:
+            yield "training", title, chart
+        else:
+            yield "lead", title, charts.add_linear_axis(chart)
+    if panels.others:
+        others = {name: charts.draw(each, panels.steps) for name, each in panels.others.items()}
+        yield "training", _OTHERS, charts.choose(others)
+    if panels.depth:
+        depth = {name: charts.draw(each) for name, each in panels.depth.items()}
+        yield "depth", "At several steps", charts.choose(depth)
+    if panels.maps:
+        maps = {name: charts.draw(each) for name, each in panels.maps.items()}
+        yield "depth", "By layer and step", charts.choose(maps)
+    if panels.heads:
+        heads = charts.slide(list(panels.heads.values()), list(panels.heads))
+        yield "depth", "By layer and head", heads
 
 
 def _part(name: str) -> str:

@@ -17,15 +17,15 @@ def reading(step, notes=(), **values):
 
 
 class Drawer(RunDrawer):
-    """Notes what it draws: a number of parts at each reading, and one more at the end."""
+    """Notes what it draws: a number of parts at each reading."""
 
     def __init__(self, parts=1):
         super().__init__(first_cost=2.0)
         self.drawn, self.fails, self.parts = [], None, parts
 
-    def _draw(self, readings, reading, *, fresh, last):
-        for number in range(self.parts * fresh + last):
-            yield partial(self.draw, (reading.step, number, last))
+    def _draw(self, readings, reading):
+        for number in range(self.parts):
+            yield partial(self.draw, (reading.step, number))
 
     def draw(self, part):
         self.drawn.append(part)
@@ -73,15 +73,14 @@ def test_it_draws_at_first_then_each_time_the_step_has_doubled_and_once_at_the_e
         drawer.write(reading(step))
     drawer.close()
     drawer.close()
-    before = [(step, 0, False) for step in (0, 17, 34, 68)]
-    assert drawer.drawn == [*before, (70, 0, True), (70, 1, True)]
+    assert [step for step, _ in drawer.drawn] == [0, 17, 34, 68, 70]
 
 
 def test_a_last_reading_that_was_drawn_is_not_new():
     drawer = Drawer()
     drawer.write(reading(0))
     drawer.close()
-    assert drawer.drawn == [(0, 0, False), (0, 0, True)]
+    assert drawer.drawn == [(0, 0)]
 
 
 def test_a_drawing_that_failed_is_made_again_when_the_step_has_doubled():
@@ -92,7 +91,7 @@ def test_a_drawing_that_failed_is_made_again_when_the_step_has_doubled():
     drawer.write(reading(20))
     with pytest.raises(OSError, match="gone"):
         drawer.write(reading(32))
-    assert [step for step, _, _ in drawer.drawn] == [16, 32]
+    assert [step for step, _ in drawer.drawn] == [16, 32]
     Drawer().close()  # nothing was written
 
 
@@ -126,9 +125,9 @@ def test_drawings_take_a_small_share_of_the_run_but_the_last_one_is_made(clock):
     for step in range(0, 200, 2):
         Slow.now = max(Slow.now, step)
         drawer.write(reading(step))
-    assert [step for step, _, _ in drawer.drawn] == [68, 136]
+    assert [step for step, _ in drawer.drawn] == [68, 136]
     drawer.close()
-    assert drawer.drawn[-2:] == [(198, 0, True), (198, 1, True)]
+    assert drawer.drawn[-1] == (198, 0)
 
 
 def test_the_share_is_of_the_time_since_the_sink_was_made(clock):
@@ -150,13 +149,13 @@ def test_of_a_drawing_the_first_parts_are_made_that_there_is_time_for(clock):
     assert drawn == [0, 2, 2, 5]  # 3 % of 64, 80 and 256 s; the step of 128 is not twice that of 80
 
 
-def test_at_the_end_the_parts_of_the_last_reading_that_had_no_time_are_made_first(clock):
+def test_at_the_end_a_drawing_that_had_no_time_for_all_parts_is_made_whole(clock):
     drawer = Slow(parts=3)
     Slow.now = 70.0
     drawer.write(reading(64))
-    assert drawer.drawn == [(64, 0, False), (64, 1, False)]
+    assert drawer.drawn == [(64, 0), (64, 1)]
     drawer.close()
-    assert drawer.drawn[2:] == [(64, 2, False), (64, 0, True)]
+    assert drawer.drawn[2:] == [(64, 0), (64, 1), (64, 2)]
 
 
 @given(times=st.lists(st.floats(0.0, 500.0), min_size=1, max_size=30), parts=st.integers(1, 9))
@@ -174,5 +173,4 @@ def test_whatever_the_times_the_share_holds_and_the_end_is_whole(times, parts):
             assert len(drawer.drawn) == before or len(drawer.drawn) <= 0.03 * Slow.now
         drawer.close()
     last = 2 ** (len(times) - 1)
-    assert len([part for part in drawer.drawn if part[0] == last]) == parts + 1
-    assert len(set(drawer.drawn)) == len(drawer.drawn)
+    assert [number for step, number in drawer.drawn if step == last][-parts:] == [*range(parts)]

@@ -2,11 +2,10 @@ import sys
 
 import numpy as np
 import pytest
-from tagged import TEXTS, reading_of
+from tagged import TEXTS
 
-from geomon.record import Readings, Sink
+from geomon.record import Sink
 from geomon.show import Pictures
-from geomon.show.figures import as_image, cards
 
 DIMENSION, PROFILE, LAYERS, HEADS = (
     "1 intrinsic dimension",
@@ -36,21 +35,17 @@ def pictures(posted):
     return made
 
 
-def test_cards_come_as_the_step_doubles_and_the_first_one_more_often(
-    make_readings, pictures, posted
-):
+def test_cards_come_as_the_step_doubles(make_readings, pictures, posted):
     steps = (0, 4, 16, 20, 40)
     curves = {"twonn/mean": [3.0] * 5} | {tag: row[:5] for tag, row in TWONN.items()}
     for reading in make_readings(steps, curves=curves, layers=2, heads=2):
         pictures.write(reading)
     pictures.close()
-    first = [DIMENSION, PROFILE, *HEADS]
-    later = [DIMENSION, PROFILE, *LAYERS, *HEADS]
+    cards = [DIMENSION, PROFILE, *LAYERS, *HEADS]
     assert [(name, step) for name, _, step in posted] == [
-        *((name, 0) for name in first),
-        *((name, 16) for name in later),
-        (DIMENSION, 20),
-        *((name, 40) for name in later),
+        *((name, 0) for name in cards),
+        *((name, 16) for name in cards),
+        *((name, 40) for name in cards),
     ]
     count = len(posted)
     pictures.close()
@@ -85,7 +80,7 @@ def test_what_is_missing_is_not_posted(make_readings, pictures, posted):
             (0,), without=["anisotropy", "qk_cosine", "twonn", "twonn_distinct", "gride"]
         )[0]
     )
-    assert [name for name, _, _ in posted] == [HEADS[1]]
+    assert [name for name, _, _ in posted] == [LAYERS[2], HEADS[1]]
     Pictures(lambda *_: pytest.fail("nothing was written")).close()
 
 
@@ -119,28 +114,3 @@ def test_a_picture_that_is_not_taken_keeps_no_other_from_being_posted(make_readi
     with pytest.raises(OSError, match="gone"):
         made.write(make_readings((16,))[0])
     assert posted == [DIMENSION, PROFILE, *LAYERS[1:], *HEADS]
-
-
-def map_of(readings, metric):
-    figure = cards.layers_figure(readings, metric)
-    as_image(figure)
-    return figure.axes[0].collections[0]
-
-
-def test_a_map_has_a_column_for_each_step_and_the_scale_of_the_blocks(make_readings):
-    curves = TWONN | {"twonn/layer_00": [40.0] * 9, "twonn/layer_02": [5.0] * 8 + [8.0]}
-    mesh = map_of(make_readings(curves=curves, layers=2), "twonn")
-    table = np.asarray(mesh.get_array())
-    assert table.shape == (3, 9)
-    assert table[:, -1].tolist() == [40.0, 5.0, 8.0]
-    assert (mesh.norm.vmin, mesh.norm.vmax) == (0.0, 8.0)
-    edges = mesh.get_coordinates()[0, :, 0]
-    steps = [reading.step for reading in make_readings()]
-    assert all(low < step < high for low, step, high in zip(edges, steps, edges[1:], strict=False))
-
-
-def test_a_map_of_one_step_or_of_nothing_is_drawn_too(make_readings):
-    assert np.asarray(map_of(make_readings((0,)), "anisotropy").get_array()).shape == (5, 1)
-    empty = Readings([], [reading_of({}, 0, "inline")])
-    texts = cards.layers_figure(empty, "twonn").axes[0].texts
-    assert [text.get_text() for text in texts] == ["twonn: not measured"]

@@ -16,7 +16,7 @@ from wandb_file import wandb_records, wandb_rows, work_offline
 
 from geomon import Monitor, WandB, read, select
 from geomon.record import Sink
-from geomon.show.loggers.wandb_run import WandBAlerts, WandBRows, WandBSummary
+from geomon.show.loggers.wandb_run import WandBRows, WandBSummary
 
 
 class Run:
@@ -242,7 +242,7 @@ def test_without_the_dimension_the_summary_counts_alerts_alone():
 
 def test_alerts_are_sent_with_their_step_and_no_other_notes():
     run = Run()
-    sender = WandBAlerts(rows_of(run))
+    sender = WandB(run, pictures=False)
     words = "rank collapse (layer 4): effective rank of the hidden states down to 1.20"
     sender.write(reading(8, notes=["a note"]))
     sender.write(

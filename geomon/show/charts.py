@@ -1,0 +1,319 @@
+"""Interactive charts made with plotly, of panels: those of W&B and of the report."""
+
+import html
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from geomon.record import Readings
+from geomon.show.colours import GREY, NOTHING, PURPLE, SIGNED, UNSIGNED, faded
+from geomon.show.panels import (
+    LAYERS_LABEL,
+    STEPS_LABEL,
+    Line,
+    Lines,
+    Matrix,
+    StepAxis,
+    cards_of,
+)
+
+try:
+    import plotly.graph_objects as go
+except ImportError as error:
+    raise ImportError(
+        "charts need plotly: pip install 'geomon[wandb]' or 'geomon[report]'"
+    ) from error
+
+# Largest number of names that a legend has room for.
+_MOST_NAMES = 8
+# Where menus stand: above a chart, and the names below it.
+_AT_TOP = {"x": 0, "xanchor": "left", "y": 1.03, "yanchor": "bottom", "font": {"size": 11}}
+_NAMES_BELOW = {"yref": "container", "y": 0, "yanchor": "bottom"}
+
+
+def charts_of(readings: Readings, metrics: Iterable[str] = ()) -> dict[str, go.Figure]:
+    """Draw the charts of a run that there are values for, by their names.
+
+    Args:
+        readings: Readings of the main stack of a run.
+        metrics: Names of metrics that are drawn over training and over depth besides.
+    """
+    charts = {}
+    for name, panel in cards_of(readings, metrics):
+        chart = draw(panel)
+        if isinstance(panel, Lines):  # W&B shows a chart without the name of what it holds
+            words = panel.label + ", mean over layers" * (panel.over == "step")
+            words += " (band: 95 % interval)" * panel.has_bands
+            chart.update_layout(title={"text": _plain(words), "font": {"size": 13}, "x": 0.02})
+            chart.update_layout(margin={"t": 40})
+        charts[re.sub(r"\W+", "_", name)] = chart
+    return charts
+
+
+def draw(panel: Lines | Matrix, steps: Iterable[int] = ()) -> go.Figure:
+    """Draw a panel.
+
+    Args:
+        panel: The panel, with a line at least.
+        steps: Steps that the axis of steps reaches over, beside those of the panel.
+    """
+    return _draw_matrix(panel) if isinstance(panel, Matrix) else _draw_lines(panel, steps)
+
+
+def choose(charts: Mapping[str, go.Figure]) -> go.Figure:
+    """Make one chart of several, with a menu to choose one of them.
+
+    Args:
+        charts: The charts by their names in the menu, one at least.
+    """
+    first = next(iter(charts.values()))
+    if len(charts) == 1:
+        return first
+    whole = go.Figure(layout=first.layout)
+    buttons: list[dict[str, Any]] = []
+    count = sum(len(chart.data) for chart in charts.values())
+    for name, chart in charts.items():
+        visible = [False] * count
+        for trace in chart.data:
+            visible[len(whole.data)] = True
+            whole.add_trace(trace)
+            whole.data[-1].visible = not buttons
+        layout = chart.layout.to_plotly_json()
+        wanted = {part: layout.get(part) for part in ("xaxis", "yaxis", "shapes", "annotations")}
+        buttons.append(
+            {"label": _plain(name), "method": "update", "args": [{"visible": visible}, wanted]}
+        )
+    whole.update_layout(
+        updatemenus=[{"buttons": buttons, **_AT_TOP}], margin={"t": 40}, legend=_NAMES_BELOW
+    )
+    return whole
+
+
+def slide(charts: Sequence[Mapping[int, Matrix]], names: Sequence[str]) -> go.Figure:
+    """Draw matrices of heads with a slider over steps, and a menu where there are several.
+
+    Args:
+        charts: For each choice of the menu a matrix by step, the last of which is shown first.
+        names: The names of the choices.
+    """
+    last = [by_step[max(by_step)] for by_step in charts]
+    whole = choose({n: _draw_matrix(each) for n, each in zip(names, last, strict=True)})
+    steps = sorted({step for by_step in charts for step in by_step})
+    moves = []
+    for step in steps:
+        nearest = [
+            by_step[min(by_step, key=lambda at: abs(math.log1p(at) - math.log1p(step)))]
+            for by_step in charts
+        ]
+        values = [_colours_of(each)["z"] for each in nearest]
+        moves.append({"label": f"{step:,}", "method": "restyle", "args": [{"z": values}]})
+    slider = {
+        "steps": moves, "active": len(moves) - 1, "currentvalue": {"prefix": "step "},
+        "pad": {"t": 38}, "font": {"size": 11},
+    }  # fmt: skip
+    whole.update_layout(sliders=[slider], margin={"b": 10})
+    return whole
+
+
+def add_linear_axis(chart: go.Figure) -> go.Figure:
+    """Add buttons to a chart over steps that make its axis of steps linear and logarithmic again.
+
+    Args:
+        chart: Chart over steps.
+    """
+    axis = chart.layout.xaxis
+    linear = {
+        "xaxis.type": "linear", "xaxis.tickmode": "auto", "xaxis.title.text": "training step",
+        "xaxis.range": [-0.02 * 10 ** axis.range[1], 1.02 * 10 ** axis.range[1]],
+    }  # fmt: skip
+    back = {
+        "xaxis.type": "log", "xaxis.tickmode": "array", "xaxis.title.text": STEPS_LABEL,
+        "xaxis.range": list(axis.range),
+    }  # fmt: skip
+    buttons = [
+        {"label": label, "method": "relayout", "args": [changes]}
+        for label, changes in (("logarithmic", back), ("linear", linear))
+    ]
+    menu = {"buttons": buttons, "type": "buttons", "direction": "right", **_AT_TOP}
+    chart.update_layout(updatemenus=[menu], margin={"t": 36}, legend=_NAMES_BELOW)
+    return chart
+
+
+def _draw_lines(panel: Lines, steps: Iterable[int]) -> go.Figure:
+    chart = _figure()
+    over_steps = panel.over == "step"
+    x_axis: dict[str, Any]
+    if over_steps:
+        axis = StepAxis([*steps, *(step for line in panel.lines for step in line.x)])
+        x_axis = _step_axis(axis)
+    else:
+        x_axis = {
+            "title": {"text": LAYERS_LABEL, "standoff": 8},
+            "automargin": True,
+            "tickformat": "d",
+            "zeroline": False,
+        }
+    for number, line in enumerate(panel.lines):
+        at = axis.places(line.x) if over_steps else list(line.x)
+        group = line.name or str(number)
+        if len(line.low):
+            chart.add_scatter(
+                x=[*at, *reversed(at)], y=_shown([*line.high, *reversed(line.low)]), mode="none",
+                fill="toself", fillcolor=faded(line.colour, 0.18), hoverinfo="skip",
+                showlegend=False, legendgroup=group,
+            )  # fmt: skip
+        chart.add_scatter(
+            x=at, y=_shown(line.y), customdata=list(line.x), name=_plain(line.name),
+            legendgroup=group, showlegend=bool(line.name), mode=_mode(line),
+            line={"color": line.colour, "width": line.width, "dash": line.dash},
+            marker={"size": 5},
+            hovertemplate=f"{panel.over} %{{customdata:,d}}: %{{y:.4g}}",
+        )  # fmt: skip
+    for step, kind in dict(reversed(panel.alerts)).items() if over_steps else ():
+        _mark(
+            chart, "x", axis.places([step])[0], kind, color=PURPLE, dash="dash", is_logarithmic=True
+        )
+    if panel.null is not None:
+        _mark(chart, "y", *panel.null, color=GREY, dash="dot", is_logarithmic=panel.is_logarithmic)
+    if panel.remark:
+        chart.add_annotation(
+            text=_plain(panel.remark), x=0.01, y=0.02, xref="paper", yref="paper",
+            showarrow=False, font={"size": 10, "color": GREY},
+        )  # fmt: skip
+    names = sum(bool(line.name) for line in panel.lines)
+    chart.update_layout(xaxis=x_axis, yaxis=_value_axis(panel), showlegend=1 < names <= _MOST_NAMES)
+    return chart
+
+
+def _mark(
+    chart: go.Figure,
+    axis: str,
+    at: float,
+    words: str,
+    *,
+    color: str,
+    dash: str,
+    is_logarithmic: bool,
+) -> None:
+    """Draw a line across a chart, with its words."""
+    other = "y" if axis == "x" else "x"
+    chart.add_shape(
+        {"type": "line", f"{axis}0": at, f"{axis}1": at, f"{other}0": 0, f"{other}1": 1,
+         f"{other}ref": "paper", "line": {"color": color, "dash": dash, "width": 1.2}}
+    )  # fmt: skip
+    place = math.log10(at) if is_logarithmic and at > 0 else at  # as plotly has it for words alone
+    chart.add_annotation(
+        {axis: place, other: 1, f"{other}ref": "paper", "text": _plain(words), "showarrow": False,
+         "font": {"size": 10, "color": color}, "xanchor": "left" if axis == "x" else "right",
+         "yanchor": "top" if axis == "x" else "bottom"}
+    )  # fmt: skip
+
+
+def _mode(line: Line) -> str:
+    return "lines+markers" if len(line.x) <= 40 and line.width > 1 else "lines"
+
+
+def _value_axis(panel: Lines) -> dict[str, Any]:
+    axis: dict[str, Any] = {"title": {"text": _plain(panel.label)}, "zeroline": False}
+    if panel.ends is not None:
+        return axis | {"range": list(panel.ends)}
+    return axis | (
+        {"type": "log", "dtick": "D2"} if panel.is_logarithmic else {"rangemode": "tozero"}
+    )
+
+
+def _step_axis(axis: StepAxis) -> dict[str, Any]:
+    ticks, ends = axis.ticks(), axis.places([axis.steps[0], axis.steps[-1]])
+    low, high = (math.log10(end) for end in ends)
+    space = 0.03 * (high - low or 1)
+    return {
+        "title": {"text": STEPS_LABEL, "standoff": 8}, "automargin": True, "type": "log",
+        "tickmode": "array", "zeroline": False,
+        "tickvals": axis.places(ticks), "ticktext": [f"{step:,}" for step in ticks],
+        "range": [low - space, high + space],
+    }  # fmt: skip
+
+
+def _draw_matrix(panel: Matrix) -> go.Figure:
+    chart = _figure()
+    x_axis: dict[str, Any] = {"title": {"text": "head"}, "dtick": _every(panel.columns)}
+    x: Sequence[float] = list(panel.columns)
+    if panel.over == "step":
+        axis = StepAxis(panel.columns)
+        x, x_axis = axis.edges(), _step_axis(axis)
+        x_axis["range"] = [math.log10(x[0]), math.log10(x[-1])]
+    chart.add_heatmap(
+        x=x, y=list(panel.layers), customdata=[list(panel.columns)] * len(panel.layers),
+        hovertemplate=f"layer %{{y}}, {panel.over} %{{customdata:,d}}: %{{text}}<extra></extra>"
+        if panel.is_logarithmic
+        else f"layer %{{y}}, {panel.over} %{{customdata:,d}}: %{{z:.4g}}<extra></extra>",
+        **_colours_of(panel),
+    )  # fmt: skip
+    beyond = "<br>above: layer 0 beyond the scale" * panel.exceeds
+    chart.data[0].colorbar.update(
+        title={"text": _plain(panel.label) + beyond, "side": "right", "font": {"size": 11}},
+        thickness=12, outlinewidth=0,
+    )  # fmt: skip
+    chart.update_layout(
+        xaxis={**x_axis, "showgrid": False, "zeroline": False},
+        yaxis={"title": {"text": "layer"}, "dtick": _every(panel.layers), "showgrid": False,
+               "zeroline": False},
+        plot_bgcolor=NOTHING,
+    )  # fmt: skip
+    return chart
+
+
+def _colours_of(panel: Matrix) -> dict[str, Any]:
+    """Values of a matrix, and the scale of its colours."""
+    scale = {
+        "zmin": panel.low,
+        "zmax": panel.high,
+        "colorscale": SIGNED if panel.is_signed else UNSIGNED,
+    }
+    if not panel.is_logarithmic:
+        return {"z": [_shown(row) for row in panel.values], **scale}
+    with np.errstate(invalid="ignore", divide="ignore"):
+        logs = np.log10(panel.values)
+    powers = np.linspace(math.log10(panel.low), math.log10(panel.high), 5)
+    named = {"tickvals": powers.tolist(), "ticktext": [f"{10**power:.2g}" for power in powers]}
+    return {
+        "z": [_shown(row) for row in logs],
+        "text": [[f"{value:.4g}" for value in row] for row in panel.values],
+        **scale, "zmin": math.log10(panel.low), "zmax": math.log10(panel.high), "colorbar": named,
+    }  # fmt: skip
+
+
+def _every(numbers: Sequence[int]) -> int:
+    """Of how many numbers one is named, so that at most sixteen are."""
+    return max(1, math.ceil(len(numbers) / 16))
+
+
+def _shown(values: Iterable[float]) -> list[float | None]:
+    """Return values with five digits, and None where there is none: JSON has no NaN."""
+    return [float(f"{value:.5g}") if math.isfinite(value) else None for value in values]
+
+
+def _plain(text: str) -> str:
+    """Escape what plotly reads as HTML: what a record says is shown as it is."""
+    return html.escape(text, quote=False)
+
+
+def _figure() -> go.Figure:
+    return go.Figure(
+        layout={
+            "template": "none",
+            "font": {"size": 12},
+            "margin": {"l": 58, "r": 14, "t": 12, "b": 46},
+            "legend": {"orientation": "h", "y": 1.01, "yanchor": "bottom", "x": 0,
+                       "font": {"size": 11}},
+            "paper_bgcolor": "rgba(0,0,0,0)",
+            "plot_bgcolor": "rgba(0,0,0,0)",
+            "hoverlabel": {"namelength": -1},
+        }
+    )  # fmt: skip
+
+
+__all__ = ["add_linear_axis", "charts_of", "choose", "draw", "slide"]

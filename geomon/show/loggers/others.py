@@ -1,0 +1,169 @@
+"""Pages of any other logger, made of functions; those of MLflow and of trackio."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from geomon.analysis.alerts import alert_notes
+from geomon.record import Reading, Sink
+from geomon.record.headline import HEADLINE, Detail, check_detail
+from geomon.record.sinks import LoggerSink
+from geomon.show.loggers.parts import Pages
+from geomon.show.loggers.pictures import Pictures, Post
+
+# Values that MLflow takes at once.
+_MOST_AT_ONCE = 1000
+
+
+class Logger(Pages):
+    """Sink that hands readings to functions: for any logger that has no sink of its own.
+
+    `Logger(lambda values, step: run.track(values, step=step))` is one, for instance.
+
+    Args:
+        log: Function of the charted values, by name, and their step.
+        picture: Function of a name, an image (uint8 [height, width, 3]) and a step, for pictures of
+            layers and heads, which take matplotlib; None for no pictures.
+        alert: Function of a title, a text and a step, for alerts; None for none.
+        name: Name of the logger, for messages.
+        detail: "headline", "layers", or names of metrics whose means are headline values too.
+        save: Function that flushes the logger.
+
+    Raises:
+        ValueError: The detail is none of them.
+    """
+
+    def __init__(
+        self,
+        log: Callable[[dict[str, float], int], object],
+        *,
+        picture: Post | None = None,
+        alert: Callable[[str, str, int], object] | None = None,
+        name: str = "the logger",
+        detail: Detail = HEADLINE,
+        save: Callable[[], object] = lambda: None,
+    ) -> None:
+        super().__init__()
+        self._name = name
+        self._picture = picture
+        self._alert = alert
+        self._detail = check_detail(detail)
+        self._values = LoggerSink(name, log, detail=self._detail, save=save)
+
+    def __str__(self) -> str:
+        return self._name
+
+    def _make_parts(self) -> Iterator[Sink]:
+        yield self._values
+        if self._alert is not None:
+            yield Alerts(self._alert, name=self._name)
+        if self._picture is not None:
+            named = () if isinstance(self._detail, str) else self._detail
+            yield Pictures(self._picture, name=self._name, metrics=named)
+
+
+class MLflow(Logger):
+    """Sink that logs to a run of MLflow: values, pictures as its images, alerts as its tags.
+
+    Args:
+        run_id: Id of the run; None for the active one of this thread.
+        detail: "headline", "layers", or names of metrics whose means are headline values too.
+        pictures: Whether pictures of layers and heads are drawn, which takes matplotlib.
+
+    Raises:
+        ValueError: No run is given and none is active, or the detail is none of them.
+        ImportError: mlflow is missing.
+    """
+
+    def __init__(
+        self, run_id: str | None = None, *, detail: Detail = HEADLINE, pictures: bool = True
+    ) -> None:
+        try:
+            import mlflow
+        except ImportError as error:
+            raise ImportError("MLflow's runs need mlflow: pip install mlflow") from error
+        if run_id is None and (active := mlflow.active_run()) is not None:
+            run_id = active.info.run_id
+        if run_id is None:
+            raise ValueError("no run of MLflow is active: call mlflow.start_run(), or give run_id")
+        self._run_id = run_id
+        self._client = mlflow.MlflowClient()  # mlflow's own functions have a run for each thread
+        super().__init__(
+            self._log, picture=self._log_picture if pictures else None, alert=self._log_alert,
+            name="MLflow", detail=detail,
+        )  # fmt: skip
+
+    def _log(self, values: dict[str, float], step: int) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        metrics = [Metric(name, value, now, step) for name, value in values.items()]
+        for some in range(0, len(metrics), _MOST_AT_ONCE):
+            self._client.log_batch(self._run_id, metrics[some : some + _MOST_AT_ONCE])
+
+    def _log_picture(self, name: str, image: NDArray[np.uint8], step: int) -> None:
+        self._client.log_image(self._run_id, image, key=f"geomon/{name}", step=step)
+
+    def _log_alert(self, title: str, text: str, step: int) -> None:
+        self._client.set_tag(self._run_id, title, f"Step {step}: {text}")
+
+
+class Trackio(Logger):
+    """Sink that logs to a run of trackio: values, pictures and alerts.
+
+    Readings have their step as number. trackio continues from the largest number that it was given:
+    give `step=` in logs of your own too.
+
+    Args:
+        run: Run of trackio, as `trackio.init()` returns it.
+        detail: "headline", "layers", or names of metrics whose means are headline values too.
+        pictures: Whether pictures of layers and heads are drawn, which takes matplotlib.
+
+    Raises:
+        ValueError: The detail is none of them.
+    """
+
+    def __init__(self, run: Any, *, detail: Detail = HEADLINE, pictures: bool = True) -> None:
+        self._run = run
+        super().__init__(
+            lambda values, step: run.log(values, step=step),
+            picture=self._log_picture if pictures else None,
+            alert=lambda title, text, step: run.alert(title, text=text, step=step),
+            name="trackio", detail=detail,
+        )  # fmt: skip
+
+    def _log_picture(self, name: str, image: NDArray[np.uint8], step: int) -> None:
+        import trackio
+
+        self._run.log({f"geomon/{name}": trackio.Image(image)}, step=step)
+
+
+class Alerts:
+    """Sink that hands the alerts of readings to a function.
+
+    Args:
+        send: Function of a title of less than 64 characters, a text and a step.
+        name: Name of the logger, for messages.
+    """
+
+    def __init__(self, send: Callable[[str, str, int], object], *, name: str) -> None:
+        self._send = send
+        self._name = name
+
+    def __str__(self) -> str:
+        return f"sending alerts to {self._name}"
+
+    def write(self, reading: Reading) -> None:
+        """Send the alerts of a reading."""
+        for alert in alert_notes(reading):
+            title = f"geomon: {alert.kind.replace('_', ' ')}"
+            self._send(title[:63], str(alert), reading.step)
+
+    def close(self) -> None:
+        """Do nothing: alerts are sent at once."""
+
+
+__all__ = ["Alerts", "Logger", "MLflow", "Trackio"]
