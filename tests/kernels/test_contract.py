@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samples import dyadic, normal, seeds
 
-from geomon.kernels import _blocks
 from geomon.kernels.angles import (
     cosine,
     cosine_centred,
@@ -37,16 +37,6 @@ from geomon.kernels.token_types import token_types, variance_shares
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 few_examples = settings(deadline=None, derandomize=True, max_examples=15)
-seeds = st.integers(0, 10**6)
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def dyadic(*shape, seed=0):
-    # Multiples of 2^-10: a shift by a power of two is exact, so it changes no difference of rows.
-    return (normal(*shape, seed=seed) * 1024).round() / 1024
 
 
 @dataclass(frozen=True)
@@ -219,10 +209,10 @@ def test_equal_rows_have_no_spread_to_the_last_digit(name, tokens):
 
 @pytest.mark.parametrize("block", [1, 37])
 @pytest.mark.parametrize("name", KERNELS)
-def test_the_size_of_a_block_changes_nothing(name, block, monkeypatch):
+def test_the_size_of_a_block_changes_nothing(name, block, cut_blocks):
     kernel, rows = KERNELS[name], sample() + 3
     want = kernel.function(rows, labels_of(rows))
-    monkeypatch.setattr(_blocks, "BLOCK", block)
+    cut_blocks(block)
     close(kernel.function(rows, labels_of(rows)), want)
 
 

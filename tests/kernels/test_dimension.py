@@ -4,8 +4,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from samples import few_examples, generator, normal, seeds
 from scipy.optimize import minimize_scalar
 from scipy.spatial import cKDTree
 from scipy.special import gammainc
@@ -19,17 +20,6 @@ from geomon.kernels.dimension import (
     twonn_protocols,
 )
 from geomon.kernels.neighbours import nearest
-
-few_examples = settings(deadline=None, derandomize=True, max_examples=30)
-seeds = st.integers(0, 10**6)
-
-
-def generator(seed):
-    return torch.Generator().manual_seed(seed)
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=generator(seed))
 
 
 def pareto(points, dimension, seed=0):
@@ -202,10 +192,6 @@ def test_scales_without_enough_neighbours_are_nan_and_the_others_are_not():
     assert got.isnan().tolist() == [False] * 4 + [True] * 3
 
 
-def test_gride_of_no_scales_is_empty():
-    assert gride(pareto(100, 3), []).shape == (0,)
-
-
 def test_ties_count_as_ratios_of_one():
     distances = beta(400, 5, 4)
     distances[:40] = 1
@@ -215,17 +201,6 @@ def test_ties_count_as_ratios_of_one():
         gride(distances, [2, 4])[1], gride(barely, [4])[0], rtol=1e-9, atol=0
     )
     torch.testing.assert_close(twonn(distances[:, 3:5]), twonn(barely[:, 3:5]), rtol=1e-9, atol=0)
-
-
-@pytest.mark.parametrize("discard", [0.0, 0.1, 0.3, 0.7, 0.8, 0.9])
-@pytest.mark.parametrize("n", [10, 500, 4100])
-def test_the_share_that_is_kept_is_not_rounded_down_by_a_digit(n, discard):
-    mu = torch.linspace(1.01, 3, n, dtype=torch.float64)
-    neighbours = torch.stack([torch.ones_like(mu), mu], dim=1)
-    kept = min(n - round(n * discard), n - 1)  # a whole number for each of these
-    x = mu.log()[:kept]
-    y = -torch.log1p(-torch.arange(1, kept + 1, dtype=torch.float64) / n)
-    assert twonn(neighbours, discard).item() == pytest.approx((x @ y / (x @ x)).item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("discard", [-0.1, 1.0, 1.5, math.nan])
@@ -270,12 +245,6 @@ def test_censored_estimate_maximises_the_likelihood(points, discard, dimension):
     assert twonn_censored(distances, discard).value.item() == pytest.approx(want, rel=1e-5)
 
 
-def test_nothing_discarded_is_gride_at_scale_one():
-    distances = pareto(800, 12)
-    got = twonn_censored(distances, discard=0.0)
-    assert got.value.item() == pytest.approx(gride(distances, [1]).item(), rel=1e-12)
-
-
 @pytest.mark.parametrize(("points", "dimension"), [(500, 2), (500, 30), (2000, 10)])
 def test_estimate_is_unbiased_and_its_interval_covers(points, dimension):
     values, errors = replicates(points, dimension, times=2000)
@@ -298,11 +267,6 @@ def test_what_is_discarded_may_be_anything_larger():
     broken[largest, 1] *= torch.linspace(1, 1e6, 100).double()
     for got, want in zip(twonn_censored(broken), twonn_censored(distances), strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0)
-
-
-def test_too_few_points_kept_are_nan():
-    assert twonn_censored(pareto(10, 4), discard=0.85).value.isnan()
-    assert not twonn_censored(pareto(10, 4), discard=0.75).value.isnan()
 
 
 @pytest.mark.parametrize("discard", [-0.1, 1.0, 2.0, math.nan])
@@ -338,15 +302,6 @@ def test_several_sets_are_fitted_as_each_alone(count, size, seed, discard):
     found = twonn_of_each(distances, discard)
     expected = torch.stack([twonn(own, discard) for own in distances])
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("discard", [0.1, 0.7, 0.8])
-@pytest.mark.parametrize("size", [10, 20, 60, 100])
-def test_of_each_set_as_many_ratios_are_kept_as_of_one(size, discard):
-    """60 (1 - 0.8) is 11.999999999999998 in float64."""
-    distances = normal(2, size, 2).abs().sort(dim=2).values
-    want = torch.stack([twonn(own, discard) for own in distances])
-    torch.testing.assert_close(twonn_of_each(distances, discard), want, rtol=1e-12, atol=0)
 
 
 def test_sets_without_an_answer_and_the_smallest_with_one():

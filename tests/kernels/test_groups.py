@@ -5,15 +5,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samples import normal
 
-from geomon.kernels import _blocks
 from geomon.kernels.angles import cosine
 from geomon.kernels.groups import GROUPS, add_by_group, group_sequences, group_sums
 from geomon.kernels.moments import drift_norm, mean_square_norm
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 @settings(deadline=None, derandomize=True, max_examples=60)
@@ -48,8 +44,8 @@ def test_fewer_than_eight_sequences_have_no_groups_and_a_huge_one_is_a_group_lik
 @pytest.mark.parametrize("block", [7, 1 << 20])
 @pytest.mark.parametrize("offset", [0.0, 1e6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_sums_are_those_of_loops_over_the_rows_of_each_group(block, offset, dtype, monkeypatch):
-    monkeypatch.setattr(_blocks, "BLOCK", block)
+def test_sums_are_those_of_loops_over_the_rows_of_each_group(block, offset, dtype, cut_blocks):
+    cut_blocks(block)
     rows = (normal(90, 2, 3) + offset).to(dtype)
     rows[4:9, 0] = 0  # without a direction
     group = torch.arange(90) % 5  # of 8 groups three are empty

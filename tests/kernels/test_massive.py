@@ -3,19 +3,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from samples import generator, normal
 
 from geomon.kernels.massive import ordinary_rows, sink_share
 from geomon.kernels.spectrum import anisotropy, spectrum
 
 KERNELS = [ordinary_rows, sink_share]
-
-
-def generator(seed):
-    return torch.Generator().manual_seed(seed)
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=generator(seed))
 
 
 def with_massive_rows(tokens=2032, width=768, massive=16, norm=1000.0, seed=0):

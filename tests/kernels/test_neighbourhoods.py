@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from samples import few_examples, normal
 
-from geomon.kernels import _blocks
 from geomon.kernels.dimension import twonn
 from geomon.kernels.neighbourhoods import (
     local_dimension,
@@ -18,12 +18,6 @@ from geomon.kernels.neighbourhoods import (
 from geomon.kernels.neighbours import nearest
 from geomon.kernels.spectrum import anisotropy, spectrum
 from tests.new_tensors import LargestNewTensor
-
-few_examples = settings(deadline=None, derandomize=True, max_examples=25)
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def sets(count, size, tokens, seed=0):
@@ -162,10 +156,10 @@ def test_the_mean_of_estimates_on_flat_neighbourhoods_is_their_dimension():
     assert shape.cosine.mean().item() == pytest.approx(-1 / 63, abs=0.02)
 
 
-def test_memory_is_that_of_blocks(monkeypatch):
+def test_memory_is_that_of_blocks(cut_blocks):
     rows, members = normal(100, 6).float(), sets(30, 20, 100)
     whole = local_dimension(rows, members), local_isotropy(rows, members)
-    monkeypatch.setattr(_blocks, "BLOCK", 1)
+    cut_blocks(1)
     with LargestNewTensor(rows, members) as in_blocks:
         torch.testing.assert_close(local_dimension(rows, members), whole[0], rtol=1e-12, atol=0)
     assert in_blocks.bytes <= 8 * 20 * 20 * 6  # one neighbourhood of 30

@@ -1,9 +1,10 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from models import PlainDecoder
+from samples import few_examples, generator, normal
 
 from geomon.kernels.moments import drift_norm, mean_square_norm, variance
 from geomon.kernels.token_types import token_types, variance_shares
@@ -23,16 +24,7 @@ def norm_variance_slope(hidden, token_ids, smallest=10, largest=100_000):
 
 KERNELS = [within_variance, variance_shares, norm_variance_slope]
 
-few_examples = settings(deadline=None, derandomize=True, max_examples=30)
 cases = st.tuples(st.integers(4, 60), st.integers(1, 9), st.integers(1, 8), st.integers(0, 10**6))
-
-
-def generator(seed):
-    return torch.Generator().manual_seed(seed)
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=generator(seed))
 
 
 def random_ids(tokens, types, seed=0):
