@@ -91,16 +91,6 @@ def test_no_view_is_computed_and_none_captured_for_arrays(monkeypatch):
     assert sorted(counted) == ["spectrum", "token_types"]
 
 
-def test_values_are_the_same_with_and_without_arrays():
-    with_arrays, without = (
-        Evaluator(METRICS, 1, strict=True, **kept).evaluate([layer()], ROWS)
-        for kept in ({"keeps_arrays": True}, {})
-    )
-    assert without.arrays == {}
-    np.testing.assert_equal(tagged(with_arrays.stacks), tagged(without.stacks))
-    assert with_arrays.notes == without.notes
-
-
 def test_arrays_are_copies_of_their_own():
     seen = layer()
     found = arrays_with(METRICS, seen)

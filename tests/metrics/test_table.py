@@ -7,31 +7,13 @@ import pytest
 import torch
 
 from geomon import METRICS, MORE_METRICS, geometry
-from geomon.capture.snapshot import CAPTURED, Layer
+from geomon.capture.snapshot import Layer
 from geomon.kernels import dimension
 from geomon.kernels.dimension import twonn_censored
-from geomon.metrics import Evaluator
 from geomon.metrics.metric import Sizes
-from geomon.metrics.table import check_metrics
-from geomon.metrics.views import DERIVED, LayerViews, captured_views
+from geomon.metrics.views import LayerViews
 
 ALL = METRICS | MORE_METRICS
-
-
-def test_derived_views_come_down_to_captured_ones():
-    for name in DERIVED:
-        assert captured_views([name]) <= CAPTURED.keys()
-        assert captured_views([name])
-    assert Evaluator({"m": METRICS["attention_entropy"]}, 1).views == {
-        "query", "key", "visible", "scale", "bias", "softcap", "sink", "scores",
-    }  # fmt: skip
-
-
-def test_a_metric_may_have_options_with_defaults():
-    def norm(hidden, *, order=2.0):
-        return hidden.norm(p=order, dim=-1).mean()
-
-    assert check_metrics({"norm": norm})["norm"].function is norm
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e4])

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 from geomon import Memory, Monitor, every, read, select
 from geomon.huggingface import GeometryMonitor as OfTrainer
 from geomon.lightning import GeometryMonitor as OfLightning
-from geomon.monitor.planning.budget import Budget
 from geomon.monitor.probe_loss import count_sequences
 
 ROWS = torch.cat([batch(5, 16, seed=seed) for seed in range(4)])
@@ -190,23 +189,6 @@ def test_the_models_time_is_the_trainings_where_the_pass_is_its_validation(model
             assert min(spent, memory.readings[1].seconds) >= slow_calls
         else:
             assert 0 < max(spent, memory.readings[1].seconds) <= passed - slow_calls
-
-
-def test_time_that_is_left_out_does_not_count_in_the_charges_around_it(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("geomon.monitor.planning.budget.time.perf_counter", lambda: now[0])
-    budget = Budget(None, clock=lambda: now[0])
-    budget.begin(0)
-    with budget.charge():
-        now[0] += 1
-        with budget.charge():
-            now[0] += 10
-            budget.leave_out(10)
-            budget.spend(2)
-            now[0] += 2
-        now[0] += 4
-    assert budget.spent == 7
-    assert budget.overhead == pytest.approx(7 / 17)
 
 
 @pytest.mark.parametrize("of_callback", [OfLightning, OfTrainer])

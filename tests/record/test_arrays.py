@@ -4,6 +4,7 @@ import os
 
 import numpy as np
 import pytest
+from full_disk import FullDisk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
@@ -183,9 +184,9 @@ def test_the_rest_of_a_killed_write_is_no_array_and_is_removed(tmp_path):
 
 def test_no_arrays_stand_beside_a_line_that_waits(tmp_path, monkeypatch):
     record = began(tmp_path)
-    with monkeypatch.context() as full:
-        full.setattr(Record, "_append", lambda *line: (_ for _ in ()).throw(OSError("full")))
-        with pytest.raises(OSError, match="full"):
+    with monkeypatch.context() as patch:
+        FullDisk(patch)
+        with pytest.raises(OSError, match="No space"):
             record.write(reading(0))
         record.write_arrays(reading(0), some(1.0))
     assert not (tmp_path / "arrays").exists()
