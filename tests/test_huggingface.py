@@ -1,9 +1,7 @@
 import copy
-import io
 import json
 import logging
 import math
-import pickle
 import re
 import threading
 import types
@@ -249,13 +247,6 @@ def test_probe_reads_the_last_weights_and_not_the_best(tmp_path, event, at, step
     assert seen == [len(steps)]
 
 
-def test_a_training_that_is_stopped_early_is_probed_at_its_end(tmp_path):
-    probe = {"input_ids": batch(seed=77)}
-    monitor = GeometryMonitor(probe=probe, schedule=every(5), **FEW)
-    fit(tmp_path, [monitor, Stop("on_step_end", 4)])
-    assert [r.step for r in read(tmp_path)] == [0, 4]
-
-
 def run_part(self, model, inputs, *args, **kwargs):
     """A loss that calls a part of the model, as some trainers do."""
     hidden = self.model.transformer(inputs["input_ids"]).last_hidden_state
@@ -299,37 +290,6 @@ def test_the_window_is_open_for_one_forward_and_no_longer(tmp_path, error, part)
         assert found["attributes"] == before["attributes"]
     assert fingerprint(model) == before
     assert [r.step for r in read(tmp_path)] == ([0, 1] if error is None else [])
-
-
-class Copies(TrainerCallback):
-    """An average of the weights, and a checkpoint of the whole model, in the events of a step."""
-
-    def __init__(self):
-        self.copies, self.files = [], []
-
-    def on_step_begin(self, args, state, control, model=None, **kwargs):
-        self.copies.append(copy.deepcopy(model))
-        self.files.append(pickle.dumps(model))
-        file = io.BytesIO()
-        torch.save(model, file)
-        self.files.append(file.getvalue())
-
-
-@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
-def test_copies_made_in_another_callback_are_copies(tmp_path, first):
-    copies = Copies()
-    order = [GeometryMonitor(schedule=every(1), **FEW), copies]
-    model, _ = trained(tmp_path)
-    expected = [copy.deepcopy(model).eval()]
-    trainer = fit(tmp_path, order if first else order[::-1], model=model, steps=2)
-    assert len(read(tmp_path)) == 2
-    inputs = batch(seed=5)
-    made = [copies.copies[0], pickle.loads(copies.files[0])]
-    made.append(torch.load(io.BytesIO(copies.files[1]), weights_only=False))
-    for one in made:
-        assert fingerprint(one.train()) == fingerprint(trainer.model.train())
-        assert torch.equal(one.eval()(inputs).logits, expected[0](inputs).logits)
-    assert not torch.equal(trainer.model.eval()(inputs).logits, expected[0](inputs).logits)
 
 
 @pytest.mark.parametrize(
@@ -695,22 +655,3 @@ def test_a_training_without_gradients_is_read(tmp_path):
     assert [r.step for r in memory.readings] == [0, 1, 2]
     assert all("variance/layer_03" in r.values for r in memory.readings)
     assert fingerprint(model) == before
-
-
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_a_step_that_breaks_behind_a_pass_without_gradients_leaves_nothing(tmp_path, error):
-    class Breaking(Scoring):
-        """Fails between what it scores and what it trains on."""
-
-        def compute_loss(self, model, inputs, *args, **kwargs):
-            if self.state.global_step == 1:
-                raise error("in a reward")
-            return super().compute_loss(model, inputs, *args, **kwargs)
-
-    model, before = trained(tmp_path)
-    memory = Memory()
-    monitor = GeometryMonitor(**FEW, schedule=every(1), sinks=[memory])
-    with pytest.raises(error):
-        fit(tmp_path, [monitor], model=model, kind=Breaking, steps=3)
-    assert fingerprint(model) == before
-    assert [r.step for r in memory.readings] == [0]

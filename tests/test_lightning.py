@@ -22,7 +22,7 @@ from wandb_file import wandb_rows, work_offline
 
 import geomon
 import geomon.lightning
-from geomon import Monitor, every, read, select
+from geomon import every, read, select
 from geomon.lightning import GeometryMonitor
 
 FEW = {
@@ -246,20 +246,6 @@ def test_several_ranks_are_given_no_value_that_only_the_first_would_have(tmp_pat
     assert not trainer.callback_metrics
 
 
-def test_every_logger_gets_every_reading(tmp_path):
-    loggers = [CSVLogger(tmp_path, "", f"csv{i}") for i in range(2)] + [
-        TensorBoardLogger(tmp_path, "", "tb")
-    ]
-    monitor = GeometryMonitor(directory=tmp_path / "run", schedule=every(4), **FEW)
-    fit(tmp_path, [monitor], logger=loggers)
-    for i in range(2):
-        rows = (tmp_path / f"csv{i}" / "metrics.csv").read_text().splitlines()
-        assert len(rows) == 1 + len(read(tmp_path / "run")) == 5
-    events = EventAccumulator(str(tmp_path / "tb"))
-    events.Reload()
-    assert [event.step for event in events.Scalars("~geomon/variance")] == [0, 4, 8, 11]
-
-
 def test_a_logger_that_fails_silences_no_other(tmp_path, caplog):
     class Broken(TensorBoardLogger):
         def log_metrics(self, metrics, step=None):
@@ -275,14 +261,6 @@ def test_a_logger_that_fails_silences_no_other(tmp_path, caplog):
     assert [r.step for r in read(tmp_path)] == [0, 1, 2, 3, 4]
     said = [message for message in caplog.messages if "gone" in message]
     assert [("Broken" in m, "tried again" in m) for m in said] == [(True, True)]
-
-
-@pytest.mark.parametrize("logger", [True, False])
-def test_a_fast_run_for_development_is_read_too(tmp_path, logger, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monitor = GeometryMonitor(**FEW)
-    fit(tmp_path, [monitor], fast_dev_run=2, logger=logger)
-    assert [r.step for r in read(tmp_path / "runs" / "geomon")] == [0, 1]
 
 
 class TwoOptimizers(Decoder):
@@ -326,19 +304,6 @@ def test_by_default_a_budget_leaves_readings_out_but_not_the_first_eight_and_the
     few = {name: value for name, value in FEW.items() if name != "budget"}
     fit(tmp_path, [GeometryMonitor(**few, schedule=every(1))], steps=40)
     assert [r.step for r in read(tmp_path)] == [*range(8), 39]
-
-
-@pytest.mark.parametrize(("bound", "last"), [({"max_steps": 6}, 6), ({"max_epochs": 2}, 80)])
-def test_the_budget_is_of_the_whole_run_where_its_length_is_known(
-    tmp_path, bound, last, monkeypatch
-):
-    told = []
-    monkeypatch.setattr(Monitor, "expect_end", lambda monitor, step: told.append(step))
-    fit(tmp_path, [GeometryMonitor(**FEW)], **({"max_steps": -1} | bound))
-    assert told == [last]
-    endless = {"max_steps": -1, "max_epochs": -1, "max_time": {"seconds": 0.01}}
-    fit(tmp_path / "endless", [GeometryMonitor(**FEW)], **endless)
-    assert told == [last, None]
 
 
 def test_overhead_is_a_share(tmp_path):

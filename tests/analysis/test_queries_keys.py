@@ -153,6 +153,9 @@ def test_signs_of_layers_have_exact_p_values():
     assert [layer.p_value for layer in found.layers] == pytest.approx([2 / 256, 1, 18 / 256])
     assert found.depth < 0
     assert found.depth_p < 0.001
+    heads = queries_and_keys([at(0, [[0.7, 0.9, -0.8, -0.95, 0.8]])])
+    assert [head.head for head in heads.of("similar")] == [1, 4, 0]
+    assert [head.head for head in heads.of("opposite")] == [3, 2]
 
 
 def test_the_words_say_what_was_found():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from samples import normal
 
 from geomon.kernels.angles import cosine
-from geomon.kernels.groups import GROUPS, add_by_group, group_sequences, group_sums
+from geomon.kernels.groups import GROUPS, group_sequences, group_sums
 from geomon.kernels.moments import drift_norm, mean_square_norm
 
 
@@ -101,12 +101,3 @@ def test_fewer_than_two_directions_have_no_cosine_and_each_row_needs_a_group():
     assert cosines[1].item() == pytest.approx(1)
     with pytest.raises(ValueError, match="a group for each of 5 rows, got 4"):
         group_sums(rows, torch.zeros(4, dtype=torch.int64))
-
-
-def test_values_of_any_shape_are_added_to_their_groups():
-    values, group = normal(20, 2, 3), torch.arange(20) % 4
-    total = torch.ones(4, 2, 3, dtype=torch.float64)
-    add_by_group(total, group, values)
-    for number in range(4):
-        want = 1 + values[group == number].sum(dim=0)
-        torch.testing.assert_close(total[number], want, rtol=1e-12, atol=1e-12)

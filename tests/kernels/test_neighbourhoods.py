@@ -60,16 +60,6 @@ def test_the_dimension_is_that_of_each_neighbourhood_alone(width, offset, dtype)
         assert abs(twonn(two).item() / expected[0] - 1) > 0.1
 
 
-def test_it_is_scikit_dimension_pointwise():
-    """Where it is installed: benchmarks/requirements.txt."""
-    estimators = pytest.importorskip("skdim.id")
-    rows = normal(400, 30, seed=1) * torch.arange(1, 31) ** -0.5
-    members = nearest(rows, 64).indices[:30]
-    estimator = estimators.TwoNN(discard_fraction=0.1)
-    expected = estimator.fit_pw(rows.numpy(), precomputed_knn=members.numpy()).dimension_pw_
-    np.testing.assert_allclose(local_dimension(rows, members), expected, rtol=1e-10)
-
-
 @pytest.mark.parametrize("spread", [1e-3, 1e-6, 1e-9, 1e-12])
 def test_near_duplicates_in_a_neighbourhood_keep_their_distances(spread):
     """The Gram matrix alone has no digit of them left at 1e-9 of the extent."""
@@ -83,13 +73,6 @@ def test_near_duplicates_in_a_neighbourhood_keep_their_distances(spread):
     two = squared.fill_diagonal_(math.inf).sort(dim=1).values[:, :2].sqrt()
     if spread <= 1e-9:
         assert not abs(twonn(two).item() / found - 1) < 0.05
-
-
-def test_a_massive_row_in_a_neighbourhood_costs_no_digit():
-    rows = normal(64, 20, seed=4)
-    rows[5] *= 1e7
-    found = local_dimension(rows, torch.arange(64)[None])[0].item()
-    assert found == pytest.approx(twonn_by_hand(rows), rel=1e-9)
 
 
 @few_examples

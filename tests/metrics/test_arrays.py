@@ -133,17 +133,6 @@ def test_the_most_frequent_types_are_kept(monkeypatch):
     np.testing.assert_array_equal(counts[found["type_ids/layer_01"]], found["type_rows/layer_01"])
 
 
-def test_stacks_have_arrays_of_their_own():
-    evaluator = Evaluator(select("anisotropy"), 1, keeps_arrays=True)
-    stacks = [
-        Layer(1, "block", layer(index).captured, stack=stack)
-        for index, stack in ((1, "encoder"), (2, "decoder"))
-    ]
-    found = by_tag(evaluator.evaluate(stacks, ROWS).arrays)
-    names = [tag for tag in found if tag.startswith("eigenvalues")]
-    assert names == ["eigenvalues/encoder_layer_01", "eigenvalues/decoder_layer_01"]
-
-
 def test_arrays_that_cannot_be_taken_cost_nothing_but_themselves(monkeypatch):
     def broken(spectrum):
         raise ZeroDivisionError("by design")

@@ -9,13 +9,11 @@ from dataclasses import replace
 import pytest
 import threadpoolctl
 import torch
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from whole_layer import ROWS, whole_layer
 
 from geomon.capture.snapshot import SOURCES, Layer
 from geomon.metrics import METRICS, MORE_METRICS, Evaluator, LayerValues, check_metrics, select
-from geomon.metrics.at_once import in_modes, in_pieces, in_threads, layers_at_once
+from geomon.metrics.at_once import in_pieces, in_threads, layers_at_once
 from geomon.record.columns import tagged
 
 ALL = METRICS | MORE_METRICS
@@ -174,15 +172,6 @@ def here_or_not(_):
     return threading.current_thread() is threading.main_thread()
 
 
-def test_a_thread_is_in_a_mode_of_torch_of_either_kind():
-    assert not in_modes()
-    for mode in (TorchDispatchMode(), TorchFunctionMode()):
-        with mode:
-            assert in_modes()
-    with TorchDispatchMode(), TorchFunctionMode():
-        assert in_modes()
-
-
 @pytest.fixture
 def small_stacks():
     before = threading.stack_size(64 * 1024)
@@ -235,13 +224,6 @@ def test_a_metric_of_ones_own_is_called_here_for_one_layer_after_another():
     evaluator.evaluate(many, 400)
     here = threading.current_thread()
     assert seen == [(here, float(layer.captured["hidden"][0, 0])) for layer in many]
-
-
-def test_bundled_metrics_of_small_layers_share_the_threads_out():
-    evaluator = Evaluator(ALL, 1)
-    assert evaluator.layers_at_once(layers(6), 400) == 4
-    assert evaluator.layers_at_once(layers(2), 400) == 2
-    assert evaluator.layers_at_once([], 400) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 import copy
 import errno
 import gc
-import json
 import logging
 import math
 import os
@@ -178,13 +177,6 @@ def test_probe_restores_flags_and_random_state():
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_probe_is_the_same_twice_and_leaves_no_gradients():
-    model = PlainDecoder(dropout=0.5).train()
-    values = [measure(model, batch(), metrics=METRICS, tokens=64) for _ in range(2)]
-    assert values[0] == pytest.approx(values[1], nan_ok=True, rel=0, abs=0)
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
 def test_a_metric_of_ones_own():
     def peak_norm(hidden):
         norms = hidden.norm(dim=-1)
@@ -218,7 +210,7 @@ def test_a_failing_metric_never_ends_a_run(tmp_path, caplog):
     assert all(math.isnan(r.values["broken/layer_01"]) for r in readings)
     assert all(math.isfinite(r.values["variance/layer_01"]) for r in readings)
     assert all("by design" in r.words()[-1] for r in readings)
-    assert len([m for m in caplog.messages if "by design" in m]) == 1
+    assert [r.name for r in caplog.records if "by design" in r.getMessage()] == ["geomon"]
     with pytest.raises(ZeroDivisionError):
         measure(model, batch(), metrics={"broken": broken})
 
@@ -747,14 +739,6 @@ def test_without_gathering_every_rank_runs_the_passes_whatever_the_record_holds(
     assert [r.step for r in read(tmp_path)] == ([0, 3, 4] if rank == 0 else [0, 3])
 
 
-def test_few_rows_are_said(caplog):
-    memory = Memory()
-    model = PlainDecoder()
-    with caplog.at_level(logging.WARNING, "geomon"):
-        monitor(model, None, tokens=4096, sinks=[memory]).probe(0, batch())
-    assert any("256 rows, fewer than tokens=4096" in note for note in memory.readings[0].words())
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -793,20 +777,6 @@ def test_model_can_be_copied_and_pickled_while_it_is_watched(tmp_path):
     model.eval()
     again = pickle.loads(pickle.dumps(copy.deepcopy(model)))
     assert torch.equal(again(batch())[0], model(batch())[0])
-
-
-def test_record_is_plain_json(tmp_path):
-    model = PlainDecoder()
-    with monitor(model, tmp_path, metrics=METRICS)(0):
-        model(batch())
-    for line in (tmp_path / "readings.jsonl").read_text().splitlines():
-        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-
-
-def test_version_is_one():
-    from importlib.metadata import version
-
-    assert geomon.__version__ == version("geomon")
 
 
 def test_a_checkout_that_was_never_installed_can_be_imported():

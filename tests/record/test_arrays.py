@@ -106,14 +106,6 @@ def test_a_resumed_run_goes_on_in_the_same_folder(tmp_path):
     assert not (tmp_path / "arrays.1").exists()
 
 
-def test_the_same_step_is_replaced(tmp_path):
-    folder = ArrayFolder(tmp_path / "arrays")
-    folder.write(4, "probe", some(1.0))
-    folder.write(4, "probe", some(2.0))
-    assert folder.read(4, "probe")["mean_query/layer_01"][0, 0] == 2.0
-    assert os.listdir(folder.path) == ["step_000004_probe.npz"]
-
-
 def test_of_readings_close_together_only_some_have_arrays(tmp_path):
     record = began(tmp_path)
     for step in range(0, 8_001, 10):

@@ -274,13 +274,6 @@ def test_lines_that_waited_are_written_at_the_end(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == [FILE_NAME]
 
 
-def test_a_run_that_read_nothing_leaves_an_empty_record(tmp_path):
-    record = Record(tmp_path)
-    record.begin(0, {"model": "m"})
-    record.close()
-    assert record.path.read_text() == ""
-
-
 @pytest.mark.parametrize("moment", range(4))
 def test_ctrl_c_in_a_write_neither_loses_nor_doubles_the_line(tmp_path, monkeypatch, moment):
     """Between any two steps of the write: before it, in it, after it, and at the file's end."""
