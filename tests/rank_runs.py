@@ -179,6 +179,19 @@ def ragged_readings(ranks: RankGroup, folder: Path) -> dict:
     return found
 
 
+def same_tokens(ranks: RankGroup, folder: Path) -> dict:
+    """All ranks are given one batch, as those of a pipeline are."""
+    model, (ids, mask) = Decoder(), ragged(0)
+    monitor, memory = monitor_of(model, tokens=400)
+    with monitor(0):
+        model(ids, attention_mask=mask)
+    if ranks.rank:
+        return {}
+    expected = one_process(model, [ragged(0)], FEW, step=0, tokens=400)
+    (reading,) = memory.readings
+    return {"gathered": measured(reading), "one process": expected, "notes": reading.words()}
+
+
 def rows_of_all(batches, rows: int) -> int:
     size = len(batches)
     shares = [rows // size + (rank < rows % size) for rank in range(size)]
@@ -759,9 +772,8 @@ def trainer(ranks: RankGroup, folder: Path) -> dict:
 TOGETHER = {
     function.__name__: function
     for function in (
-        ragged_readings, same_rows, probes, not_gathered, failures, resumed, strategies,
-        probed_anywhere,
-        tensor_parallel,
+        ragged_readings, same_tokens, same_rows, probes, not_gathered, failures, resumed,
+        strategies, probed_anywhere, tensor_parallel,
     )
 }  # fmt: skip
 

@@ -11,9 +11,7 @@ from whole_layer import ROWS, whole_layer
 from geomon import METRICS, MORE_METRICS, Memory, Monitor, select
 from geomon.capture.attending.fused import read_sdpa
 from geomon.capture.attending.max_logit import max_logits_of_call
-from geomon.kernels.attention import attention_rows
-from geomon.kernels.neighbours import nearest, unique_rows
-from geomon.kernels.spectrum import principal_axes, spectrum
+from geomon.kernels.neighbours import nearest
 from geomon.metrics import Evaluator
 from geomon.metrics.jackknife import margin
 from geomon.monitor.measuring import device as measuring
@@ -23,61 +21,6 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 
 def normal(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.mark.parametrize("kernel", [spectrum, unique_rows])
-def test_kernels_of_rows_agree_with_the_host(kernel):
-    rows = normal(600, 300) + 3
-    torch.testing.assert_close(kernel(rows.cuda()).cpu(), kernel(rows), rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("width", [300, 1100])
-def test_axes_agree_with_the_host(width):
-    rows = normal(1300, width) * torch.arange(1, width + 1) ** -0.5 + 3
-    group = torch.arange(1300) % 8
-    device, host = principal_axes(rows.cuda(), group.cuda(), 8), principal_axes(rows, group, 8)
-    for found, want in zip(device, host, strict=True):
-        assert found.device.type == "cuda"
-        torch.testing.assert_close(found.cpu(), want, rtol=1e-3, atol=1e-3)
-
-
-def test_neighbours_agree_with_the_host():
-    rows = normal(1500, 32) + 10
-    on_device, on_host = nearest(rows.cuda(), k=8), nearest(rows, k=8)
-    torch.testing.assert_close(on_device.distances.cpu(), on_host.distances, rtol=1e-9, atol=0)
-
-
-def test_attention_agrees_with_the_host():
-    query, key = normal(2, 4, 32, 16), normal(2, 2, 64, 16, seed=1)
-    visible = torch.ones(1, 1, 1, 64, dtype=torch.bool)
-    device = attention_rows(query.cuda(), key.cuda(), visible.cuda(), 0.25)
-    for one, other in zip(device, attention_rows(query, key, visible, 0.25), strict=True):
-        torch.testing.assert_close(one.cpu(), other, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("background", [None, False])
-def test_a_model_on_the_device_gives_the_readings_of_one_on_the_host(background):
-    readings = []
-    for device in ("cpu", "cuda"):
-        torch.manual_seed(0)
-        model, memory = models.PlainDecoder().to(device), Memory()
-        monitor = Monitor(
-            model, metrics=METRICS, directory=None, sinks=[memory], tokens=128, strict=True,
-            background=background, schedule=lambda step: True,
-        )  # fmt: skip
-        for step in range(3):
-            with monitor(step):
-                model(models.batch(seed=step).to(device))
-        monitor.close()
-        readings.append(memory.readings)
-    for host, device in zip(*readings, strict=True):
-        for tag in (
-            "anisotropy/mean",
-            "twonn/mean",
-            "qk_cosine/layer_01",
-            "attention_entropy/mean",
-        ):
-            assert device.values[tag] == pytest.approx(host.values[tag], rel=1e-2), tag
 
 
 def test_training_on_the_device_is_the_same_with_and_without():

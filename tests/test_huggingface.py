@@ -1,13 +1,10 @@
 import copy
-import io
 import json
 import logging
 import math
-import pickle
 import re
 import threading
 import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from wandb_file import wandb_rows, work_offline
 
-from geomon import Memory, Monitor, every, huggingface, read, select
+from geomon import Memory, Monitor, every, read, select
 from geomon.huggingface import GeometryMonitor
 
 FEW = {
@@ -126,8 +123,9 @@ def test_by_default_a_budget_leaves_readings_out_but_not_the_first_eight_and_the
     assert [r.step for r in read(tmp_path)] == [*range(8), 29]
 
 
-@pytest.mark.parametrize("detail", ["headline", "layers"])
-@pytest.mark.parametrize("probe", [None, {"input_ids": batch(seed=77)}], ids=["inline", "probe"])
+@pytest.mark.parametrize(
+    ("detail", "probe"), [("headline", None), ("layers", {"input_ids": batch(seed=77)})]
+)
 def test_tensorboard_shows_what_the_record_holds(tmp_path, probe, detail, monkeypatch):
     monkeypatch.setattr("geomon.show.loggers.history.SHARE", math.inf)  # the run takes a second
     monitor = GeometryMonitor(probe=probe, detail=detail, schedule=every(1), **FEW)
@@ -200,50 +198,6 @@ def test_other_callbacks_get_the_values_and_the_terminal_does_not(tmp_path, caps
     assert [entry["step"] for entry in losses] == [1, 2, 3, 4, 5, 6]
 
 
-def test_the_history_holds_headline_values_only_whatever_is_charted(tmp_path):
-    entries = {
-        detail: logged(fit(tmp_path / detail, [GeometryMonitor(detail=detail, **FEW)], steps=2))
-        for detail in ("headline", "layers")
-    }
-    keys = [[sorted(entry) for entry in found] for found in entries.values()]
-    assert keys[0] == keys[1]
-    own = {"step", "epoch"}
-    assert all(key.startswith("geomon/") for entry in keys[1] for key in {*entry} - own)
-    assert all(len(entry) <= 15 + len(own) for entry in keys[1])
-
-
-@pytest.mark.parametrize("detail", ["layer", ("variance", "varience")])
-def test_a_detail_that_does_not_exist_is_refused(detail):
-    with pytest.raises(ValueError, match="detail"):
-        GeometryMonitor(detail=detail)
-
-
-def test_keys_are_constant_and_values_are_plain_floats(tmp_path):
-    metrics = {"exotic": lambda hidden: hidden.double().norm().numpy()[()]}
-    trainer = fit(tmp_path, [GeometryMonitor(metrics=metrics, tokens=64)], save_strategy="steps")
-    entries = [entry for entry in trainer.state.log_history if "geomon/exotic" in entry]
-    # Before any time has passed there is no share of it.
-    assert {"geomon/overhead"} == entries[1].keys() - entries[0].keys()
-    assert len({frozenset(entry) for entry in entries[1:]}) == 1
-    own = {"step", "epoch"}  # the Trainer's
-    assert {type(v) for entry in entries for k, v in entry.items() if k not in own} == {float}
-
-
-def test_accumulated_batches_are_one_step_and_the_first_is_read(tmp_path):
-    memory, seen = Memory(), []
-
-    class Watching(Trainer):
-        def training_step(self, model, inputs, *args, **kwargs):
-            found = super().training_step(model, inputs, *args, **kwargs)
-            seen.append((self.state.global_step, len(memory.readings)))
-            return found
-
-    monitor = GeometryMonitor(schedule=every(1), sinks=[memory], **FEW)
-    fit(tmp_path, [monitor], steps=2, gradient_accumulation_steps=3, kind=Watching)
-    assert seen == [(0, 0)] * 3 + [(1, 1)] * 3  # a reading waits for the loss of its step
-    assert [reading.step for reading in memory.readings] == [0, 1]
-
-
 def test_only_training_is_read(tmp_path):
     monitor = GeometryMonitor(schedule=every(1), **FEW)
     trainer = fit(
@@ -293,13 +247,6 @@ def test_probe_reads_the_last_weights_and_not_the_best(tmp_path, event, at, step
     assert seen == [len(steps)]
 
 
-def test_a_training_that_is_stopped_early_is_probed_at_its_end(tmp_path):
-    probe = {"input_ids": batch(seed=77)}
-    monitor = GeometryMonitor(probe=probe, schedule=every(5), **FEW)
-    fit(tmp_path, [monitor, Stop("on_step_end", 4)])
-    assert [r.step for r in read(tmp_path)] == [0, 4]
-
-
 def run_part(self, model, inputs, *args, **kwargs):
     """A loss that calls a part of the model, as some trainers do."""
     hidden = self.model.transformer(inputs["input_ids"]).last_hidden_state
@@ -345,50 +292,10 @@ def test_the_window_is_open_for_one_forward_and_no_longer(tmp_path, error, part)
     assert [r.step for r in read(tmp_path)] == ([0, 1] if error is None else [])
 
 
-class Copies(TrainerCallback):
-    """An average of the weights, and a checkpoint of the whole model, in the events of a step."""
-
-    def __init__(self):
-        self.copies, self.files = [], []
-
-    def on_step_begin(self, args, state, control, model=None, **kwargs):
-        self.copies.append(copy.deepcopy(model))
-        self.files.append(pickle.dumps(model))
-        file = io.BytesIO()
-        torch.save(model, file)
-        self.files.append(file.getvalue())
-
-
-@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
-def test_copies_made_in_another_callback_are_copies(tmp_path, first):
-    copies = Copies()
-    order = [GeometryMonitor(schedule=every(1), **FEW), copies]
-    model, _ = trained(tmp_path)
-    expected = [copy.deepcopy(model).eval()]
-    trainer = fit(tmp_path, order if first else order[::-1], model=model, steps=2)
-    assert len(read(tmp_path)) == 2
-    inputs = batch(seed=5)
-    made = [copies.copies[0], pickle.loads(copies.files[0])]
-    made.append(torch.load(io.BytesIO(copies.files[1]), weights_only=False))
-    for one in made:
-        assert fingerprint(one.train()) == fingerprint(trainer.model.train())
-        assert torch.equal(one.eval()(inputs).logits, expected[0](inputs).logits)
-    assert not torch.equal(trainer.model.eval()(inputs).logits, expected[0](inputs).logits)
-
-
-def test_a_loss_without_the_model_leaves_nothing_behind(tmp_path):
-    class Apart(Trainer):
-        def compute_loss(self, model, inputs, *args, **kwargs):
-            return next(model.parameters()).square().sum()
-
-    model, before = trained(tmp_path)
-    monitor = GeometryMonitor(**{**FEW, "strict": False})
-    fit(tmp_path, [monitor], model=model, kind=Apart, steps=2)
-    assert fingerprint(model) == before
-
-
-@pytest.mark.parametrize("place", ["callback", "inputs", "loss"])
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [("callback", RuntimeError), ("inputs", KeyboardInterrupt), ("loss", RuntimeError)],
+)
 def test_a_training_that_breaks_before_its_forward_leaves_nothing(tmp_path, place, error):
     """Nobody is told of that."""
 
@@ -470,22 +377,6 @@ def test_a_checkpoint_with_metrics_resumes_and_the_curves_go_on(tmp_path):
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("pictures", [True, False])
-def test_nothing_is_drawn_that_nobody_shows(tmp_path, pictures, monkeypatch):
-    monkeypatch.setattr(
-        "geomon.show.loggers.pictures.Pictures.write", lambda *_: pytest.fail("drawn")
-    )
-    report_to = "none" if pictures else "tensorboard"
-    fit(tmp_path, [GeometryMonitor(pictures=pictures, **FEW)], steps=1, report_to=report_to)
-
-
-def test_overhead_is_a_share(tmp_path):
-    monitor = GeometryMonitor(**FEW)
-    assert monitor.overhead != monitor.overhead
-    fit(tmp_path, [monitor])
-    assert 0 < monitor.overhead < 1
-
-
 def test_copies_of_the_model_in_threads_are_not_watched(tmp_path, caplog):
     """Several GPUs in one process: a stand-in for `forward` would run the wrong copy."""
     monitor = GeometryMonitor(**FEW)
@@ -496,34 +387,6 @@ def test_copies_of_the_model_in_threads_are_not_watched(tmp_path, caplog):
         trainer.callback_handler.on_step_begin(trainer.args, trainer.state, trainer.control)
     assert "DataParallel" in caplog.text
     assert not any(map(sum, fingerprint(trainer.model)["hooks"]))
-
-
-def test_bad_arguments_are_refused_at_once_or_when_training_starts(tmp_path):
-    with pytest.raises(ValueError, match="which is no view"):
-        GeometryMonitor(metrics={"m": lambda nothing: 0})
-    with pytest.raises(ValueError, match="fires at none"):
-        GeometryMonitor(schedule=lambda step: False)
-    with pytest.raises(ValueError, match="no module's name matches"):
-        fit(tmp_path, [GeometryMonitor(blocks="nowhere")])
-
-
-def test_a_private_name_that_is_gone_takes_one_ability_away_and_says_so(caplog):
-    arguments = types.SimpleNamespace(output_dir="runs")
-    searching = types.SimpleNamespace(_trial=types.SimpleNamespace(number=3))
-    assert huggingface._folder_of(searching, arguments) == "runs"
-    assert "all trials have one record" in caplog.text
-    assert huggingface._reporting_callbacks(types.SimpleNamespace()) == []
-    assert "gets no readings" in caplog.text
-    validating = types.SimpleNamespace(
-        eval_dataset=[1], accelerator=object(), get_eval_dataloader=lambda: "a loader"
-    )
-    assert huggingface._validation_loader(validating) == "a loader"
-
-
-def test_the_record_can_be_elsewhere(tmp_path):
-    fit(tmp_path / "a", [GeometryMonitor(directory=tmp_path / "b", **FEW)], steps=2)
-    assert len(read(tmp_path / "b")) == 2
-    assert not (Path(tmp_path) / "a" / "readings.jsonl").exists()
 
 
 @pytest.mark.usefixtures("own_metrics_in_background")
@@ -792,22 +655,3 @@ def test_a_training_without_gradients_is_read(tmp_path):
     assert [r.step for r in memory.readings] == [0, 1, 2]
     assert all("variance/layer_03" in r.values for r in memory.readings)
     assert fingerprint(model) == before
-
-
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_a_step_that_breaks_behind_a_pass_without_gradients_leaves_nothing(tmp_path, error):
-    class Breaking(Scoring):
-        """Fails between what it scores and what it trains on."""
-
-        def compute_loss(self, model, inputs, *args, **kwargs):
-            if self.state.global_step == 1:
-                raise error("in a reward")
-            return super().compute_loss(model, inputs, *args, **kwargs)
-
-    model, before = trained(tmp_path)
-    memory = Memory()
-    monitor = GeometryMonitor(**FEW, schedule=every(1), sinks=[memory])
-    with pytest.raises(error):
-        fit(tmp_path, [monitor], model=model, kind=Breaking, steps=3)
-    assert fingerprint(model) == before
-    assert [r.step for r in memory.readings] == [0]

@@ -3,7 +3,6 @@ import csv
 import math
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -13,7 +12,6 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
-from fingerprint import fingerprint
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from models import VOCABULARY, PlainDecoder, batch
@@ -24,9 +22,8 @@ from wandb_file import wandb_rows, work_offline
 
 import geomon
 import geomon.lightning
-from geomon import Memory, Monitor, every, read, select
-from geomon.lightning import GeometryMonitor, _sink_of, _validation_loaders
-from geomon.show.loggers import BoardPages
+from geomon import every, read, select
+from geomon.lightning import GeometryMonitor
 
 FEW = {
     "metrics": select("variance", "attention_entropy", "qk_cosine"),
@@ -40,11 +37,10 @@ FEW = {
 class Decoder(L.LightningModule):
     """Dropout on, so that a disturbed random state shows in the weights."""
 
-    def __init__(self, fails_at: int = -1, interrupts_at: int = -1, skips: int = -1) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.net = PlainDecoder(dropout=0.2)
-        self.fails_at, self.interrupts_at, self.skips = fails_at, interrupts_at, skips
         self.losses: list[float] = []
 
     def forward(self, ids):
@@ -52,12 +48,6 @@ class Decoder(L.LightningModule):
 
     def training_step(self, ids, index):
         logits = self.net(ids)
-        if index == self.fails_at:
-            raise RuntimeError("in the training step")
-        if index == self.interrupts_at:
-            raise KeyboardInterrupt
-        if index == self.skips:
-            return None
         loss = torch.nn.functional.cross_entropy(
             logits[:, :-1].reshape(-1, VOCABULARY), ids[:, 1:].flatten()
         )
@@ -130,73 +120,12 @@ def test_200_steps_are_bit_identical_with_and_without(tmp_path, probe):
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("probe", [None, batch(seed=77)], ids=["inline", "probe"])
-@pytest.mark.parametrize("way_out", ["end", "exception", "interrupt", "skipped batch"])
-def test_nothing_is_left_after_any_way_out(tmp_path, way_out, probe):
-    model = {
-        "end": Decoder(),
-        "exception": Decoder(fails_at=6),
-        "interrupt": Decoder(interrupts_at=6),
-        "skipped batch": Decoder(skips=6),
-    }[way_out]
-    memory = Memory()
-    monitor = GeometryMonitor(
-        schedule=every(2), probe=probe, directory=tmp_path, sinks=[memory], **FEW
-    )
-    handler = signal.getsignal(signal.SIGINT)
-    before = fingerprint(model.net)
-    try:
-        if way_out == "exception":
-            with pytest.raises(RuntimeError, match="in the training step"):
-                fit(tmp_path, [monitor], model=model)
-        elif way_out == "interrupt":
-            with pytest.raises(SystemExit):
-                fit(tmp_path, [monitor], model=model)
-        else:
-            fit(tmp_path, [monitor], model=model)
-    finally:
-        signal.signal(signal.SIGINT, handler)  # Lightning ignores it after the first
-    assert fingerprint(model.net) == before
-    assert not model._forward_hooks
-    assert not model._forward_pre_hooks
-    steps = [r.step for r in read(tmp_path)]
-    assert steps == [r.step for r in memory.readings]
-    # The forward of batch 6 did not end well: probed before it, it is read; inline it is not.
-    ended = [0, 2, 4] + ([6] if probe is not None else [])
-    whole = [0, 2, 4, 6, 8, 10] + ([12] if probe is not None else [11])
-    assert steps == (whole if way_out in ("end", "skipped batch") else ended)
-
-
 def test_probe_reads_the_end_and_inline_the_last_batch(tmp_path):
     probe = GeometryMonitor(probe=batch(), schedule=every(5), directory=tmp_path / "a", **FEW)
     inline = GeometryMonitor(schedule=every(5), directory=tmp_path / "b", **FEW)
     fit(tmp_path, [probe, inline], steps=12)
     assert [r.step for r in read(tmp_path / "a")] == [0, 5, 10, 12]
     assert [r.step for r in read(tmp_path / "b")] == [0, 5, 10, 11]
-
-
-def test_a_skipped_batch_leaves_nothing_at_the_end_of_its_epoch(tmp_path):
-    found = []
-
-    class Skips(Decoder):
-        def on_train_batch_start(self, ids, index):
-            return -1 if index == 2 else None
-
-        def on_train_epoch_end(self):
-            found.append(fingerprint(self.net))
-
-    model = Skips()
-    before = fingerprint(model.net)
-    monitor = GeometryMonitor(schedule=every(1), directory=tmp_path, **FEW)
-    fit(tmp_path, [monitor], steps=4, model=model)
-    assert found == [before] * 2
-    assert [(r.step, r.tokens) for r in read(tmp_path)] == [(step, 64) for step in range(4)]
-
-
-def test_accumulated_batches_are_one_step(tmp_path):
-    monitor = GeometryMonitor(schedule=every(1), directory=tmp_path, **FEW)
-    fit(tmp_path, [monitor], steps=3, accumulate_grad_batches=4)
-    assert [r.step for r in read(tmp_path)] == [0, 1, 2]
 
 
 def test_only_training_is_read(tmp_path):
@@ -317,20 +246,6 @@ def test_several_ranks_are_given_no_value_that_only_the_first_would_have(tmp_pat
     assert not trainer.callback_metrics
 
 
-def test_every_logger_gets_every_reading(tmp_path):
-    loggers = [CSVLogger(tmp_path, "", f"csv{i}") for i in range(2)] + [
-        TensorBoardLogger(tmp_path, "", "tb")
-    ]
-    monitor = GeometryMonitor(directory=tmp_path / "run", schedule=every(4), **FEW)
-    fit(tmp_path, [monitor], logger=loggers)
-    for i in range(2):
-        rows = (tmp_path / f"csv{i}" / "metrics.csv").read_text().splitlines()
-        assert len(rows) == 1 + len(read(tmp_path / "run")) == 5
-    events = EventAccumulator(str(tmp_path / "tb"))
-    events.Reload()
-    assert [event.step for event in events.Scalars("~geomon/variance")] == [0, 4, 8, 11]
-
-
 def test_a_logger_that_fails_silences_no_other(tmp_path, caplog):
     class Broken(TensorBoardLogger):
         def log_metrics(self, metrics, step=None):
@@ -346,14 +261,6 @@ def test_a_logger_that_fails_silences_no_other(tmp_path, caplog):
     assert [r.step for r in read(tmp_path)] == [0, 1, 2, 3, 4]
     said = [message for message in caplog.messages if "gone" in message]
     assert [("Broken" in m, "tried again" in m) for m in said] == [(True, True)]
-
-
-@pytest.mark.parametrize("logger", [True, False])
-def test_a_fast_run_for_development_is_read_too(tmp_path, logger, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monitor = GeometryMonitor(**FEW)
-    fit(tmp_path, [monitor], fast_dev_run=2, logger=logger)
-    assert [r.step for r in read(tmp_path / "runs" / "geomon")] == [0, 1]
 
 
 class TwoOptimizers(Decoder):
@@ -393,37 +300,10 @@ def test_the_last_batch_is_read_with_two_optimizers_too(tmp_path, bound):
     assert [r.step for r in read(tmp_path)] == [0, 8]
 
 
-def test_csv_keeps_its_columns(tmp_path):
-    logger = CSVLogger(tmp_path, name="", version="csv")
-    monitor = GeometryMonitor(directory=tmp_path, schedule=every(3), **FEW)
-    fit(tmp_path, [monitor], logger=logger)
-    lines = (tmp_path / "csv" / "metrics.csv").read_text().splitlines()
-    assert "geomon/variance" in lines[0].split(",")
-    assert len(lines) == 1 + len(read(tmp_path))
-
-
-def test_without_a_logger_the_record_is_in_the_root(tmp_path):
-    fit(tmp_path, [GeometryMonitor(**FEW, schedule=every(2))])
-    assert len(read(tmp_path)) > 5
-
-
 def test_by_default_a_budget_leaves_readings_out_but_not_the_first_eight_and_the_last(tmp_path):
     few = {name: value for name, value in FEW.items() if name != "budget"}
     fit(tmp_path, [GeometryMonitor(**few, schedule=every(1))], steps=40)
     assert [r.step for r in read(tmp_path)] == [*range(8), 39]
-
-
-@pytest.mark.parametrize(("bound", "last"), [({"max_steps": 6}, 6), ({"max_epochs": 2}, 80)])
-def test_the_budget_is_of_the_whole_run_where_its_length_is_known(
-    tmp_path, bound, last, monkeypatch
-):
-    told = []
-    monkeypatch.setattr(Monitor, "expect_end", lambda monitor, step: told.append(step))
-    fit(tmp_path, [GeometryMonitor(**FEW)], **({"max_steps": -1} | bound))
-    assert told == [last]
-    endless = {"max_steps": -1, "max_epochs": -1, "max_time": {"seconds": 0.01}}
-    fit(tmp_path / "endless", [GeometryMonitor(**FEW)], **endless)
-    assert told == [last, None]
 
 
 def test_overhead_is_a_share(tmp_path):
@@ -721,18 +601,6 @@ def test_validation_data_of_a_module_without_forward_and_with_labels(tmp_path):
         assert any("all but part 2 of 2" in note for note in reading.words())
 
 
-def test_a_private_name_that_is_gone_takes_one_ability_away_and_says_so():
-    """Validation data that are not set up yet have no public name; the axis of loggers has one."""
-    loop = types.SimpleNamespace(epoch_loop=types.SimpleNamespace(val_loop=object()))
-    data = object()
-    assert _validation_loaders(types.SimpleNamespace(val_dataloaders=data, fit_loop=loop)) is data
-    with pytest.raises(ValueError, match="give the loader, probe=loader, or leave num_sanity"):
-        _validation_loaders(types.SimpleNamespace(val_dataloaders=None, fit_loop=loop))
-    source = Path(geomon.lightning.__file__).read_text()
-    private = re.findall(r"(?:trainer|loop|module|loggers?)\.(_\w+)", source)
-    assert private == ["_data_source"]
-
-
 def test_without_validation_data_there_is_one_line(tmp_path):
     class Trains(Decoder):
         validation_step = L.LightningModule.validation_step
@@ -796,22 +664,6 @@ def test_the_other_package_of_lightning_is_served_by_itself(tmp_path):
     assert images <= set(events.Tags()["images"])
     charted = {f"~{tag}" for tag in charts_of(record).select(record[-1])}
     assert charted <= set(events.Tags()["scalars"])
-
-
-@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
-def test_loggers_of_both_packages_show_pictures(tmp_path, package):
-    loggers = pytest.importorskip(f"{package}.loggers")
-    board = _sink_of(loggers.TensorBoardLogger(tmp_path), int, "headline", pictures=True)
-    table = _sink_of(loggers.CSVLogger(tmp_path), int, "headline", pictures=True)
-    assert [isinstance(sink, BoardPages) for sink in (board, table)] == [True, False]
-
-    class Own(loggers.WandbLogger):
-        def __init__(self) -> None: ...
-
-        experiment = "a run"
-
-    with pytest.raises(AttributeError, match="'str' object"):  # asked as a run of W&B is
-        _sink_of(Own(), int, "headline", pictures=True)
 
 
 def test_the_record_lies_with_the_run_and_never_where_the_program_was_started(

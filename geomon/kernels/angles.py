@@ -9,7 +9,6 @@ from geomon.kernels._blocks import (
     centred_blocks,
     column_blocks,
     in_blocks,
-    mean_row,
     require_rows,
     sum_of,
     sum_of_directions,
@@ -141,25 +140,6 @@ def sequence_cosines(hidden: Tensor, sequences: Tensor) -> SequenceCosines:
         own += sums.square().sum(dim=1)
         total += sums.sum(dim=0).square().sum()
     return SequenceCosines(own, count, total)
-
-
-def mean_rows(rows: Tensor) -> Tensor:
-    """Compute the mean query or key of each head, in float64.
-
-    Args:
-        rows: Queries or keys of one projection, [tokens, heads, head width].
-
-    Returns:
-        [heads, head width].
-
-    Raises:
-        ValueError: `rows` is not a floating-point tensor by head, or one of its sizes is 0.
-
-    Example:
-        >>> mean_rows(torch.tensor([[[3.0, 0.0]], [[3.0, 8.0]]])).tolist()
-        [[3.0, 4.0]]
-    """
-    return mean_row(_flat(rows)).view(rows.shape[1:])
 
 
 def head_cosine(rows: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from geomon.kernels._blocks import in_blocks, require_rows
-from geomon.kernels.moments import squares_about_mean
 
 # At this multiple of the median distance 1 % of the rows carries half of the variance. A coordinate
 # of 1,000 times the median magnitude, by which Sun et al. (2402.17762) know a massive activation,
@@ -80,35 +79,11 @@ def _median(rows: Tensor) -> Tensor:
     return rows.double().T.contiguous().median(dim=1).values
 
 
-def sink_share(hidden: Tensor, factor: float = FACTOR) -> Tensor:
+def share_beyond(squares: Tensor, ordinary: Tensor) -> Tensor:
     """Compute the share of the variance that the rows of massive norm carry.
 
     sum over massive rows of |x_i - mean x|^2, over the sum over all rows; the mean is that of all
     rows. Range [0, 1]; 0 where no row is massive (`ordinary_rows`).
-
-    Args:
-        hidden: Rows, [tokens, width].
-        factor: Multiple of the median distance beyond which a row is massive, above 1.
-
-    Returns:
-        A scalar; NaN where all rows are equal.
-
-    Raises:
-        ValueError: `hidden` is not a floating-point matrix with at least one row, or `factor` is
-            not above 1.
-
-    Example:
-        >>> import torch
-        >>> hidden = torch.arange(40.0)[:, None]
-        >>> hidden[7] = 5000
-        >>> round(sink_share(hidden).item(), 3)
-        0.975
-    """
-    return share_beyond(squares_about_mean(hidden), ordinary_rows(hidden, factor))
-
-
-def share_beyond(squares: Tensor, ordinary: Tensor) -> Tensor:
-    """Compute `sink_share` for rows that are already marked.
 
     Args:
         squares: Squared distance of each row from the mean of all, [tokens].

@@ -5,34 +5,14 @@ Q_t holds for every type as M + V = Q does for all rows, and V = V_W + V_B: the 
 types and that between their means (Yamagiwa and Shimodaira, 2409.11253).
 """
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from geomon.kernels._blocks import column_blocks, mean_row, require_rows
+from geomon.kernels._blocks import column_blocks, require_rows
 from geomon.kernels.groups import GROUPS
-from geomon.kernels.moments import mean_square_norm, variance
-
-
-class VarianceShares(NamedTuple):
-    """Shares of the mean square norm; `mean` + `between` + `within` = 1. Scalars, float64.
-
-    Attributes:
-        mean: Share of the common mean, M / Q.
-        between: Share of the differences between types, V_B / Q.
-        within: Share of the contexts of one type, V_W / Q.
-        within_of_variance: Share of the variance that is within types, V_W / V.
-        coverage: Share of the rows whose type is within the limits on its number of rows.
-    """
-
-    mean: Tensor
-    between: Tensor
-    within: Tensor
-    within_of_variance: Tensor
-    coverage: Tensor
 
 
 class NormVarianceFit(NamedTuple):
@@ -262,57 +242,3 @@ def token_types(
     by_group = TypeCells(*(part.view(-1, groups) for part in (known, *parts)))
     scatter = by_group.squares.sum(dim=1)
     return TokenTypes(size, m, scatter, None if group is None else by_group)
-
-
-def variance_shares(
-    hidden: Tensor, token_ids: Tensor, *, smallest: int = 1, largest: int | None = None
-) -> VarianceShares:
-    """Split the mean square norm into shares: M / Q, V_B / Q and V_W / Q, and V_W / V.
-
-    As layers deepen, the share of the mean grows, and within V that of V_W (2409.11253). V_W is
-    `TokenTypes.within_variance` (with 1/(n - K)), V is `variance` (with 1/n), and V_B = V - V_W, so
-    that the noise of the fitted means does not count as a difference between types: where types do
-    not differ, V_B scatters about 0 and can come out below, down to -V_W K/n. The authors' figures
-    stand on the rows of types with 10 to 100,000 rows, `smallest=10, largest=100_000`, and have
-    V_W (1 - K/n) in the place of V_W.
-
-    Args:
-        hidden: Rows, [tokens, width].
-        token_ids: Type of each row, integers, [tokens].
-        smallest: Fewest rows of a type whose rows count.
-        largest: Most rows of a type whose rows count; None for any number.
-
-    Returns:
-        The shares; NaN where the whole is 0, or (all but `mean`) where no type comes twice.
-
-    Raises:
-        ValueError: `hidden` is not a floating-point matrix with at least one row, `token_ids` does
-            not name a type for each, or no type has as many rows as the limits ask for.
-
-    Example:
-        >>> hidden = torch.tensor([[1.0], [3.0], [10.0], [12.0]])
-        >>> shares = variance_shares(hidden, torch.tensor([5, 5, 8, 8]))
-        >>> [round(share.item(), 3) for share in shares]
-        [0.665, 0.303, 0.031, 0.094, 1.0]
-    """
-    types = token_types(hidden, token_ids)
-    chosen = (types.rows >= smallest) & (types.rows <= (math.inf if largest is None else largest))
-    coverage = types.rows[chosen].sum() / types.rows.sum()
-    if coverage == 0:
-        raise ValueError(
-            f"no token type has between {smallest} and {largest} rows (the largest has "
-            f"{int(types.rows.max())}): give more tokens, or a lower limit"
-        )
-    if coverage < 1:
-        kept = chosen[torch.unique(token_ids, return_inverse=True)[1]]
-        hidden, token_ids = hidden[kept], token_ids[kept]
-        types = token_types(hidden, token_ids)
-    within = types.within_variance
-    total, square = variance(hidden), mean_square_norm(hidden)
-    return VarianceShares(
-        mean=mean_row(hidden).square().sum() / square,
-        between=(total - within) / square,
-        within=within / square,
-        within_of_variance=within / total,
-        coverage=coverage,
-    )

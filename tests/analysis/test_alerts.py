@@ -110,16 +110,6 @@ def test_readings_that_scatter_about_healthy_values_raise_nothing():
     assert find_alerts(run) == []
 
 
-def test_the_work_for_a_reading_does_not_grow_with_the_run():
-    """The memory of a watch is a few numbers for each rule, however many readings it has seen."""
-    watch = AlertWatch(RULES)
-    sizes = set()
-    for step in range(1, 400):
-        watch.add(healthy(step, **{"max_logit/layer_01/head_0": 2.0**step}))
-        sizes.add(len(repr(vars(watch)["_largest"])) // 100)
-    assert sizes == {0}
-
-
 def test_alerts_stand_in_the_notes_of_a_reading_as_data():
     (alert,) = find_alerts([healthy(0), healthy(8, **{"max_logit/layer_03/head_1": 130.4})])
     noted = reading(8, {}, ["another note", alert.note()])

@@ -61,11 +61,6 @@ def test_values_differ_where_they_differ_by_more_than_their_errors():
     assert (len(curve), curve.phase().peak_step) == (3, 2)
 
 
-def test_errors_that_are_not_numbers_are_unknown(make_readings):
-    readings = make_readings((0, 8), error=math.nan)
-    assert curve_of(readings, "twonn").margins == [0.0, 0.0]
-
-
 def test_the_mean_size_is_over_heads_alone_and_at_every_step(make_readings):
     """Lopsided: one head far from the others, a layer's own value and another metric beside."""
     values = {

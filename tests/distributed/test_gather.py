@@ -1,6 +1,5 @@
 import math
 import time
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,7 +9,7 @@ from accelerator import DEVICE, Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from geomon.capture.snapshot import Layer, PassInfo
+from geomon.capture.snapshot import Layer
 from geomon.distributed import (
     RankFailedError,
     RankGroup,
@@ -19,19 +18,10 @@ from geomon.distributed import (
     join_ranks,
     merge_layers,
 )
-from geomon.distributed.gather import (
-    GatheredLayers,
-    _check_reports,
-    _givers,
-    _notes,
-    _Report,
-    _same_tokens,
-)
-from geomon.distributed.group import _patience_of_training, why_not_gathered
+from geomon.distributed.group import why_not_gathered
 from geomon.distributed.merge import attention_shape, take_share
 from geomon.distributed.packing import pack, unpack
 from geomon.kernels.attention import attention_rows
-from geomon.note import Note
 
 WIDTH, HEADS, HEAD_WIDTH = 6, 4, 3
 
@@ -73,12 +63,6 @@ def test_the_shares_of_the_rows_are_all_the_rows_and_alike(rows, size):
     shares = [RankGroup(rank, size, object()).rows_of(rows) for rank in range(size)]
     assert sum(shares) == rows
     assert max(shares) - min(shares) <= 1
-
-
-@given(count=st.integers(1, 50), size=st.integers(1, 16))
-def test_layers_come_back_in_order(count, size):
-    shares = [[place for place in range(count) if place % size == rank] for rank in range(size)]
-    assert GatheredLayers([], count, PassInfo(0, "", "")).interleave(shares) == list(range(count))
 
 
 # -- the union -------------------------------------------------------------------------------------
@@ -285,17 +269,6 @@ def test_one_rank_keeps_all_and_a_layer_without_attention_is_left_alone():
 # -- what ranks say to one another -----------------------------------------------------------------
 
 
-def report(
-    step=0, failure=None, names=("a", "b"), notes=(), lacking=None, source="inline", **more
-) -> _Report:
-    layers = tuple(("", index, name) for index, name in enumerate(names))
-    lacking = tuple(lacking or ({},) * len(names))
-    return _Report(
-        (step, source), failure, layers, (None,) * len(names), lacking,
-        PassInfo(5, "train", "float32", [*notes]), **more,
-    )  # fmt: skip
-
-
 class Answers(RankGroup):
     """A rank whose collectives answer what the test says, one after another."""
 
@@ -329,66 +302,6 @@ def test_a_rank_waits_for_the_others_no_longer_than_the_limit_in_a_whole_reading
         ranks.all_gather("a third")
     assert time.monotonic() - began < 5
     assert not ranks.connected
-
-
-def test_a_name_of_torch_that_is_gone_takes_only_the_trainings_own_limit_away(monkeypatch):
-    monkeypatch.delattr(dist.distributed_c10d, "_get_default_group")
-    assert _patience_of_training() == 600.0
-
-
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        (report(source="probe"), "rank 1 reads step 0 probe where rank 0 reads it inline"),
-        (report(failure="OSError: no"), r"^rank 1: OSError: no$"),
-        (report(names=("a",)), r"rank 1 has 1 layers, from 'a' to 'a', where rank 0 has 2"),
-    ],
-)
-def test_ranks_that_disagree_all_raise_the_same(other, message):
-    with pytest.raises(RankFailedError, match=message):
-        _check_reports([report(), other])
-    _check_reports([report(), report()])
-
-
-def test_notes_are_said_once_however_many_the_ranks():
-    shared, own = Note("same", "said by all"), [Note("share", f"{n} %") for n in range(4)]
-    lacking = ({}, {"hidden": "skipped"})
-    reports = [report(notes=[shared, own[0]])] + [
-        report(notes=[shared, own[rank]], lacking=lacking if rank == 2 else None)
-        for rank in range(1, 4)
-    ]
-    texts = [note.words() for note in _notes(reports, range(4))]
-    assert texts == [
-        "said by all",
-        "rank 0: 0 % (and 3 other ranks alike)",
-        "rank 2: b: no hidden was seen: skipped",
-    ]
-    assert not _notes([report(lacking=lacking)] * 3, range(3))  # missing everywhere is in the layer
-
-
-def test_of_a_rank_that_saw_nothing_one_note_says_so():
-    nothing = report(lacking=({"hidden": "no tokens"}, {"hidden": "no tokens"}), empty=True)
-    nothing = replace(nothing, info=PassInfo(0, "eval", ""))
-    texts = [note.words() for note in _notes([nothing, report(), report()], range(3))]
-    assert texts == ["rank 0: nothing was seen: no tokens"]
-
-
-def test_of_ranks_with_the_same_tokens_the_first_one_gives():
-    batches = ["a", "b", "a", "", "", "b"]
-    reports = [report() for _ in batches]
-    reports = [
-        replace(one, info=replace(one.info, batch=batch))
-        for one, batch in zip(reports, batches, strict=True)
-    ]
-    givers = _givers(reports)
-    assert givers == [0, 1, 3, 4]  # what is not known is not the same
-    text = _same_tokens(reports, givers).words()
-    assert text.startswith("rank 2 had the same tokens as rank 0 (and 1 other ranks alike)")
-    group = RankGroup(1, 6, object())
-    group.share_rows_among(len(givers))
-    assert group.rows_of(10) == 3
-    group.share_rows_among(6)
-    assert group.rows_of(10) == 2
 
 
 def test_a_parcel_comes_back_as_it_was():

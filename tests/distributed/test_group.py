@@ -129,6 +129,13 @@ def test_a_reading_is_that_of_one_process_on_the_rows_of_all_ranks(found, case):
     assert here["tokens"] == here["rows of all"]
 
 
+def test_of_ranks_with_the_same_tokens_the_first_is_read_and_it_is_said(found):
+    here = found[0]["same_tokens"]
+    assert largest_difference(here["gathered"], here["one process"]) == 0
+    (note,) = [note for note in here["notes"] if "had the same tokens as rank 0" in note]
+    assert ("and 2 other ranks alike" in note) == (len(found) == 4)
+
+
 def test_one_two_and_four_ranks_read_the_same(found, alone):
     assert largest_difference(found[0]["same_rows"]["rows"], alone["same_rows"]["rows"]) == 0
     arrays = found[0]["same_rows"]["arrays"]

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 from scipy.special import entr, log_softmax
+from whole_layer import normal
 
-from geomon.kernels import _blocks
 from geomon.kernels.attention import (
     AttentionRows,
     attention_entropy,
@@ -23,14 +23,8 @@ from geomon.kernels.attention import (
 from tests.new_tensors import LargestNewTensor
 
 METRICS = [attention_entropy, attention_entropy_normalised, attention_sink]
-# What does not depend on a constant added to a row of scores.
-WEIGHTS = AttentionRows._fields[:-1]
 LENGTHS = [64, 700]
 MASKS = ["causal", "bidirectional", "padded right", "padded left", "window", "some rows masked"]
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def whole(*shape, seed=0, low=-3, high=4):
@@ -128,24 +122,6 @@ def test_large_logits_agree_with_the_full_softmax(length, kind):
     assert (weights * weights.log()).sum(dim=-1).isnan().any()
 
 
-def test_logits_of_any_offset_do_not_cancel():
-    length = 700
-    query = torch.cat([whole(1, 2, 5, 8), torch.ones(1, 2, 5, 1)], dim=-1)
-    key = whole(1, 2, length, 8, seed=1)
-    everything = torch.ones(5, length, dtype=torch.bool)
-    rows = [
-        attention_rows(
-            query,
-            torch.cat([key, torch.full((1, 2, length, 1), offset)], dim=-1),
-            everything,
-            0.125,
-        )
-        for offset in (0.0, 8000.0, -8000.0)
-    ]
-    assert_rows_close(rows[1], rows[0], atol=1e-9, fields=WEIGHTS)
-    assert_rows_close(rows[2], rows[0], atol=1e-9, fields=WEIGHTS)
-
-
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("form", ["slopes per head", "per sequence", "one row for all", "float64"])
 def test_bias_agrees_with_the_full_softmax(length, form):
@@ -216,33 +192,14 @@ def test_what_lies_under_the_mask_does_not_matter(garbage, side):
 
 
 @pytest.mark.parametrize("block", [1, 3000, 20_000, 10**9])
-def test_the_size_of_the_block_does_not_change_the_rows(monkeypatch, block):
+def test_the_size_of_the_block_does_not_change_the_rows(cut_blocks, block):
     query, key = whole(3, 4, 20, 8), whole(3, 2, 600, 8, seed=1)
     visible = torch.rand(3, 1, 20, 600, generator=torch.Generator().manual_seed(2)) < 0.4
     bias = whole(4, 20, 600, seed=3)
     want = attention_rows(query, key, visible, 0.125, bias)
-    monkeypatch.setattr(_blocks, "BLOCK", block)
+    cut_blocks(block)
     # Keys after the last visible one of a block are left out: float32 sums in another order.
     assert_rows_close(attention_rows(query, key, visible, 0.125, bias), want, atol=2e-6)
-
-
-@pytest.mark.parametrize("last", [False, True])
-def test_heads_that_see_other_keys_do_so_in_blocks_of_their_own(monkeypatch, last):
-    """Of long sequences a block is one head, whose mask was taken for that of all others."""
-    query, key = normal(2, 4, 20, 8), normal(2, 4, 60, 8, seed=1)
-    visible = torch.rand(2, 4, 20, 60, generator=torch.Generator().manual_seed(2)) < 0.4
-    visible[..., -1] |= last  # then all blocks are as long as one another
-    want = attention_rows(query, key, visible, 0.3)
-    monkeypatch.setattr(_blocks, "BLOCK", 60)  # a head and a query
-    assert_rows_close(attention_rows(query, key, visible, 0.3), want, atol=2e-6)
-
-
-def test_rows_of_more_keys_than_a_short_integer_counts():
-    keys = 40_000
-    query, key = torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, keys, 2)
-    rows = attention_rows(query, key, torch.ones(1, 1, 1, keys, dtype=torch.bool), 1.0)
-    assert rows.visible.item() == keys
-    assert rows.entropy.item() == pytest.approx(math.log(keys), rel=1e-5)
 
 
 @pytest.mark.parametrize("form", ["tokens", "sequences", "heads"])
@@ -259,18 +216,6 @@ def test_under_a_causal_mask_about_half_of_the_scores_are_computed(form):
     assert {shape[1] for _, shape in blocks} == ({1} if form != "heads" else {4})
 
 
-def test_a_block_whose_queries_see_no_key_gives_rows_without_keys():
-    query, key = normal(1, 4, 1024, 8), normal(1, 4, 1024, 8, seed=1)
-    visible = torch.zeros(1, 1, 1024, 1024, dtype=torch.bool)
-    visible[..., 600:, :3] = True
-    rows = attention_rows(query, key, visible, 0.3)
-    assert (rows.visible[:, :600] == 0).all()
-    assert (rows.visible[:, 600:] == 3).all()
-    for part in rows:
-        assert (part[:, :600] == 0).all()
-        assert part.isfinite().all()
-
-
 def test_a_visible_key_of_score_minus_infinity_has_no_weight():
     query, key = normal(1, 1, 2, 8), normal(1, 1, 5, 8, seed=1)
     bias = torch.tensor([0.0, -torch.inf, 0.0, 0.0, 0.0])
@@ -284,35 +229,17 @@ def test_a_visible_key_of_score_minus_infinity_has_no_weight():
 
 
 @pytest.mark.parametrize("key_heads", [1, 4])
-def test_the_size_of_the_block_bounds_the_temporaries(monkeypatch, key_heads):
+def test_the_size_of_the_block_bounds_the_temporaries(cut_blocks, key_heads):
     query, key = normal(2, 4, 64, 8), normal(2, key_heads, 1024, 8, seed=1)
     visible, bias = torch.ones(64, 1024, dtype=torch.bool), normal(64, 1024, seed=2)
     inputs = (query, key, visible, bias)
     with LargestNewTensor(*inputs) as at_once:
         attention_rows(query, key, visible, 0.3, bias)
     assert at_once.bytes == 4 * 4 * 32 * 1024  # four heads, half of the queries of a sequence
-    monkeypatch.setattr(_blocks, "BLOCK", 4 * 16 * 1024)
+    cut_blocks(4 * 16 * 1024)
     with LargestNewTensor(*inputs) as in_blocks:
         attention_rows(query, key, visible, 0.3, bias)
     assert in_blocks.bytes == 4 * 4 * 16 * 1024
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_rows_take_any_floating_dtype_and_leave_it_alone(dtype):
-    query, key = normal(2, 4, 30, 16).to(dtype), normal(2, 2, 450, 16, seed=1).to(dtype)
-    visible, bias = mask("causal", 2, 450)[:, :, -30:], normal(30, 450, seed=2).to(dtype)
-    inputs = (query, key, visible, bias)
-    before = [tensor.clone() for tensor in inputs]
-    got = attention_rows(query, key, visible, 0.25, bias)
-    for tensor, copy in zip(inputs, before, strict=True):
-        assert tensor.dtype == copy.dtype
-        assert torch.equal(tensor, copy)
-    assert_rows_close(got, full_softmax(query, key, visible, 0.25, bias), atol=1e-5)
-    kept = [field.clone() for field in got]
-    for metric in METRICS:
-        assert metric(got).dtype == torch.float64
-        assert metric(got).shape == (4,)
-    assert all(torch.equal(a, b) for a, b in zip(got, kept, strict=True))
 
 
 def test_float16_scores_do_not_overflow():
@@ -379,8 +306,8 @@ def test_median_is_that_of_the_visible_weights(kind):
 
 @pytest.mark.parametrize("block", [3000, 10**9])
 @pytest.mark.parametrize("kind", MASKS)
-def test_softcap_bounds_the_scores_before_the_bias(monkeypatch, kind, block):
-    monkeypatch.setattr(_blocks, "BLOCK", block)
+def test_softcap_bounds_the_scores_before_the_bias(cut_blocks, kind, block):
+    cut_blocks(block)
     query, key = normal(2, 4, 64, 16), normal(2, 2, 64, 16, seed=1)
     bias, visible = normal(1, 4, 1, 64, seed=2), mask(kind, 2, 64)
     capped = 3 * torch.tanh(query @ key.repeat_interleave(2, dim=1).mT / 3)
@@ -396,8 +323,8 @@ def test_softcap_bounds_the_scores_before_the_bias(monkeypatch, kind, block):
 
 @pytest.mark.parametrize("block", [3000, 10**9])
 @pytest.mark.parametrize("kind", MASKS)
-def test_a_learned_sink_is_an_outcome_but_no_key(monkeypatch, kind, block):
-    monkeypatch.setattr(_blocks, "BLOCK", block)
+def test_a_learned_sink_is_an_outcome_but_no_key(cut_blocks, kind, block):
+    cut_blocks(block)
     query, key, logits = normal(2, 4, 64, 16), normal(2, 2, 64, 16, seed=1), normal(4, seed=3)
     visible = mask(kind, 2, 64)
     got = attention_rows(query, key, visible, 0.25, sink=5 * logits)
@@ -422,16 +349,6 @@ def test_a_learned_sink_is_an_outcome_but_no_key(monkeypatch, kind, block):
     torch.testing.assert_close(median, want, atol=1e-5, rtol=0, equal_nan=True)
 
 
-def test_given_scores_are_left_alone_and_agree_with_queries_and_keys():
-    query, key, visible = normal(2, 4, 64, 16), normal(2, 4, 64, 16, seed=1), mask("causal", 2, 64)
-    scores = query @ key.mT * 0.25
-    before = scores.clone()
-    assert_rows_close(
-        score_rows(scores, visible), attention_rows(query, key, visible, 0.25), atol=1e-5
-    )
-    assert torch.equal(scores, before)
-
-
 @pytest.mark.parametrize("scores", [torch.zeros(3, 4), torch.zeros(1, 2, 0, 4)])
 def test_scores_that_are_no_scores_are_named(scores):
     with pytest.raises(ValueError, match=r"expected scores \[sequences, heads, queries, keys\]"):
@@ -450,8 +367,8 @@ def test_sink_logits_are_one_for_each_head():
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("block", [50, 1 << 20])
 @pytest.mark.parametrize("with_sink", [False, True])
-def test_extremes_of_sequences_are_those_of_all_their_weights(kind, block, with_sink, monkeypatch):
-    monkeypatch.setattr(_blocks, "BLOCK", block)
+def test_extremes_of_sequences_are_those_of_all_their_weights(kind, block, with_sink, cut_blocks):
+    cut_blocks(block)
     query, key = normal(4, 4, 16, 5), normal(4, 2, 16, 5, seed=1)
     visible, bias = mask(kind, 4, 16), normal(1, 4, 16, 16, seed=2)
     sink = normal(4, seed=3) if with_sink else None

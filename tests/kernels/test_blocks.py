@@ -3,7 +3,6 @@
 import torch
 
 from geomon.capture.snapshot import HOST
-from geomon.kernels import _blocks
 from geomon.kernels._blocks import require_rows, row_blocks, rows_in_block
 
 
@@ -13,8 +12,8 @@ def test_rows_that_suffice_are_returned_as_they_are():
         assert require_rows(rows, at_least=3) is rows
 
 
-def test_blocks_hold_as_many_whole_rows_as_fit(monkeypatch):
-    monkeypatch.setattr(_blocks, "BLOCK", 10)
+def test_blocks_hold_as_many_whole_rows_as_fit(cut_blocks):
+    cut_blocks(10)
     assert [rows_in_block(width, HOST) for width in (1, 3, 5, 10, 11, 99)] == [10, 3, 2, 1, 1, 1]
     rows = torch.arange(21.0).reshape(7, 3)
     assert [len(block) for block in row_blocks(rows)] == [3, 3, 1]

@@ -8,20 +8,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samples import dyadic, normal, seeds
 
-from geomon.kernels import _blocks
 from geomon.kernels.angles import (
     cosine,
     cosine_centred,
     head_cosine,
     leading_share,
-    mean_rows,
     sequence_cosines,
 )
 from geomon.kernels.dimension import gride, twonn, twonn_censored, twonn_protocols
 from geomon.kernels.frequency import moments_by_frequency
 from geomon.kernels.groups import group_sums
-from geomon.kernels.massive import ordinary_rows, sink_share
+from geomon.kernels.massive import ordinary_rows, share_beyond
 from geomon.kernels.moments import drift_norm, mean_square_norm, squares_about_mean, variance
 from geomon.kernels.neighbours import nearest
 from geomon.kernels.spectrum import (
@@ -33,20 +32,10 @@ from geomon.kernels.spectrum import (
     principal_axes,
     spectrum,
 )
-from geomon.kernels.token_types import token_types, variance_shares
+from geomon.kernels.token_types import token_types
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 few_examples = settings(deadline=None, derandomize=True, max_examples=15)
-seeds = st.integers(0, 10**6)
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def dyadic(*shape, seed=0):
-    # Multiples of 2^-10: a shift by a power of two is exact, so it changes no difference of rows.
-    return (normal(*shape, seed=seed) * 1024).round() / 1024
 
 
 @dataclass(frozen=True)
@@ -84,10 +73,6 @@ def of_sums(name):
     return lambda rows, labels: getattr(group_sums(rows[:, None], labels % 8), name)
 
 
-def shares(rows, labels):
-    return torch.stack(variance_shares(rows, labels))
-
-
 def slope(rows, labels):
     return torch.stack([*token_types(rows, labels).norm_variance_slope(smallest=2)])
 
@@ -119,20 +104,20 @@ KERNELS = {
     "ordinary_rows": Kernel(
         lambda x, _: ordinary_rows(x).double(), shift=True, by_row=True, equal=1
     ),
-    "sink_share": Kernel(lambda x, _: sink_share(x), shift=True, equal=NAN),
+    "share_beyond": Kernel(
+        lambda x, _: share_beyond(squares_about_mean(x), ordinary_rows(x)), shift=True, equal=NAN
+    ),
     "nearest": Kernel(
         lambda x, _: nearest(x, 2).distances, scale=1, shift=True, by_row=True, equal=0, least=2
     ),
     "within_variance": Kernel(
         lambda x, t: token_types(x, t).within_variance, scale=2, shift=True, equal=0
     ),
-    "variance_shares": Kernel(shares),
     "norm_variance_slope": Kernel(slope),
     "moments_by_frequency": Kernel(
         lambda x, t: torch.stack([part.variance for part in moments_by_frequency(x, t)]),
         scale=2, shift=True,
     ),
-    "mean_rows": Kernel(heads(lambda x: mean_rows(x).norm(dim=1)), scale=1, by_head=True),
     "head_cosine": Kernel(heads(head_cosine), equal=1, by_head=True),
     "head_axes": Kernel(
         heads(lambda x: leading_share(head_axes(x, one_group(x), 1).eigenvalues)),
@@ -219,10 +204,10 @@ def test_equal_rows_have_no_spread_to_the_last_digit(name, tokens):
 
 @pytest.mark.parametrize("block", [1, 37])
 @pytest.mark.parametrize("name", KERNELS)
-def test_the_size_of_a_block_changes_nothing(name, block, monkeypatch):
+def test_the_size_of_a_block_changes_nothing(name, block, cut_blocks):
     kernel, rows = KERNELS[name], sample() + 3
     want = kernel.function(rows, labels_of(rows))
-    monkeypatch.setattr(_blocks, "BLOCK", block)
+    cut_blocks(block)
     close(kernel.function(rows, labels_of(rows)), want)
 
 

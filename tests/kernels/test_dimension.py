@@ -4,8 +4,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from samples import few_examples, generator, normal, seeds
 from scipy.optimize import minimize_scalar
 from scipy.spatial import cKDTree
 from scipy.special import gammainc
@@ -19,17 +20,6 @@ from geomon.kernels.dimension import (
     twonn_protocols,
 )
 from geomon.kernels.neighbours import nearest
-
-few_examples = settings(deadline=None, derandomize=True, max_examples=30)
-seeds = st.integers(0, 10**6)
-
-
-def generator(seed):
-    return torch.Generator().manual_seed(seed)
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=generator(seed))
 
 
 def pareto(points, dimension, seed=0):
@@ -58,12 +48,6 @@ def hyper_ball(points, dimension, seed):
     square = np.sum(x**2, axis=1)
     radius = gammainc(dimension / 2, square / 2) ** (1 / dimension) / np.sqrt(square)
     return torch.from_numpy(x * radius[:, None])
-
-
-def hyper_sphere(points, dimension, seed):
-    """hyperSphere of scikit-dimension 0.5: uniform on the unit sphere in width dimension + 1."""
-    x = np.random.RandomState(seed).randn(points, dimension + 1)
-    return torch.from_numpy(x / np.linalg.norm(x, axis=1)[:, None])
 
 
 def distances_by_tree(rows, k):
@@ -114,15 +98,6 @@ def test_gride_maximises_the_likelihood(k, points, dimension):
     assert gride(distances, [k]).item() == pytest.approx(want, rel=1e-6)
 
 
-@pytest.mark.parametrize("k", [2, 8, 32])
-@pytest.mark.parametrize("spread", [0.1, 1.0, 3.0])
-def test_gride_maximises_the_likelihood_of_ratios_that_follow_no_dimension(k, spread):
-    distances = torch.ones(450, 2 * k, dtype=torch.float64)
-    distances[:, k:] = (spread * normal(450, 1)).exp().clamp(max=500).exp()
-    want = gride_by_maximisation(distances, k)
-    assert gride(distances, [k]).item() == pytest.approx(want, rel=1e-6)
-
-
 def test_standard_deviations_on_the_exact_model_are_those_published():
     draws = [pareto(2000, 10, seed=s) for s in range(600)]
     fit = torch.stack([twonn(draw) for draw in draws])
@@ -136,16 +111,6 @@ def test_standard_deviations_on_the_exact_model_are_those_published():
     assert (early.std() / fit.std()).item() == pytest.approx(2.3, rel=0.15)
 
 
-@pytest.mark.parametrize("k", SCALES)
-def test_gride_on_the_exact_model_is_within_four_standard_errors(k):
-    points, dimension = 500, 8
-    draws = torch.cat([gride(beta(points, dimension, k, seed=s), [k]) for s in range(100)])
-    error = draws.std().item()
-    assert error <= 1.15 * dimension / math.sqrt(points)
-    # The correction by N - 1 leaves a bias of order d/N at k > 1.
-    assert abs(draws.mean().item() - dimension) < 4 * error / 10 + dimension / points
-
-
 @pytest.mark.parametrize("dimension", [1, 2, 4])
 def test_estimators_find_the_dimension_of_a_torus(dimension):
     distances = nearest(torus(4096, dimension, seed=dimension), k=16).distances
@@ -154,20 +119,6 @@ def test_estimators_find_the_dimension_of_a_torus(dimension):
     assert abs(twonn(distances).item() - dimension) < 4 * error + 0.02 * dimension
     for estimate in gride(distances, [1, 2, 4, 8]).tolist():
         assert abs(estimate - dimension) < 4 * error + 0.04 * dimension
-
-
-@pytest.mark.parametrize(
-    ("rows", "want"),
-    [
-        (hyper_ball(500, 5, 0), 4.159093274086606),
-        (hyper_sphere(500, 30, 1), 21.534662028474745),
-        (torch.nn.functional.pad(hyper_ball(300, 5, 0), (0, 5)), 4.362176532643619),
-    ],
-    ids=["ball", "sphere", "padded ball"],
-)
-def test_twonn_gives_the_digits_of_scikit_dimension(rows, want):
-    assert twonn(nearest(rows, k=2).distances).item() == pytest.approx(want, rel=1e-12)
-    assert twonn(distances_by_tree(rows, 2)).item() == pytest.approx(want, rel=1e-12)
 
 
 def test_padded_ball_gives_the_published_digits():
@@ -202,10 +153,6 @@ def test_scales_without_enough_neighbours_are_nan_and_the_others_are_not():
     assert got.isnan().tolist() == [False] * 4 + [True] * 3
 
 
-def test_gride_of_no_scales_is_empty():
-    assert gride(pareto(100, 3), []).shape == (0,)
-
-
 def test_ties_count_as_ratios_of_one():
     distances = beta(400, 5, 4)
     distances[:40] = 1
@@ -215,17 +162,6 @@ def test_ties_count_as_ratios_of_one():
         gride(distances, [2, 4])[1], gride(barely, [4])[0], rtol=1e-9, atol=0
     )
     torch.testing.assert_close(twonn(distances[:, 3:5]), twonn(barely[:, 3:5]), rtol=1e-9, atol=0)
-
-
-@pytest.mark.parametrize("discard", [0.0, 0.1, 0.3, 0.7, 0.8, 0.9])
-@pytest.mark.parametrize("n", [10, 500, 4100])
-def test_the_share_that_is_kept_is_not_rounded_down_by_a_digit(n, discard):
-    mu = torch.linspace(1.01, 3, n, dtype=torch.float64)
-    neighbours = torch.stack([torch.ones_like(mu), mu], dim=1)
-    kept = min(n - round(n * discard), n - 1)  # a whole number for each of these
-    x = mu.log()[:kept]
-    y = -torch.log1p(-torch.arange(1, kept + 1, dtype=torch.float64) / n)
-    assert twonn(neighbours, discard).item() == pytest.approx((x @ y / (x @ x)).item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("discard", [-0.1, 1.0, 1.5, math.nan])
@@ -270,12 +206,6 @@ def test_censored_estimate_maximises_the_likelihood(points, discard, dimension):
     assert twonn_censored(distances, discard).value.item() == pytest.approx(want, rel=1e-5)
 
 
-def test_nothing_discarded_is_gride_at_scale_one():
-    distances = pareto(800, 12)
-    got = twonn_censored(distances, discard=0.0)
-    assert got.value.item() == pytest.approx(gride(distances, [1]).item(), rel=1e-12)
-
-
 @pytest.mark.parametrize(("points", "dimension"), [(500, 2), (500, 30), (2000, 10)])
 def test_estimate_is_unbiased_and_its_interval_covers(points, dimension):
     values, errors = replicates(points, dimension, times=2000)
@@ -298,11 +228,6 @@ def test_what_is_discarded_may_be_anything_larger():
     broken[largest, 1] *= torch.linspace(1, 1e6, 100).double()
     for got, want in zip(twonn_censored(broken), twonn_censored(distances), strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0)
-
-
-def test_too_few_points_kept_are_nan():
-    assert twonn_censored(pareto(10, 4), discard=0.85).value.isnan()
-    assert not twonn_censored(pareto(10, 4), discard=0.75).value.isnan()
 
 
 @pytest.mark.parametrize("discard", [-0.1, 1.0, 2.0, math.nan])
@@ -338,15 +263,6 @@ def test_several_sets_are_fitted_as_each_alone(count, size, seed, discard):
     found = twonn_of_each(distances, discard)
     expected = torch.stack([twonn(own, discard) for own in distances])
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("discard", [0.1, 0.7, 0.8])
-@pytest.mark.parametrize("size", [10, 20, 60, 100])
-def test_of_each_set_as_many_ratios_are_kept_as_of_one(size, discard):
-    """60 (1 - 0.8) is 11.999999999999998 in float64."""
-    distances = normal(2, size, 2).abs().sort(dim=2).values
-    want = torch.stack([twonn(own, discard) for own in distances])
-    torch.testing.assert_close(twonn_of_each(distances, discard), want, rtol=1e-12, atol=0)
 
 
 def test_sets_without_an_answer_and_the_smallest_with_one():

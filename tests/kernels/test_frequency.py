@@ -5,14 +5,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samples import zipf
 
 from geomon.kernels.frequency import frequency_classes, moments_by_frequency
-
-
-def zipf(tokens, types, seed=0):
-    law = 1 / torch.arange(1, types + 1, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(seed)
-    return torch.multinomial(law, tokens, replacement=True, generator=generator)
 
 
 @pytest.mark.parametrize("types", [40, 3000])

@@ -5,15 +5,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samples import normal
 
-from geomon.kernels import _blocks
 from geomon.kernels.angles import cosine
-from geomon.kernels.groups import GROUPS, add_by_group, group_sequences, group_sums
+from geomon.kernels.groups import GROUPS, group_sequences, group_sums
 from geomon.kernels.moments import drift_norm, mean_square_norm
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 @settings(deadline=None, derandomize=True, max_examples=60)
@@ -48,8 +44,8 @@ def test_fewer_than_eight_sequences_have_no_groups_and_a_huge_one_is_a_group_lik
 @pytest.mark.parametrize("block", [7, 1 << 20])
 @pytest.mark.parametrize("offset", [0.0, 1e6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_sums_are_those_of_loops_over_the_rows_of_each_group(block, offset, dtype, monkeypatch):
-    monkeypatch.setattr(_blocks, "BLOCK", block)
+def test_sums_are_those_of_loops_over_the_rows_of_each_group(block, offset, dtype, cut_blocks):
+    cut_blocks(block)
     rows = (normal(90, 2, 3) + offset).to(dtype)
     rows[4:9, 0] = 0  # without a direction
     group = torch.arange(90) % 5  # of 8 groups three are empty
@@ -105,12 +101,3 @@ def test_fewer_than_two_directions_have_no_cosine_and_each_row_needs_a_group():
     assert cosines[1].item() == pytest.approx(1)
     with pytest.raises(ValueError, match="a group for each of 5 rows, got 4"):
         group_sums(rows, torch.zeros(4, dtype=torch.int64))
-
-
-def test_values_of_any_shape_are_added_to_their_groups():
-    values, group = normal(20, 2, 3), torch.arange(20) % 4
-    total = torch.ones(4, 2, 3, dtype=torch.float64)
-    add_by_group(total, group, values)
-    for number in range(4):
-        want = 1 + values[group == number].sum(dim=0)
-        torch.testing.assert_close(total[number], want, rtol=1e-12, atol=1e-12)

@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from samples import few_examples, normal
 
-from geomon.kernels import _blocks
 from geomon.kernels.dimension import twonn
 from geomon.kernels.neighbourhoods import (
     local_dimension,
@@ -18,12 +18,6 @@ from geomon.kernels.neighbourhoods import (
 from geomon.kernels.neighbours import nearest
 from geomon.kernels.spectrum import anisotropy, spectrum
 from tests.new_tensors import LargestNewTensor
-
-few_examples = settings(deadline=None, derandomize=True, max_examples=25)
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def sets(count, size, tokens, seed=0):
@@ -66,16 +60,6 @@ def test_the_dimension_is_that_of_each_neighbourhood_alone(width, offset, dtype)
         assert abs(twonn(two).item() / expected[0] - 1) > 0.1
 
 
-def test_it_is_scikit_dimension_pointwise():
-    """Where it is installed: benchmarks/requirements.txt."""
-    estimators = pytest.importorskip("skdim.id")
-    rows = normal(400, 30, seed=1) * torch.arange(1, 31) ** -0.5
-    members = nearest(rows, 64).indices[:30]
-    estimator = estimators.TwoNN(discard_fraction=0.1)
-    expected = estimator.fit_pw(rows.numpy(), precomputed_knn=members.numpy()).dimension_pw_
-    np.testing.assert_allclose(local_dimension(rows, members), expected, rtol=1e-10)
-
-
 @pytest.mark.parametrize("spread", [1e-3, 1e-6, 1e-9, 1e-12])
 def test_near_duplicates_in_a_neighbourhood_keep_their_distances(spread):
     """The Gram matrix alone has no digit of them left at 1e-9 of the extent."""
@@ -89,13 +73,6 @@ def test_near_duplicates_in_a_neighbourhood_keep_their_distances(spread):
     two = squared.fill_diagonal_(math.inf).sort(dim=1).values[:, :2].sqrt()
     if spread <= 1e-9:
         assert not abs(twonn(two).item() / found - 1) < 0.05
-
-
-def test_a_massive_row_in_a_neighbourhood_costs_no_digit():
-    rows = normal(64, 20, seed=4)
-    rows[5] *= 1e7
-    found = local_dimension(rows, torch.arange(64)[None])[0].item()
-    assert found == pytest.approx(twonn_by_hand(rows), rel=1e-9)
 
 
 @few_examples
@@ -162,10 +139,10 @@ def test_the_mean_of_estimates_on_flat_neighbourhoods_is_their_dimension():
     assert shape.cosine.mean().item() == pytest.approx(-1 / 63, abs=0.02)
 
 
-def test_memory_is_that_of_blocks(monkeypatch):
+def test_memory_is_that_of_blocks(cut_blocks):
     rows, members = normal(100, 6).float(), sets(30, 20, 100)
     whole = local_dimension(rows, members), local_isotropy(rows, members)
-    monkeypatch.setattr(_blocks, "BLOCK", 1)
+    cut_blocks(1)
     with LargestNewTensor(rows, members) as in_blocks:
         torch.testing.assert_close(local_dimension(rows, members), whole[0], rtol=1e-12, atol=0)
     assert in_blocks.bytes <= 8 * 20 * 20 * 6  # one neighbourhood of 30

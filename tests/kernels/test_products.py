@@ -36,22 +36,6 @@ def test_float64_serves_only_where_float32_is_rounded():
         assert as_factor(values.bfloat16()).dtype == torch.float32
 
 
-@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
-def test_the_setting_is_the_users(precision):
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
-        as_factor(torch.randn(4, 4))
-        assert torch.get_float32_matmul_precision() == precision
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-def test_nothing_is_tried_where_no_setting_shortens(monkeypatch):
-    monkeypatch.setattr(torch, "eye", None)
-    assert as_factor(torch.ones(2, 2)).dtype == torch.float32
-
-
 @pytest.mark.skipif(not hasattr(torch.backends.mkldnn, "matmul"), reason="torch 2.8")
 def test_the_newer_interface_of_the_setting_is_read():
     before = torch.backends.mkldnn.matmul.fp32_precision

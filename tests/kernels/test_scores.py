@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from whole_layer import normal
 
-from geomon.kernels import _blocks
 from geomon.kernels.scores import (
     mean_query_share,
     moments_of_scores,
@@ -17,10 +17,6 @@ from geomon.kernels.scores import (
 )
 
 MASKS = ["all", "causal", "by sequence", "by head"]
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def attention(sequences=5, heads=4, key_heads=2, queries=6, keys=9, width=3, seed=0):
@@ -71,8 +67,8 @@ def rows_of(query, key, visible, scale=1.0):
 
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("block", [7, 1 << 20])
-def test_moments_are_those_of_loops_over_rows(kind, block, monkeypatch):
-    monkeypatch.setattr(_blocks, "BLOCK", block)
+def test_moments_are_those_of_loops_over_rows(kind, block, cut_blocks):
+    cut_blocks(block)
     (query, key), visible = attention(), mask(kind)
     found = score_moments(query, key, visible, 0.3)
     for head, rows in enumerate(rows_of(query, key, visible, 0.3)):
@@ -99,8 +95,8 @@ def test_scores_are_capped_and_biased_as_in_the_softmax():
 
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("block", [7, 1 << 20])
-def test_the_share_is_that_of_loops_over_rows(kind, block, monkeypatch):
-    monkeypatch.setattr(_blocks, "BLOCK", block)
+def test_the_share_is_that_of_loops_over_rows(kind, block, cut_blocks):
+    cut_blocks(block)
     (query, key), visible = attention(), mask(kind)
     found = share(query, key, visible)
     for head, rows in enumerate(rows_of(query, key, visible)):

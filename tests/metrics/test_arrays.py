@@ -91,16 +91,6 @@ def test_no_view_is_computed_and_none_captured_for_arrays(monkeypatch):
     assert sorted(counted) == ["spectrum", "token_types"]
 
 
-def test_values_are_the_same_with_and_without_arrays():
-    with_arrays, without = (
-        Evaluator(METRICS, 1, strict=True, **kept).evaluate([layer()], ROWS)
-        for kept in ({"keeps_arrays": True}, {})
-    )
-    assert without.arrays == {}
-    np.testing.assert_equal(tagged(with_arrays.stacks), tagged(without.stacks))
-    assert with_arrays.notes == without.notes
-
-
 def test_arrays_are_copies_of_their_own():
     seen = layer()
     found = arrays_with(METRICS, seen)
@@ -141,17 +131,6 @@ def test_the_most_frequent_types_are_kept(monkeypatch):
     counts = np.bincount(seen.captured["token_ids"].numpy())
     assert sorted(found["type_rows/layer_01"]) == sorted(counts)[-3:]
     np.testing.assert_array_equal(counts[found["type_ids/layer_01"]], found["type_rows/layer_01"])
-
-
-def test_stacks_have_arrays_of_their_own():
-    evaluator = Evaluator(select("anisotropy"), 1, keeps_arrays=True)
-    stacks = [
-        Layer(1, "block", layer(index).captured, stack=stack)
-        for index, stack in ((1, "encoder"), (2, "decoder"))
-    ]
-    found = by_tag(evaluator.evaluate(stacks, ROWS).arrays)
-    names = [tag for tag in found if tag.startswith("eigenvalues")]
-    assert names == ["eigenvalues/encoder_layer_01", "eigenvalues/decoder_layer_01"]
 
 
 def test_arrays_that_cannot_be_taken_cost_nothing_but_themselves(monkeypatch):

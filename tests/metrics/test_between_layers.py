@@ -177,17 +177,6 @@ def test_what_cannot_be_compared_is_missing_and_said(after, words):
     assert any(words in note and "layer 1" in note for note in found.notes)
 
 
-def test_after_a_layer_that_was_not_seen_there_is_nothing_to_compare_with():
-    layers = [
-        made(normal(90, 4), 0),
-        Layer(1, "b", {}, {"hidden": "skipped"}),
-        made(normal(90, 4), 2),
-    ]
-    found = evaluated(*layers)
-    assert math.isnan(found.values["neighbour_overlap/layer_02"])
-    assert any("nothing to compare with" in note for note in found.notes)
-
-
 def test_what_cannot_be_compared_is_explained_once():
     values = measure(PlainDecoder(), batch(1, 8), metrics=OVERLAP)
     assert math.isnan(values["neighbour_overlap/layer_01"])

@@ -1,6 +1,5 @@
 """Readings of a probe compared with the ones before, against neighbours found by brute force."""
 
-import copy
 import logging
 import math
 from typing import NamedTuple
@@ -13,9 +12,8 @@ from plain_models import vision_transformer
 from geomon import Memory, Monitor, geometry, measure, select
 from geomon.capture.snapshot import Layer
 from geomon.distributed.packing import pack, unpack
-from geomon.metrics import Evaluator, check_metrics
-from geomon.metrics.between_layers import Comparison
-from geomon.metrics.between_readings import INLINE, BetweenReadings, EarlierReading
+from geomon.metrics import Evaluator
+from geomon.metrics.between_readings import INLINE, EarlierReading
 from geomon.record.columns import tagged
 
 NAME = "neighbour_overlap_in_time"
@@ -75,17 +73,6 @@ def test_it_is_the_share_of_the_ten_nearest_that_stay(noise):
     assert found.notes == []
 
 
-def test_stacks_and_splits_are_compared_each_with_its_own():
-    one, other = normal(600, 5), normal(600, 5) + 0.5 * normal(600, 5, seed=1)
-    before, after = ([made(rows, 1, s) for s in ("a", "b")] for rows in (one, other))
-    after[1] = made(one, 1, "b")
-    values = compared(before, after, Evaluator(OVERLAP, 2), sent=True).values
-    each = [shared(one[cut], other[cut]) for cut in (slice(300), slice(300, 600))]
-    assert values[f"{NAME}/a_layer_01"] == pytest.approx(sum(each) / 2)
-    assert values[f"{NAME}/a_layer_01/std"] == pytest.approx(abs(each[0] - each[1]) / 2**0.5)
-    assert values[f"{NAME}/b_layer_01"] == 1
-
-
 ROWS = normal(300, 5)
 
 
@@ -128,26 +115,6 @@ def test_inline_layers_have_a_reason_and_no_value():
     found = seen(evaluator.combine(measured, 300, INLINE))
     assert math.isnan(found.values[f"{NAME}/layer_01"])
     assert [note.count("other tokens each time") for note in found.notes] == [1]
-
-
-def test_a_comparison_of_ones_own_and_one_that_fails():
-    def keep(total_variance):
-        return float(total_variance)
-
-    def compare(before, after):
-        if before == after:
-            raise ZeroDivisionError("equal")
-        return Comparison({"": after / before}, [])
-
-    metrics = check_metrics({"growth": BetweenReadings(keep, compare)})
-    layers = [made(ROWS), made(ROWS, 2)]
-    found = compared(layers, [made(2 * ROWS), made(ROWS, 2)], Evaluator(metrics, 1))
-    assert found.values["growth/layer_01"] == pytest.approx(4)
-    assert math.isnan(found.values["growth/layer_02"])
-    assert math.isnan(found.values["growth/mean"])
-    assert any("equal" in note for note in found.notes)
-    with pytest.raises(ZeroDivisionError):
-        compared(layers, layers, Evaluator(metrics, 1, strict=True))
 
 
 # -- in a training ---------------------------------------------------------------------------------
@@ -252,16 +219,3 @@ def test_images_are_compared_where_the_monitor_holds_them():
             given.probe(step, None if probe else images)
         assert math.isnan(of(memory.readings[1])[f"{NAME}/layer_01"])
         assert any("no token ids" in note for note in memory.readings[1].words())
-
-
-def test_after_a_resume_one_reading_has_none(tmp_path):
-    torch.manual_seed(0)
-    model, inputs = PlainDecoder(), batch(sequences=8)
-    for steps in (range(2), range(2, 4)):
-        monitor, memory = monitored(copy.deepcopy(model), tmp_path, probe=inputs)
-        read(monitor, model, steps)
-        monitor.close()
-    assert [reading.step for reading in memory.readings] == [2, 3]
-    assert of(memory.readings[0]) == {}
-    assert of(memory.readings[1])[f"{NAME}/mean"] == 1
-    assert not any(NAME in note for note in memory.readings[0].notes)

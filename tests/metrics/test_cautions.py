@@ -60,20 +60,6 @@ def test_scales_that_bend_and_sinks_and_rounding():
     assert "rounding" in cautions_of({"twonn/layer_02/rounding": 0.3})[0].words()
 
 
-def test_missing_values_say_nothing():
-    nan = float("nan")
-    assert cautions_of(
-        {"twonn/mean": nan, "twonn_distinct/mean": 3.0, "gride/mean/k1": nan,
-         "twonn/layer_01/rounding": nan}
-    ) == []  # fmt: skip
-
-
-def test_kind_stays_while_numbers_change():
-    first, second = (cautions_of({"twonn/layer_01/duplicates": share})[0] for share in (0.2, 0.3))
-    assert first.kind == second.kind
-    assert first.words() != second.words()
-
-
 def test_reasons_are_grouped_by_layer():
     (note,) = group_by_layer({("m", "why {x}"): [1, 2]}, "enc")
     assert (note.kind, note.stack, note.layers) == ("m: why {x}", "enc", (1, 2))

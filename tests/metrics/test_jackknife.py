@@ -1,7 +1,6 @@
 """Margins: every metric without a group of sequences, against the metric on the other rows."""
 
 import math
-import random
 
 import numpy as np
 import pytest
@@ -236,16 +235,3 @@ def test_an_extreme_has_no_margin_and_a_failure_without_rows_costs_the_margin_al
     assert any("too few for me" in note for note in notes)
     with pytest.raises(NoMarginError, match="max_logits"):
         ViewsWithout(LayerViews(layer()), 0)["max_logits"]
-
-
-def test_a_metric_of_ones_own_draws_no_random_number_of_the_training():
-    def noisy(hidden):
-        random.random(), np.random.rand()
-        return hidden.mean() + torch.rand(()) * 0
-
-    def states():
-        return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
-
-    before = states()
-    measured({"noisy": noisy}, layer())
-    assert states() == before

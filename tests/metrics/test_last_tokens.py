@@ -87,16 +87,6 @@ def test_views_of_the_last_tokens_go_by_the_name_of_those_of_rows():
         views["last_query"]
 
 
-def test_a_metric_of_ones_own_may_name_them():
-    def leading(last_spectrum, spectrum):
-        return last_spectrum[0] - spectrum[0]
-
-    check_metrics({"leading": leading})
-    rows, last = normal(90, 4), normal(50, 4, seed=2)
-    views = LayerViews(made(rows, last))
-    assert views.apply(leading) == spectrum(last)[0] - spectrum(rows)[0]
-
-
 def test_what_is_not_there_is_missing_with_the_reason():
     layer = Layer(1, "block", {"hidden": normal(90, 4)}, {"last_hidden": "one stream"})
     metrics = check_metrics(

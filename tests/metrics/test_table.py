@@ -7,31 +7,14 @@ import pytest
 import torch
 
 from geomon import METRICS, MORE_METRICS, geometry
-from geomon.capture.snapshot import CAPTURED, Layer
+from geomon.capture.snapshot import Layer
 from geomon.kernels import dimension
+from geomon.kernels.baselines import isotropic_cosine_magnitude
 from geomon.kernels.dimension import twonn_censored
-from geomon.metrics import Evaluator
 from geomon.metrics.metric import Sizes
-from geomon.metrics.table import check_metrics
-from geomon.metrics.views import DERIVED, LayerViews, captured_views
+from geomon.metrics.views import LayerViews
 
 ALL = METRICS | MORE_METRICS
-
-
-def test_derived_views_come_down_to_captured_ones():
-    for name in DERIVED:
-        assert captured_views([name]) <= CAPTURED.keys()
-        assert captured_views([name])
-    assert Evaluator({"m": METRICS["attention_entropy"]}, 1).views == {
-        "query", "key", "visible", "scale", "bias", "softcap", "sink", "scores",
-    }  # fmt: skip
-
-
-def test_a_metric_may_have_options_with_defaults():
-    def norm(hidden, *, order=2.0):
-        return hidden.norm(p=order, dim=-1).mean()
-
-    assert check_metrics({"norm": norm})["norm"].function is norm
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e4])
@@ -129,15 +112,6 @@ def test_the_gaussian_null_is_the_dimension_of_a_gaussian_with_those_rows(width)
     expected = len(mu) / np.log(mu).sum()
     assert null == pytest.approx(expected, rel=0.15)
     assert null > 1.5
-
-
-def test_the_gaussian_null_has_as_many_rows_as_are_distinct():
-    """A null of other rows has another bias: copies do not count."""
-    rows = torch.randn(150, 20, generator=torch.Generator().manual_seed(2)).double()
-    alone = made(rows).apply(MORE_METRICS["twonn_gaussian"]).item()
-    # The covariance of the rows stays as it is where each is there equally often.
-    copied = made(rows.repeat(8, 1)).apply(MORE_METRICS["twonn_gaussian"]).item()
-    assert copied == pytest.approx(alone, rel=0.02)
 
 
 def test_the_deviation_of_the_null_is_that_of_as_many_rows():
@@ -244,19 +218,19 @@ def test_neighbourhoods_of_too_few_rows_are_explained(count):
     assert any("rows differ from one another" in note for note in values.notes)
 
 
-def test_any_discard_is_a_metric_of_ones_own():
-    # As in docs/metrics.md, which says with which published values each discard compares.
-    def twonn_20(neighbours, duplicates):
-        value = dimension.twonn(neighbours, discard=0.8)
-        return {"": value, "n": len(neighbours), "duplicates": duplicates}
-
-    rows = torch.randn(500, 8, generator=torch.Generator().manual_seed(0)).double()
-    values = geometry(rows, metrics=METRICS | {"twonn_20": twonn_20})
-    apart = (rows[:, None] - rows).norm(dim=2)
-    mu = apart.sort(dim=1).values[:, 1:3].log().diff(dim=1)[:, 0].sort().values
-    kept = 100
-    y = -torch.log1p(-torch.arange(1, kept + 1).double() / 500)
-    expected = (mu[:kept] * y).sum() / mu[:kept].square().sum()
-    assert values["twonn_20"] == pytest.approx(expected.item(), rel=1e-6)
-    assert values["twonn_20"] != pytest.approx(values["twonn"], rel=1e-3)
-    assert values["twonn_20/n"] == 500
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("cosine_centred", {"null": -1 / 99}),
+        ("variance_shares", {"null": 1.0, "null_mean": 1 / 100, "null_between": 0.0}),
+        ("mean_query_share", {"null": (1 / 4 + 1 / 16) / 2}),
+        ("attention_entropy", {"null": (math.log(4) + math.log(16)) / 2}),
+        ("qk_cosine", {"null_magnitude": 0.5}),  # of width 3
+        ("qk_cosine_concatenated", {"null_magnitude": isotropic_cosine_magnitude(6)}),
+    ],
+)
+def test_nulls_in_closed_form(name, expected):
+    sizes = Sizes(100, 12, (2, 3), (4, 16), (math.log(4), math.log(16)), 8)
+    assert ALL[name].null(sizes) == pytest.approx(expected)
+    if name.startswith(("qk", "attention", "mean_query")):
+        assert not ALL[name].null(Sizes(100, 12))

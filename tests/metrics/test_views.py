@@ -7,7 +7,7 @@ from geomon.kernels.groups import group_sequences
 from geomon.kernels.neighbours import nearest
 from geomon.metrics import METRICS, select
 from geomon.metrics import views as module
-from geomon.metrics.views import LayerViews, can_be_made, spread_rows
+from geomon.metrics.views import LayerViews, spread_rows
 
 WIDTH = 40
 
@@ -96,15 +96,6 @@ def test_metrics_are_measured_by_the_alternative_that_is_there():
             plain, grouped = plain[""], grouped[""]
         torch.testing.assert_close(plain, grouped, rtol=1e-9, atol=1e-12)
     assert (one["groups"].size, other["groups"].size) == (1, 8)
-
-
-def test_what_can_be_made_depends_on_what_is_there():
-    assert can_be_made(["angle", "mean_query"], {"hidden", "projected_query"})
-    assert not can_be_made(["angle", "sequence_cosines"], {"hidden"})
-    assert can_be_made(["last_angle"], {"last_hidden"})
-    assert not can_be_made(["last_angle"], {"hidden", "last_sequences"})
-    with pytest.raises(KeyError):
-        can_be_made(["last_query"], {"query"})
 
 
 def repeated(seed=0, *, known=True):

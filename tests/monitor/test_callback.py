@@ -54,24 +54,6 @@ def test_what_is_discarded_or_failed_is_not_measured(tmp_path):
     assert session.last_seen == -1
 
 
-def test_opening_anew_discards_what_was_open(tmp_path):
-    session, model, memory = started(tmp_path)
-    session.open(0)
-    model(batch())
-    session.open(1)
-    assert not is_watched()
-    assert not memory.readings
-
-
-def test_the_last_step_is_read_by_force(tmp_path):
-    session, model, memory = started(tmp_path)
-    session.open(3, force=True)
-    model(batch())
-    session.close()
-    session.finish()
-    assert [reading.step for reading in memory.readings] == [3]
-
-
 def test_probes_are_read_when_due_and_at_the_end(tmp_path):
     entered = []
 
@@ -93,16 +75,6 @@ def test_probes_are_read_when_due_and_at_the_end(tmp_path):
     assert session.last_seen == 4
 
 
-def test_by_default_there_is_a_budget_and_the_last_reading_is_made_in_any_case(tmp_path):
-    session, _, memory = started(tmp_path, schedule=every(1), probe=batch())
-    for step in range(40):
-        session.probe(step)
-    session.probe(40, last=True)
-    session.finish()
-    assert [reading.step for reading in memory.readings] == [*range(8), 40]
-    assert len({reading.tokens for reading in memory.readings}) == 1
-
-
 @pytest.mark.parametrize("given", [{"budget": None}, {"gather": False}], ids=str)
 def test_no_budget_is_taken_where_none_is_wanted_or_the_ranks_could_not_share_it(
     tmp_path, monkeypatch, given
@@ -116,12 +88,6 @@ def test_no_budget_is_taken_where_none_is_wanted_or_the_ranks_could_not_share_it
         session.close()
     session.finish()
     assert len(memory.readings) == 20
-
-
-def test_without_inputs_a_probe_does_nothing(tmp_path):
-    session, _, memory = started(tmp_path)
-    session.probe(0)
-    assert not memory.readings
 
 
 @pytest.mark.parametrize(("last_seen", "read"), [(6, [9]), (8, []), (20, []), (None, [])])

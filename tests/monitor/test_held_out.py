@@ -1,6 +1,5 @@
 """A loader as probe: its first batches, taken once, and nothing of the training's changed by it."""
 
-import copy
 import itertools
 import logging
 import math
@@ -297,8 +296,3 @@ def test_rows_are_shared_out_evenly_as_far_as_they_reach(rows, wanted):
         assert sum(shares) == min(wanted, sum(rows))
     most = max(shares)
     assert all(share in (own, most, most - 1) for share, own in zip(shares, rows, strict=True))
-
-
-def test_a_copy_has_the_same_batches():
-    held_out = HeldOut(iter([batch()]))
-    assert copy.deepcopy(held_out) is held_out

@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from geomon import Monitor, every, read
+from geomon import Monitor, read
 from geomon.analysis import Phase
 from geomon.metrics import check_metrics
-from geomon.monitor.planning.schedule import check_schedule
 
 
 def model():
@@ -59,13 +58,6 @@ def test_the_monitor_is_closed_whatever_ends_the_with(tmp_path):
     assert closed
     assert monitor.path is None
     assert "no record" in repr(monitor)
-
-
-def test_a_number_of_steps_is_the_schedule_every():
-    assert check_schedule(100) == every(100)
-    for wrong in (0, -1, True, 1.5, "100"):
-        with pytest.raises(ValueError, match="number of steps"):
-            check_schedule(wrong)
 
 
 def test_names_of_metrics_are_checked():

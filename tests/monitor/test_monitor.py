@@ -1,7 +1,6 @@
 import copy
 import errno
 import gc
-import json
 import logging
 import math
 import os
@@ -13,12 +12,12 @@ import weakref
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from forks import Forks
+from full_disk import FullDisk
 from models import PlainDecoder, batch, transformer
 from torch import nn
 
@@ -28,8 +27,6 @@ from geomon.capture.snapshot import NotSeenError
 from geomon.capture.window import Window
 from geomon.distributed import RankGroup
 from geomon.monitor.measuring.executor import ReadingExecutor
-from geomon.monitor.planning import budget as budget_module
-from geomon.monitor.planning.budget import Budget
 from geomon.monitor.writing.reactions import Reactions
 
 
@@ -180,13 +177,6 @@ def test_probe_restores_flags_and_random_state():
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_probe_is_the_same_twice_and_leaves_no_gradients():
-    model = PlainDecoder(dropout=0.5).train()
-    values = [measure(model, batch(), metrics=METRICS, tokens=64) for _ in range(2)]
-    assert values[0] == pytest.approx(values[1], nan_ok=True, rel=0, abs=0)
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
 def test_a_metric_of_ones_own():
     def peak_norm(hidden):
         norms = hidden.norm(dim=-1)
@@ -220,7 +210,7 @@ def test_a_failing_metric_never_ends_a_run(tmp_path, caplog):
     assert all(math.isnan(r.values["broken/layer_01"]) for r in readings)
     assert all(math.isfinite(r.values["variance/layer_01"]) for r in readings)
     assert all("by design" in r.words()[-1] for r in readings)
-    assert len([m for m in caplog.messages if "by design" in m]) == 1
+    assert [r.name for r in caplog.records if "by design" in r.getMessage()] == ["geomon"]
     with pytest.raises(ZeroDivisionError):
         measure(model, batch(), metrics={"broken": broken})
 
@@ -314,11 +304,8 @@ def test_a_resume_on_a_full_disk_knows_what_is_recorded(tmp_path, monkeypatch):
     train(model, monitor(model, tmp_path, schedule=every(1)), steps=3)
     resumed = monitor(model, tmp_path, schedule=every(1), strict=False)
 
-    def full(*args):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr(resumed.writer._record, "_append", full)
+        FullDisk(patch)
         train(model, resumed, steps=3, start=1)
     train(model, resumed, steps=1, start=4)
     assert [r.step for r in read(tmp_path)] == [0, 1, 2, 3, 4]
@@ -435,17 +422,6 @@ def test_the_time_of_steps_that_are_not_due_counts(tmp_path):
     assert 0.5 * taken < counted <= taken
 
 
-def test_time_inside_a_charge_counts_once(monkeypatch):
-    clock = iter([0.0, 1.0, 3.0, 10.0])
-    monkeypatch.setattr(budget_module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    budget = Budget(None, clock=time.perf_counter)
-    with budget.charge():  # from 0 to 10
-        with budget.charge():  # from 1 to 3
-            pass
-        budget.spend(4.0)
-    assert budget.spent == 10.0
-
-
 class Clock:
     """Stands still, but where a test says that something takes time."""
 
@@ -507,8 +483,6 @@ def test_every_second_that_geomon_takes_counts_once_and_none_of_the_models(read_
 
     seen = monitor(model, metrics={"m": metric}, sinks=[Memory()], schedule=every(1))
     clock.slow_down(PlainDecoder, "forward", 0.5)
-    clock.slow_down(Window, "_open", 1.0)
-    clock.slow_down(Window, "_begin_call", 8.0)
     clock.slow_down(Window, "snapshot", 64.0)
     clock.slow_down(Memory, "write", 4096.0)
     clock.slow_down(ReadingExecutor, "submit", 32768.0)  # which waits for readings before
@@ -518,9 +492,7 @@ def test_every_second_that_geomon_takes_counts_once_and_none_of_the_models(read_
     spent, before = seen.budget.spent, clock.taken.copy()
     read_step(model, 1, seen)
     taken = clock.taken - before
-    assert set(taken) == {
-        "forward", "_open", "_begin_call", "snapshot", "metric", "write", "submit", "call",
-    }  # fmt: skip
+    assert set(taken) == {"forward", "snapshot", "metric", "write", "submit", "call"}
     of_others = 0.25 if read_step is Ways.probe else 0.75  # the pass of a probe is geomon's
     assert seen.budget.spent - spent == taken.total() - of_others
 
@@ -767,28 +739,12 @@ def test_without_gathering_every_rank_runs_the_passes_whatever_the_record_holds(
     assert [r.step for r in read(tmp_path)] == ([0, 3, 4] if rank == 0 else [0, 3])
 
 
-def test_few_rows_are_said(caplog):
-    memory = Memory()
-    model = PlainDecoder()
-    with caplog.at_level(logging.WARNING, "geomon"):
-        monitor(model, None, tokens=4096, sinks=[memory]).probe(0, batch())
-    assert any("256 rows, fewer than tokens=4096" in note for note in memory.readings[0].words())
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (
-            {"metrics": {"m": lambda hiden: 0}},
-            "asks for 'hiden', which is no view; there",
-        ),
         ({"metrics": {"m": lambda: 0}}, "reads no view"),
         ({"metrics": {"a/b": lambda hidden: 0}}, "cannot name a metric"),
         ({"metrics": {"training": lambda hidden: 0}}, "cannot name a metric"),
-        ({"metrics": {}}, "metrics is empty"),
-        ({"schedule": lambda step: False}, "fires at none"),
-        ({"tokens": 0}, "tokens is a whole number of at least 1"),
-        ({"batches": 1.5}, "batches is a whole number"),
     ],
 )
 def test_bad_arguments_are_refused_when_the_monitor_is_built(wrong, message):
@@ -823,20 +779,6 @@ def test_model_can_be_copied_and_pickled_while_it_is_watched(tmp_path):
     assert torch.equal(again(batch())[0], model(batch())[0])
 
 
-def test_record_is_plain_json(tmp_path):
-    model = PlainDecoder()
-    with monitor(model, tmp_path, metrics=METRICS)(0):
-        model(batch())
-    for line in (tmp_path / "readings.jsonl").read_text().splitlines():
-        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-
-
-def test_version_is_one():
-    from importlib.metadata import version
-
-    assert geomon.__version__ == version("geomon")
-
-
 def test_a_checkout_that_was_never_installed_can_be_imported():
     code = """
 import importlib.metadata as metadata
@@ -866,33 +808,6 @@ def test_what_is_shown_is_in_the_record_already(tmp_path):
     train(model, seen, steps=3)
     seen.close()
     assert found == [(0, [0]), (1, [0, 1]), (2, [0, 1, 2]), [0, 1, 2]]
-
-
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_only_the_first_rank_makes_a_record(tmp_path, monkeypatch, rank):
-    import geomon.monitor.monitor as module
-
-    monkeypatch.setattr(module, "find_ranks", lambda: RankGroup(rank, 3))
-    seen = monitor(PlainDecoder(), tmp_path / "run", gather=False)
-    assert (tmp_path / "run").exists() == (rank == 0)
-    with seen(0):
-        pass_of = seen._model(batch())
-    assert pass_of is not None
-    assert (tmp_path / "run" / "readings.jsonl").exists() == (rank == 0)
-
-
-def test_every_rank_learns_from_the_first_what_is_recorded(monkeypatch):
-    """A rank without a record: only what the first one sends says what was read before."""
-    model, memory = PlainDecoder(), Memory()
-    seen = monitor(model, schedule=every(1), sinks=[memory])
-    sent = []
-    monkeypatch.setattr(
-        type(seen._group), "broadcast", lambda group, value: sent.append(value) or {(1, "inline")}
-    )
-    train(model, seen, steps=3)
-    seen.close()
-    assert sent == [set()]
-    assert [reading.step for reading in memory.readings] == [0, 2]
 
 
 def test_what_sinks_do_at_the_end_counts_as_geomons_time():

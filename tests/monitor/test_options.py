@@ -8,15 +8,12 @@ from typing import get_type_hints
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from models import PlainDecoder
 
 from geomon import METRICS, Memory, Monitor, log_spaced
 from geomon.huggingface import GeometryMonitor as OfTrainer
 from geomon.lightning import GeometryMonitor as OfLightning
 from geomon.monitor.options import (
-    _GROUPS,
     CALLBACK_DEFAULTS,
     DEFAULTS,
     CallbackOptions,
@@ -76,14 +73,6 @@ def test_a_budget_is_understood_as_people_type_it(typed, share):
         assert check({**defaults, "budget": checked}, "Monitor")["budget"] == checked
 
 
-@given(st.floats(min_value=1e-9, max_value=0.99), st.sampled_from(["%", " %", " percent"]))
-@settings(deadline=None)
-def test_a_share_and_its_percentage_are_one_budget(share, unit):
-    percent = DEFAULTS | {"budget": f"{100 * share!r}{unit}"}
-    assert check_options(percent, "Monitor")["budget"] == pytest.approx(share, rel=1e-12)
-    assert check_options(DEFAULTS | {"budget": f"{share!r}"}, "Monitor")["budget"] == share
-
-
 def test_every_option_has_a_declaration_and_a_default():
     assert get_type_hints(MonitorOptions).keys() == DEFAULTS.keys()
     assert get_type_hints(CallbackOptions).keys() == CALLBACK_DEFAULTS.keys()
@@ -117,12 +106,6 @@ def test_signature_and_help_show_every_option_with_its_default(cls, defaults):
     assert "TypeError: An argument has a name that does not exist." in text.partition("Raises:")[2]
 
 
-def test_help_names_its_groups_of_options():
-    text = inspect.getdoc(OfLightning)
-    headings = re.findall(r"^([A-Z][A-Za-z ]+):$", text, re.MULTILINE)
-    assert headings == [*_GROUPS, "Raises"]
-
-
 @pytest.mark.parametrize("callback", CALLBACKS)
 @pytest.mark.parametrize("sinks", ["tensorboard", Memory(), [Memory], [Memory(), "wandb"]])
 def test_what_is_no_list_of_sinks_is_refused_before_the_training(callback, sinks):
@@ -134,22 +117,6 @@ def test_what_is_no_list_of_sinks_is_refused_before_the_training(callback, sinks
 def test_a_callback_shows_its_main_options(callback):
     shown = repr(callback(metrics=["twonn"], schedule=100, tokens=512, probe=torch.zeros(9, 99)))
     assert shown == "GeometryMonitor(1 metric, schedule=every(steps=100), 512 tokens, probe=Tensor)"
-
-
-def test_a_metric_that_does_not_exist_is_answered_with_near_ones():
-    with pytest.raises(ValueError, match=r"'twon' \(did you mean 'twonn'") as error:
-        OfLightning(metrics=["twon"])
-    assert "geomon metrics" in str(error.value)
-    assert len(str(error.value)) < 200
-
-
-def test_the_texts_of_one_option_are_the_same_everywhere():
-    texts = [
-        inspect.getdoc(cls).partition("    tokens: ")[2].partition("    batches:")[0]
-        for cls in (Monitor, *CALLBACKS)
-    ]
-    assert texts[0]
-    assert len(set(texts)) == 1
 
 
 @pytest.mark.parametrize(("wrong", "message"), WRONG, ids=[message for _, message in WRONG])

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 from geomon import Memory, Monitor, every, read, select
 from geomon.huggingface import GeometryMonitor as OfTrainer
 from geomon.lightning import GeometryMonitor as OfLightning
-from geomon.monitor.planning.budget import Budget
 from geomon.monitor.probe_loss import count_sequences
 
 ROWS = torch.cat([batch(5, 16, seed=seed) for seed in range(4)])
@@ -139,30 +138,6 @@ def test_a_loss_that_fails_is_one_warning_and_a_reading_without_it(model, caplog
         readings_of(model, probe=ROWS, probe_loss=function)
 
 
-def test_ctrl_c_in_the_loss_leaves_nothing_and_the_next_reading_is_whole(model, expected):
-    calls = []
-
-    def interrupted(outputs, ids):
-        calls.append(0)
-        if len(calls) == 1:
-            raise KeyboardInterrupt
-        return loss_of(outputs, ids)
-
-    model.train()
-    before, random = fingerprint(model), random_state()
-    memory = Memory()
-    monitor = Monitor(
-        model, probe=ROWS, probe_loss=interrupted, metrics=select("variance"), tokens=64,
-        directory=None, sinks=[memory], schedule=every(1), strict=True,
-    )  # fmt: skip
-    with pytest.raises(KeyboardInterrupt):
-        monitor.probe(0)
-    assert fingerprint(model) == before
-    assert random_state() == random
-    monitor.probe(1)
-    assert [r.values[TAG] for r in memory.readings] == [pytest.approx(expected, rel=1e-5)]
-
-
 @pytest.mark.parametrize("batches", [lambda: ROWS, lambda: DataLoader(ROWS, batch_size=10)])
 def test_the_models_time_is_the_trainings_where_the_pass_is_its_validation(model, batches):
     """The sleep stands for a large model: a reading took at most what else has passed."""
@@ -190,23 +165,6 @@ def test_the_models_time_is_the_trainings_where_the_pass_is_its_validation(model
             assert min(spent, memory.readings[1].seconds) >= slow_calls
         else:
             assert 0 < max(spent, memory.readings[1].seconds) <= passed - slow_calls
-
-
-def test_time_that_is_left_out_does_not_count_in_the_charges_around_it(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("geomon.monitor.planning.budget.time.perf_counter", lambda: now[0])
-    budget = Budget(None, clock=lambda: now[0])
-    budget.begin(0)
-    with budget.charge():
-        now[0] += 1
-        with budget.charge():
-            now[0] += 10
-            budget.leave_out(10)
-            budget.spend(2)
-            now[0] += 2
-        now[0] += 4
-    assert budget.spent == 7
-    assert budget.overhead == pytest.approx(7 / 17)
 
 
 @pytest.mark.parametrize("of_callback", [OfLightning, OfTrainer])

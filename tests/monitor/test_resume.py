@@ -10,13 +10,10 @@ from fingerprint import HOOKS
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from models import PlainDecoder, batch
-from test_huggingface import fit as fit_huggingface
 from test_lightning import TwoOptimizers
 from test_lightning import fit as fit_lightning
-from transformers import TrainerCallback
 
 from geomon import every, read, select
-from geomon.huggingface import GeometryMonitor as OfTrainer
 from geomon.lightning import GeometryMonitor as OfLightning
 
 FEW = {"metrics": select("variance", "qk_cosine"), "tokens": 64, "strict": True}
@@ -83,15 +80,6 @@ class CopyInLightning(Callback):
             self.made = copies_of(module.net, self.monitor)
 
 
-class CopyInTrainer(TrainerCallback):
-    def __init__(self, monitor):
-        self.monitor = monitor
-
-    def on_step_end(self, args, state, control, model=None, **event):
-        if state.global_step == 5:
-            self.made = copies_of(model, self.monitor)
-
-
 def check(made, before):
     """The copies are whole, free of hooks, and know the settings and nothing of the training."""
     assert len(made) == 2
@@ -114,20 +102,6 @@ def test_copies_made_while_lightning_trains(tmp_path):
     assert all(map(torch.equal, watched.parameters(), plain.parameters()))
     for _, copied in copier.made:
         fit_lightning(tmp_path, [copied], steps=3)
-        assert [r.step for r in read(tmp_path / "run")] == [0, 2]
-
-
-def test_copies_made_while_the_trainer_trains(tmp_path):
-    monitor = OfTrainer(schedule=every(2), directory=tmp_path / "run", pictures=False, **FEW)
-    before = set(vars(monitor))
-    copier = CopyInTrainer(monitor)
-    told = {"report_to": "tensorboard"}
-    watched = fit_huggingface(tmp_path, [monitor, copier], **told).model
-    check(copier.made, before)
-    plain = fit_huggingface(tmp_path / "plain", []).model
-    assert all(map(torch.equal, watched.parameters(), plain.parameters()))
-    for _, copied in copier.made:
-        fit_huggingface(tmp_path, [copied], steps=3)
         assert [r.step for r in read(tmp_path / "run")] == [0, 2]
 
 

@@ -4,6 +4,7 @@ import os
 
 import numpy as np
 import pytest
+from full_disk import FullDisk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
@@ -105,14 +106,6 @@ def test_a_resumed_run_goes_on_in_the_same_folder(tmp_path):
     assert not (tmp_path / "arrays.1").exists()
 
 
-def test_the_same_step_is_replaced(tmp_path):
-    folder = ArrayFolder(tmp_path / "arrays")
-    folder.write(4, "probe", some(1.0))
-    folder.write(4, "probe", some(2.0))
-    assert folder.read(4, "probe")["mean_query/layer_01"][0, 0] == 2.0
-    assert os.listdir(folder.path) == ["step_000004_probe.npz"]
-
-
 def test_of_readings_close_together_only_some_have_arrays(tmp_path):
     record = began(tmp_path)
     for step in range(0, 8_001, 10):
@@ -183,9 +176,9 @@ def test_the_rest_of_a_killed_write_is_no_array_and_is_removed(tmp_path):
 
 def test_no_arrays_stand_beside_a_line_that_waits(tmp_path, monkeypatch):
     record = began(tmp_path)
-    with monkeypatch.context() as full:
-        full.setattr(Record, "_append", lambda *line: (_ for _ in ()).throw(OSError("full")))
-        with pytest.raises(OSError, match="full"):
+    with monkeypatch.context() as patch:
+        FullDisk(patch)
+        with pytest.raises(OSError, match="No space"):
             record.write(reading(0))
         record.write_arrays(reading(0), some(1.0))
     assert not (tmp_path / "arrays").exists()

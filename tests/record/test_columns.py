@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tagged import reading_of, stacks_of
 
 from geomon.record import Readings, tags
-from geomon.record.columns import Column, Place, places_of, tagged
+from geomon.record.columns import Column, MetricText, Place, places_of, tagged
 from geomon.record.follow import parse_line
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
@@ -127,3 +127,11 @@ def test_a_line_of_a_large_model_is_short_and_read_quickly():
         parse_line(line)
         took.append(time.perf_counter() - began)
     assert min(took) <= 1e-3
+
+
+@pytest.mark.parametrize(
+    ("null", "label"),
+    [("an isotropic Gaussian of as many rows", "isotropic Gaussian"), ("", "noise")],
+)
+def test_a_null_has_a_short_name_for_charts(null, label):
+    assert MetricText("dimension", null=null).null_label == label

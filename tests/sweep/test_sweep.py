@@ -356,7 +356,10 @@ def test_warnings_of_the_same_kind_come_once_and_nothing_stays(run, tmp_path, ca
         ({"model": build}, "needs the folder of its"),
         ({"model": "recipes.enwik8.model:none", "checkpoints": "x"}, "cannot be imported"),
         ({"model": "./nowhere"}, "no model at ./nowhere"),
-        ({"model": "a", "tokens": 0}, "tokens is a whole number"),
+        *(
+            ({"model": "a", name: 0}, f"{name} is a whole number")
+            for name in ("tokens", "batches", "sequences", "length")
+        ),
         ({"model": "a", "text": __file__, "inputs": PROBE}, "not both"),
     ],
 )

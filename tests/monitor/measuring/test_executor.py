@@ -13,7 +13,7 @@ from geomon.monitor.measuring.jobs import ReadingJob
 METRICS = select("cosine", "variance", "twonn", "attention_entropy")
 
 
-def run(steps=12, model=None, clock=None, **settings):
+def run(steps=12, model=None, **settings):
     """Readings of an untrained model that changes a little from step to step."""
     torch.manual_seed(0)
     model = model or models.PlainDecoder()
@@ -23,8 +23,6 @@ def run(steps=12, model=None, clock=None, **settings):
         tokens=settings.pop("tokens", 64), strict=settings.pop("strict", True),
         schedule=lambda step: True, **settings,
     )  # fmt: skip
-    if clock is not None:
-        monitor.budget._clock = clock
     for step in range(steps):
         with monitor(step):
             model(models.batch(seed=step))
@@ -174,33 +172,9 @@ def test_a_budget_without_gathering_is_refused_on_many_ranks(monkeypatch):
         Monitor(models.PlainDecoder(), directory=None, budget=0.01, gather=False)
 
 
-def test_a_due_step_that_training_jumps_over_is_read_at_the_next():
-    model, memory = models.PlainDecoder(), Memory()
-    monitor = Monitor(
-        model, metrics=METRICS, directory=None, sinks=[memory], schedule=lambda s: s % 5 == 0
-    )
-    for step in range(0, 22, 2):
-        with monitor(step):
-            model(models.batch())
-    assert [reading.step for reading in memory.readings] == [0, 6, 10, 16, 20]
-
-
 def test_nothing_is_said_of_what_no_metric_reads():
     *_, (_, _, readings) = run(1, metrics=select("cosine", "attention_entropy"), batches=1)
     assert readings[0].words() == []
-
-
-def test_who_asks_twice_about_a_step_that_is_owed_gets_the_same_answer():
-    model, memory = models.PlainDecoder(), Memory()
-    monitor = Monitor(
-        model, metrics=METRICS, directory=None, sinks=[memory], schedule=lambda s: s % 5 == 0
-    )
-    for step in (0, 4, 6, 7):
-        monitor.advance(step)
-        if monitor.is_due(step):  # as the callback for the Trainer does
-            with monitor(step):
-                model(models.batch())
-    assert [reading.step for reading in memory.readings] == [0, 6]
 
 
 @pytest.mark.usefixtures("own_metrics_in_background")

@@ -60,24 +60,6 @@ def test_layer_by_layer_gives_what_all_at_once_gives():
     assert reading.seconds == reading.values["geomon/seconds"] == job.seconds > 0.5
 
 
-def test_layers_at_once_give_what_they_give_in_turn():
-    metrics = select("cosine", "variance", "twonn", "anisotropy")
-    torch.get_num_threads()
-    with threadpoolctl.threadpool_limits(2, user_api="openmp"):
-        job, other, in_turn = (make_job(metrics) for _ in range(3))
-        assert (job.at_once, job.left) == (2, 4)
-        job.measure_next(3)
-        assert (job.left, other.left) == (1, 4)
-        other.measure_next(4)
-        assert other.complete
-    with threadpoolctl.threadpool_limits(1, user_api="openmp"):
-        expected = values_of(measured(in_turn))
-    for one in (job, other):
-        assert values_of(measured(one)) == pytest.approx(
-            expected, rel=1e-12, abs=1e-12, nan_ok=True
-        )
-
-
 def test_few_rows_are_noted():
     reading = measured(make_job(of=snapshot(200)))
     assert reading.tokens == 200

@@ -56,12 +56,6 @@ def test_what_is_due_between_the_last_watched_step_and_the_first_is_owed():
     assert made_at(planner, [12, 13, 20]) == [20]
 
 
-def test_going_to_the_same_step_is_no_step():
-    planner, _, _ = make_planner(share=0.5)
-    assert planner.advance(3)
-    assert not planner.advance(3)
-
-
 def test_a_question_changes_nothing():
     planner, budget, clock = make_planner(share=0.1)
     clock.now = 100.0

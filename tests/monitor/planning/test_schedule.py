@@ -12,10 +12,6 @@ def fired(schedule, stop):
     return [step for step in range(stop) if schedule(step)]
 
 
-def test_every_counts_from_zero():
-    assert fired(every(3), 10) == [0, 3, 6, 9]
-
-
 @given(per_octave=st.integers(1, 8), at_most=st.integers(1, 500))
 def test_log_spaced_starts_at_zero_and_never_goes_dark(per_octave, at_most):
     steps = fired(log_spaced(per_octave, at_most, first=1), 3000)
