@@ -22,7 +22,7 @@ from referee import (
     watch,
     without_fast_path,
 )
-from specimens import AS_ATTENDED, PADDING_MASKS, SDPA_ALONE, built, inputs_of
+from specimens import AS_ATTENDED, PADDING_MASKS, built, inputs_of
 from torch import Tensor
 from zoo import ZOO
 
@@ -32,7 +32,6 @@ from geomon.description import ROUTES
 
 TABLE = Path(__file__).parent.parent / "docs" / "architectures.md"
 TOLERANCE = 1e-5  # of attention probabilities: float32, eager against fused
-RECOMPUTED = 1e-5  # of projections that no module gives: products of some rows and of all
 
 EACH = pytest.mark.parametrize(
     ("name", "implementation"),
@@ -93,11 +92,6 @@ def tensors(output: Any) -> Iterator[Tensor]:
             yield from tensors(part)
 
 
-def multihead(name: str) -> bool:
-    """Whether attention is `nn.MultiheadAttention`, which projects inside a function."""
-    return ZOO[name].routes == SDPA_ALONE
-
-
 def _equal(some: list[Tensor], others: list[Tensor]) -> bool:
     return len(some) == len(others) > 0 and all(map(torch.equal, some, others))
 
@@ -107,7 +101,7 @@ def test_what_is_captured_is_what_the_model_computes(name, implementation):
     verdict = measured(name, implementation)
     assert verdict.faults == []
     assert verdict.attention is None or verdict.attention < TOLERANCE
-    assert verdict.projected is None or verdict.projected <= (RECOMPUTED if multihead(name) else 0)
+    assert verdict.projected in (None, 0)
     assert verdict.hidden == 0
 
 
@@ -162,7 +156,7 @@ def test_sampled_rows_are_what_the_model_computes_there(name, monkeypatch):
     compare(specimen, reference, found, verdict, padded=True, rows=30)
     assert verdict.faults == []
     assert verdict.hidden == 0
-    assert verdict.projected is None or verdict.projected <= (RECOMPUTED if multihead(name) else 0)
+    assert verdict.projected in (None, 0)
     assert verdict.attention < TOLERANCE
     assert all(len(seen.rows) <= 30 for seen in found.values() if seen.rows is not None)
     queries = {seen.places.shape[1] for seen in found.values() if seen.places is not None}
@@ -176,8 +170,7 @@ _HEAD = """# Architectures
 geomon was tested on these {count} architectures. Each is a small random model, run with padding on
 either side and without. What geomon captured is compared with what the model itself computes:
 
-- Hidden states, and queries and keys as projected, are equal to the last bit (in
-  `nn.MultiheadAttention`, which has no module that projects, to 1e-5).
+- Hidden states, and queries and keys as projected, are equal to the last bit.
 - Attention probabilities, rebuilt from queries, keys, masks and biases, differ from the model's own
   eager attention by at most what the table says.
 - Outputs, gradients and the random state are bit-identical with and without geomon, in eval mode
