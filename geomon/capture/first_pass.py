@@ -217,17 +217,13 @@ class StackPass:
         """
         return self.shape if block_call.shape is None else block_call.shape
 
-    def row_indices(
-        self, shape: Shape, role: str = "", block_call: BlockCall | None = None
-    ) -> Tensor:
-        """Return flat indices of the sampled rows; the same for every tensor of one shape.
+    def row_indices(self, shape: Shape) -> Tensor:
+        """Return flat indices of the sampled rows; the same for hidden states of one shape.
 
         Args:
-            shape: Shape of the tensor, without the width.
-            role: "key" for keys that come from another stack, whose padding is another.
-            block_call: The call of the block in which the tensor was seen; None for hidden states.
+            shape: Shape of the hidden states, without the width.
         """
-        return self.tokens.rows(self._unfolded(shape, role, block_call), role)
+        return self.tokens.rows(self._unfolded(shape))
 
     def settle(self) -> None:
         """Decide what is padding, now that the pass was seen, and remove the rows of it."""
@@ -248,19 +244,16 @@ class StackPass:
                 block_call.hidden = self._without_padding(block_call.hidden)
             for seen in block_call.attentions.values():
                 if seen.projected is not None:
-                    query, key = (self._without_padding(x, block_call) for x in seen.projected)
+                    query, key = (self.tokens.without_padding(x, x.shape) for x in seen.projected)
                     seen.projected = query, key
 
-    def _without_padding(
-        self, rows: SampledRows, block_call: BlockCall | None = None
-    ) -> SampledRows:
-        return self.tokens.without_padding(rows, self._unfolded(rows.shape, rows.role, block_call))
+    def _without_padding(self, rows: SampledRows) -> SampledRows:
+        return self.tokens.without_padding(rows, self._unfolded(rows.shape))
 
-    def _unfolded(self, shape: Shape, role: str, block_call: BlockCall | None) -> Shape:
-        """Return the shape in which the same rows entered the block, unfolded and not flattened."""
-        entered = self.shape if block_call is None else self.shape_at(block_call)
-        own = not role and shape != entered[::-1]
-        return entered if own and math.prod(shape) == math.prod(entered) else shape
+    def _unfolded(self, shape: Shape) -> Shape:
+        """Return the shape in which the same rows entered the stack, where a block flattens them."""
+        flattened = shape != self.shape[::-1] and math.prod(shape) == math.prod(self.shape)
+        return self.shape if flattened else shape
 
     # -- which layers they make ------------------------------------------------------------------
 
