@@ -251,7 +251,7 @@ class StackPass:
         return self.tokens.without_padding(rows, self._unfolded(rows.shape))
 
     def _unfolded(self, shape: Shape) -> Shape:
-        """Return the shape in which the same rows entered the stack, where a block flattens them."""
+        """Return the shape in which rows entered the stack, where a block flattens them."""
         flattened = shape != self.shape[::-1] and math.prod(shape) == math.prod(self.shape)
         return self.shape if flattened else shape
 
