@@ -47,8 +47,8 @@ def charts_of(readings: Readings, metrics: Iterable[str] = ()) -> dict[str, go.F
         if isinstance(panel, Lines):  # W&B shows a chart without the name of what it holds
             words = panel.label + ", mean over layers" * (panel.over == "step")
             words += " (band: 95 % interval)" * panel.has_bands
-            chart.update_layout(title={"text": _plain(words), "font": {"size": 13}, "x": 0.02})
-            chart.update_layout(margin={"t": 40})
+            title = {"text": _plain(words), "font": {"size": 13}, "x": 0.02}
+            chart.update_layout(title=title, margin={"t": 40}, legend=_NAMES_BELOW)
         charts[re.sub(r"\W+", "_", name)] = chart
     return charts
 

@@ -7,7 +7,7 @@ at the bottom.
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -128,11 +128,11 @@ class Matrix:
     over: str = "head"
     is_signed: bool = False
     is_logarithmic: bool = False
-    exceeds: bool = field(init=False)
 
-    def __post_init__(self) -> None:
-        """Find out whether a value lies beyond the scale."""
-        object.__setattr__(self, "exceeds", bool(np.nanmax(self.values) > self.high))
+    @property
+    def exceeds(self) -> bool:
+        """Whether a value lies beyond the scale."""
+        return bool(np.nanmax(self.values) > self.high)
 
 
 class StepAxis:
