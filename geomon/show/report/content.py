@@ -33,6 +33,8 @@ from geomon.show.panels import (
     line_of,
     map_panel,
     null_of,
+    spread_items,
+    spread_steps,
 )
 
 # Largest numbers of steps in curves, in maps, and in what a slider moves over.
@@ -252,9 +254,8 @@ def _depth(
     for metric, text in _texts_of(selected).items():
         profiles = []
         for run, colour, readings in zip(runs, _colours(runs), selected, strict=True):
-            name = printable(text.label) + f", {printable(run.name)}" * (len(runs) > 1)
-            steps = [reading.step for reading in readings]
-            some = _at(readings, _spread(steps, _MOST_COLUMNS))
+            name = f"{printable(run.name)}: " * (len(runs) > 1) + printable(text.label)
+            some = _at(readings, _MOST_COLUMNS)
             profile = depth_panel(some, metric)
             if not profile.lines:
                 continue
@@ -264,8 +265,7 @@ def _depth(
             matrix = map_panel(some, metric)
             if matrix is not None and len(matrix.layers) > 1:
                 maps[name] = matrix
-            few = _at(readings, _spread(steps, _MOST_STEPS))
-            if found := head_panels(few, metric, _MOST_STEPS):
+            if found := head_panels(_at(readings, _MOST_STEPS), metric, _MOST_STEPS):
                 heads[name] = found
         if profiles:
             lines = [line for profile in profiles for line in profile.lines]
@@ -282,8 +282,9 @@ def _ends(profile: Lines, run: str, colour: str) -> list[Line]:
     return ends
 
 
-def _at(readings: Readings, indices: Sequence[int]) -> Readings:
-    return Readings(readings.runs, [readings[index] for index in indices])
+def _at(readings: Readings, most: int) -> Readings:
+    steps = _spread([reading.step for reading in readings], most)
+    return Readings(readings.runs, [reading for reading in readings if reading.step in steps])
 
 
 def _texts_of(runs: Sequence[Readings]) -> dict[str, MetricText]:
@@ -390,23 +391,16 @@ def _thin(curve: Curve) -> Curve:
     """Some hundred points of a curve, its ends and its extremes among them."""
     if len(curve) <= _MOST_POINTS:
         return curve
-    ends = {curve.values.index(pick(curve.values)) for pick in (min, max)}
-    kept = sorted({*_spread(curve.steps, _MOST_POINTS), *ends})
-    return Curve(
-        [curve.steps[at] for at in kept],
-        [curve.values[at] for at in kept],
-        [curve.margins[at] for at in kept],
-    )
+    ends = {curve.steps[curve.values.index(pick(curve.values))] for pick in (min, max)}
+    kept = _spread(curve.steps, _MOST_POINTS) | ends
+    places = [at for at, step in enumerate(curve.steps) if step in kept]
+    rows = ([row[at] for at in places] for row in (curve.values, curve.margins))
+    return Curve([curve.steps[at] for at in places], *rows)
 
 
-def _spread(steps: Sequence[int], most: int) -> list[int]:
-    """Choose indices of ascending steps: half of them evenly, half evenly on a logarithmic axis."""
-    if len(steps) <= most:
-        return list(range(len(steps)))
-    even = np.linspace(0, len(steps) - 1, most // 2)
-    places = np.log1p(np.array(steps, dtype=float) - steps[0])
-    near = np.searchsorted(places, np.linspace(places[0], places[-1], most // 2))
-    return sorted({*even.round().astype(int).tolist(), *near.tolist()} - {len(steps)})
+def _spread(steps: Sequence[int], most: int) -> set[int]:
+    """Choose steps: half of them evenly, half denser after the first."""
+    return {*spread_items(steps, most // 2), *spread_steps(steps, most // 2)}
 
 
 def _colours(runs: Sequence[Run]) -> list[str]:
