@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +16,8 @@ import numpy as np
 from geomon.analysis import Curve, curve_of, single_source, summarise
 from geomon.analysis.curves import plain_curve, training_curve
 from geomon.analysis.summary import alert_sentences, headline
-from geomon.record import Reading, Readings, tags
-from geomon.record.columns import MetricText, Place
+from geomon.record import Readings, tags
+from geomon.record.columns import MetricText
 from geomon.record.headline import beside, headlines_of
 from geomon.record.printable import printable
 from geomon.show.colours import SERIES
@@ -295,27 +294,24 @@ def _texts_of(runs: Sequence[Readings]) -> dict[str, MetricText]:
 
 
 def _drawn(readings: Readings) -> dict[str, Drawn]:
-    """The curves of a run by name, those of charts first for each metric."""
+    """The curves of a run by name: means over layers, what charts show by default, and logged."""
     drawn: dict[str, Drawn] = {}
     for metric, text in _texts_of([readings]).items():
+        columns = [reading.column(metric) for reading in readings]
+        parts = dict.fromkeys(part for column in columns for part in column.parts)
+        unit, null = printable(text.unit), null_of(readings, metric)
+        for part in ("", *(part for part in parts if part.rpartition("/")[2] != "std")):
+            curve = curve_of(readings, metric, part=part)
+            words = printable(text.title_of(part))
+            drawn[tags.mean_tag(metric, part)] = Drawn(
+                curve, words, unit, null=None if part else null
+            )
         chart = printable(readings.text_of(beside(metric)).title)
-        headlines = {each.tag or each.name: each for each in headlines_of(metric, text)}
-        places = {place.tag: place for place in _means(readings, metric)}
-        for name in dict.fromkeys([*headlines, *places]):
-            charted, place = headlines.get(name), places.get(name, Place("", metric, kind=""))
-            if charted is not None and not charted.chart:
-                continue  # an end of the interval, which is a band
-            words = text.title_of(place.part)
-            if place.kind == "value":
-                curve = curve_of(readings, metric, part=place.part)
-            else:
-                find = charted.value if charted else partial(_find, place)
-                curve, words = plain_curve(readings, find), f"{words}, {place.name or place.kind}"
-            drawn[name] = Drawn(
-                curve, printable(charted.words if charted else words), printable(text.unit),
-                chart if charted else "",
-                null_of(readings, metric) if place == Place("", metric) else None,
-            )  # fmt: skip
+        for each in headlines_of(metric, text):
+            if each.chart:  # the ends of the interval have none: they are a band
+                found = drawn.get(each.tag) or Drawn(plain_curve(readings, each.value), "", unit)
+                words = printable(each.words)
+                drawn[each.tag or each.name] = found._replace(label=words, chart=chart)
     for name in dict.fromkeys(name for reading in readings for name in reading.training):
         # A loss on the probe is of its own: the function that gives it may have another unit.
         title = {tags.LOSS: "training loss", tags.PROBE_LOSS: "loss on the probe"}.get(name, "")
@@ -325,26 +321,6 @@ def _drawn(readings: Readings) -> dict[str, Drawn]:
     overhead = plain_curve(readings, lambda reading: reading.overhead)
     drawn[tags.OVERHEAD] = Drawn(overhead, _OVERHEAD, "")
     return {name: each for name, each in drawn.items() if len(each.curve)}
-
-
-def _find(place: Place, reading: Reading) -> float:
-    return place.find(reading.stacks)
-
-
-def _means(readings: Readings, metric: str) -> list[Place]:
-    """List what the readings have of a metric over all layers, but for deviations."""
-    every: dict[Place, None] = {}
-    for column in (reading.columns[metric] for reading in readings if metric in reading.columns):
-        for part, own in {"": column, **column.parts}.items():
-            base = Place("", metric, part)
-            if part.rpartition("/")[2] == "std":
-                continue
-            if any(own.depths()) or not math.isnan(own.mean):
-                every[base] = None
-            if own.heads:
-                every |= dict.fromkeys(base._replace(kind=kind) for kind in ("min", "max"))
-            every |= dict.fromkeys(base._replace(kind="whole", name=name) for name in own.whole)
-    return list(every)
 
 
 def _notes(readings: Readings) -> list[dict[str, Any]]:
