@@ -47,8 +47,8 @@ def charts_of(readings: Readings, metrics: Iterable[str] = ()) -> dict[str, go.F
         if isinstance(panel, Lines):  # W&B shows a chart without the name of what it holds
             words = panel.label + ", mean over layers" * (panel.over == "step")
             words += " (band: 95 % interval)" * panel.has_bands
-            chart.update_layout(title={"text": _plain(words), "font": {"size": 13}, "x": 0.02})
-            chart.update_layout(margin={"t": 40})
+            title = {"text": _plain(words), "font": {"size": 13}, "x": 0.02}
+            chart.update_layout(title=title, margin={"t": 40}, legend=_NAMES_BELOW)
         charts[re.sub(r"\W+", "_", name)] = chart
     return charts
 
@@ -63,11 +63,12 @@ def draw(panel: Lines | Matrix, steps: Iterable[int] = ()) -> go.Figure:
     return _draw_matrix(panel) if isinstance(panel, Matrix) else _draw_lines(panel, steps)
 
 
-def choose(charts: Mapping[str, go.Figure]) -> go.Figure:
+def choose(charts: Mapping[str, go.Figure], *, letters: int = 44) -> go.Figure:
     """Make one chart of several, with a menu to choose one of them.
 
     Args:
         charts: The charts by their names in the menu, one at least.
+        letters: Most letters of a name: a menu is as wide as the longest.
     """
     first = next(iter(charts.values()))
     if len(charts) == 1:
@@ -81,11 +82,10 @@ def choose(charts: Mapping[str, go.Figure]) -> go.Figure:
             visible[len(whole.data)] = True
             whole.add_trace(trace)
             whole.data[-1].visible = not buttons
+        label = _plain(name if len(name) <= letters else f"{name[: letters - 1]}…")
         layout = chart.layout.to_plotly_json()
         wanted = {part: layout.get(part) for part in ("xaxis", "yaxis", "shapes", "annotations")}
-        buttons.append(
-            {"label": _plain(name), "method": "update", "args": [{"visible": visible}, wanted]}
-        )
+        buttons.append({"label": label, "method": "update", "args": [{"visible": visible}, wanted]})
     whole.update_layout(
         updatemenus=[{"buttons": buttons, **_AT_TOP}], margin={"t": 40}, legend=_NAMES_BELOW
     )

@@ -7,7 +7,7 @@ at the bottom.
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -128,11 +128,11 @@ class Matrix:
     over: str = "head"
     is_signed: bool = False
     is_logarithmic: bool = False
-    exceeds: bool = field(init=False)
 
-    def __post_init__(self) -> None:
-        """Find out whether a value lies beyond the scale."""
-        object.__setattr__(self, "exceeds", bool(np.nanmax(self.values) > self.high))
+    @property
+    def exceeds(self) -> bool:
+        """Whether a value lies beyond the scale."""
+        return bool(np.nanmax(self.values) > self.high)
 
 
 class StepAxis:
@@ -173,7 +173,7 @@ class StepAxis:
 
 
 def spread_steps(steps: Sequence[int], most: int = _MAX_PROFILES) -> list[int]:
-    """Choose the first and the last step and, between them, steps evenly spaced in logarithm.
+    """Choose the first and the last step and some between, denser after the first.
 
     Args:
         steps: Steps to choose from.
@@ -186,12 +186,29 @@ def spread_steps(steps: Sequence[int], most: int = _MAX_PROFILES) -> list[int]:
         >>> spread_steps([0, 1, 2, 3, 4, 6, 8, 11, 16, 23, 32], 4)
         [0, 2, 8, 32]
     """
+    steps = sorted(steps)
     if len(steps) <= most:
-        return sorted(steps)
-    logarithms = np.log1p(np.sort(steps))
-    targets = np.linspace(logarithms[0], logarithms[-1], most)
+        return steps
+    logarithms = np.log1p(np.array(steps) - steps[0])
+    targets = np.linspace(0, logarithms[-1], most)
     nearest = {int(np.abs(logarithms - target).argmin()) for target in targets}
-    return [sorted(steps)[index] for index in sorted(nearest)]
+    return [steps[index] for index in sorted(nearest)]
+
+
+def spread_items(items: Sequence[int], most: int) -> list[int]:
+    """Choose at most so many of the items, evenly spaced, the first and the last among them.
+
+    Args:
+        items: Items to choose from.
+        most: Largest number of items chosen, at least 2.
+
+    Example:
+        >>> spread_items([1, 2, 3, 4, 5, 6, 7], 3)
+        [1, 4, 7]
+    """
+    if len(items) <= most:
+        return list(items)
+    return [items[index * (len(items) - 1) // (most - 1)] for index in range(most)]
 
 
 def line_of(curve: Curve, name: str, colour: str, *, dash: str = "solid") -> Line:

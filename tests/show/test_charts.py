@@ -85,7 +85,8 @@ def test_values_far_apart_have_a_logarithmic_scale_that_names_them(make_readings
 def test_a_menu_shows_one_chart_and_its_axes(readings):
     metrics = ("anisotropy", "twonn")
     charts = {name: draw(depth_panel(readings, name)) for name in metrics}
-    whole = choose(charts)
+    whole = choose(charts, letters=8)
+    assert [button.label for button in whole.layout.updatemenus[0].buttons] == ["anisotr…", "twonn"]
     assert len(whole.data) == sum(len(chart.data) for chart in charts.values())
     shown = [trace.visible for trace in whole.data]
     for button, name in zip(whole.layout.updatemenus[0].buttons, metrics, strict=True):

@@ -50,33 +50,6 @@ def test_figure_is_written_beside_the_record_or_where_asked(run, tmp_path):
     assert "<svg" in other.read_text()[:1000]
 
 
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        (["summary"], "no record at"),
-        (["figure"], "no record at"),
-        (["watch", "--once"], "no record at"),
-    ],
-)
-def test_bad_input_ends_in_one_line_and_exit_code_2(tmp_path, command, words):
-    result = invoke(*command, tmp_path / "nowhere")
-    assert result.exit_code == 2
-    assert words in result.stderr
-    assert result.stderr.count("\n") == 1
-    assert result.stdout == ""
-
-
-def test_a_file_that_is_no_record_and_one_without_readings_are_bad_input(tmp_path, run):
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / FILE_NAME).write_text("hello\n")
-    result = invoke("summary", tmp_path / "other")
-    assert (result.exit_code, "line 1 of" in result.stderr) == (2, True)
-    (tmp_path / "other" / FILE_NAME).write_text('{"run": {}}\n')
-    result = invoke("figure", tmp_path / "other")
-    assert (result.exit_code, "no readings yet" in result.stderr) == (2, True)
-    assert invoke("figure", run, "--out", tmp_path / "picture.xyz").exit_code == 2
-
-
 def test_sentences_are_broken_between_words_on_a_terminal_alone(run):
     plain = invoke("summary", run).stdout.splitlines()
     program = "import sys; sys.stdout.isatty = lambda: True; from geomon.cli import main; main()"
@@ -135,6 +108,7 @@ def test_a_picture_needs_an_ending(run, tmp_path):
     result = invoke("figure", run, "--out", tmp_path / "picture")
     assert (result.exit_code, list(tmp_path.glob("*picture*"))) == (2, [])
     assert "ends in .png, .svg or .pdf" in result.stderr
+    assert invoke("figure", run, "--out", tmp_path / "picture.xyz").exit_code == 2
 
 
 def test_several_figures_are_not_written_into_a_file(run, tmp_path):

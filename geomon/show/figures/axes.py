@@ -134,22 +134,6 @@ def array_layers(arrays: Mapping[str, object], name: str, readings: Iterable[Rea
     return [layer for layer in layers_of(readings) if tags.layer_tag(name, layer) in arrays]
 
 
-def spread_items(items: Sequence[int], most: int) -> list[int]:
-    """Choose at most so many of the items, evenly spaced, the first and the last among them.
-
-    Args:
-        items: Items to choose from.
-        most: Largest number of items chosen, at least 2.
-
-    Example:
-        >>> spread_items([1, 2, 3, 4, 5, 6, 7], 3)
-        [1, 4, 7]
-    """
-    if len(items) <= most:
-        return list(items)
-    return [items[index * (len(items) - 1) // (most - 1)] for index in range(most)]
-
-
 def literal(text: str) -> str:
     """Make a text of unknown origin one that matplotlib writes as it stands.
 

@@ -16,7 +16,7 @@ from geomon.analysis import single_source
 from geomon.record import Reading, Readings, tags
 from geomon.show.colours import BLUE, GREEN, GREY, VERMILLION
 from geomon.show.figures import axes
-from geomon.show.panels import NotMeasuredError, depth_panel
+from geomon.show.panels import NotMeasuredError, depth_panel, spread_items
 
 # Rows of a type below which its mean and variance say little: the authors' limit.
 _FEWEST = 10
@@ -40,7 +40,7 @@ def norms_figure(readings: Readings) -> Figure:
     found = axes.arrays_by_step(readings, "type_rows", 2)
     step = max(found, default=None)
     arrays = {} if step is None else found[step]
-    layers = _three(axes.array_layers(arrays, "type_rows", readings))
+    layers = spread_items(axes.array_layers(arrays, "type_rows", readings), 3)
     shares = [r for r in single_source(readings) if _has_shares(r)]
     if not layers and not shares:
         raise NotMeasuredError(
@@ -136,10 +136,3 @@ def _draw_shares(panel: Axes, reading: Reading) -> None:
 def _has_shares(reading: Reading) -> bool:
     parts = ("", "mean")
     return all(reading.column("variance_shares", part).by_layer() for part in parts)
-
-
-def _three(layers: list[int]) -> list[int]:
-    """The first layer, one in the middle and the last."""
-    if len(layers) <= 3:
-        return layers
-    return [layers[0], layers[len(layers) // 2], layers[-1]]

@@ -20,7 +20,13 @@ from geomon.analysis.queries_keys import QueriesKeys, queries_and_keys
 from geomon.record import Readings, tags
 from geomon.show.colours import BLUE, GREY, VERMILLION
 from geomon.show.figures import axes
-from geomon.show.panels import NotMeasuredError, StepAxis, measured_heads, spread_steps
+from geomon.show.panels import (
+    NotMeasuredError,
+    StepAxis,
+    measured_heads,
+    spread_items,
+    spread_steps,
+)
 
 Floats = NDArray[np.float64]
 
@@ -167,7 +173,7 @@ def cosines_figure(readings: Readings, metric: str = "qk_cosine") -> Figure:
     selected, layers, whole = measured_heads(readings, metric)
     if not selected:
         raise NotMeasuredError(f"{metric} of single heads was not measured in this run")
-    shown = axes.spread_items(layers, _MOST_LAYERS)
+    shown = spread_items(layers, _MOST_LAYERS)
     table = whole[:, [layers.index(layer) for layer in shown]]
     found = queries_and_keys(selected) if metric == "qk_cosine" else None
     band = math.nan if found is None else found.limit

@@ -18,7 +18,7 @@ from geomon.record import Readings
 from geomon.show.colours import GREY, SERIES
 from geomon.show.figures import axes
 from geomon.show.loading import name_runs
-from geomon.show.panels import NotMeasuredError, StepAxis
+from geomon.show.panels import NotMeasuredError, StepAxis, spread_items
 
 # Layers that have a panel of their own.
 _MOST_LAYERS = 4
@@ -50,7 +50,7 @@ def stability_figure(runs: Sequence[Readings]) -> Figure:
     common = sorted(set.intersection(*(set(layers) for layers in found)))
     if not common:
         raise NotMeasuredError("the runs have no layers in common: give runs of one model")
-    shown = axes.spread_items(common, _MOST_LAYERS)
+    shown = spread_items(common, _MOST_LAYERS)
     figure = axes.new_figure(1.2 + 2.9 * max(len(shown), 2), 4.1)
     row = figure.subplots(1, len(shown), squeeze=False, sharey=True)[0]
     for panel, layer in zip(row, shown, strict=True):

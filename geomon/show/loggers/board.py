@@ -15,8 +15,7 @@ from geomon.record import Reading, Readings, Sink
 from geomon.record.headline import HEADLINE, Detail, check_detail
 from geomon.record.sinks import LoggerSink
 from geomon.show.loggers.history import Part, RunDrawer
-from geomon.show.loggers.parts import Pages
-from geomon.show.loggers.pictures import Pictures
+from geomon.show.loggers.others import Logger
 
 Writers = Callable[[], Iterable[Any]]
 
@@ -32,7 +31,7 @@ _GUIDE = (
 )
 
 
-class BoardPages(Pages):
+class BoardPages(Logger):
     """Sink that fills the pages of TensorBoard through a logger's writers.
 
     Args:
@@ -57,23 +56,16 @@ class BoardPages(Pages):
         pictures: bool = True,
         save: Callable[[], object] = lambda: None,
     ) -> None:
-        super().__init__()
-        self._name = name
         self._writers = writers
-        self._pictures = pictures
-        self._named = () if isinstance(detail, str) else tuple(detail)
-        self._scalars = LoggerSink(
+        picture = self._post if pictures else None
+        super().__init__(log, picture=picture, name=name, detail=detail)
+        self._values = LoggerSink(
             name, log, detail=detail, save=save, writers=writers, prefix=PREFIX
         )
 
-    def __str__(self) -> str:
-        return self._name
-
     def _make_parts(self) -> Iterator[Sink]:
-        yield self._scalars
         yield BoardText(self._writers, name=self._name)
-        if self._pictures:
-            yield Pictures(self._post, name=self._name, metrics=self._named)
+        yield from super()._make_parts()
 
     def _post(self, name: str, image: NDArray[np.uint8], step: int) -> None:
         for writer in self._writers():

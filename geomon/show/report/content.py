@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +16,8 @@ import numpy as np
 from geomon.analysis import Curve, curve_of, single_source, summarise
 from geomon.analysis.curves import plain_curve, training_curve
 from geomon.analysis.summary import alert_sentences, headline
-from geomon.record import Reading, Readings, tags
-from geomon.record.columns import MetricText, Place
+from geomon.record import Readings, tags
+from geomon.record.columns import MetricText
 from geomon.record.headline import beside, headlines_of
 from geomon.record.printable import printable
 from geomon.show.colours import SERIES
@@ -33,6 +32,8 @@ from geomon.show.panels import (
     line_of,
     map_panel,
     null_of,
+    spread_items,
+    spread_steps,
 )
 
 # Largest numbers of steps in curves, in maps, and in what a slider moves over.
@@ -252,9 +253,8 @@ def _depth(
     for metric, text in _texts_of(selected).items():
         profiles = []
         for run, colour, readings in zip(runs, _colours(runs), selected, strict=True):
-            name = printable(text.label) + f", {printable(run.name)}" * (len(runs) > 1)
-            steps = [reading.step for reading in readings]
-            some = _at(readings, _spread(steps, _MOST_COLUMNS))
+            name = f"{printable(run.name)}: " * (len(runs) > 1) + printable(text.label)
+            some = _at(readings, _MOST_COLUMNS)
             profile = depth_panel(some, metric)
             if not profile.lines:
                 continue
@@ -264,8 +264,7 @@ def _depth(
             matrix = map_panel(some, metric)
             if matrix is not None and len(matrix.layers) > 1:
                 maps[name] = matrix
-            few = _at(readings, _spread(steps, _MOST_STEPS))
-            if found := head_panels(few, metric, _MOST_STEPS):
+            if found := head_panels(_at(readings, _MOST_STEPS), metric, _MOST_STEPS):
                 heads[name] = found
         if profiles:
             lines = [line for profile in profiles for line in profile.lines]
@@ -282,8 +281,9 @@ def _ends(profile: Lines, run: str, colour: str) -> list[Line]:
     return ends
 
 
-def _at(readings: Readings, indices: Sequence[int]) -> Readings:
-    return Readings(readings.runs, [readings[index] for index in indices])
+def _at(readings: Readings, most: int) -> Readings:
+    steps = _spread([reading.step for reading in readings], most)
+    return Readings(readings.runs, [reading for reading in readings if reading.step in steps])
 
 
 def _texts_of(runs: Sequence[Readings]) -> dict[str, MetricText]:
@@ -294,27 +294,24 @@ def _texts_of(runs: Sequence[Readings]) -> dict[str, MetricText]:
 
 
 def _drawn(readings: Readings) -> dict[str, Drawn]:
-    """The curves of a run by name, those of charts first for each metric."""
+    """The curves of a run by name: means over layers, what charts show by default, and logged."""
     drawn: dict[str, Drawn] = {}
     for metric, text in _texts_of([readings]).items():
+        columns = [reading.column(metric) for reading in readings]
+        parts = dict.fromkeys(part for column in columns for part in column.parts)
+        unit, null = printable(text.unit), null_of(readings, metric)
+        for part in ("", *(part for part in parts if part.rpartition("/")[2] != "std")):
+            curve = curve_of(readings, metric, part=part)
+            words = printable(text.title_of(part))
+            drawn[tags.mean_tag(metric, part)] = Drawn(
+                curve, words, unit, null=None if part else null
+            )
         chart = printable(readings.text_of(beside(metric)).title)
-        headlines = {each.tag or each.name: each for each in headlines_of(metric, text)}
-        places = {place.tag: place for place in _means(readings, metric)}
-        for name in dict.fromkeys([*headlines, *places]):
-            charted, place = headlines.get(name), places.get(name, Place("", metric, kind=""))
-            if charted is not None and not charted.chart:
-                continue  # an end of the interval, which is a band
-            words = text.title_of(place.part)
-            if place.kind == "value":
-                curve = curve_of(readings, metric, part=place.part)
-            else:
-                find = charted.value if charted else partial(_find, place)
-                curve, words = plain_curve(readings, find), f"{words}, {place.name or place.kind}"
-            drawn[name] = Drawn(
-                curve, printable(charted.words if charted else words), printable(text.unit),
-                chart if charted else "",
-                null_of(readings, metric) if place == Place("", metric) else None,
-            )  # fmt: skip
+        for each in headlines_of(metric, text):
+            if each.chart:  # the ends of the interval have none: they are a band
+                found = drawn.get(each.tag) or Drawn(plain_curve(readings, each.value), "", unit)
+                words = printable(each.words)
+                drawn[each.tag or each.name] = found._replace(label=words, chart=chart)
     for name in dict.fromkeys(name for reading in readings for name in reading.training):
         # A loss on the probe is of its own: the function that gives it may have another unit.
         title = {tags.LOSS: "training loss", tags.PROBE_LOSS: "loss on the probe"}.get(name, "")
@@ -324,26 +321,6 @@ def _drawn(readings: Readings) -> dict[str, Drawn]:
     overhead = plain_curve(readings, lambda reading: reading.overhead)
     drawn[tags.OVERHEAD] = Drawn(overhead, _OVERHEAD, "")
     return {name: each for name, each in drawn.items() if len(each.curve)}
-
-
-def _find(place: Place, reading: Reading) -> float:
-    return place.find(reading.stacks)
-
-
-def _means(readings: Readings, metric: str) -> list[Place]:
-    """List what the readings have of a metric over all layers, but for deviations."""
-    every: dict[Place, None] = {}
-    for column in (reading.columns[metric] for reading in readings if metric in reading.columns):
-        for part, own in {"": column, **column.parts}.items():
-            base = Place("", metric, part)
-            if part.rpartition("/")[2] == "std":
-                continue
-            if any(own.depths()) or not math.isnan(own.mean):
-                every[base] = None
-            if own.heads:
-                every |= dict.fromkeys(base._replace(kind=kind) for kind in ("min", "max"))
-            every |= dict.fromkeys(base._replace(kind="whole", name=name) for name in own.whole)
-    return list(every)
 
 
 def _notes(readings: Readings) -> list[dict[str, Any]]:
@@ -390,23 +367,16 @@ def _thin(curve: Curve) -> Curve:
     """Some hundred points of a curve, its ends and its extremes among them."""
     if len(curve) <= _MOST_POINTS:
         return curve
-    ends = {curve.values.index(pick(curve.values)) for pick in (min, max)}
-    kept = sorted({*_spread(curve.steps, _MOST_POINTS), *ends})
-    return Curve(
-        [curve.steps[at] for at in kept],
-        [curve.values[at] for at in kept],
-        [curve.margins[at] for at in kept],
-    )
+    ends = {curve.steps[curve.values.index(pick(curve.values))] for pick in (min, max)}
+    kept = _spread(curve.steps, _MOST_POINTS) | ends
+    places = [at for at, step in enumerate(curve.steps) if step in kept]
+    rows = ([row[at] for at in places] for row in (curve.values, curve.margins))
+    return Curve([curve.steps[at] for at in places], *rows)
 
 
-def _spread(steps: Sequence[int], most: int) -> list[int]:
-    """Choose indices of ascending steps: half of them evenly, half evenly on a logarithmic axis."""
-    if len(steps) <= most:
-        return list(range(len(steps)))
-    even = np.linspace(0, len(steps) - 1, most // 2)
-    places = np.log1p(np.array(steps, dtype=float) - steps[0])
-    near = np.searchsorted(places, np.linspace(places[0], places[-1], most // 2))
-    return sorted({*even.round().astype(int).tolist(), *near.tolist()} - {len(steps)})
+def _spread(steps: Sequence[int], most: int) -> set[int]:
+    """Choose steps: half of them evenly, half denser after the first."""
+    return {*spread_items(steps, most // 2), *spread_steps(steps, most // 2)}
 
 
 def _colours(runs: Sequence[Run]) -> list[str]:

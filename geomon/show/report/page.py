@@ -88,7 +88,7 @@ def _charts(panels: Panels) -> Iterator[tuple[str, str, Any]]:
             yield "lead", title, charts.add_linear_axis(chart)
     if panels.others:
         others = {name: charts.draw(each, panels.steps) for name, each in panels.others.items()}
-        yield "training", _OTHERS, charts.choose(others)
+        yield "training", _OTHERS, charts.choose(others, letters=90)
     if panels.depth:
         depth = {name: charts.draw(each) for name, each in panels.depth.items()}
         yield "depth", "At several steps", charts.choose(depth)

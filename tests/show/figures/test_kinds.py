@@ -377,8 +377,6 @@ def test_all_draws_what_the_run_can_give_and_says_the_rest_in_a_line(
             ["--kind", "drift", "--metric", "cosine"],
             "'drift' takes no metric: profiles, map, heads",
         ),
-        (["--kind", "heads", "--metric", "twonn"], "twonn of single heads: not measured in this"),
-        (["--kind", "map", "--metric", "nothing"], "nothing: not measured in this run"),
         (["--kind", "means"], "no mean queries and keys stand beside the record"),
     ],
 )
