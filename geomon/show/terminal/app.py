@@ -40,7 +40,7 @@ r        next run, for layers, heads and notes
 p, n, e  previous, next, newest reading, for layers and heads
 x        logarithmic or linear axis of steps
 t, T     next or previous page
-tab      to the next list, which enter opens
+tab      to the next list, which enter opens; arrows scroll what does not fit
 q        leave (Ctrl-Q too); the training goes on
 
 Curve: a line for each run, between dim lines that are the ends of its 95 % interval: another \
@@ -148,7 +148,7 @@ class WatchApp(App[str]):
 
     def compose(self) -> ComposeResult:
         """Make the screen."""
-        with VerticalScroll(id="runs", can_focus=False):
+        with VerticalScroll(id="runs"):
             yield Static(id="headline")
         with Horizontal(id="choices"):
             for name in ("metric", "layer", "run"):
