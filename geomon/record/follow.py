@@ -55,8 +55,8 @@ class Follower:
 
     def readings(self) -> Readings:
         """Return all readings so far, with the descriptions of the run."""
-        check, folder = self._check, ArrayFolder.beside(self.path)
-        return Readings([*self._runs], [*self._readings], check.mixed_at, folder, check.newer)
+        folder = ArrayFolder.beside(self.path)
+        return Readings([*self._runs], [*self._readings], self._check.mixed_at, folder)
 
     def look(self) -> list[Reading]:
         """Read what was written since the last call.
@@ -99,19 +99,13 @@ class Follower:
         return self._readings[known:]
 
     def _take(self, line: bytes) -> None:
-        """Take the next whole line.
-
-        After a line that says that a newer version of geomon has written the record, an object of
-        JSON that is no reading is left out, and counted.
-        """
-        content = None
+        """Take the next whole line."""
         try:
             if len(line) > MAX_LINE:
                 raise ValueError(f"it is longer than {MAX_LINE:,} bytes")
             content = parse_line(line)
         except ValueError as error:
-            if len(line) > MAX_LINE or not (_is_object(line) and self._check.leave_out()):
-                raise self._is_no_line(error) from error
+            raise self._is_no_line(error) from error
         self._offset += len(line)
         self._lines += 1
         self._head = self._head or line[:_SAMPLE]
@@ -119,14 +113,14 @@ class Follower:
         if isinstance(content, Reading):
             self._check.add(self._lines, content)
             self._readings.append(content)
-        elif content is not None:
-            self._check.begin_run(content)
+        else:
+            self._check.begin_run()
             self._runs.append(content)
 
     def _is_no_line(self, why: object) -> ValueError:
         return ValueError(
             f"line {self._lines + 1} of {self.path} is not a line of a record ({why}): expected "
-            "what geomon writes; move the file away"
+            "what geomon writes; move the file away, or upgrade geomon if a newer one has written it"
         )
 
     def _goes_on(self, inode: int, file: BinaryIO) -> bool:
@@ -150,8 +144,6 @@ class Follower:
         torn = self._torn
         if not any(torn.startswith(x) or x.startswith(torn) for x in _BEGINNINGS):
             raise self._is_no_line(reprlib.repr(torn))
-        if self._check.newer is not None and self._check.newer.left_out:
-            raise ValueError(f"{self.path}: {self._check.newer.words()}")
 
 
 def read(directory: str | os.PathLike[str]) -> Readings:
@@ -208,10 +200,3 @@ def parse_line(line: bytes) -> Reading | dict[str, Any]:
     if not isinstance(run, dict):
         raise ValueError(f"'run' is {reprlib.repr(run)}, expected an object")
     return run
-
-
-def _is_object(line: bytes) -> bool:
-    try:
-        return isinstance(msgspec.json.decode(line), dict)
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        return False
