@@ -120,7 +120,7 @@ class Follower:
     def _is_no_line(self, why: object) -> ValueError:
         return ValueError(
             f"line {self._lines + 1} of {self.path} is not a line of a record ({why}): expected "
-            "what geomon writes; move the file away, or upgrade geomon if a newer one has written it"
+            "what geomon writes; move the file away, or upgrade geomon if a newer one wrote it"
         )
 
     def _goes_on(self, inode: int, file: BinaryIO) -> bool:
