@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from geomon.record.arrays import ArrayFolder
-from geomon.record.reading import LineCheck, Reading, Readings
+from geomon.record.reading import Reading, Readings
 
 FILE_NAME = "readings.jsonl"
 
@@ -48,7 +48,8 @@ class Follower:
         self._readings: list[Reading] = []
         self._runs: list[dict[str, Any]] = []
         self._inode, self._offset, self._lines = -1, 0, 0
-        self._check = LineCheck()
+        self._mixed_at: int | None = None
+        self._last: dict[str, int] = {}  # by source, the last step of the present run
         self._state: tuple[int, int, int] | None = None  # of the file at the last look
         self._head = self._tail = b""  # the first and the last bytes of what was read
         self._torn = b""
@@ -56,7 +57,7 @@ class Follower:
     def readings(self) -> Readings:
         """Return all readings so far, with the descriptions of the run."""
         folder = ArrayFolder.beside(self.path)
-        return Readings([*self._runs], [*self._readings], self._check.mixed_at, folder)
+        return Readings([*self._runs], [*self._readings], self._mixed_at, folder)
 
     def look(self) -> list[Reading]:
         """Read what was written since the last call.
@@ -111,10 +112,14 @@ class Follower:
         self._head = self._head or line[:_SAMPLE]
         self._tail = line[-_SAMPLE:]
         if isinstance(content, Reading):
-            self._check.add(self._lines, content)
+            # One run writes ascending steps: where one comes again, and no line says that a run has
+            # begun there, another run is writing too.
+            if content.step <= self._last.get(content.source, -1) and self._mixed_at is None:
+                self._mixed_at = self._lines
+            self._last[content.source] = content.step
             self._readings.append(content)
         else:
-            self._check.begin_run()
+            self._last.clear()
             self._runs.append(content)
 
     def _is_no_line(self, why: object) -> ValueError:

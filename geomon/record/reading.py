@@ -187,7 +187,7 @@ class Readings:
         runs: Descriptions of the run, one for each start or resume.
         readings: Readings in the order in which they were written.
         mixed_at: Number of the line from which the file holds the readings of two runs at once;
-            None for one run (see `LineCheck`).
+            None for one run.
         folder: Folder of the arrays beside the record; None where there is no record.
     """
 
@@ -393,36 +393,6 @@ class Readings:
 def _at(place: Place, width: Place | None, reading: Reading) -> tuple[float, float]:
     """Return the value at a place of a reading, and its margin."""
     return place.find(reading.stacks), NAN if width is None else width.find(reading.stacks)
-
-
-class LineCheck:
-    """Finds what a page has to say of a file as a whole, from its lines in order.
-
-    One run writes the readings of a source with ascending steps. Where a step comes again or goes
-    back, and no line says that a run has begun there, another one is writing too.
-
-    Attributes:
-        mixed_at: Number of the first line at which that is so; None for one run.
-    """
-
-    def __init__(self) -> None:
-        self.mixed_at: int | None = None
-        self._last: dict[str, int] = {}  # by source, the last step of the present run
-
-    def begin_run(self) -> None:
-        """Take a line that describes a run."""
-        self._last.clear()
-
-    def add(self, number: int, reading: Reading) -> None:
-        """Take the next reading of the file.
-
-        Args:
-            number: Number of its line.
-            reading: The reading.
-        """
-        if reading.step <= self._last.get(reading.source, -1) and self.mixed_at is None:
-            self.mixed_at = number
-        self._last[reading.source] = reading.step
 
 
 def main_stack(names: Iterable[str]) -> str:
