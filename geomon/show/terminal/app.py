@@ -114,7 +114,7 @@ class WatchApp(App[str]):
     .-tall Grid.-lossless { grid-rows: 1fr; }
     .-narrow #beside, .-low #loss, .-lossless #loss { display: none; }
     .-wide #loss { column-span: 2; }
-    Chart { border-top: solid $primary; border-title-color: $foreground; }
+    Chart, DataTable { border-top: solid $primary; border-title-color: $foreground; }
     DataTable { height: 1fr; }
     #notes Static, #help Static { height: auto; padding: 0 1; }
     """
@@ -285,7 +285,8 @@ class WatchApp(App[str]):
         table.clear(columns=True)
         name = self._chosen("heads_metric")
         known = reading.column(name).by_head() if reading is not None and name else {}
-        if not known:
+        if reading is None or not known:
+            table.border_title = "not measured"
             return
         readings = self.run_shown.readings
         few = readings.readings[:: math.ceil(len(readings) / _SAMPLE)]
@@ -296,6 +297,9 @@ class WatchApp(App[str]):
         if low < 0:
             low, high = -max(-low, high), max(-low, high)
         gradient = _AROUND_ZERO if low < 0 else _RISING
+        where = f"{self.run_shown.name}  " if len(self.runs) > 1 else ""
+        words = f"step {reading.step:,}  columns: layers  colours: {number(low)} to {number(high)}"
+        table.border_title = Text(f"{where}{words}")
         layers = sorted({layer for layer, _ in known})
         table.add_columns(*(f"{layer:^7}" for layer in layers))
         for head in range(1 + max(head for _, head in known)):
