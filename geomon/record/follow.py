@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from geomon.record.arrays import ArrayFolder
-from geomon.record.reading import LineCheck, Reading, Readings
+from geomon.record.reading import Reading, Readings
 
 FILE_NAME = "readings.jsonl"
 
@@ -48,15 +48,16 @@ class Follower:
         self._readings: list[Reading] = []
         self._runs: list[dict[str, Any]] = []
         self._inode, self._offset, self._lines = -1, 0, 0
-        self._check = LineCheck()
+        self._mixed_at: int | None = None
+        self._last: dict[str, int] = {}  # by source, the last step of the present run
         self._state: tuple[int, int, int] | None = None  # of the file at the last look
         self._head = self._tail = b""  # the first and the last bytes of what was read
         self._torn = b""
 
     def readings(self) -> Readings:
         """Return all readings so far, with the descriptions of the run."""
-        check, folder = self._check, ArrayFolder.beside(self.path)
-        return Readings([*self._runs], [*self._readings], check.mixed_at, folder, check.newer)
+        folder = ArrayFolder.beside(self.path)
+        return Readings([*self._runs], [*self._readings], self._mixed_at, folder)
 
     def look(self) -> list[Reading]:
         """Read what was written since the last call.
@@ -99,34 +100,32 @@ class Follower:
         return self._readings[known:]
 
     def _take(self, line: bytes) -> None:
-        """Take the next whole line.
-
-        After a line that says that a newer version of geomon has written the record, an object of
-        JSON that is no reading is left out, and counted.
-        """
-        content = None
+        """Take the next whole line."""
         try:
             if len(line) > MAX_LINE:
                 raise ValueError(f"it is longer than {MAX_LINE:,} bytes")
             content = parse_line(line)
         except ValueError as error:
-            if len(line) > MAX_LINE or not (_is_object(line) and self._check.leave_out()):
-                raise self._is_no_line(error) from error
+            raise self._is_no_line(error) from error
         self._offset += len(line)
         self._lines += 1
         self._head = self._head or line[:_SAMPLE]
         self._tail = line[-_SAMPLE:]
         if isinstance(content, Reading):
-            self._check.add(self._lines, content)
+            # One run writes ascending steps: where one comes again, and no line says that a run has
+            # begun there, another run is writing too.
+            if content.step <= self._last.get(content.source, -1) and self._mixed_at is None:
+                self._mixed_at = self._lines
+            self._last[content.source] = content.step
             self._readings.append(content)
-        elif content is not None:
-            self._check.begin_run(content)
+        else:
+            self._last.clear()
             self._runs.append(content)
 
     def _is_no_line(self, why: object) -> ValueError:
         return ValueError(
             f"line {self._lines + 1} of {self.path} is not a line of a record ({why}): expected "
-            "what geomon writes; move the file away"
+            "what geomon writes; move the file away, or upgrade geomon if a newer one wrote it"
         )
 
     def _goes_on(self, inode: int, file: BinaryIO) -> bool:
@@ -150,8 +149,6 @@ class Follower:
         torn = self._torn
         if not any(torn.startswith(x) or x.startswith(torn) for x in _BEGINNINGS):
             raise self._is_no_line(reprlib.repr(torn))
-        if self._check.newer is not None and self._check.newer.left_out:
-            raise ValueError(f"{self.path}: {self._check.newer.words()}")
 
 
 def read(directory: str | os.PathLike[str]) -> Readings:
@@ -208,10 +205,3 @@ def parse_line(line: bytes) -> Reading | dict[str, Any]:
     if not isinstance(run, dict):
         raise ValueError(f"'run' is {reprlib.repr(run)}, expected an object")
     return run
-
-
-def _is_object(line: bytes) -> bool:
-    try:
-        return isinstance(msgspec.json.decode(line), dict)
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        return False

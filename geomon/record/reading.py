@@ -28,7 +28,7 @@ from geomon.record.columns import (
     texts_of,
 )
 from geomon.record.printable import printable
-from geomon.record.versions import Newer, is_newer
+from geomon.record.versions import installed, is_newer
 
 if TYPE_CHECKING:
     import pandas
@@ -187,9 +187,8 @@ class Readings:
         runs: Descriptions of the run, one for each start or resume.
         readings: Readings in the order in which they were written.
         mixed_at: Number of the line from which the file holds the readings of two runs at once;
-            None for one run (see `LineCheck`).
+            None for one run.
         folder: Folder of the arrays beside the record; None where there is no record.
-        newer: What a newer version of geomon has written; None where none has.
     """
 
     # Builds the page of a run for a notebook. `geomon` sets it: the record imports no pages.
@@ -199,7 +198,6 @@ class Readings:
     readings: list[Reading]
     mixed_at: int | None = None
     folder: ArrayFolder | None = None
-    newer: Newer | None = None
 
     def __len__(self) -> int:
         return len(self.readings)
@@ -310,8 +308,12 @@ class Readings:
                 f"From line {self.mixed_at} on, two runs wrote into this record at once: its "
                 "curves mix both. Give each run a folder of its own."
             )
-        if self.newer is not None:
-            remarks.append(self.newer.words())
+        versions = [str(run.get("geomon", "")) for run in self.runs]
+        for version in filter(is_newer, versions[-1:]):
+            remarks.append(
+                f"This record was written by a newer geomon ({version}): this one ({installed()}) "
+                "may miss values; pip install --upgrade geomon."
+            )
         return remarks
 
     def arrays(self, step: int, source: str | None = None) -> dict[str, NDArray[Any]]:
@@ -391,52 +393,6 @@ class Readings:
 def _at(place: Place, width: Place | None, reading: Reading) -> tuple[float, float]:
     """Return the value at a place of a reading, and its margin."""
     return place.find(reading.stacks), NAN if width is None else width.find(reading.stacks)
-
-
-class LineCheck:
-    """Finds what a page has to say of a file as a whole, from its lines in order.
-
-    One run writes the readings of a source with ascending steps. Where a step comes again or goes
-    back, and no line says that a run has begun there, another one is writing too.
-
-    Attributes:
-        mixed_at: Number of the first line at which that is so; None for one run.
-        newer: What a newer version of geomon has written; None where none has.
-    """
-
-    def __init__(self) -> None:
-        self.mixed_at: int | None = None
-        self.newer: Newer | None = None
-        self._last: dict[str, int] = {}  # by source, the last step of the present run
-
-    def begin_run(self, description: Mapping[str, Any]) -> None:
-        """Take a line that describes a run.
-
-        Args:
-            description: What the line says of the run.
-        """
-        self._last.clear()
-        version = description.get("geomon")
-        if isinstance(version, str) and is_newer(version):
-            left_out = self.newer.left_out if self.newer else 0
-            self.newer = Newer(version, left_out)
-
-    def leave_out(self) -> bool:
-        """Count a line that cannot be read; False where no newer version accounts for it."""
-        if self.newer is not None:
-            self.newer = self.newer._replace(left_out=self.newer.left_out + 1)
-        return self.newer is not None
-
-    def add(self, number: int, reading: Reading) -> None:
-        """Take the next reading of the file.
-
-        Args:
-            number: Number of its line.
-            reading: The reading.
-        """
-        if reading.step <= self._last.get(reading.source, -1) and self.mixed_at is None:
-            self.mixed_at = number
-        self._last[reading.source] = reading.step
 
 
 def main_stack(names: Iterable[str]) -> str:

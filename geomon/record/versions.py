@@ -3,30 +3,8 @@
 import functools
 import importlib.metadata
 import re
-from typing import NamedTuple
 
 _RELEASE = re.compile(r"v?(\d{1,9}(?:\.\d{1,9}){0,9})", re.ASCII)
-
-
-class Newer(NamedTuple):
-    """What a newer version of geomon has written into a record.
-
-    Attributes:
-        version: The version.
-        left_out: Number of lines that this version of geomon cannot read.
-    """
-
-    version: str
-    left_out: int
-
-    def words(self) -> str:
-        """Say in a sentence what the reader of the record misses, and what to do."""
-        s = "s" * (self.left_out != 1)
-        lost = f"leaves out {self.left_out} line{s} of it" if self.left_out else "may miss values"
-        return (
-            f"This record was written by a newer geomon ({self.version}): this one "
-            f"({installed()}) {lost}; pip install --upgrade geomon."
-        )
 
 
 @functools.cache
@@ -58,4 +36,4 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-__all__ = ["Newer", "installed", "is_newer"]
+__all__ = ["installed", "is_newer"]

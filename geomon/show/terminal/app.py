@@ -40,7 +40,7 @@ r        next run, for layers, heads and notes
 p, n, e  previous, next, newest reading, for layers and heads
 x        logarithmic or linear axis of steps
 t, T     next or previous page
-tab      to the next list, which enter opens
+tab      to the next list, which enter opens; arrows scroll what does not fit
 q        leave (Ctrl-Q too); the training goes on
 
 Curve: a line for each run, between dim lines that are the ends of its 95 % interval: another \
@@ -114,7 +114,7 @@ class WatchApp(App[str]):
     .-tall Grid.-lossless { grid-rows: 1fr; }
     .-narrow #beside, .-low #loss, .-lossless #loss { display: none; }
     .-wide #loss { column-span: 2; }
-    Chart { border-top: solid $primary; border-title-color: $foreground; }
+    Chart, DataTable { border-top: solid $primary; border-title-color: $foreground; }
     DataTable { height: 1fr; }
     #notes Static, #help Static { height: auto; padding: 0 1; }
     """
@@ -148,7 +148,7 @@ class WatchApp(App[str]):
 
     def compose(self) -> ComposeResult:
         """Make the screen."""
-        with VerticalScroll(id="runs", can_focus=False):
+        with VerticalScroll(id="runs"):
             yield Static(id="headline")
         with Horizontal(id="choices"):
             for name in ("metric", "layer", "run"):
@@ -285,7 +285,8 @@ class WatchApp(App[str]):
         table.clear(columns=True)
         name = self._chosen("heads_metric")
         known = reading.column(name).by_head() if reading is not None and name else {}
-        if not known:
+        if reading is None or not known:
+            table.border_title = "not measured"
             return
         readings = self.run_shown.readings
         few = readings.readings[:: math.ceil(len(readings) / _SAMPLE)]
@@ -296,6 +297,9 @@ class WatchApp(App[str]):
         if low < 0:
             low, high = -max(-low, high), max(-low, high)
         gradient = _AROUND_ZERO if low < 0 else _RISING
+        where = f"{self.run_shown.name}  " if len(self.runs) > 1 else ""
+        words = f"step {reading.step:,}  columns: layers  colours: {number(low)} to {number(high)}"
+        table.border_title = Text(f"{where}{words}")
         layers = sorted({layer for layer, _ in known})
         table.add_columns(*(f"{layer:^7}" for layer in layers))
         for head in range(1 + max(head for _, head in known)):

@@ -6,12 +6,10 @@ import time
 from collections.abc import Iterator, Sequence
 
 from geomon.analysis import Curve, curve_of, mean_abs_over_heads, single_source
-from geomon.analysis.alerts import alert_notes
 from geomon.analysis.curves import training_curve
 from geomon.analysis.numbers import number, with_margin
 from geomon.analysis.summary import alert_sentences, estimates, headline
-from geomon.record import Reading, Readings, tags
-from geomon.record.columns import NAN
+from geomon.record import Reading, Readings
 from geomon.record.printable import printable
 
 try:
@@ -25,8 +23,6 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 # A curve whose range is below this share of its largest value is drawn flat: it is only noise.
 _FLAT = 0.02
 _SPARK = 16  # characters
-# Metrics that a line of plain text gives beside the dimension.
-_IN_A_LINE = ("anisotropy", "attention_entropy", "qk_cosine")
 
 
 def view(readings: Readings | Sequence[Reading]) -> Group:
@@ -44,8 +40,7 @@ def view(readings: Readings | Sequence[Reading]) -> Group:
     for no_wrap in (False, True, True, False):
         table.add_column(no_wrap=no_wrap)
     for label, value, line, after in _rows(selected):
-        words = safe(value, "bold") if value else safe("not measured", "dim")
-        table.add_row(safe(label), words, safe(line, "blue"), safe(after, "dim"))
+        table.add_row(safe(label), safe(value, "bold"), safe(line, "blue"), safe(after, "dim"))
     alerts = [safe(sentence, "red") for sentence in alert_sentences(whole)]
     notes = [note.words() for note in selected[-1].notes if not note.is_alert]
     more = f" (and {len(notes) - 1} more)" if len(notes) > 1 else ""
@@ -71,35 +66,40 @@ def describe(last: Reading, words: str) -> Text:
     return text.append("\n").append_text(said)
 
 
+def _curves(readings: Readings) -> list[tuple[str, Curve]]:
+    """List what is watched over training, by its name, as far as it was measured."""
+    anisotropy, entropy, cosine = map(
+        readings.text_of, ("anisotropy", "attention_entropy", "qk_cosine")
+    )
+    curves = [
+        *estimates(readings),
+        (anisotropy.title, curve_of(readings, "anisotropy")),
+        (entropy.label, curve_of(readings, "attention_entropy")),
+        (f"|{cosine.title}|", mean_abs_over_heads(readings, "qk_cosine")),
+        ("training loss", training_curve(readings)),
+    ]
+    return [(name, curve) for name, curve in curves if len(curve)]
+
+
 def _rows(readings: Readings) -> Iterator[tuple[str, str, str, str]]:
-    """List label, last value, spark line and remark of what is watched; values are "" without any.
+    """List label, last value, spark line and remark of what is watched.
 
     Args:
         readings: Readings of a run, of one source.
     """
-    dimension, by_layer, entropy, cosine = map(readings.text_of, ("twonn", *_IN_A_LINE))
-    curves = estimates(readings) or [(dimension.title, Curve([], [], []))]
-    curves += [
-        (entropy.label, curve_of(readings, "attention_entropy")),
-        (f"|{cosine.title}|", mean_abs_over_heads(readings, "qk_cosine")),
-    ]
-    if len(loss := training_curve(readings)):
-        curves.append(("training loss", loss))
-    for label, curve in curves:
+    for label, curve in _curves(readings):
         after = [f"from {number(curve.values[0])}"] if len(curve) > 1 else []
-        if len(curve) and curve.steps[-1] < readings[-1].step:
+        if curve.steps[-1] < readings[-1].step:
             after.append(f"known to step {curve.steps[-1]:,}")  # no batch comes after the last
-        line = spark(curve.values, _SPARK, statistics.median(curve.margins or [0.0]))
+        line = spark(curve.values, _SPARK, statistics.median(curve.margins))
         yield label, _last(curve), line, ", ".join(after)
     profile = readings[-1].column("anisotropy").by_layer()
     if profile:
         top, values = max(profile, key=profile.__getitem__), list(profile.values())
-        yield (
-            f"{by_layer.title} by layer", f"{number(values[0])} to {number(values[-1])}",
-            spark(values, _SPARK), f"highest {number(profile[top])} at layer {top}",
-        )  # fmt: skip
-    else:
-        yield f"{by_layer.title} by layer", "", "", ""
+        title = readings.text_of("anisotropy").title
+        ends = f"{number(values[0])} to {number(values[-1])}"
+        highest = f"highest {number(profile[top])} at layer {top}"
+        yield f"{title} by layer", ends, spark(values, _SPARK), highest
 
 
 def spark(values: Sequence[float], width: int, margin: float = 0.0) -> str:
@@ -133,34 +133,18 @@ def format_line(reading: Reading, readings: Readings | Sequence[Reading]) -> str
 
     Returns:
         "step 128: Intrinsic dimension (TwoNN) 7.4 ± 0.1 (expanding), distinct tokens 7.5 ± 0.2,
-        Anisotropy 0.32", for instance.
+        Anisotropy 0.32", for instance; the number of values where none of these was measured.
     """
     runs = readings.runs if isinstance(readings, Readings) else []
     past = [other for other in readings if other.step <= reading.step] or [reading]
-    now = Readings(runs, [reading])
-    size = mean_abs_over_heads([reading], "qk_cosine")
-    alerts = alert_notes(reading)
-    names = {name: now.text_of(name).title for name in _IN_A_LINE}
-    dimension = [f"{name} {_last(curve)}" for name, curve in estimates(now)]
+    curves = _curves(Readings(runs, [reading]))
+    parts = [f"{name} {_last(curve)}" for name, curve in curves]
     phase = curve_of(past, "twonn").phase().name
-    if dimension and phase != "unknown":
-        dimension[0] += f" ({phase})"
-    parts = [
-        *dimension,
-        *(_part(names[name], reading.column(name).mean) for name in _IN_A_LINE[:2]),
-        _part(f"|{names['qk_cosine']}|", size.values[-1] if len(size) else math.nan),
-        _part("loss", reading.training.get(tags.LOSS, NAN)),
-        f"alert: {' '.join('; '.join(map(str, alerts)).split())}" if alerts else "",
-    ]
-    known = [part for part in parts if part]
-    return f"step {reading.step}: " + (", ".join(known) or _nothing_usual(now))
-
-
-def _nothing_usual(now: Readings) -> str:
-    """Say why a line has no value: other metrics were chosen, or they are not finite."""
-    usual = [name for name in ("twonn", *_IN_A_LINE[:2]) if name in now[0].columns]
-    lost = ", ".join(now.text_of(name).title for name in usual)
-    return f"{lost} not finite" if lost else f"{len(now[0].values)} values"
+    if math.isfinite(reading.column("twonn").mean) and phase != "unknown":
+        parts[0] += f" ({phase})"
+    if alerts := [note.words() for note in reading.notes if note.is_alert]:
+        parts.append(f"alert: {' '.join('; '.join(alerts).split())}")
+    return f"step {reading.step}: {', '.join(parts) or f'{len(reading.values)} values'}"
 
 
 def safe(words: str, style: str = "") -> Text:
@@ -174,11 +158,7 @@ def safe(words: str, style: str = "") -> Text:
 
 
 def _last(curve: Curve) -> str:
-    return with_margin(curve.values[-1], curve.margins[-1]) if len(curve) else ""
-
-
-def _part(name: str, value: float) -> str:
-    return f"{name} {number(value)}" if math.isfinite(value) else ""
+    return with_margin(curve.values[-1], curve.margins[-1])
 
 
 def percent(share: float) -> str:

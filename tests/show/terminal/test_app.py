@@ -137,6 +137,9 @@ def test_heads_are_those_of_the_reading_that_is_chosen(make_readings, tmp_path):
                 assert [table.row_count, len(table.columns)] == [2, 3]
                 assert str(table.get_cell_at((1, 1))).strip() == f"{value:.1f}"
                 assert f" {value:.1f} " in text(app)
+                assert f"─step {app.reading.step:,}  columns: layers  colours: 2.0 to 3.0" in text(
+                    app
+                )
                 shown.append(value)
                 await pilot.press(*"pppppp")
             assert shown[0] != shown[1]
