@@ -19,11 +19,11 @@ help:
 	@echo "                    flags of any recipe: make enwik8 ARGS='--steps 300'; all of them: ARGS=--help"
 	@echo "make test           the whole test suite"
 	@echo "make check          lint, format and types"
-	@echo "make format         change the code as lint and format want it"
+	@echo "make format         apply lint and format"
 	@echo "make api            build/api/: the reference of every public name, from the docstrings"
-	@echo "make bench          what geomon costs, measured here"
-	@echo "make architectures  docs/architectures.md: what is seen of 67 models, checked against their own attention"
-	@echo "make clean          take the environment and what was built away; runs/ stays"
+	@echo "make bench          measure what geomon costs here"
+	@echo "make architectures  docs/architectures.md: what geomon sees of each model, beside its own attention"
+	@echo "make clean          remove the environment and build outputs; runs/ stays"
 
 $(READY): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "no '$(PYTHON)' here: install Python 3.11 or later, or say make PYTHON=..."; exit 1; }

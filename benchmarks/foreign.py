@@ -546,19 +546,21 @@ to name the blocks (`blocks=...`), which lie in lists of lists: {refused}.
 
 def _write_page(path: Path, results: dict[str, dict[str, Any]]) -> None:
     ran = {name: result for name, result in sorted(results.items()) if "identical" in result}
-    whole, rows = [], []
+    whole: list[str] = []
+    # Models of which the same was seen, and not seen for the same reasons, share a row.
+    rows: dict[str, list[str]] = {}
     for name, result in ran.items():
-        labels = [result[label] for label in ("hidden", "attention")]
-        # Where there is no attention in the blocks, none is missed.
-        if not any(own["missed"] or own["wrong"] for own in labels) and labels[1]["right"]:
+        labels, reasons = [result[x] for x in ("hidden", "attention")], _reasons(result["notes"])
+        missed = any(own["missed"] or own["wrong"] for own in labels)
+        if not missed and (labels[1]["right"] or not reasons):
             whole.append(name)
             continue
         cells = [", ".join(f"{len(x)} {kind}" for kind, x in own.items() if x) for own in labels]
-        why = "; ".join(_reasons(result["notes"])).replace("|", "/")
-        rows.append(f"| {name} | {cells[0]} | {cells[1] or 'none'} | {why} |")
+        why = "; ".join(reasons).replace("|", "/")
+        rows.setdefault(f"{cells[0]} | {cells[1] or 'none'} | {why}", []).append(name)
     page = _PAGE.format(
         ran=len(ran), bad=sum(map(_is_bad, ran.values())), whole=", ".join(whole),
-        rows="\n".join(rows),
+        rows="\n".join(f"| {', '.join(names)} | {cells} |" for cells, names in rows.items()),
         refused=", ".join(name for name, one in sorted(results.items()) if "refused" in one),
     )  # fmt: skip
     path.write_text(page)

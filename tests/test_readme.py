@@ -71,6 +71,13 @@ def test_every_place_in_a_page_that_is_linked_is_there(page):
         assert place in kept, (target, place)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_program_that_a_page_runs_is_there(page):
+    for name in re.findall(r"-m ((?:benchmarks|recipes)\.[\w.]*\w)", page.read_text()):
+        place = ROOT / name.replace(".", "/")
+        assert place.with_suffix(".py").exists() or (place / "__main__.py").exists(), name
+
+
 def test_the_cost_of_a_reading_is_that_of_its_page():
     page = (ROOT / "docs" / "cost.md").read_text()
     found: dict[int, list[float]] = {}
