@@ -59,6 +59,7 @@ class Decoder(Experiment):
     """
 
     kinds = ("decoder",)
+    default_seeds: ClassVar[int] = 4
     characters: ClassVar[int] = 400_000
 
     layers: Annotated[int, Option(min=4, help="Blocks of the model.")] = 4

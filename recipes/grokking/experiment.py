@@ -114,6 +114,7 @@ class Grokking(Experiment):
             learning_rate=1e-3,
             rate=warm_up(10),  # as Power et al. (2201.02177)
             weight_decay=self.weight_decay,
+            decays_all=True,
             betas=(0.9, 0.98),
             held_out=lambda: {
                 TRAINING_ACCURACY: accuracy(train), HELD_OUT_ACCURACY: accuracy(held_out)

@@ -68,7 +68,7 @@ class Experiment(ABC):
     #: Names of the kinds of trainings that are compared.
     kinds: ClassVar[Sequence[str]]
     #: Number of seeds, enough for every claim to come out either way.
-    default_seeds: ClassVar[int] = 5
+    default_seeds: ClassVar[int] = 3
     #: Fewest characters of a text that the trainings need; 0 for none.
     characters: ClassVar[int] = 0
 

@@ -66,11 +66,6 @@ class Share:
             return 1.0
         return float(stats.beta.ppf(0.975, self.so + 1, self.count - self.so))
 
-    @property
-    def margin(self) -> float:
-        """Distance of the share from the farther end of the interval."""
-        return max(self.mean - self.low, self.high - self.mean)
-
 
 def estimate_share(outcomes: Sequence[float]) -> Share:
     """Estimate a probability from independent repetitions.

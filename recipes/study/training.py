@@ -52,7 +52,8 @@ class Training:
         schedule: Whether a step is read; step 0 and the last one are read whatever it says.
         learning_rate: Highest learning rate.
         rate: Share of it at a step.
-        weight_decay: Weight decay of matrices; biases and norms have none.
+        weight_decay: Weight decay of matrices.
+        decays_all: Whether biases and norms decay too.
         betas: Those of AdamW.
         held_out: Measures what stands beside the readings: losses, accuracies.
         is_solved: Whether the training ends before its last step, from what `held_out` measured.
@@ -66,6 +67,7 @@ class Training:
     learning_rate: float
     rate: Callable[[int], float] = lambda step: 1.0
     weight_decay: float = 0.1
+    decays_all: bool = False
     betas: tuple[float, float] = (0.9, 0.95)
     held_out: Callable[[], Mapping[str, Tensor]] = field(default=dict)
     is_solved: Callable[[Mapping[str, Tensor]], bool] = lambda values: False
@@ -110,15 +112,16 @@ def fit(training: Training, folder: Path, seed: int) -> None:
 
 
 def adamw(training: Training) -> torch.optim.AdamW:
-    """Make an AdamW that decays matrices and leaves biases and norms as they are.
+    """Make an AdamW that decays matrices, and biases and norms where it is asked to.
 
     Args:
         training: The training.
     """
     parameters = list(training.model.parameters())
+    others = training.weight_decay if training.decays_all else 0.0
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": training.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": others},
     ]
     return torch.optim.AdamW(groups, lr=training.learning_rate, betas=training.betas)
 

@@ -1,5 +1,6 @@
 """Every experiment leaves records, claims and pictures, and repeats nothing that is complete."""
 
+import inspect
 import json
 
 import pytest
@@ -107,7 +108,7 @@ def test_several_processes_do_what_one_does(text, tmp_path):
 @pytest.mark.parametrize("name", TINY)
 def test_every_option_says_what_it_is(name):
     command = typer.main.get_command(app).commands[name]
-    assert command.help == experiments()[name].__doc__.replace("    ", "")
+    assert command.help == inspect.getdoc(experiments()[name])
     helps = [option.help for option in command.params]
     assert all(words and words.endswith((".", "...")) for words in helps)
     assert len(set(helps)) == len(helps)

@@ -132,6 +132,8 @@ def test_weight_decay_is_for_matrices():
     assert {len(p.shape) for p in groups[0]["params"]} == {2}
     assert {len(p.shape) for p in groups[1]["params"]} == {1}
     assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
+    every = Training(model(), None, 1, {}, None, 1e-3, weight_decay=0.3, decays_all=True)
+    assert [group["weight_decay"] for group in adamw(every).param_groups] == [0.3, 0.3]
 
 
 def test_learning_rates_warm_up_and_stay_or_end_at_a_tenth():
