@@ -168,18 +168,6 @@ def test_ragged_attention_is_what_each_rank_would_reduce():
         )
 
 
-def test_attention_of_one_shape_is_not_filled_up():
-    parts = [attention_layer(seed, 2, 5, 5) for seed in (0, 2)]
-    whole = merge_layers(parts)
-    assert whole.captured["bias"] is None
-    for name in ("query", "key", "visible"):
-        assert torch.equal(whole.captured[name], torch.cat([p.captured[name] for p in parts]))
-    both, one, other = map(reduced, (whole, *parts))
-    for name in both._fields:
-        joined = torch.cat([getattr(one, name), getattr(other, name)], dim=1)
-        assert torch.equal(getattr(both, name), joined)
-
-
 def test_scores_of_attention_written_by_hand_are_joined():
     reasons = {"query": "written by hand"}
     parts = [
