@@ -65,6 +65,14 @@ def test_the_shares_of_the_rows_are_all_the_rows_and_alike(rows, size):
     assert max(shares) - min(shares) <= 1
 
 
+def test_ranks_that_give_no_rows_leave_theirs_to_the_others():
+    group = RankGroup(1, 6, object())
+    group.share_rows_among(4)
+    assert group.rows_of(10) == 3
+    group.share_rows_among(6)
+    assert group.rows_of(10) == 2
+
+
 # -- the union -------------------------------------------------------------------------------------
 
 
