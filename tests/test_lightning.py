@@ -271,12 +271,6 @@ def test_the_last_batch_is_read_with_two_optimizers_too(tmp_path, bound):
     assert [r.step for r in read(tmp_path)] == [0, 8]
 
 
-def test_by_default_a_budget_leaves_readings_out_but_not_the_first_eight_and_the_last(tmp_path):
-    few = {name: value for name, value in FEW.items() if name != "budget"}
-    fit(tmp_path, [GeometryMonitor(**few, schedule=every(1))], steps=40)
-    assert [r.step for r in read(tmp_path)] == [*range(8), 39]
-
-
 def test_overhead_is_a_share(tmp_path):
     monitor = GeometryMonitor(directory=tmp_path, **FEW)
     assert math.isnan(monitor.overhead)
