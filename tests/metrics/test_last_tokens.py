@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from models import PlainDecoder, batch
+from whole_layer import normal
 
 from geomon import METRICS, MORE_METRICS, at_last, measure, select
 from geomon.capture.snapshot import Layer
@@ -29,10 +30,6 @@ def made(rows, last, index=1, **more):
         "last_sequences": torch.arange(count),
     }
     return Layer(index, "block", {**captured, **more})
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 OF_ROWS = [name for name, metric in METRICS.items() if any(map(has_last, parameters(metric)))]
