@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from geomon.capture.snapshot import Snapshot
 from geomon.metrics import Evaluator, check_metrics
+from geomon.metrics.evaluate import Evaluation
 from geomon.note import Note
 from geomon.record.columns import tagged
 
@@ -14,6 +15,18 @@ class Measured(NamedTuple):
 
     values: dict[str, float]
     notes: list[Note]
+
+
+class Seen(NamedTuple):
+    """Values by tag, and sentences of the notes."""
+
+    values: dict[str, float]
+    notes: list[str]
+
+
+def seen(evaluation: Evaluation) -> Seen:
+    """What an evaluation holds."""
+    return Seen(tagged(evaluation.stacks), [note.words() for note in evaluation.notes])
 
 
 def evaluate(

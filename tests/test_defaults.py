@@ -1,60 +1,13 @@
 """The default dtype and device are the user's: readings do not depend on them."""
 
-import ast
 import functools
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
 from models import PlainDecoder, batch, transformer
 
 from geomon import Memory, Monitor, every, geometry, measure
-
-SOURCES = sorted((Path(__file__).parent.parent / "geomon").rglob("*.py"))
-
-# Factories, and whether the dtype of what they make is the default one where none is named.
-FACTORIES = dict.fromkeys(
-    ("arange", "empty", "eye", "full", "linspace", "logspace", "ones", "rand", "randint", "randn",
-     "randperm", "range", "scalar_tensor", "tensor", "zeros"),
-    True,
-) | {"as_tensor": False, "asarray": False, "Generator": False}  # fmt: skip
-# What takes neither: the dtype and the device are always the default ones.
-LEGACY = {"Tensor", "FloatTensor", "LongTensor", "normal"}
-
-
-def unnamed(source: str) -> list[str]:
-    """Calls of factories that leave the dtype or the device to the process's defaults."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
-            continue
-        if getattr(node.func.value, "id", None) != "torch":
-            continue
-        name, named = node.func.attr, {keyword.arg for keyword in node.keywords}
-        if name in LEGACY:
-            found.append(f"line {node.lineno}: {name}")
-        if name not in FACTORIES or None in named:  # None: **options, of which nothing is known
-            continue
-        positional = name == "Generator" and node.args
-        asked = {"device": not positional, "dtype": FACTORIES[name]}
-        missing = {option for option, needed in asked.items() if needed}
-        if missing - named:
-            found.append(f"line {node.lineno}: {name} without {', '.join(sorted(missing - named))}")
-    return found
-
-
-def test_the_check_itself():
-    assert unnamed("torch.zeros(3)") == ["line 1: zeros without device, dtype"]
-    assert unnamed("torch.arange(3, dtype=torch.int64)") == ["line 1: arange without device"]
-    assert unnamed("torch.Generator()") == ["line 1: Generator without device"]
-    assert not unnamed("torch.Generator('cpu'); torch.ones(1, dtype=torch.bool, device='cpu')")
-    assert unnamed("torch.Tensor(3)")
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
-def test_every_factory_call_names_dtype_and_device(path):
-    assert not unnamed(path.read_text())
 
 
 @contextmanager

@@ -107,34 +107,6 @@ def test_hidden_states_alone_and_blocks_that_are_left_out():
         describe(model, blocks="nothing")
 
 
-def test_of_many_names_three_are_listed_and_the_others_counted():
-    class Masked(PlainDecoder):
-        def forward(
-            self, ids, attention_mask=None, key_padding_mask=None, src_key_padding_mask=None,
-            tgt_key_padding_mask=None,
-        ):  # fmt: skip
-            return super().forward(ids)
-
-    class Three(PlainDecoder):
-        def forward(
-            self, ids, attention_mask=None, key_padding_mask=None, src_key_padding_mask=None
-        ):
-            return super().forward(ids)
-
-    def listed(model):
-        return rows(model)["padding"].removeprefix("left out, going by ")
-
-    names = [
-        "attention_mask", "key_padding_mask", "src_key_padding_mask", "tgt_key_padding_mask",
-    ]  # fmt: skip
-    many = listed(Masked())
-    assert many.endswith(" and 1 more")
-    assert len(set(many.removesuffix(" and 1 more").split(", ")) & set(names)) == 3
-    three = listed(Three())
-    assert sorted(three.replace(" and ", ", ").split(", ")) == sorted(names[:3])
-    assert three.count(", ") == 1
-
-
 class Mixer(nn.Module):
     """Called attention as RWKV's is, and none: neither queries and keys nor a softmax."""
 
@@ -179,14 +151,6 @@ def test_attention_without_a_name_is_shown_by_a_pass():
     assert rows(model)["attention"] == "none in these blocks, by name: hidden states only"
     shown = rows(model, torch.randn(2, 5, 8))
     assert shown["attention"] == "by hand: its scores are seen at the softmax"
-
-
-def test_module_names_are_shown_as_they_are():
-    model = nn.Module()
-    model.wav2vec2 = nn.Module()
-    model.wav2vec2.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8)) for _ in range(2))
-    model.decoder = PlainDecoder(width=8, heads=2)
-    assert rows(model)["not watched"].startswith("2 blocks wav2vec2.layers.#: ")
 
 
 @pytest.mark.parametrize("given", ["name", "module"])

@@ -82,26 +82,6 @@ def test_a_trial_of_a_search_has_a_folder_of_its_own_and_its_settings(tmp_path, 
     assert len(read(tmp_path).runs) == 1
 
 
-def test_a_callback_that_fails_silences_no_other(tmp_path, caplog):
-    class Reporting(TrainerCallback):
-        def __init__(self, name, fails):
-            self.name, self.fails, self.seen = name, fails, []
-
-        def on_log(self, args, state, control, logs=None, **event):
-            if "geomon/variance" in logs:
-                if self.fails:
-                    raise OSError("gone")
-                self.seen.append(state.global_step)
-
-    broken, well = Reporting("broken", True), Reporting("well", False)
-    monitor = GeometryMonitor(
-        metrics=select("variance"), tokens=64, schedule=every(1), strict=False
-    )
-    trainer = fit(tmp_path, [broken, well, monitor], steps=4)
-    assert well.seen == [entry["step"] for entry in logged(trainer)] == [0, 1, 2, 3]
-    assert [m for m in caplog.messages if "gone" in m and "Reporting failed" in m]
-
-
 def test_no_argument_is_needed(tmp_path):
     trainer = fit(tmp_path, [GeometryMonitor()], steps=34)
     assert [(r.step, r.source, r.mode) for r in read(tmp_path)] == [

@@ -234,35 +234,6 @@ def test_early_stopping_and_checkpoints_follow_a_headline_value(tmp_path):
     assert keeping.best_model_score.item() == pytest.approx(kept, rel=1e-6)
 
 
-def test_several_ranks_are_given_no_value_that_only_the_first_would_have(tmp_path):
-    class Two(GeometryMonitor):
-        def on_train_start(self, trainer, pl_module):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(L.Trainer, "world_size", 2)
-                super().on_train_start(trainer, pl_module)
-
-    _, trainer = fit(tmp_path, [Two(directory=tmp_path, **FEW)], steps=2)
-    assert len(read(tmp_path)) == 2
-    assert not trainer.callback_metrics
-
-
-def test_a_logger_that_fails_silences_no_other(tmp_path, caplog):
-    class Broken(TensorBoardLogger):
-        def log_metrics(self, metrics, step=None):
-            if any("variance" in name for name in metrics):
-                raise OSError("gone")
-            super().log_metrics(metrics, step)
-
-    loggers = [Broken(tmp_path, "", "tb"), CSVLogger(tmp_path, "", "csv")]
-    monitor = GeometryMonitor(**{**FEW, "strict": False}, schedule=every(1), directory=tmp_path)
-    fit(tmp_path, [monitor], logger=loggers, steps=5)
-    rows = list(csv.DictReader((tmp_path / "csv/metrics.csv").read_text().splitlines()))
-    assert [int(row["step"]) for row in rows if row["geomon/variance"]] == [0, 1, 2, 3, 4]
-    assert [r.step for r in read(tmp_path)] == [0, 1, 2, 3, 4]
-    said = [message for message in caplog.messages if "gone" in message]
-    assert [("Broken" in m, "tried again" in m) for m in said] == [(True, True)]
-
-
 class TwoOptimizers(Decoder):
     """Each batch makes two steps."""
 
@@ -298,12 +269,6 @@ def test_the_last_batch_is_read_with_two_optimizers_too(tmp_path, bound):
     monitor = GeometryMonitor(schedule=every(50), directory=tmp_path, **FEW)
     fit(tmp_path, [monitor], model=TwoOptimizers(), limit_train_batches=5, **bound)
     assert [r.step for r in read(tmp_path)] == [0, 8]
-
-
-def test_by_default_a_budget_leaves_readings_out_but_not_the_first_eight_and_the_last(tmp_path):
-    few = {name: value for name, value in FEW.items() if name != "budget"}
-    fit(tmp_path, [GeometryMonitor(**few, schedule=every(1))], steps=40)
-    assert [r.step for r in read(tmp_path)] == [*range(8), 39]
 
 
 def test_overhead_is_a_share(tmp_path):

@@ -92,7 +92,7 @@ def in_blocks(rows: Tensor) -> Iterator[Tensor]:
     return (buffer[: len(block)].copy_(block) for block in blocks)
 
 
-def centred_blocks(rows: Tensor, mean: tuple[Tensor, Tensor] | None = None) -> Iterator[Tensor]:
+def centred_blocks(rows: Tensor) -> Iterator[Tensor]:
     """Subtract the mean row in float64, block by block; as with `in_blocks`, one buffer serves all.
 
     The first row is subtracted before the mean is taken: far from the origin nothing cancels, and
@@ -100,9 +100,8 @@ def centred_blocks(rows: Tensor, mean: tuple[Tensor, Tensor] | None = None) -> I
 
     Args:
         rows: Floating-point rows, at least one, [tokens, width].
-        mean: Their mean as `mean_in_parts` returns it; None computes it.
     """
-    first, shift = mean_in_parts(rows) if mean is None else mean
+    first, shift = mean_in_parts(rows)
     return (block.sub_(first).sub_(shift) for block in in_blocks(rows))
 
 

@@ -187,16 +187,14 @@ def require_token_ids(token_ids: Tensor, rows: int) -> None:
         )
 
 
-def token_types(
-    hidden: Tensor, token_ids: Tensor, group: Tensor | None = None, groups: int = GROUPS
-) -> TokenTypes:
+def token_types(hidden: Tensor, token_ids: Tensor, group: Tensor | None = None) -> TokenTypes:
     """Count the rows of every token type, and compute the norm of their mean and their scatter.
 
     Args:
         hidden: Rows, [tokens, width].
         token_ids: Type of each row, integers, [tokens].
-        group: Group of sequences of each row, int64, [tokens]; None for no sums by group.
-        groups: Number of groups, some of which may have no row.
+        group: Group of sequences of each row, one of `GROUPS`, int64, [tokens]; None for no sums
+            by group.
 
     Raises:
         ValueError: `hidden` is not a floating-point matrix with at least one row, or `token_ids`
@@ -214,7 +212,7 @@ def token_types(
     size = count.double()
     order = torch.arange(len(rows), dtype=torch.int64, device=rows.device)
     first = torch.zeros_like(count).scatter_reduce(0, kind, order, "amin", include_self=False)
-    groups = 1 if group is None else groups
+    groups = 1 if group is None else GROUPS
     place = kind if group is None else kind * groups + group
     cells, cell = torch.unique(place, return_inverse=True)
     m = torch.zeros_like(size)

@@ -58,11 +58,6 @@ def test_near_duplicates_are_named_only_where_the_data_says_so(make_readings, cu
     assert "near-duplicates (" not in text_of(make_readings(curves=curves))
 
 
-def test_a_rise_of_both_variants_is_said(make_readings):
-    readings = make_readings(curves={"twonn_distinct/mean": [2.5, 3, 4, 5, 6, 7, 7, 7, 7]})
-    assert "not only near-duplicates" in text_of(readings)
-
-
 @pytest.mark.parametrize(
     ("curve", "words"),
     [
@@ -173,20 +168,6 @@ def test_small_changes_against_the_trend_are_ignored(make_readings, profile, wor
     text = text_of(anisotropy(make_readings(), profile))
     assert words in text
     assert ("not bell-shaped" in text) == words.startswith(("not", "it rises"))
-
-
-@pytest.mark.parametrize(
-    ("profile", "error", "flat"),
-    [
-        ([1.0, 0.95, 0.91], 0, True),  # a range of 9 % of the highest
-        ([1.0, 0.95, 0.89], 0, False),
-        ([1.0, 0.9, 0.7], 0.22, True),  # a range within the margin of a difference
-        ([1.0, 0.9, 0.7], 0.21, False),
-    ],
-)
-def test_a_profile_is_flat_within_a_tenth_or_its_margins(make_readings, profile, error, flat):
-    text = text_of(anisotropy(make_readings(), profile, error))
-    assert ("; no layer stands out." in text) == flat
 
 
 def test_a_profile_needs_three_layers_and_leaves_out_what_is_no_number(make_readings):

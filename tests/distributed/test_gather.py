@@ -65,6 +65,14 @@ def test_the_shares_of_the_rows_are_all_the_rows_and_alike(rows, size):
     assert max(shares) - min(shares) <= 1
 
 
+def test_ranks_that_give_no_rows_leave_theirs_to_the_others():
+    group = RankGroup(1, 6, object())
+    group.share_rows_among(4)
+    assert group.rows_of(10) == 3
+    group.share_rows_among(6)
+    assert group.rows_of(10) == 2
+
+
 # -- the union -------------------------------------------------------------------------------------
 
 
@@ -166,18 +174,6 @@ def test_ragged_attention_is_what_each_rank_would_reduce():
         torch.testing.assert_close(
             whole_field, torch.cat([getattr(part, name) for part in expected], dim=1)
         )
-
-
-def test_attention_of_one_shape_is_not_filled_up():
-    parts = [attention_layer(seed, 2, 5, 5) for seed in (0, 2)]
-    whole = merge_layers(parts)
-    assert whole.captured["bias"] is None
-    for name in ("query", "key", "visible"):
-        assert torch.equal(whole.captured[name], torch.cat([p.captured[name] for p in parts]))
-    both, one, other = map(reduced, (whole, *parts))
-    for name in both._fields:
-        joined = torch.cat([getattr(one, name), getattr(other, name)], dim=1)
-        assert torch.equal(getattr(both, name), joined)
 
 
 def test_scores_of_attention_written_by_hand_are_joined():

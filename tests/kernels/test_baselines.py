@@ -22,7 +22,6 @@ from geomon.kernels.spectrum import anisotropy, effective_rank, power_law, spect
         (64, 16, 200, 0.063),
         (256, 64, 60, 0.027),
         (1000, 10, 60, 0.023),
-        (2048, 64, 10, 0.012),
         (500, 500, 5, 0.014),
         (150, 900, 15, 0.012),
     ],

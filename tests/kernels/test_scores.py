@@ -145,18 +145,6 @@ def test_a_mask_without_leading_dimensions_counts_for_all_sequences_and_heads():
             score_moments(query, key, other, 1.0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("kind", MASKS)
-def test_variances_are_those_of_the_same_numbers_in_float64(dtype, kind):
-    # Keys on both sides of 0: half precision rounds their differences from their mean.
-    query, key = (part.to(dtype) for part in attention(sequences=16))
-    seen = mask(kind, sequences=16)
-    got = variances(query, key, seen, 8)
-    want = variances(query.double(), key.double(), seen, 8)
-    for one, other in zip(got, want, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=0)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("alike", ["all keys", "keys of a sequence", "keys of a document"])
 def test_where_scores_do_not_vary_the_mean_query_has_no_share(dtype, alike):

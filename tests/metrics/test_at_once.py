@@ -153,20 +153,6 @@ def test_small_pieces_come_last_and_each_layer_has_all_of_its_own(count):
     assert len(seen) == count + 2 * (count - 1)
 
 
-def test_values_of_two_pieces_are_joined():
-    one = LayerValues("s", 0, (7, 3), parts={"twonn": [{"": 2.0}]}, has_token_ids=True, sequences=4)
-    other = LayerValues(
-        "s", 0, None, parts={"max_logit": [{"": 1.0}]}, heads=(2, 8), log_visible=0.0,
-        without_arrays="no memory",
-    )  # fmt: skip
-    joined = one.joined_with(other)
-    assert joined == other.joined_with(one)
-    assert joined == LayerValues(
-        "s", 0, (7, 3), parts=one.parts | other.parts, has_token_ids=True, sequences=4,
-        heads=(2, 8), log_visible=0.0, without_arrays="no memory",
-    )  # fmt: skip
-
-
 def here_or_not(_):
     time.sleep(0.01)
     return threading.current_thread() is threading.main_thread()

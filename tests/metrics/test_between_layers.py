@@ -1,11 +1,12 @@
 """Layers compared with the ones before them, against sets of neighbours found by brute force."""
 
 import math
-from typing import NamedTuple
 
 import pytest
 import torch
+from measuring import seen
 from models import PlainDecoder, batch
+from samples import normal
 
 from geomon import geometry, measure, select
 from geomon.capture.snapshot import Layer
@@ -20,13 +21,8 @@ from geomon.metrics.between_layers import (
 )
 from geomon.metrics.jackknife import margin
 from geomon.metrics.views import LayerViews, spread_rows
-from geomon.record.columns import tagged
 
 OVERLAP = select("neighbour_overlap")
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def made(rows, index=1, stack="", positions=None, **more):
@@ -48,17 +44,6 @@ def neighbour_sets(rows, among, k):
 def shared(one, other, among, k):
     pairs = zip(*(neighbour_sets(rows, among, k)[among] for rows in (one, other)), strict=True)
     return torch.tensor([len({*a.tolist()} & {*b.tolist()}) / k for a, b in pairs])
-
-
-class Seen(NamedTuple):
-    """Values by tag, and sentences of the notes."""
-
-    values: dict
-    notes: list
-
-
-def seen(evaluation):
-    return Seen(tagged(evaluation.stacks), [note.words() for note in evaluation.notes])
 
 
 def evaluated(*layers, rows=None, batches=1):

@@ -2,26 +2,22 @@
 
 import logging
 import math
-from typing import NamedTuple
 
 import pytest
 import torch
+from measuring import seen
 from models import PlainDecoder, batch
 from plain_models import vision_transformer
+from samples import normal
 
 from geomon import Memory, Monitor, geometry, measure, select
 from geomon.capture.snapshot import Layer
 from geomon.distributed.packing import pack, unpack
 from geomon.metrics import Evaluator
 from geomon.metrics.between_readings import INLINE, EarlierReading
-from geomon.record.columns import tagged
 
 NAME = "neighbour_overlap_in_time"
 OVERLAP = select(NAME)
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def made(rows, index=1, stack="", **more):
@@ -37,17 +33,6 @@ def shared(one, other, k=10):
         near = apart.fill_diagonal_(math.inf).topk(k, largest=False).indices
         sets.append([{*own.tolist()} for own in near])
     return sum(len(a & b) / k for a, b in zip(*sets, strict=True)) / len(one)
-
-
-class Seen(NamedTuple):
-    """Values by tag, and sentences of the notes."""
-
-    values: dict
-    notes: list
-
-
-def seen(evaluation):
-    return Seen(tagged(evaluation.stacks), [note.words() for note in evaluation.notes])
 
 
 def compared(before, after, evaluator=None, sent=False, **more):

@@ -113,22 +113,3 @@ def test_reduced_precision_of_products_never_enters_a_distance():
     exact = exact.fill_diagonal_(math.inf).sort(dim=1)
     assert torch.equal(indices, exact.indices[:, :4])
     torch.testing.assert_close(distances, exact.values[:, :4], rtol=1e-12, atol=0)
-
-
-def test_the_pretended_device_refuses_what_a_device_refuses():
-    """Otherwise the tests above would show nothing."""
-    with Accelerator() as accelerator:
-        rows = accelerator.put(normal(4, 3))
-        for mixed in (lambda: rows + normal(4, 3), lambda: rows @ normal(3, 4),
-                      lambda: rows[torch.tensor([1], device="cpu")],
-                      lambda: torch.cat([rows, normal(4, 3)])):  # fmt: skip
-            with pytest.raises(RuntimeError, match="one is on the host"):
-                mixed()
-        with pytest.raises((TypeError, RuntimeError)):
-            rows.numpy()
-        with pytest.raises(NotImplementedError):
-            rows.long() @ rows.long().T
-        before = sum(accelerator.waits.values())
-        assert not torch.equal((rows @ rows.T).cpu(), rows.cpu() @ rows.cpu().T)
-        float(rows.sum())
-        assert sum(accelerator.waits.values()) == before + 4

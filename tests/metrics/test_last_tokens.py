@@ -5,20 +5,18 @@ import math
 import pytest
 import torch
 from models import PlainDecoder, batch
+from whole_layer import normal
 
 from geomon import METRICS, MORE_METRICS, at_last, measure, select
-from geomon.capture.snapshot import CAPTURED, Layer
+from geomon.capture.snapshot import Layer
 from geomon.distributed import merge_layers
 from geomon.kernels.spectrum import effective_rank, power_law, spectrum
 from geomon.metrics import Evaluator, check_metrics
 from geomon.metrics.last_tokens import read_last
 from geomon.metrics.views import (
-    DERIVED,
     LayerViews,
     MissingViewError,
-    captured_views,
     has_last,
-    is_view,
     parameters,
 )
 from geomon.record.columns import tagged
@@ -32,10 +30,6 @@ def made(rows, last, index=1, **more):
         "last_sequences": torch.arange(count),
     }
     return Layer(index, "block", {**captured, **more})
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 OF_ROWS = [name for name, metric in METRICS.items() if any(map(has_last, parameters(metric)))]
@@ -63,28 +57,6 @@ def test_every_metric_of_rows_gives_at_last_what_it_gives_on_these_rows(name):
     assert found.parts["m"][0] == pytest.approx({"n": 150, **expected.parts["m"][0]}, nan_ok=True)
     for part, values in expected.without["m"].items():
         assert found.without["m"][part] == pytest.approx(values, nan_ok=True), part
-
-
-def test_views_of_the_last_tokens_go_by_the_name_of_those_of_rows():
-    of_rows = {name for name in [*CAPTURED, *DERIVED] if has_last(name)}
-    assert {"hidden", "spectrum", "nearest", "row_sums", "token_types"} <= of_rows
-    assert not of_rows & {"query", "attention", "mean_query", "last_hidden"}
-    for name in of_rows:
-        assert is_view(f"last_{name}")
-        leaves = captured_views([f"last_{name}"])
-        assert leaves == {f"last_{leaf}" for leaf in captured_views([name])} <= CAPTURED.keys()
-    assert not is_view("last_query")
-    assert not is_view("last_last_hidden")
-    last = normal(50, 4, seed=2)
-    views = LayerViews(made(normal(90, 4), last))
-    torch.testing.assert_close(views["last_spectrum"], spectrum(last))
-    assert views["last_spectrum"] is views["last_spectrum"]  # computed once
-    assert Evaluator(check_metrics({"m": at_last(METRICS["cosine"])}), 1).views == {
-        "last_hidden",
-        "last_sequences",
-    }
-    with pytest.raises(KeyError):
-        views["last_query"]
 
 
 def test_what_is_not_there_is_missing_with_the_reason():

@@ -27,21 +27,6 @@ def is_watched():
     return torch.nn.Module._compiled_call_impl is not None
 
 
-def test_a_window_is_open_for_what_is_due_and_closed_with_a_reading(tmp_path):
-    session, model, memory = started(tmp_path)
-    for step in range(5):
-        session.open(step)
-        assert is_watched() == (step % 2 == 0)
-        model(batch())
-        session.close()
-        assert not is_watched()
-        assert session.last_seen == step
-    session.finish()
-    assert [reading.step for reading in memory.readings] == [0, 2, 4]
-    session.finish()
-    session.finish()
-
-
 def test_what_is_discarded_or_failed_is_not_measured(tmp_path):
     session, model, memory = started(tmp_path)
     session.open(0)
@@ -52,27 +37,6 @@ def test_what_is_discarded_or_failed_is_not_measured(tmp_path):
     assert not is_watched()
     assert not memory.readings
     assert session.last_seen == -1
-
-
-def test_probes_are_read_when_due_and_at_the_end(tmp_path):
-    entered = []
-
-    class Around:
-        def __enter__(self):
-            entered.append(True)
-
-        def __exit__(self, *error):
-            return None
-
-    session, _, memory = started(tmp_path, probe=batch())
-    for step in range(4):
-        session.probe(step, around=Around)
-    session.probe(4, last=True, around=Around)
-    session.probe(4, last=True, around=Around)
-    session.finish()
-    assert [(r.step, r.source) for r in memory.readings] == [(s, "probe") for s in (0, 2, 4)]
-    assert len(entered) == 3
-    assert session.last_seen == 4
 
 
 @pytest.mark.parametrize("given", [{"budget": None}, {"gather": False}], ids=str)
@@ -150,30 +114,6 @@ def test_functions_of_the_options_are_called(tmp_path):
     session.finish()
     assert [(alert.name, alert.step) for alert in alerts] == [("not_finite", 0)]
     assert len(phases) == 1  # without margins, twenty readings tell
-
-
-def test_a_reading_waits_for_what_its_step_logs(tmp_path):
-    session, model, memory = started(tmp_path, log=("accuracy",))
-    asked = []
-
-    def known(step):
-        asked.append(step)
-        return {"loss": torch.tensor(float(step)), "accuracy": 0.5, "other": 7.0}
-
-    for step in range(4):
-        session.open(step)
-        model(batch())
-        session.close()
-        assert len(memory.readings) == step // 2 + step % 2
-        session.log(step, lambda step=step: known(step))
-        session.log(step, lambda step=step: known(step))
-        assert len(memory.readings) == step // 2 + 1
-    assert asked == [0, 2]
-    logged = [
-        {tag: value for tag, value in reading.values.items() if tag.startswith("training/")}
-        for reading in memory.readings
-    ]
-    assert logged == [{"training/loss": float(step), "training/accuracy": 0.5} for step in (0, 2)]
 
 
 def test_what_cannot_be_known_is_missing_and_the_training_goes_on(tmp_path, caplog):

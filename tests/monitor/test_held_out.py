@@ -8,12 +8,12 @@ import random
 import numpy as np
 import pytest
 import torch
-from fingerprint import fingerprint, random_state
+from fingerprint import random_state
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import VOCABULARY, PlainDecoder, batch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from geomon import Memory, Monitor, every, select
 from geomon.monitor.held_out import MOST_BATCHES, HeldOut
@@ -98,17 +98,6 @@ def test_batches_are_taken_until_rows_and_sequences_suffice(tokens, size, taken)
     assert reading.tokens == min(tokens, taken * size * 16)
 
 
-def test_a_loader_that_fills_one_tensor_again_is_kept_as_it_was():
-    def refilled():
-        same = torch.zeros(4, 16, dtype=torch.int64)
-        for number in range(3):
-            yield same.copy_(batch(4, 16, seed=number))
-
-    (reading,) = read_of(refilled())
-    expected = torch.cat([batch(4, 16, seed=n) for n in range(3)]).double().mean()
-    assert reading.values["ids/layer_01"] == pytest.approx(float(expected))
-
-
 @pytest.mark.parametrize("own", [True, False], ids=["own generator", "global generator"])
 def test_a_random_sampler_goes_on_as_if_nobody_had_drawn(own):
     def orders(watch):
@@ -121,27 +110,6 @@ def test_a_random_sampler_goes_on_as_if_nobody_had_drawn(own):
         return torch.cat([*found, *loader])
 
     assert torch.equal(orders(True), orders(False))
-
-
-class Counting(RandomSampler):
-    """A sampler that keeps a state of its own."""
-
-    begun = 0
-
-    def __iter__(self):
-        self.begun += 1
-        return iter(range(self.begun, len(self.data_source)))
-
-
-def test_a_sampler_with_a_state_of_its_own_keeps_it():
-    sampler = Counting(ROWS)
-    loader = DataLoader(ROWS, batch_size=4, sampler=sampler)
-    first = next(iter(loader))
-    (reading,) = read_of(loader, tokens=16)
-    assert sampler.begun == 1
-    assert reading.tokens == 16
-    assert not torch.equal(first, next(iter(loader)))
-    assert sampler.begun == 2
 
 
 class Noisy(Dataset):
@@ -167,18 +135,6 @@ def test_workers_of_the_training_are_left_to_it():
     assert loader._iterator is batches
     assert len(list(batches)) == 15
     assert vars(loader)["num_workers"] == 1
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(ROWS)
-
-
-def test_a_stream_is_read_from_its_beginning():
-    loader = DataLoader(Stream(), batch_size=4)
-    (reading,) = read_of(loader)
-    assert reading.values["ids/layer_01"] == pytest.approx(float(ROWS.double().mean()))
-    assert torch.equal(torch.cat(list(loader)), ROWS)
 
 
 class Labelled(nn.Module):
@@ -227,15 +183,6 @@ def test_the_model_is_given_what_its_forward_takes(model, batches, left_out):
     said = [note for note in reading.words() if "all but" in note]
     assert len(said) == bool(left_out)
     assert all(f"all but {left_out}," in note for note in said)
-
-
-def test_nothing_of_the_model_is_changed():
-    model = PlainDecoder(dropout=0.5).train()
-    before = fingerprint(model)
-    (reading,) = read_of(DataLoader(ROWS, batch_size=4), model)
-    assert reading.mode == "eval"
-    assert fingerprint(model) == before
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def broken():

@@ -182,37 +182,3 @@ def test_a_fork_leaves_its_parents_readings_to_it(tmp_path, code, arguments):
         assert process.wait(120) == 0
     finally:
         forks.close()
-
-
-@pytest.mark.usefixtures("own_metrics_in_background")
-def test_a_monitor_that_its_own_thread_collects_records_what_it_has_seen():
-    """The garbage collector runs in any thread: here in the one that measures in the background."""
-    dropped, memory = threading.Event(), Memory()
-
-    def collects(hidden):
-        dropped.wait()
-        gc.collect()
-        return 1.0
-
-    def watch():
-        model = PlainDecoder()
-        monitor = Monitor(
-            model, metrics={"collects": collects}, tokens=64, schedule=every(1), directory=None,
-            sinks=[memory], background=True,
-        )  # fmt: skip
-        monitor.itself = monitor  # so that only the collector frees it
-        for step in range(3):
-            with monitor(step), torch.no_grad():
-                model(batch(seed=step))
-
-    gc.disable()
-    try:
-        watch()
-        dropped.set()
-        for thread in threading.enumerate():
-            if thread.name.startswith("geomon"):
-                thread.join(60)
-    finally:
-        gc.enable()
-    assert [r.step for r in memory.readings] == [0, 1, 2]
-    assert not [t for t in threading.enumerate() if t.name.startswith("geomon")]

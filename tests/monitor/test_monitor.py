@@ -5,8 +5,7 @@ import logging
 import math
 import os
 import pickle
-import subprocess
-import sys
+import threading
 import time
 import weakref
 from collections import Counter
@@ -21,7 +20,6 @@ from full_disk import FullDisk
 from models import PlainDecoder, batch, transformer
 from torch import nn
 
-import geomon
 from geomon import METRICS, Memory, Monitor, every, measure, read, select
 from geomon.capture.snapshot import NotSeenError
 from geomon.capture.window import Window
@@ -103,24 +101,6 @@ def test_a_reading_says_what_it_stands_on(tmp_path):
     assert run["layers"] == ["blocks.0", "blocks.1", "blocks.2"]
     assert list(run["metrics"]) == list(METRICS)
     assert all(text["title"] for text in run["metrics"].values())
-
-
-def test_a_schedule_and_settings_without_a_text_lose_no_reading(tmp_path):
-    class Silent:
-        def __call__(self, step):
-            return True
-
-        def __repr__(self):
-            raise RuntimeError("no text")
-
-    model = PlainDecoder()
-    options = {"schedule": Silent(), "settings": {"odd": Silent(), Silent(): 1, "rate": 0.5}}
-    train(model, monitor(model, tmp_path, **options), steps=3)
-    train(model, monitor(model, tmp_path, **options), steps=2, start=2)  # taken up again
-    found = read(tmp_path)
-    assert [reading.step for reading in found] == [0, 1, 2, 3]
-    assert [run["schedule"] for run in found.runs] == ["<Silent>"] * 2
-    assert [run["training/rate"] for run in found.runs] == [0.5] * 2
 
 
 def test_every_metric_has_a_value_at_every_layer():
@@ -233,19 +213,13 @@ class Dying:
         raise OSError("gone too")
 
 
-@pytest.mark.parametrize(
-    "trouble",
-    [OSError(errno.ENOSPC, "No space left on device"), PermissionError(errno.EACCES, "denied"),
-     OSError(errno.EROFS, "Read-only file system"), FileNotFoundError(errno.ENOENT, "no folder")],
-    ids=lambda error: type(error).__name__ + str(error.errno),
-)  # fmt: skip
-def test_a_record_that_cannot_be_written_never_ends_a_run(tmp_path, caplog, monkeypatch, trouble):
+def test_a_record_that_cannot_be_written_never_ends_a_run(tmp_path, caplog, monkeypatch):
     memory = Memory()
     model = PlainDecoder()
     seen = monitor(model, tmp_path, strict=False, sinks=[memory], schedule=every(1))
 
     def refused(*args, **kwargs):
-        raise trouble
+        raise PermissionError(errno.EACCES, "denied")
 
     with caplog.at_level(logging.WARNING, "geomon"):
         train(model, seen, steps=2)
@@ -365,11 +339,8 @@ def test_steps_are_whole_numbers_of_any_kind(tmp_path, kind):
 
 @pytest.mark.parametrize(
     ("step", "error"),
-    [(1.0, TypeError), (np.float64(2), TypeError), (torch.tensor(3.0), TypeError),
-     (True, TypeError), (np.bool_(True), TypeError), (torch.tensor(True), TypeError),
-     ("3", TypeError), (None, TypeError), (torch.arange(2), TypeError), (math.nan, TypeError),
-     (-1, ValueError), (np.int64(-5), ValueError), (torch.tensor(-1), ValueError),
-     (10**400, ValueError)],
+    [(1.0, TypeError), (torch.tensor(True), TypeError), ("3", TypeError), (None, TypeError),
+     (torch.arange(2), TypeError), (np.int64(-5), ValueError), (10**400, ValueError)],
     ids=repr,
 )  # fmt: skip
 def test_a_step_that_is_none_is_refused_in_one_line(tmp_path, step, error):
@@ -405,21 +376,6 @@ def test_a_window_in_which_nothing_ran_records_nothing_and_says_so_once(tmp_path
     assert [r.step for r in read(tmp_path)] == [4]
     with pytest.raises(NotSeenError), monitor(model, tmp_path / "strict")(0):
         pass
-
-
-def test_the_time_of_steps_that_are_not_due_counts(tmp_path):
-    model = PlainDecoder()
-    seen = monitor(model, None, schedule=lambda step: step == 0)
-    with seen(0):
-        model(batch())
-    spent = seen.budget.spent
-    began = time.perf_counter()
-    for step in range(1, 20_001):
-        with seen(step):
-            pass
-    taken = time.perf_counter() - began
-    counted = seen.budget.spent - spent
-    assert 0.5 * taken < counted <= taken
 
 
 class Clock:
@@ -593,28 +549,6 @@ def test_a_monitor_that_is_dropped_is_collected():
     assert gone() is None
 
 
-def test_nothing_of_a_name_or_a_message_acts_on_the_terminal(caplog):
-    acting = "\x1b[2J\u202e\r\nnext"
-
-    def broken(hidden):
-        raise ZeroDivisionError(acting)
-
-    model = nn.Module()
-    model.register_module("blocks" + acting, PlainDecoder().blocks)
-    model.forward = lambda ids: None
-    text = str(geomon.describe(model))
-    assert all(line.isprintable() for line in text.split("\n"))
-    odd = PlainDecoder()
-    seen = monitor(odd, None, strict=False, metrics={"broken": broken})
-    with caplog.at_level(logging.WARNING, "geomon"):
-        with seen(0):
-            odd(batch())
-        with monitor(model, None, strict=False)(0):
-            pass
-    assert len(caplog.messages) >= 2
-    assert all(message.isprintable() for message in caplog.messages)
-
-
 def test_a_program_that_changes_its_folder_has_one_record(tmp_path, monkeypatch):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -629,29 +563,6 @@ def test_a_program_that_changes_its_folder_has_one_record(tmp_path, monkeypatch)
     seen.close()
     assert [r.step for r in read(tmp_path / "run")] == [0, 1, 2, 3]
     assert list(elsewhere.iterdir()) == []
-
-
-def test_a_handler_of_the_program_that_raises_ends_nothing_and_loses_no_reading(tmp_path):
-    class Refuses(logging.Handler):
-        def emit(self, record):
-            raise RuntimeError("no warnings here")
-
-    log, handler = logging.getLogger("geomon"), Refuses()
-    log.addHandler(handler)
-    try:
-        model = PlainDecoder()
-        seen = monitor(model, tmp_path, schedule=every(1), metrics={"fails": fails}, strict=False)
-        for step in range(2):
-            with seen(step):
-                model(batch())
-        seen.close()
-    finally:
-        log.removeHandler(handler)
-    assert [r.step for r in read(tmp_path)] == [0, 1]
-
-
-def fails(hidden):
-    raise ValueError("by design")
 
 
 def test_a_resume_with_other_metrics_keeps_what_was_read(tmp_path):
@@ -690,17 +601,24 @@ def test_a_resumed_run_goes_on_and_reads_nothing_twice(tmp_path):
 
 
 class Hangs(Memory):
+    """Waits until the test is over."""
+
+    def __init__(self, over):
+        super().__init__()
+        self.over = over
+
     def write(self, reading):
         super().write(reading)
         if reading.step == 1:
-            time.sleep(60)
+            self.over.wait(60)
 
     def close(self):
-        time.sleep(60)
+        self.over.wait(60)
 
 
 def test_a_sink_that_hangs_is_left_out_and_the_training_goes_on(tmp_path, caplog):
-    memory, hanging, last = Memory(), Hangs(), Hangs()
+    over = threading.Event()
+    memory, hanging, last = Memory(), Hangs(over), Hangs(over)
     model = PlainDecoder()
     seen = monitor(
         model, tmp_path, strict=False, sinks=[hanging, memory], schedule=every(1), sink_timeout=0.3
@@ -717,6 +635,7 @@ def test_a_sink_that_hangs_is_left_out_and_the_training_goes_on(tmp_path, caplog
     messages = [m for m in caplog.messages if "takes too long and is left out" in m]
     assert len(messages) == 2
     assert all(m.startswith("Hangs takes too long") for m in messages)
+    over.set()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -779,19 +698,6 @@ def test_model_can_be_copied_and_pickled_while_it_is_watched(tmp_path):
     assert torch.equal(again(batch())[0], model(batch())[0])
 
 
-def test_a_checkout_that_was_never_installed_can_be_imported():
-    code = """
-import importlib.metadata as metadata
-def version(name):
-    raise metadata.PackageNotFoundError(name)
-metadata.version = version
-import geomon
-print(geomon.__version__)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "0+unknown"
-
-
 def test_what_is_shown_is_in_the_record_already(tmp_path):
     """A sink that reads the record while it is given a reading."""
     found = []
@@ -808,69 +714,6 @@ def test_what_is_shown_is_in_the_record_already(tmp_path):
     train(model, seen, steps=3)
     seen.close()
     assert found == [(0, [0]), (1, [0, 1]), (2, [0, 1, 2]), [0, 1, 2]]
-
-
-def test_what_sinks_do_at_the_end_counts_as_geomons_time():
-    """The last pictures are drawn then."""
-
-    class Slow(Memory):
-        def close(self):
-            time.sleep(0.2)
-
-    monitor = Monitor(
-        PlainDecoder(), metrics=select("variance"), directory=None, sinks=[Slow()], tokens=64
-    )
-    with monitor(0):
-        monitor._model(batch())
-    spent = monitor.budget.spent
-    monitor.close()
-    assert monitor.budget.spent - spent >= 0.2
-
-
-class Added(nn.Module):
-    """A projection with another one beside it, as adapters of low rank are."""
-
-    def __init__(self, inner: nn.Linear) -> None:
-        super().__init__()
-        self.base, self.more = inner, nn.Linear(inner.in_features, inner.out_features)
-
-    def forward(self, x):
-        return self.base(x) + self.more(x)
-
-
-def test_what_is_put_in_place_of_a_projection_between_readings_is_seen():
-    model = transformer("llama").eval()
-    seen = monitor(
-        model, metrics=select("qk_cosine"), schedule=every(1), tokens=512, batches=1
-    )  # fmt: skip
-
-    def expected():
-        found = {}
-        attention = model.model.layers[1].self_attn
-        handles = [
-            getattr(attention, f"{name}_proj").register_forward_hook(
-                lambda m, args, out, name=name: found.update({name: out.double()})
-            )
-            for name in "qk"
-        ]
-        with torch.no_grad():
-            model(batch())
-        for handle in handles:
-            handle.remove()
-        query, key = (found[name].unflatten(-1, (-1, 8)).flatten(0, 1).mean(0) for name in "qk")
-        return torch.cosine_similarity(query, key.repeat_interleave(2, 0), dim=-1).tolist()
-
-    attention = model.model.layers[1].self_attn
-    plain = attention.q_proj, attention.k_proj
-    for step, wrapped in enumerate([False, True, False]):
-        torch.manual_seed(step)
-        attention.q_proj, attention.k_proj = map(Added, plain) if wrapped else plain
-        with torch.no_grad(), seen(step):
-            model(batch())
-        found = [seen.latest.values[f"qk_cosine/layer_02/head_{head}"] for head in range(4)]
-        assert found == pytest.approx(expected(), abs=1e-6)
-        assert not any("began with" in note for note in seen.latest.words())
-    seen.close()
 
 
 def test_blocks_that_are_replaced_or_added_between_readings_are_seen():

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 from geomon import Memory, Monitor, every, read, select
 from geomon.huggingface import GeometryMonitor as OfTrainer
 from geomon.lightning import GeometryMonitor as OfLightning
-from geomon.monitor.probe_loss import count_sequences
 
 ROWS = torch.cat([batch(5, 16, seed=seed) for seed in range(4)])
 TAG = "training/probe_loss"
@@ -185,15 +184,3 @@ def test_a_monitor_takes_the_loss_of_inputs_that_each_probe_is_given(model, expe
     )  # fmt: skip
     monitor.probe(0, ROWS)
     assert memory.readings[0].values[TAG] == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("inputs", "count"),
-    [
-        (torch.zeros(3, 2), 3),
-        ({"a": "text", "b": [torch.tensor(1.0), torch.zeros(4)]}, 4),
-        ((len, {}), 1),
-    ],
-)
-def test_sequences_are_counted_by_the_first_tensor(inputs, count):
-    assert count_sequences(inputs) == count

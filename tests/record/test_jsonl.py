@@ -3,7 +3,6 @@ import io
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -311,62 +310,3 @@ def test_pages_can_tell_that_two_runs_wrote_at_once(tmp_path, order, mixed):
     (tmp_path / FILE_NAME).write_text("".join(f"{line}\n" for line in lines))
     assert read(tmp_path).mixed_at == mixed
     assert read(tmp_path).of_stack().mixed_at == mixed
-
-
-_WRITER = """
-import sys
-from geomon.record import Reading, Record
-from geomon.record.columns import Column
-record = Record(sys.argv[1])
-record.begin(0, {})
-step = 0
-while True:
-    columns = {"": {"x" * 50: Column(layers=[1.0 * step])}}
-    record.write(Reading(step, 0.0, 0.0, "inline", "train", 1, 1, "float32", columns))
-    print(step, flush=True)
-    step += 1
-"""
-
-
-def test_a_killed_process_loses_no_reading_that_was_shown(tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, "-c", _WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    shown = [int(process.stdout.readline()) for _ in range(25)]
-    os.kill(process.pid, signal.SIGKILL)  # wherever it is by now
-    shown += map(int, process.stdout.read().splitlines()[:-1])
-    process.wait()
-    process.stdout.close()
-    assert shown == list(range(len(shown)))
-    assert [r.step for r in read(tmp_path)][: len(shown)] == shown
-
-
-@pytest.mark.parametrize("line", [b"\xff\xfe", b'{"run": "\xff"', b"\x80"])
-def test_bytes_that_are_no_text_are_no_record(tmp_path, line):
-    (tmp_path / FILE_NAME).write_bytes(b'{"run": {}}\n' + line + b"\n")
-    with pytest.raises(ValueError, match="line 2 of"):
-        read(tmp_path)
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="a limit on the size of files is of POSIX")
-@pytest.mark.parametrize("room", [0, 1, 20])
-def test_a_line_that_does_not_fit_leaves_the_file_as_it_was(tmp_path, room):
-    """By a limit on the size of files: of the line as many bytes are written as there is room."""
-    import resource
-
-    record = Record(tmp_path)
-    record.begin(0, {})
-    record.write(reading(0))
-    before = record.path.read_bytes()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + room, hard))
-    try:
-        with pytest.raises(OSError, match=r"File too large|No space left"):
-            record.write(reading(1))
-        found = record.path.read_bytes()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert found == before
-    record.write(reading(2))
-    assert [r.step for r in read(tmp_path)] == [0, 1, 2]

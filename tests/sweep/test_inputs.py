@@ -7,7 +7,7 @@ from torch import nn
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast, ViTConfig, ViTModel
 
 from geomon.sweep import Checkpoint
-from geomon.sweep.inputs import InputError, InputSize, _smooth, digest, make_inputs
+from geomon.sweep.inputs import InputError, InputSize, digest, make_inputs
 from geomon.sweep.models import load_model
 
 FILE = Checkpoint("a", 0, "a.ckpt")
@@ -118,15 +118,3 @@ def test_the_digest_tells_inputs_apart():
     assert len({digest(value) for value in different}) == len(different)
     assert digest({"a": ids.clone()}) == digest({"a": ids})
     assert digest(ids.t().t()) == digest(ids)
-
-
-def test_random_fields_are_smooth_at_many_scales_and_the_same_for_a_seed():
-    fields = _smooth((8, 64, 64), axes=2, seed=0)
-    assert torch.equal(fields, _smooth((8, 64, 64), axes=2, seed=0))
-    assert not torch.equal(fields, _smooth((8, 64, 64), axes=2, seed=1))
-    assert fields.mean(dim=(1, 2)).abs().max() < 1e-5
-    assert (fields.std(dim=(1, 2)) - 1).abs().max() < 1e-5
-    # Power falls as one over the square of the frequency: by 4 for each doubling.
-    power = torch.fft.fft2(fields).abs().square().mean(dim=0)
-    low, high = power[4:6, 0].mean(), power[8:12, 0].mean()
-    assert 2 < low / high < 8

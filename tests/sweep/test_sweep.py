@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader
 
 from geomon import Memory, Monitor, every, read, scan, select
 from geomon.lightning import GeometryMonitor
-from geomon.sweep import find_checkpoints
 from recipes.enwik8.model import CharacterDecoder, build
 from recipes.enwik8.presets import Preset
 
@@ -368,13 +367,3 @@ def test_bad_arguments_end_in_one_line(tmp_path, arguments, words):
         scan(**arguments, directory=tmp_path / "scan")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "scan").exists()
-
-
-def test_the_function_may_be_named_as_text(run):
-    from geomon.sweep.models import resolve_build
-
-    assert resolve_build("recipes.enwik8.model:build") is build
-    found, notes = find_checkpoints(build, run / "checkpoints")
-    assert [one.step for one in found] == list(STEPS)
-    assert notes == []
-    assert Path(found[0].source).is_file()

@@ -99,17 +99,16 @@ def check_schedule(schedule: Schedule | int) -> Schedule:
     return schedule
 
 
-def first_steps(schedule: Schedule | None, most: int = 1000) -> list[int]:
-    """List the first steps at which a schedule is due: what two schedules can be compared by.
+def first_steps(schedule: Schedule | None) -> list[int]:
+    """List the first steps, below 1,000, at which a schedule is due: by them two are compared.
 
     Args:
         schedule: Function from a step to whether a reading is due.
-        most: Number of steps that are tried, from 0.
     """
     if schedule is None:
         return []
     due = []
-    for step in range(most):
+    for step in range(1000):
         with contextlib.suppress(Exception):  # said when the training is there
             if schedule(step):
                 due.append(step)

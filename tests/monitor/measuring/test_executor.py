@@ -8,7 +8,6 @@ import torch
 
 from geomon import Memory, Monitor, select
 from geomon.metrics import Evaluator
-from geomon.monitor.measuring.jobs import ReadingJob
 
 METRICS = select("cosine", "variance", "twonn", "attention_entropy")
 
@@ -141,28 +140,6 @@ def test_a_reading_is_whole_at_its_step_or_not_made_at_all():
     assert measured(readings)[:8] == measured(free)
 
 
-def test_under_a_budget_the_training_does_not_wait_for_the_background():
-    free, memory, model = threading.Event(), Memory(), models.PlainDecoder()
-    monitor = Monitor(
-        model, metrics=METRICS, tokens=64, directory=None, sinks=[memory], budget=0.5,
-        schedule=lambda step: True, background=True,
-    )  # fmt: skip
-    measure = ReadingJob.measure_next
-
-    def waits(job, count=1):
-        free.wait(60)
-        measure(job, count)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ReadingJob, "measure_next", waits)
-        for step in range(6):
-            with monitor(step):
-                model(models.batch())
-        free.set()
-        monitor.close()
-    assert [reading.step for reading in memory.readings] == [0]
-
-
 def test_a_budget_without_gathering_is_refused_on_many_ranks(monkeypatch):
     import geomon.monitor.monitor as module
     from geomon.distributed import RankGroup
@@ -170,11 +147,6 @@ def test_a_budget_without_gathering_is_refused_on_many_ranks(monkeypatch):
     monkeypatch.setattr(module, "find_ranks", lambda: RankGroup(0, 2))
     with pytest.raises(ValueError, match="use gather=True, or budget=None"):
         Monitor(models.PlainDecoder(), directory=None, budget=0.01, gather=False)
-
-
-def test_nothing_is_said_of_what_no_metric_reads():
-    *_, (_, _, readings) = run(1, metrics=select("cosine", "attention_entropy"), batches=1)
-    assert readings[0].words() == []
 
 
 @pytest.mark.usefixtures("own_metrics_in_background")
