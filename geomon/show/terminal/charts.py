@@ -19,6 +19,7 @@ GREY: Colour = (130, 130, 130)
 MARKERS = ("braille", "•", "x", "+", "o", "*")
 # Least range of an axis: as a share of the largest value, and in typical margins.
 _FLAT, _MARGINS = 0.04, 4
+_LEAST = 1e-9  # below it all values are drawn as 0: plotext writes its marks in full
 _COLUMNS = 400  # of dots, two in a character
 
 
@@ -122,7 +123,8 @@ def _frame(plot: Any, lines: Sequence[Line]) -> None:
     low = min(value - margin for value, margin in pairs)
     high = max(value + margin for value, margin in pairs)
     margin = statistics.median(margin for _, margin in pairs)
-    least = max(_FLAT * max(abs(low), abs(high)), _MARGINS * margin) or 1.0
+    size = max(abs(low), abs(high))
+    least = max(_FLAT * size, _MARGINS * margin) if size > _LEAST else 1.0
     if high - low < least:
         start = max((low + high - least) / 2, 0.0 if low >= 0 else -math.inf)
         low, high = start, start + least

@@ -45,7 +45,7 @@ def test_noise_within_the_margins_is_drawn_on_few_rows():
     assert 1 <= sum("x" in text for text in lines) <= 4
 
 
-@pytest.mark.parametrize("value", [0.0, 3.0])
+@pytest.mark.parametrize("value", [0.0, 5e-324, 1e-10, 3.0, 1e38])
 def test_a_constant_is_a_flat_line_on_an_axis_that_is_not_negative(value):
     lines = over_steps(Curve([*range(9)], [value] * 9, [0.0] * 9))
     assert sum("x" in text for text in lines) == 1
