@@ -79,7 +79,7 @@ def columns(count, seed=0):
     return [Column(layers=generator.integers(0, 7, count).tolist()) for _ in range(2)]
 
 
-@pytest.mark.parametrize("count", [4, 5, 6, 7])
+@pytest.mark.parametrize("count", [4, 5, 6])
 def test_p_values_of_few_layers_are_those_of_all_permutations(count):
     for seed in range(3):
         one, other = columns(count, seed)

@@ -12,9 +12,24 @@ from geomon.kernels import dimension
 from geomon.kernels.baselines import isotropic_cosine_magnitude
 from geomon.kernels.dimension import twonn_censored
 from geomon.metrics.metric import Sizes
+from geomon.metrics.table import check_metrics
 from geomon.metrics.views import LayerViews
 
 ALL = METRICS | MORE_METRICS
+
+
+def test_names_of_metrics_are_checked():
+    assert list(check_metrics(("twonn", "cosine"))) == ["twonn", "cosine"]
+    with pytest.raises(ValueError, match="no metric is called 'twon'"):
+        check_metrics(["twon"])
+    with pytest.raises(TypeError, match=r"write \['twonn'\]"):
+        check_metrics("twonn")
+    with pytest.raises(ValueError, match="metrics is empty"):
+        check_metrics([])
+    with pytest.raises(TypeError, match="a list of names"):
+        check_metrics(["twonn", 3])
+    with pytest.raises(ValueError, match="asks for 'hiden', which is no view"):
+        check_metrics({"mine": lambda hiden: 0.0})
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e4])

@@ -6,7 +6,6 @@ from torch import nn
 
 from geomon import Monitor, read
 from geomon.analysis import Phase
-from geomon.metrics import check_metrics
 
 
 def model():
@@ -58,18 +57,6 @@ def test_the_monitor_is_closed_whatever_ends_the_with(tmp_path):
     assert closed
     assert monitor.path is None
     assert "no record" in repr(monitor)
-
-
-def test_names_of_metrics_are_checked():
-    assert list(check_metrics(("twonn", "cosine"))) == ["twonn", "cosine"]
-    with pytest.raises(ValueError, match="no metric is called 'twon'"):
-        check_metrics(["twon"])
-    with pytest.raises(TypeError, match=r"write \['twonn'\]"):
-        check_metrics("twonn")
-    with pytest.raises(ValueError, match="metrics is empty"):
-        check_metrics([])
-    with pytest.raises(TypeError, match="a list of names"):
-        check_metrics(["twonn", 3])
 
 
 def test_a_phase_is_words_in_a_notebook():

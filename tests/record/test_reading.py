@@ -24,6 +24,7 @@ def test_a_series_draws_itself_with_its_interval():
     assert (list(line.get_xdata()), list(line.get_ydata())) == ([0, 4], [2.0, 6.0])
     (band,) = axes.collections
     assert {*band.get_paths()[0].vertices[:, 1]} == {1.5, 2.5, 5.5, 6.5}
+    assert axes.get_xlabel().startswith("training step")
 
 
 def test_series_are_in_order_and_without_gaps():
