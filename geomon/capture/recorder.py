@@ -41,37 +41,42 @@ class AttentionRecorder:
     Args:
         sampler: Sampler of the queries.
         max_logits: Whether the largest scores are wanted.
-        current: Returns the call of the innermost block that is running, if that call counts.
-        outside: Whether no block is running, and calls are not ignored.
-        guarded: Returns a context manager that keeps an error of its body for the notes.
-        on_failure: Takes an error of geomon's own.
 
     Attributes:
         attends_outside: Whether attention was called outside the blocks.
     """
 
-    def __init__(
+    def __init__(self, sampler: RowSampler, *, max_logits: bool) -> None:
+        self._sampler = sampler
+        self._wants_max_logits = max_logits
+        self.attends_outside = False
+        self.close()
+
+    def open(
         self,
-        sampler: RowSampler,
         *,
-        max_logits: bool,
         current: Callable[[], Current | None],
         outside: Callable[[], bool],
         guarded: Callable[[], AbstractContextManager[None]],
         on_failure: Callable[[Exception], None],
     ) -> None:
-        self._sampler = sampler
-        self._wants_max_logits = max_logits
-        self._current = current
-        self._outside = outside
-        self._guarded = guarded
-        self.on_failure = on_failure
-        self.attends_outside = False
+        """Record from here on.
+
+        Args:
+            current: Returns the call of the innermost block that is running, if that call counts.
+            outside: Whether no block is running, and calls are not ignored.
+            guarded: Returns a context manager that keeps an error of its body for the notes.
+            on_failure: Takes an error of geomon's own.
+        """
+        self._current, self._outside = current, outside
+        self._guarded, self.on_failure = guarded, on_failure
 
     def close(self) -> None:
-        """See nothing more: what it asks, which refers to it, is let go."""
-        self._current, self._outside = _nobody, _nothing
-        self._guarded, self.on_failure = nullcontext, _ignore
+        """Record nothing more: what is asked, which refers to this, is let go."""
+        self._current: Callable[[], Current | None] = _nobody
+        self._outside: Callable[[], bool] = _nothing
+        self._guarded: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.on_failure: Callable[[Exception], None] = _ignore
 
     def following(self) -> Provenance | None:
         """Return what follows the tensors of the block that is running (see `TapObserver`)."""

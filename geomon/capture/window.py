@@ -148,14 +148,7 @@ class Window:
         self._running: list[tuple[StackPass, BlockCall | None]] = []
         self._failure: Exception | None = None  # in opening the window
         self._failures: list[str] = []  # in what sees the calls
-        self._recorder = AttentionRecorder(
-            self._sampler,
-            max_logits="max_logits" in views,
-            current=self._current_call,
-            outside=lambda: not (self._running or self._ignored()),
-            guarded=self._guarded,
-            on_failure=self.on_failure,
-        )
+        self._recorder = AttentionRecorder(self._sampler, max_logits="max_logits" in views)
         self._twin_records = False  # whether the call that a twin is run for records gradients
         self._forced_eager = False  # whether compiled code of the training was run eagerly
         self._tap: Tap | None = None  # what sees attention, while the window is open
@@ -211,6 +204,12 @@ class Window:
     def _open(self) -> None:
         self._choose_calls()
         if self._sources & {"attention", "projection"}:
+            self._recorder.open(
+                current=self._current_call,
+                outside=lambda: not (self._running or self._ignored()),
+                guarded=self._guarded,
+                on_failure=self.on_failure,
+            )
             self._tap = Tap(self._recorder)
             self._find_compiled()
         without_fast_path.hold(self)

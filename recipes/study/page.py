@@ -109,7 +109,8 @@ def render(results: Sequence[Results], missing: Sequence[str], page: Path) -> st
     order = sorted(papers, key=lambda p: (known.index(p) if p in known else len(known), p))
     papers = {paper: papers[paper] for paper in order}
     parts = [_HEAD, _summary(papers, missing)]
-    parts += [_section(paper, lines, page) for paper, lines in papers.items()]
+    parts += [_section(paper, lines) for paper, lines in papers.items()]
+    parts += ["## The experiments\n", *(_experiment(each, page) for each in results), ""]
     return "\n".join(parts)
 
 
@@ -143,7 +144,7 @@ def _counts(name: str, lines: Sequence[_Line]) -> str:
     return _row([name, *map(str, numbers)])
 
 
-def _section(paper: str, lines: Sequence[_Line], page: Path) -> str:
+def _section(paper: str, lines: Sequence[_Line]) -> str:
     asked = [line for line in lines if line[0].published]
     added = [line for line in lines if not line[0].published]
     title = f"{PAPERS[paper]} ({paper})" if paper in PAPERS else paper or "Without a paper"
@@ -160,9 +161,7 @@ def _section(paper: str, lines: Sequence[_Line], page: Path) -> str:
             "| asked | measured here | mean | verdict | experiment |", "|---|---|---:|---|---|",
         ]  # fmt: skip
         text += [_row(_cells(claim, results)) for claim, results in added] + [""]
-    for results in dict.fromkeys(results for _, results in lines):
-        text.append(_experiment(results, lines, page))
-    return "\n".join([*text, ""])
+    return "\n".join(text)
 
 
 def _cells(claim: Claim, results: Results) -> list[str]:
@@ -179,14 +178,14 @@ def _cells(claim: Claim, results: Results) -> list[str]:
     ]
 
 
-def _experiment(results: Results, lines: Sequence[_Line], page: Path) -> str:
-    """One line of an experiment: its command, its part of the lines, its time, what differs."""
-    own = [claim for claim, of in lines if of is results]
-    count = sum(bool(claim.published) for claim in own)
+def _experiment(results: Results, page: Path) -> str:
+    """One line of an experiment: its command, its number of lines, its time, what differs."""
+    count = sum(bool(claim.published) for claim in results.claims)
+    added = len(results.claims) - count
     minutes = results.seconds / 60
     time = f"{results.seconds:.0f} s" if results.seconds < 100 else f"{minutes:.0f} minutes"
     words = [f"- `make {results.experiment}`: {count} line{'s' * (count != 1)}"]
-    words += [f"{len(own) - count} that we added"] * (len(own) > count)
+    words += [f"{added} that we added"] * (added > 0)
     words += [f"{time} on two cores"]
     pictures = sorted((page.parent / "pictures").glob(f"{results.experiment}*.png"))
     words += [f"[{path.name}]({os.path.join('pictures', path.name)})" for path in pictures]

@@ -226,7 +226,7 @@ def test_probes_at_any_point_of_a_step_leave_the_training_as_it_is(found_on, str
 
 def test_tensor_parallel_shards_are_refused_in_words(found):
     (notes,) = found[0]["tensor_parallel"]["notes"]
-    assert "rows of the ranks are not gathered" in notes[0]
+    assert "rows are not gathered" in notes[0]
     assert "'0.0.weight' is sharded by tensor parallelism" in notes[0]
 
 
