@@ -50,7 +50,10 @@ class AttentionRecorder:
         self._sampler = sampler
         self._wants_max_logits = max_logits
         self.attends_outside = False
-        self.close()
+        self._current: Callable[[], Current | None] = _nobody
+        self._outside: Callable[[], bool] = _nothing
+        self._guarded: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.on_failure: Callable[[Exception], None] = _ignore
 
     def open(
         self,
@@ -73,10 +76,8 @@ class AttentionRecorder:
 
     def close(self) -> None:
         """Record nothing more: what is asked, which refers to this, is let go."""
-        self._current: Callable[[], Current | None] = _nobody
-        self._outside: Callable[[], bool] = _nothing
-        self._guarded: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.on_failure: Callable[[Exception], None] = _ignore
+        self._current, self._outside = _nobody, _nothing
+        self._guarded, self.on_failure = nullcontext, _ignore
 
     def following(self) -> Provenance | None:
         """Return what follows the tensors of the block that is running (see `TapObserver`)."""
