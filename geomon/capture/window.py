@@ -396,11 +396,10 @@ class Window:
                 self._see(self._before, module, self._on_attending, index)
                 self._see(self._after, module, self._on_attending, None)
         named = {m for attention in block.attentions for m in attention.projections.apart}
-        for part in (block.module, *block.parts) if "projection" in self._sources else ():
-            for module in part.modules():
-                if module in named or projects_in_its_own_way(module):
-                    self._see(self._before, module, self._on_projecting)
-                    self._see(self._after, module, self._on_projected)
+        for module in block.matrices if "projection" in self._sources else ():
+            if module in named or projects_in_its_own_way(module):
+                self._see(self._before, module, self._on_projecting)
+                self._see(self._after, module, self._on_projected)
 
     def _see(
         self,

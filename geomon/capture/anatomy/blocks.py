@@ -89,6 +89,7 @@ class Block:
         attends: Whether the block attends to its own stack, going by projections and names.
         parts: Modules that are called one after another where the block itself is a list of them:
             what enters the first one enters the block, what leaves the last one leaves it.
+        matrices: Modules in the block that have the widths of a matrix.
     """
 
     name: str
@@ -96,6 +97,7 @@ class Block:
     attentions: tuple[Attention, ...]
     attends: bool
     parts: tuple[nn.Module, ...] = field(default=(), repr=False)
+    matrices: tuple[nn.Module, ...] = field(default=(), repr=False)
 
     def attention_index(self, label: str = "") -> int | None:
         """Return the index in `attentions` of the one with a label; None where there is none.
@@ -391,6 +393,7 @@ def _block(
         _labelled(found),
         any(not a.cross for a in found) if found else attends(module),
         tuple(_called(held)) if lists else (),
+        tuple(inner for inner in held.modules() if find_widths(inner) is not None),
     )
 
 

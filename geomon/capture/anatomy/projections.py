@@ -236,16 +236,16 @@ def find_widths(module: nn.Module) -> tuple[int, int] | None:
 
 
 def projects_in_its_own_way(module: nn.Module) -> bool:
-    """Whether a module makes a projection that is more than a product with a matrix and a bias.
+    """Whether a matrix makes a projection that is more than a product and a bias.
 
-    An adapter around a matrix, a quantised or a sharded one, or one whose output a hook changes.
+    An adapter around one, a quantised or a sharded one, or one whose output a hook changes.
 
     Args:
-        module: Any module.
+        module: A module with the widths of a matrix.
     """
     if type(module) is not nn.Linear:
-        return find_widths(module) is not None
-    return bool(module._forward_hooks) or hasattr(stored_weight(module), "to_local")
+        return True
+    return bool(module._forward_hooks) or hasattr(module.weight, "to_local")
 
 
 def _fused_head_width(made: int, taken: int, heads: int) -> int:

@@ -331,7 +331,9 @@ def _columns_at(made: Made, values: Tensor, place: int) -> Columns | None:
         apart = max(sequences - 1, 1), (beside - place) or 1
         steps[number] = across // apart[0], along // apart[1]
     pairs = np.stack([which, columns], axis=-1)[:, :kept]
-    if any(len(np.unique(head, axis=0)) < kept for head in pairs):
+    widest = max(projection.width for projection in known)
+    numbers = np.sort(pairs[..., 0] * widest + pairs[..., 1], axis=1)
+    if (numbers[:, 1:] == numbers[:, :-1]).any():
         again = made.trace(addresses[:-4], known, second=True)
         both = np.stack([again.projection, again.column], axis=-1)
         if not _make_distinct(pairs, both.reshape(heads, width, 2)):
