@@ -244,7 +244,7 @@ class Provenance:
         layout = layout_of(out)
         if name in _FACTORS:
             return self._made_by_product(args[_FACTORS[name] :], out)
-        if "mm" in name or "linear" in name:  # of other types of numbers
+        if "mm" in name or name.endswith("linear"):  # of other types of numbers
             return _projection(out, (-1,), args[0]) if self._is_followed(args[0]) else None
         if name in _MIXING or not name:
             return None
@@ -265,11 +265,10 @@ class Provenance:
             return self._padded(args, out)
         if name == "index_select":
             made = self._of(args[0]).made
-            taken = args[1] % out.ndim, args[2]
-            return (
-                None
-                if made is None
-                else Made(layout, [Piece(made, layout_of(args[0]), None, taken)])
+            if made is None:
+                return None
+            return Made(
+                layout, [Piece(made, layout_of(args[0]), None, (args[1] % out.ndim, args[2]))]
             )
         if name == "index":
             return self._taken(args[0], args[1], out)
@@ -317,7 +316,7 @@ class Provenance:
         found: list[Piece] = []
         for values in given:
             made = self._of(values).made
-            layout = _fitted(layout_of(values), out)
+            layout = None if made is None else _fitted(layout_of(values), out)
             if made is None or layout is None:
                 continue
             if found and made.roots.isdisjoint(found[0].made.roots):
