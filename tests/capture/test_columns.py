@@ -181,6 +181,23 @@ def changed_in_place(block, x):
     return *(each.transpose(1, 2) for each in outputs), *projected
 
 
+@torch.library.custom_op("geomon_tests::turn_", mutates_args=("query", "key"))
+def turn_(query: torch.Tensor, key: torch.Tensor) -> None:
+    """An operator of another package that changes both in place."""
+    query.mul_(0.5)
+    key.mul_(2.0)
+
+
+def changed_by_one_operator(block, x):
+    if not hasattr(block, "a"):
+        block.a, block.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    outputs = [heads_of(block.a(x)), heads_of(block.b(x))]
+    projected = [each.detach().clone() for each in outputs]
+    with torch.no_grad():
+        turn_(*outputs)
+    return *(each.transpose(1, 2) for each in outputs), *projected
+
+
 def with_a_bias_of_its_own(block, x):
     """A bias that is added to the product belongs to it."""
     if not hasattr(block, "a"):
@@ -245,8 +262,8 @@ def behind_kept_keys(block, x):
 
 
 WAYS = [
-    by_parameters, by_low_rank, changed_in_place, with_a_bias_of_its_own, fewer_keys, of_channels,
-    picked_by_a_list, of_a_latent, behind_kept_keys,
+    by_parameters, by_low_rank, changed_in_place, changed_by_one_operator, with_a_bias_of_its_own,
+    fewer_keys, of_channels, picked_by_a_list, of_a_latent, behind_kept_keys,
 ]  # fmt: skip
 
 

@@ -253,9 +253,11 @@ class Columns(NamedTuple):
     @property
     def repeats(self) -> int:
         """How many heads in a row are the same, where that is the same number for all; else 1."""
-        firsts, heads = self.firsts, len(self.which)
-        count = heads // len(firsts)
-        return count if firsts == list(range(0, heads, count)) else 1
+        once = self.distinct()
+        count = len(self.which) // len(once.which)
+        same = (np.array_equal(own, each.repeat(count, axis=0)) for own, each in
+                ((self.which, once.which), (self.columns, once.columns)))  # fmt: skip
+        return count if all(same) else 1
 
     def distinct(self) -> "Columns":
         """Return those of the heads that differ."""

@@ -133,7 +133,8 @@ class Tap(dispatch.TorchDispatchMode):
         followed = observer.following()
         try:
             if writes and followed is not None:
-                followed.before_write(name, args)
+                given = dict(zip(names, args, strict=False)) | kwargs
+                followed.before_write(name, [given[each] for each in writes if each in given], args)
             if kind == "softmax":
                 observer.on_softmax(args[0], args[1], logarithm=name == "_log_softmax")
             elif kind != "other":
@@ -163,7 +164,7 @@ class _Kind(NamedTuple):
     kind: str  # "softmax", the route of a fused attention, or "other"
     name: str
     names: tuple[str, ...]  # of its arguments
-    writes: bool  # whether it changes one of them
+    writes: tuple[str, ...]  # of those that it changes
 
 
 @functools.cache
@@ -171,10 +172,11 @@ def _kind_of(func: Any) -> _Kind:
     schema = getattr(func, "_schema", None)
     if schema is None:
         flex = getattr(func, "__name__", "") == "flex_attention"
-        return _Kind("flex" if flex else "other", "_softmax" * flex, _FLEX * flex, writes=False)
+        return _Kind("flex" if flex else "other", "_softmax" * flex, _FLEX * flex, ())
     space, _, name = schema.name.rpartition("::")
     names = tuple(argument.name for argument in schema.arguments)
-    writes = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
+    changed = (a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    writes = tuple(argument.name for argument in changed)
     if space == "aten" and name in ("_softmax", "_safe_softmax", "_log_softmax"):
         return _Kind("softmax", name, names, writes)
     given = set(names)

@@ -162,19 +162,21 @@ class Provenance:
         """Follow nothing; what was kept alive is freed."""
         self._tags.clear()
 
-    def before_write(self, name: str, args: tuple[Any, ...]) -> None:
-        """Keep a projection that an operator is about to change in place.
+    def before_write(self, name: str, written: Iterable[Any], args: tuple[Any, ...]) -> None:
+        """Keep projections that an operator is about to change in place.
 
         Args:
             name: Name of the operator, without its overload.
+            written: The arguments that it changes.
             args: Its positional arguments.
         """
-        made = self._of(args[0]).made if args else None
-        projection = None if made is None else made.projection
-        if projection is None or (name == "add_" and self._is_bias(args[1], projection.width)):
-            return
-        with unseen():
-            projection.keep()
+        for values in tensors_in(written):
+            made = self._of(values).made
+            projection = None if made is None else made.projection
+            if projection is None or (name == "add_" and self._is_bias(args[1], projection.width)):
+                continue
+            with unseen():
+                projection.keep()
 
     def follow(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
         """Follow tensors through one operator.
