@@ -63,12 +63,12 @@ _DROPPED = (
     "of the model that were replaced while it was watched)"
 )
 _NOT_PROJECTED = (
-    "no products of the tokens with weights were seen that its queries and keys were made of, and "
-    "no modules under names such as q_proj and k_proj were called"
+    "its queries and keys were not traced back to products of tokens with weights, and no modules "
+    "with names such as q_proj and k_proj were called"
 )
 _AS_ATTENDED = (
-    "the products with weights that queries and keys were made of were not seen: Q and K as "
-    "attended stand for them"
+    "queries and keys were not traced back to products of tokens with weights: Q and K as attended "
+    "stand for them"
 )
 _NO_ATTENTION = (
     "no attention was seen in the block: neither fused attention (torch's own, flex attention, or "
