@@ -12,7 +12,7 @@ from geomon import METRICS, MORE_METRICS, describe
 from geomon.monitor.options import CALLBACK_DEFAULTS
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = (".", "docs", "benchmarks", "recipes/*")
+FOLDERS = (".", "docs", "benchmarks", "recipes", "recipes/*")
 PAGES = sorted(path for folder in FOLDERS for path in ROOT.glob(f"{folder}/*.md"))
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)

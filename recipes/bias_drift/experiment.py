@@ -94,9 +94,10 @@ class BiasDrift(Experiment):
     def differs(self) -> str:
         """In which way the trainings differ in kind from the published ones."""
         return (
-            f"{self.sequences} sequences of {self.length} tokens in place of 16 of 512; trained "
-            f"blocks have width {self.trained_width} and {self.steps} steps of filling in masked "
-            "characters"
+            f"{self.sequences} sequences of {self.length} tokens in place of 16 of 512, a bias up "
+            f"to {LEVELS[-1]:g}; trained blocks (ours) have width {self.trained_width}, "
+            f"{self.steps} steps of filling in masked characters and a bias up to "
+            f"{TRAINED_LEVELS[-1]:g}"
         )
 
     def check(self) -> None:

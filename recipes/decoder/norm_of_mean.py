@@ -22,25 +22,21 @@ def norm_claims(seeds: Sequence[History]) -> Iterator[Claim]:
     yield ask(
         "norm_trades_for_variance",
         "Token types whose mean is nearer to the origin have more variance.",
-        published="a strong trade-off relationship",
-        quantity="slope of V_t on M_t over types, mean over layers, at the end",
+        quantity="slope of variance on squared norm over types, mean over layers",
         values=over_seeds(seeds, lambda h: over_layers(h.last, slope)),
         below=0,
     )
     yield ask(
         "trade_off_is_strong",
         "The trade-off is strong.",
-        published="a strong trade-off relationship",
-        quantity="R^2 of V_t on M_t over types (above .5: most), mean over layers, at the end",
+        quantity="its R², mean over layers",
         values=over_seeds(seeds, lambda h: h.last.values[f"{slope}/mean/r_squared"]),
         above=0.5,
     )
     yield ask(
         "norm_makes_the_trade_off",
-        "Layer normalisation makes the trade-off.",
-        published="likely influenced by the layer normalization mechanism",
-        quantity="slope of V_t on M_t behind the final norm minus that of the last block's output, "
-        "at the end",
+        "Layer normalisation likely makes the trade-off.",
+        quantity="slope after the final norm minus before it",
         values=over_seeds(
             seeds,
             lambda h: (
@@ -53,38 +49,34 @@ def norm_claims(seeds: Sequence[History]) -> Iterator[Claim]:
     yield ask(
         "trade_off_beyond_arithmetic",
         "The trade-off is more than arithmetic makes.",
-        quantity="slope of V_t on M_t minus that of types assigned at random, mean over layers, at "
-        "the end",
+        quantity="slope minus that of types assigned at random",
         values=over_seeds(
             seeds,
             lambda h: over_layers(h.last, slope) - over_layers(h.last, f"{slope}_shuffled"),
         ),
         below=0,
+        ours=True,
     )
     yield from _shares(seeds)
 
 
 def _shares(seeds: Sequence[History]) -> Iterator[Claim]:
     """What is not within the types is between them: one share falls as the other grows."""
-    for name, metric, part, asserts, published in (
+    for name, metric, part, asserts in (
         ("mean_moves_away", "drift_norm", "",
-         "In deeper layers the mean is farther from the origin.",
-         "embeddings move farther from the origin"),
+         "In deeper layers the mean is farther from the origin."),
         ("share_of_mean_grows", "variance_shares", "mean",
-         "It is farther relative to the norms, too.", ""),
+         "In deeper layers it is farther relative to the norms, too."),
         ("share_within_grows", "variance_shares", "",
-         "As layers deepen, the variance within token types grows and that between them falls, as "
-         "shares.",
-         "the between-cluster variance relatively decreases, the within-cluster variance "
-         "increases"),
+         "In deeper layers the share of the variance within token types is larger."),
     ):  # fmt: skip
         words = f"{metric}/{part}" if part else metric
         yield Claim(
             name,
             asserts,
             "2409.11253, abstract",
-            f"Spearman's correlation of {words} with the number of the layer, at the end",
+            f"Spearman's correlation of `{words}` with depth",
             over_seeds([h.last for h in seeds], partial(with_depth, metric=metric, part=part)),
             above=0,
-            published=published,
+            ours=name == "share_of_mean_grows",
         )

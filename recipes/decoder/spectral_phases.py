@@ -32,10 +32,8 @@ def spectral_claims(seeds: Sequence[History], warmup: float) -> Iterator[Claim]:
             name,
             f"The {words}.",
             "2509.23024, abstract",
-            f"relative change of the last tokens' {metric.replace('_', ' ')} from {begin:.0%} to "
-            f"{end:.0%} of the steps",
+            f"relative change of `{metric}_last`, {begin:.0%} to {end:.0%} of the steps",
             over_seeds(seeds, partial(History.change, tag=tag, begin=begin, end=end)),
             above=0 if sign > 0 else None,
             below=0 if sign < 0 else None,
-            published="three phases, by the signs of both slopes",
         )

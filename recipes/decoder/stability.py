@@ -26,16 +26,14 @@ def stability_claims(seeds: Sequence[History]) -> Iterator[Claim]:
         return
     ask = partial(
         Claim,
-        published="similar trends across seeds",
-        source="2401.12143, appendix D (figure 23)",
+        source="2401.12143, appendix D, fig. 23",
         repeated="layer",
     )
     yield ask(
         "seeds_align_alike",
         "The cosine of mean query and mean key, the heads of a layer joined to one vector, follows "
         "similar trends across seeds.",
-        quantity="correlation of two seeds' curves of that cosine over the readings, mean over "
-        "pairs of seeds (0 where directions are chance)",
+        quantity="correlation of two seeds' curves, mean over pairs of seeds",
         values=tuple(trend_correlations(seeds)),
         above=0,
     )
@@ -43,8 +41,7 @@ def stability_claims(seeds: Sequence[History]) -> Iterator[Claim]:
     yield ask(
         "seeds_end_with_one_sign",
         "At the end that cosine has the same sign for all seeds.",
-        quantity=f"share of layers in which it has, for {len(seeds)} seeds (1 in {1 / chance:.0f} "
-        "where signs are chance), at the last reading with arrays",
+        quantity="share of layers in which it has",
         values=tuple(one_sign_at_end(seeds)),
         above=chance,
         counted=True,

@@ -59,8 +59,7 @@ class Digits(Experiment):
         """In which way the trainings differ in kind from the published ones."""
         return (
             f"{self.layers} blocks of width {self.width}, {self.steps} updates on 1,437 images of "
-            "8 x 8 pixels, where the paper has large models on ImageNet, and shows queries, keys "
-            "and entropies on text only"
+            "8 x 8 pixels in place of large models on ImageNet"
         )
 
     def check(self) -> None:
@@ -152,59 +151,52 @@ def largest_over_bar(history: History) -> float:
 
 
 def _anisotropy(networks: Mapping[str, Sequence[History]]) -> Iterable[Claim]:
-    bar = (
-        "largest mean cosine over layers, over the 95th percentile of a pair of isotropic vectors "
-        "of that width"
-    )
-    most = "most convolutional networks are isotropic; ResNet-50 is not in its first layers"
-    rows: tuple[tuple[str, str, str, str, str, dict[str, Any]], ...] = (
+    bar = "largest mean cosine over layers, over the 95 % point of an isotropic pair"
+    rows: tuple[tuple[str, str, str, str, dict[str, Any]], ...] = (
         ("vision_transformer_anisotropic", "transformer",
-         "A vision transformer is anisotropic at some layer.", "section 3.2, figure 3b",
-         "almost every one is; MiT is not, and ViT has a low cosine at all layers", {"above": 1.0}),
+         "A vision transformer is anisotropic at some layer (almost all but MiT and ViT).",
+         "section 3.2, fig. 3b", {"above": 1.0}),
         ("convolutional_network_isotropic", PER_IMAGE,
-         "A convolutional network is isotropic at every layer, a row for each image.",
-         "section 3.2, figure 4", most, {"below": 1.0}),
+         "A convolutional network is isotropic at every layer, a row for each image (most but "
+         "ResNet-50).",
+         "section 3.2, fig. 4", {"below": 1.0}),
         ("convolutional_places_isotropic", "convolutional",
          "A convolutional network is isotropic at every layer, a row for each place.",
-         "section 3.2, figure 4", "", {"below": 1.0}),
+         "section 3.2, fig. 4", {"below": 1.0, "ours": True}),
         ("mixer_isotropic", "mixer",
-         "A network of perceptrons, without attention, is isotropic at every layer.", "title", "",
-         {"below": 1.0}),
+         "A network without attention (MLP-mixer) is isotropic at every layer.", "title",
+         {"below": 1.0, "ours": True}),
     )  # fmt: skip
-    for name, kind, asserts, place, published, limits in rows:
-        yield Claim(
-            name, asserts, f"{_PAPER}, {place}", bar,
-            over_seeds(networks[kind], largest_over_bar), published=published, **limits,
-        )  # fmt: skip
+    for name, kind, asserts, place, fields in rows:
+        values = over_seeds(networks[kind], largest_over_bar)
+        yield Claim(name, asserts, f"{_PAPER}, {place}", bar, values, **fields)
     yield Claim(
         "convolutional_isotropy_grows_with_depth",
-        "A convolutional network is more isotropic in its last layer than at first.",
-        f"{_PAPER}, section 3.2, figure 4",
-        "mean cosine at the last layer less that at the first, a row for each image",
+        "A convolutional network is more isotropic in its last layer than at first (ResNet-50).",
+        f"{_PAPER}, section 3.2, fig. 4",
+        "mean cosine, last layer less first",
         over_seeds(
             networks[PER_IMAGE],
             lambda h: profile_of(h.last, "cosine")[-1] - profile_of(h.last, "cosine")[0],
         ),
         below=0,
-        published="ResNet-50 becomes more and more isotropic in deeper layers",
     )
 
 
 def _drift(networks: Mapping[str, Sequence[History]]) -> Iterable[Claim]:
-    rows: tuple[tuple[str, str, str, str, dict[str, Any]], ...] = (
+    rows: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
         ("vision_transformer_drift_explains_cosine", "transformer",
          "Over the layers of a vision transformer, drift and cosine are correlated.",
-         "p < 0.05 for transformers of the modality", {"below": _SIGNIFICANT}),
+         {"below": _SIGNIFICANT}),
         ("convolutional_drift_does_not_explain_cosine", PER_IMAGE,
-         "Over the layers of a convolutional network, they are not correlated.",
-         "p > 0.05 for most convolutional networks", {"above": _SIGNIFICANT}),
+         "Over the layers of a convolutional network they are not (most networks).",
+         {"above": _SIGNIFICANT}),
     )  # fmt: skip
-    for name, kind, asserts, published, limits in rows:
+    for name, kind, asserts, limits in rows:
         yield Claim(
-            name, asserts, f"{_PAPER}, section 3.3, figure 5",
-            "exact p-value of the Spearman correlation over layers of drift norm and mean cosine",
+            name, asserts, f"{_PAPER}, section 3.3, fig. 5", "exact p of Spearman's correlation",
             over_seeds(networks[kind], lambda h: drift_and_cosine(h.last, "spearman").p_value),
-            published=published, **limits,
+            **limits,
         )  # fmt: skip
 
 
@@ -216,17 +208,15 @@ def _attention(seeds: Sequence[History], head_width: int) -> Iterable[Claim]:
         name: str, asserts: str, figure: int, quantity: str, measure: Callable[[History], float],
         **limits: Any,
     ) -> Claim:  # fmt: skip
-        source = f"{_PAPER}, section 5, figure {figure}"
+        source = f"{_PAPER}, section 5, fig. {figure}"
         return Claim(f"vision_{name}", asserts, source, quantity, over_seeds(seeds, measure),
-                     **limits)  # fmt: skip
+                     ours=True, **limits)  # fmt: skip
 
     yield ask(
         "mean_query_and_key_align",
-        "Mean queries and mean keys of a vision transformer align, in common or opposite "
-        "directions.",
+        "Mean queries and mean keys of a vision transformer align.",
         13,
-        "mean over heads of |cos(mean query, mean key)| at the end, over that of two random "
-        "directions",
+        "absolute cosine over that of random directions, mean over heads",
         lambda h: over_heads(h.last, "qk_cosine", size=True) / chance,
         above=1,
     )
@@ -234,7 +224,7 @@ def _attention(seeds: Sequence[History], head_width: int) -> Iterable[Claim]:
         "alignment_grows",
         "The alignment of mean queries and mean keys grows along training.",
         13,
-        "mean over heads of |cos(mean query, mean key)|, end less start",
+        "absolute cosine, end less start, mean over heads",
         lambda h: (
             over_heads(h.last, "qk_cosine", size=True) - over_heads(h.first, "qk_cosine", size=True)
         ),
@@ -244,7 +234,7 @@ def _attention(seeds: Sequence[History], head_width: int) -> Iterable[Claim]:
         "first_layers_common_direction",
         "In the first layers mean query and mean key have common directions.",
         13,
-        "mean of cos(mean query, mean key) over the heads of the first two layers",
+        "cosine, mean over the heads of the first two layers",
         lambda h: over_heads(h.last, "qk_cosine", layers=layers[:2]),
         above=0,
     )
@@ -252,7 +242,7 @@ def _attention(seeds: Sequence[History], head_width: int) -> Iterable[Claim]:
         "last_layers_opposite_direction",
         "In the last layers mean query and mean key have opposite directions.",
         13,
-        "mean of cos(mean query, mean key) over the heads of the last two layers",
+        "cosine, mean over the heads of the last two layers",
         lambda h: over_heads(h.last, "qk_cosine", layers=layers[-2:]),
         below=0,
     )
@@ -260,7 +250,7 @@ def _attention(seeds: Sequence[History], head_width: int) -> Iterable[Claim]:
         "entropy_decays_at_every_layer",
         "The entropy of attention decays along training at every layer.",
         15,
-        "largest change of the entropy over layers, end less start, in nats",
+        "largest change over layers, in nats",
         lambda h: max(growth(h, "attention_entropy")),
         below=0,
     )
@@ -268,7 +258,7 @@ def _attention(seeds: Sequence[History], head_width: int) -> Iterable[Claim]:
         "first_layers_sharper",
         "Attention stays sharper in the first layers than in the last.",
         15,
-        "entropy at the end, mean of the first two layers less mean of the last two, in nats",
+        "first two layers less last two, in nats",
         lambda h: over_layers(
             h.last, "attention_entropy", lambda values: fmean(values[:2]) - fmean(values[-2:])
         ),

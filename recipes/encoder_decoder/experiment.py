@@ -32,7 +32,7 @@ MIDDLE = (0.25, 0.75)
 # The paper's least batch of rows; all characters of the probe are measured.
 PROBE_CHARACTERS = 4096
 
-_SHAPE = "2311.05928, section 3.2 and figure 1"
+_SHAPE = "2311.05928, section 3.2, fig. 1"
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class EncoderDecoder(Experiment):
         """In which way the trainings differ in kind from the published ones."""
         return (
             f"character models of one architecture, {self.layers} layers of width {self.width}, "
-            f"trained for {self.steps:,} steps, where the paper compares published subword models "
-            "that differ in size, text, norms and positions too"
+            f"trained for {self.steps:,} steps, in place of published models that differ in size, "
+            "text, norms and positions too"
         )
 
     def check(self) -> None:
@@ -171,12 +171,10 @@ def _normed_profile(reading: Reading) -> list[float]:
 
 def _bell(seeds: Sequence[History]) -> Iterable[Claim]:
     ask = partial(Claim, source=_SHAPE)
-    published = "a bell-shaped profile, highest in the middle layers"
-    quantity = "bulge of the anisotropy over depth: (middle third - ends) / ends"
+    quantity = "bulge: (middle third - ends) / ends"
     yield ask(
         "decoder_bell",
         "The anisotropy of a decoder is higher in the middle layers than at both ends.",
-        published=published,
         quantity=quantity,
         values=over_seeds(seeds, lambda h: bulge(profile_of(h.last, "anisotropy"))),
         above=0,
@@ -184,19 +182,18 @@ def _bell(seeds: Sequence[History]) -> Iterable[Claim]:
     yield ask(
         "decoder_peak_in_the_middle",
         "The layer of highest anisotropy of a decoder lies in the middle half of the depth.",
-        published=published,
-        quantity="depth of the highest anisotropy: 0 is the first block's input, 1 the last "
-        "block's output",
+        quantity="its depth: 0 is the first block's input, 1 the last block's output",
         values=over_seeds(seeds, lambda h: peak_depth(profile_of(h.last, "anisotropy"))),
         above=MIDDLE[0],
         below=MIDDLE[1],
     )
     yield ask(
         "decoder_bell_after_final_norm",
-        "A decoder has that bulge where its last layer is taken after the final norm.",
-        quantity=f"{quantity}, the last layer after the final norm",
+        "The same with the last layer taken after the final norm.",
+        quantity=quantity,
         values=over_seeds(seeds, lambda h: bulge(_normed_profile(h.last))),
         above=0,
+        ours=True,
     )
 
 
@@ -207,7 +204,7 @@ def _flat(seeds: Mapping[str, Sequence[History]]) -> Iterable[Claim]:
         def of(history: History, first: int = first) -> float:
             return relative_range(profile_of(history.last, "anisotropy")[first:])
 
-        quantity = f"range of the anisotropy {words}, as a share of its mean"
+        quantity = "range / mean"
         yield Claim(
             f"encoder_flat{ending}",
             f"The anisotropy of an encoder is uniform {words}.",
@@ -215,7 +212,7 @@ def _flat(seeds: Mapping[str, Sequence[History]]) -> Iterable[Claim]:
             quantity,
             over_seeds(seeds["encoder"], of),
             below=FLAT,
-            published="" if ending else "a profile uniform over depth",
+            ours=bool(ending),
         )
         yield Claim(
             f"encoder_flatter_than_decoder{ending}",
@@ -224,7 +221,7 @@ def _flat(seeds: Mapping[str, Sequence[History]]) -> Iterable[Claim]:
             f"{quantity}: decoder less encoder",
             _differences(seeds["decoder"], seeds["encoder"], of),
             above=0,
-            published="" if ending else "encoders uniform, decoders bell-shaped",
+            ours=bool(ending),
         )
 
 
@@ -238,37 +235,35 @@ def _others(seeds: Mapping[str, Sequence[History]]) -> Iterable[Claim]:
         "encoders_consistent",
         "The profiles of encoders differ less from each other than those of decoders.",
         _SHAPE,
-        "mean distance over layers from the mean profile of the other seeds: decoder less encoder",
+        "mean distance from the mean profile of the other seeds: decoder less encoder",
         tuple(one - other for one, other in pairs),
         above=0,
-        published="consistent across the encoders",
     )
     yield Claim(
         "decoder_more_anisotropic",
         "A decoder is more anisotropic than an encoder, on average over layers.",
-        "2311.05928, figure 1",
-        "mean anisotropy over layers: decoder less encoder",
+        "2311.05928, fig. 1",
+        "decoder less encoder",
         _differences(decoder, encoder, lambda h: over_layers(h.last, "anisotropy")),
         above=0,
-        published="the curves of decoders lie above those of encoders",
     )
     yield Claim(
         "attention_makes_the_bell",
-        "With weights that depend on content the profile of a decoder bulges more than with "
-        "uniform ones.",
+        "Attention by content makes the profile of a decoder bulge more than uniform weights do.",
         _SHAPE,
-        "bulge of the anisotropy over depth: attention less uniform weights",
+        "bulge: by content less uniform",
         _differences(decoder, uniform, lambda h: bulge(profile_of(h.last, "anisotropy"))),
         above=0,
+        ours=True,
     )
     yield Claim(
         "attention_raises_the_cosine",
-        "With weights that depend on content the rows of a decoder are more alike than with "
-        "uniform ones.",
+        "Attention by content makes the rows of a decoder more alike than uniform weights do.",
         "2401.12143, title",
-        "mean cosine between tokens, over layers: attention less uniform weights",
+        "mean cosine: by content less uniform",
         _differences(decoder, uniform, lambda h: over_layers(h.last, "cosine")),
         above=0,
+        ours=True,
     )
 
 

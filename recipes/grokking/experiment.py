@@ -41,8 +41,7 @@ _SOLVED = 0.99
 _FALLEN = 0.9
 # Largest share of the controls in which a warning may be false: none of nine leaves .34 possible.
 _TOLERATED = 0.35
-# The authors' code names its experiments; their sections in the paper were not looked up.
-_SOURCE = "2506.01034, abstract, experiment Local Dimensions Detect Grokking"
+_SOURCE = "2506.01034, abstract"
 
 
 @dataclass(frozen=True)
@@ -172,40 +171,43 @@ def curve_claims(
     yield ask(
         f"{name}_falls_before_generalisation",
         f"The {words} falls by a tenth or more before generalisation.",
-        published="the mean drops as the accuracy on held-out pairs begins to rise" * is_theirs,
-        quantity=f"{words} at the last reading with less than a tenth of the held-out pairs "
-        "answered, as a share of its highest value until then",
+        quantity="value at the last reading with less than a tenth of the held-out pairs "
+        "answered, as a share of the highest until then",
         values=over_seeds(generalised, lambda course: course.fall(name)),
         below=_FALLEN,
+        ours=not is_theirs,
     )
     yield ask(
         f"{name}_stays_without_generalisation",
         f"The {words} does not fall by a tenth in runs that never generalise.",
-        published="it rises to the end at train fractions 0.1 and 0.15, which do not generalise "
-        "(figure in the authors' code)" * is_theirs,
-        quantity=f"{words} at the end of the control, as a share of its highest value",
+        quantity="value at the end of the control, as a share of the highest",
         values=over_seeds(controls, lambda course: course.fall(name)),
         above=_FALLEN,
+        ours=not is_theirs,
     )
     yield ask(
         f"{name}_leads_against_control",
-        f"The {words} is below all that the controls have had before half of the held-out pairs "
-        "are answered.",
+        "The curve is below all that the controls have had before half of the held-out pairs are "
+        "answered.",
         quantity="steps from the first such reading to an accuracy of 0.5",
+        variant=words,
         values=tuple(map(float, leads(generalised, controls, name, margin=0.0))),
         above=0,
+        ours=True,
     )
     # Of n controls one is the lowest and raises an alarm: it takes a margin to be free of them.
     yield ask(
         f"{name}_raises_no_false_alarm",
-        f"The {words} of a control is not below nine tenths of all that the others have had.",
-        quantity="share of the controls, each left out in turn, that raise an alarm",
+        "The curve of a control is not below nine tenths of all that the others have had.",
+        quantity="share of the controls that raise an alarm",
+        variant=words,
         values=tuple(map(float, false_alarms(controls, name, margin=0.1)))
         if len(controls) > 1
         else (),
         repeated="control",
         counted=True,
         below=_TOLERATED,
+        ours=True,
     )
 
 

@@ -40,7 +40,7 @@ _ROWS = 2048
 _LOSS_WINDOWS = 64
 
 # The authors' code names its experiments; their sections in the paper were not looked up.
-_SOURCE = "2506.01034, abstract, experiment Local Dimensions Detect Overfitting"
+_SOURCE = "2506.01034, abstract"
 
 
 class Watched(NamedTuple):
@@ -97,8 +97,8 @@ class Overfit(Experiment):
     def differs(self) -> str:
         """In which way the trainings differ in kind from the published ones."""
         return (
-            "a small character model trained from nothing, whose local dimension first rises, "
-            "where the paper fine-tunes a pretrained one"
+            "a small character model trained from nothing, whose local dimension first rises, in "
+            "place of a pretrained one that is fine-tuned"
         )
 
     def check(self) -> None:
@@ -150,15 +150,11 @@ class Overfit(Experiment):
         few, plenty = (runs.of(kind) for kind in self.kinds)
         local = WATCHED[0]
         ask = partial(Claim, source=_SOURCE)
-        share = (
-            "share of the seeds in which the local dimension of the last layer has a trough after "
-            "its first peak"
-        )
+        share = "share of the seeds with a trough after the first peak"
         yield ask(
             "local_dimension_turns",
             "Trained on few texts the local dimension of the last layer reaches a minimum and "
             "rises again.",
-            published="its minimum marks the onset of overfitting",
             quantity=share,
             values=over_seeds(few, lambda h: geometry_turn(h, local) is not None),
             above=0.5,
@@ -167,7 +163,6 @@ class Overfit(Experiment):
         yield ask(
             "local_dimension_turns_with_overfitting_alone",
             "On plenty of text, without overfitting, it does not rise again.",
-            published="a rise signals overfitting",
             quantity=share,
             values=over_seeds(plenty, lambda h: geometry_turn(h, local) is not None),
             below=0.5,
@@ -176,18 +171,18 @@ class Overfit(Experiment):
         yield ask(
             "local_dimension_turns_before_the_loss",
             "The local dimension of the last layer turns before the held-out loss.",
-            published="its minimum announces overfitting",
-            quantity="lead of the local dimension over the held-out loss, in steps",
+            quantity="lead in steps",
             values=tuple(leads(few, local)),
             above=0,
         )
-        quantity = "rise of the held-out loss from its lowest value to the end, in nats"
+        quantity = "rise of the held-out loss from its lowest value, in nats"
         yield ask(
             "few_texts_overfit",
             "Trained on few texts the model overfits.",
             quantity=quantity,
             values=over_seeds(few, rise_of_loss),
             above=_OVERFITTED,
+            ours=True,
         )
         yield ask(
             "plenty_of_text_does_not_overfit",
@@ -195,6 +190,7 @@ class Overfit(Experiment):
             quantity=quantity,
             values=over_seeds(plenty, rise_of_loss),
             below=_OVERFITTED,
+            ours=True,
         )
 
     def figures(self, runs: Runs) -> Mapping[str, Figure]:

@@ -32,8 +32,8 @@ class Claim:
         values: One value for each independent repetition; none where no repetition has one.
         above: Number that the mean must exceed for the claim to hold; None for no such end.
         below: Number that the mean must stay under for the claim to hold; None for no such end.
-        published: What the paper shows: a shape, or a number of its prose; "" for a claim that is
-            ours: a variant or a control that the paper does not have.
+        ours: Whether the paper does not assert it: another estimator or model, or a control.
+        variant: Which estimator or model it is measured on, where the same is asked of several.
         repeated: What one value is of: "seed", "head".
         counted: Whether each value is 1 or 0, for something that is so or not, and their mean a
             share: its interval is that of a count.
@@ -46,7 +46,8 @@ class Claim:
     values: tuple[float, ...]
     above: float | None = None
     below: float | None = None
-    published: str = ""
+    ours: bool = False
+    variant: str = ""
     repeated: str = "seed"
     counted: bool = False
 
@@ -78,9 +79,12 @@ class Claim:
 
     @property
     def limits(self) -> str:
-        """Where the claim puts the number, "> 0 and < 2.5"."""
-        ends = ((">", self.above), ("<", self.below))
-        return " and ".join(f"{sign} {end:.3g}" for sign, end in ends if end is not None)
+        """Where the claim puts the number, "> 0" or "0 to 2.5"."""
+        if self.above is None:
+            return f"< {self.below:.3g}"
+        return (
+            f"> {self.above:.3g}" if self.below is None else f"{self.above:.3g} to {self.below:.3g}"
+        )
 
     @property
     def mean_words(self) -> str:
@@ -93,9 +97,10 @@ class Claim:
         if measured.margin == 0:
             return f"{measured.mean:.3g} ± 0"
         digits = 1 - math.floor(math.log10(measured.margin))
-        if not 0 <= digits <= 4:
+        if digits > 4:
             return f"{measured.mean:.3g} ± {measured.margin:.2g}"
-        return f"{measured.mean:.{digits}f} ± {measured.margin:.{digits}f}"
+        shown = (f"{round(x, digits):.{max(digits, 0)}f}" for x in (measured.mean, measured.margin))
+        return " ± ".join(shown)
 
     @property
     def _least(self) -> float:

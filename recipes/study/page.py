@@ -23,20 +23,19 @@ _NUMBER = re.compile(r"\d{4}\.\d{4,5}")
 _NUMBERED = re.compile(r"(?P<name>.+?)(?:-(?P<number>\d+))?", re.ASCII)
 
 _VERDICTS: tuple[Verdict, ...] = ("agrees", "disagrees", "undecided")
-_HEAD = """# The claims, and what was measured here
+_HEAD = """# What papers assert, and what was seen here
 
-For each paper first what it asserts, as far as an experiment of this repository decides it, one
-line for each assertion: a sentence that asserts several things is several lines. Only these lines
-are counted. Then what we added: other estimators, other models, controls.
+Each paper has a table of its assertions, as far as an experiment of this repository decides them,
+and a table of what we added: other estimators, other models, controls. Only assertions of papers
+are counted.
 
-The mean is over independent repetitions, with its 95 % interval by Student's t; a share of the
-repetitions stands before its exact interval, that of Clopper and Pearson. A claim *agrees* where
-the whole interval lies within the limits in square brackets, *disagrees* where the whole interval
-lies outside, and is *undecided* otherwise: every line could have come out either way. Limits other
-than 0, 1 and chance are ours where the published column names no number. Intervals miss 5 times in
-100, so of many lines a few are wrong.
+*Seen* is the mean at the end of training, over the seeds of the experiment or over what is named,
+with its 95 % interval (Student's t; for a share Clopper and Pearson). An assertion *agrees* if the
+whole interval is within the limits in brackets, *disagrees* if it is outside, and is *undecided*
+otherwise. Limits are 0, 1, chance, a number of the paper, or ours. Of many intervals of 95 % a few
+miss.
 
-`make claims` writes this page from the files `claims.json` that the experiments leave in `runs/`.
+`make claims` writes this page from what the [experiments](../recipes/README.md) leave in `runs/`.
 """
 
 # A claim with the results that it belongs to.
@@ -126,7 +125,7 @@ def paper_of(claim: Claim) -> str:
 
 def _summary(papers: dict[str, list[_Line]], missing: Sequence[str]) -> str:
     lines = [
-        "| paper | assertions | agree | disagree | undecided | lines that we added |",
+        "| paper | assertions | agree | disagree | undecided | ours |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     lines += [_counts(_link(paper), found) for paper, found in papers.items()]
@@ -138,58 +137,70 @@ def _summary(papers: dict[str, list[_Line]], missing: Sequence[str]) -> str:
 
 
 def _counts(name: str, lines: Sequence[_Line]) -> str:
-    theirs = [claim for claim, _ in lines if claim.published]
+    theirs = [claim for claim, _ in lines if not claim.ours]
     counts: Counter[str] = Counter(claim.verdict for claim in theirs)
     numbers = [len(theirs), *(counts[verdict] for verdict in _VERDICTS), len(lines) - len(theirs)]
     return _row([name, *map(str, numbers)])
 
 
 def _section(paper: str, lines: Sequence[_Line]) -> str:
-    asked = [line for line in lines if line[0].published]
-    added = [line for line in lines if not line[0].published]
     title = f"{PAPERS[paper]} ({paper})" if paper in PAPERS else paper or "Without a paper"
     text = [f"## {title}", ""]
-    if asked:
-        text += [
-            "| asserted | published | measured here | mean | verdict | experiment |",
-            "|---|---|---|---:|---|---|",
-        ]
-        text += [_row(_cells(claim, results)) for claim, results in asked] + [""]
-    if added:
-        text += [
-            "What we added:", "",
-            "| asked | measured here | mean | verdict | experiment |", "|---|---|---:|---|---|",
-        ]  # fmt: skip
-        text += [_row(_cells(claim, results)) for claim, results in added] + [""]
+    for ours, lead in ((False, []), (True, ["What we added:", ""])):
+        rows: dict[tuple[str, ...], list[_Line]] = {}
+        for line in lines:
+            if line[0].ours == ours:
+                rows.setdefault(_asked(*line), []).append(line)
+        if rows:
+            head = ["| asked | measured |" if ours else "| asserted | measured |"]
+            head[0] += " seen | verdict | experiment |"
+            text += [*lead, *head, "|---|---|---|---|---|"]
+            text += [_row([*asked, *_answers(found)]) for asked, found in rows.items()] + [""]
     return "\n".join(text)
 
 
-def _cells(claim: Claim, results: Results) -> list[str]:
+def _asked(claim: Claim, results: Results) -> tuple[str, str]:
+    """What is asserted, where, and what decides it: the same for all variants."""
     place = claim.source.replace(paper_of(claim), "", 1).strip(" ,:")
+    has_place = not claim.ours and place not in {"", "abstract"}
+    place = f" ({place.removeprefix('section ')})" * has_place
+    return claim.asserts.rstrip(".") + place, f"{claim.quantity} ({claim.limits})"
+
+
+def _answers(lines: Sequence[_Line]) -> list[str]:
+    """The values of all variants, their verdicts, and what they are means over."""
+    seen = [f"{claim.variant}: " * bool(claim.variant) + claim.mean_words for claim, _ in lines]
+    verdicts = (f"**{claim.verdict}**" for claim, _ in lines)
+    names = dict.fromkeys(results.experiment + _count(claim, results) for claim, results in lines)
+    return ["<br>".join(cells) for cells in (seen, verdicts, names)]
+
+
+def _count(claim: Claim, results: Results) -> str:
+    """What a mean is over, where that is not the seeds of the experiment."""
     count = len(claim.values)
-    plural = "s" * (count != 1 and " " not in claim.repeated)
-    return [
-        claim.asserts,
-        *[f"{claim.published} ({place})"] * bool(claim.published),
-        f"{claim.quantity} [{claim.limits}]",
-        f"{claim.mean_words}<br>{count} {claim.repeated}{plural}",
-        f"**{claim.verdict}**",
-        results.experiment,
-    ]
+    if claim.repeated == "seed" and count == _seeds(results):
+        return ""
+    return f", {count} {claim.repeated}{'s' * (count != 1)}"
+
+
+def _seeds(results: Results) -> int:
+    """Number of seeds that most claims of an experiment are means over."""
+    counts = Counter(len(claim.values) for claim in results.claims if claim.repeated == "seed")
+    return counts.most_common(1)[0][0] if counts else 0
 
 
 def _experiment(results: Results, page: Path) -> str:
     """One line of an experiment: its command, its number of lines, its time, what differs."""
-    count = sum(bool(claim.published) for claim in results.claims)
+    count = sum(not claim.ours for claim in results.claims)
     added = len(results.claims) - count
     minutes = results.seconds / 60
     time = f"{results.seconds:.0f} s" if results.seconds < 100 else f"{minutes:.0f} minutes"
     words = [f"- `make {results.experiment}`: {count} line{'s' * (count != 1)}"]
-    words += [f"{added} that we added"] * (added > 0)
-    words += [f"{time} on two cores"]
+    words += [f"{added} of ours"] * (added > 0)
+    words += [f"{_seeds(results)} seeds; {time} on two cores"]
     pictures = sorted((page.parent / "pictures").glob(f"{results.experiment}*.png"))
-    words += [f"[{path.name}]({os.path.join('pictures', path.name)})" for path in pictures]
-    return f"{'; '.join(words)}. Differs from the published: {results.differs.rstrip('.')}."
+    words += [f"[{path.stem}]({os.path.join('pictures', path.name)})" for path in pictures]
+    return f"{'; '.join(words)}. Differs from the paper: {results.differs.rstrip('.')}."
 
 
 def _link(paper: str) -> str:

@@ -77,7 +77,6 @@ def test_the_command_leaves_records_claims_and_pictures_and_repeats_nothing(fini
     assert len(set(names)) == len(names) > 3
     for claim in results.claims:
         assert f"{claim.verdict:<9}  {claim.name}: " in out
-        assert claim.published or claim.quantity
         if claim.repeated == "seed" and not ("grokking" in name and "control" in claim.quantity):
             assert len(claim.values) <= 2
     records = sorted(folder.glob("**/readings.jsonl"))

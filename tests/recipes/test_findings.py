@@ -104,11 +104,10 @@ def test_expansion_is_counted_for_the_paper_by_its_own_estimator():
         course |= layers(metric, *[lambda step: 0.5 + step] * 3)
         course |= {f"{metric}/mean": float, f"{metric}/null": lambda _: 0.25}
     claims = list(shape_claims([history(course)]))
-    changes = [claim for claim in claims if "dimension" in claim.asserts or "declines" in
-               claim.asserts]  # fmt: skip
+    changes = [claim for claim in claims if "dimension" in claim.asserts]
     assert len(changes) == 20
     assert {claim.values for claim in changes} == {(3.0,), (-0.5,)}
-    assert [claim.name for claim in changes if claim.published] == [
+    assert [claim.name for claim in changes if not claim.ours] == [
         "twonn_discard_0_expands", "twonn_discard_0_compresses",
     ]  # fmt: skip
 
@@ -354,7 +353,7 @@ def test_claims_on_a_curve_are_decided_by_it():
         "stays_without_generalisation", "leads_against_control", "raises_no_false_alarm")
     ]  # fmt: skip
     assert [found[name].verdict for name in names] == ["agrees"] * 4
-    assert [bool(found[name].published) for name in names] == [True, True, False, False]
+    assert [found[name].ours for name in names] == [False, False, True, True]
     found = {each.name: each for each in curve_claims("local_dimension", "", runs, falling)}
     assert found[names[1]].verdict == "disagrees"
 
@@ -452,9 +451,9 @@ def test_assertions_measure_what_they_say():
     for name, value in expected.items():
         assert measured[name] == pytest.approx(value), name
     claims = {one.name: one for one in bias_claims("post_norm", [[series]] * 3, 2048, 64)}
-    assert all(claim.published for claim in claims.values())
+    assert not any(claim.ours for claim in claims.values())
     sign = claims["sign_of_scores_depends_on_the_draw_post_norm"]
     assert sign.values == (1.0, 0.0) * 3
     others = list(bias_claims("pre_norm_trained", [[series]] * 3, 2048, 64))
     assert 0 < len(others) < len(claims)
-    assert not any(claim.published for claim in others)
+    assert all(claim.ours for claim in others)
