@@ -172,44 +172,46 @@ either side and without. What geomon captured is compared with what the model it
 
 - Hidden states, and queries and keys as projected, are equal to the last bit.
 - Attention probabilities, rebuilt from queries, keys, masks and biases, differ from the model's own
-  eager attention by at most what the table says.
+  eager attention by at most {worst}.
 - Outputs, gradients and the random state are bit-identical with and without geomon, in eval mode
   and in train mode with dropout.
 
-*sdpa*: attention is seen at a fused operator behind `scaled_dot_product_attention`. *softmax*:
-attention is written out by hand, and is seen at the softmax of its scores.
+Attention is seen at a fused operator behind `scaled_dot_product_attention` (*sdpa*), or where it is
+written out by hand, at the *softmax* of its scores.
 
 `make architectures` writes this page; `tests/test_architectures.py` checks it. Models of other code
 bases: [foreign_code.md](foreign_code.md).
 
 """
-_COLUMNS = ("architecture", "attention is seen at", "differs by at most", "remarks")
+_NONE = "no attention"  # the remark on a specimen without any
 
 
 def table() -> str:
     """The page, measured."""
-    lines = [_COLUMNS, ["---"] * len(_COLUMNS), *map(row, ZOO)]
-    return _HEAD.format(count=len(ZOO)) + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    verdicts = {name: [measured(name, kind) for kind in ZOO[name].routes] for name in ZOO}
+    whole: dict[str, list[str]] = {}
+    remarked = ["", "| architecture | attention at | remarks |", "| --- | --- | --- |"]
+    for name, found in verdicts.items():
+        if remarks := "; ".join(_remarks(name, found)):
+            remarked.append(f"| {name} | {_routes(name) or '–'} | {remarks} |")
+        else:
+            whole.setdefault(_routes(name), []).append(name)
+    lines = [f"- **{at or _NONE}**: {', '.join(names)}." for at, names in whole.items()]
+    worst = max(v.attention for found in verdicts.values() for v in found if v.attention)
+    head = _HEAD.format(count=len(ZOO), worst=f"{worst:.0e}")
+    return head + "\n".join([*lines, *remarked, ""])
 
 
-def row(name: str) -> list[str]:
-    """What was measured of one architecture, over its attention implementations."""
-    specimen = ZOO[name]
-    verdicts = [measured(name, kind) for kind in specimen.routes]
-    routes = [route for route in dict.fromkeys(specimen.routes.values()) if route != "none"]
+def _routes(name: str) -> str:
+    routes = (route for route in dict.fromkeys(ZOO[name].routes.values()) if route != "none")
+    return ", ".join(routes)
+
+
+def _remarks(name: str, verdicts: list[Verdict]) -> list[str]:
+    """What a reader should know of an architecture, over its attention implementations."""
     as_attended = ["queries and keys as attended"] if any(map(_stands_in, verdicts)) else []
-    reasons = [specimen.remark, *as_attended, *_reasons(verdicts)]
-    return [
-        name,
-        ", ".join(routes) or "–",
-        _worst(verdicts, "attention"),
-        "; ".join(dict.fromkeys(filter(None, reasons))),
-    ]
-
-
-def _worst(verdicts: list[Verdict], what: str) -> str:
-    values = [value for v in verdicts if (value := getattr(v, what)) is not None]
-    return "–" if not values else "0" if max(values) == 0 else f"{max(values):.0e}"
+    remarks = [ZOO[name].remark, *as_attended, *_reasons(verdicts)]
+    return [remark for remark in dict.fromkeys(remarks) if remark not in {"", _NONE}]
 
 
 def _stands_in(verdict: Verdict) -> bool:
@@ -229,7 +231,7 @@ def _reasons(verdicts: list[Verdict]) -> Iterator[str]:
 
 def _without_differences(text: str) -> str:
     """Roundings differ from machine to machine; how large they may be is tested above."""
-    return re.sub(r"\| (0|\de-\d\d) (?=\|)", "| # ", text)
+    return re.sub(r"\de-\d\d", "#", text)
 
 
 def test_the_table_is_what_is_measured():

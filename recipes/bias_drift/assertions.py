@@ -147,7 +147,7 @@ def assertions(tokens: int, head_width: int) -> list[Assertion]:
     found = [
         Assertion(
             "output_cosine_above_input",
-            "The outputs' mean cosine is higher than the inputs', no matter the bias.",
+            "The outputs' mean cosine is higher than the inputs' at any bias.",
             "section 4.2, fig. 6",
             "least difference over levels, as a share of what is left to 1",
             least_gain, above=_HIGHER, elsewhere=True,
@@ -161,7 +161,7 @@ def assertions(tokens: int, head_width: int) -> list[Assertion]:
         ),
         Assertion(
             "scores_leave_zero",
-            "Scores before the softmax move away from zero as the bias grows.",
+            "Scores move away from zero as the bias grows.",
             "section 4.3, fig. 7",
             "absolute mean score, largest bias minus none, mean over heads",
             _away_from_zero, above=0.0, elsewhere=True,
@@ -180,13 +180,13 @@ def assertions(tokens: int, head_width: int) -> list[Assertion]:
         ),
         Assertion(
             "queries_and_keys_cosine_without_bias",
-            "Queries and keys are anisotropic without any bias: mean cosine.",
+            "Queries and keys are anisotropic without bias, by mean cosine.",
             "section 4.3, fig. 8", "mean cosine by head, against 3 deviations of chance",
             _without_bias("query_cosine", "key_cosine"), above=chance,
         ),
         Assertion(
             "queries_and_keys_variance_without_bias",
-            "Queries and keys are anisotropic without any bias: share of variance.",
+            "Queries and keys are anisotropic without bias, by share of variance.",
             "section 4.3, fig. 8", "anisotropy by head, against that of isotropic rows",
             _without_bias("query_anisotropy", "key_anisotropy"), above=null,
         ),

@@ -31,8 +31,8 @@ def stability_claims(seeds: Sequence[History]) -> Iterator[Claim]:
     )
     yield ask(
         "seeds_align_alike",
-        "The cosine of mean query and mean key, the heads of a layer joined to one vector, follows "
-        "similar trends across seeds.",
+        "The cosine of mean query and mean key, the heads of a layer joined, follows similar "
+        "trends across seeds.",
         quantity="correlation of two seeds' curves, mean over pairs of seeds",
         values=tuple(trend_correlations(seeds)),
         above=0,

@@ -181,7 +181,7 @@ def _bell(seeds: Sequence[History]) -> Iterable[Claim]:
     )
     yield ask(
         "decoder_peak_in_the_middle",
-        "The layer of highest anisotropy of a decoder lies in the middle half of the depth.",
+        "It is highest in the middle half of the depth.",
         quantity="its depth: 0 is the first block's input, 1 the last block's output",
         values=over_seeds(seeds, lambda h: peak_depth(profile_of(h.last, "anisotropy"))),
         above=MIDDLE[0],
@@ -216,7 +216,7 @@ def _flat(seeds: Mapping[str, Sequence[History]]) -> Iterable[Claim]:
         )
         yield Claim(
             f"encoder_flatter_than_decoder{ending}",
-            f"The profile of an encoder {words} is flatter than that of a decoder.",
+            f"An encoder is flatter {words} than a decoder.",
             _SHAPE,
             f"{quantity}: decoder less encoder",
             _differences(seeds["decoder"], seeds["encoder"], of),
@@ -233,17 +233,17 @@ def _others(seeds: Mapping[str, Sequence[History]]) -> Iterable[Claim]:
     pairs = zip(*map(deviations, profiles), strict=True) if len(decoder) > 1 else ()
     yield Claim(
         "encoders_consistent",
-        "The profiles of encoders differ less from each other than those of decoders.",
+        "Encoders differ less from each other than decoders.",
         _SHAPE,
-        "mean distance from the mean profile of the other seeds: decoder less encoder",
+        "mean distance from the profile of the other seeds: decoder less encoder",
         tuple(one - other for one, other in pairs),
         above=0,
     )
     yield Claim(
         "decoder_more_anisotropic",
-        "A decoder is more anisotropic than an encoder, on average over layers.",
+        "A decoder is more anisotropic than an encoder.",
         "2311.05928, fig. 1",
-        "decoder less encoder",
+        "mean over layers, decoder less encoder",
         _differences(decoder, encoder, lambda h: over_layers(h.last, "anisotropy")),
         above=0,
     )

@@ -171,8 +171,8 @@ def curve_claims(
     yield ask(
         f"{name}_falls_before_generalisation",
         f"The {words} falls by a tenth or more before generalisation.",
-        quantity="value at the last reading with less than a tenth of the held-out pairs "
-        "answered, as a share of the highest until then",
+        quantity="value before a tenth of the held-out pairs is answered, over the highest until "
+        "then",
         values=over_seeds(generalised, lambda course: course.fall(name)),
         below=_FALLEN,
         ours=not is_theirs,
@@ -180,7 +180,7 @@ def curve_claims(
     yield ask(
         f"{name}_stays_without_generalisation",
         f"The {words} does not fall by a tenth in runs that never generalise.",
-        quantity="value at the end of the control, as a share of the highest",
+        quantity="value at the end of the control over the highest",
         values=over_seeds(controls, lambda course: course.fall(name)),
         above=_FALLEN,
         ours=not is_theirs,
