@@ -66,7 +66,7 @@ def _shares(seeds: Sequence[History]) -> Iterator[Claim]:
         ("mean_moves_away", "drift_norm", "",
          "In deeper layers the mean is farther from the origin."),
         ("share_of_mean_grows", "variance_shares", "mean",
-         "In deeper layers it is farther relative to the norms, too."),
+         "In deeper layers the mean is farther relative to the norms, too."),
         ("share_within_grows", "variance_shares", "",
          "In deeper layers the share of the variance within token types is larger."),
     ):  # fmt: skip

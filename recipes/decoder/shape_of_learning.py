@@ -73,7 +73,7 @@ def _dimension(seeds: Sequence[History]) -> Iterator[Claim]:
         yield ask(
             f"{name}_compresses",
             "The intrinsic dimension declines towards the end.",
-            quantity="relative change from there to the end",
+            quantity="relative change from the first quarter to the end",
             values=over_seeds(seeds, partial(History.change, tag=tag, begin=QUARTER, end=1)),
             below=0,
         )

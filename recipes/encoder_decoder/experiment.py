@@ -182,14 +182,14 @@ def _bell(seeds: Sequence[History]) -> Iterable[Claim]:
     yield ask(
         "decoder_peak_in_the_middle",
         "It is highest in the middle half of the depth.",
-        quantity="its depth: 0 is the first block's input, 1 the last block's output",
+        quantity="depth of the peak: 0 is the first block's input, 1 the last block's output",
         values=over_seeds(seeds, lambda h: peak_depth(profile_of(h.last, "anisotropy"))),
         above=MIDDLE[0],
         below=MIDDLE[1],
     )
     yield ask(
         "decoder_bell_after_final_norm",
-        "The same with the last layer taken after the final norm.",
+        "A decoder has a bulge where its last layer is taken after the final norm.",
         quantity=quantity,
         values=over_seeds(seeds, lambda h: bulge(_normed_profile(h.last))),
         above=0,
