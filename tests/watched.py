@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from referee import without_fast_path
 from torch import Tensor, nn
 
 from geomon.capture import Window, find_anatomy
@@ -23,7 +24,7 @@ def window(model: nn.Module, rows: int = 100_000, seed: int = 0, **options: Any)
 def look(model: nn.Module, *inputs: Any, rows: int = 100_000, **given: Any) -> Window:
     """What a window sees of a pass in eval mode, which it does not change."""
     model.eval()
-    with torch.no_grad():
+    with torch.no_grad(), without_fast_path():
         alone = model(*inputs, **given)
         with window(model, rows) as seen:
             watched = model(*inputs, **given)
