@@ -52,16 +52,18 @@ def attend_by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Projections as most have them, around a function; it keeps its queries and keys."""
 
-    def __init__(self, attend: Attend, width: int, key_heads: int = HEADS) -> None:
+    def __init__(
+        self, attend: Attend, width: int, *, heads: int = HEADS, key_heads: int | None = None
+    ) -> None:
         super().__init__()
-        self.num_heads, self.attend = HEADS, attend
+        self.num_heads, self.attend, self.size = heads, attend, width // heads
+        made = self.size * (key_heads or heads)
         self.q_proj = nn.Linear(width, width)
-        self.k_proj, self.v_proj = (nn.Linear(width, width * key_heads // HEADS) for _ in "kv")
+        self.k_proj, self.v_proj = nn.Linear(width, made), nn.Linear(width, made)
 
     def forward(self, x: Tensor) -> Tensor:
-        size = x.shape[-1] // HEADS
         self.query, self.key, value = (
-            projection(x).unflatten(-1, (-1, size)).transpose(1, 2)
+            projection(x).unflatten(-1, (-1, self.size)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         return self.attend(self.query, self.key, value).transpose(1, 2).flatten(2)
