@@ -171,10 +171,15 @@ def by_low_rank(block, x):
     return *(each.transpose(1, 2) for each in outputs), *outputs
 
 
-def changed_in_place(block, x):
+def by_two(block, x, keys=WIDTH):
+    """Queries and keys of two modules, [sequences, places, heads, width]."""
     if not hasattr(block, "a"):
-        block.a, block.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-    outputs = [heads_of(block.a(x)), heads_of(block.b(x))]
+        block.a, block.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, keys)
+    return [each(x).unflatten(-1, (-1, SIZE)) for each in (block.a, block.b)]
+
+
+def changed_in_place(block, x):
+    outputs = by_two(block, x)
     projected = [each.detach().clone() for each in outputs]
     with torch.no_grad():
         outputs[0].mul_(0.5)
@@ -189,9 +194,7 @@ def turn_(query: torch.Tensor, key: torch.Tensor) -> None:
 
 
 def changed_by_one_operator(block, x):
-    if not hasattr(block, "a"):
-        block.a, block.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-    outputs = [heads_of(block.a(x)), heads_of(block.b(x))]
+    outputs = by_two(block, x)
     projected = [each.detach().clone() for each in outputs]
     with torch.no_grad():
         turn_(*outputs)
@@ -208,10 +211,8 @@ def with_a_bias_of_its_own(block, x):
 
 
 def fewer_keys(block, x):
-    """Two key heads, copied for the query heads in one of three ways."""
-    if not hasattr(block, "a"):
-        block.a, block.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * SIZE)
-    query, key = heads_of(block.a(x)), heads_of(block.b(x), 2)
+    """Two key heads, copied for the query heads."""
+    query, key = by_two(block, x, 2 * SIZE)
     twice = key[:, :, :, None].expand(-1, -1, -1, 2, -1).flatten(2, 3)
     return query.transpose(1, 2), twice.transpose(1, 2), query, key
 
@@ -254,9 +255,7 @@ def of_a_latent(block, x):
 
 def behind_kept_keys(block, x):
     """Keys of earlier tokens stand before those of this pass."""
-    if not hasattr(block, "a"):
-        block.a, block.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-    query, key = heads_of(block.a(x)), heads_of(block.b(x))
+    query, key = by_two(block, x)
     kept = torch.cat([torch.randn(SEQUENCES, HEADS, 5, SIZE), key.transpose(1, 2)], dim=2)
     return query.transpose(1, 2), kept, query, key
 
@@ -281,9 +280,7 @@ def test_queries_and_keys_are_found_however_they_are_made(make, by_hand, grad):
 @pytest.mark.parametrize("mix", ["a product of both", "a sum with another", "sorted"])
 def test_what_is_no_longer_of_one_projection_is_said_and_not_guessed(mix):
     def make(block, x):
-        if not hasattr(block, "a"):
-            block.a, block.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        query, key = heads_of(block.a(x)), heads_of(block.b(x))
+        query, key = by_two(block, x)
         if mix == "a product of both":
             query = query * key
         elif mix == "a sum with another":
