@@ -144,14 +144,6 @@ def heads_of(output, heads=HEADS):
     return output.unflatten(-1, (heads, -1))
 
 
-def by_parameters(block, x):
-    """Weights that are no modules, one matrix for each head."""
-    if not hasattr(block, "q"):
-        block.q, block.k = (nn.Parameter(torch.randn(HEADS, WIDTH, SIZE)) for _ in range(2))
-    query, key = (torch.einsum("btd,hdw->bhtw", x, each) for each in (block.q, block.k))
-    return query, key, query.transpose(1, 2), key.transpose(1, 2)
-
-
 def by_low_rank(block, x):
     """An adapter: a module of the widths of the matrix that it is around."""
 
@@ -228,15 +220,6 @@ def of_channels(block, x):
     return attended.transpose(1, 2), key.transpose(1, 2), query, key
 
 
-def picked_by_a_list(block, x):
-    """Queries and keys are picked by lists of indices."""
-    if not hasattr(block, "a"):
-        block.a = nn.Linear(WIDTH, 2 * WIDTH)
-    made = block.a(x).unflatten(-1, (2 * HEADS, SIZE))
-    query, key = made[:, :, [0, 2, 4, 6]], made[:, :, [1, 3, 5, 7]]
-    return query.transpose(1, 2), key.transpose(1, 2), query, key
-
-
 def of_a_latent(block, x):
     """Keys of each head, beside a part that all of them share and that is turned."""
     if not hasattr(block, "a"):
@@ -261,8 +244,8 @@ def behind_kept_keys(block, x):
 
 
 WAYS = [
-    by_parameters, by_low_rank, changed_in_place, changed_by_one_operator, with_a_bias_of_its_own,
-    fewer_keys, of_channels, picked_by_a_list, of_a_latent, behind_kept_keys,
+    by_low_rank, changed_in_place, changed_by_one_operator, with_a_bias_of_its_own,
+    fewer_keys, of_channels, of_a_latent, behind_kept_keys,
 ]  # fmt: skip
 
 

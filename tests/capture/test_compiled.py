@@ -288,21 +288,6 @@ def test_a_step_that_has_to_run_eagerly_is_said_once(caplog):
     assert len(said) == 1
 
 
-@compiles
-def test_of_compiled_calls_the_one_with_gradients_is_read():
-    model = made(dropout=0.2)
-    model.compile(backend=Counting())
-    monitor, memory = watching(model, every(1), tokens=1000, batches=1)
-    for first in (False, True):
-        with monitor(int(first)):
-            if first:
-                with torch.no_grad():
-                    model(IDS[:1, :7])
-            logits_of(model)
-    assert [r.tokens for r in memory.readings] == [IDS.numel()] * 2
-    assert not any("ran eagerly" in note for r in memory.readings for note in r.words())
-
-
 # -- checkpointing, mixed precision, accumulation, copies ----------------------------------------
 
 
@@ -370,20 +355,3 @@ def test_copies_of_the_model_are_whole_and_inert(when):
         assert len(pickled) < len(pickle.dumps(model)) + 4096  # nothing of the window is in it
         again = pickle.loads(pickled).eval()
         assert torch.equal(logits_of(again), logits_of(made_copy.eval()))
-
-
-@pytest.mark.parametrize("name", ["nn.TransformerEncoder", "GPT-2"])
-def test_readings_are_of_the_weights_that_ran(name):
-    """Whether the optimizer steps inside the window or after it."""
-    inputs, readings = ZOO[name].inputs(), []
-    for inside in (False, True):
-        model = made(name)
-        monitor, memory = watching(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        with monitor(0):
-            output = model(**inputs)
-            (output if isinstance(output, torch.Tensor) else output[0]).square().mean().backward()
-            if inside:
-                optimizer.step()
-        readings.append(values_of(memory))
-    assert readings[0] == readings[1]

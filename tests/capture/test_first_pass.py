@@ -5,11 +5,9 @@ import torch
 from models import PlainDecoder, batch, transformer
 from plain_models import both
 from referee import rebuilt, sampled
-from specimens import built, inputs_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from watched import Attention, ToContext, attend_by_hand, by_place, look, notes, window
-from zoo import ZOO
 
 from geomon import describe
 from geomon.capture import find_anatomy
@@ -92,22 +90,6 @@ def test_the_first_pass_counts_and_one_with_gradients_before_those_without(order
         assert layer.missing == expected.missing == {}
         for one, another in zip(in_order(layer), in_order(expected), strict=True):
             assert torch.equal(one, another)
-
-
-def test_of_two_stacks_each_has_its_pass_with_gradients():
-    name = "T5 (position bias)"
-    model, inputs = built(ZOO[name], "sdpa").eval(), inputs_of(ZOO[name], padded=True)
-    with window(model) as alone:
-        model(**inputs)
-    with window(model) as seen:
-        with torch.no_grad():
-            model(**{argument: value[:1] for argument, value in inputs.items()})
-        model(**inputs)
-    expected = by_place(alone.snapshot())
-    for place, layer in by_place(seen.snapshot()).items():
-        assert layer.missing == expected.pop(place).missing
-        assert layer.captured.get("sequences", torch.arange(3)).max() == 2
-    assert not expected
 
 
 def test_a_pass_that_failed_gives_way_to_the_next():

@@ -10,7 +10,6 @@ import torch
 from models import PlainDecoder, batch
 from torch import nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _len_torch_dispatch_stack
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -114,22 +113,6 @@ def test_the_logarithm_of_a_loss_is_no_attention(loss):
 # -- what others do meanwhile ---------------------------------------------------------------------
 
 
-def traced(module, *args, **kwargs):
-    """What torch.fx and others put in the place of `nn.Module.__call__`."""
-    return module._wrapped_call_impl(*args, **kwargs)
-
-
-def test_a_tool_that_replaces_how_modules_are_called_is_left_alone(monkeypatch):
-    model, own, ids = PlainDecoder(), nn.Module.__call__, batch()
-    with window(model) as seen:
-        assert nn.Module.__call__ is own
-        monkeypatch.setattr(nn.Module, "__call__", functools.wraps(own)(traced))
-        model(ids)
-        monkeypatch.undo()
-    assert nn.Module.__call__ is own
-    assert all(queries(seen))
-
-
 def test_a_second_thread_may_call_the_model_and_counts_for_nothing():
     model, ids, failures = PlainDecoder(), batch(), []
     model.blocks[0].register_forward_pre_hook(lambda module, args: None)
@@ -178,26 +161,6 @@ def test_torchscript_is_called_and_made_in_a_window():
         first.end()
     assert all(queries(seen))
     assert not any("hook failed" in text for text in notes(seen))
-
-
-def test_a_table_of_functions_meets_them_all():
-    met = []
-
-    class Handled(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            met.append(func)
-            return func(*args, **(kwargs or {}))
-
-    model, ids = PlainDecoder(), batch()
-    with Handled():
-        model(ids)
-    alone = list(met)
-    met.clear()
-    with window(model) as seen, Handled():
-        model(ids)
-    assert met == alone
-    assert functional.scaled_dot_product_attention in met
-    assert all(queries(seen))
 
 
 @pytest.mark.parametrize("outside", [True, False])

@@ -18,8 +18,6 @@ from geomon.capture.attending.attention import Arguments
 from geomon.capture.attending.fused import read_sdpa
 from geomon.capture.attending.max_logit import max_logits_of_call, max_logits_of_scores, over_rows
 from geomon.capture.attending.rules import FlexRule, PlaceRule
-from geomon.capture.snapshot import Layer
-from geomon.distributed.merge import merge_layers
 
 
 def given_by(query, key, mask=None, **changes) -> Arguments:
@@ -222,17 +220,6 @@ def test_it_never_waits_for_values(causal, added):
         arguments = Arguments(query, key, mask, causal, 0.5, None, 3.0, None)
         assert over_rows(max_logits_of_call(arguments), valid).shape == (4,)
         assert over_rows(max_logits_of_scores(torch.randn(2, 4, 9, 9)), valid).shape == (4,)
-
-
-def test_of_several_ranks_it_is_the_largest():
-    tops = [[1.0, math.nan, 3.0], [2.0, math.nan, math.nan]]
-    query = torch.zeros(1, 3, 2, 4)
-    shared = {"query": query, "key": query, "visible": torch.ones(1, 1, 1, 2, dtype=torch.bool),
-              "bias": None, "scale": 0.5, "softcap": None, "sink": None}  # fmt: skip
-    parts = [Layer(1, "block", shared | {"max_logits": torch.tensor(top)}) for top in tops]
-    merged = merge_layers(parts).captured["max_logits"]
-    assert merged[[0, 2]].tolist() == [2.0, 3.0]
-    assert merged[1].isnan()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
