@@ -467,14 +467,9 @@ class _Comparison(NamedTuple):
             return
         captured = self.seen.layer.captured["hidden"]
         states = _width_last(self.reference.hidden[self.place])
-        real = torch.ones(states.shape[:-1], dtype=torch.bool)
-        if self.valid is not None:
-            real = self.valid.T if self.stack.length_first else self.valid
-        rows, tokens = self.seen.rows, real.flatten().nonzero().squeeze(1)
-        if len(rows) != min(self.rows, len(tokens)) or len(
-            set(rows.tolist()) - set(tokens.tolist())
-        ):
-            self.verdict.faults.append(f"{self.place}: rows are not those of real tokens")
+        rows = self.seen.rows
+        self.check_rows(rows, states.shape[:-1], self.valid)
+        self.check_tokens(rows, states)
         self.verdict.worst("hidden", _difference(states.flatten(0, -2)[rows], captured))
         if self.place in self.reference.listed:
             listed = _width_last(self.reference.listed[self.place])
