@@ -14,6 +14,7 @@ from specimens import VOCABULARY, built
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from transformers.integrations import flex_attention
 from zoo import ZOO
 
 from geomon import Memory, Monitor, every, select
@@ -286,6 +287,33 @@ def test_a_step_that_has_to_run_eagerly_is_said_once(caplog):
     assert [reading.step for reading in memory.readings] == [0, 1, 2]
     said = [r for r in caplog.records if "ran eagerly while it was watched" in r.getMessage()]
     assert len(said) == 1
+
+
+@compiles
+@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask")
+def test_flex_attention_that_transformers_compiles_runs_compiled_and_is_seen(monkeypatch):
+    """It compiles flex attention and what makes its masks, not the model around them."""
+    backend = Counting()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    monkeypatch.setattr(flex_attention.WrappedFlexAttention, "_instance", None)
+    model = built(ZOO["Qwen3"], "sdpa")
+    model.config._attn_implementation = "flex_attention"
+    readings = []
+    with torch.no_grad():
+        alone, graphs = logits_of(model), backend.graphs
+        for each in (model, built(ZOO["Qwen3"], "eager")):
+            monitor, memory = watching(each)
+            with monitor(0):
+                found = logits_of(each)
+            assert each is not model or torch.equal(found, alone)
+            readings += memory.readings
+    assert backend.graphs == graphs > 0
+    assert not any("ran eagerly" in note for note in readings[0].words())
+    tags = [tag for tag in readings[1].values if tag.startswith(("attention_entropy", "qk_cosine"))]
+    assert tags
+    assert {tag: readings[0].values.get(tag) for tag in tags} == pytest.approx(
+        {tag: readings[1].values[tag] for tag in tags}, rel=1e-4, abs=1e-5, nan_ok=True
+    )
 
 
 # -- checkpointing, mixed precision, accumulation, copies ----------------------------------------
