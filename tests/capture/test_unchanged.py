@@ -13,7 +13,7 @@ import pytest
 import torch
 from models import PlainDecoder, batch
 from torch import nn
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrizations, parametrize
 
 from geomon import Monitor, every
 from geomon.capture.unchanged import left_unchanged
@@ -240,17 +240,10 @@ def test_each_kind_of_state_would_be_noticed(kind):
     assert trained(built(*KINDS[kind]), "unprotected", watched=False) != plain(kind)
 
 
-def symmetric(width=32):
-    class Symmetric(nn.Module):
-        def forward(self, weight):
-            return weight + weight.T
-
-    linear = nn.Linear(width, width)
-    parametrize.register_parametrization(linear, "weight", Symmetric())
-    return linear
-
-
-CACHED = (holds(symmetric), lambda module, x: module.state(x))
+CACHED = (
+    holds(lambda: parametrizations.weight_norm(nn.Linear(32, 32))),
+    lambda module, x: module.state(x),
+)
 
 
 @pytest.mark.parametrize("how", ["probe", "twin"])

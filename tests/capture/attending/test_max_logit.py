@@ -87,21 +87,6 @@ def test_it_is_the_largest_of_all_scores(
 
 
 @pytest.mark.parametrize("fewest", [1, 4])
-@pytest.mark.parametrize("window", [None, 3, 7])
-def test_no_later_key_is_seen_in_a_part_of_the_queries(monkeypatch, window, fewest):
-    """Every key has a larger score than those before it, and every query its own key's."""
-    monkeypatch.setattr(max_logit, "_FEWEST_QUERIES", fewest)
-    key = torch.arange(24.0).view(1, 1, 24, 1)
-    rule = None if window is None else PlaceRule(24, key.device, window - 1, 0)
-    options = {"causal": rule is None, "rule": rule, "scale": 1.0}
-    given = given_by(torch.ones(1, 1, 24, 1), key, **options)
-    assert max_logits_of_call(given)[0, 0].tolist() == [*range(24)]
-    lower = given_by(torch.ones(1, 1, 24, 1), -key, **options)
-    first = [max(0, row + 1 - (window or 24)) for row in range(24)]
-    assert max_logits_of_call(lower)[0, 0].tolist() == [-number for number in first]
-
-
-@pytest.mark.parametrize("fewest", [1, 4])
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 3), (False, None)])
 def test_of_packed_sequences_none_sees_another(monkeypatch, causal, window, fewest):
     monkeypatch.setattr(max_logit, "_FEWEST_QUERIES", fewest)
