@@ -4,8 +4,9 @@ import pytest
 import torch
 from models import PlainBlock, PlainDecoder, batch, transformer
 from plain_models import encoder
+from specimens import built
 from torch import nn
-from transformers import T5Config, T5ForConditionalGeneration
+from zoo import ZOO
 
 from geomon import Monitor, geometry, measure, select
 from geomon.capture import Window, extra_pass, find_anatomy
@@ -42,17 +43,14 @@ def test_the_final_norm_is_the_last_of_the_hidden_states_of_transformers(name):
 
 
 def test_each_stack_has_its_own_final_norm():
-    sizes = {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 2, "num_heads": 4}
-    config = T5Config(**sizes, vocab_size=90, decoder_start_token_id=0, pad_token_id=0)
-    model, ids = T5ForConditionalGeneration(config).eval(), batch() % 89 + 1
+    model, ids = built(ZOO["T5 (position bias)"], "sdpa"), batch().clamp(min=1)
     given = {"input_ids": ids, "decoder_input_ids": ids[:, :10]}
-    seen = layers(model, given)
-    whole = model(**given, output_hidden_states=True)
-    for stack, states in (
-        ("encoder.final_norm", whole.encoder_hidden_states),
-        ("decoder.final_norm", whole.decoder_hidden_states),
+    seen, whole = layers(model, given), model(**given, output_hidden_states=True)
+    for place, states in (
+        ("encoder.final_norm/2", whole.encoder_hidden_states),
+        ("decoder.final_norm/3", whole.decoder_hidden_states),
     ):
-        found = seen[f"{stack}/2"]
+        found = seen[place]
         expected = rows_of(found, states[-1].detach())
         assert torch.allclose(found.captured["hidden"], expected, atol=1e-5)
 

@@ -1,5 +1,6 @@
 """Calls are seen without anything on the model; the model's own names and copies are its own."""
 
+import functools
 import threading
 from contextlib import nullcontext, suppress
 
@@ -46,6 +47,35 @@ def test_the_arguments_are_seen_as_the_modules_own_hooks_leave_them():
     entered, left = (layer.captured["hidden"] for layer in look(model, ids).snapshot().layers[:2])
     assert torch.equal(entered, 2 * plain[0].captured["hidden"])
     assert not torch.equal(left, plain[1].captured["hidden"])
+
+
+def _compiled(x):
+    return x
+
+
+compiled = torch.compile(_compiled, backend="eager")
+
+
+def refers_to(function):
+    return lambda x: function([x])
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (compiled, True),
+        (refers_to(compiled), True),
+        (functools.partial(map, compiled), True),
+        (functools.partial(map, refers_to(compiled)), True),
+        (refers_to(_compiled), False),
+        (functools.partial(pow, 2), False),
+        (torch.compiler.disable(_compiled), False),
+    ],
+)
+def test_compiled_functions_are_found_among_the_attributes_of_a_module(value, found):
+    module = nn.Linear(2, 2)
+    module.held = value
+    assert calls.calling_compiled([nn.Linear(2, 2), module]) == ({id(module)} if found else set())
 
 
 # -- Ctrl-C at every line ------------------------------------------------------------------------
