@@ -220,6 +220,15 @@ def of_channels(block, x):
     return attended.transpose(1, 2), key.transpose(1, 2), query, key
 
 
+def of_tokens_picked_by_a_mask(block, x):
+    """As padding is taken away: by a mask, or by numbers of sequences and places."""
+    query, key = by_two(block, x)
+    mask = torch.ones(SEQUENCES, LENGTH, dtype=torch.bool)
+    picked = [query[mask], key[mask.nonzero(as_tuple=True)]]
+    attended = (each.unflatten(0, (SEQUENCES, LENGTH)).transpose(1, 2) for each in picked)
+    return *attended, query, key
+
+
 def of_a_latent(block, x):
     """Keys of each head, beside a part that all of them share and that is turned."""
     if not hasattr(block, "a"):
@@ -245,7 +254,8 @@ def behind_kept_keys(block, x):
 
 WAYS = [
     by_low_rank, changed_in_place, changed_by_one_operator, with_a_bias_of_its_own,
-    fewer_keys, of_channels, of_a_latent, behind_kept_keys,
+    fewer_keys, of_channels, of_tokens_picked_by_a_mask,
+    of_a_latent, behind_kept_keys,
 ]  # fmt: skip
 
 

@@ -281,6 +281,17 @@ def test_parameters_too_large_to_copy_are_found_once_and_no_other_pass_is_made(c
     assert len(caplog.records) == 1
 
 
+def test_a_parameter_that_two_modules_hold_is_copied_once():
+    held = nn.Parameter(
+        torch.ones(5 * 2**18), requires_grad=False
+    )  # 5 MiB of the 8 that are copied
+    model = nn.Sequential(
+        *(Stateful(holds(lambda: held), does(decays, lambda s: s[0])) for _ in "ab")
+    )
+    assert passes(model, lambda model: model(torch.ones(1))) == (3, set())
+    assert torch.equal(held, torch.ones_like(held))
+
+
 @pytest.mark.parametrize("how", ["probe", "twin"])
 def test_a_model_that_takes_no_extra_pass_trains_on(how, caplog):
     model, once = built(*LARGE), built(*LARGE)
