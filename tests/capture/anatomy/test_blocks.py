@@ -123,6 +123,13 @@ def layers(*kinds) -> nn.ModuleList:
     return nn.ModuleList(kind() for kind in kinds)
 
 
+def test_modules_around_a_table_hold_no_blocks():
+    assert find_anatomy(module(inner=PlainDecoder())).around_embeddings == ()
+    around = module(words=nn.Embedding(50, 8))
+    model = module(inner=module(embeddings=around, layers=layers(Attending, Attending)))
+    assert find_anatomy(model).around_embeddings == ((around, around.words),)
+
+
 def test_stacks_are_named_by_what_tells_their_paths_apart():
     model = nn.Transformer(16, 2, 2, 3, 32, batch_first=True)
     assert names(model) == {
