@@ -270,7 +270,7 @@ def test_queries_and_keys_are_found_however_they_are_made(make, by_hand, grad):
         check(block)
 
 
-@pytest.mark.parametrize("mix", ["a product of both", "a sum with another", "sorted"])
+@pytest.mark.parametrize("mix", ["a product of both", "a sum with another", "sorted", "a part"])
 def test_what_is_no_longer_of_one_projection_is_said_and_not_guessed(mix):
     def make(block, x):
         query, key = by_two(block, x)
@@ -279,6 +279,8 @@ def test_what_is_no_longer_of_one_projection_is_said_and_not_guessed(mix):
         elif mix == "a sum with another":
             query = query[..., : SIZE // 2] + key[..., : SIZE // 2]
             key = key[..., : SIZE // 2]
+        elif mix == "a part":  # beside numbers of which nothing is known
+            query = torch.cat([query[..., :4], query[..., 4:].sort(dim=-1).values], dim=-1)
         else:
             query = query.sort(dim=-1).values
         return query.transpose(1, 2), key.transpose(1, 2)

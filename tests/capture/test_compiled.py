@@ -274,6 +274,25 @@ def test_what_a_compiled_call_writes_into_is_written_once():
 
 
 @compiles
+def test_the_twin_of_a_compiled_wrapper_is_of_what_is_inside(caplog):
+    """A second call of `DistributedDataParallel` would wait for other ranks."""
+    calls = []
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        wrapper = nn.parallel.DistributedDataParallel(made())
+        wrapper.register_forward_pre_hook(lambda *given: calls.append(1))
+        model = torch.compile(wrapper, backend="eager")
+        monitor, memory = watching(model)
+        with monitor(0):
+            logits_of(model).sum().backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert (len(memory.readings), len(calls)) == (1, 1)
+    assert "ran eagerly" not in caplog.text
+
+
+@compiles
 def test_a_step_that_has_to_run_eagerly_is_said_once(caplog):
     model = made()
     model.compile(backend="eager")

@@ -206,6 +206,15 @@ def test_attention_by_hand_of_any_shape_has_the_weights_of_the_model(way, head_w
             assert way == "queries before heads"
 
 
+def test_a_scale_that_is_no_number_is_that_of_scores_to_products():
+    def learned(q, k, v):
+        return (q @ k.mT * torch.tensor([[[[0.3]]], [[[0.3]]]])).softmax(-1) @ v
+
+    for layer in layers_of(blocks_of(learned), torch.randn(2, LENGTH, 32)):
+        assert layer.captured["scale"] == pytest.approx(0.3, rel=1e-5)
+        assert layer.captured["bias"] is None
+
+
 def grouped_query(q, k, v):
     return attend_by_function(q, k, v, attn_mask=CAUSAL, enable_gqa=True)
 
