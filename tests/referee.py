@@ -268,7 +268,7 @@ def _hooks() -> Iterator[Callable[[Any], None]]:
 # -- what geomon captured ----------------------------------------------------------------------
 
 
-class Sampled(NamedTuple):
+class Seen(NamedTuple):
     """Which rows of the model's own tensors a layer holds; None for what was not kept."""
 
     rows: Tensor | None = None  # of the hidden states, flattened to [tokens, width]
@@ -276,17 +276,7 @@ class Sampled(NamedTuple):
     key_rows: Tensor | None = None
     sequences: Tensor | None = None  # of the attention call
     places: Tensor | None = None  # of the sampled queries, [sequences, queries]
-
-
-class Seen(NamedTuple):
-    """One layer as geomon captured it, and which of the model's rows these are."""
-
-    layer: Layer
-    rows: Tensor | None
-    query_rows: Tensor | None
-    key_rows: Tensor | None
-    sequences: Tensor | None
-    places: Tensor | None
+    layer: Layer | None = None  # as geomon captured it
 
 
 def watch(model: nn.Module, inputs: Mapping[str, Any], rows: int = 100_000) -> tuple[Any, Window]:
@@ -309,7 +299,7 @@ def notes_of(window: Window) -> set[str]:
     return {text for text in texts if "padding, " not in text}
 
 
-def sampled(window: Window, stack: str, index: int) -> Sampled:
+def sampled(window: Window, stack: str, index: int) -> Seen:
     """Which rows a layer of the snapshot holds, from what the window keeps to itself."""
     for stack_pass in window._passes:
         names = {
@@ -319,14 +309,14 @@ def sampled(window: Window, stack: str, index: int) -> Sampled:
         if stack != stack_pass.stack.name and stack not in names:
             continue
         if index == 0:
-            return Sampled(stack_pass.entered and stack_pass.entered.indices)
+            return Seen(stack_pass.entered and stack_pass.entered.indices)
         block, block_call, _ = stack_pass.layer_at(index)
         attention = attention_key(block, names.get(stack, ""))
         if block_call is None or attention is None:
-            return Sampled()
+            return Seen()
         seen = block_call.seen(attention)
         call, (query, key) = seen.call, seen.projected or (None, None)
-        return Sampled(
+        return Seen(
             block_call.hidden and block_call.hidden.indices,
             query and query.indices,
             key and key.indices,
@@ -339,7 +329,7 @@ def sampled(window: Window, stack: str, index: int) -> Sampled:
 def seen_layers(window: Window) -> dict[Place, Seen]:
     """What a window saw, by stack and depth."""
     return {
-        (layer.stack, layer.index): Seen(layer, *sampled(window, layer.stack, layer.index))
+        (layer.stack, layer.index): sampled(window, layer.stack, layer.index)._replace(layer=layer)
         for layer in window.snapshot().layers
     }
 
@@ -423,7 +413,9 @@ def compare(
     for place in sorted(expected & set(found)):
         stack, seen = specimen.stacks[place[0]], found[place]
         for view, why in seen.layer.missing.items():
-            if CAPTURED[view] == "last":  # the last of these rows, in tests/capture/test_first_pass
+            if (
+                CAPTURED[view] == "last"
+            ):  # the last of these rows, in tests/capture/tokens/test_pass_tokens
                 continue
             verdict.missing.setdefault((place[0], view), set()).add(why)
         valid = real.get(place[0])
@@ -467,14 +459,9 @@ class _Comparison(NamedTuple):
             return
         captured = self.seen.layer.captured["hidden"]
         states = _width_last(self.reference.hidden[self.place])
-        real = torch.ones(states.shape[:-1], dtype=torch.bool)
-        if self.valid is not None:
-            real = self.valid.T if self.stack.length_first else self.valid
-        rows, tokens = self.seen.rows, real.flatten().nonzero().squeeze(1)
-        if len(rows) != min(self.rows, len(tokens)) or len(
-            set(rows.tolist()) - set(tokens.tolist())
-        ):
-            self.verdict.faults.append(f"{self.place}: rows are not those of real tokens")
+        rows = self.seen.rows
+        self.check_rows(rows, states.shape[:-1], self.valid)
+        self.check_tokens(rows, states)
         self.verdict.worst("hidden", _difference(states.flatten(0, -2)[rows], captured))
         if self.place in self.reference.listed:
             listed = _width_last(self.reference.listed[self.place])

@@ -30,7 +30,6 @@ _MOST_COPIED = 8 * 2**20  # bytes of all copies of parameters
 _MOST_BYTES = 2**20  # of one array
 _UNCHANGING = frozenset({type(None), bool, int, float, complex, str, bytes, types.FunctionType})
 _PLAIN = (Tensor, nn.Parameter)  # and no subclass: such may have no storage of its own
-_HAS_VERSIONS = hasattr(Tensor, "_version")
 # Modules with a state of their own elsewhere, of which only training flags and buffers are kept.
 _WRAPPERS = (torch.jit.ScriptModule, nn.parallel.DistributedDataParallel)
 # What FSDP1 has no public names for.
@@ -306,8 +305,6 @@ class _ModelState:
             self._values.append(kept)
         if copy is None:
             self._watched.append((tensor, _version(tensor)))
-            if not _HAS_VERSIONS:
-                _warn_without_versions()
 
 
 def _each(function: Callable[..., None], items: list[tuple[Any, ...]]) -> None:
@@ -374,15 +371,7 @@ def _put_values_back(
 
 
 def _version(tensor: Tensor) -> int:
-    return tensor._version if _HAS_VERSIONS and not tensor.is_inference() else -1
-
-
-@functools.cache
-def _warn_without_versions() -> None:
-    log.warning(
-        "this release of torch counts no versions of tensors: whether an extra pass writes into "
-        "large parameters is not found out"
-    )
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _keep_object(value: Any, kind: type) -> Action | None:

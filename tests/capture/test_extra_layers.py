@@ -3,11 +3,12 @@
 import pytest
 import torch
 from models import PlainBlock, PlainDecoder, batch, transformer
-from plain_models import both, encoder
+from plain_models import encoder
+from specimens import built
 from torch import nn
-from transformers import T5Config, T5ForConditionalGeneration
+from zoo import ZOO
 
-from geomon import Monitor, every, geometry, measure, read, select
+from geomon import Monitor, geometry, measure, select
 from geomon.capture import Window, extra_pass, find_anatomy
 from geomon.capture.snapshot import EXTRA_LAYERS, Layer, NotSeenError, check_extra_layers
 from geomon.distributed import merge_layers
@@ -42,17 +43,14 @@ def test_the_final_norm_is_the_last_of_the_hidden_states_of_transformers(name):
 
 
 def test_each_stack_has_its_own_final_norm():
-    sizes = {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 2, "num_heads": 4}
-    config = T5Config(**sizes, vocab_size=90, decoder_start_token_id=0, pad_token_id=0)
-    model, ids = T5ForConditionalGeneration(config).eval(), batch() % 89 + 1
+    model, ids = built(ZOO["T5 (position bias)"], "sdpa"), batch().clamp(min=1)
     given = {"input_ids": ids, "decoder_input_ids": ids[:, :10]}
-    seen = layers(model, given)
-    whole = model(**given, output_hidden_states=True)
-    for stack, states in (
-        ("encoder.final_norm", whole.encoder_hidden_states),
-        ("decoder.final_norm", whole.decoder_hidden_states),
+    seen, whole = layers(model, given), model(**given, output_hidden_states=True)
+    for place, states in (
+        ("encoder.final_norm/2", whole.encoder_hidden_states),
+        ("decoder.final_norm/3", whole.decoder_hidden_states),
     ):
-        found = seen[f"{stack}/2"]
+        found = seen[place]
         expected = rows_of(found, states[-1].detach())
         assert torch.allclose(found.captured["hidden"], expected, atol=1e-5)
 
@@ -66,16 +64,6 @@ def test_torch_modules_of_either_order(batch_first):
     expected = rows_of(found, model(x).detach(), length_first=not batch_first)
     assert len(expected) == 60
     assert torch.allclose(found.captured["hidden"], expected, atol=1e-6)
-
-
-def test_a_stack_inside_another_model_keeps_its_name():
-    x = torch.randn(4, 8, 32, generator=torch.Generator().manual_seed(0))
-    model = both().eval()
-    seen = layers(model, (x, x), extra=("final_norm",))
-    found = seen["encoder.final_norm/2"]
-    expected = rows_of(found, model.encoder(x).detach())
-    assert torch.allclose(found.captured["hidden"], expected, atol=1e-5)
-    assert "hidden" in seen["decoder.final_norm/3"].captured
 
 
 class NormOfSomethingElse(nn.Module):
@@ -169,38 +157,6 @@ def test_a_window_over_no_pass_stays_empty():
     with window:
         pass
     assert window.snapshot().is_empty
-
-
-def test_what_leaves_the_last_block_is_not_kept_alive():
-    model = PlainDecoder()
-    window = Window(find_anatomy(model), {"hidden"}, rows=10, seed=0, extra_layers=["final_norm"])
-    with window:
-        model(batch())
-    assert all(stack_pass.leaving is None for stack_pass in window._passes)
-
-
-def test_a_monitor_records_them_and_training_is_untouched(tmp_path):
-    def train(extra) -> torch.Tensor:
-        torch.manual_seed(0)
-        model = transformer("llama")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        monitor = Monitor(
-            model, directory=tmp_path / str(len(extra)), metrics=ANISOTROPY, extra_layers=extra,
-            schedule=every(1),
-        )  # fmt: skip
-        for step in range(3):
-            with monitor(step):
-                loss = model(batch(seed=step), labels=batch(seed=step)).loss
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        monitor.close()
-        return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-    assert torch.equal(train(()), train(EXTRA_LAYERS))
-    readings = read(tmp_path / "3")
-    for tag in ("final_norm_layer_03", "embedding_layer_00", "unembedding_layer_00"):
-        assert len(readings.series(f"anisotropy/{tag}")[0]) == 3
 
 
 def test_names_are_checked():

@@ -1,158 +1,288 @@
-"""The last token of each sequence: which row it is, however padding is known."""
+"""Which calls of a stack's blocks make its layers."""
 
 import pytest
 import torch
 from models import PlainDecoder, batch, transformer
-from torch import Tensor, nn
+from plain_models import both
+from referee import rebuilt, sampled
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from watched import Attention, ToContext, attend_by_hand, by_place, look, notes, window
 
-from geomon.capture import Window, find_anatomy
-from geomon.capture.snapshot import CAPTURED, Snapshot, explain_missing
-
-LENGTHS = torch.tensor([12, 5, 9, 12, 1, 7])
-
-
-def look(model: nn.Module, *inputs: Tensor, rows: int = 1000, **given: Tensor) -> Snapshot:
-    model.eval()
-    with torch.no_grad(), Window(find_anatomy(model), set(CAPTURED), rows=rows, seed=0) as seen:
-        model(*inputs, **given)
-    return seen.snapshot()
+from geomon import describe
+from geomon.capture import find_anatomy
+from geomon.capture.snapshot import Layer
 
 
-def mask_of(side: str) -> Tensor:
-    real = torch.arange(12) < LENGTHS[:, None]
-    return real if side == "right" else real.flip(1)
+def assert_hidden(seen, depth: int, state: torch.Tensor) -> None:
+    rows, layer = sampled(seen, "", depth).rows, seen.snapshot().layers[depth]
+    assert torch.equal(layer.captured["hidden"], state.flatten(0, 1)[rows])
 
 
-def states_of(model: nn.Module, ids: Tensor, **given: Tensor) -> list[Tensor]:
-    """Hidden states of every layer, by hooks."""
-    found: list[Tensor] = []
-    blocks = find_anatomy(model).blocks
-    handles = [b.module.register_forward_hook(lambda m, a, out: found.append(out)) for b in blocks]
-    handles.append(
-        blocks[0].module.register_forward_pre_hook(lambda m, args: found.insert(0, args[0]))
-    )
-    with torch.no_grad():
-        model.eval()(ids, **given)
-    for handle in handles:
-        handle.remove()
-    return [out[0] if isinstance(out, tuple) else out for out in found]
+def in_order(layer: Layer) -> list[torch.Tensor]:
+    """Hidden states, token ids and attended queries, in the order of the batch."""
+    seen = layer.captured
+    order = (1000 * seen["sequences"] + seen["positions"]).argsort()
+    attended = [seen["query"], seen["visible"]] if layer.index else []
+    return [seen["hidden"][order], seen["token_ids"][order], *attended]
 
 
-@pytest.mark.parametrize("side", ["right", "left", None])
-def test_the_last_token_that_is_no_padding_is_kept_at_every_layer(side):
-    model, ids = transformer("gpt2"), batch(6, 12)
-    given = {} if side is None else {"attention_mask": mask_of(side).long()}
-    places = torch.full((6,), 11) if side != "right" else LENGTHS - 1
-    states = states_of(model, ids, **given)
-    layers = look(model, ids, **given).layers
-    assert len(layers) == len(states) == 4
-    for layer, expected in zip(layers, states, strict=True):
-        seen = layer.captured
-        rows = expected[torch.arange(6), places]
-        torch.testing.assert_close(seen["last_hidden"], rows, rtol=0, atol=1e-6)
-        assert torch.equal(seen["last_positions"], places)
-        assert torch.equal(seen["last_sequences"], torch.arange(6))
-        assert torch.equal(seen["last_token_ids"], ids[torch.arange(6), places])
-        assert seen["last_precision"] == seen["precision"]
-        assert layer.missing == {}
+def test_a_stack_that_was_not_run_is_left_out_and_said():
+    model = both().eval()
+    with torch.no_grad(), window(model) as seen:
+        model.encoder(torch.randn(4, 9, 32))
+    assert {layer.stack for layer in seen.snapshot().layers} == {"encoder"}
+    assert any("'decoder' were not run" in text for text in notes(seen))
 
 
-def test_a_sequence_of_padding_alone_has_no_last_token():
-    mask = mask_of("right").long()
-    mask[3] = 0
-    layer = look(transformer("gpt2"), batch(6, 12), attention_mask=mask).layers[2]
-    assert layer.captured["last_sequences"].tolist() == [0, 1, 2, 4, 5]
-    empty = look(transformer("gpt2"), batch(6, 12), attention_mask=0 * mask).layers[2]
-    assert empty.captured["last_hidden"].shape == (0, 32)
-
-
-def test_length_first_hidden_states_have_their_last_tokens():
-    class Model(nn.Module):
-        def __init__(self, batch_first: bool) -> None:
+def test_one_block_called_again_and_again_is_a_layer_for_each_call():
+    class Shared(nn.Module):
+        def __init__(self) -> None:
             super().__init__()
-            torch.manual_seed(0)
-            self.tokens = nn.Embedding(50, 32)
-            layer = nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=batch_first)
-            self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+            self.blocks = PlainDecoder(layers=1).blocks
 
-        def forward(self, ids: Tensor, padding: Tensor) -> Tensor:
-            return self.encoder(self.tokens(ids), src_key_padding_mask=padding)
+        def forward(self, x):
+            for _ in range(4):
+                x = self.blocks[0](x)
+            return x
 
-    ids, padding = batch(6, 12), ~mask_of("right")
-    one = look(Model(True), ids, padding).layers[2].captured
-    other = look(Model(False), ids.T, padding).layers[2].captured
-    order = other["last_sequences"].argsort()
-    assert torch.equal(other["last_sequences"][order], one["last_sequences"])
-    assert torch.equal(other["last_positions"][order], LENGTHS - 1)
-    torch.testing.assert_close(other["last_hidden"][order], one["last_hidden"])
-
-
-class Hiding(PlainDecoder):
-    """Attention hides padding that no argument names."""
-
-    def __init__(self, real: Tensor) -> None:
-        super().__init__()
-        for block in self.blocks:
-            block.forward = self._forward_of(block, real)
-
-    def _forward_of(self, block: nn.Module, real: Tensor):
-        def forward(x: Tensor) -> Tensor:
-            q, k, v = (
-                part.unflatten(-1, (block.n_head, -1)).transpose(1, 2)
-                for part in block.c_attn(block.ln_1(x)).chunk(3, dim=-1)
-            )
-            y = nn.functional.scaled_dot_product_attention(
-                q, k, v, attn_mask=real[:, None, None, :]
-            )
-            x = x + block.c_proj(y.transpose(1, 2).flatten(2))
-            return x + block.mlp(block.ln_2(x))
-
-        return forward
+    model, x = Shared().eval(), torch.randn(8, 16, 32)
+    with torch.no_grad(), window(model) as seen:
+        out = model(x)
+        model(x + 1)
+    layers = seen.snapshot().layers
+    assert [layer.index for layer in layers] == [0, 1, 2, 3, 4]
+    assert [layer.name for layer in layers[1:3]] == ["blocks.0, call 1", "blocks.0, call 2"]
+    assert_hidden(seen, 4, out)
+    assert not torch.equal(layers[4].captured["query"], layers[3].captured["query"])
 
 
-def test_where_the_last_token_was_known_too_late_it_is_missing_with_the_reason():
-    """Attention says so when the rows are kept already."""
-    real = mask_of("right")
-    model = Hiding(real)
-    snapshot = look(model, batch(6, 12))
-    layer = snapshot.layers[1]
-    assert len(layer.captured["hidden"]) == int(LENGTHS.sum())
-    assert "last_hidden" not in layer.captured
-    assert "attention_mask" in layer.missing["last_hidden"]
-    explained = explain_missing(snapshot, {"last_hidden"})
-    assert "hidden states of the last tokens" in explained
-    assert explain_missing(snapshot, {"hidden"}) is None
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_blocks_that_are_run_again_on_other_rows_are_said(chunks):
+    class Chunked(PlainDecoder):
+        def forward(self, ids):
+            for part in self.tokens(ids).chunk(chunks, dim=1):
+                x = part
+                for block in [*self.blocks, *self.blocks]:
+                    x = block(x)
+            return x
+
+    texts = notes(look(Chunked(), batch()))
+    assert any("called again on something else" in text for text in texts) == (chunks == 2)
 
 
-def test_at_most_as_many_sequences_as_rows_are_kept():
-    layer = look(transformer("gpt2"), batch(6, 12), rows=3).layers[1]
-    assert layer.captured["last_sequences"].tolist() == [0, 2, 4]
-    assert len(layer.captured["hidden"]) == 3
+@pytest.mark.parametrize("order", ["without first", "with first", "without alone"])
+def test_the_first_pass_counts_and_one_with_gradients_before_those_without(order):
+    model = transformer("gpt2").eval()
+    mask = torch.ones(8, 32, dtype=torch.int64)
+    mask[1, 20:] = 0
+    inputs = {"input_ids": batch(seed=1), "attention_mask": mask}
+    other = {"input_ids": batch(3, 12, seed=2)}  # generated, scored: of another shape
+    with window(model) as alone:
+        model(**(other if order == "without alone" else inputs))
+    passes = {"without first": [other, other, inputs], "with first": [inputs, other]}
+    again = {"input_ids": batch(3, 12, seed=3)}
+    with window(model) as seen:
+        for given in passes.get(order, [other, again]):
+            with torch.set_grad_enabled(given is inputs):
+                model(**given)
+    for layer, expected in zip(seen.snapshot().layers, alone.snapshot().layers, strict=True):
+        assert layer.missing == expected.missing == {}
+        for one, another in zip(in_order(layer), in_order(expected), strict=True):
+            assert torch.equal(one, another)
 
 
-def test_what_has_no_last_token_is_not_asked_or_says_why():
-    class Packed(nn.Module):
+def test_a_pass_that_failed_gives_way_to_the_next():
+    model = PlainDecoder().eval()
+    handle = model.blocks[1].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+    with torch.no_grad(), window(model) as seen:
+        with pytest.raises(ZeroDivisionError):
+            model(batch(4, 16))
+        handle.remove()
+        model(batch())
+    layers = seen.snapshot().layers
+    assert [len(layer.captured["hidden"]) for layer in layers] == [256] * 4
+    rows = sampled(seen, "", 2).rows
+    assert torch.equal(layers[2].captured["token_ids"], batch().flatten()[rows])
+
+
+def test_blocks_that_the_training_step_runs_itself_count_once_each():
+    model, outputs = PlainDecoder().eval(), []
+    with torch.no_grad(), window(model) as seen:
+        for seed in (0, 1):
+            x = model.tokens(batch(seed=seed))
+            for block in model.blocks:
+                x = block(x)
+            outputs.append(x)
+    assert_hidden(seen, 3, outputs[0])
+    rows = sampled(seen, "", 3).rows
+    assert torch.equal(seen.snapshot().layers[3].captured["token_ids"], batch().flatten()[rows])
+
+
+def test_a_dropped_layer_says_so_and_the_others_keep_their_depth():
+    class Dropping(PlainDecoder):
+        def forward(self, ids):
+            return self.blocks[2](self.blocks[0](self.tokens(ids)))
+
+    layers = look(Dropping(), batch()).snapshot().layers
+    assert [layer.index for layer in layers if "hidden" in layer.captured] == [0, 1, 3]
+    assert "not run in this pass, as others were" in layers[2].missing["hidden"]
+    assert "not run in this pass, as others were" in layers[2].missing["query"]
+
+
+# -- recomputation -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("owner", ["called", "run by hand"])
+def test_recomputation_changes_neither_the_layers_nor_what_they_hold(owner):
+    """The recomputation gives other states than the pass did, so that it cannot pass for it."""
+    model, calls = PlainDecoder(), []
+
+    class Turned(nn.Module):
+        """A block that gives something else each time it is called."""
+
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            calls.append(1)
+            return self.inner(x) + len(calls)
+
+    model.blocks = nn.ModuleList(Turned(block) for block in model.blocks)
+
+    def forward(ids):
+        x = model.tokens(ids) + model.places(torch.arange(ids.shape[1]))
+        for block in model.blocks:
+            x = checkpoint(block, x, use_reentrant=False, determinism_check="none")
+        return model.head(x)
+
+    if owner == "called":
+        model.forward = forward
+        forward = model
+    with window(model) as seen:
+        loss = forward(batch()).sum()
+        before = seen.snapshot().layers
+        assert len(calls) == 3
+        loss.backward()
+    assert len(calls) == 6  # forward and recomputation both ran under the open window
+    for layer, other in zip(before, seen.snapshot().layers, strict=True):
+        assert layer.name == other.name
+        assert layer.captured.keys() == other.captured.keys()
+        for view in {"hidden", "query", "key", "projected_query"} & layer.captured.keys():
+            assert torch.equal(layer.captured[view], other.captured[view])
+
+
+def test_a_recomputation_alone_is_no_pass():
+    """The forward pass was before the window: what the backward pass runs again does not count."""
+    model = PlainDecoder()
+    x = model.tokens(batch())
+    for block in model.blocks:
+        x = checkpoint(block, x, use_reentrant=False)
+    with window(model) as seen:
+        model.head(x).sum().backward()
+    assert seen.snapshot().is_empty
+
+
+# -- blocks that are lists of sublayers ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_of_lists_of_sublayers_what_enters_each_is_a_layer(parts):
+    """With a second part of the sequences, a second round: it gives the first no layer."""
+
+    class Pairs(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layers = nn.ModuleList(
-                nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in "ab"
+                nn.ModuleList([Attention(attend_by_hand, 32), nn.Sequential(nn.Linear(32, 32))])
+                for _ in range(2)
             )
 
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = layer(x)
-            return x
+        def forward(self, x):
+            self.states = []
+            for part in x.chunk(parts, dim=1):
+                self.states.append(part)
+                y = part
+                for attention, feed_forward in self.layers:
+                    y = attention(y) + y
+                    y = feed_forward(y) + y
+                    self.states.append(y)
+            return y
 
-    packed = look(Packed(), torch.randn(20, 8)).layers[1]
-    assert "where one sequence ends" in packed.missing["last_hidden"]
-    assert "last" in packed.sources
-    maps = look(Packed(), torch.randn(3, 5, 4, 8)).layers[1]
-    assert "last" not in maps.sources
-    assert not any(view.startswith("last_") for view in [*maps.captured, *maps.missing])
+    model = Pairs()
+    seen = look(model, torch.randn(4, 6, 32))
+    layers = seen.snapshot().layers
+    assert len(layers) == 1 + 2 * parts
+    for depth, state in ((0, 0), (1, 1), (3, 4))[: parts + 1]:
+        assert_hidden(seen, depth, model.states[state])
+    assert all("query" in layer.captured for layer in layers[1:])
+    for depth in (2, 4)[:parts]:
+        assert "the last one enters none" in layers[depth].missing["hidden"]
 
 
-def test_a_window_that_is_not_asked_keeps_no_last_tokens():
-    model = transformer("gpt2").eval()
-    with torch.no_grad(), Window(find_anatomy(model), {"hidden"}, rows=9, seed=0) as seen:
-        model(batch(6, 12))
-    assert not any(view.startswith("last_") for view in seen.snapshot().layers[1].captured)
+class Residual(nn.Module):
+    def forward(self, x, residual):
+        return x + residual
+
+
+class Lists(nn.Module):
+    """Sublayers in lists, as x-transformers has them: "a" attends, "c" to a context, "f" does not.
+
+    A norm comes before the sublayer or after the sum.
+    """
+
+    def __init__(self, kinds: str, *, before: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kinds, self.layers = kinds, nn.ModuleList()
+        for kind in kinds:
+            norms = [nn.LayerNorm(32), None] if before else [None, nn.LayerNorm(32)]
+            wide = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+            sublayer = nn.Sequential(wide) if kind == "f" else ToContext(by_hand=True)
+            self.layers.append(nn.ModuleList([nn.ModuleList(norms), sublayer, Residual()]))
+
+    def forward(self, x, context=None):
+        self.states = [x]
+        for kind, ((pre, post), sublayer, residual) in zip(self.kinds, self.layers, strict=True):
+            y = x if pre is None else pre(x)
+            y = sublayer(y, context) if kind == "c" else sublayer(y)
+            x = residual(y, x)
+            x = x if post is None else post(x)
+            self.states.append(x)
+        return x
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["norm before", "norm after"])
+@pytest.mark.parametrize(
+    ("kinds", "ends", "attending"),
+    [
+        ("acfacf", [0, 3, 6], [0, 3]),
+        ("fafaf", [0, 3, 5], [1, 3]),
+        ("affaff", [0, 3, 6], [0, 3]),
+    ],
+)
+def test_of_lists_with_a_residual_the_sum_is_the_layer(kinds, ends, attending, before):
+    model, x, context = Lists(kinds, before=before), torch.randn(4, 9, 32), torch.randn(4, 9, 32)
+    seen = look(model, x, context)
+    layers = by_place(seen.snapshot())
+    side = [("attention_2", d) for d in range(1, len(ends))] if "c" in kinds else []
+    assert [*layers] == [*(("", d) for d in range(len(ends))), *side]
+    for (stack, depth), layer in layers.items():
+        if not stack:
+            assert_hidden(seen, depth, model.states[ends[depth]])
+        if depth:
+            module = model.layers[attending[depth - 1] + bool(stack)][1]
+            torch.testing.assert_close(rebuilt(layer)[0], module.weights, atol=1e-6, rtol=0)
+            rows = sampled(seen, stack, depth).query_rows
+            query = module.query.transpose(1, 2).flatten(0, 1)[rows]
+            assert torch.equal(layer.captured["projected_query"], query)
+    assert notes(seen) == []
+
+
+def test_lists_with_a_residual_are_described():
+    shown = dict(describe(Lists("afaf", before=True)).rows)
+    assert shown["blocks"] == "layers.0 to layers.2, each with the lists of sublayers behind it"
+    assert shown["Q, K projected"] == "0.1.to_q and 0.1.to_k"
+    with pytest.raises(ValueError, match="which is never called"):
+        find_anatomy(Lists("afaf", before=True), r"layers\.\d+")

@@ -1,16 +1,9 @@
-import logging
-
-import pytest
 import torch
 from models import PlainDecoder, batch, transformer
 from torch import nn
 
-from geomon import Monitor, measure, select
 from geomon.capture import Window, extra_pass, find_anatomy
-from geomon.capture.snapshot import CAPTURED, NotSeenError, explain_missing
-
-HIDDEN = select("variance")
-BOTH = select("variance", "attention_entropy")
+from geomon.capture.snapshot import CAPTURED, explain_missing
 
 
 def unseen(model, inputs, views=frozenset(CAPTURED)) -> str | None:
@@ -77,23 +70,3 @@ def test_single_layers_without_a_source_are_no_fault():
     assert unseen(model, batch()) is None
     model.forward = lambda ids: model.blocks[0](model.tokens(ids))
     assert unseen(model, batch()) is None
-
-
-def test_strict_monitors_raise_and_others_warn_once(tmp_path, caplog):
-    model = Direct()
-    strict = Monitor(model, directory=None, tokens=64, metrics=HIDDEN, strict=True)
-    with pytest.raises(NotSeenError, match=r"called by \.forward\(\) directly"), strict(0):
-        model(batch())
-    lenient = Monitor(model, directory=None, tokens=64, metrics=HIDDEN, schedule=lambda step: True)
-    with caplog.at_level(logging.WARNING, "geomon"):
-        for step in range(3):
-            with lenient(step):
-                model(batch())
-    assert len([m for m in caplog.messages if "not seen in the first pass" in m]) == 1
-
-
-def test_a_measurement_of_what_is_not_seen_is_an_error():
-    model, x = nn.Sequential(Unseen(), Unseen()), torch.randn(2, 5, 8)
-    with pytest.raises(NotSeenError, match="attention at 0"):
-        measure(model, x, metrics=BOTH)
-    assert "variance/mean" in measure(model, x, metrics=HIDDEN)

@@ -2,72 +2,42 @@
 
 import functools
 import importlib.util
-import pickle
 import threading
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 
 import pytest
 import torch
 from models import PlainDecoder, batch
 from torch import nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _len_torch_dispatch_stack
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
-from torch.utils.flop_counter import FlopCounterMode
+from watched import Block, attend_by_hand, blocks_of, look, notes, window
 
-from geomon.capture import Window, find_anatomy, private
-from geomon.capture.calling import calls, patches
-from geomon.capture.snapshot import CAPTURED
-
-
-def window(model):
-    return Window(find_anatomy(model), set(CAPTURED), rows=64, seed=0)
+from geomon.capture import private
+from geomon.capture.calling import calls
 
 
 def queries(seen) -> list[bool]:
     return ["query" in layer.captured for layer in seen.snapshot().layers[1:]]
 
 
-def notes(seen) -> list[str]:
-    return [note.words() for note in seen.snapshot().info.notes]
-
-
 # -- what is seen ----------------------------------------------------------------------------------
 
 
-class Repeating(nn.Module):
-    """Attention whose keys are repeated for several query heads, by function or by hand."""
+@pytest.mark.parametrize("attend", [attend_by_hand, functional.scaled_dot_product_attention])
+def test_keys_that_were_repeated_are_given_once(attend):
+    def repeating(q, k, v):
+        k, v = (x[:, :, None].expand(-1, -1, 2, -1, -1).reshape(q.shape) for x in (k, v))
+        return attend(q, k, v)
 
-    num_heads = 4
-
-    def __init__(self, *, by_hand: bool) -> None:
-        super().__init__()
-        self.q_proj, self.k_proj = nn.Linear(16, 16), nn.Linear(16, 8)
-        self.by_hand = by_hand
-
-    def forward(self, x):
-        q, k = (p(x).unflatten(-1, (-1, 4)).transpose(1, 2) for p in (self.q_proj, self.k_proj))
-        k = k[:, :, None].expand(-1, -1, 2, -1, -1).reshape(q.shape)
-        if self.by_hand:
-            y = (q @ k.mT * 0.5).softmax(-1) @ k
-        else:
-            y = functional.scaled_dot_product_attention(q, k, k)
-        return x + y.transpose(1, 2).flatten(2)
-
-
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_keys_that_were_repeated_are_given_once(by_hand):
-    model = nn.Sequential(Repeating(by_hand=by_hand), Repeating(by_hand=by_hand))
-    x = torch.randn(2, 6, 16)
-    with torch.no_grad(), window(model) as seen:
-        model(x)
-        expected = model[0].k_proj(x).unflatten(-1, (-1, 4)).transpose(1, 2)
-    assert torch.equal(seen.snapshot().layers[1].captured["key"], expected)
+    model = blocks_of(repeating, key_heads=2)
+    seen = look(model, torch.randn(2, 6, 32))
+    assert torch.equal(seen.snapshot().layers[1].captured["key"], model[0].attention.key)
 
 
 @pytest.mark.parametrize("route", ["fused", "with dropout", "inference"])
@@ -85,51 +55,38 @@ def test_queries_and_keys_are_the_same_however_torch_attends(route):
                          for views in layers))  # fmt: skip
 
 
-class Padded(Repeating):
-    """Attends as torch does on an accelerator: heads are padded to a multiple of 8."""
-
-    def forward(self, x):
-        q = self.q_proj(x).unflatten(-1, (4, 4)).transpose(1, 2)
-        wide = functional.pad(q, (0, 4))
-        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return x + attend(wide, wide, wide, scale=0.5)[0][..., :4].transpose(1, 2).flatten(2)
-
-
 def test_zeros_that_widen_heads_are_no_part_of_queries_and_keys():
-    model, x = nn.Sequential(Padded(by_hand=False), Padded(by_hand=False)), torch.randn(2, 6, 16)
-    with torch.no_grad(), window(model) as seen:
-        model(x)
-        expected = model[0].q_proj(x).unflatten(-1, (4, 4)).transpose(1, 2)
-    found = seen.snapshot().layers[1].captured
-    assert torch.equal(found["query"], expected)
-    assert torch.equal(found["key"], expected)
+    """As torch does on an accelerator: heads are padded to a multiple of 8."""
+
+    def padded(q, k, v):
+        wide = (functional.pad(x, (0, 4)) for x in (q, k, v))
+        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return attend(*wide, scale=0.5)[0][..., :4]
+
+    model = blocks_of(padded, 16)
+    found = look(model, torch.randn(2, 6, 16)).snapshot().layers[1].captured
+    assert torch.equal(found["query"], model[0].attention.query)
+    assert torch.equal(found["key"], model[0].attention.key)
     assert found["scale"] == 0.5
 
 
-class Routed(nn.Module):
-    """An attention, and a softmax over experts beside it."""
+@pytest.mark.parametrize("attends", [True, False])
+def test_a_softmax_that_is_none_is_never_taken_for_the_attention_beside_it(attends):
+    class Routed(Block):
+        """A softmax over experts before its attention, in shape like scores of all tokens."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention, self.router = Repeating(by_hand=False), nn.Linear(16, 24)
+        def __init__(self) -> None:
+            super().__init__(functional.scaled_dot_product_attention, 16)
+            self.router = nn.Linear(16, 24)
 
-    def forward(self, x):
-        # In shape like scores: as many experts as tokens, in as many groups as heads.
-        first = self.router(x).unflatten(-1, (4, 6)).transpose(1, 2).softmax(-1)
-        return self.attention(x) + first.sum(1).sum(-1, keepdim=True)
+        def forward(self, x):
+            chosen = self.router(x).unflatten(-1, (4, 6)).transpose(1, 2).softmax(-1)
+            x = x + chosen.sum(1).sum(-1, keepdim=True)
+            return super().forward(x) if attends else self.mlp(x)
 
-
-def test_a_softmax_that_is_none_is_never_taken_for_the_attention_beside_it():
-    model, x = nn.Sequential(Routed(), Routed()), torch.randn(2, 6, 16)
-    with torch.no_grad(), window(model) as seen:
-        model(x)
-    assert seen.routes("") == {"sdpa"}
-    with torch.no_grad(), window(model) as seen:
-        for block in model:
-            block.attention.forward = lambda x: x  # no attention at all
-        model(x)
-    assert seen.routes("") == set()
-    assert "visible" not in seen.snapshot().layers[1].captured
+    seen = look(nn.Sequential(Routed(), Routed()), torch.randn(2, 6, 16))
+    assert seen.routes("") == ({"sdpa"} if attends else set())
+    assert ("visible" in seen.snapshot().layers[1].captured) == attends
 
 
 class Losing(nn.Module):
@@ -137,13 +94,11 @@ class Losing(nn.Module):
 
     def __init__(self, loss) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3))
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(3)))
         self.loss = loss
 
     def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return self.loss(x, dim=-1).sum()
+        return self.loss(self.blocks(x), dim=-1).sum()
 
 
 @pytest.mark.parametrize("loss", [functional.softmax, functional.log_softmax])
@@ -156,59 +111,6 @@ def test_the_logarithm_of_a_loss_is_no_attention(loss):
 
 
 # -- what others do meanwhile ---------------------------------------------------------------------
-
-
-class Keeping(PlainDecoder):
-    """Keeps a reference to the attention function at its first call."""
-
-    def forward(self, ids):
-        self.sdpa = functional.scaled_dot_product_attention
-        return super().forward(ids)
-
-
-def test_what_a_model_keeps_in_a_window_is_torchs_own():
-    model, ids = Keeping(), batch()
-    with window(model) as seen:
-        expected = model(ids)
-    assert all(queries(seen))
-    assert torch.equal(pickle.loads(pickle.dumps(model))(ids), expected)
-    attend = torch.compile(model.sdpa, backend="eager", fullgraph=True)
-    assert attend(*[torch.randn(1, 2, 3, 4)] * 3).shape == (1, 2, 3, 4)
-
-
-@pytest.mark.parametrize("name", ["scaled_dot_product_attention", "softmax"])
-def test_what_another_tool_replaces_is_its_own_business(monkeypatch, name):
-    model, own, counted = PlainDecoder(), getattr(functional, name), []
-
-    @functools.wraps(own)
-    def replaced(*args, **kwargs):
-        counted.append(1)
-        return own(*args, **kwargs)
-
-    opened = window(model)
-    with opened:
-        monkeypatch.setattr(functional, name, replaced)
-        model(batch())
-    assert getattr(functional, name) is replaced
-    monkeypatch.undo()
-    assert getattr(functional, name) is own
-    assert len(counted) == (3 if name != "softmax" else 0)
-
-
-def traced(module, *args, **kwargs):
-    """What torch.fx and others put in the place of `nn.Module.__call__`."""
-    return module._wrapped_call_impl(*args, **kwargs)
-
-
-def test_a_tool_that_replaces_how_modules_are_called_is_left_alone(monkeypatch):
-    model, own, ids = PlainDecoder(), nn.Module.__call__, batch()
-    with window(model) as seen:
-        assert nn.Module.__call__ is own
-        monkeypatch.setattr(nn.Module, "__call__", functools.wraps(own)(traced))
-        model(ids)
-        monkeypatch.undo()
-    assert nn.Module.__call__ is own
-    assert all(queries(seen))
 
 
 def test_a_second_thread_may_call_the_model_and_counts_for_nothing():
@@ -261,71 +163,24 @@ def test_torchscript_is_called_and_made_in_a_window():
     assert not any("hook failed" in text for text in notes(seen))
 
 
-def test_a_table_of_functions_meets_them_all():
-    met = []
-
-    class Handled(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
+@pytest.mark.parametrize("outside", [True, False])
+def test_no_mode_of_the_training_meets_an_operator_of_the_window(outside):
+    class Listing(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             met.append(func)
             return func(*args, **(kwargs or {}))
 
-    model, ids = PlainDecoder(), batch()
-    with Handled():
-        model(ids)
-    alone = list(met)
-    met.clear()
-    with window(model) as seen, Handled():
-        model(ids)
-    assert met == alone
-    assert functional.scaled_dot_product_attention in met
-    assert all(queries(seen))
-
-
-@pytest.mark.parametrize("outside", [False, True])
-def test_operations_are_counted_as_without_a_window(outside):
-    model, ids, counts = PlainDecoder(), batch(), []
-    for watched in (False, True):
-        counter, opened = FlopCounterMode(display=False), window(model)
-        modes = [opened] * watched
-        with functools.reduce(Both, (counter, *modes) if outside else (*modes, counter)):
-            model(ids).sum().backward()
-        counts.append((counter.get_total_flops(), counter.get_flop_counts()["Global"]))
-    assert counts[0] == counts[1]
-
-
-class Both:
-    """Two context managers as one."""
-
-    def __init__(self, outer, inner):
-        self.both = outer, inner
-
-    def __enter__(self):
-        for one in self.both:
-            one.__enter__()
-
-    def __exit__(self, *error):
-        for one in reversed(self.both):
-            one.__exit__(*error)
-
-
-def every_operator(model, ids) -> list[str]:
-    names = []
-
-    class Listing(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            names.append(str(func))
-            return func(*args, **(kwargs or {}))
-
+    model, ids, met = PlainDecoder(), batch(), []
     with Listing():
-        model(ids)
-    return names
-
-
-def test_no_mode_of_the_training_meets_an_operator_of_the_window():
-    model, ids = PlainDecoder(), batch()
-    alone = every_operator(model, ids)
-    with window(model) as seen:
-        assert every_operator(model, ids) == alone
+        model(ids).sum().backward()
+    alone, seen = met[:], window(model)
+    model.zero_grad()
+    met.clear()
+    with ExitStack() as stack:
+        for mode in (Listing(), seen) if outside else (seen, Listing()):
+            stack.enter_context(mode)
+        model(ids).sum().backward()
+    assert met == alone
     assert all(queries(seen))
 
 
@@ -442,14 +297,3 @@ def test_without_a_private_name_a_training_is_untouched_and_seen_as_before(monke
         monkeypatch.setattr(private, each, INSTEAD[each])
     assert all(map(torch.equal, train(watched=True), expected))
     assert _len_torch_dispatch_stack() == 0
-
-
-@pytest.mark.parametrize("name", ["run_eagerly", "without_fast_path"])
-def test_a_switch_is_given_back_by_its_last_holder(name):
-    patch, one, other = getattr(patches, name), object(), object()
-    patch.hold(one)
-    patch.hold(other)
-    patch.release(one)
-    assert patch.holders == (other,)
-    patch.release(other)
-    assert patch.holders == ()

@@ -452,7 +452,7 @@ def _name_stacks(paths: list[list[str]]) -> list[str]:
     """Name stacks by the first parts of their paths that tell them apart; "" for a single one."""
     if len(paths) == 1:
         return [""]
-    ends = [list(path) for path in paths]
+    ends = paths
     while all(ends) and len({path[0] for path in ends}) == 1:
         ends = [path[1:] for path in ends]
     count = max(map(len, ends))

@@ -86,11 +86,14 @@ def read_flash(given: Mapping[str, Any]) -> Arguments:
     ends = [
         _first(given, f"cu_seqlens_{side}", f"cu_seq_{side}", f"cum_seq_{side}") for side in "qk"
     ]
-    if ends[0] is None:  # queries and keys in one tensor have the same ends
-        ends = [_first(given, "cu_seqlens")] * 2
     if ends[1] is None:
         ends[1] = ends[0]
-    query, key = _queries_and_keys(given, packed=ends[0] is not None)
+    packed = ends[0] is not None
+    query, key = (
+        _plain(_first(given, *names), what, 3 if packed else 4)
+        for names, what in ((("q", "query"), "queries"), (("k", "key"), "keys"))
+    )
+    query, key = ((x[None] if packed else x).transpose(1, 2) for x in (query, key))
     sides = [given.get(f"window_size_{side}") for side in ("left", "right")]
     window = given.get("window_size") or [-1 if side is None else side for side in sides]
     left, right = (None if side < 0 else int(side) for side in window)
@@ -103,27 +106,9 @@ def read_flash(given: Mapping[str, Any]) -> Arguments:
         rule=PlaceRule(
             key.shape[2], query.device, left=left, right=0 if causal else right,
             offset=key.shape[2] - query.shape[2],
-            ends=None if ends[0] is None else (ends[0].detach(), ends[1].detach()),
+            ends=(ends[0].detach(), ends[1].detach()) if packed else None,
         ),
     )  # fmt: skip
-
-
-def _queries_and_keys(given: Mapping[str, Any], *, packed: bool) -> tuple[Tensor, Tensor]:
-    """Return queries and keys as [sequences, heads, places, width]."""
-    both, all_three = given.get("kv"), given.get("qkv")
-    dimensions = 3 if packed else 4
-    if all_three is not None:
-        three = _plain(all_three, "queries, keys and values", dimensions + 1)
-        query, key = three.select(-3, 0), three.select(-3, 1)
-    else:
-        query = _plain(_first(given, "q", "query"), "queries", dimensions)
-        if both is not None:
-            key = _plain(both, "keys and values", dimensions + 1).select(-3, 0)
-        else:
-            key = _plain(_first(given, "k", "key"), "keys", dimensions)
-    if packed:
-        query, key = query[None], key[None]
-    return query.transpose(1, 2), key.transpose(1, 2)
 
 
 _TRACED = ("FakeTensor", "FunctionalTensor")  # what a compiler traces with

@@ -8,32 +8,13 @@ from geomon.capture.anatomy import find_anatomy, shown_name
 from geomon.capture.anatomy.families import LeftOut
 from geomon.capture.snapshot import CAPTURED
 
-FIRST = {"gpt2": "transformer.h.0", "llama": "model.layers.0", "bert": "encoder.layer.0"}
-
-
-@pytest.mark.parametrize("name", FIRST)
-def test_blocks_of_transformers_models(name):
-    anatomy = find_anatomy(transformer(name))
-    assert next(block.name for block in anatomy.blocks) == FIRST[name]
-    assert len(anatomy.blocks) == 3
-    kinds = {attention.projections.kind for b in anatomy.blocks for attention in b.attentions}
-    assert kinds == {"fused" if name == "gpt2" else "separate"}
-    assert [stack.name for stack in anatomy.stacks] == [""]
-
 
 def test_experts_inside_blocks_are_not_blocks():
-    class Expert(nn.Sequential):
-        pass
+    def block():
+        experts = (nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64)) for _ in range(16))
+        return module(experts=nn.ModuleList(experts))
 
-    def expert():
-        return Expert(nn.Linear(64, 256), nn.Linear(256, 64))
-
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.experts = nn.ModuleList(expert() for _ in range(16))
-
-    model = nn.ModuleDict({"layers": nn.ModuleList(Block() for _ in range(2))})
+    model = module(layers=layers(block, block))
     assert [block.name for block in find_anatomy(model).blocks] == ["layers.0", "layers.1"]
 
 
@@ -58,10 +39,6 @@ def test_wrappers_do_not_show_in_names():
     assert shown_name("module._forward_module.a.module_list.0") == "a.module_list.0"
 
 
-def test_one_block_is_enough():
-    assert len(find_anatomy(PlainDecoder(layers=1)).blocks) == 1
-
-
 def test_models_without_blocks_are_refused_in_one_line():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with pytest.raises(ValueError, match="no transformer blocks in Sequential") as error:
@@ -76,22 +53,12 @@ def test_models_without_blocks_are_refused_in_one_line():
 
 
 def test_heads_are_known_by_the_modules_around_an_attention():
-    class Projection(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.wqkv = nn.Linear(64, 192)
-
-    class Attention(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.n_heads, self.qkv = 4, Projection()
-
     def block():
-        return nn.ModuleDict({"attention": Attention(), "mlp": nn.Linear(64, 64)})
+        attention = module(qkv=module(wqkv=nn.Linear(64, 192)))
+        attention.n_heads = 4
+        return nn.Sequential(module(attention=attention, mlp=nn.Linear(64, 64)))
 
-    model = nn.Module()
-    model.layers = nn.ModuleList(nn.Sequential(block()) for _ in range(2))
-    (attention,) = find_anatomy(model).blocks[0].attentions
+    (attention,) = find_anatomy(module(layers=layers(block, block))).blocks[0].attentions
     assert attention.sizes == (4, 4, 16)
 
 
@@ -156,6 +123,13 @@ def layers(*kinds) -> nn.ModuleList:
     return nn.ModuleList(kind() for kind in kinds)
 
 
+def test_modules_around_a_table_hold_no_blocks():
+    assert find_anatomy(module(inner=PlainDecoder())).around_embeddings == ()
+    around = module(words=nn.Embedding(50, 8))
+    model = module(inner=module(embeddings=around, layers=layers(Attending, Attending)))
+    assert find_anatomy(model).around_embeddings == ((around, around.words),)
+
+
 def test_stacks_are_named_by_what_tells_their_paths_apart():
     model = nn.Transformer(16, 2, 2, 3, 32, batch_first=True)
     assert names(model) == {
@@ -209,13 +183,6 @@ def test_a_sequential_may_alternate_and_have_other_ends():
     assert names(whole) == {"": ["2", "3", "4", "5"]}
 
 
-def test_what_is_called_attention_counts_where_nothing_else_is_known():
-    named = module(layers=layers(lambda: module(attn=Mixing()), Mixing))
-    assert [block.attends for block in find_anatomy(named).blocks] == [True, False]
-    hybrid = module(layers=layers(lambda: module(linear_attn=Mixing()), Attending))
-    assert [block.attends for block in find_anatomy(hybrid).blocks] == [False, True]
-
-
 def test_blocks_of_stages_are_one_stack():
     def stage(width, count):
         return module(blocks=nn.ModuleList(Attending(width) for _ in range(count)), down=Head())
@@ -267,46 +234,24 @@ def test_attention_is_known_by_names_of_several_code_bases(name):
     assert [stack.name for stack in find_anatomy(model).stacks] == ["encoder", "decoder"]
 
 
-class Tracking:
-    """Wraps what is given to it, in its own way."""
+class Listed(PlainDecoder):
+    """Holds its blocks twice in lists that torch does not know to hold modules."""
 
-    def __setattr__(self, name, value):
-        super().__setattr__(name, TrackedList(value) if isinstance(value, list) else value)
-
-
-class TrackedList(list):
-    """A list that torch does not know to hold modules."""
-
-
-class TrackedLayer(Tracking, nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self._tracked = []
-        self.attention, self.mlp = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 8)
-        self._tracked.append(self.attention)
-
-    def forward(self, x):
-        return self.mlp(x + self.attention(x, x, x)[0])
-
-
-class TrackedModel(Tracking, nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self._all_of_them = []
-        self.table, self.body = nn.Embedding(50, 8), [TrackedLayer() for _ in range(3)]
-        self._all_of_them += [self.table, *self.body]
+        self._everything, self.body = [self.tokens, *self.blocks], [*self.blocks]
+        del self.blocks
 
     def forward(self, ids):
-        x = self.table(ids)
-        for layer in self.body:
-            x = layer(x)
+        x = self.tokens(ids)
+        for block in self.body:
+            x = block(x)
         return x
 
 
 @pytest.mark.parametrize("way", ["found", "by name", "given"])
 def test_modules_in_lists_that_torch_does_not_know_may_be_blocks(way):
-    model = TrackedModel().eval()
-    assert not any(isinstance(inner, TrackedLayer) for inner in model.modules())
+    model = Listed()
     blocks = {"found": None, "by name": r"body\.\d", "given": model.body}[way]
     anatomy = find_anatomy(model, blocks)
     assert [block.name for block in anatomy.blocks] == ["body.0", "body.1", "body.2"]

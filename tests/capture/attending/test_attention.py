@@ -22,16 +22,6 @@ def views(mask=None, valid=None, keys=6, given=None, **changes):
     return read_call(call, valid)
 
 
-def visible(**kwargs) -> torch.Tensor:
-    return views(**kwargs)["visible"].expand(2, 4, 6, 6)
-
-
-def test_no_mask_sees_all_and_causal_the_past():
-    assert visible().all()
-    assert torch.equal(visible(given={"is_causal": True}), LOWER)
-    assert visible(given={"is_causal": False}).all()
-
-
 def test_a_mask_for_other_keys_is_refused():
     with pytest.raises(NotUnderstoodError, match=r"mask is for 9 keys, and there are 6"):
         views(mask=torch.zeros(2, 1, 6, 9))
@@ -50,19 +40,6 @@ def test_additive_biases_are_kept():
     found = views(mask=slopes.masked_fill(~LOWER[:1], -torch.inf))
     assert torch.equal(found["visible"].expand(2, 4, 6, 6), LOWER)
     assert torch.equal(found["bias"], torch.where(LOWER[:1], slopes, 0).expand(2, 4, 6, 6))
-
-
-def test_boolean_masks_say_where_to_attend():
-    mask = torch.rand(2, 1, 6, 6) > 0.5
-    assert torch.equal(visible(mask=mask), mask.expand(2, 4, 6, 6))
-
-
-def test_queries_that_are_padding_see_nothing():
-    valid = torch.ones(2, 6, dtype=torch.bool)
-    valid[0, 3:] = False
-    found = visible(valid=valid, given={"is_causal": True})
-    assert not found[0, :, 3:].any()
-    assert torch.equal(found[1], LOWER[1])
 
 
 def test_scale_softcap_and_sinks_are_as_given():

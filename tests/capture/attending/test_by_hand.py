@@ -1,26 +1,23 @@
 """Attention that is written out by hand, and softmaxes that are none."""
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
+from referee import rebuilt
 from torch import nn
+from torch.nn.functional import scaled_dot_product_attention as attend_by_function
+from watched import HEADS, Attention, blocks_of, look, scores_of
 
-import geomon
-from geomon.capture.anatomy import find_anatomy
-from geomon.capture.attending.attention import NotUnderstoodError, read_call
+from geomon.capture.attending.attention import NotUnderstoodError
 from geomon.capture.attending.by_hand import (
     Known,
     is_second_softmax,
     record_softmax,
 )
-from geomon.capture.snapshot import CAPTURED
+from geomon.capture.snapshot import Layer
 from geomon.capture.tap import Product
 from geomon.capture.tokens.sampling import RowSampler
-from geomon.capture.window import Window
-
-LOWER = torch.ones(6, 6, dtype=torch.bool).tril().expand(2, 4, 6, 6)
 
 
 def recorded(scores, dim=-1, heads=None, *, made=True, head_width=8):
@@ -95,19 +92,6 @@ def test_without_a_product_scores_of_all_tokens_count():
     assert recorded(torch.randn(12, 6), made=False) is None
 
 
-@pytest.mark.parametrize(
-    "lowest", [-torch.inf, -100.0, -10_000.0, -65504.0, torch.finfo(torch.float32).min]
-)
-def test_masked_scores_are_not_visible(lowest):
-    scores = torch.randn(2, 4, 6, 6).masked_fill(~LOWER, lowest)
-    call = recorded(scores, 3)
-    valid = torch.ones(2, 6, dtype=torch.bool)
-    valid[0, 3:] = False
-    found = read_call(call, valid)
-    assert torch.equal(found["visible"], LOWER & valid[:, None, :, None])
-    assert torch.equal(found["scores"], scores)
-
-
 def test_a_second_softmax_of_an_attention_is_recognised():
     first = torch.randn(2, 4, 6, 3)
     call = recorded(first, heads=4)
@@ -121,83 +105,20 @@ def test_a_second_softmax_of_an_attention_is_recognised():
 
 # -- whole models ------------------------------------------------------------------------------
 
-HEADS, LENGTH = 4, 8
+LENGTH = 8
 CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
-
-class Attention(nn.Module):
-    """An attention whose arithmetic is a function of queries, keys and values."""
-
-    def __init__(self, attend: Attend, width: int) -> None:
-        super().__init__()
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, width) for _ in range(3))
-        self.num_heads = HEADS
-        self.attend = attend
-
-    def forward(self, x):
-        q, k, v = (
-            layer(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-            for layer in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        return self.attend(q, k, v).transpose(1, 2).flatten(2)
-
-
-class Block(nn.Module):
-    def __init__(self, attend: Attend, width: int) -> None:
-        super().__init__()
-        self.attention = Attention(attend, width)
-        self.mlp = nn.Linear(width, width)
-
-    def forward(self, x):
-        x = x + self.attention(x)
-        return x + self.mlp(x)
-
-
-def model_of(attend: Attend, head_width: int = 16) -> nn.Module:
-    torch.manual_seed(0)
-    width = HEADS * head_width
-    return nn.Sequential(*(Block(attend, width) for _ in range(2)))
-
-
-def layers_of(model: nn.Module, x: torch.Tensor):
-    with torch.no_grad():
-        alone = model(x)
-        with Window(find_anatomy(model), set(CAPTURED), rows=10_000, seed=0) as window:
-            watched = model(x)
-    assert torch.equal(watched, alone)
-    snapshot = window.snapshot()
-    assert not [note for note in snapshot.info.notes if "hook failed" in note.words()]
-    return snapshot.layers[1:]
-
-
-def scores_of(q, k):
-    return q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+def layers_of(model: nn.Module, x: torch.Tensor) -> list[Layer]:
+    return look(model, x).snapshot().layers[1:]
 
 
 def over_query_features(q, k, v):
     return q.softmax(dim=-1) @ (k.transpose(-1, -2) @ v)
 
 
-def over_query_features_late(q, k, v):
-    context = k.transpose(-1, -2) @ v  # as many numbers as scores, where heads are as wide as long
-    return q.softmax(dim=-1) @ context
-
-
 def over_key_features(q, k, v):
     return q @ (k.softmax(dim=-1).transpose(-1, -2) @ v)
-
-
-def efficient(q, k, v):  # Shen et al. 2018
-    return q.softmax(dim=-1) @ (k.softmax(dim=-2).transpose(-1, -2) @ v)
-
-
-def features_first(q, k, v):  # as linear attention over feature maps has it
-    q, k, v = (x.transpose(-1, -2) for x in (q, k, v))
-    q, k = q.softmax(dim=-2), k.softmax(dim=-1)
-    context = torch.einsum("bhdn,bhen->bhde", k, v)
-    return torch.einsum("bhde,bhdn->bhen", context, q).transpose(-1, -2)
 
 
 def positive(q, k, v):
@@ -205,45 +126,22 @@ def positive(q, k, v):
     return q @ (k.transpose(-1, -2) @ v)
 
 
-RANDOM = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
-
-
-def performer(q, k, v):
-    q, k = (
-        (x @ RANDOM[: x.shape[-1]] - x.square().sum(dim=-1, keepdim=True) / 2).exp() for x in (q, k)
-    )
-    return q @ (k.transpose(-1, -2) @ v) / (q @ k.sum(dim=-2)[..., None])
-
-
 @pytest.mark.parametrize("head_width", [16, LENGTH], ids=["", "as wide as long"])
 @pytest.mark.parametrize(
     ("attend", "why"),
     [
         (over_query_features, "features (linear attention)"),
-        (over_query_features_late, "features (linear attention)"),
         (over_key_features, "features (linear attention)"),
-        (efficient, "features (linear attention)"),
-        (features_first, "features (linear attention)"),
         (positive, "linear attention has none"),
-        (performer, "linear attention has none"),
     ],
 )
 def test_linear_attention_has_no_weights(attend, why, head_width):
-    for layer in layers_of(
-        model_of(attend, head_width), torch.randn(2, LENGTH, HEADS * head_width)
-    ):
+    width = HEADS * head_width
+    for layer in layers_of(blocks_of(attend, width), torch.randn(2, LENGTH, width)):
         assert "visible" not in layer.captured
         assert "scores" not in layer.captured
         assert why in layer.missing["visible"]
         assert layer.captured["projected_query"].shape[1:] == (HEADS, head_width)
-
-
-def test_linear_attention_keeps_its_means_of_queries_and_keys():
-    values = geomon.measure(
-        model_of(over_query_features), torch.randn(2, LENGTH, HEADS * 16),
-        metrics=geomon.select("qk_cosine", "query_mean_norm"),
-    )  # fmt: skip
-    assert math.isfinite(values["qk_cosine/layer_01"])
 
 
 def grouped(q, k, v):
@@ -269,11 +167,8 @@ def folded(q, k, v):
     return torch.bmm(scores.softmax(-1), v).unflatten(0, (-1, HEADS))
 
 
-def by_softmax(softmax) -> Attend:
-    def attend(q, k, v):
-        return softmax(scores_of(q, k).masked_fill(~CAUSAL, -1e9)) @ v
-
-    return attend
+def by_logarithm(q, k, v):
+    return scores_of(q, k).masked_fill(~CAUSAL, -1e9).log_softmax(-1).exp() @ v
 
 
 BY_HAND = {
@@ -281,96 +176,72 @@ BY_HAND = {
     "transposed": transposed,
     "queries before heads": heads_last,
     "folded": folded,
-    "logarithm": by_softmax(lambda s: s.log_softmax(-1).exp()),
-    "logarithm by function": by_softmax(lambda s: nn.functional.log_softmax(s, dim=-1).exp()),
-    "special": by_softmax(lambda s: torch.special.softmax(s, -1)),
-    "special logarithm": by_softmax(lambda s: torch.special.log_softmax(s, dim=3).exp()),
-    "private": by_softmax(lambda s: torch._softmax(s, -1, False)),
-    "private logarithm": by_softmax(lambda s: torch._log_softmax(s, -1, False).exp()),
+    "logarithm": by_logarithm,
 }
+
+
+def assert_causal(layer: Layer, attention: Attention) -> None:
+    """Hold the weights, the mask and the largest scores against those of queries and keys."""
+    q, k = attention.query.double(), attention.key.double()
+    visible = layer.captured["visible"]
+    assert torch.equal(visible, CAUSAL.expand_as(visible))
+    scores = scores_of(q, k.repeat_interleave(q.shape[1] // k.shape[1], dim=1))
+    scores = scores.masked_fill(~CAUSAL, -torch.inf)
+    assert torch.allclose(rebuilt(layer)[0].double(), scores.softmax(-1), atol=1e-6)
+    largest = layer.captured["max_logits"].double()
+    torch.testing.assert_close(largest, scores.amax(dim=(0, 2, 3)), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("head_width", [16, LENGTH], ids=["", "as wide as long"])
 @pytest.mark.parametrize("way", BY_HAND)
 def test_attention_by_hand_of_any_shape_has_the_weights_of_the_model(way, head_width):
-    seen = []
-
-    def attend(q, k, v):
-        seen.append((q.double(), k.double()))
-        return BY_HAND[way](q, k, v)
-
-    model = model_of(attend, head_width)
-    layers = layers_of(model, torch.randn(2, LENGTH, HEADS * head_width))
-    for layer, (q, k) in zip(layers, seen[2:], strict=True):
-        expected = scores_of(q, k).masked_fill(~CAUSAL, -torch.inf).softmax(dim=-1)
-        visible = layer.captured["visible"]
-        assert torch.equal(visible, CAUSAL.expand_as(visible))
-        found = scores_in(layer.captured).masked_fill(~visible, -torch.inf).softmax(dim=-1)
-        assert torch.allclose(found.double(), expected, atol=1e-6)
+    width = HEADS * head_width
+    model = blocks_of(BY_HAND[way], width)
+    for layer, block in zip(layers_of(model, torch.randn(2, LENGTH, width)), model, strict=True):
+        assert_causal(layer, block.attention)
         if "query" in layer.captured:
-            torch.testing.assert_close(layer.captured["query"].double(), q)
-            torch.testing.assert_close(layer.captured["key"].double(), k)
+            torch.testing.assert_close(layer.captured["query"], block.attention.query)
+            torch.testing.assert_close(layer.captured["key"], block.attention.key)
         else:  # their order is not known there
             assert way == "queries before heads"
 
 
-def scores_in(views):
-    if "scores" in views:
-        return views["scores"]
-    keys = views["key"].repeat_interleave(HEADS // views["key"].shape[1], dim=1)
-    scores = views["query"] @ keys.transpose(-1, -2) * views["scale"]
-    return scores if views["bias"] is None else scores + views["bias"]
+def test_a_scale_that_is_no_number_is_that_of_scores_to_products():
+    def learned(q, k, v):
+        return (q @ k.mT * torch.tensor([[[[0.3]]], [[[0.3]]]])).softmax(-1) @ v
+
+    for layer in layers_of(blocks_of(learned), torch.randn(2, LENGTH, 32)):
+        assert layer.captured["scale"] == pytest.approx(0.3, rel=1e-5)
+        assert layer.captured["bias"] is None
 
 
 def grouped_query(q, k, v):
-    k, v = k[:, ::2], v[:, ::2]
-    attend = nn.functional.scaled_dot_product_attention
-    return attend(q, k, v, attn_mask=CAUSAL, enable_gqa=True)
+    return attend_by_function(q, k, v, attn_mask=CAUSAL, enable_gqa=True)
 
 
 def folded_by_function(q, k, v):
     given = (x.flatten(0, 1) for x in (q, k, v))
-    mixed = nn.functional.scaled_dot_product_attention(*given, attn_mask=CAUSAL)
-    return mixed.unflatten(0, (-1, HEADS))
+    return attend_by_function(*given, attn_mask=CAUSAL).unflatten(0, (-1, HEADS))
 
 
 def folded_with_its_mask(q, k, v):
     mask = CAUSAL.expand(len(q) * HEADS, -1, -1)
     given = (x.flatten(0, 1) for x in (q, k, v))
-    mixed = nn.functional.scaled_dot_product_attention(*given, attn_mask=mask)
-    return mixed.unflatten(0, (-1, HEADS))
+    return attend_by_function(*given, attn_mask=mask).unflatten(0, (-1, HEADS))
 
 
 def grouped_by_function(q, k, v):
     q, k, v = (x.unflatten(1, (2, 2)) for x in (q, k, v))
-    mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return mixed.flatten(1, 2)
+    return attend_by_function(q, k, v, is_causal=True).flatten(1, 2)
 
 
 @pytest.mark.parametrize(
     "attend", [grouped_query, folded_by_function, folded_with_its_mask, grouped_by_function]
 )
 def test_attention_by_function_of_any_shape_has_the_weights_of_the_model(attend):
-    seen = []
-
-    def kept(q, k, v):
-        k = k[:, ::2].repeat_interleave(2, dim=1) if attend is grouped_query else k
-        seen.append((q.double(), k.double()))
-        return attend(q, k, v)
-
-    layers = layers_of(model_of(kept), torch.randn(2, LENGTH, HEADS * 16))
-    for layer, (q, k) in zip(layers, seen[2:], strict=True):
-        found, visible = layer.captured, layer.captured["visible"].expand(2, HEADS, -1, -1)
-        assert torch.equal(visible, CAUSAL.expand_as(visible))
-        keys = found["key"].repeat_interleave(HEADS // found["key"].shape[1], dim=1)
-        scores = found["query"] @ keys.transpose(-1, -2) * found["scale"]
-        expected = scores_of(q, k).masked_fill(~CAUSAL, -torch.inf)
-        assert torch.allclose(
-            scores.double().masked_fill(~visible, -torch.inf), expected, atol=1e-5
-        )
-        torch.testing.assert_close(
-            found["max_logits"].double(), expected.amax(dim=(0, 2, 3)), rtol=1e-5, atol=1e-5
-        )
+    model = blocks_of(attend, 64, key_heads=2 if attend is grouped_query else None)
+    for layer, block in zip(layers_of(model, torch.randn(2, LENGTH, 64)), model, strict=True):
+        assert_causal(layer, block.attention)
 
 
 class WideHeads(nn.Module):
@@ -431,8 +302,8 @@ def test_projections_of_feature_maps_have_their_width_in_the_channels():
 
 
 def test_scores_of_unknown_order_are_missed_with_the_cure():
-    model = model_of(heads_last)
+    model = blocks_of(heads_last)
     for block in model:
         del block.attention.num_heads
-    for layer in layers_of(model, torch.randn(2, LENGTH, HEADS * 16)):
+    for layer in layers_of(model, torch.randn(2, LENGTH, 32)):
         assert "num_heads" in layer.missing["visible"]

@@ -8,19 +8,16 @@ import torch
 from accelerator import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
+from watched import blocks_of, scores_of, window
 
 import geomon
-from geomon.capture.anatomy import find_anatomy
 from geomon.capture.attending import max_logit
 from geomon.capture.attending.attention import Arguments
 from geomon.capture.attending.fused import read_sdpa
 from geomon.capture.attending.max_logit import max_logits_of_call, max_logits_of_scores, over_rows
 from geomon.capture.attending.rules import FlexRule, PlaceRule
-from geomon.capture.snapshot import CAPTURED, Layer
-from geomon.capture.window import Window
-from geomon.distributed.merge import merge_layers
 
 
 def given_by(query, key, mask=None, **changes) -> Arguments:
@@ -90,21 +87,6 @@ def test_it_is_the_largest_of_all_scores(
 
 
 @pytest.mark.parametrize("fewest", [1, 4])
-@pytest.mark.parametrize("window", [None, 3, 7])
-def test_no_later_key_is_seen_in_a_part_of_the_queries(monkeypatch, window, fewest):
-    """Every key has a larger score than those before it, and every query its own key's."""
-    monkeypatch.setattr(max_logit, "_FEWEST_QUERIES", fewest)
-    key = torch.arange(24.0).view(1, 1, 24, 1)
-    rule = None if window is None else PlaceRule(24, key.device, window - 1, 0)
-    options = {"causal": rule is None, "rule": rule, "scale": 1.0}
-    given = given_by(torch.ones(1, 1, 24, 1), key, **options)
-    assert max_logits_of_call(given)[0, 0].tolist() == [*range(24)]
-    lower = given_by(torch.ones(1, 1, 24, 1), -key, **options)
-    first = [max(0, row + 1 - (window or 24)) for row in range(24)]
-    assert max_logits_of_call(lower)[0, 0].tolist() == [-number for number in first]
-
-
-@pytest.mark.parametrize("fewest", [1, 4])
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 3), (False, None)])
 def test_of_packed_sequences_none_sees_another(monkeypatch, causal, window, fewest):
     monkeypatch.setattr(max_logit, "_FEWEST_QUERIES", fewest)
@@ -155,72 +137,41 @@ def test_of_scores_it_leaves_hidden_keys_and_rows_out(lowest):
     assert torch.equal(found, expected.amax(dim=(0, 2, 3)))
 
 
-class Attention(nn.Module):
-    """Causal attention; one query in a hundred sequences has a logit that is far larger."""
-
-    num_heads = 2
-
-    def __init__(self, way: str) -> None:
-        super().__init__()
-        self.q_proj, self.k_proj = nn.Linear(16, 16), nn.Linear(16, 16)
-        self.way = way
-        self.top = torch.zeros(2)
-
-    def forward(self, x):
-        q, k = (
-            layer(x).unflatten(-1, (2, 8)).transpose(1, 2) for layer in (self.q_proj, self.k_proj)
-        )
-        length = x.shape[1]
-        lower = torch.ones(length, length, dtype=torch.bool).tril()
-        if self.way == "by hand":
-            scores = (q @ k.transpose(-1, -2) / math.sqrt(8)).masked_fill(~lower, -1e9)
-            mixed = scores.softmax(dim=-1) @ k
-        elif self.way == "in parts":
-            mixed = torch.cat(
-                [
-                    nn.functional.scaled_dot_product_attention(
-                        q[:, :, rows], k, k, attn_mask=lower[rows]
-                    )
-                    for rows in (slice(0, length // 2), slice(length // 2, length))
-                ],
-                dim=2,
-            )
-        else:
-            mixed = nn.functional.scaled_dot_product_attention(q, k, k, is_causal=True)
-        self.top = reference(q.detach(), k.detach(), lower, 8**-0.5)
-        return mixed.transpose(1, 2).flatten(2)
+def causal(q, k, v):
+    return scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-class Block(nn.Module):
-    def __init__(self, way: str) -> None:
-        super().__init__()
-        self.attention = Attention(way)
+def by_hand(q, k, v):
+    lower = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+    return scores_of(q, k).masked_fill(~lower, -1e9).softmax(dim=-1) @ v
 
-    def forward(self, x):
-        return x + self.attention(x)
+
+def in_parts(q, k, v):
+    lower = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+    parts = torch.arange(q.shape[2]).chunk(2)
+    given = ((q[:, :, rows], k, v, lower[rows]) for rows in parts)
+    return torch.cat([scaled_dot_product_attention(*each) for each in given], dim=2)
 
 
 @pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("way", ["by hand", "by function", "in parts"])
+@pytest.mark.parametrize("way", [by_hand, causal, in_parts])
 def test_a_reading_has_the_logit_of_a_row_that_is_not_sampled(way, grad):
-    torch.manual_seed(0)
-    model = nn.Sequential(Block(way), Block(way))
-    x = torch.randn(100, 12, 16)
+    """One query in a hundred sequences has a logit that is far larger."""
+    model, x = blocks_of(way, 16), torch.randn(100, 12, 16)
     x[77, 5] *= 40
     with torch.set_grad_enabled(grad):
         alone = model(x)
-        with Window(find_anatomy(model), set(CAPTURED), rows=36, seed=0) as window:
-            watched = model(x)
-    assert torch.equal(watched, alone)
-    for layer, block in zip(window.snapshot().layers[1:], model, strict=True):
-        found = layer.captured["max_logits"]
+        with window(model, rows=36) as seen:
+            assert torch.equal(model(x), alone)
+    lower = torch.ones(12, 12, dtype=torch.bool).tril()
+    for layer, block in zip(seen.snapshot().layers[1:], model, strict=True):
+        own, found = block.attention, layer.captured["max_logits"]
+        top = reference(own.query.detach(), own.key.detach(), lower, own.size**-0.5)
         assert not found.requires_grad
-        torch.testing.assert_close(found.double(), block.attention.top, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found.double(), top, rtol=1e-5, atol=1e-5)
         assert found.max() > 100
     values = geomon.measure(model, x, metrics=geomon.select("max_logit"), tokens=36)
-    assert values["max_logit/layer_02/max"] == pytest.approx(
-        float(model[1].attention.top.max()), rel=1e-5
-    )
+    assert values["max_logit/layer_02/max"] == pytest.approx(float(top.max()), rel=1e-5)
 
 
 def test_it_is_computed_only_where_it_is_asked_for(monkeypatch):
@@ -228,9 +179,8 @@ def test_it_is_computed_only_where_it_is_asked_for(monkeypatch):
         raise AssertionError("was computed")
 
     monkeypatch.setattr("geomon.capture.recorder.max_logits_of_call", fail)
-    model = nn.Sequential(Block("by function"), Block("by function"))
     values = geomon.measure(
-        model, torch.randn(4, 6, 16), metrics=geomon.select("attention_entropy")
+        blocks_of(causal, 16), torch.randn(4, 6, 16), metrics=geomon.select("attention_entropy")
     )
     assert math.isfinite(values["attention_entropy/mean"])
 
@@ -255,17 +205,6 @@ def test_it_never_waits_for_values(causal, added):
         arguments = Arguments(query, key, mask, causal, 0.5, None, 3.0, None)
         assert over_rows(max_logits_of_call(arguments), valid).shape == (4,)
         assert over_rows(max_logits_of_scores(torch.randn(2, 4, 9, 9)), valid).shape == (4,)
-
-
-def test_of_several_ranks_it_is_the_largest():
-    tops = [[1.0, math.nan, 3.0], [2.0, math.nan, math.nan]]
-    query = torch.zeros(1, 3, 2, 4)
-    shared = {"query": query, "key": query, "visible": torch.ones(1, 1, 1, 2, dtype=torch.bool),
-              "bias": None, "scale": 0.5, "softcap": None, "sink": None}  # fmt: skip
-    parts = [Layer(1, "block", shared | {"max_logits": torch.tensor(top)}) for top in tops]
-    merged = merge_layers(parts).captured["max_logits"]
-    assert merged[[0, 2]].tolist() == [2.0, 3.0]
-    assert merged[1].isnan()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

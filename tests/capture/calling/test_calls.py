@@ -1,8 +1,8 @@
 """Calls are seen without anything on the model; the model's own names and copies are its own."""
 
-import copy
-import pickle
+import functools
 import threading
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -11,24 +11,16 @@ from interrupting import Interrupting, files
 from models import PlainDecoder, batch, transformer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from watched import look, notes, window
 
 from geomon import Memory, Monitor, every, measure, select
-from geomon.capture import Window, extra_pass, find_anatomy
+from geomon.capture import extra_pass
 from geomon.capture.calling import calls, patches
 from geomon.capture.calling.calls import FirstCall
 from geomon.capture.calling.patches import in_extra_pass
-from geomon.capture.recorder import AttentionRecorder
-from geomon.capture.snapshot import CAPTURED
 
 FEW = select("variance", "attention_entropy", "qk_cosine")
-NAMES = (
-    "mask", "route", "module_", "stack", "step", "options", "observer", "layer", "names", "args",
-    "kwargs", "action", "model", "output", "shape", "heads", "notify", "function",
-)  # fmt: skip
-
-
-def window(model, **kwargs):
-    return Window(find_anatomy(model), set(CAPTURED), rows=64, seed=0, **kwargs)
+NAMES = ("mask", "module_", "step", "layer", "args", "kwargs", "model", "output", "function")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -39,69 +31,51 @@ def test_a_column_of_the_batch_may_have_any_name(name):
     expected = model(**inputs).logits
     with window(model) as seen:
         assert torch.equal(model(**inputs).logits, expected)
-    snapshot = seen.snapshot()
-    assert all("query" in layer.captured for layer in snapshot.layers[1:])
-    assert not snapshot.info.notes
+    assert all("query" in layer.captured for layer in seen.snapshot().layers[1:])
+    assert not notes(seen)
     assert measure(model, inputs, tokens=64) == pytest.approx(
         measure(model, {"input_ids": batch()}, tokens=64), nan_ok=True
     )
 
 
-@pytest.mark.parametrize("place", ["on_fused", "on_softmax", "before_call", "after_call"])
-def test_an_error_of_its_own_never_reaches_the_model(monkeypatch, place):
-    model, ids = transformer("gpt2", "eager" if place == "on_softmax" else "sdpa").eval(), batch()
-    expected = model(ids).logits
-    what = {"before_call": "_on_block", "after_call": "_on_block_left"}.get(place, place)
-
-    def broken(*args, **kwargs):
-        raise RuntimeError("of its own")
-
-    owner = AttentionRecorder if place.startswith("on_") else Window
-    monkeypatch.setattr(owner, what, broken)
-    with window(model) as seen:
-        assert torch.equal(model(ids).logits, expected)
-    assert any("of its own" in note.words() for note in seen.snapshot().info.notes)
-
-
-# -- copies --------------------------------------------------------------------------------------
-
-
-def test_a_copy_made_anywhere_in_a_forward_has_nothing_of_the_window():
-    model, copies = PlainDecoder(), []
-    before = fingerprint(model)["hooks"]
-
-    def copies_itself(*call):
-        copies.append(copy.deepcopy(model))
-        copies.append(pickle.loads(pickle.dumps(model)))
-
-    inside = model.blocks[1].mlp[1]  # in the block, which is watched
-    handle = inside.register_forward_hook(copies_itself)
-    handle.remove()
-    run = inside.forward
-    with window(model) as seen:
-        inside.forward = lambda x: (delattr(inside, "forward"), copies_itself(), run(x))[-1]
-        output = model(batch())
-    assert len(seen.snapshot().layers[3].captured["hidden"])
-    assert len(copies) == 2
-    for one in copies:
-        assert fingerprint(one)["hooks"] == before
-        assert torch.equal(one(batch()), output)
-
-
 def test_the_arguments_are_seen_as_the_modules_own_hooks_leave_them():
     model, ids = PlainDecoder(), batch()
+    plain = look(model, ids).snapshot().layers
     block = model.blocks[0]
     block.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
     block.register_forward_hook(lambda module, args, output: output * 3)
-    with window(model) as seen, torch.no_grad():
-        model(ids)
-    entered, left = (seen.snapshot().layers[i].captured["hidden"] for i in (0, 1))
-    block._forward_pre_hooks.clear()
-    block._forward_hooks.clear()
-    with window(model) as plain, torch.no_grad():
-        model(ids)
-    assert torch.equal(entered, 2 * plain.snapshot().layers[0].captured["hidden"])
-    assert not torch.equal(left, plain.snapshot().layers[1].captured["hidden"])
+    entered, left = (layer.captured["hidden"] for layer in look(model, ids).snapshot().layers[:2])
+    assert torch.equal(entered, 2 * plain[0].captured["hidden"])
+    assert not torch.equal(left, plain[1].captured["hidden"])
+
+
+def _compiled(x):
+    return x
+
+
+compiled = torch.compile(_compiled, backend="eager")
+
+
+def refers_to(function):
+    return lambda x: function([x])
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (compiled, True),
+        (refers_to(compiled), True),
+        (functools.partial(map, compiled), True),
+        (functools.partial(map, refers_to(compiled)), True),
+        (refers_to(_compiled), False),
+        (functools.partial(pow, 2), False),
+        (torch.compiler.disable(_compiled), False),
+    ],
+)
+def test_compiled_functions_are_found_among_the_attributes_of_a_module(value, found):
+    module = nn.Linear(2, 2)
+    module.held = value
+    assert calls.calling_compiled([nn.Linear(2, 2), module]) == ({id(module)} if found else set())
 
 
 # -- Ctrl-C at every line ------------------------------------------------------------------------
@@ -179,24 +153,11 @@ def test_ctrl_c_at_any_line_of_a_due_step_leaves_nothing(kind, tmp_path, other_l
     close()
 
 
-def test_another_thread_of_the_program_has_its_own_window_after_ctrl_c():
-    def look():
-        with window(model) as seen, torch.no_grad():
-            model(batch(1, 4))
-        found.append(seen.snapshot())
-
-    model, found = PlainDecoder(width=8, layers=1, heads=2), []
-    thread = threading.Thread(target=look, daemon=True)
-    thread.start()
-    thread.join(timeout=60)
-    assert found
-
-
 # -- nothing that a pass of the monitor's own writes stays --------------------------------------
 
 
 class Writes(nn.Module):
-    """A head that writes, in its forward pass, whatever a module can write."""
+    """A model that writes, in its forward pass, what a module can write beside its attributes."""
 
     def __init__(self, inner):
         super().__init__()
@@ -206,8 +167,6 @@ class Writes(nn.Module):
         self.register_buffer("table", torch.ones(2), persistent=False)
         self.register_buffer("empty", None)
         self.norm = nn.BatchNorm1d(50)
-        self.calls, self.scale = 0, 1.0
-        self.kept = torch.ones(3)
 
     def forward(self, ids):
         out = self.inner(ids)
@@ -217,31 +176,25 @@ class Writes(nn.Module):
         self.table = torch.ones(ids.shape[1])  # another object
         self.empty = torch.ones(1)
         self.register_buffer("grown", torch.ones(7), persistent=False)
-        self.calls += 1
-        self.scale *= 0.5
-        self.kept[0] = 9
-        self.cache = torch.ones(5)
         return out
 
 
 def state_of(model):
-    found = {}
-    for name, module in model.named_modules():
-        for kind in (module._buffers, vars(module)):
-            for key, value in kind.items():
-                if isinstance(value, torch.Tensor):
-                    found[name, key] = (id(value), value.numpy().tobytes())
-                elif isinstance(value, int | float | None) and key != "training":
-                    found[name, key] = value
-        found[name, "transient"] = sorted(module._non_persistent_buffers_set)
-        found[name, "order"] = list(module._buffers)
-    return found
+    return [
+        (
+            name,
+            [(key, id(x), x is not None and x.numpy().tobytes()) for key, x in m._buffers.items()],
+            sorted(m._non_persistent_buffers_set),
+            m.training,
+        )
+        for name, m in model.named_modules()
+    ]
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_probe_leaves_buffers_and_attributes_as_they_were(fails):
+def test_a_probe_leaves_buffers_as_they_were(fails):
     model = Writes(PlainDecoder()).train()
-    kept = [*model.buffers()], model.kept  # as long as their addresses are compared
+    kept = [*model.buffers()]  # as long as their addresses are compared
     before, random = state_of(model), random_state()
 
     def inputs(model):
@@ -249,10 +202,8 @@ def test_a_probe_leaves_buffers_and_attributes_as_they_were(fails):
         if fails:
             raise RuntimeError("in the pass")
 
-    try:
+    with suppress(RuntimeError) if fails else nullcontext():
         extra_pass(model, inputs, window(model))
-    except RuntimeError:
-        assert fails
     assert state_of(model) == before
     assert random_state() == random
     model(batch())
@@ -289,51 +240,47 @@ def test_parameters_without_values_end_nothing_and_are_said_once(caplog, source)
         measure(Lazy(), batch())
 
 
-def test_a_recomputation_is_not_the_first_call_that_is_waited_for():
-    block = nn.Linear(3, 3)
-    kept = checkpoint(block, torch.ones(2, 3, requires_grad=True), use_reentrant=False)
-    seen = []
-    first = FirstCall((block,), lambda: seen.append("before"), seen.append, lambda: None)
-    first.begin()
-    try:
-        kept.sum().backward()  # runs the block again
-        assert seen == []
-        block(torch.ones(2, 3))
-        assert seen == ["before", None]
-    finally:
-        first.end()
+# -- the first call that counts --------------------------------------------------------------------
 
 
-def test_a_call_with_gradients_goes_before_earlier_ones_without():
-    block, seen = nn.Linear(3, 3), []
+@pytest.fixture
+def awaited():
+    """What waits for the first call of a module that counts, and what is told of it."""
+    block, told = nn.Linear(3, 3), []
     first = FirstCall(
-        (block,),
-        lambda: seen.append("before"),
-        seen.append,
-        lambda: seen.append("between"),
+        (block,), lambda: told.append("before"), told.append, lambda: told.append("between")
     )
     first.begin()
-    try:
-        with torch.no_grad():
-            for _ in range(3):  # of these the first counts until a better one comes
-                block(torch.ones(2, 3))
-        assert first.came
-        assert seen == ["before", "between"]
-        for _ in range(2):
-            block(torch.ones(2, 3))
-        assert seen == ["before", "between", "before", None]
-    finally:
-        first.end()
+    yield first, block, told
+    first.end()
 
 
-def test_a_call_without_gradients_that_fails_is_the_end():
-    block, seen = nn.Linear(3, 3), []
-    first = FirstCall((block,), lambda: None, seen.append, lambda: seen.append("between"))
+def test_a_recomputation_is_not_the_first_call_that_is_waited_for(awaited):
+    first, block, told = awaited
+    first.end()
+    kept = checkpoint(block, torch.ones(2, 3, requires_grad=True), use_reentrant=False)
     first.begin()
-    try:
-        with torch.no_grad(), pytest.raises(RuntimeError):
-            block(torch.ones(2, 4))
+    kept.sum().backward()  # runs the block again
+    assert told == []
+    block(torch.ones(2, 3))
+    assert told == ["before", None]
+
+
+def test_a_call_with_gradients_goes_before_earlier_ones_without(awaited):
+    first, block, told = awaited
+    with torch.no_grad():
+        for _ in range(3):  # of these the first counts until a better one comes
+            block(torch.ones(2, 3))
+    assert first.came
+    assert told == ["before", "between"]
+    for _ in range(2):
         block(torch.ones(2, 3))
-        assert [type(one) for one in seen] == [RuntimeError]
-    finally:
-        first.end()
+    assert told == ["before", "between", "before", None]
+
+
+def test_a_call_without_gradients_that_fails_is_the_end(awaited):
+    _, block, told = awaited
+    with torch.no_grad(), pytest.raises(RuntimeError):
+        block(torch.ones(2, 4))
+    block(torch.ones(2, 3))
+    assert [type(one) for one in told] == [str, RuntimeError]

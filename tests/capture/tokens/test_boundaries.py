@@ -5,7 +5,6 @@ import torch
 from models import PlainDecoder, batch, transformer
 from torch import nn
 
-from geomon import Memory, Monitor, every, select
 from geomon.capture import Window, find_anatomy
 from geomon.capture.snapshot import CAPTURED, Snapshot
 from geomon.capture.tokens.boundaries import GivenPlaces, find_places, find_sequences
@@ -171,23 +170,6 @@ def test_a_packed_batch_reads_as_its_sequences_do(name):
         assert torch.equal(found.sort().values, NUMBERS)
     assert any("told apart by position_ids" in note.words() for note in packed.info.notes)
     assert not any("told apart" in note.words() for note in alone.info.notes)
-
-
-def test_margins_stand_on_the_sequences_of_a_packed_batch():
-    model, memory = transformer("llama"), Memory()
-    positions = torch.arange(8).repeat(12)[None]
-    monitor = Monitor(
-        model, metrics=select("variance", "qk_cosine"), schedule=every(1), tokens=96, batches=1,
-        directory=None, sinks=[memory],
-    )  # fmt: skip
-    for step, given in enumerate([{}, {"position_ids": positions}]):
-        with torch.no_grad(), monitor(step):
-            model(batch(1, 96), **given)
-    monitor.close()
-    plain, packed = memory.readings
-    for metric in ("variance", "qk_cosine"):
-        assert f"{metric}/mean/margin" not in plain.values
-        assert packed.values[f"{metric}/mean/margin"] > 0
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -1,20 +1,19 @@
-import math
+import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
-from models import PlainBlock, PlainDecoder, batch, transformer
+from models import batch, transformer
 from referee import sampled
+from specimens import built
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForSeq2SeqLM,
-    T5Config,
-    WhisperConfig,
-    WhisperForConditionalGeneration,
-)
+from torch.nn.functional import scaled_dot_product_attention as attend
+from watched import blocks_of, look, notes, scores_of
+from zoo import ZOO
 
 from geomon import describe, measure, select
 from geomon.capture import Window, find_anatomy, padding_arguments
-from geomon.capture.snapshot import CAPTURED, NotSeenError, Snapshot
+from geomon.capture.snapshot import NotSeenError, Snapshot
 from geomon.capture.tokens.padding import HIDDEN_KEYS, Padding
 
 
@@ -55,53 +54,32 @@ def test_padding_arguments_are_those_of_the_modules_around_the_blocks():
 # -- what one pass tells -------------------------------------------------------------------------
 
 
-class MaskedBlock(PlainBlock):
+def fused(q: Tensor, k: Tensor, v: Tensor, hides: Tensor | None) -> Tensor:
     """Attention over the tokens that are no padding, or over all earlier ones."""
-
-    hides: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            part.unflatten(-1, (self.n_head, -1)).transpose(1, 2)
-            for part in self.c_attn(self.ln_1(x)).chunk(3, dim=-1)
-        )
-        y = nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=self.hides, is_causal=self.hides is None
-        )
-        x = x + self.c_proj(y.transpose(1, 2).flatten(2))
-        return x + self.mlp(self.ln_2(x))
+    return attend(q, k, v, attn_mask=hides, is_causal=hides is None)
 
 
-class ByHand(MaskedBlock):
-    """The same, written out."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            part.unflatten(-1, (self.n_head, -1)).transpose(1, 2)
-            for part in self.c_attn(self.ln_1(x)).chunk(3, dim=-1)
-        )
-        scores = q @ k.mT / math.sqrt(q.shape[-1])
-        if self.hides is not None:
-            scores = scores.masked_fill(~self.hides, -1e9)
-        x = x + self.c_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
-        return x + self.mlp(self.ln_2(x))
+def by_hand(q: Tensor, k: Tensor, v: Tensor, hides: Tensor | None) -> Tensor:
+    scores = scores_of(q, k)
+    return (scores if hides is None else scores.masked_fill(~hides, -1e9)).softmax(-1) @ v
 
 
-class AnyName(PlainDecoder):
+class AnyName(nn.Module):
     """Takes a mask under any name; its attention may hide what `real` says is padding."""
 
-    def __init__(self, block: type[MaskedBlock] = MaskedBlock) -> None:
+    def __init__(self, way: Callable[..., Tensor] = fused) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(block(32, 4, 0.0) for _ in range(3))
+        self.blocks = blocks_of(lambda q, k, v: way(q, k, v, next(self.masks)))
+        self.tokens, self.hides = nn.Embedding(50, 32), [None]
 
-    def hide(self, real: Tensor | None) -> "AnyName":
-        for block in self.blocks:
-            block.hides = None if real is None else real[:, None, None, :]
+    def hide(self, *real: Tensor | None) -> "AnyName":
+        """Hide these keys in all blocks, or one mask in each."""
+        self.hides = [x if x is None or x.ndim != 2 else x[:, None, None, :] for x in real]
         return self
 
     def forward(self, ids: Tensor, **given: Tensor) -> Tensor:
-        return super().forward(ids)
+        self.masks = itertools.cycle(self.hides)
+        return self.blocks(self.tokens(ids))
 
 
 LENGTHS = torch.tensor([32, 20, 27, 9, 32, 14, 31, 25])
@@ -113,17 +91,6 @@ def padded_batch(side: str = "right") -> tuple[Tensor, Tensor]:
     real = torch.arange(32) < LENGTHS[:, None]
     real = real if side == "right" else real.flip(1)
     return batch().clamp(min=1).masked_fill(~real, PAD), real
-
-
-def look(model: nn.Module, *inputs: Tensor, rows: int = 10_000, **given: Tensor) -> Window:
-    model.eval()
-    with torch.no_grad():
-        plain = model(*inputs, **given)
-        with Window(find_anatomy(model), set(CAPTURED), rows=rows, seed=0) as seen:
-            watched = model(*inputs, **given)
-    if isinstance(plain, Tensor):
-        assert torch.equal(watched, plain)
-    return seen
 
 
 def kept(seen: Window, stack: str = "", index: int = 1) -> Tensor:
@@ -146,29 +113,29 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("block", [MaskedBlock, ByHand])
+@pytest.mark.parametrize("way", [fused, by_hand])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", ["mask", "pad_mask", "src_padding", "prompt_mask", "labels"])
-def test_the_keys_that_attention_hides_are_padding_whatever_the_model_is_given(name, form, block):
+@pytest.mark.parametrize("name", ["mask", "labels"])
+def test_the_keys_that_attention_hides_are_padding_whatever_the_model_is_given(name, form, way):
     ids, real = padded_batch("left" if name == "mask" else "right")
-    seen = look(AnyName(block).hide(real), ids, **{name: FORMS[form](~real)})
+    seen = look(AnyName(way).hide(real), ids, **{name: FORMS[form](~real)})
     assert torch.equal(kept(seen), real.flatten().nonzero().squeeze(1))
-    (note,) = seen.snapshot().info.notes
-    assert note.words() == f"padding, 26% of the tokens, was left out, going by {HIDDEN_KEYS}"
+    said = f"padding, 26% of the tokens, was left out, going by {HIDDEN_KEYS}"
+    assert notes(seen) == [said]
     assert seen.padding("") == HIDDEN_KEYS
 
 
-@pytest.mark.parametrize("name", ["mask", "pad_mask", "src_padding", "lengths", "x_len"])
+@pytest.mark.parametrize("name", ["mask", "src_padding", "lengths", "x_len"])
 def test_what_may_say_where_padding_is_and_is_not_read_is_named(name):
     ids, real = padded_batch()
     seen = look(AnyName(), ids, **{name: LENGTHS if "len" in name else real})
     assert len(kept(seen)) == ids.numel()
-    (note,) = seen.snapshot().info.notes
-    assert note.words().startswith(f"padding may be counted: {name} may say where it is")
+    (note,) = notes(seen)
+    assert note.startswith(f"padding may be counted: {name} may say where it is")
     alike = torch.full_like(LENGTHS, 32) if "len" in name else torch.ones_like(real)
     everything = torch.ones_like(ids)
     for given in ({name: alike}, {name: real, "attention_mask": everything}):
-        assert look(AnyName(), ids, **given).snapshot().info.notes == []
+        assert notes(look(AnyName(), ids, **given)) == []
 
 
 OTHERS = ("labels", "token_type_ids", "loss_mask", "prompt_mask", "special_tokens_mask", "chosen")
@@ -182,51 +149,45 @@ def test_other_arguments_of_zeros_and_ones_say_nothing(name):
         for given in (real, real.long(), real.long().masked_fill(~real, -100)):
             seen = look(model, ids, rows=100, **{name: given})
             assert_equal(seen.snapshot(), plain)
-            assert seen.snapshot().info.notes == []
+            assert notes(seen) == []
             assert seen.padding("") is None
 
 
-@pytest.mark.parametrize("block", [MaskedBlock, ByHand])
-def test_padding_that_is_known_after_the_pass_leaves_fewer_rows_and_no_padding(block):
+@pytest.mark.parametrize("way", [fused, by_hand])
+def test_padding_that_is_known_after_the_pass_leaves_fewer_rows_and_no_padding(way):
     ids, real = padded_batch()
-    left = kept(look(AnyName(block).hide(real), ids, rows=100))
+    left = kept(look(AnyName(way).hide(real), ids, rows=100))
     assert 50 < len(left) < 100
     assert real.flatten()[left].all()
-    assert len(kept(look(AnyName(block).hide(real), ids, rows=100, attention_mask=real))) == 100
+    assert len(kept(look(AnyName(way).hide(real), ids, rows=100, attention_mask=real))) == 100
 
 
-@pytest.mark.parametrize("block", [MaskedBlock, ByHand])
-def test_padding_between_tokens_is_left_out(block):
+@pytest.mark.parametrize("way", [fused, by_hand])
+def test_padding_between_tokens_is_left_out(way):
     """A text of its own length, padded, with an image behind it."""
     real = torch.ones(8, 32, dtype=torch.bool)
     real[:, :20] = torch.arange(20) < LENGTHS[:, None] // 2
-    seen = look(AnyName(block).hide(real), batch())
+    seen = look(AnyName(way).hide(real), batch())
     assert torch.equal(kept(seen), real.flatten().nonzero().squeeze(1))
 
 
-@pytest.mark.parametrize("block", [MaskedBlock, ByHand])
-def test_keys_that_one_layer_alone_hides_are_tokens(block):
+@pytest.mark.parametrize("way", [fused, by_hand])
+def test_keys_that_one_layer_alone_hides_are_tokens(way):
     """Sparse attention chooses keys anew at each layer."""
-    model, real = AnyName(block), padded_batch()[1]
-    for depth, one in enumerate(model.blocks):
-        one.hides = real.roll(11 * depth, 1)[:, None, None]
-    both = real & real.roll(11, 1) & real.roll(22, 1)
-    either = real | real.roll(11, 1) | real.roll(22, 1)
-    assert not both.all()
-    assert torch.equal(kept(look(model, batch())), either.flatten().nonzero().squeeze(1))
+    model, real = AnyName(way), padded_batch()[1]
+    other = real.roll(11, 1)
+    seen = look(model.hide(real, other), batch())
+    assert torch.equal(kept(seen), (real | other).flatten().nonzero().squeeze(1))
 
 
 def test_a_mask_that_hides_one_place_of_all_sequences_is_of_the_attention():
     before = torch.ones(32, 32, dtype=torch.bool).tril(-1)  # nothing sees the last token
     before[0, 0] = True
-    model = AnyName()
-    for block in model.blocks:
-        block.hides = before
-    seen = look(model, batch())
+    seen = look(AnyName().hide(before[None, None]), batch())
     assert len(kept(seen)) == 8 * 32
-    assert seen.snapshot().info.notes == []
+    assert notes(seen) == []
     before[:, 28:] = False
-    assert len(kept(look(model, batch()))) == 8 * 28
+    assert len(kept(look(AnyName().hide(before[None, None]), batch()))) == 8 * 28
 
 
 @pytest.mark.parametrize("name", ["attention_mask", "key_padding_mask"])
@@ -235,13 +196,10 @@ def test_a_mask_that_leaves_no_token_is_not_believed_and_said(name):
     nothing = torch.zeros_like(ids) if name == "attention_mask" else torch.ones_like(ids).bool()
     seen = look(AnyName(), ids, **{name: nothing})
     assert len(kept(seen)) == ids.numel()
-    (note,) = seen.snapshot().info.notes
-    assert note.words() == f"{name} leaves no token: it is not read as a mask of padding"
+    assert notes(seen) == [f"{name} leaves no token: it is not read as a mask of padding"]
     hidden = look(AnyName().hide(torch.zeros_like(ids).bool()), ids)
     assert len(kept(hidden)) == ids.numel()
-    model = AnyName()
-    for block in model.blocks:
-        block.hides = torch.eye(32, dtype=torch.bool).expand(8, 1, -1, -1)
+    model = AnyName().hide(torch.eye(32, dtype=torch.bool).expand(8, 1, -1, -1))
     assert len(kept(look(model, ids, **{name: nothing}))) == 0
     assert len(kept(look(model, ids))) == ids.numel()
 
@@ -264,52 +222,31 @@ def test_a_mask_that_means_the_opposite_of_its_name_gives_no_values_and_says_so(
 # -- encoders and decoders -----------------------------------------------------------------------
 
 
-def sequence_to_sequence(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    torch.manual_seed(0)
-    ids, real = padded_batch()
-    if name == "t5":
-        configuration = T5Config(
-            vocab_size=50, d_model=32, d_ff=64, num_layers=2, num_heads=4, d_kv=8,
-            decoder_start_token_id=0, dropout_rate=0.0,
-        )  # fmt: skip
-        model = AutoModelForSeq2SeqLM.from_config(configuration)
-        return model, {"input_ids": ids, "attention_mask": real.long()}
-    configuration = WhisperConfig(
-        vocab_size=50, num_mel_bins=8, d_model=32, encoder_layers=2, encoder_attention_heads=4,
-        decoder_layers=2, decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64,
-        max_source_positions=14, max_target_positions=40, pad_token_id=1, bos_token_id=1,
-        eos_token_id=1, decoder_start_token_id=2, suppress_tokens=None, begin_suppress_tokens=None,
-    )  # fmt: skip
-    return WhisperForConditionalGeneration(configuration), {"input_features": torch.randn(8, 8, 28)}
+T5 = "T5 (position bias)"
 
 
-@pytest.mark.parametrize("name", ["t5", "whisper"])
-def test_labels_of_minus_100_tell_the_padding_of_a_decoder(name):
-    model, inputs = sequence_to_sequence(name)
-    _, real = padded_batch()
+def test_labels_of_minus_100_tell_the_padding_of_a_decoder():
+    model, (ids, real) = built(ZOO[T5], "sdpa"), padded_batch()
     labels = batch(length=16, seed=4).clamp(min=3)
     lengths = torch.tensor([16, 3, 9, 12, 16, 1, 7, 10])
     labels[torch.arange(16) >= lengths[:, None]] = -100
-    seen = look(model, **inputs, labels=labels)
+    given = {"input_ids": ids, "attention_mask": real.long(), "labels": labels}
+    seen = look(model, **given)
     expected = torch.arange(16) < lengths[:, None] + 1  # the start token and the labels
     assert torch.equal(kept(seen, "decoder"), expected.flatten().nonzero().squeeze(1))
     assert seen.padding("decoder") == "labels of -100"
-    decoder = [x for x in seen.snapshot().layers if x.stack == "decoder"]
-    for layer in decoder[1:]:
+    for layer in [x for x in seen.snapshot().layers if x.stack == "decoder"][1:]:
         assert layer.captured["visible"].any(-1).any(1).sum() == expected.sum()
         assert len(layer.captured["projected_query"]) == expected.sum()
-    if name == "t5":
-        assert len(kept(seen, "encoder")) == real.sum()
-    shown = dict(describe(model, {**inputs, "labels": labels}).rows)["padding"]
+    assert len(kept(seen, "encoder")) == real.sum()
+    shown = dict(describe(model, given).rows)["padding"]
     assert "of the decoder left out, going by labels of -100" in shown
 
 
 def test_a_mask_of_the_decoder_is_not_that_of_the_encoder():
-    model, inputs = sequence_to_sequence("t5")
-    _, real = padded_batch()
-    ids = inputs["input_ids"]
+    ids, real = padded_batch()
     given = {"input_ids": ids, "decoder_input_ids": ids, "decoder_attention_mask": real.long()}
-    seen = look(model, **given)
+    seen = look(built(ZOO[T5], "sdpa"), **given)
     assert len(kept(seen, "encoder")) == ids.numel()
     assert torch.equal(kept(seen, "decoder"), real.flatten().nonzero().squeeze(1))
     cross = next(x.captured for x in seen.snapshot().layers if x.stack == "cross")
@@ -333,26 +270,24 @@ def test_describe_says_what_the_padding_was_known_by():
     assert shown.startswith("none in this pass")
 
 
-@pytest.mark.parametrize("block", [MaskedBlock, ByHand])
-def test_padding_that_is_inferred_after_the_pass_is_not_in_the_largest_logit(block):
+@pytest.mark.parametrize("way", [fused, by_hand])
+def test_padding_that_is_inferred_after_the_pass_is_not_in_the_largest_logit(way):
     """It is computed while queries are alive, and padding may be known only later."""
     ids, real = padded_batch()
-    model = AnyName(block).hide(real)
+    model = AnyName(way).hide(real)
+    own = model.blocks[0].attention
     with torch.no_grad():  # the queries of padding are the largest: W_q stretches them most
-        weight = model.blocks[0].c_attn.weight
-        weight *= 10
-        model.tokens.weight[PAD] = 100 * torch.linalg.svd(weight[:32]).Vh[0]
+        model.tokens.weight[PAD] = 100 * torch.linalg.svd(own.q_proj.weight).Vh[0]
     named, other = (
         measure(model, {"ids": ids, name: real}, metrics=select("max_logit"))
         for name in ("attention_mask", "which_count")
     )
     assert other == pytest.approx(named)
-    own = model.blocks[0]
-    x = own.ln_1(model.tokens(ids) + model.places(torch.arange(32)))
-    q, k = (part.unflatten(-1, (4, -1)).double() for part in own.c_attn(x).chunk(3, dim=-1)[:2])
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(8)
-    scores = scores.masked_fill(~real[:, None, None], -math.inf)
-    tokens = scores.masked_fill(~real[:, None, :, None], -math.inf).amax(dim=(0, 2, 3))
+    with torch.no_grad():
+        model(ids)
+    scores = scores_of(own.query.double(), own.key.double())
+    scores = scores.masked_fill(~real[:, None, None], -torch.inf)
+    tokens = scores.masked_fill(~real[:, None, :, None], -torch.inf).amax(dim=(0, 2, 3))
     assert (scores.amax(dim=(0, 2, 3)) > tokens * 1.01).any()
     found = [other[f"max_logit/layer_01/head_{head}"] for head in range(4)]
     assert found == pytest.approx(tokens.tolist(), rel=1e-5)

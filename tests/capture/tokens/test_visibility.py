@@ -6,12 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from watched import blocks_of, look
 
-from geomon.capture.anatomy import find_anatomy
-from geomon.capture.snapshot import CAPTURED
 from geomon.capture.tokens.visibility import hidden_in_scores, hidden_keys
-from geomon.capture.window import Window
 
 LENGTH, WIDTH = 12, 32
 LOWER = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
@@ -78,100 +76,67 @@ def test_products_tell_hidden_keys_from_sharp_heads(
 # -- the same model by every route -----------------------------------------------------------------
 
 
-class Attention(nn.Module):
-    def __init__(self, heads: int) -> None:
-        super().__init__()
-        self.num_heads = heads
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.mask = torch.zeros(1)
-        self.by_hand = False
-        self.in_place = False
-        self.fused = False
-
-    def forward(self, x):
-        q, k, v = (
-            layer(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-            for layer in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        if not self.by_hand:
-            mixed = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
-        elif self.fused:
-            q, k = q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)
-            mask = self.mask.expand(len(x), self.num_heads, -1, LENGTH).flatten(0, 1)
-            scores = torch.baddbmm(mask, q / math.sqrt(q.shape[-1]), k)
-            mixed = scores.softmax(dim=-1).unflatten(0, (len(x), -1)) @ v
-        elif self.in_place:
-            scores = (q @ k.transpose(-1, -2)).div_(math.sqrt(q.shape[-1]))
-            mixed = scores.add_(self.mask).softmax(dim=-1) @ v
-        else:
-            scores = torch.einsum("bhid,bhjd->bhij", q / math.sqrt(q.shape[-1]), k)
-            mixed = nn.functional.softmax(scores + self.mask, dim=-1) @ v
-        return mixed.transpose(1, 2).flatten(2)
+def fused(q, k, v, mask):
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
-class Block(nn.Module):
-    def __init__(self, heads: int) -> None:
-        super().__init__()
-        self.attention = Attention(heads)
-
-    def forward(self, x):
-        return x + self.attention(x)
+def by_hand(q, k, v, mask):
+    scores = torch.einsum("bhid,bhjd->bhij", q / math.sqrt(q.shape[-1]), k)
+    return (scores + mask).softmax(dim=-1) @ v
 
 
-def visible_by_route(heads, mask, sharpness, route):
-    torch.manual_seed(0)
-    model = nn.Sequential(Block(heads), Block(heads))
+def in_place(q, k, v, mask):
+    return (q @ k.mT).div_(math.sqrt(q.shape[-1])).add_(mask).softmax(dim=-1) @ v
+
+
+def with_the_mask(q, k, v, mask):
+    """The mask is added by the operator of the product."""
+    sequences, heads = q.shape[:2]
+    mask = mask.expand(sequences, heads, LENGTH, LENGTH).flatten(0, 1)
+    q, k = q.flatten(0, 1), k.flatten(0, 1)
+    scores = torch.baddbmm(mask, q / math.sqrt(q.shape[-1]), k.mT)
+    return scores.softmax(dim=-1).unflatten(0, (sequences, heads)) @ v
+
+
+ROUTES = pytest.mark.parametrize("route", [fused, by_hand, in_place, with_the_mask])
+
+
+def visible_by(route, mask, heads, sharpness=1.0):
+    model = blocks_of(lambda q, k, v: route(q, k, v, mask), WIDTH, heads=heads)
     with torch.no_grad():
         for block in model:
-            attention = block.attention
-            attention.mask = mask
-            attention.by_hand, attention.in_place = route != "sdpa", route == "in place"
-            attention.fused = route == "with the mask"
-            attention.q_proj.weight *= sharpness
-        x = torch.randn(2, LENGTH, WIDTH)
-        with Window(find_anatomy(model), set(CAPTURED), rows=1000, seed=0) as window:
-            model(x)
-    layers = window.snapshot().layers[1:]
-    assert window.routes("") <= {"sdpa", "softmax"} - ({"sdpa"} if route != "sdpa" else set())
-    return [layer.captured["visible"].expand(2, heads, LENGTH, LENGTH) for layer in layers]
+            block.attention.q_proj.weight *= sharpness
+    seen = look(model, torch.randn(2, LENGTH, WIDTH))
+    assert route is fused or seen.routes("") == {"softmax"}
+    return [
+        layer.captured["visible"].expand(2, heads, LENGTH, LENGTH)
+        for layer in seen.snapshot().layers[1:]
+    ]
 
 
 ALIBI = -DISTANCE * 2.0 ** -torch.arange(1, 5)[:, None, None]
 
 
-@pytest.mark.parametrize("route", ["sdpa", "by hand", "in place"])
+@ROUTES
 @pytest.mark.parametrize("sharpness", [1.0, 1000.0], ids=["", "collapsed"])
 @pytest.mark.parametrize(
     ("heads", "bias"),
     [(4, torch.zeros(1)), (1, torch.zeros(1)), (4, ALIBI), (1, -8 * DISTANCE)],
     ids=["", "one head", "ALiBi", "a steep bias of one head"],
 )
-@pytest.mark.parametrize("lowest", [-10_000.0, torch.finfo(torch.float32).min, -torch.inf])
+@pytest.mark.parametrize("lowest", [-10_000.0, -torch.inf])
 def test_every_route_sees_the_same_keys(lowest, heads, bias, sharpness, route):
-    mask = bias + torch.where(LOWER, 0.0, lowest)
-    for visible in visible_by_route(heads, mask, sharpness, route):
+    for visible in visible_by(route, bias + torch.where(LOWER, 0.0, lowest), heads, sharpness):
         assert torch.equal(visible, LOWER.expand_as(visible))
 
 
-@pytest.mark.parametrize("lowest", LOWEST)
-def test_a_product_with_the_mask_in_it_hides_the_same_keys(lowest):
-    mask = torch.where(LOWER, 0.0, lowest)
-    for visible in visible_by_route(4, mask, 1.0, "with the mask"):
-        assert torch.equal(visible, LOWER.expand_as(visible))
-
-
-@pytest.mark.parametrize("route", ["sdpa", "by hand", "in place"])
+@ROUTES
 @pytest.mark.parametrize("heads", [1, 4])
-def test_every_route_sees_masks_of_moderate_size(heads, route):
-    mask = torch.where(LOWER, 0.0, -100.0)
-    for visible in visible_by_route(heads, mask, 1.0, route):
+def test_every_route_sees_masks_of_moderate_size_and_no_mask_in_sharp_heads(heads, route):
+    for visible in visible_by(route, torch.where(LOWER, 0.0, -100.0), heads):
         assert torch.equal(visible, LOWER.expand_as(visible))
-
-
-@pytest.mark.parametrize("route", ["sdpa", "by hand", "in place"])
-@pytest.mark.parametrize("heads", [1, 4])
-def test_heads_that_attend_to_one_key_hide_none(heads, route):
-    for visible in visible_by_route(heads, torch.zeros(1, 1, LENGTH, LENGTH), 3000.0, route):
+    nothing = torch.zeros(1, 1, LENGTH, LENGTH)
+    for visible in visible_by(route, nothing, heads, sharpness=3000.0):
         assert visible.all()
 
 

@@ -1,0 +1,87 @@
+"""The last token of each sequence: which row it is, however padding is known."""
+
+import pytest
+import torch
+from models import batch, transformer
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention as attend
+from watched import blocks_of, look
+
+from geomon.capture import Window, find_anatomy
+from geomon.capture.snapshot import explain_missing
+
+LENGTHS = torch.tensor([12, 5, 9, 12, 1, 7])
+
+
+def mask_of(side: str) -> Tensor:
+    real = torch.arange(12) < LENGTHS[:, None]
+    return real if side == "right" else real.flip(1)
+
+
+@pytest.mark.parametrize("side", ["right", "left", None])
+def test_the_last_token_that_is_no_padding_is_kept_at_every_layer(side):
+    model, ids, states = transformer("gpt2"), batch(6, 12), []
+    model.transformer.h[0].register_forward_pre_hook(lambda m, args: states.append(args[0]))
+    for block in model.transformer.h:
+        block.register_forward_hook(
+            lambda m, args, out: states.append(out if isinstance(out, Tensor) else out[0])
+        )
+    given = {} if side is None else {"attention_mask": mask_of(side).long()}
+    places = torch.full((6,), 11) if side != "right" else LENGTHS - 1
+    layers = look(model, ids, **given).snapshot().layers
+    for layer, expected in zip(layers, states[:4], strict=True):
+        seen = layer.captured
+        assert torch.equal(seen["last_hidden"], expected[torch.arange(6), places])
+        assert torch.equal(seen["last_positions"], places)
+        assert torch.equal(seen["last_sequences"], torch.arange(6))
+        assert torch.equal(seen["last_token_ids"], ids[torch.arange(6), places])
+        assert seen["last_precision"] == seen["precision"]
+        assert layer.missing == {}
+
+
+def test_a_sequence_of_padding_alone_has_no_last_token():
+    mask = mask_of("right").long()
+    mask[3] = 0
+    model, ids = transformer("gpt2"), batch(6, 12)
+    some, none = (
+        look(model, ids, attention_mask=given).snapshot().layers[2].captured
+        for given in (mask, 0 * mask)
+    )
+    assert some["last_sequences"].tolist() == [0, 1, 2, 4, 5]
+    assert none["last_hidden"].shape == (0, 32)
+
+
+def test_where_the_last_token_was_known_too_late_it_is_missing_with_the_reason():
+    """Attention says so when the rows are kept already."""
+    real = mask_of("right")
+    model = blocks_of(lambda q, k, v: attend(q, k, v, attn_mask=real[:, None, None, :]))
+    snapshot = look(model, torch.randn(6, 12, 32)).snapshot()
+    layer = snapshot.layers[1]
+    assert len(layer.captured["hidden"]) == int(LENGTHS.sum())
+    assert "attention_mask" in layer.missing["last_hidden"]
+    explained = explain_missing(snapshot, {"last_hidden"})
+    assert "hidden states of the last tokens" in explained
+    assert explain_missing(snapshot, {"hidden"}) is None
+
+
+def test_at_most_as_many_sequences_as_rows_are_kept():
+    layer = look(transformer("gpt2"), batch(6, 12), rows=3).snapshot().layers[1]
+    assert layer.captured["last_sequences"].tolist() == [0, 2, 4]
+    assert len(layer.captured["hidden"]) == 3
+
+
+def test_what_has_no_last_token_is_not_asked_or_says_why():
+    model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(2)))
+    packed = look(model, torch.randn(20, 8)).snapshot().layers[1]
+    assert "where one sequence ends" in packed.missing["last_hidden"]
+    assert "last" in packed.sources
+    maps = look(model, torch.randn(3, 5, 4, 8)).snapshot().layers[1]
+    assert "last" not in maps.sources
+    assert not any(view.startswith("last_") for view in [*maps.captured, *maps.missing])
+
+
+def test_a_window_that_is_not_asked_keeps_no_last_tokens():
+    model = transformer("gpt2").eval()
+    with torch.no_grad(), Window(find_anatomy(model), {"hidden"}, rows=9, seed=0) as seen:
+        model(batch(6, 12))
+    assert not any(view.startswith("last_") for view in seen.snapshot().layers[1].captured)

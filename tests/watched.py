@@ -1,0 +1,108 @@
+"""One pass of a model under a window, and blocks whose attention is any function."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from referee import without_fast_path
+from torch import Tensor, nn
+
+from geomon.capture import Window, find_anatomy
+from geomon.capture.snapshot import CAPTURED, Layer, Snapshot
+
+HEADS = 4
+
+# Of queries, keys and values, [sequences, heads, length, width] of each.
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def window(model: nn.Module, rows: int = 100_000, seed: int = 0, **options: Any) -> Window:
+    return Window(find_anatomy(model), set(CAPTURED), rows=rows, seed=seed, **options)
+
+
+def look(model: nn.Module, *inputs: Any, rows: int = 100_000, **given: Any) -> Window:
+    """What a window sees of a pass in eval mode, which it does not change."""
+    model.eval()
+    with torch.no_grad(), without_fast_path():
+        alone = model(*inputs, **given)
+        with window(model, rows) as seen:
+            watched = model(*inputs, **given)
+    assert not isinstance(alone, Tensor) or torch.equal(watched, alone)
+    assert not any("hook failed" in text for text in notes(seen))
+    return seen
+
+
+def notes(seen: Window) -> list[str]:
+    return [note.words() for note in seen.snapshot().info.notes]
+
+
+def by_place(snapshot: Snapshot) -> dict[tuple[str, int], Layer]:
+    return {(layer.stack, layer.index): layer for layer in snapshot.layers}
+
+
+def scores_of(q: Tensor, k: Tensor) -> Tensor:
+    return q @ k.mT / q.shape[-1] ** 0.5
+
+
+def attend_by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return scores_of(q, k).softmax(-1) @ v
+
+
+class Attention(nn.Module):
+    """Projections as most have them, around a function; it keeps its queries and keys."""
+
+    def __init__(
+        self, attend: Attend, width: int, *, heads: int = HEADS, key_heads: int | None = None
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.attend, self.size = heads, attend, width // heads
+        made = self.size * (key_heads or heads)
+        self.q_proj = nn.Linear(width, width)
+        self.k_proj, self.v_proj = nn.Linear(width, made), nn.Linear(width, made)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.query, self.key, value = (
+            projection(x).unflatten(-1, (-1, self.size)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return self.attend(self.query, self.key, value).transpose(1, 2).flatten(2)
+
+
+class ToContext(nn.Module):
+    """Attention of its own, or to a context, as diffusers has it; it keeps its weights."""
+
+    def __init__(self, *, by_hand: bool = False) -> None:
+        super().__init__()
+        self.heads, self.by_hand = HEADS, by_hand
+        self.to_q, self.to_k, self.to_v = (nn.Linear(32, 32, bias=False) for _ in "qkv")
+        self.to_out = nn.ModuleList([nn.Linear(32, 32), nn.Dropout(0.0)])
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        context = x if context is None else context
+        self.query, self.key, value = (
+            made.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for made in (self.to_q(x), self.to_k(context), self.to_v(context))
+        )
+        scores = scores_of(self.query, self.key)
+        # No softmax that a window could see.
+        self.weights = (scores - scores.logsumexp(-1, keepdim=True)).exp()
+        attend = attend_by_hand if self.by_hand else F.scaled_dot_product_attention
+        mixed = attend(self.query, self.key, value).transpose(1, 2).flatten(2)
+        return self.to_out[1](self.to_out[0](mixed))
+
+
+class Block(nn.Module):
+    def __init__(self, attend: Attend, width: int, **options: Any) -> None:
+        super().__init__()
+        self.attention = Attention(attend, width, **options)
+        self.mlp = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x)
+        return x + self.mlp(x)
+
+
+def blocks_of(attend: Attend, width: int = 32, **options: Any) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(attend, width, **options) for _ in range(2)))
