@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -74,10 +75,11 @@ def test_before_training_every_call_does_nothing():
     assert math.isnan(session.overhead)
 
 
-def test_a_copy_starts_with_its_own_training(tmp_path):
+@pytest.mark.parametrize("copied_by", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+def test_a_copy_starts_with_its_own_training(tmp_path, copied_by):
     session, model, memory = started(tmp_path)
     session.open(0)
-    copied = copy.deepcopy(session)
+    copied = copied_by(session)
     assert copied.monitor is None
     assert copied.last_seen is None
     assert copied.options["tokens"] == 64
