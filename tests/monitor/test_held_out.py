@@ -44,14 +44,6 @@ def values(reading):
     return {tag: v for tag, v in reading.values.items() if not tag.startswith("geomon/")}
 
 
-def test_one_batch_is_read_as_the_same_inputs_are():
-    options = {"metrics": select("variance", "twonn", "attention_entropy"), "tokens": 100}
-    inputs = batch(20, 16, seed=3)
-    (plain,), (held,) = read_of(inputs, **options), read_of(iter([inputs]), **options)
-    assert values(plain) == values(held)
-    assert held.tokens == plain.tokens == 100
-
-
 def test_several_batches_are_read_as_one_batch_of_all_is():
     names = ("variance", "cosine", "anisotropy", "attention_entropy", "qk_cosine")
     options = {"metrics": select(*names)}

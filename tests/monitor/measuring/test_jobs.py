@@ -1,4 +1,3 @@
-import pytest
 import threadpoolctl
 import torch
 from measuring import evaluate
@@ -64,40 +63,6 @@ def test_few_rows_are_noted():
     reading = measured(make_job(of=snapshot(200)))
     assert reading.tokens == 200
     assert "estimates stand on 200 rows, fewer than tokens=500" in reading.words()[-1]
-
-
-def test_a_layer_that_was_interrupted_is_measured_again():
-    interrupted = []
-
-    def once(hidden):
-        if not interrupted:
-            interrupted.append(True)
-            raise KeyboardInterrupt
-        return hidden.mean()
-
-    job = make_job({"once": once})
-    with pytest.raises(KeyboardInterrupt):
-        job.measure_next()
-    assert sum("once/layer" in tag for tag in measured(job).values) >= 4
-
-
-def test_what_a_metric_raises_is_the_result():
-    def broken(hidden):
-        raise ZeroDivisionError("by design")
-
-    job = make_job({"broken": broken})
-    with pytest.raises(ZeroDivisionError):
-        job.measure_next()
-    job.fail(ZeroDivisionError("by design"))
-    assert job.complete
-    job.finish()
-    with pytest.raises(ZeroDivisionError, match="by design"):
-        job.result()
-
-
-def test_without_a_snapshot_there_is_no_job_but_its_error():
-    with pytest.raises(OSError, match="no window"):
-        make_job(of=OSError("no window"))
 
 
 class Rounded(TorchDispatchMode):
