@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from forks import Forks
-from full_disk import FullDisk
 from models import PlainDecoder, batch
 from torch import nn
 
@@ -223,19 +222,6 @@ def test_arrays_that_cannot_be_written_are_a_warning_once(tmp_path, caplog, monk
     assert len([m for m in caplog.messages if "arrays for figures could not be written" in m]) == 1
     assert [r.step for r in read(tmp_path)] == [0, 1, 2, 3]
     assert read(tmp_path).arrays(3)["eigenvalues/layer_01"].shape == (32,)
-
-
-def test_a_resume_on_a_full_disk_knows_what_is_recorded(tmp_path, monkeypatch):
-    model = PlainDecoder()
-    train(model, monitor(model, tmp_path, schedule=every(1)), steps=3)
-    resumed = monitor(model, tmp_path, schedule=every(1), strict=False)
-
-    with monkeypatch.context() as patch:
-        FullDisk(patch)
-        train(model, resumed, steps=3, start=1)
-    train(model, resumed, steps=1, start=4)
-    assert [r.step for r in read(tmp_path)] == [0, 1, 2, 3, 4]
-    assert [run["from_step"] for run in read(tmp_path).runs] == [0, 1]
 
 
 def test_a_sink_that_fails_is_tried_again_until_it_fails_five_times_in_a_row(tmp_path, caplog):
