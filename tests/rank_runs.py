@@ -28,6 +28,7 @@ from geomon.capture import Window, derive_seed, find_anatomy
 from geomon.capture.snapshot import Layer, PassInfo, Snapshot
 from geomon.distributed import RankFailedError, RankGroup, find_ranks, join_ranks
 from geomon.metrics import Evaluator
+from geomon.monitor.measuring.device import MeasuringDevice
 from geomon.monitor.measuring.jobs import ReadingJob
 from geomon.record.columns import tagged
 
@@ -228,7 +229,7 @@ def same_rows(ranks: RankGroup, folder: Path) -> dict:
     job = ReadingJob(
         0, "inline", [seen], join_ranks(model),
         Evaluator(METRICS | MORE, 2, strict=True, keeps_arrays=True),
-        rows=48, seconds=0.0,
+        rows=48, seconds=0.0, place=MeasuringDevice("cpu", model),
     )  # fmt: skip
     while not job.complete:
         job.measure_next()

@@ -517,12 +517,12 @@ def _share_of(budget: float | str | None, group: RankGroup) -> float | None:
     return budget
 
 
-def _guard_schedule(schedule: Schedule | None, warnings: Warnings, *, strict: bool) -> Schedule:
+def _guard_schedule(schedule: Schedule, warnings: Warnings, *, strict: bool) -> Schedule:
     """A schedule that has no reading at the steps where the given one raises."""
 
     def guarded(step: int) -> bool:
         try:
-            return schedule is not None and bool(schedule(step))
+            return bool(schedule(step))
         except Exception as error:
             if strict:
                 raise

@@ -1,11 +1,13 @@
 import threadpoolctl
 import torch
 from measuring import evaluate
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from geomon.capture.snapshot import Layer, PassInfo, Snapshot
 from geomon.distributed import RankGroup
 from geomon.metrics import Evaluator, check_metrics, select
+from geomon.monitor.measuring.device import MeasuringDevice
 from geomon.monitor.measuring.jobs import ReadingJob
 from geomon.note import Note
 
@@ -30,7 +32,7 @@ def make_job(metrics=METRICS, rows=500, batches=2, of=None):
     return ReadingJob(
         7, "probe", [of or snapshot()], RankGroup(),
         Evaluator(check_metrics(metrics), batches, strict=True),
-        rows=rows, seconds=0.5,
+        rows=rows, seconds=0.5, place=MeasuringDevice("cpu", nn.Identity()),
     )  # fmt: skip
 
 
