@@ -103,21 +103,6 @@ def test_folder_and_sinks_of_the_options_come_first(tmp_path):
     assert len(own.readings) == len(memory.readings) == 1
 
 
-def test_functions_of_the_options_are_called(tmp_path):
-    alerts, phases = [], []
-    session, model, _ = started(tmp_path, on_alert=alerts.append, on_phase=phases.append,
-                                metrics=select("twonn"), budget=None)  # fmt: skip
-    with torch.no_grad():
-        next(p for p in model.parameters() if p.ndim == 2)[7] = torch.nan
-    for step in range(41):
-        session.open(step)
-        model(batch())
-        session.close()
-    session.finish()
-    assert [(alert.name, alert.step) for alert in alerts] == [("not_finite", 0)]
-    assert len(phases) == 1  # without margins, twenty readings tell
-
-
 def test_what_cannot_be_known_is_missing_and_the_training_goes_on(tmp_path, caplog):
     session, model, memory = started(tmp_path, strict=False)
 
