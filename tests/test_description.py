@@ -60,6 +60,9 @@ def test_stacks_are_described_one_after_the_other():
     assert shown["  attention"] == "4 heads of width 8, seen as it runs"
     assert shown["  Q, K projected"] == "multihead_attn, by in_proj_weight"
     assert "tgt_key_padding_mask" in shown["padding"]
+    inputs = torch.randn(2, 5, 32), torch.randn(2, 7, 32)
+    found = [text for label, text in describe(model, inputs).rows if "projected" in label]
+    assert found == ["self_attn, by in_proj_weight"] * 2 + ["multihead_attn, by in_proj_weight"]
 
 
 def test_what_cannot_be_seen_is_shown_with_its_reason():

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from geomon import Memory, Monitor, every, select
+from geomon.distributed import RankGroup
 from geomon.monitor.held_out import MOST_BATCHES, HeldOut
 
 ROWS = torch.cat([batch(4, 16, seed=i) for i in range(12)])  # 48 sequences
@@ -88,6 +89,14 @@ def test_batches_are_taken_until_rows_and_sequences_suffice(tokens, size, taken)
     (reading,) = read_of(loader, tokens=tokens)
     assert len(drawn) == taken <= MOST_BATCHES
     assert reading.tokens == min(tokens, taken * size * 16)
+
+
+def test_ranks_that_exchange_nothing_take_one_batch_each(monkeypatch):
+    monkeypatch.setattr("geomon.monitor.monitor.find_ranks", lambda: RankGroup(0, 2))
+    drawn = []
+    (reading,) = read_of(endless(drawn), gather=False)
+    assert len(drawn) == 1
+    assert reading.tokens == drawn[0].numel()
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["own generator", "global generator"])

@@ -252,8 +252,6 @@ class ReadingJob:
         self.finished = True
         if self._history is not None and kept is not None:
             self._history.keep(self.step, kept)  # not before: it would be compared with itself
-        self._parts.clear()
-        self._measured.clear()
 
     def result(self) -> Reading | None:
         """The finished reading on the first rank, None on the others.

@@ -65,6 +65,7 @@ def test_few_rows_are_noted():
     reading = measured(make_job(of=snapshot(200)))
     assert reading.tokens == 200
     assert "estimates stand on 200 rows, fewer than tokens=500" in reading.words()[-1]
+    assert not any("estimates" in note for note in measured(make_job(of=snapshot(500))).words())
 
 
 class Rounded(TorchDispatchMode):
