@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import VOCABULARY, PlainDecoder, batch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, SequentialSampler, TensorDataset
 
 from geomon import Memory, Monitor, every, select
 from geomon.distributed import RankGroup
@@ -111,6 +111,15 @@ def test_a_random_sampler_goes_on_as_if_nobody_had_drawn(own):
         return torch.cat([*found, *loader])
 
     assert torch.equal(orders(True), orders(False))
+
+
+def test_a_sampler_that_cannot_be_copied_is_drawn_from_itself():
+    class Uncopied(SequentialSampler):
+        def __deepcopy__(self, memo):
+            raise TypeError("holds a file")
+
+    (reading,) = read_of(DataLoader(ROWS, batch_size=8, sampler=Uncopied(ROWS)))
+    assert reading.tokens == ROWS.numel()
 
 
 class Noisy(Dataset):

@@ -164,10 +164,15 @@ def test_a_record_that_cannot_be_written_never_ends_a_run(tmp_path, caplog, monk
             patch.setattr(Path, "open", refused)
             train(model, seen, steps=3, start=2)
         train(model, seen, steps=2, start=5)
+        # There is room again: what was shown meanwhile is written first.
+        assert [r.step for r in read(tmp_path)] == list(range(7))
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "open", refused)
+            train(model, seen, steps=1, start=7)
+        seen.close()
     assert len([m for m in caplog.messages if "could not be written" in m]) == 1
-    assert [r.step for r in memory.readings] == list(range(7))
-    # There is room again: what was shown meanwhile is written first.
-    assert [r.step for r in read(tmp_path)] == list(range(7))
+    assert [r.step for r in memory.readings] == list(range(8))
+    assert [r.step for r in read(tmp_path)] == list(range(8))
 
 
 def test_arrays_stand_beside_the_record(tmp_path):
