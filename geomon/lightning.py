@@ -110,10 +110,9 @@ class GeometryMonitor(L.Callback):
         """Probe, or open the window on this batch's forward pass."""
         self._session.discard()
         self._note_place(trainer, pl_module, in_batch=True)
-        if trainer.training and not trainer.sanity_checking:
-            self._probe(trainer)
-            if not self._session.probes:
-                self._session.open(trainer.global_step, force=self._is_last(trainer, pl_module))
+        self._probe(trainer)
+        if not self._session.probes:
+            self._session.open(trainer.global_step, force=self._is_last(trainer, pl_module))
 
     def on_before_backward(self, *event: Any) -> None:
         """The forward pass is over: close the window and measure."""

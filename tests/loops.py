@@ -44,8 +44,9 @@ class Learner(nn.Module):
         self.begun = False
         self.inside: list[nn.Module] = [self]  # the outermost module that a loop trains
 
-    def forward(self, ids: Tensor) -> dict[str, Tensor]:
-        if not self.begun:
+    def forward(self, ids: Tensor, return_loss: bool = True) -> dict[str, Tensor]:
+        """The second argument tells the Trainer that evaluations have a loss too."""
+        if not self.begun and self.training:
             torch.manual_seed(1)  # what loops draw before their first step differs
             self.begun = True
         logits = self.net(ids)
@@ -98,6 +99,9 @@ class Module(L.LightningModule):
         self.learner, self.kind, self.skip = learner, kind, skip
         self.automatic_optimization = kind != "two"
 
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        return self.learner(ids)
+
     def on_train_batch_start(self, ids: Tensor, index: int) -> int | None:
         return -1 if self.skip == "-1" and index == 2 else None
 
@@ -118,25 +122,36 @@ class Module(L.LightningModule):
         return self.learner.optimizers(self.kind)
 
 
+class Validated(Module):
+    def validation_step(self, ids: Tensor, index: int) -> None:
+        self.log("val/loss", self.learner(ids)["loss"])
+
+
 def in_lightning(
     learner: Learner, options: dict[str, Any] | None, folder: Any, *, steps: int = 6,
-    kind: str = "adamw", accumulate: int = 1, skip: str = "",
-) -> None:  # fmt: skip
-    watch = [] if options is None else [lightning.GeometryMonitor(directory=folder, **options)]
+    kind: str = "adamw", accumulate: int = 1, skip: str = "", held_out: Tensor | None = None,
+    **arguments: Any,
+) -> L.Trainer:  # fmt: skip
+    options = options and {"directory": folder} | options
     trainer = L.Trainer(
         max_steps=steps * (2 if kind == "two" else 1), accumulate_grad_batches=accumulate,
-        callbacks=watch, default_root_dir=folder, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, accelerator="cpu",
+        callbacks=[lightning.GeometryMonitor(**options)] if options else [],
+        default_root_dir=folder, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, accelerator="cpu", **{"logger": False} | arguments,
     )  # fmt: skip
-    learner.inside = [Module(learner, kind, skip)]
-    trainer.fit(learner.inside[0], DataLoader(ROWS, batch_size=8))
+    learner.inside = [(Module if held_out is None else Validated)(learner, kind, skip)]
+    evaluated = None if held_out is None else DataLoader(held_out, batch_size=8)
+    trainer.fit(learner.inside[0], DataLoader(ROWS, batch_size=8), evaluated)
+    return trainer
 
 
 def in_huggingface(
     learner: Learner, options: dict[str, Any] | None, folder: Any, *, steps: int = 6,
-    accumulate: int = 1,
-) -> None:  # fmt: skip
-    watch = [] if options is None else [huggingface.GeometryMonitor(directory=folder, **options)]
+    accumulate: int = 1, held_out: Any = None, **arguments: Any,
+) -> Trainer:  # fmt: skip
+    options = options and {"directory": folder} | options
+    if isinstance(held_out, Tensor):
+        held_out = [{"ids": row} for row in held_out]
     (optimizer,) = learner.optimizers("adamw")
     constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     trainer = Trainer(
@@ -144,14 +159,16 @@ def in_huggingface(
         TrainingArguments(
             str(folder), max_steps=steps, gradient_accumulation_steps=accumulate,
             max_grad_norm=0.0, train_sampling_strategy="sequential", use_cpu=True,
-            dataloader_pin_memory=False, disable_tqdm=True, report_to="none",
-            logging_strategy="no", save_strategy="no",
+            dataloader_pin_memory=False, disable_tqdm=True, save_strategy="no",
+            **{"report_to": "none", "logging_strategy": "no"} | arguments,
         ),
         train_dataset=[{"ids": row} for row in ROWS],
+        eval_dataset=held_out,
         optimizers=(optimizer, constant),
-        callbacks=watch,
+        callbacks=[huggingface.GeometryMonitor(**options)] if options else [],
     )  # fmt: skip
     trainer.train()
+    return trainer
 
 
 LOOPS = {"lightning": in_lightning, "huggingface": in_huggingface, "plain": in_plain_loop}

@@ -28,6 +28,7 @@ from geomon.capture import Window, derive_seed, find_anatomy
 from geomon.capture.snapshot import Layer, PassInfo, Snapshot
 from geomon.distributed import RankFailedError, RankGroup, find_ranks, join_ranks
 from geomon.metrics import Evaluator
+from geomon.monitor.measuring.device import MeasuringDevice
 from geomon.monitor.measuring.jobs import ReadingJob
 from geomon.record.columns import tagged
 
@@ -145,6 +146,17 @@ def measured(reading) -> dict[str, float]:
     return tagged(reading.stacks)
 
 
+def facts(memory: Memory) -> dict:
+    """What a sink was given, in plain values."""
+    readings = [*memory.readings]
+    return {
+        "steps": [r.step for r in readings], "tokens": [r.tokens for r in readings],
+        "values": [measured(r) for r in readings], "notes": [r.words() for r in readings],
+        "losses": [r.values.get("training/loss") for r in readings],
+        "probed": [r.values.get("training/probe_loss") for r in readings],
+    }  # fmt: skip
+
+
 # -- what is checked on several ranks --------------------------------------------------------------
 
 
@@ -217,7 +229,7 @@ def same_rows(ranks: RankGroup, folder: Path) -> dict:
     job = ReadingJob(
         0, "inline", [seen], join_ranks(model),
         Evaluator(METRICS | MORE, 2, strict=True, keeps_arrays=True),
-        rows=48, seconds=0.0,
+        rows=48, seconds=0.0, place=MeasuringDevice("cpu", model),
     )  # fmt: skip
     while not job.complete:
         job.measure_next()
@@ -311,11 +323,8 @@ def failures(ranks: RankGroup, folder: Path) -> dict:
             model(ids, attention_mask=mask)
     except RankFailedError as error:
         raised = str(error)
-    readings = [(r.step, measured(r)) for r in memory.readings]
-    return {
-        "readings": readings, "messages": list(heard.messages), "uneven": len(none.readings),
-        "raised": raised, "notes": [r.words() for r in memory.readings],
-    }  # fmt: skip
+    found = {"messages": list(heard.messages), "uneven": len(none.readings), "raised": raised}
+    return facts(memory) | found
 
 
 def broken_window(self, device=None):
@@ -421,7 +430,7 @@ def strategies(ranks: RankGroup, folder: Path) -> dict:
         with monitor(STEPS), torch.no_grad():
             model(ids, attention_mask=mask)
         state = whole_state(model)
-        found[name] = {"bit-identical": same, "steps": [r.step for r in memory.readings]}
+        found[name] = {"bit-identical": same} | facts(memory)
         if ranks.rank == 0:
             alone = Decoder().eval()
             alone.load_state_dict(state)
@@ -430,7 +439,6 @@ def strategies(ranks: RankGroup, folder: Path) -> dict:
                 "gathered": measured(memory.readings[-1]),
                 "one process": one_process(alone, batches, FEW, step=STEPS, tokens=150),
                 "layers": monitor.describe()["layers"],
-                "values": [measured(r) for r in memory.readings],
             }
     return found
 
@@ -489,7 +497,7 @@ def tensor_parallel(ranks: RankGroup, folder: Path) -> dict:
     monitor, memory = monitor_of(model, metrics=select("variance"), strict=False)
     with monitor(0):
         model(torch.randn(6, 5, 8))
-    return {"notes": [r.words() for r in memory.readings]}
+    return facts(memory)
 
 
 # -- ranks that are lost ---------------------------------------------------------------------------
@@ -517,8 +525,7 @@ def lost(ranks: RankGroup, folder: Path) -> dict:
             if step == 2 and ranks.rank == 0:
                 (folder / "given up").touch()
         monitor.close()
-        found[name] = {
-            "steps": [r.step for r in memory.readings],
+        found[name] = facts(memory) | {
             "own rows": [r.tokens == min(60, int(mask.sum())) for r in memory.readings],
             "seconds": time.perf_counter() - began,
             "messages": list(heard.messages),
@@ -531,21 +538,19 @@ def lost(ranks: RankGroup, folder: Path) -> dict:
 
 
 def irregular(ranks: RankGroup, folder: Path) -> dict:
-    """The second rank misses a window, is slow, has another schedule or other options."""
+    """The second rank misses a window, or has another schedule; slow it is in both."""
     found = {}
     heard = Heard()
-    for name, limit in (("misses", 20), ("slow", 20), ("schedule", 20), ("options", 20)):
+    for name in ("misses", "schedule"):
         model, (ids, mask) = Decoder(), ragged(ranks.rank)
         odd = ranks.rank == 1
-        options = {"schedule": every(3 if name == "schedule" and odd else 2)}
-        if name == "options":
-            options |= {"tokens": 40 if odd else 30}
         monitor, memory = monitor_of(
-            model, folder / name, **({"tokens": 30, "strict": False} | options), rank_timeout=limit
-        )
+            model, folder / name, schedule=every(3 if name == "schedule" and odd else 2),
+            tokens=30, strict=False, rank_timeout=20,
+        )  # fmt: skip
         waited = []
         for step in range(7):
-            if name == "slow" and odd and step == 2:
+            if odd and step == 4:
                 time.sleep(1.5)
             if name == "misses" and odd and step == 2:
                 model(ids, attention_mask=mask)
@@ -555,13 +560,7 @@ def irregular(ranks: RankGroup, folder: Path) -> dict:
                 model(ids, attention_mask=mask)
             waited.append(time.perf_counter() - began)
         monitor.close()
-        found[name] = {
-            "steps": [r.step for r in memory.readings],
-            "tokens": [r.tokens for r in memory.readings],
-            "notes": [r.words() for r in memory.readings],
-            "waited": max(waited),
-            "messages": list(heard.messages),
-        }
+        found[name] = facts(memory) | {"waited": max(waited), "messages": list(heard.messages)}
         heard.messages.clear()
         dist.barrier()
     return found
@@ -571,7 +570,7 @@ def budgeted(ranks: RankGroup, folder: Path) -> dict:
     """By default the ranks have a budget: the first one decides, and all do as it says."""
     model, (ids, mask) = Decoder(), ragged(ranks.rank)
     monitor, memory = monitor_of(model, folder / "budgeted", schedule=every(1))
-    passes, began = [], time.perf_counter()
+    passes = []
     for step in range(1000):
         with monitor(step):
             passes.append(monitor.passes.step == step)
@@ -579,12 +578,8 @@ def budgeted(ranks: RankGroup, folder: Path) -> dict:
         if ranks.rank == 1:  # whose own clock would decide otherwise
             monitor.budget.spend(1.0)
     monitor.close()
-    return {
-        "steps": [r.step for r in memory.readings],
-        "passes": [step for step, seen in enumerate(passes) if seen],
-        "overhead": monitor.overhead,
-        "seconds": time.perf_counter() - began,
-    }
+    seen = [step for step, one in enumerate(passes) if one]
+    return facts(memory) | {"passes": seen, "overhead": monitor.overhead}
 
 
 def interrupted(ranks: RankGroup, folder: Path) -> dict:
@@ -618,7 +613,7 @@ def interrupted(ranks: RankGroup, folder: Path) -> dict:
 
 
 def lightning(ranks: RankGroup, folder: Path) -> dict:
-    """DDP and FSDP2 (ModelParallelStrategy), accumulated batches; Lightning's FSDP1 wants a GPU."""
+    """DDP and FSDP2 (ModelParallelStrategy), accumulated batches."""
     import lightning as L
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
     from torch.utils.data import DataLoader, TensorDataset
@@ -673,8 +668,8 @@ def lightning(ranks: RankGroup, folder: Path) -> dict:
     sharded = partial(ModelParallelStrategy, data_parallel_size=2, tensor_parallel_size=1)
     for name, strategy in (("ddp", DDPStrategy), ("fsdp2", sharded)):
         plain = fit(strategy(), [])
-        for source in ("inline", "probe", "alone", "validation", "loader"):
-            if name == "fsdp2" and source in ("alone", "loader"):
+        for source in ("inline", "probe", "validation", "loader"):
+            if name == "fsdp2" and source == "loader":
                 continue  # as under DDP
             inputs = dict(zip(("ids", "attention_mask"), ragged(0), strict=True))
             held_out = source in ("validation", "loader")
@@ -683,25 +678,15 @@ def lightning(ranks: RankGroup, folder: Path) -> dict:
             memory = Memory()
             monitor = GeometryMonitor(
                 metrics=metrics, tokens=1000 if held_out else 150, schedule=every(1), strict=True,
-                directory=folder / f"{name}_{source}", probe=probe, gather=source != "alone",
-                sinks=[memory],
+                directory=folder / f"{name}_{source}", probe=probe, sinks=[memory],
             )  # fmt: skip
             watched = fit(strategy(), [monitor])
-            found[f"{name} {source}"] = {
-                "bit-identical": all(map(torch.equal, watched, plain)),
-                "steps": [reading.step for reading in memory.readings],
-                "tokens": [reading.tokens for reading in memory.readings],
-                "values": [measured(reading) for reading in memory.readings],
-                "losses": [reading.values["training/loss"] for reading in memory.readings],
-            }
+            same = all(map(torch.equal, watched, plain))
+            found[f"{name} {source}"] = facts(memory) | {"bit-identical": same}
     # The ranks that are given the same batches share them out, and read as many each.
     for name, rows in (("validation", slice(None)), ("loader", slice(24))):
         kept = ids[rows][mask[rows]].double()
         found[f"tokens of {name}"] = len(kept), float(kept.mean())
-    try:
-        L.Trainer(accelerator="cpu", devices=2, strategy="fsdp", logger=False)
-    except ValueError as error:
-        found["fsdp1"] = str(error)
     return found
 
 
@@ -754,15 +739,10 @@ def trainer(ranks: RankGroup, folder: Path) -> dict:
             train_dataset=rows, eval_dataset=rows, callbacks=[monitor] * (name != "plain"),
         )  # fmt: skip
         trains.train()
-        found[name] = {
+        found[name] = facts(memory) | {
             "end": [parameter.detach().clone() for parameter in trains.model.parameters()],
             "evaluated": [e["eval_loss"] for e in trains.state.log_history if "eval_loss" in e],
-            "losses": [float(loss) for loss in seen],
-            "recorded": [r.values["training/loss"] for r in memory.readings],
-            "probed": [r.values["training/probe_loss"] for r in memory.readings],
-            "steps": [reading.step for reading in memory.readings],
-            "tokens": [reading.tokens for reading in memory.readings],
-            "ids": [reading.values["ids/layer_01"] for reading in memory.readings],
+            "trained": [float(loss) for loss in seen],
         }
     kept = ids[mask].double()
     found["tokens of validation"] = len(kept), float(kept.mean())

@@ -2,7 +2,6 @@ import copy
 import json
 import logging
 import math
-import re
 import threading
 import types
 
@@ -11,9 +10,7 @@ import torch
 from fingerprint import fingerprint
 from models import batch, transformer
 from tagged import charts_of
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import Trainer, TrainerCallback, TrainingArguments
-from wandb_file import wandb_rows, work_offline
 
 from geomon import Memory, Monitor, every, read, select
 from geomon.huggingface import GeometryMonitor
@@ -82,14 +79,6 @@ def test_a_trial_of_a_search_has_a_folder_of_its_own_and_its_settings(tmp_path, 
     assert len(read(tmp_path).runs) == 1
 
 
-def test_no_argument_is_needed(tmp_path):
-    trainer = fit(tmp_path, [GeometryMonitor()], steps=34)
-    assert [(r.step, r.source, r.mode) for r in read(tmp_path)] == [
-        (step, "inline", "train") for step in (0, 32, 33)
-    ]
-    assert [entry["step"] for entry in logged(trainer)] == [0, 32, 33]
-
-
 def test_by_default_a_budget_leaves_readings_out_but_not_the_first_eight_and_the_last(tmp_path):
     few = {name: value for name, value in FEW.items() if name != "budget"}
     told = []
@@ -101,54 +90,6 @@ def test_by_default_a_budget_leaves_readings_out_but_not_the_first_eight_and_the
         fit(tmp_path, [GeometryMonitor(**few, schedule=every(1))], steps=30)
     assert told == [30]  # the share is of the time of the whole run
     assert [r.step for r in read(tmp_path)] == [*range(8), 29]
-
-
-@pytest.mark.parametrize(
-    ("detail", "probe"), [("headline", None), ("layers", {"input_ids": batch(seed=77)})]
-)
-def test_tensorboard_shows_what_the_record_holds(tmp_path, probe, detail, monkeypatch):
-    monkeypatch.setattr("geomon.show.loggers.history.SHARE", math.inf)  # the run takes a second
-    monitor = GeometryMonitor(probe=probe, detail=detail, schedule=every(1), **FEW)
-    fit(tmp_path, [monitor], report_to="tensorboard")
-    (folder,) = (tmp_path / "runs").iterdir()
-    events = EventAccumulator(str(folder), {"images": 0})
-    events.Reload()
-    expected = {}
-    charts = charts_of(read(tmp_path), detail)
-    for reading in read(tmp_path):
-        for tag, value in charts.select(reading).items():
-            shown = torch.tensor(value, dtype=torch.float32).item()
-            expected.setdefault(f"~{tag}", {})[reading.step] = shown
-    ours = {tag for tag in events.Tags()["scalars"] if not tag.startswith("train/")}
-    assert ours == set(expected)
-    assert (len(expected) > 15) == (detail == "layers")
-    for tag, values in expected.items():
-        assert {event.step: event.value for event in events.Scalars(tag)} == values, tag
-    steps = [*range(6)] + ([6] if probe else [])
-    assert list(expected["~geomon/variance"]) == steps
-    for number, metric in ((6, "qk_cosine"), (7, "attention_entropy")):
-        name = f"~geomon/{number} {read(tmp_path).text_of(metric).title} by head"
-        assert [event.step for event in events.Images(name)] == [0, steps[-1]]
-    charts = events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
-    assert b"~geomon/variance$" in charts
-    assert (b"~variance/layer_[0-9]+$" in charts) == (detail == "layers")
-
-
-def test_wandb_offline_holds_what_the_record_holds(tmp_path, monkeypatch):
-    work_offline(monkeypatch, tmp_path)
-    fit(tmp_path, [GeometryMonitor(schedule=every(2), **FEW)], report_to="wandb")
-    import wandb
-
-    wandb.finish()
-    rows = wandb_rows(tmp_path)
-    shown = {int(r["geomon/step"]): r for r in rows if "geomon/variance" in r}
-    assert sorted(shown) == [r.step for r in read(tmp_path)] == [0, 2, 4, 5]
-    charts = charts_of(read(tmp_path))
-    for reading in read(tmp_path):
-        for tag, value in charts.select(reading).items():
-            assert float(shown[reading.step][tag]) == value
-    title = re.sub(r"\W+", "_", read(tmp_path).text_of("qk_cosine").title)
-    assert any(f"geomon_charts/6_{title}_by_head" in row for row in rows)
 
 
 def test_other_callbacks_get_the_values_and_the_terminal_does_not(tmp_path, capsys):
@@ -176,16 +117,6 @@ def test_other_callbacks_get_the_values_and_the_terminal_does_not(tmp_path, caps
     assert "variance" not in capsys.readouterr().out
     losses = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["step"] for entry in losses] == [1, 2, 3, 4, 5, 6]
-
-
-def test_only_training_is_read(tmp_path):
-    monitor = GeometryMonitor(schedule=every(1), **FEW)
-    trainer = fit(
-        tmp_path, [monitor], steps=4, eval_strategy="steps", eval_steps=1, eval_on_start=True
-    )
-    trainer.evaluate()
-    trainer.predict(ROWS[:8])
-    assert [(r.step, r.mode) for r in read(tmp_path)] == [(s, "train") for s in range(4)]
 
 
 class Stop(TrainerCallback):
@@ -407,21 +338,6 @@ def test_a_reading_that_comes_late_is_logged_at_its_own_step(tmp_path):
     assert trainer.state.global_step == 6
 
 
-def test_nothing_is_placed_on_the_model_at_steps_that_are_not_due(tmp_path):
-    model, before = trained(tmp_path)
-    touched = {}
-
-    class Watching(Trainer):
-        def compute_loss(self, *args, **kwargs):
-            touched[self.state.global_step] = fingerprint(model) != before
-            return super().compute_loss(*args, **kwargs)
-
-    monitor = GeometryMonitor(schedule=every(3), **FEW)
-    fit(tmp_path, [monitor], model=model, kind=Watching, steps=6)
-    assert touched == {0: True, 1: False, 2: False, 3: True, 4: False, 5: True}
-    assert [r.step for r in read(tmp_path)] == [0, 3, 5]
-
-
 def test_a_window_ends_with_the_first_batch_of_a_step_though_the_model_was_not_called(tmp_path):
     model, before = trained(tmp_path)
     touched = []
@@ -440,22 +356,6 @@ def test_a_window_ends_with_the_first_batch_of_a_step_though_the_model_was_not_c
     fit(tmp_path, [monitor], model=model, kind=Apart, steps=2, gradient_accumulation_steps=3)
     assert touched == [True, False, False] * 2
     assert fingerprint(model) == before
-
-
-def test_of_accumulated_batches_the_first_is_read_by_what_it_holds(tmp_path):
-    seen = []
-
-    class Watching(Trainer):
-        def compute_loss(self, model, inputs, *args, **kwargs):
-            seen.append(inputs["input_ids"].double().mean().item())
-            return super().compute_loss(model, inputs, *args, **kwargs)
-
-    metrics = {"ids": lambda token_ids: token_ids.double().mean()}
-    monitor = GeometryMonitor(schedule=every(1), metrics=metrics, tokens=256, batches=1)
-    fit(tmp_path, [monitor], steps=2, gradient_accumulation_steps=3, kind=Watching)
-    assert len(set(seen)) == 6
-    found = [reading.values["ids/layer_01"] for reading in read(tmp_path)]
-    assert found == pytest.approx([seen[0], seen[3]], rel=1e-12)
 
 
 class Counts(Trainer):
@@ -502,86 +402,6 @@ def test_the_loss_of_the_step_and_named_values_stand_in_its_reading(tmp_path, pr
         if probe is not None:  # no batch is trained on with the last weights, nor evaluated yet
             assert math.isnan(readings[6]["training/loss"])
             assert readings[6]["training/eval_loss"] == evaluated[0]
-
-
-# -- the validation data as probe ---------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["one", "named", "stream"])
-def test_validation_data_are_read_and_the_evaluation_is_left_alone(tmp_path, kind):
-    held = [{"input_ids": row, "labels": row} for row in batch(24, 32, seed=50)]
-
-    class Stream(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            return iter(held)
-
-    data = {"one": held, "named": {"a": held, "b": held[:8]}, "stream": Stream()}[kind]
-    monitor = GeometryMonitor(
-        probe="validation", schedule=every(3), tokens=600, batches=1, strict=True,
-        metrics={"ids": lambda token_ids: token_ids.double().mean()} | select("variance"),
-    )  # fmt: skip
-    trainers = []
-    for name, callbacks in {"run": [monitor], "alone": []}.items():
-        trainer = trainer_of(
-            tmp_path / name, callbacks, kind=Counts, eval_strategy="steps", eval_steps=2
-        )
-        trainer.eval_dataset = data
-        torch.manual_seed(1)
-        trainer.train()
-        trainers.append(trainer)
-    readings = list(read(tmp_path / "run"))
-    assert [(r.step, r.source, r.mode) for r in readings] == [
-        (step, "probe", "eval") for step in (0, 3, 6)
-    ]
-    assert {r.tokens for r in readings} == {600}
-    assert len({r.values["ids/layer_01"] for r in readings}) == 1
-    assert len({r.values["variance/layer_01"] for r in readings}) == 3
-    watched, plain = trainers
-    assert all(map(torch.equal, watched.seen, plain.seen))
-    assert len(watched.accelerator._dataloaders) == len(plain.accelerator._dataloaders)
-    evaluated = [
-        {
-            (entry["step"], name): value
-            for entry in trainer.state.log_history
-            for name, value in entry.items()
-            if name.startswith("eval_") and name.endswith("loss")
-        }
-        for trainer in trainers
-    ]
-    assert evaluated[0] == evaluated[1]
-    assert len(evaluated[0]) == (6 if kind == "named" else 3)
-    for one, other in zip(watched.model.parameters(), plain.model.parameters(), strict=True):
-        assert torch.equal(one, other)
-
-
-def test_the_loss_on_the_evaluation_data_is_the_models_in_the_readings_pass(tmp_path):
-    rows = batch(21, 32, seed=50)  # batches of 8, 8 and 5
-    monitor = GeometryMonitor(
-        probe="validation", probe_loss=lambda outputs, inputs: outputs.loss, schedule=every(3),
-        tokens=10_000, batches=1, metrics=select("variance"), strict=True,
-    )  # fmt: skip
-    trainer = trainer_of(tmp_path, [monitor], eval_strategy="steps", eval_steps=3)
-    trainer.eval_dataset = [{"input_ids": row, "labels": row} for row in rows]
-    trainer.train()
-    found = {r.step: r.values["training/probe_loss"] for r in read(tmp_path)}
-    assert list(found) == [0, 3, 6]
-    with torch.no_grad():
-        last = trainer.model.eval()(input_ids=rows, labels=rows).loss.item()
-    assert found[6] == pytest.approx(last, rel=1e-5)
-    # This Trainer divides by the labels, of which a model predicts all but the first.
-    history = trainer.state.log_history
-    theirs = {e["step"]: e["eval_loss"] for e in history if "eval_loss" in e}
-    ratios = [theirs[step] / found[step] for step in (3, 6)]
-    assert ratios[0] == pytest.approx(ratios[1], rel=1e-5)
-    assert {e["step"]: e["geomon/probe_loss"] for e in logged(trainer)} == found
-
-
-def test_without_validation_data_there_is_one_line(tmp_path):
-    trainer = trainer_of(tmp_path, [GeometryMonitor(probe="validation")])
-    trainer.eval_dataset = None
-    with pytest.raises(ValueError, match=r"data, and there are none: .*probe=loader") as e:
-        trainer.train()
-    assert "\n" not in str(e.value)
 
 
 class Scoring(Trainer):

@@ -1,13 +1,19 @@
 """Neutrality and every way out, in every loop; the same readings from all of them."""
 
 import itertools
+import math
+import re
 import signal
 
 import pytest
 import torch
 from fingerprint import fingerprint, random_state, weights
-from loops import LOOPS, Learner
-from models import transformer
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+from loops import LOOPS, ROWS, Learner
+from models import batch, transformer
+from tagged import charts_of
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from wandb_file import wandb_rows, work_offline
 
 from geomon import Memory, every, read, select
 
@@ -34,6 +40,7 @@ CASES = {
     "exception in a metric": {"metrics": lambda: failing(at=45)},
     # 4 layers, each measured once and 8 times for its margin: the third reading.
     "exception in a metric, strict": {"metrics": lambda: failing(at=72), "strict": True},
+    "probe": {"probe": batch(seed=77)},
     "accumulation": {"loop": {"accumulate": 4}},
     "lbfgs": {"loop": {"kind": "lbfgs"}, "loops": ("lightning", "plain")},
     "two optimizers": {"loop": {"kind": "two"}, "loops": ("lightning", "plain")},
@@ -49,6 +56,8 @@ def expected_steps(loop, case):
         return [0, 2]
     if loop == "plain":
         return [0, 2, 4]
+    if case == "probe":
+        return [0, 2, 4, 6]
     if case == "two optimizers":  # 12 steps, two in each batch
         return [0, 2, 4, 6, 8, 10]
     return [0, 2, 4, 5]
@@ -80,7 +89,7 @@ def test_training_is_as_if_nobody_watched(tmp_path, loop, case):
     memory = Memory()
     options = {
         "metrics": of.get("metrics", lambda: METRICS)(), "schedule": every(2), "tokens": 64,
-        "batches": 1, "sinks": [memory], "strict": strict,
+        "batches": 1, "sinks": [memory], "strict": strict, "probe": of.get("probe"),
     }  # fmt: skip
     ends = ArithmeticError if strict else error
     watched = train(loop, Learner(error=error), options, tmp_path / "run", ends, **told)
@@ -119,3 +128,154 @@ def test_all_loops_give_the_same_readings(tmp_path, net):
     assert list(seen["plain"]) == [0, 2, 4]
     assert len(seen["plain"][4]) > 300
     assert all("training/loss" in values for values in seen["plain"].values())
+
+
+# -- what callbacks of Lightning and of the Trainer do alike ---------------------------------------
+
+MEAN_OF_IDS = {"ids": lambda token_ids: token_ids.double().mean()}
+HELD_OUT = batch(21, 32, seed=99)  # in batches of 8, 8 and 5
+EVALUATED = {
+    "lightning": ("lightning", HELD_OUT, {"val_check_interval": 2, "num_sanity_val_steps": 2}),
+    "set up later": ("lightning", HELD_OUT, {"val_check_interval": 2, "num_sanity_val_steps": 0}),
+    "trainer": ("huggingface", HELD_OUT, {"eval_strategy": "steps", "eval_steps": 2}),
+    "named": (
+        "huggingface",
+        {name: [{"ids": row} for row in HELD_OUT] for name in "ab"},
+        {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True},
+    ),
+}
+
+
+def losses_of(trainer):
+    """The losses of the evaluations, by the names that the trainer gives them."""
+    if hasattr(trainer, "callback_metrics"):
+        return [float(trainer.callback_metrics["val/loss"])]
+    history = trainer.state.log_history
+    return [x for entry in history for name, x in entry.items() if re.match("eval_.*loss", name)]
+
+
+@pytest.mark.parametrize("probe", [None, "validation"])
+@pytest.mark.parametrize("case", EVALUATED)
+def test_evaluations_are_left_alone_and_their_data_can_be_probed(tmp_path, case, probe):
+    loop, held_out, told = EVALUATED[case]
+    told = told | {"held_out": held_out}
+    plain, watched, memory = Learner(), Learner(), Memory()
+    without = LOOPS[loop](plain, None, tmp_path / "plain", **told)
+    options = {
+        "metrics": MEAN_OF_IDS | METRICS, "tokens": 10_000, "batches": 1, "schedule": every(3),
+        "strict": True, "sinks": [memory], "probe": probe,
+    }  # fmt: skip
+    if probe:
+        options["probe_loss"] = lambda outputs, inputs: outputs["loss"]
+    trainer = LOOPS[loop](watched, options, tmp_path / "run", **told)
+    assert losses_of(trainer) == losses_of(without)
+    assert all(map(torch.equal, weights(watched), weights(plain)))
+    if loop == "huggingface":
+        loaders, same = (each.accelerator._dataloaders for each in (trainer, without))
+        assert len(loaders) == len(same)
+    if not probe:
+        assert [(r.step, r.mode, r.tokens) for r in memory.readings] == [
+            (step, "train", 8 * 32) for step in (0, 3, 5)
+        ]
+        return
+    assert [(r.step, r.source, r.mode, r.tokens) for r in memory.readings] == [
+        (step, "probe", "eval", HELD_OUT.numel()) for step in (0, 3, 6)
+    ]
+    for reading in memory.readings:
+        mean = HELD_OUT.double().mean().item()
+        assert reading.values["ids/layer_01"] == pytest.approx(mean, rel=1e-12)
+    assert len({r.values["variance/layer_01"] for r in memory.readings}) == 3
+    last = memory.readings[-1].values["training/probe_loss"]
+    assert last == pytest.approx(losses_of(trainer)[-1], rel=1e-5)
+
+
+callbacks = pytest.mark.parametrize("loop", ["lightning", "huggingface"])
+
+
+@callbacks
+def test_without_validation_data_there_is_one_line(tmp_path, loop):
+    with pytest.raises(ValueError, match=r"data, and there are none: .*probe=loader") as error:
+        LOOPS[loop](Learner(), {"probe": "validation"}, tmp_path)
+    assert "\n" not in str(error.value)
+
+
+@callbacks
+def test_no_option_is_needed(tmp_path, loop):
+    LOOPS[loop](Learner(), {"directory": None}, tmp_path, steps=34)
+    assert [(r.step, r.source, r.mode) for r in read(tmp_path)] == [
+        (step, "inline", "train") for step in (0, 32, 33)
+    ]
+
+
+@pytest.mark.parametrize("probe", [None, batch(8, 32, seed=77)], ids=["inline", "probe"])
+@callbacks
+def test_of_accumulated_batches_the_first_is_read_by_what_it_holds(tmp_path, loop, probe):
+    options = {
+        "metrics": MEAN_OF_IDS, "tokens": 256, "batches": 1, "schedule": every(1), "probe": probe,
+    }  # fmt: skip
+    LOOPS[loop](Learner(), options, tmp_path, steps=4, accumulate=3)
+    seen = [probe] * 5 if probe is not None else ROWS.split(8)[:12:3]
+    means = [ids.double().mean().item() for ids in seen]
+    readings = read(tmp_path)
+    assert [reading.step for reading in readings] == list(range(len(means)))
+    assert [r.values["ids/layer_01"] for r in readings] == pytest.approx(means, rel=1e-12)
+
+
+@callbacks
+@pytest.mark.parametrize(("detail", "probe"), [("headline", None), ("layers", batch(seed=77))])
+def test_tensorboard_shows_what_the_record_holds(tmp_path, monkeypatch, loop, detail, probe):
+    monkeypatch.setattr("geomon.show.loggers.history.SHARE", math.inf)  # the run takes a second
+    told = {"report_to": "tensorboard"}
+    if loop == "lightning":
+        told = {"logger": TensorBoardLogger(tmp_path, name="runs", version="x")}
+    options = {
+        "metrics": METRICS, "tokens": 64, "schedule": every(1), "detail": detail, "probe": probe,
+        "sink_timeout": 600.0, "budget": None,
+    }  # fmt: skip
+    LOOPS[loop](Learner(), options, tmp_path, **told)
+    (folder,) = (tmp_path / "runs").iterdir()
+    events = EventAccumulator(str(folder), {"images": 0})
+    events.Reload()
+    record = read(tmp_path)
+    charts, expected = charts_of(record, detail), {}
+    for reading in record:
+        for tag, value in charts.select(reading).items():
+            shown = torch.tensor(value, dtype=torch.float32).item()
+            expected.setdefault(f"~{tag}", {})[reading.step] = shown
+    ours = {t for t in events.Tags()["scalars"] if "/" in t and not t.startswith("train/")}
+    assert ours == set(expected)
+    assert (len(expected) > 15) == (detail == "layers")
+    for tag, values in expected.items():
+        assert {event.step: event.value for event in events.Scalars(tag)} == values, tag
+    steps = [*range(6 if probe is None else 7)]
+    assert list(expected["~geomon/variance"]) == steps
+    for number, metric in ((6, "qk_cosine"), (7, "attention_entropy")):
+        name = f"~geomon/{number} {record.text_of(metric).title} by head"
+        assert [event.step for event in events.Images(name)] == [0, steps[-1]]
+    texts = {"~geomon/1 the run in words/text_summary", "~geomon/4 model and options/text_summary"}
+    assert texts <= set(events.Tags()["tensors"])
+    layout = events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
+    assert b"~geomon/variance$" in layout
+    assert (b"~variance/layer_[0-9]+$" in layout) == (detail == "layers")
+
+
+@callbacks
+def test_wandb_offline_holds_what_the_record_holds(tmp_path, monkeypatch, loop):
+    import wandb
+
+    work_offline(monkeypatch, tmp_path)
+    told = {"report_to": "wandb"}
+    if loop == "lightning":
+        told = {"logger": WandbLogger(save_dir=tmp_path, project="test")}
+    options = {"metrics": METRICS, "tokens": 64, "schedule": every(2), "sink_timeout": 600.0}
+    LOOPS[loop](Learner(), options, tmp_path, **told)
+    wandb.finish()
+    rows, record = wandb_rows(tmp_path), read(tmp_path)
+    shown = {int(row["geomon/step"]): row for row in rows if "geomon/variance" in row}
+    assert sorted(shown) == [r.step for r in record] == [0, 2, 4, 5]
+    charts = charts_of(record)
+    for reading in record:
+        for tag, value in charts.select(reading).items():
+            assert float(shown[reading.step][tag]) == value
+    title = re.sub(r"\W+", "_", record.text_of("qk_cosine").title)
+    assert any(f"geomon_charts/6_{title}_by_head" in row for row in rows)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.neutrality import CELLS, LOOPS, SETTINGS, WAYS_OUT, differences, train
+from benchmarks.neutrality import CELLS, LOOPS, SETTINGS, WAYS_OUT, differences
 
 # Each loop with each way out, and with each of what else goes on but for the slow compiler.
 QUICK = [
@@ -34,23 +34,3 @@ def test_the_quick_part_has_each_loop_each_way_out_and_each_setting_once():
     assert ways_out == set(WAYS_OUT)
     # What is compiled has tests of its own, in capture/test_compiled.py.
     assert settings == set(SETTINGS) - {"nothing else", "compile with dropout"}
-
-
-def test_the_comparison_notices_what_is_changed(monkeypatch):
-    """A monitor that draws a random number and leaves a hook."""
-    from geomon import Monitor
-
-    close = Monitor.close
-
-    def meddles(self):
-        import torch
-
-        torch.rand(1)
-        self._model.register_forward_hook(lambda *call: None)
-        close(self)
-
-    monkeypatch.setattr(Monitor, "close", meddles)
-    assert {"random states", "hooks"} <= set(differences("plain", "normal", "nothing else"))
-    plain = train("plain", "normal", "nothing else", watched=False, backend="drawing")
-    assert plain["losses"]
-    assert plain["ended by"] == ""

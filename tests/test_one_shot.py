@@ -4,7 +4,6 @@ import math
 import pickle
 import re
 
-import numpy as np
 import pytest
 import torch
 from models import PlainDecoder, batch
@@ -23,18 +22,6 @@ def test_every_metric_that_the_inputs_allow():
     heads = {name for name in METRICS if name.startswith(of_heads)}
     assert names == set(METRICS) - heads
     assert all(math.isfinite(value) for value in values.values()), values
-
-
-def test_without_token_ids_what_needs_them_is_left_out():
-    names = {tag.split("/")[0] for tag in geometry(cloud())}
-    assert "twonn" in names
-    assert "twonn_distinct" not in names
-
-
-@pytest.mark.parametrize("kind", [np.asarray, torch.Tensor.double, torch.Tensor.half, torch.clone])
-def test_arrays_and_tensors_of_any_precision(kind):
-    values = geometry(kind(cloud()))
-    assert values["twonn"] == pytest.approx(geometry(cloud())["twonn"], rel=0.02)
 
 
 def test_input_is_unchanged_and_results_are_the_same_twice():
@@ -73,18 +60,6 @@ def test_rows_that_are_not_finite_are_left_out():
 def test_bad_rows_are_refused_with_shape_and_expectation(hidden, message):
     with pytest.raises(ValueError, match=message):
         geometry(hidden)
-
-
-def test_ids_of_another_length_are_refused():
-    with pytest.raises(ValueError, match="expected 600 token_ids, one for each row"):
-        geometry(cloud(), torch.arange(5))
-
-
-def test_constant_rows_give_nan_not_an_error():
-    values = geometry(torch.ones(50, 4))
-    assert values["variance"] == 0
-    assert math.isnan(values["anisotropy"])
-    assert math.isnan(values["twonn"])
 
 
 def test_positions_tell_equal_tokens_apart():
@@ -153,21 +128,10 @@ def test_every_missing_value_is_named_in_a_note(name):
         assert {tag, tag.partition("/")[0]} & named, (tag, values.notes)
 
 
-def test_equal_rows_say_how_many_differ():
-    values = geometry(torch.ones(50, 4), torch.arange(50) % 3)
-    assert (values["twonn/n"], values["twonn/duplicates"]) == (1, 0.98)
-    assert values["twonn_distinct/n"] == 1
-    assert math.isnan(values["twonn/rounding"])
-
-
-def test_ordinary_rows_need_no_words():
-    assert geometry(cloud()).notes == ()
-
-
 def test_rows_left_out_and_rows_wanted_are_named():
     assert geometry(cloud(), tokens=1000).notes[0].startswith("600 rows, fewer rows than tokens")
     assert geometry(cloud(), tokens=250).notes[0].startswith("100 rows beyond the last full split")
-    assert geometry(cloud(), tokens=300).notes == ()
+    assert geometry(cloud(), tokens=300).notes == geometry(cloud()).notes == ()
 
 
 def test_what_geometry_returns_is_a_dict_with_notes():

@@ -4,11 +4,10 @@ A callback translates its framework's events into the calls of a `CallbackSessio
 else.
 """
 
-import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -31,8 +30,6 @@ from geomon.monitor.settings import readable_items
 from geomon.record import Sink
 from geomon.record.printable import printable, text_of
 from geomon.record.tags import LOSS
-
-log = logging.getLogger("geomon")
 
 
 class CallbackSession:
@@ -294,18 +291,12 @@ class CallbackSession:
         if self.monitor is None or not self.lacks_values(step):
             return
         with self.monitor.budget.charge():
-            try:
-                known = values()
-            except Exception as error:  # of the framework, in the middle of a training
-                if self.options["strict"]:
-                    raise
-                with suppress(Exception):  # a handler of the program's may raise
-                    log.warning(
-                        "what the training logs cannot be read at step %d and is missing: %s",
-                        step,
-                        printable(f"{type(error).__name__}: {error}"),
-                    )
-                known = {}
+            known: dict[str, Any] = {}
+            self.monitor.warnings.attempt(
+                lambda: known.update(values()),
+                "what the training logs cannot be read and is missing",
+                once=True,
+            )
             self.monitor.log(step, **{name: known.get(name) for name in self.logged})
 
     def finish(self) -> None:

@@ -79,7 +79,7 @@ class Monitor:
         self._device = MeasuringDevice(options["device"], model)
         self._source = "inline" if options["probe"] is None else "probe"
         self._group = self._join_ranks() if options["gather"] else find_ranks()
-        self._warnings = warnings = Warnings(self._group, strict=options["strict"])
+        self.warnings = warnings = Warnings(self._group, strict=options["strict"])
         self.budget = Budget(_share_of(options["budget"], self._group))
         loss = options["probe_loss"]
         self.passes = Passes(
@@ -154,7 +154,7 @@ class Monitor:
         self.passes.sweep(number)
         if number != self.planner.step:
             self.publisher.move_to(number)
-        with self.budget.charge(), self._warnings.guard():
+        with self.budget.charge(), self.warnings.guard():
             if not self.budget.begun:
                 self._begin(number)
             if self.planner.advance(number):
@@ -384,7 +384,7 @@ class Monitor:
     ) -> None:
         """Make a reading of what is captured, or begin to."""
         self.planner.mark_read(step, source)
-        with self._warnings.guard():
+        with self.warnings.guard():
             with self.budget.charge():
                 job = self._make_job(step, source, capture, began, copies=copies, history=history)
             if job is not None:
@@ -432,7 +432,7 @@ class Monitor:
         if missing is not None and self._options["strict"]:
             raise NotSeenError(missing)
         if missing is not None:
-            self._warnings.warn(missing, kind="not seen")
+            self.warnings.warn(missing, kind="not seen")
         self._checked = True
 
     # -- the run ---------------------------------------------------------------------------------
@@ -460,7 +460,7 @@ class Monitor:
                 record = Record(directory)
             except ValueError as error:
                 failure = error
-        with self._warnings.guard():
+        with self.warnings.guard():
             failure = self._group.broadcast(failure)
         if failure is not None:
             raise failure
@@ -472,7 +472,7 @@ class Monitor:
         recorded = self.writer.begin(step, self.describe())
         if recorded and self._record is not None and self._reactions.wants_history:
             path = self._record.path
-            self._warnings.attempt(
+            self.warnings.attempt(
                 lambda: self._reactions.recall(r for r in read(path) if r.step < step),
                 f"{path} could not be read: phases and alerts begin anew",
             )
@@ -517,12 +517,12 @@ def _share_of(budget: float | str | None, group: RankGroup) -> float | None:
     return budget
 
 
-def _guard_schedule(schedule: Schedule | None, warnings: Warnings, *, strict: bool) -> Schedule:
+def _guard_schedule(schedule: Schedule, warnings: Warnings, *, strict: bool) -> Schedule:
     """A schedule that has no reading at the steps where the given one raises."""
 
     def guarded(step: int) -> bool:
         try:
-            return schedule is not None and bool(schedule(step))
+            return bool(schedule(step))
         except Exception as error:
             if strict:
                 raise

@@ -126,23 +126,6 @@ def test_what_one_rank_does_not_know_of_its_rows_takes_nothing_else_away(turned)
     assert whole.missing["token_ids"].startswith("it is known of the rows of some ranks")
 
 
-@pytest.mark.parametrize("source", ["hidden", "attention"])
-def test_pieces_of_ranks_layers_are_merged_to_the_piece_of_the_merged_layer(source):
-    parts = [
-        layer_of(rows_layer(drawn(n, 5, WIDTH)).captured | attention_layer(n, 2, 4, 6).captured)
-        for n in range(2)
-    ]
-    some = frozenset({source})
-    found, expected = (
-        merge_layers([one.only(some) for one in parts]),
-        merge_layers(parts).only(some),
-    )
-    assert found.sources == expected.sources == some
-    assert found.captured.keys() == expected.captured.keys() != set()
-    for name, value in expected.captured.items():
-        torch.testing.assert_close(found.captured[name], value, rtol=0, atol=0)
-
-
 def reduced(layer: Layer):
     views = layer.captured
     return attention_rows(*(views[v] for v in ("query", "key", "visible", "scale", "bias")))

@@ -187,8 +187,8 @@ def test_without_gathering_the_first_rank_reads_alone(found):
 
 def test_a_failure_on_one_rank_is_said_and_ends_nothing(found):
     here, last = found[0]["failures"], len(found) - 1
-    assert [step for step, _ in here["readings"]] == [0, 3, 4]  # 1 and 2 had no window on one rank
-    for _, values in here["readings"]:
+    assert here["steps"] == [0, 3, 4]  # 1 and 2 had no window on one rank
+    for values in here["values"]:
         for layer in range(LAYERS + 1):
             fails = layer % len(found) == 1  # the second rank's layers
             assert math.isnan(values[f"fragile/layer_{layer:02d}"]) == fails
@@ -269,14 +269,11 @@ def test_ranks_that_do_not_keep_step_go_on_and_meet_again(together):
     assert here["misses"]["steps"] == [0, 4, 6]
     (message,) = [m for m in here["misses"]["messages"] if "a reading failed" in m]
     assert "rank 1 reads step 3 where rank 0 reads step 2" in message
-    assert here["slow"]["steps"] == [0, 2, 4, 6]
-    assert not any("a reading failed" in m for m in here["slow"]["messages"])
-    assert here["slow"]["waited"] > 1
-    for name, what in (("schedule", "schedule"), ("options", "tokens")):
-        # Compared when the monitors are built: then nothing is exchanged, and nothing waits.
-        assert here[name]["steps"] == [0, 2, 4, 6]
-        (note,) = {n for notes in here[name]["notes"] for n in notes if "not gathered" in n}
-        assert f"rank 1 was built with other {what} than rank 0" in note
+    assert here["misses"]["waited"] > 1  # the other rank is slow at step 4
+    # Options are compared when the monitors are built: then nothing is exchanged.
+    assert here["schedule"]["steps"] == [0, 2, 4, 6]
+    (note,) = {n for notes in here["schedule"]["notes"] for n in notes if "not gathered" in n}
+    assert "rank 1 was built with other schedule than rank 0" in note
     assert all(not rank["steps"] for rank in there.values())
     assert all(rank["waited"] < 15 for rank in (*here.values(), *there.values()))
 
@@ -300,15 +297,11 @@ def test_lightnings_strategies(together):
     pytest.importorskip("lightning")
     found = [rank["lightning"] for rank in together("lightning", 2, limit=LONGER)]
     names = [name for name in found[0] if name.startswith(("ddp", "fsdp2"))]
-    assert len(names) == 8
+    assert len(names) == 7
     for name in names:
         assert all(rank[name]["bit-identical"] for rank in found), name
         assert not found[1][name]["steps"]
-        inline = name.endswith(("inline", "alone"))
-        last = [] if inline else [3]
-        assert found[0][name]["steps"] == [0, 1, 2, *last]
-    gathered, alone = found[0]["ddp inline"]["tokens"], found[0]["ddp alone"]["tokens"]
-    assert all(own < both for own, both in zip(alone, gathered, strict=True))
+        assert found[0][name]["steps"] == [0, 1, 2, *([] if name.endswith("inline") else [3])]
     for source in ("inline", "probe"):
         ddp, fsdp2 = found[0][f"ddp {source}"], found[0][f"fsdp2 {source}"]
         assert ddp["tokens"] == fsdp2["tokens"]
@@ -319,7 +312,6 @@ def test_lightnings_strategies(together):
         assert read["tokens"] == [tokens] * 4
         assert [each["ids/layer_01"] for each in read["values"]] == pytest.approx([mean] * 4)
         assert read["losses"][:3] == found[0][f"{name} inline"]["losses"]
-    assert "requires a GPU accelerator" in found[0]["fsdp1"]  # which is why it is tested in torch
 
 
 def test_the_trainers_validation_data_are_shared_by_its_ranks(together):
@@ -328,7 +320,7 @@ def test_the_trainers_validation_data_are_shared_by_its_ranks(together):
     for rank in found:
         plain, watched = rank["plain"], rank["validation"]
         assert all(map(torch.equal, watched["end"], plain["end"]))
-        assert watched["losses"] == plain["losses"]
+        assert watched["trained"] == plain["trained"]
         assert watched["evaluated"] == plain["evaluated"]
         assert len(plain["evaluated"]) == 2
     assert found[1]["validation"]["steps"] == []
@@ -336,7 +328,7 @@ def test_the_trainers_validation_data_are_shared_by_its_ranks(together):
     tokens, mean = found[0]["tokens of validation"]
     assert first["steps"] == [0, 2, 4]
     assert first["tokens"] == [tokens] * 3
-    assert first["ids"] == pytest.approx([mean] * 3)
-    assert first["recorded"][:2] == first["losses"][0::2]
+    assert [values["ids/layer_01"] for values in first["values"]] == pytest.approx([mean] * 3)
+    assert first["losses"][:2] == first["trained"][0::2]
     # Both ranks' batches, at the steps at which the Trainer evaluates them too.
     assert first["probed"][1:] == pytest.approx(first["evaluated"], rel=1e-5)

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import VOCABULARY, PlainDecoder, batch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, SequentialSampler, TensorDataset
 
 from geomon import Memory, Monitor, every, select
+from geomon.distributed import RankGroup
 from geomon.monitor.held_out import MOST_BATCHES, HeldOut
 
 ROWS = torch.cat([batch(4, 16, seed=i) for i in range(12)])  # 48 sequences
@@ -42,14 +43,6 @@ def read_of(loader, model=None, steps=1, **options):
 
 def values(reading):
     return {tag: v for tag, v in reading.values.items() if not tag.startswith("geomon/")}
-
-
-def test_one_batch_is_read_as_the_same_inputs_are():
-    options = {"metrics": select("variance", "twonn", "attention_entropy"), "tokens": 100}
-    inputs = batch(20, 16, seed=3)
-    (plain,), (held,) = read_of(inputs, **options), read_of(iter([inputs]), **options)
-    assert values(plain) == values(held)
-    assert held.tokens == plain.tokens == 100
 
 
 def test_several_batches_are_read_as_one_batch_of_all_is():
@@ -98,6 +91,14 @@ def test_batches_are_taken_until_rows_and_sequences_suffice(tokens, size, taken)
     assert reading.tokens == min(tokens, taken * size * 16)
 
 
+def test_ranks_that_exchange_nothing_take_one_batch_each(monkeypatch):
+    monkeypatch.setattr("geomon.monitor.monitor.find_ranks", lambda: RankGroup(0, 2))
+    drawn = []
+    (reading,) = read_of(endless(drawn), gather=False)
+    assert len(drawn) == 1
+    assert reading.tokens == drawn[0].numel()
+
+
 @pytest.mark.parametrize("own", [True, False], ids=["own generator", "global generator"])
 def test_a_random_sampler_goes_on_as_if_nobody_had_drawn(own):
     def orders(watch):
@@ -110,6 +111,15 @@ def test_a_random_sampler_goes_on_as_if_nobody_had_drawn(own):
         return torch.cat([*found, *loader])
 
     assert torch.equal(orders(True), orders(False))
+
+
+def test_a_sampler_that_cannot_be_copied_is_drawn_from_itself():
+    class Uncopied(SequentialSampler):
+        def __deepcopy__(self, memo):
+            raise TypeError("holds a file")
+
+    (reading,) = read_of(DataLoader(ROWS, batch_size=8, sampler=Uncopied(ROWS)))
+    assert reading.tokens == ROWS.numel()
 
 
 class Noisy(Dataset):

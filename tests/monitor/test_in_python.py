@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from geomon import Monitor, read
+from geomon import Memory, Monitor, read
 from geomon.analysis import Phase
 
 
@@ -41,13 +41,10 @@ def test_metrics_by_name_and_a_schedule_by_number(tmp_path):
     assert recorded.runs[0]["schedule"] == "every(steps=2)"
 
 
-def test_the_monitor_is_closed_whatever_ends_the_with(tmp_path):
+def test_the_monitor_is_closed_whatever_ends_the_with():
     closed = []
 
-    class Sink:
-        def write(self, reading):
-            pass
-
+    class Sink(Memory):
         def close(self):
             closed.append(True)
 

@@ -1,7 +1,6 @@
 """Options are declared once: signatures, help and errors of all that take them agree."""
 
 import inspect
-import pickle
 import re
 from fractions import Fraction
 from typing import get_type_hints
@@ -10,7 +9,7 @@ import pytest
 import torch
 from models import PlainDecoder
 
-from geomon import METRICS, Memory, Monitor, log_spaced
+from geomon import Memory, Monitor, log_spaced
 from geomon.huggingface import GeometryMonitor as OfTrainer
 from geomon.lightning import GeometryMonitor as OfLightning
 from geomon.monitor.options import (
@@ -31,20 +30,8 @@ WRONG = [
     ({"budget": 1}, "budget is a share of the training time between 0 and 1"),
     ({"budget": float("nan")}, "budget is a share of the training time between 0 and 1"),
     ({"budget": True}, "budget is a share of the training time between 0 and 1"),
-    (
-        {"budget": "1"},
-        "between 0 and 1, 0.01 or '1%' for one per cent, 'auto', or None for no limit",
-    ),
-    (
-        {"budget": "100 %"},
-        "0.01 or '1%' for one per cent, 'auto', or None for no limit, got '100 %'",
-    ),
-    (
-        {"budget": "a little"},
-        "0.01 or '1%' for one per cent, 'auto', or None for no limit, got 'a little'",
-    ),
+    ({"budget": "100 %"}, "'1%' for one per cent, 'auto', or None for no limit, got '100 %'"),
     ({"budget": "0,5 %"}, "or None for no limit, got '0,5 %'"),
-    ({"budget": ""}, "or None for no limit, got ''"),
     ({"budget": [0.01]}, r"or None for no limit, got \[0.01\]"),
     ({"max_capture_mb": 0}, "max_capture_mb is a number above 0, or None, got 0"),
     ({"max_capture_mb": float("nan")}, "max_capture_mb is a number above 0, or None, got nan"),
@@ -78,6 +65,7 @@ def test_every_option_has_a_declaration_and_a_default():
     assert get_type_hints(CallbackOptions).keys() == CALLBACK_DEFAULTS.keys()
     changed = {name for name in DEFAULTS if DEFAULTS[name] != CALLBACK_DEFAULTS[name]}
     assert changed == {"directory"}  # a callback's is the folder of the training
+    assert check_options({}, "Monitor") == DEFAULTS | {"schedule": log_spaced()}
 
 
 def options_of(cls) -> dict[str, inspect.Parameter]:
@@ -145,21 +133,3 @@ def test_a_name_that_does_not_exist_is_answered_with_a_close_one(build):
         build(token=3)
     with pytest.raises(TypeError, match="has no argument 'zzz'; there are metrics, schedule"):
         build(zzz=3)
-
-
-def test_what_is_not_given_is_the_default():
-    checked = check_options({"tokens": 7}, "Monitor")
-    assert checked["tokens"] == 7
-    assert checked["metrics"] == METRICS
-    assert checked["schedule"] == log_spaced()
-    assert check_callback_options({}, "GeometryMonitor")["pictures"] is True
-    assert DEFAULTS["schedule"] is None  # the declaration itself is not changed
-    assert DEFAULTS["tokens"] == 4096
-
-
-@pytest.mark.parametrize("callback", CALLBACKS, ids=["Lightning", "Trainer"])
-def test_a_callback_can_be_pickled_with_its_options(callback):
-    copied = pickle.loads(pickle.dumps(callback(tokens=77, budget=0.5)))
-    assert copied._session.options["tokens"] == 77
-    assert copied._session.options["budget"] == 0.5
-    assert copied.overhead != copied.overhead

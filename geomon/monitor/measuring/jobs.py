@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -75,9 +75,9 @@ class ReadingJob:
         evaluator: Measures the layers.
         rows: Number of rows of hidden states in one split.
         seconds: Time that the passes took from the training.
+        place: Where layers are measured.
         copies: Whether the inputs of a probe are the same on every rank.
         history: The last reading of the same probe; None where the reading is not of a probe.
-        place: Where layers are measured; None for the host.
 
     Attributes:
         notes: Remarks for the reader of the numbers, once the job is finished.
@@ -101,9 +101,9 @@ class ReadingJob:
         *,
         rows: int,
         seconds: float,
+        place: MeasuringDevice,
         copies: bool = True,
         history: ProbeHistory | None = None,
-        place: MeasuringDevice | None = None,
     ) -> None:
         began = time.perf_counter()
         self.step = step
@@ -123,14 +123,13 @@ class ReadingJob:
         self._parts = list(self._gathered.parts)
         self._gathered.parts.clear()
         self._place = place
-        self._device = HOST if place is None else place.device
+        self._device = place.device
         self._failing: set[str] = set()  # metrics that fail on the host as well
         self._on_host: Note | None = None  # why a reading that has a device is not measured there
-        if place is not None:
-            why = place.why_not([layer for parts in self._parts for layer in parts])
-            if why is not None:
-                self._go_to_host(why)
-        self._ready = None if place is None else place.mark_ready()
+        why = place.why_not([layer for parts in self._parts for layer in parts])
+        if why is not None:
+            self._go_to_host(why)
+        self._ready = place.mark_ready()
         self._measured: list[LayerValues] = []
         self._failure: Exception | None = None
         self.finished = False
@@ -184,11 +183,9 @@ class ReadingJob:
             self._parts[len(self._measured) - 1] = ()
         self.seconds += time.perf_counter() - began
 
-    @contextmanager
-    def beside_training(self) -> Iterator[None]:
-        """Measure in this thread, inside the `with`, while another thread trains."""
-        with nullcontext() if self._place is None else self._place.beside_training(self._ready):
-            yield
+    def beside_training(self) -> AbstractContextManager[None]:
+        """Return a context manager to measure in this thread while another thread trains."""
+        return self._place.beside_training(self._ready)
 
     def _measure(self, layers: Sequence[_Parts]) -> Iterator[LayerValues]:
         """Measure layers, several at once on the host; yields their values in order.
@@ -255,8 +252,6 @@ class ReadingJob:
         self.finished = True
         if self._history is not None and kept is not None:
             self._history.keep(self.step, kept)  # not before: it would be compared with itself
-        self._parts.clear()
-        self._measured.clear()
 
     def result(self) -> Reading | None:
         """The finished reading on the first rank, None on the others.

@@ -65,8 +65,6 @@ class log_spaced:  # noqa: N801
         """Whether a reading is due at `step`."""
         if step < self.first:
             return step == 0
-        if step == 1:
-            return True
         octave = round(self.per_octave * math.log2(step))
         near = any(
             round(2 ** (index / self.per_octave)) == step for index in range(octave - 1, octave + 2)
@@ -99,14 +97,12 @@ def check_schedule(schedule: Schedule | int) -> Schedule:
     return schedule
 
 
-def first_steps(schedule: Schedule | None) -> list[int]:
+def first_steps(schedule: Schedule) -> list[int]:
     """List the first steps, below 1,000, at which a schedule is due: by them two are compared.
 
     Args:
         schedule: Function from a step to whether a reading is due.
     """
-    if schedule is None:
-        return []
     due = []
     for step in range(1000):
         with contextlib.suppress(Exception):  # said when the training is there

@@ -1,4 +1,3 @@
-import logging
 import threading
 
 import models
@@ -69,29 +68,6 @@ def test_two_readings_wait_while_one_is_measured_and_a_third_holds_the_training_
     assert [reading.step for reading in memory.readings] == [0, 1, 2, 3]
 
 
-def test_sinks_are_written_by_a_thread_for_which_the_training_waits():
-    writers = []
-
-    class Sink(Memory):
-        def write(self, reading):
-            assert waits.locked()
-            writers.append(threading.current_thread())
-
-    model, waits = models.PlainDecoder(), threading.Lock()
-    monitor = Monitor(
-        model, metrics=METRICS, directory=None, sinks=[Sink(), Sink()], background=True,
-        schedule=lambda step: True,
-    )  # fmt: skip
-    for step in range(3):
-        with waits, monitor(step):
-            model(models.batch())
-    with waits:
-        monitor.close()
-    assert len(writers) == 6
-    assert threading.main_thread() not in writers
-    assert not set(writers) & set(threading.enumerate())
-
-
 def test_a_metric_of_ones_own_is_measured_by_the_thread_that_trains():
     threads = set()
 
@@ -108,36 +84,9 @@ def fails_at_once(hidden):
 
 
 @pytest.mark.usefixtures("own_metrics_in_background")
-def test_a_failure_in_the_background_is_a_warning_and_a_missing_value(caplog):
-    metrics = METRICS | {"broken": fails_at_once}
-    with caplog.at_level(logging.WARNING, "geomon"):
-        *_, (_, _, readings) = run(3, background=True, metrics=metrics, strict=False)
-    assert len(readings) == 3
-    assert readings[2].values["broken/mean"] != readings[2].values["broken/mean"]
-    assert len([r for r in caplog.records if "broken on purpose" in r.message]) == 1
-    *_, (_, _, readings) = run(2, background=True, strict=False)
-    assert len(readings) == 2
-
-
-@pytest.mark.usefixtures("own_metrics_in_background")
 def test_strict_raises_what_failed_in_the_background():
     with pytest.raises(ValueError, match="broken on purpose"):
         list(run(3, background=True, metrics={"broken": fails_at_once}))
-
-
-def test_a_reading_is_whole_at_its_step_or_not_made_at_all():
-    """A budget decides whether to read: no layers are left for later, and none is thinned."""
-    recorded = []
-    runs = run(40, tokens=128, budget=1e-6, background=False)
-    for step, monitor, readings in runs:
-        recorded.append(len(readings))
-        if step == 20:
-            monitor.probe(step, models.batch())
-    steps = [reading.step for reading in readings]
-    assert steps == [*range(8), 20]
-    assert recorded[:8] == list(range(1, 9))
-    *_, (_, _, free) = run(8, tokens=128, background=False)
-    assert measured(readings)[:8] == measured(free)
 
 
 def test_a_budget_without_gathering_is_refused_on_many_ranks(monkeypatch):

@@ -96,12 +96,14 @@ def test_of_a_known_length_the_beginning_is_dense_and_the_end_is_not_dark(share,
         assert late >= 0.1 * affordable
 
 
-def test_a_reading_waits_until_it_and_another_one_fit():
+@pytest.mark.parametrize("first", [0, 5000])
+def test_a_reading_waits_until_it_and_another_one_fit(first):
     budget, clock = started(0.1)
+    budget.begin(first)
     budget.spend(8.0)
     for _ in range(8):
         budget.count_reading()
-    budget.move_to(50)
+    budget.move_to(first + 50)
     clock.now = 58.0  # a step is a second
     # 8 are spent, and two more take 10 of a tenth: 100 seconds, of which 42 are missing.
     assert budget.decide(8) == (False, 42)

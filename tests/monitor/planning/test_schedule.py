@@ -45,6 +45,7 @@ def test_schedules_survive_pickling_and_say_what_they_are():
     again = pickle.loads(pickle.dumps(log_spaced(2, at_most=50)))
     assert again == log_spaced(2, at_most=50)
     assert repr(every(7)) == "every(steps=7)"
+    assert len({every(7), every(7), log_spaced(), log_spaced(2)}) == 2
 
 
 @pytest.mark.parametrize("steps", [0, -1, 2.5, "10"])

@@ -38,6 +38,12 @@ def test_a_message_is_not_glued_to_a_progress_bar():
     assert "geomon: two of 3 rows" in written
 
 
+def test_a_message_that_cannot_be_printed_ends_nothing_and_is_said_as_logging_does():
+    written = said(before="sys.modules['tqdm'] = logging  # which prints no line")
+    assert "Logging error" in written
+    assert "two of" in written
+
+
 @pytest.mark.parametrize("where", ["", "geomon"])
 def test_a_log_of_the_program_alone_shows_it(where):
     own = f"logging.getLogger({where!r}).addHandler(logging.StreamHandler(sys.stdout))"

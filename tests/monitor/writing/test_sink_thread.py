@@ -75,13 +75,3 @@ def test_ctrl_c_is_not_held_up_by_a_call(calls):
         signal.signal(signal.SIGINT, handler)
     assert time.monotonic() - began < 25
     go_on.set()
-
-
-def test_where_no_thread_can_be_started_the_call_is_made_here(monkeypatch):
-    def start(thread):
-        raise RuntimeError("can't start new thread")
-
-    called = []
-    monkeypatch.setattr(threading.Thread, "start", start)
-    SinkThread(30).call(lambda: called.append(threading.current_thread()))
-    assert called == [threading.current_thread()]
