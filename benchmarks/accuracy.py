@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.timing import print_table
-from geomon.kernels.dimension import gride, twonn, twonn_censored
+from geomon.kernels.dimension import gride, twonn
 from geomon.kernels.neighbours import nearest, unique_rows
 
 Cloud = NDArray[np.float64]
@@ -131,8 +131,8 @@ def _distances(rows: Rows) -> Tensor:
 
 
 ESTIMATORS: dict[str, Estimator] = {
-    "geomon twonn": lambda rows: twonn(_distances(rows)).item(),
-    "geomon censored": lambda rows: twonn_censored(_distances(rows))[0].item(),
+    "geomon twonn": lambda rows: twonn(_distances(rows)).value.item(),
+    "geomon censored": lambda rows: twonn(_distances(rows)).censored.item(),
     "geomon gride k1": lambda rows: gride(_distances(rows), scales=[1]).item(),
 }
 

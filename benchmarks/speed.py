@@ -56,7 +56,7 @@ def _geomon_twonn(k: int, queries: int | None = None) -> Contender:
         points = torch.from_numpy(rows)
         unique = unique_rows(points)
         found = nearest(points, k, of=spread_rows(unique, queries), among=unique)
-        return twonn(found.distances).item()
+        return twonn(found.distances).value.item()
 
     return answer
 

@@ -148,7 +148,7 @@ def _key_anisotropy(key_spectrum: Tensor) -> Tensor:
 
 
 def _twonn(two_nearest: Tensor, duplicates: float, rounding: float) -> dict[str, Tensor | float]:
-    found = dimension.twonn_protocols(two_nearest)
+    found = dimension.twonn(two_nearest)
     return {
         "": found.value,
         "censored": found.censored,
@@ -164,11 +164,11 @@ def _twonn_gaussian(spectrum: Tensor, unique_rows: Tensor, query_rows: Tensor) -
     generator = torch.Generator("cpu").manual_seed(0)
     sample = gaussian_like(spectrum, len(unique_rows), generator)
     some = torch.arange(len(query_rows), dtype=torch.int64, device=sample.device)
-    return dimension.twonn(nearest(sample, k=2, of=some).distances)
+    return dimension.twonn(nearest(sample, k=2, of=some).distances).value
 
 
 def _twonn_distinct(distinct_neighbours: Tensor, repeated: float) -> dict[str, Tensor | float]:
-    found = dimension.twonn_protocols(distinct_neighbours)
+    found = dimension.twonn(distinct_neighbours)
     return {
         "": found.value,
         "censored": found.censored,

@@ -10,26 +10,11 @@ from geomon.kernels.angles import (
     cosine,
     cosine_centred,
     head_cosine,
-    leading_share,
     qk_cosine,
     qk_cosine_concatenated,
     qk_dot,
     sequence_cosines,
 )
-from geomon.kernels.spectrum import anisotropy, head_axes, spectrum
-
-
-def head_anisotropy(rows):
-    one = torch.zeros(len(rows), dtype=torch.int64)
-    return leading_share(head_axes(rows, one, groups=1).eigenvalues)
-
-
-HEAD_KERNELS = [head_cosine, head_anisotropy]
-REFERENCES = {
-    head_cosine: cosine,
-    head_anisotropy: lambda rows: anisotropy(spectrum(rows)),
-}
-HEAD_SHAPES = [(2, 1, 2), (500, 3, 16), (40, 12, 64), (7, 5, 1), (600, 2, 96)]
 
 head_shapes = st.tuples(
     st.integers(3, 20), st.integers(1, 4), st.integers(2, 8), st.integers(0, 10**6)
@@ -133,15 +118,6 @@ def test_qk_names_the_shapes_it_cannot_use(kernel, query, key):
         kernel(torch.ones(query), torch.ones(key))
     assert str(list(query)) in str(caught.value)
     assert str(list(key)) in str(caught.value)
-
-
-@pytest.mark.parametrize("kernel", HEAD_KERNELS)
-@pytest.mark.parametrize("shape", HEAD_SHAPES)
-@pytest.mark.parametrize("offset", [0.0, 2.0])
-def test_each_head_by_itself_as_hidden_states_are(kernel, shape, offset):
-    rows = normal(*shape) * torch.linspace(0.2, 2, shape[2]) + offset
-    want = torch.stack([REFERENCES[kernel](rows[:, head]) for head in range(shape[1])])
-    torch.testing.assert_close(kernel(rows), want, rtol=1e-9, atol=1e-12)
 
 
 def test_rows_without_a_direction_are_left_out_of_the_head_they_are_in():

@@ -19,10 +19,9 @@ from geomon.kernels.spectrum import anisotropy, effective_rank, power_law, spect
 @pytest.mark.parametrize(
     ("tokens", "width", "times", "scatter"),
     [
-        (64, 16, 200, 0.063),
+        (64, 16, 100, 0.063),
         (256, 64, 60, 0.027),
         (1000, 10, 60, 0.023),
-        (500, 500, 5, 0.014),
         (150, 900, 15, 0.012),
     ],
 )
@@ -83,13 +82,6 @@ def test_gaussian_like_is_repeatable_and_uses_no_other_generator():
     moving = generator(5)
     gaussian_like(lambdas, 10, moving)
     assert not torch.equal(gaussian_like(lambdas, 10, moving), a)
-
-
-@pytest.mark.parametrize("lambdas", [torch.ones(0), torch.ones(2, 2), torch.ones(())])
-def test_gaussian_like_names_the_shape_it_cannot_use(lambdas):
-    with pytest.raises(ValueError, match=r"expected eigenvalues \[rank\]") as caught:
-        gaussian_like(lambdas, 5, generator())
-    assert str(list(lambdas.shape)) in str(caught.value)
 
 
 def test_gaussian_like_refuses_negative_eigenvalues_and_no_rows():

@@ -1,5 +1,3 @@
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -42,15 +40,6 @@ def test_sixteen_massive_rows_among_two_thousand_are_found():
     assert want > 0.9
 
 
-def test_massive_rows_do_not_hide_behind_the_mean_and_deviation_that_they_move():
-    hidden, ordinary = with_massive_rows(tokens=960, width=64, massive=40, norm=1e4)
-    rows = hidden.numpy()
-    distance = np.linalg.norm(rows - rows.mean(axis=0), axis=1)
-    # Five standard deviations above the mean distance: finds none of the 40.
-    assert not (distance > distance.mean() + 5 * distance.std()).any()
-    assert torch.equal(ordinary_rows(hidden), ordinary)
-
-
 @pytest.mark.parametrize(("tokens", "width"), [(4096, 64), (2048, 768), (300, 8), (4096, 2)])
 @pytest.mark.parametrize("offset", [0.0, 50.0])
 @pytest.mark.parametrize("name", ["gaussian", "uniform", "student", "anisotropic"])
@@ -84,7 +73,6 @@ def test_the_boundary_is_the_factor_times_the_median_distance(ratio, found):
     # 20 rows on either side at distance 1; the median is 0 and the median distance 1.
     hidden = torch.tensor([-1.0, 1.0] * 20 + [0.0] * 9 + [ratio])[:, None]
     assert (~ordinary_rows(hidden)).sum() == found
-    assert (~ordinary_rows(hidden, factor=ratio - 0.05)).sum() == 1
 
 
 def test_without_a_scale_nothing_is_massive():
@@ -92,12 +80,6 @@ def test_without_a_scale_nothing_is_massive():
     hidden[:3] = 1000.0
     assert ordinary_rows(hidden).all()
     assert sink_share(hidden).item() == 0
-
-
-@pytest.mark.parametrize("factor", [1.0, 0.0, -3.0, math.nan])
-def test_massive_rows_refuse_a_factor_that_is_none(factor):
-    with pytest.raises(ValueError, match="factor"):
-        ordinary_rows(torch.ones(3, 2), factor)
 
 
 def test_as_many_as_one_row_in_twenty_can_be_massive():

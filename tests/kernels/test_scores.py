@@ -197,13 +197,3 @@ def test_equal_queries_make_all_of_the_variance_and_those_without_a_mean_none():
     seen = visible.any(dim=3, keepdim=True)
     mean = (query * seen).double().sum(dim=(0, 2), keepdim=True) / (seen.sum() * 5)
     assert (share(query.double() - mean, key, visible) < 1e-20).all()
-
-
-def test_a_mean_query_that_all_keys_share_sharpens_nothing():
-    """A large product of mean query and mean key says nothing: it cancels in the softmax."""
-    query = normal(16, 1, 8, 4)
-    key = normal(16, 1, 8, 4, seed=1)
-    query[..., 3], key[..., 3] = 50.0, 50.0  # the same for all queries, and for all keys
-    query[..., :3] -= query[..., :3].mean(dim=(0, 2))
-    assert (query.mean(dim=(0, 2)) @ key.mean(dim=(0, 2)).T).item() > 2000
-    assert share(query, key, mask("all", queries=8, keys=8)).item() < 1e-6

@@ -138,18 +138,6 @@ def with_spectrum(tokens, lambdas, seed=0):
     return (left * (tokens * torch.as_tensor(lambdas, dtype=torch.float64)).sqrt()) @ turn
 
 
-def test_eigenvalues_may_come_in_any_order_and_just_below_0():
-    """As `torch.linalg.eigvalsh` gives them of a covariance in float32."""
-    rows = (normal(400, 40) @ normal(40, 128, seed=1)).float()
-    found = torch.linalg.eigvalsh(torch.cov(rows.T))
-    assert found[0] < 0
-    want = spectrum(rows)
-    for kernel in (anisotropy, effective_rank, participation_ratio):
-        assert kernel(found).item() == pytest.approx(kernel(want).item(), rel=1e-4)
-    law = 3 * torch.arange(1, 129, dtype=torch.float64) ** -1.5
-    assert power_law(law.flip(0)) == power_law(law)
-
-
 @pytest.mark.parametrize("kernel", RANKS[1:])
 @pytest.mark.parametrize("rank", [1, 2, 17, 768])
 def test_equal_eigenvalues_count_themselves(kernel, rank):
@@ -165,25 +153,7 @@ def test_ranks_of_a_geometric_spectrum_in_closed_form():
     assert effective_rank(lambdas).item() == pytest.approx(math.exp(entropy), rel=1e-12)
 
 
-def test_effective_rank_is_of_the_eigenvalues_and_not_of_the_singular_values():
-    hidden = normal(400, 30) * torch.linspace(0.1, 3, 30)
-    singular = np.linalg.svd((hidden - hidden.mean(dim=0)).numpy(), compute_uv=False)
-    p = singular**2 / (singular**2).sum()
-    assert effective_rank(spectrum(hidden)).item() == pytest.approx(
-        math.exp(-(p * np.log(p)).sum()), rel=1e-10
-    )
-    q = singular / singular.sum()
-    assert math.exp(-(q * np.log(q)).sum()) > 1.1 * effective_rank(spectrum(hidden)).item()
-
-
-def test_participation_ratio_is_the_trace_squared_over_the_squared_norm_of_the_covariance():
-    hidden = normal(300, 20) * torch.linspace(0.5, 2, 20)
-    covariance = np.cov(hidden.numpy(), rowvar=False, bias=True)
-    want = np.trace(covariance) ** 2 / (covariance**2).sum()
-    assert participation_ratio(spectrum(hidden)).item() == pytest.approx(want, rel=1e-10)
-
-
-@pytest.mark.parametrize("kernel", RANKS)
+@pytest.mark.parametrize("kernel", [*RANKS, power_law])
 @pytest.mark.parametrize("lambdas", [torch.ones(0), torch.ones(2, 2), torch.ones(())])
 def test_ranks_name_the_shape_they_cannot_use(kernel, lambdas):
     with pytest.raises(ValueError, match=r"expected eigenvalues \[rank\]") as caught:
@@ -217,8 +187,10 @@ def test_the_power_law_is_the_weighted_fit_over_ranks_11_to_100(seed, width, alp
     expected = fitted_by_numpy(values, 11, last)
     assert fit.alpha.item() == pytest.approx(expected[0], rel=1e-9)
     assert fit.r_squared.item() == pytest.approx(expected[1], rel=1e-9)
-    scaled = power_law(values * 1e-30)
-    assert scaled.alpha.item() == pytest.approx(fit.alpha.item(), rel=1e-9)
+    # Eigenvalues computed elsewhere come in any order, and below 0 by rounding.
+    other = torch.cat([torch.tensor([-1e-20]).double(), values.flip(0)])
+    assert power_law(other).alpha.item() == pytest.approx(fit.alpha.item(), rel=1e-9)
+    assert effective_rank(other).item() == pytest.approx(effective_rank(values).item())
 
 
 @pytest.mark.parametrize("alpha", [0.5, 1.0, 2.0])
@@ -248,7 +220,3 @@ def test_where_there_is_no_power_law():
     flat = power_law(torch.ones(200))
     assert flat.alpha.item() == pytest.approx(0, abs=1e-12)
     assert power_law(torch.zeros(200)).alpha.isnan()
-    with pytest.raises(ValueError, match="counted from 1"):
-        power_law(torch.ones(200), first=0)
-    with pytest.raises(ValueError, match="eigenvalues"):
-        power_law(torch.ones(2, 200))

@@ -72,13 +72,6 @@ def test_each_item_has_its_share_of_the_threads_and_nobody_else_has_fewer():
     assert ask_a_new_thread() == before
 
 
-def test_results_come_in_order_and_no_thread_is_left():
-    def slowest_first(item):
-        time.sleep(0.05 if item == 0 else 0)
-        return item
-
-    assert [*in_threads(slowest_first, range(9), at_once=3)] == [*range(9)]
-    assert not [t for t in threading.enumerate() if t.name.startswith("geomon_")]
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])

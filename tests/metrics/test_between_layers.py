@@ -76,13 +76,6 @@ def test_copies_at_either_layer_are_left_out_of_both():
     assert values["neighbour_overlap/layer_01"] == pytest.approx(expected, abs=0.01)
 
 
-def test_unrelated_layers_share_what_chance_gives():
-    layers = [made(normal(200, 30, seed=seed), seed) for seed in range(12)]
-    values = evaluated(*layers).values
-    assert values["neighbour_overlap/null"] == pytest.approx(10 / 199)
-    found = torch.tensor([values[f"neighbour_overlap/layer_{n:02d}"] for n in range(1, 12)])
-    error = 4 * found.std().item() / 11**0.5
-    assert found.mean().item() == pytest.approx(10 / 199, abs=error)
 
 
 def test_of_many_rows_1024_evenly_spread_ones_are_compared():
@@ -162,18 +155,8 @@ def test_what_cannot_be_compared_is_missing_and_said(after, words):
     assert any(words in note and "layer 1" in note for note in found.notes)
 
 
-def test_what_cannot_be_compared_is_explained_once():
-    values = measure(PlainDecoder(), batch(1, 8), metrics=OVERLAP)
-    assert math.isnan(values["neighbour_overlap/layer_01"])
-    assert len([note for note in values.notes if "neighbour_overlap" in note]) == 1
 
 
-def test_plain_rows_have_no_layer_before():
-    with pytest.raises(ValueError, match="neighbour_overlap reads the layer before"):
-        geometry(normal(50, 4), metrics=OVERLAP)
-    assert "neighbour_overlap" not in str(
-        [*geometry(normal(50, 4), metrics=OVERLAP | select("cosine"))]
-    )
 
 
 def test_a_comparison_of_ones_own_and_one_that_fails():

@@ -144,35 +144,8 @@ def test_a_frozen_model_keeps_its_neighbours_and_a_trained_one_moves_them(backgr
     assert not any(NAME in note for reading in memory.readings for note in reading.words())
 
 
-def test_a_probe_is_compared_by_rows_that_the_monitor_chose_itself():
-    """Against the hidden states of the layer, taken with a hook."""
-    torch.manual_seed(0)
-    model, inputs, seen = PlainDecoder(), batch(sequences=4), []
-    monitor, memory = monitored(model, probe=inputs)
-    for step in (0, 1):
-        read(monitor, model, (step,))
-        handle = model.blocks[1].register_forward_hook(lambda *_: seen.append(_[2].detach()))
-        with torch.no_grad():
-            model.eval()(inputs)
-            handle.remove()
-            for parameter in model.parameters():
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    one, other = (states.flatten(0, 1).double() for states in seen)
-    assert len(one) <= 128  # all rows are read
-    value = of(memory.readings[1])[f"{NAME}/layer_02"]
-    assert value == pytest.approx(shared(one, other))
-    assert value < 1
 
 
-def test_inline_readings_have_none_and_one_warning_says_why(caplog):
-    model = PlainDecoder()
-    monitor, memory = monitored(model)
-    with caplog.at_level(logging.WARNING, "geomon"):
-        read(monitor, model, range(4))
-    assert len(memory.readings) == 4
-    assert all(math.isnan(of(reading)[f"{NAME}/layer_01"]) for reading in memory.readings)
-    said = [record for record in caplog.records if "other tokens each time" in record.message]
-    assert len(said) == 1
 
 
 def test_other_inputs_are_not_compared_and_do_not_come_between():

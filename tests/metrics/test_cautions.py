@@ -18,22 +18,6 @@ def kinds(values):
     return [note.kind for note in cautions_of(values)]
 
 
-def test_good_numbers_need_no_words():
-    assert cautions_of({}) == []
-    assert (
-        cautions_of(
-            {
-                "twonn/layer_01/duplicates": 0.01,
-                "twonn/layer_01/rounding": 0.001,
-                "twonn/mean": 7.0,
-                "twonn_distinct/mean": 6.0,
-                "gride/mean/k1": 6.0,
-                "gride/mean/k32": 5.0,
-                "sink_share/layer_01": 0.1,
-            }
-        )
-        == []
-    )
 
 
 def test_duplicates_name_their_layers_and_the_largest_share():
@@ -60,10 +44,6 @@ def test_scales_that_bend_and_sinks_and_rounding():
     assert "rounding" in cautions_of({"twonn/layer_02/rounding": 0.3})[0].words()
 
 
-def test_reasons_are_grouped_by_layer():
-    (note,) = group_by_layer({("m", "why {x}"): [1, 2]}, "enc")
-    assert (note.kind, note.stack, note.layers) == ("m: why {x}", "enc", (1, 2))
-    assert note.words() == "enc: m, layer 1, 2: why {x}"
 
 
 def test_too_few_rows_for_a_dimension_are_named():

@@ -133,14 +133,6 @@ def test_what_is_of_somebody_else_is_left_alone(tmp_path):
     assert (theirs / "weights.bin").read_bytes() == b"weights"
 
 
-def test_a_file_called_arrays_is_left_alone(tmp_path):
-    (tmp_path / "arrays").write_text("mine")
-    record = began(tmp_path)
-    record.write(reading(0))
-    with pytest.raises(OSError):  # noqa: PT011  (another on each system)
-        record.write_arrays(reading(0), some(1.0))
-    assert (tmp_path / "arrays").read_text() == "mine"
-    assert [r.step for r in read(tmp_path)] == [0]
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()])
@@ -197,15 +189,6 @@ def test_what_is_not_there_or_damaged_is_one_clear_line(tmp_path):
             read(tmp_path).arrays(0)
 
 
-def test_of_several_stacks_one_is_read_under_plain_tags(tmp_path):
-    record = began(tmp_path)
-    both = reading_of({"m/encoder_layer_01": 1.0, "m/decoder_layer_01": 2.0})
-    record.write(both)
-    record.write_arrays(both, some(1.0, "encoder") | some(2.0, "decoder"))
-    assert list(read(tmp_path).of_stack("encoder").arrays(0)) == ["mean_query/layer_01"]
-    assert list(read(tmp_path).arrays(0)) == [
-        "mean_query/encoder_layer_01", "mean_query/decoder_layer_01"
-    ]  # fmt: skip
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no pipes")

@@ -139,13 +139,6 @@ def test_readings_at_one_step_have_margins_of_their_own():
     assert math.isnan(curve.margins[2])
 
 
-@pytest.mark.parametrize(
-    ("tag", "advice"),
-    [("twon/mean", "did you mean 'twonn/mean'"), ("twonn", "did you mean"), ("\x00", "no reading")],
-)
-def test_an_unknown_tag_names_those_that_are_close(make_readings, tag, advice):
-    with pytest.raises(KeyError, match=advice):
-        make_readings()[tag]
 
 
 def test_readings_are_one_line_and_names_of_a_record_do_not_act_in_a_notebook(make_readings):
