@@ -53,10 +53,10 @@ def twonn(neighbours: Tensor) -> TwoNN:
     Points with r1 = 0 are left out: take exact duplicates out first.
 
     The censored estimate is (k - 1) / (sum_(i<=k) log mu_(i) + (N - k) log mu_(k)), with k the
-    number kept of N: the likelihood uses of the others only that they are no smaller. On exact-model
-    data the denominator is Gamma(k, 1/d), whatever N and d: it is unbiased, with standard deviation
-    d / sqrt(k - 2). Points of one cloud share distances, and its deviation is 1.15 times that
-    (measured, 1,000 points: flat tori of 2 and 5 dimensions, a Gaussian of 10).
+    number kept of N: the likelihood uses of the others only that they are no smaller. On data of
+    the exact model the denominator is Gamma(k, 1/d), whatever N and d: it is unbiased, with a
+    deviation of d / sqrt(k - 2). Points of one cloud share distances, and it deviates 1.15 times
+    as much (measured, 1,000 points: flat tori of 2 and 5 dimensions, a Gaussian of 10).
 
     Args:
         neighbours: Distances to the nearest neighbours, ascending, [tokens, k], k >= 2.
@@ -106,7 +106,10 @@ def twonn_of_each(neighbours: Tensor, *, rounding: float) -> Tensor:
 def _sorted_ratios(neighbours: Tensor, rounding: float) -> tuple[Tensor, Tensor]:
     """Take log(r2 / r1) of each set in ascending order, and the number of points with a ratio.
 
-    Points without one, at distance 0 or not finite, come last as infinity: [sets, points], [sets, 1].
+    Points without one, at distance 0 or not finite, come last as infinity.
+
+    Returns:
+        [sets, points] and [sets, 1].
     """
     near, far = neighbours[:, :, 0].double(), neighbours[:, :, 1].double()
     valid = (near > 0) & torch.isfinite(far)

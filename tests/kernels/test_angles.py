@@ -25,16 +25,6 @@ def over_all_pairs(hidden):
     return 1 - pdist(hidden.double().numpy(), "cosine").mean()
 
 
-def head_by_head(query, key):
-    """Mean query and mean key of each query head, one head at a time in numpy."""
-    group = query.shape[1] // key.shape[1]
-    for head in range(query.shape[1]):
-        yield (
-            query[:, head].double().numpy().mean(axis=0),
-            key[:, head // group].double().numpy().mean(axis=0),
-        )
-
-
 @pytest.mark.parametrize(("tokens", "width"), [(2, 1), (3, 40), (300, 16), (600, 32), (1500, 8)])
 @pytest.mark.parametrize("offset", [0.0, 0.5, 20.0])
 def test_cosine_agrees_with_all_pairs(tokens, width, offset):
@@ -78,19 +68,6 @@ def test_cosine_of_extreme_rows_neither_overflows_nor_vanishes(scale):
     assert cosine(hidden * scale).item() == pytest.approx((0.6 + 0.8) / 3, rel=1e-3)
     lengths = torch.tensor([[1.0], [scale], [1.0]], dtype=torch.float64)
     assert cosine(hidden * lengths).item() == pytest.approx((0.6 + 0.8) / 3, rel=1e-3)
-
-
-@pytest.mark.parametrize(("heads", "key_heads"), [(1, 1), (4, 4), (6, 2), (8, 1)])
-@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (500, 500), (37, 450)])
-def test_qk_agrees_with_one_head_at_a_time(heads, key_heads, queries, keys):
-    query = normal(queries, heads, 16) + normal(heads, 16, seed=1)
-    key = normal(keys, key_heads, 16, seed=2) + normal(key_heads, 16, seed=3)
-    pairs = list(head_by_head(query, key))
-    dots = torch.tensor([float(q @ k) for q, k in pairs], dtype=torch.float64)
-    norms = torch.tensor([np.linalg.norm(q) * np.linalg.norm(k) for q, k in pairs])
-    means = query.mean(dim=0), key.mean(dim=0)
-    torch.testing.assert_close(qk_dot(*means), dots, rtol=1e-11, atol=1e-13)
-    torch.testing.assert_close(qk_cosine(*means), dots / norms, rtol=1e-11, atol=1e-13)
 
 
 def test_qk_cosine_is_nan_where_a_mean_is_zero_and_only_there():

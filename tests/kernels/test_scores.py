@@ -176,19 +176,6 @@ def test_queries_that_are_zero_in_the_mean_have_a_share_of_one_over_their_number
     assert error < 0.2 / 40
 
 
-@pytest.mark.parametrize("kind", MASKS)
-def test_without_a_group_the_share_is_that_of_the_other_sequences_alone(kind):
-    (query, key), visible = attention(sequences=19), mask(kind, sequences=19)
-    visible = visible.expand(19, 4, 6, 9)
-    group = torch.arange(19) * 8 // 19
-    found = query_variances(query, key, visible, group, 8)
-    for number in range(8):
-        stay = group != number
-        want = share(query[stay], key[stay], visible[stay])
-        got = mean_query_share(found.without(number))
-        torch.testing.assert_close(got, want, rtol=1e-9, atol=0)
-
-
 def test_equal_queries_make_all_of_the_variance_and_those_without_a_mean_none():
     query, key = attention(queries=9)
     visible = mask("causal", queries=9)

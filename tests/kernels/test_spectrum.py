@@ -10,7 +10,6 @@ from samples import few_examples, normal
 from geomon.kernels.spectrum import (
     anisotropy,
     effective_rank,
-    head_axes,
     participation_ratio,
     power_law,
     principal_axes,
@@ -86,40 +85,6 @@ def test_axes_have_the_eigenvalues_of_the_spectrum_and_their_groups_sum_to_them(
     trace = (hidden - hidden.mean(dim=0)).square().sum(dim=1)
     by_group = torch.stack([trace[group == number].sum() for number in range(8)])
     torch.testing.assert_close(axes.squares.sum(dim=1), by_group, rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize(("tokens", "width"), [(2048, 64), (1024, 256), (512, 700)])
-def test_without_a_group_axes_follow_the_spectrum_of_the_other_rows_to_first_order(tokens, width):
-    hidden, group = smooth(tokens, width), grouped(tokens)
-    axes = principal_axes(hidden, group, 8)
-    left = [axes.without(number).sort(descending=True).values for number in range(8)]
-    exact = [spectrum(hidden[group != number]) for number in range(8)]
-    for got, want in zip(left, exact, strict=True):
-        # The mean moves too, which is of second order: (1/8)^2 of the group's own mean.
-        assert got.sum().item() == pytest.approx(want.sum().item(), rel=1 / 64)
-    # Fewer rows than columns fill fewer directions without a group, which is alike for all.
-    few = tokens < 2 * width
-    for metric in (anisotropy, effective_rank):
-        found, wanted = (torch.stack([*map(metric, each)]) for each in (left, exact))
-        torch.testing.assert_close(found, wanted, rtol=0.06 if few else 0.02, atol=0)
-        assert found.std().item() == pytest.approx(wanted.std().item(), rel=0.15)
-
-
-@pytest.mark.parametrize("offset", [0.0, 1e5])
-def test_axes_of_heads_are_those_of_each_head_alone(offset, cut_blocks):
-    cut_blocks(10_000)
-    near = torch.stack([smooth(700, 24, seed=seed) for seed in (0, 2, 4)], dim=1)
-    rows = (near * 1024).round() / 1024 + offset
-    group = grouped(700)[torch.randperm(700, generator=torch.Generator().manual_seed(0))]
-    found = head_axes(rows, group, 8)
-    assert torch.equal(found.counts, group.bincount().double())
-    for head in range(3):
-        want = principal_axes(rows[:, head], group, 8)
-        torch.testing.assert_close(found.eigenvalues[head], want.eigenvalues, rtol=1e-9, atol=0)
-        torch.testing.assert_close(found.squares[:, head], want.squares, rtol=1e-4, atol=0)
-        for number in range(8):
-            got = found.without(number)[head]
-            torch.testing.assert_close(got, want.without(number), rtol=1e-4, atol=0)
 
 
 RANKS = [anisotropy, effective_rank, participation_ratio]

@@ -72,8 +72,6 @@ def test_each_item_has_its_share_of_the_threads_and_nobody_else_has_fewer():
     assert ask_a_new_thread() == before
 
 
-
-
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("at_once", [1, 2])
 def test_what_is_raised_comes_after_those_before_it_and_later_ones_are_not_begun(error, at_once):

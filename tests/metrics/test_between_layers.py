@@ -5,10 +5,9 @@ import math
 import pytest
 import torch
 from measuring import seen
-from models import PlainDecoder, batch
 from samples import normal
 
-from geomon import geometry, measure, select
+from geomon import select
 from geomon.capture.snapshot import Layer
 from geomon.distributed.packing import pack, unpack
 from geomon.kernels.groups import group_sequences
@@ -74,8 +73,6 @@ def test_copies_at_either_layer_are_left_out_of_both():
     assert 150 < values["neighbour_overlap/layer_01/n"] <= len(unique)
     expected = shared(before, after, unique, 10).mean().item()
     assert values["neighbour_overlap/layer_01"] == pytest.approx(expected, abs=0.01)
-
-
 
 
 def test_of_many_rows_1024_evenly_spread_ones_are_compared():
@@ -153,10 +150,6 @@ def test_what_cannot_be_compared_is_missing_and_said(after, words):
     found = evaluated(made(normal(100, 4), 0), after, made(normal(100, 4), 2))
     assert math.isnan(found.values["neighbour_overlap/layer_01"])
     assert any(words in note and "layer 1" in note for note in found.notes)
-
-
-
-
 
 
 def test_a_comparison_of_ones_own_and_one_that_fails():

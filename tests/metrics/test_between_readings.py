@@ -1,6 +1,5 @@
 """Readings of a probe compared with the ones before, against neighbours found by brute force."""
 
-import logging
 import math
 
 import pytest
@@ -142,26 +141,6 @@ def test_a_frozen_model_keeps_its_neighbours_and_a_trained_one_moves_them(backgr
     assert moved[f"{NAME}/null"] < moved[f"{NAME}/mean"] < 0.9
     assert moved[f"{NAME}/mean/steps"] == 1
     assert not any(NAME in note for reading in memory.readings for note in reading.words())
-
-
-
-
-
-
-def test_other_inputs_are_not_compared_and_do_not_come_between():
-    model, own, other = PlainDecoder(), batch(sequences=8), batch(sequences=8, seed=9)
-    monitor, memory = monitored(model, probe=own)
-    monitor.probe(0)
-    monitor.probe(1, other)
-    monitor.probe(2)
-    monitor.probe(3, other)
-    monitor.probe(4, own)
-    values = [of(reading) for reading in memory.readings]
-    assert values[0] == values[1] == {}
-    assert values[2][f"{NAME}/mean"] == values[3][f"{NAME}/mean"] == 1
-    assert values[2][f"{NAME}/mean/steps"] == values[3][f"{NAME}/mean/steps"] == 2
-    assert math.isnan(values[4][f"{NAME}/layer_01"])
-    assert any("not the tokens" in note for note in memory.readings[4].words())
 
 
 def test_images_are_compared_where_the_monitor_holds_them():

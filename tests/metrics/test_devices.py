@@ -3,16 +3,14 @@
 The device is pretended (tests/accelerator.py); tests/test_cuda.py has a real one, where there is.
 """
 
-import math
 from dataclasses import fields, is_dataclass, replace
 
 import pytest
 import torch
 from accelerator import DEVICE, Accelerator
-from whole_layer import ROWS, normal, whole_layer
+from whole_layer import ROWS, whole_layer
 
 from geomon import METRICS, MORE_METRICS
-from geomon.kernels.neighbours import nearest
 from geomon.metrics import Evaluator
 from geomon.metrics.jackknife import margin
 from geomon.metrics.views import DERIVED, LayerViews, alternatives
@@ -100,16 +98,3 @@ def test_derived_views_stay_where_their_rows_are(by_hand):
     assert sum(map(len, found.values())) > len(names) / 2
     for name, tensors in found.items():
         assert {tensor.device for tensor in tensors} <= {DEVICE}, name
-
-
-def test_reduced_precision_of_products_never_enters_a_distance():
-    """Rows of a tight cluster differ by less than 10 bits of their products distinguish."""
-    rows = normal(15, 1, 256) + 0.01 * normal(15, 40, 256, seed=1)
-    rows = rows.flatten(0, 1)
-    with Accelerator() as accelerator:
-        found = nearest(accelerator.put(rows), k=4)
-        distances, indices = found.distances.cpu(), found.indices.cpu()
-    exact = torch.cdist(rows.double(), rows.double(), compute_mode="donot_use_mm_for_euclid_dist")
-    exact = exact.fill_diagonal_(math.inf).sort(dim=1)
-    assert torch.equal(indices, exact.indices[:, :4])
-    torch.testing.assert_close(distances, exact.values[:, :4], rtol=1e-12, atol=0)
