@@ -64,17 +64,6 @@ def test_arrays_come_back_as_they_were(tmp_path_factory, content):
         np.testing.assert_array_equal(found[tag], content[place])
 
 
-def test_both_readings_of_a_step_have_their_own(tmp_path):
-    record = began(tmp_path)
-    write(record, 8, 1.0, "inline")
-    write(record, 8, 2.0, "probe")
-    assert sorted(os.listdir(tmp_path / "arrays")) == [
-        "step_000008_inline.npz", "step_000008_probe.npz",
-    ]  # fmt: skip
-    assert number_of(tmp_path, 8) == 2.0  # of the last reading of the step
-    assert number_of(tmp_path, 8, "inline") == 1.0
-
-
 def test_a_run_that_begins_anew_keeps_the_arrays_of_the_old_one(tmp_path):
     write(began(tmp_path), 0, 1.0)
     write(began(tmp_path), 0, 2.0)
@@ -133,8 +122,6 @@ def test_what_is_of_somebody_else_is_left_alone(tmp_path):
     assert (theirs / "weights.bin").read_bytes() == b"weights"
 
 
-
-
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()])
 def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch, error):
     folder = ArrayFolder(tmp_path / "arrays")
@@ -187,8 +174,6 @@ def test_what_is_not_there_or_damaged_is_one_clear_line(tmp_path):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=r"cannot be read .* the record does without it"):
             read(tmp_path).arrays(0)
-
-
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no pipes")

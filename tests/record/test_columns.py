@@ -1,6 +1,5 @@
 """A reading is columns, in memory and in a line; tags are made of them."""
 
-import json
 import math
 import time
 
@@ -53,21 +52,6 @@ def test_a_value_that_is_missing_is_null_in_a_line_and_nan_in_memory():
         assert found == value or (not math.isfinite(value) and math.isnan(found))
     assert back.columns["m"].by_layer() == {1: 1.0}
     assert back.columns["m"].by_head() == {(1, 1): 2.0, (2, 0): 1.0}
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"stacks": {"": {"m": {"layers": ["a"]}}}}, {"stacks": {"": {"m": {"layers": 3}}}},
-        {"stacks": {"": 5}}, {"stacks": []}, {"step": -1}, {"step": 1.5}, {"seconds": None},
-        {"step": 2**63}, {"tokens": -1}, {"notes": ["words"]}, {"notes": [{"kind": "a"}]},
-        {"time": "now"}, {"training": {"loss": "a"}},
-    ],
-)  # fmt: skip
-def test_a_line_of_another_form_is_refused(change):
-    content = json.loads(reading_of({"m/mean": 1.0}).line()) | change
-    with pytest.raises(ValueError, match=r"."):
-        parse_line(json.dumps(content).encode())
 
 
 def test_tags_are_made_of_columns_and_each_finds_its_value():

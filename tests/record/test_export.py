@@ -139,8 +139,6 @@ def test_readings_at_one_step_have_margins_of_their_own():
     assert math.isnan(curve.margins[2])
 
 
-
-
 def test_readings_are_one_line_and_names_of_a_record_do_not_act_in_a_notebook(make_readings):
     readings = make_readings(notes=["<b>few rows</b>"])
     assert repr(readings) == (

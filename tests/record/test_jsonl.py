@@ -94,8 +94,6 @@ def test_of_many_lines_that_wait_the_oldest_are_given_up(tmp_path, monkeypatch):
     assert [r.step for r in found] == list(range(202, 301))
 
 
-
-
 def test_a_run_that_starts_over_keeps_the_old_record(tmp_path):
     for _ in range(3):
         record = Record(tmp_path)
@@ -132,8 +130,6 @@ def test_bad_places_get_one_clear_line(tmp_path):
     (tmp_path / FILE_NAME).write_text("no json\n")
     with pytest.raises(ValueError, match="line 1 of"):
         read(tmp_path)
-
-
 
 
 @pytest.mark.parametrize("text", ["notes of mine", "a\r\nb", '{"other": 1}', "5"])

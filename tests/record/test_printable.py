@@ -1,6 +1,3 @@
-import sys
-import unicodedata
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,8 +10,6 @@ def test_what_is_printed_has_one_line_and_acts_on_nothing(text):
     assert len(shown) == len(text)
     assert shown.isprintable()
     assert printable(shown) == shown
-
-
 
 
 def test_words_stay_and_breaks_become_spaces():
