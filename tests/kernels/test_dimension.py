@@ -29,12 +29,6 @@ def beta(points, dimension, k, seed=0):
     return distances
 
 
-def torus(points, dimension, seed=0):
-    """Flat torus in twice the width: known dimension, no boundary, no curvature in the metric."""
-    angle = 2 * math.pi * torch.rand(points, dimension, generator=generator(seed))
-    return torch.cat([angle.double().cos(), angle.double().sin()], dim=1)
-
-
 def hyper_ball(points, dimension, seed):
     """hyperBall of scikit-dimension 0.5: uniform in the unit ball."""
     x = np.random.RandomState(seed).normal(size=(points, dimension))
@@ -114,16 +108,6 @@ def test_standard_deviations_on_the_exact_model_are_those_published():
     assert deviation[1] == pytest.approx(10 / math.sqrt(1798), rel=0.1)
     assert deviation[3] / deviation[0] == pytest.approx(2.3, rel=0.15)
     assert mean[:2] == pytest.approx([10, 10], abs=0.05)
-
-
-@pytest.mark.parametrize("dimension", [1, 4])
-def test_estimators_find_the_dimension_of_a_torus(dimension):
-    distances = nearest(torus(4096, dimension, seed=dimension), k=16).distances
-    error = 1.1 * dimension / math.sqrt(4096)
-    # Neighbours share points, which makes the ratios dependent, and curvature bends the larger k.
-    assert abs(twonn(distances).value.item() - dimension) < 4 * error + 0.02 * dimension
-    for estimate in gride(distances, [1, 2, 4, 8]).tolist():
-        assert abs(estimate - dimension) < 4 * error + 0.04 * dimension
 
 
 def test_padded_ball_gives_the_published_digits():

@@ -5,10 +5,8 @@ import sys
 
 import pytest
 from tagged import reading_of
-from typer.testing import CliRunner
 
-from geomon.cli import make_app
-from geomon.record import FILE_NAME, Readings, export
+from geomon.record import Readings, export
 
 
 @pytest.fixture
@@ -83,19 +81,6 @@ def test_a_spreadsheet_takes_no_name_for_a_formula(tmp_path):
     assert {row["source"] for row in rows} == {"'=HYPERLINK()"}
     found = [(row["metric"], row["part"]) for row in rows]
     assert found == [(name, name) for name in ("'=1+1", "'+a", "'-a", "'@a", "plain")]
-
-
-def test_the_command_writes_a_table(make_readings, tmp_path):
-    lines = [each.line() for each in make_readings()]
-    (tmp_path / FILE_NAME).write_text("\n".join(lines) + "\n")
-    out = tmp_path / "values.csv"
-    result = CliRunner().invoke(make_app(), ["export", str(tmp_path), "-o", str(out)])
-    assert result.stdout == f"wrote {out}\n"
-    assert len(out.read_text().splitlines()) == 1 + sum(len(r.values) for r in make_readings())
-    for bad, words in ((tmp_path / "a.xlsx", "ends in .csv or .parquet"), (tmp_path, "ends in")):
-        result = CliRunner().invoke(make_app(), ["export", str(tmp_path), "-o", str(bad)])
-        assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
-        assert words in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -121,17 +121,6 @@ def test_a_torn_last_line_is_passed_over_and_mended(tmp_path, torn):
     assert [r.step for r in read(tmp_path)] == [0, 2]
 
 
-def test_bad_places_get_one_clear_line(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no record at .*readings\.jsonl"):
-        read(tmp_path)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="cannot be written"):
-        Record(tmp_path / "file" / "inside")
-    (tmp_path / FILE_NAME).write_text("no json\n")
-    with pytest.raises(ValueError, match="line 1 of"):
-        read(tmp_path)
-
-
 @pytest.mark.parametrize("text", ["notes of mine", "a\r\nb", '{"other": 1}', "5"])
 def test_a_file_of_somebody_elses_is_not_cut_where_it_has_no_last_line_end(tmp_path, text):
     (tmp_path / FILE_NAME).write_bytes(text.encode())

@@ -53,7 +53,8 @@ def run(tmp_path_factory):
 def scanned(run, tmp_path_factory):
     """The folder of a scan over the checkpoints of the run."""
     folder = tmp_path_factory.mktemp("scan")
-    scan(build, checkpoints=run / "checkpoints", directory=folder, **SMALL)
+    name = "recipes.enwik8.model:build"
+    scan(name, checkpoints=run / "checkpoints", directory=folder, **SMALL)
     return folder
 
 
@@ -324,6 +325,7 @@ def test_warnings_of_the_same_kind_come_once_and_nothing_stays(run, tmp_path, ca
         ({"model": transformer("gpt2")}, "give a function that builds it"),
         ({"model": build}, "needs the folder of its"),
         ({"model": "recipes.enwik8.model:none", "checkpoints": "x"}, "cannot be imported"),
+        ({"model": "math:pi", "checkpoints": "x"}, "math:pi is no function"),
         ({"model": "./nowhere"}, "no model at ./nowhere"),
         *(
             ({"model": "a", name: 0}, f"{name} is a whole number")
