@@ -20,14 +20,11 @@ from geomon.capture.snapshot import CAPTURED, ROW_VIEWS, Layer
 from geomon.kernels import spectrum as kernels
 from geomon.kernels.angles import SequenceCosines, sequence_cosines
 from geomon.kernels.attention import (
-    AttentionRows,
-    RowMedians,
-    SequenceExtremes,
+    ScoreSource,
     attention_rows,
-    extremes_of_scores,
-    medians_of_scores,
+    given_scores,
     row_medians,
-    score_rows,
+    scores_of,
     sequence_extremes,
 )
 from geomon.kernels.groups import GROUPS, GroupSums, group_sequences, group_sums
@@ -44,8 +41,6 @@ from geomon.kernels.neighbours import (
 from geomon.kernels.neighbours import nearest as find_nearest
 from geomon.kernels.scores import (
     QueryVariances,
-    ScoreMoments,
-    moments_of_scores,
     query_variances,
     score_moments,
 )
@@ -431,38 +426,17 @@ def _score_row_groups(attention_groups: Groups, scores: Tensor) -> Groups:
     return _attention_row_groups(attention_groups, scores)
 
 
-def _attention(
+def _score_source(
     query: Tensor, key: Tensor, visible: Tensor, scale: float, bias: Tensor | None,
     softcap: float | None, sink: Tensor | None,
-) -> AttentionRows:  # fmt: skip
-    return attention_rows(query, key, visible, scale, bias, softcap, sink)
-
-
-def _sequence_extremes(
-    query: Tensor, key: Tensor, visible: Tensor, scale: float, bias: Tensor | None,
-    softcap: float | None, sink: Tensor | None,
-) -> SequenceExtremes:  # fmt: skip
-    return sequence_extremes(query, key, visible, scale, bias, softcap, sink)
-
-
-def _score_moments(
-    query: Tensor, key: Tensor, visible: Tensor, scale: float, bias: Tensor | None,
-    softcap: float | None,
-) -> ScoreMoments:  # fmt: skip
-    return score_moments(query, key, visible, scale, bias, softcap)
+) -> ScoreSource:  # fmt: skip
+    return scores_of(query, key, visible, scale, bias, softcap, sink)
 
 
 def _query_variances(
     query: Tensor, key: Tensor, visible: Tensor, attention_groups: Groups
 ) -> QueryVariances:
     return query_variances(query, key, visible, *attention_groups)
-
-
-def _row_medians(
-    query: Tensor, key: Tensor, visible: Tensor, scale: float, bias: Tensor | None,
-    softcap: float | None, sink: Tensor | None,
-) -> RowMedians:  # fmt: skip
-    return row_medians(query, key, visible, scale, bias, softcap, sink)
 
 
 def _default_queries(hidden: Tensor) -> int | None:
@@ -518,13 +492,14 @@ DERIVED: dict[str, Callable[..., Any] | tuple[Callable[..., Any], ...]] = {
     "distinct_neighbours": _distinct_neighbours,  # distances to their two nearest distinct rows
     "repeated": _repeated,  # share of the rows that repeat a (token id, position)
     "token_labels": (_labels_by_id, _labels_by_place),  # numbers that tell tokens apart
-    "attention": (_attention, score_rows),  # reduced softmax rows: AttentionRows
+    "score_source": (_score_source, given_scores),  # scores, block by block: ScoreSource
+    "attention": attention_rows,  # reduced softmax rows: AttentionRows
     "attention_groups": (_attention_groups, _score_groups),  # groups of the sequences of attention
     "attention_row_groups": (_attention_row_groups, _score_row_groups),  # of the attention rows
-    "row_medians": (_row_medians, medians_of_scores),  # of the weights of each row: RowMedians
-    "score_moments": (_score_moments, moments_of_scores),  # of each query: ScoreMoments
+    "row_medians": row_medians,  # of the weights of each row: RowMedians
+    "score_moments": score_moments,  # of each query: ScoreMoments
     "query_variances": _query_variances,  # of scores of mean queries and of all: QueryVariances
-    "sequence_extremes": (_sequence_extremes, extremes_of_scores),  # SequenceExtremes
+    "sequence_extremes": sequence_extremes,  # of the weights of each sequence: SequenceExtremes
 }
 
 

@@ -12,11 +12,9 @@ from geomon.kernels.attention import (
     attention_entropy_normalised,
     attention_rows,
     attention_sink,
-    extremes_of_scores,
-    medians_of_scores,
+    given_scores,
     row_medians,
-    score_blocks,
-    score_rows,
+    scores_of,
     sequence_extremes,
 )
 from tests.new_tensors import LargestNewTensor
@@ -53,7 +51,7 @@ def mask(kind, sequences, length):
     return visible
 
 
-def scores_of(query, key, scale, bias, softcap):
+def by_hand(query, key, scale, bias, softcap):
     """Scores as they enter the softmax, in float64."""
     scores = scale * query.double() @ key.repeat_interleave(2, dim=1).double().mT
     scores = scores if softcap is None else softcap * (scores / softcap).tanh()
@@ -113,12 +111,12 @@ def test_rows_and_sequences_are_those_of_loops_over_queries(kind, options, block
     query, key = normal(2, 4, 40, 16), normal(2, 2, 40, 16, seed=1)
     some = sampled(40, 12)
     query, visible = query[:, :, some], mask(kind, 2, 40)[:, :, some]
-    arguments = (query, key, visible, 0.5)
-    scores = scores_of(query, key, 0.5, options.get("bias"), options.get("softcap"))
+    source = scores_of(query, key, visible, 0.5, **options)
+    scores = by_hand(query, key, 0.5, options.get("bias"), options.get("softcap"))
     rows, ends = by_loops(scores, visible, options.get("sink"))
-    found = attention_rows(*arguments, **options)
-    medians = row_medians(*arguments, **options)
-    extremes = sequence_extremes(*arguments, **options)
+    found = attention_rows(source)
+    medians = row_medians(source)
+    extremes = sequence_extremes(source)
     sees = rows[:, :, 3] > 0
     assert torch.equal(found.visible > 0, sees)
     close = {"rtol": 1e-5, "atol": 1e-5, "equal_nan": True}
@@ -128,11 +126,11 @@ def test_rows_and_sequences_are_those_of_loops_over_queries(kind, options, block
     for number, part in enumerate(extremes):
         torch.testing.assert_close(part, ends[:, :, number], **close)
     if "sink" not in options:
-        given = scores.float()
         assert torch.equal(medians.visible, found.visible)
-        for one, other in ((score_rows, found), (medians_of_scores, medians),
-                           (extremes_of_scores, extremes)):  # fmt: skip
-            for got, want in zip(one(given, visible), other, strict=True):
+        given = given_scores(scores.float(), visible)
+        for kernel, other in ((attention_rows, found), (row_medians, medians),
+                              (sequence_extremes, extremes)):  # fmt: skip
+            for got, want in zip(kernel(given), other, strict=True):
                 torch.testing.assert_close(got, want, **close)
 
 
@@ -140,16 +138,18 @@ def test_large_logits_agree_with_the_softmax_in_float64():
     query, key, visible = whole(2, 4, 64, 8), whole(2, 2, 64, 8, seed=1), mask("causal", 2, 64)
     # Logits up to 8 x 9 x 16 = 1,152, many of them tied at the top: exp overflows without a shift
     # by the maximum, and log 0 meets 0 in -p log p.
-    scores = scores_of(query, key, 16.0, None, None)
+    scores = by_hand(query, key, 16.0, None, None)
     assert scores.float().exp().isinf().any()
     rows, _ = by_loops(scores, visible, None)
-    for number, part in enumerate(attention_rows(query, key, visible, 16.0)):
+    for number, part in enumerate(attention_rows(scores_of(query, key, visible, 16.0))):
         torch.testing.assert_close(part, rows[:, :, number], rtol=0, atol=2e-6)
 
 
 def test_uniform_causal_attention_has_the_entropy_of_the_visible_keys():
     rows, nothing = torch.arange(0, 2048, 16), torch.zeros(1, 1, 2048, 8)
-    got = attention_rows(nothing[:, :, rows], nothing, mask("causal", 1, 2048)[:, :, rows], 1.0)
+    got = attention_rows(
+        scores_of(nothing[:, :, rows], nothing, mask("causal", 1, 2048)[:, :, rows], 1.0)
+    )
     # Taking the 128 sampled queries for the length of the causal mask gives 7.622.
     assert attention_entropy(got).item() == pytest.approx(6.594, abs=5e-4)
     assert attention_entropy_normalised(got).item() == pytest.approx(1, abs=1e-6)
@@ -159,10 +159,10 @@ def test_uniform_causal_attention_has_the_entropy_of_the_visible_keys():
 
 def test_metrics_without_any_row_to_measure_are_nan():
     query, key = normal(1, 2, 6, 8), normal(1, 2, 6, 8, seed=1)
-    blind = attention_rows(query, key, torch.zeros(6, 6, dtype=torch.bool), 1.0)
+    blind = attention_rows(scores_of(query, key, torch.zeros(6, 6, dtype=torch.bool), 1.0))
     for metric in METRICS:
         assert metric(blind).isnan().tolist() == [True, True]
-    single = attention_rows(query, key, torch.eye(6, dtype=torch.bool), 1.0)
+    single = attention_rows(scores_of(query, key, torch.eye(6, dtype=torch.bool), 1.0))
     assert attention_entropy(single).tolist() == [0, 0]
     for metric in METRICS[1:]:
         assert metric(single).isnan().tolist() == [True, True]
@@ -187,11 +187,13 @@ def test_what_lies_under_the_mask_does_not_matter(garbage, side):
     length = 450
     query, key = normal(2, 2, length, 8), normal(2, 2, length, 8, seed=1)
     visible = mask(f"padded {side}", 2, length)
-    want = attention_rows(query, key, visible, 0.3)
+    want = attention_rows(scores_of(query, key, visible, 0.3))
     hidden = ~visible.any(dim=2).squeeze(1)
     assert hidden.any()
     key[hidden[:, None].expand(2, 2, length)] = garbage
-    for got, expected in zip(attention_rows(query, key, visible, 0.3), want, strict=True):
+    for got, expected in zip(
+        attention_rows(scores_of(query, key, visible, 0.3)), want, strict=True
+    ):
         assert torch.equal(got, expected)
 
 
@@ -203,7 +205,7 @@ def test_under_a_causal_mask_about_half_of_the_scores_are_computed(form):
     causal = causal.contiguous() if form == "heads" else causal
     blocks = [
         (scores.numel(), tuple(seen.shape))
-        for _, scores, seen in score_blocks(query, key, causal, 0.3, None, None)
+        for _, scores, seen in scores_of(query, key, causal, 0.3).blocks()
     ]
     assert sum(number for number, _ in blocks) <= 0.6 * 4 * 1024**2
     assert {shape[1] for _, shape in blocks} == ({1} if form != "heads" else {4})
@@ -212,9 +214,9 @@ def test_under_a_causal_mask_about_half_of_the_scores_are_computed(form):
 def test_a_visible_key_of_score_minus_infinity_has_no_weight():
     query, key = normal(1, 1, 2, 8), normal(1, 1, 5, 8, seed=1)
     bias = torch.tensor([0.0, -torch.inf, 0.0, 0.0, 0.0])
-    got = attention_rows(query, key, torch.ones(1, 1, 2, 5, dtype=torch.bool), 0.3, bias)
+    got = attention_rows(scores_of(query, key, torch.ones(1, 1, 2, 5, dtype=torch.bool), 0.3, bias))
     kept = torch.tensor([True, False, True, True, True])
-    want = attention_rows(query, key, kept.expand(1, 1, 2, 5), 0.3)
+    want = attention_rows(scores_of(query, key, kept.expand(1, 1, 2, 5), 0.3))
     torch.testing.assert_close(got.entropy, want.entropy)
     torch.testing.assert_close(got.maximum, want.maximum)
     assert (got.minimum == 0).all()
@@ -227,18 +229,18 @@ def test_the_size_of_the_block_bounds_the_temporaries(cut_blocks, key_heads):
     visible, bias = torch.ones(64, 1024, dtype=torch.bool), normal(64, 1024, seed=2)
     inputs = (query, key, visible, bias)
     with LargestNewTensor(*inputs) as at_once:
-        attention_rows(query, key, visible, 0.3, bias)
+        attention_rows(scores_of(query, key, visible, 0.3, bias))
     assert at_once.bytes == 4 * 4 * 32 * 1024  # four heads, half of the queries of a sequence
     cut_blocks(4 * 16 * 1024)
     with LargestNewTensor(*inputs) as in_blocks:
-        attention_rows(query, key, visible, 0.3, bias)
+        attention_rows(scores_of(query, key, visible, 0.3, bias))
     assert in_blocks.bytes == 4 * 4 * 16 * 1024
 
 
 def test_float16_scores_do_not_overflow():
     query = torch.full((1, 1, 3, 64), 100.0, dtype=torch.float16)
     assert (query @ query.transpose(-1, -2)).isinf().all()
-    got = attention_rows(query, query, torch.tensor(True), 0.125)
+    got = attention_rows(scores_of(query, query, torch.tensor(True), 0.125))
     assert got.entropy[0].tolist() == pytest.approx([math.log(3)] * 3)
 
 
@@ -254,21 +256,21 @@ FITS = torch.ones(2, 4, 5, 8), torch.ones(2, 4, 7, 8)
 )  # fmt: skip
 def test_rows_name_the_shapes_they_cannot_use(query, key):
     with pytest.raises(ValueError, match="expected queries") as caught:
-        attention_rows(torch.ones(query), torch.ones(key), torch.tensor(True), 1.0)
+        attention_rows(scores_of(torch.ones(query), torch.ones(key), torch.tensor(True), 1.0))
     assert f"{list(query)} and {list(key)}" in str(caught.value)
 
 
 @pytest.mark.parametrize("shape", [(5, 6), (3, 1, 5, 7), (2, 3, 5, 7), (1, 2, 4, 5, 7), (4, 7)])
 def test_rows_name_a_mask_or_a_bias_that_does_not_fit(shape):
     with pytest.raises(ValueError, match="expected visible that broadcasts"):
-        attention_rows(*FITS, torch.ones(shape, dtype=torch.bool), 1.0)
+        attention_rows(scores_of(*FITS, torch.ones(shape, dtype=torch.bool), 1.0))
     with pytest.raises(ValueError, match="expected bias that broadcasts"):
-        attention_rows(*FITS, torch.tensor(True), 1.0, torch.zeros(shape))
+        attention_rows(scores_of(*FITS, torch.tensor(True), 1.0, torch.zeros(shape)))
 
 
 def test_scores_and_sinks_that_are_none_are_named():
     for shape in ((3, 4), (1, 2, 0, 4)):
         with pytest.raises(ValueError, match=r"scores \[sequences, heads, queries, keys\]"):
-            score_rows(torch.zeros(shape), torch.tensor(True))
+            given_scores(torch.zeros(shape), torch.tensor(True))
     with pytest.raises(ValueError, match=r"sink logits \[heads\] = \[4\], got \[3\]"):
-        attention_rows(*FITS, torch.tensor(True), 1.0, sink=torch.zeros(3))
+        attention_rows(scores_of(*FITS, torch.tensor(True), 1.0, sink=torch.zeros(3)))

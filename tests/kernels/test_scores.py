@@ -7,9 +7,9 @@ import pytest
 import torch
 from whole_layer import normal
 
+from geomon.kernels.attention import given_scores, scores_of
 from geomon.kernels.scores import (
     mean_query_share,
-    moments_of_scores,
     query_variances,
     score_mean,
     score_moments,
@@ -70,7 +70,7 @@ def rows_of(query, key, visible, scale=1.0):
 def test_moments_are_those_of_loops_over_rows(kind, block, cut_blocks):
     cut_blocks(block)
     (query, key), visible = attention(), mask(kind)
-    found = score_moments(query, key, visible, 0.3)
+    found = score_moments(scores_of(query, key, visible, 0.3))
     for head, rows in enumerate(rows_of(query, key, visible, 0.3)):
         means = [scores.mean() for _, _, scores in rows if len(scores)]
         spread = [scores.var() for _, _, scores in rows if len(scores) > 1]
@@ -78,14 +78,14 @@ def test_moments_are_those_of_loops_over_rows(kind, block, cut_blocks):
         want = math.sqrt(np.mean(spread))
         assert score_spread(found)[head].item() == pytest.approx(want, rel=1e-5)
     scores = 0.3 * query @ key.repeat_interleave(2, dim=1).transpose(2, 3)
-    for one, other in zip(moments_of_scores(scores, visible), found, strict=True):
+    for one, other in zip(score_moments(given_scores(scores, visible)), found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 def test_scores_are_capped_and_biased_as_in_the_softmax():
     query, key = attention()
     bias = normal(1, 4, 6, 9, seed=8)
-    found = score_moments(query, key, mask("all"), 0.5, bias, 2.0)
+    found = score_moments(scores_of(query, key, mask("all"), 0.5, bias, 2.0))
     scores = 0.5 * query @ key.repeat_interleave(2, dim=1).transpose(2, 3)
     scores = 2 * (scores / 2).tanh() + bias
     torch.testing.assert_close(score_mean(found), scores.mean(dim=(0, 2, 3)).double())
@@ -114,7 +114,7 @@ def test_keys_that_no_query_sees_may_be_anything(anything):
     other = key.masked_fill(unseen[:, None, :, None], anything)
     want, found = share(query, key, visible), share(query, other, visible)
     torch.testing.assert_close(found, want, rtol=1e-9, atol=0)
-    moments, others = (score_moments(query, part, visible, 0.5) for part in (key, other))
+    moments, others = (score_moments(scores_of(query, part, visible, 0.5)) for part in (key, other))
     for one, two in zip(moments, others, strict=True):
         torch.testing.assert_close(two, one)
 
@@ -142,7 +142,7 @@ def test_a_mask_without_leading_dimensions_counts_for_all_sequences_and_heads():
         with pytest.raises(ValueError, match="expected visible as booleans"):
             variances(query, key, other)
         with pytest.raises(ValueError, match="expected visible as booleans"):
-            score_moments(query, key, other, 1.0)
+            scores_of(query, key, other, 1.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
