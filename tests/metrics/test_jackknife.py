@@ -108,6 +108,17 @@ def test_without_a_group_a_metric_is_that_of_the_other_rows(name, offset):
             np.testing.assert_allclose(got[part], want[part], rtol=close, atol=close * 1e-2)
 
 
+@pytest.mark.parametrize("name", [
+    "hidden", "token_ids", "sequences", "projected_query", "projected_key", "query", "key",
+    "visible", "squares_about_mean", "ordinary_rows", "token_labels",
+])  # fmt: skip
+def test_what_has_an_entry_for_each_row_is_sliced_and_not_computed_again(name):
+    views = LayerViews(layer())
+    whole, found = views[name], ViewsWithout(views, 3)[name]
+    own = torch.arange(SEQUENCES).repeat_interleave(len(whole) // SEQUENCES)
+    assert torch.equal(found, whole[groups_of(own).of != 3] if len(whole) > 1 else whole)
+
+
 def test_a_row_keeps_its_two_nearest_and_passes_over_the_group_for_the_others():
     whole = layer()
     views = LayerViews(whole, given={"queries": 300})
