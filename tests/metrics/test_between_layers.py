@@ -16,7 +16,6 @@ from geomon.metrics.between_layers import (
     BetweenLayers,
     Comparison,
     compare_near_rows,
-    keep_near_rows,
 )
 from geomon.metrics.jackknife import margin
 from geomon.metrics.views import LayerViews, spread_rows
@@ -81,7 +80,7 @@ def test_of_many_rows_1024_evenly_spread_ones_are_compared():
     some = spread_rows(torch.arange(1500), 1024)
     expected = shared(before, after, torch.arange(1500), 10)[some].mean().item()
     assert values["neighbour_overlap/layer_01"] == pytest.approx(expected)
-    kept = LayerViews(made(after)).apply(keep_near_rows)
+    kept = LayerViews(made(after)).apply(OVERLAP["neighbour_overlap"])
     assert kept.near.shape == (1024, 24)
     parts = (*kept[:4], kept.groups.of)
     assert sum(part.numel() * part.element_size() for part in parts) < 200_000  # at any width
@@ -104,7 +103,7 @@ def test_without_a_group_the_value_is_that_of_the_rows_of_the_others():
     sequences = torch.arange(320) // 20
     before, after = normal(320, 5), normal(320, 5) + 0.5 * normal(320, 5, seed=1)
     layers = [made(rows, n, sequences=sequences) for n, rows in enumerate((before, after))]
-    kept = [LayerViews(layer).apply(keep_near_rows) for layer in layers]
+    kept = [LayerViews(layer).apply(OVERLAP["neighbour_overlap"]) for layer in layers]
     found = compare_near_rows(*kept).without
     shares = shared(before, after, torch.arange(320), 10)
     want = [shares[group_sequences(sequences) != group].mean().item() for group in range(8)]
