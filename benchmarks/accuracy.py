@@ -22,7 +22,7 @@ from torch import Tensor
 
 from benchmarks.timing import print_table
 from geomon.kernels.dimension import gride, twonn
-from geomon.kernels.neighbours import nearest, unique_rows
+from geomon.kernels.neighbours import copies_of, nearest, unique_rows
 
 Cloud = NDArray[np.float64]
 Rows = NDArray[np.floating]
@@ -127,7 +127,7 @@ DISTURBED_MANIFOLDS = {
 
 def _distances(rows: Rows) -> Tensor:
     points = torch.from_numpy(rows)
-    return nearest(points[unique_rows(points)], 2).distances
+    return nearest(points[unique_rows(copies_of(points))], 2).distances
 
 
 ESTIMATORS: dict[str, Estimator] = {

@@ -37,6 +37,7 @@ from geomon.kernels.neighbours import (
     copies_of,
     first_of_each,
     pass_over,
+    unique_rows,
 )
 from geomon.kernels.neighbours import nearest as find_nearest
 from geomon.kernels.scores import (
@@ -184,11 +185,6 @@ def _query_axes(projected_query: Tensor, query_groups: Groups) -> PrincipalAxes:
 
 def _key_axes(projected_key: Tensor, key_groups: Groups) -> PrincipalAxes:
     return head_axes(projected_key, *key_groups)
-
-
-def _unique_rows(copies: Tensor) -> Tensor:
-    order = torch.arange(len(copies), dtype=torch.int64, device=copies.device)
-    return (copies == order).nonzero().squeeze(1)
 
 
 def _search(hidden: Tensor, k: int, of: Tensor, among: Tensor) -> Neighbours:
@@ -375,7 +371,7 @@ DERIVED: dict[str, Callable[..., Any] | tuple[Callable[..., Any], ...]] = {
     "query_spectrum": lambda query_axes: query_axes.eigenvalues,
     "key_spectrum": lambda key_axes: key_axes.eigenvalues,  # the same of the keys
     "copies": copies_of,  # for each row the first row of the same content
-    "unique_rows": _unique_rows,  # index of one row for each distinct content
+    "unique_rows": unique_rows,  # index of one row for each distinct content
     # Share of the rows that copy another.
     "duplicates": lambda hidden, unique_rows: 1 - len(unique_rows) / len(hidden),
     # Index of the unique rows whose neighbours are searched.

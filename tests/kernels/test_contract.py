@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 from samples import dyadic, normal, seeds
 
 from geomon.kernels.angles import (
-    cosine,
     cosine_centred,
-    head_cosine,
     leading_share,
     sequence_cosines,
 )
@@ -79,7 +77,6 @@ def slope(rows, labels):
 
 NAN = math.nan
 KERNELS = {
-    "cosine": Kernel(lambda x, _: cosine(x), equal=1, least=2),
     "cosine_centred": Kernel(lambda x, _: cosine_centred(x), shift=True, equal=NAN, least=2),
     "within sequences": Kernel(lambda x, s: sequence_cosines(x, s).within, equal=1, least=2),
     "between sequences": Kernel(lambda x, s: sequence_cosines(x, s).between, equal=1, least=2),
@@ -118,7 +115,6 @@ KERNELS = {
         lambda x, t: torch.stack([part.variance for part in moments_by_frequency(x, t)]),
         scale=2, shift=True,
     ),
-    "head_cosine": Kernel(heads(head_cosine), equal=1, by_head=True),
     "head_axes": Kernel(
         heads(lambda x: leading_share(head_axes(x, one_group(x), 1).eigenvalues)),
         shift=True, equal=NAN, by_head=True,
