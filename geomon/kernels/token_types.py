@@ -106,17 +106,13 @@ class TokenTypes:
         """
         return self.scatter.sum() / (self.rows.sum() - len(self.rows))
 
-    def norm_variance_slope(self, *, corrected: bool = True) -> NormVarianceFit:
+    def norm_variance_slope(self) -> NormVarianceFit:
         """Fit the line of V_t on M_t over token types: how variance falls as the mean grows.
 
         Least squares with an intercept, every type counting once, over types with 10 to 100,000
         rows (the authors' limits). V_t has 1/(n_t - 1), and V_t/n_t is taken off M_t: M_t +
         V_t = Q_t holds as before, and a rare type does not look as if it had less variance and a
         longer mean than a frequent one, which alone would make a slope.
-
-        Args:
-            corrected: Whether V_t and M_t are corrected for the number of rows; False for V_t with
-                1/n_t and M_t = |mean|^2, as in the authors' figures.
 
         Returns:
             The line; its `slope` and `r_squared` are NaN with fewer than 3 types, or where M_t is
@@ -133,8 +129,8 @@ class TokenTypes:
         """
         chosen = (self.rows >= _FEWEST_ROWS) & (self.rows <= _MOST_ROWS)
         count = self.rows[chosen]
-        spread = self.scatter[chosen] / (count - 1 if corrected else count)
-        norm = self.m[chosen] - (spread / count if corrected else 0)
+        spread = self.scatter[chosen] / (count - 1)
+        norm = self.m[chosen] - spread / count
         number = chosen.sum().double()
         # Norms and spreads are squares already: their own products are taken after division by
         # powers of two, which changes no digit.
