@@ -135,3 +135,12 @@ def test_readings_are_one_line_and_names_of_a_record_do_not_act_in_a_notebook(ma
     page = Readings([{"model": attack}], readings.readings)._repr_html_()
     assert attack not in page
     assert "&lt;script&gt;" in page
+
+
+@pytest.mark.parametrize(
+    ("form", "page"),
+    [(None, "<p>Readings(none yet)</p>"), (lambda run: f"{len(run)} readings", "0 readings")],
+)
+def test_a_notebook_shows_the_page_of_a_run_where_there_are_pages(monkeypatch, form, page):
+    monkeypatch.setattr(Readings, "notebook_form", form)
+    assert Readings([], [])._repr_html_() == page

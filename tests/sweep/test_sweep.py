@@ -282,6 +282,18 @@ def test_where_every_checkpoint_fails_the_first_reason_is_the_error(run, tmp_pat
         scan(lambda arch: None, checkpoints=run / "checkpoints", directory=tmp_path, **SMALL)
 
 
+def test_a_model_that_fails_in_its_pass_says_so(run, tmp_path):
+    class Failing(CharacterDecoder):
+        def forward(self, characters):
+            raise RuntimeError("no such pass")
+
+    def failing(arch, vocabulary_size, preset):
+        return Failing(arch, vocabulary_size, PRESET)
+
+    with pytest.raises(ValueError, match="RuntimeError: no such pass"):
+        scan(failing, checkpoints=run / "checkpoints", directory=tmp_path, **SMALL)
+
+
 def test_one_model_is_in_memory_at_a_time(run, tmp_path):
     alive, most = weakref.WeakSet(), []
 
