@@ -75,6 +75,9 @@ def test_gaussian_like_converges_to_its_eigenvalues(tokens):
 
 
 def test_gaussian_like_refuses_negative_eigenvalues_and_no_rows():
+    for shape in ((0,), (2, 2)):
+        with pytest.raises(ValueError, match=r"expected eigenvalues \[rank\], got"):
+            gaussian_like(torch.ones(shape), 5, generator())
     with pytest.raises(ValueError, match=r"at least 0, got -0.5"):
         gaussian_like(torch.tensor([1.0, -0.5]), 5, generator())
     with pytest.raises(ValueError, match="at least 1 token, got 0"):

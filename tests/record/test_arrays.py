@@ -176,6 +176,17 @@ def test_what_is_not_there_or_damaged_is_one_clear_line(tmp_path):
             read(tmp_path).arrays(0)
 
 
+def test_of_several_stacks_one_is_read_under_plain_tags(tmp_path):
+    record = began(tmp_path)
+    both = reading_of({"m/encoder_layer_01": 1.0, "m/decoder_layer_01": 2.0})
+    record.write(both)
+    record.write_arrays(both, some(1.0, "encoder") | some(2.0, "decoder"))
+    assert list(read(tmp_path).of_stack("encoder").arrays(0)) == ["mean_query/layer_01"]
+    assert list(read(tmp_path).arrays(0)) == [
+        "mean_query/encoder_layer_01", "mean_query/decoder_layer_01"
+    ]  # fmt: skip
+
+
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no pipes")
 def test_a_pipe_holds_no_arrays(tmp_path):
     """To open one takes until somebody writes into it."""

@@ -72,6 +72,11 @@ def test_parquet_and_csv_hold_the_same_to_the_last_bit(run, tmp_path):
     assert [float(row[-1]) for row in rows[1:] if row[-1]] == [r[-1] for r in EXPECTED if r[-1]]
 
 
+def test_a_table_has_one_of_two_endings(run, tmp_path):
+    with pytest.raises(ValueError, match=r"ends in .csv or .parquet"):
+        export.export(run, tmp_path / "a.xlsx")
+
+
 def test_a_spreadsheet_takes_no_name_for_a_formula(tmp_path):
     names = ["=1+1", "+a", "-a", "@a", "plain"]
     values = {f"{name}/mean/{name}": 1.0 for name in names}
