@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.timing import print_table
-from geomon.kernels.dimension import gride, twonn, twonn_censored
-from geomon.kernels.neighbours import nearest, unique_rows
+from geomon.kernels.dimension import gride, twonn
+from geomon.kernels.neighbours import copies_of, nearest, unique_rows
 
 Cloud = NDArray[np.float64]
 Rows = NDArray[np.floating]
@@ -127,12 +127,12 @@ DISTURBED_MANIFOLDS = {
 
 def _distances(rows: Rows) -> Tensor:
     points = torch.from_numpy(rows)
-    return nearest(points[unique_rows(points)], 2).distances
+    return nearest(points[unique_rows(copies_of(points))], 2).distances
 
 
 ESTIMATORS: dict[str, Estimator] = {
-    "geomon twonn": lambda rows: twonn(_distances(rows)).item(),
-    "geomon censored": lambda rows: twonn_censored(_distances(rows))[0].item(),
+    "geomon twonn": lambda rows: twonn(_distances(rows)).value.item(),
+    "geomon censored": lambda rows: twonn(_distances(rows)).censored.item(),
     "geomon gride k1": lambda rows: gride(_distances(rows), scales=[1]).item(),
 }
 

@@ -49,14 +49,14 @@ def cloud(tokens: int, width: int) -> Rows:
 
 def _geomon_twonn(k: int, queries: int | None = None) -> Contender:
     from geomon.kernels.dimension import twonn
-    from geomon.kernels.neighbours import nearest, unique_rows
+    from geomon.kernels.neighbours import copies_of, nearest, unique_rows
     from geomon.metrics.views import spread_rows
 
     def answer(rows: Rows) -> float:
         points = torch.from_numpy(rows)
-        unique = unique_rows(points)
+        unique = unique_rows(copies_of(points))
         found = nearest(points, k, of=spread_rows(unique, queries), among=unique)
-        return twonn(found.distances).item()
+        return twonn(found.distances).value.item()
 
     return answer
 

@@ -122,31 +122,23 @@ class LayerAlignment:
     cosines: tuple[float, ...]
 
 
-def queries_and_keys(
-    readings: Iterable[Reading], *, width: int | None = None
-) -> QueriesKeys | None:
+def queries_and_keys(readings: Iterable[Reading]) -> QueriesKeys | None:
     """Find the heads whose mean query and mean key align beyond chance, and since when.
 
     Args:
         readings: Readings of a run, of one stack.
-        width: Width of one head; None to read it off the record's null.
 
     Returns:
-        What was found at the last step with values of heads; None where the record has none, or
-        neither a null nor a width is known.
-
-    Raises:
-        ValueError: `width` is below 2.
+        What was found at the last step with values of heads; None where the record has none, or no
+        null, off which the width of a head is read.
     """
-    if width is not None and width < 2:
-        raise ValueError(f"expected a head width of at least 2, got {width}")
     every = [(each, each.column(_COSINE).by_head()) for each in single_source(readings)]
     known = [(each, heads) for each, heads in every if heads]
     if not known:
         return None
     (first, _), (reading, last) = known[0], known[-1]
     null = reading.column(_COSINE).whole.get(_NULL, math.nan)
-    size = width if width is not None else _width_of(null)
+    size = _width_of(null)
     if size is None:
         return None
     p_values = {place: cosine_p_value(cosine, size) for place, cosine in last.items()}

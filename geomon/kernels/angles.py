@@ -41,38 +41,14 @@ class SequenceCosines(NamedTuple):
         return torch.where(pairs > 0, (self.total - self.own.sum()) / pairs, torch.nan)
 
 
-def cosine(hidden: Tensor) -> Tensor:
-    """Compute the mean cosine similarity over all pairs of different rows.
-
-    (|sum_i u_i|^2 - n) / (n (n - 1)) with u_i = x_i / |x_i|: exact over all pairs at the cost of
-    one pass, where Godey et al. (2401.12143, section 3) sample pairs. Range [-1/(n-1), 1]; about 0
-    for isotropic rows. Rows of norm 0 have no direction and are left out.
-
-    Args:
-        hidden: Rows, [tokens, width].
-
-    Returns:
-        A scalar; NaN where fewer than two rows have a direction.
-
-    Raises:
-        ValueError: `hidden` is not a floating-point matrix with at least two rows.
-
-    Example:
-        >>> cosine(torch.tensor([[1.0, 0.0], [0.0, 2.0], [0.0, 5.0]])).item()
-        0.3333333333333333
-    """
-    total, n = sum_of_directions(require_rows(hidden, at_least=2)[:, None])
-    value = (total.square().sum() - n) / (n * (n - 1))
-    return torch.where(n >= 2, value, torch.nan).squeeze()
-
-
 def cosine_centred(hidden: Tensor) -> Tensor:
     """Compute the mean cosine similarity over all pairs of different rows about their mean.
 
-    `cosine` with u_i = (x_i - mean x) / |x_i - mean x|: where it is about 0 and `cosine` is not,
-    a common shift makes the whole cone (Godey et al., 2401.12143, section 2). Range [-1/(n-1), 1];
-    about -1/(n-1) for isotropic rows. It rises above 0 where short deviations from the mean point
-    the same way and few long ones the other. Rows that are equal to the mean are left out.
+    (|sum_i u_i|^2 - n) / (n (n - 1)) with u_i = (x_i - mean x) / |x_i - mean x|. Where it is about
+    0 and the cosine about the origin (`GroupSums`) is not, a common shift makes the whole cone
+    (Godey et al., 2401.12143, section 2). Range [-1/(n-1), 1]; about -1/(n-1) for isotropic rows.
+    It rises above 0 where short deviations from the mean point the same way and few long ones the
+    other. Rows that are equal to the mean are left out.
 
     Args:
         hidden: Rows, [tokens, width].
@@ -140,31 +116,6 @@ def sequence_cosines(hidden: Tensor, sequences: Tensor) -> SequenceCosines:
         own += sums.square().sum(dim=1)
         total += sums.sum(dim=0).square().sum()
     return SequenceCosines(own, count, total)
-
-
-def head_cosine(rows: Tensor) -> Tensor:
-    """Compute the mean cosine similarity over all pairs of different tokens, per head.
-
-    Exact, as `cosine` for hidden states: (|sum_i u_i|^2 - n) / (n (n - 1)) with u_i = x_i / |x_i|,
-    without rows of norm 0, which have no direction (Godey et al., 2401.12143, figures 8 and 11).
-    Range [-1/(n-1), 1]; about 0 for isotropic rows.
-
-    Args:
-        rows: Queries or keys of one projection, [tokens, heads, head width].
-
-    Returns:
-        [heads]; NaN where fewer than two rows have a direction.
-
-    Raises:
-        ValueError: `rows` is not a floating-point tensor by head, or one of its sizes is 0.
-
-    Example:
-        >>> head_cosine(torch.tensor([[[1.0, 0.0]], [[0.0, 2.0]], [[0.0, 5.0]]])).tolist()
-        [0.3333333333333333]
-    """
-    total, n = sum_of_directions(_flat(rows).view(rows.shape))
-    value = (total.square().sum(dim=1) - n) / (n * (n - 1))
-    return torch.where(n >= 2, value, torch.nan)
 
 
 def leading_share(eigenvalues: Tensor) -> Tensor:
@@ -281,13 +232,3 @@ def _facing(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         )
     group = query.shape[-2] // key.shape[-2]
     return query.double(), key.double().repeat_interleave(group, dim=-2)
-
-
-def _flat(rows: Tensor) -> Tensor:
-    """Check that rows are by head, and view them as a matrix, [tokens, heads x head width]."""
-    if rows.ndim != 3 or not rows.is_floating_point() or min(rows.shape) < 1:
-        raise ValueError(
-            "expected a floating-point tensor [tokens, heads, head width] with no size of 0, got "
-            f"{rows.dtype} {list(rows.shape)}"
-        )
-    return rows.reshape(len(rows), -1)

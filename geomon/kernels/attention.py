@@ -1,7 +1,8 @@
 """The sharpness of attention, from sampled query rows against all their visible keys."""
 
+import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -22,11 +23,81 @@ _PARTS, _FEWEST_QUERIES = 8, 32
 _NO_WEIGHT = -1e4
 
 
-class AttentionRows(NamedTuple):
-    """Reductions of softmax rows for the metrics: every field [heads, rows], float64.
+class ScoreSource(NamedTuple):
+    """Where the scores of attention come from: of queries and keys, or as they were seen.
 
     A learned sink is an additional logit in the softmax that belongs to no key, and whose weight
     the model drops: it is an outcome of the row, but no key.
+
+    Attributes:
+        shape: Number of sequences, heads, queries and keys.
+        blocks: Function that gives all scores anew, block by block. A block is its place in the
+            whole (slices of sequences, heads and queries), its scores, which the caller may
+            overwrite, and the visibility of its keys, which broadcasts to them.
+        sink: Logit of a learned sink for each head, [heads] (GPT-OSS); None for none.
+    """
+
+    shape: _Shape
+    blocks: Callable[[], ScoreBlocks]
+    sink: Tensor | None = None
+
+
+def scores_of(
+    query: Tensor,
+    key: Tensor,
+    visible: Tensor,
+    scale: float,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+) -> ScoreSource:
+    """Make scores of queries and keys: s_ij = cap(scale q_i . k_j) + bias_ij.
+
+    With cap(s) = softcap tanh(s / softcap). Memory is bounded at any length of the sequences: no
+    more than a block of scores exists at a time.
+
+    Args:
+        query: Queries as attended, [sequences, heads, queries, head width].
+        key: Keys as attended, [sequences, key heads, keys, head width]; key heads divide heads.
+        visible: True where a query may attend, broadcastable to [sequences, heads, queries, keys].
+        scale: Factor on the dot products.
+        bias: Term added to the scores, broadcastable like `visible`; None for none.
+        softcap: Bound on the scores before the bias (Gemma 2); None for none.
+        sink: Logit of a learned sink for each head, [heads]; None for none.
+
+    Raises:
+        ValueError: The shapes do not fit one another.
+    """
+    shape = score_shape(query, key)
+    if sink is not None and sink.shape != shape[1:2]:
+        raise ValueError(f"expected sink logits [heads] = [{shape[1]}], got {list(sink.shape)}")
+    seen = expand_visible(visible, shape)
+    added = None if bias is None else _expand("bias", bias, shape)
+    blocks = functools.partial(_score_blocks, query, key, seen, scale, added, softcap)
+    return ScoreSource(shape, blocks, sink)
+
+
+def given_scores(scores: Tensor, visible: Tensor) -> ScoreSource:
+    """Take scores as they were seen: for attention whose queries and keys are not captured.
+
+    Args:
+        scores: Scores before the softmax, [sequences, heads, queries, keys].
+        visible: True where a query may attend, broadcastable to the shape of `scores`.
+
+    Raises:
+        ValueError: The scores do not have four dimensions, or `visible` does not fit them.
+    """
+    if scores.ndim != 4 or scores.numel() == 0:
+        raise ValueError(
+            f"expected scores [sequences, heads, queries, keys], got {list(scores.shape)}"
+        )
+    shape = (scores.shape[0], scores.shape[1], scores.shape[2], scores.shape[3])
+    seen = expand_visible(visible, shape)
+    return ScoreSource(shape, functools.partial(_given_blocks, scores, seen))
+
+
+class AttentionRows(NamedTuple):
+    """Reductions of softmax rows for the metrics: every field [heads, rows], float64.
 
     Attributes:
         entropy: Entropy over all outcomes, -sum_j A_ij log A_ij, in nats.
@@ -45,68 +116,70 @@ class AttentionRows(NamedTuple):
     minimum: Tensor
 
 
-def attention_rows(
-    query: Tensor,
-    key: Tensor,
-    visible: Tensor,
-    scale: float,
-    bias: Tensor | None = None,
-    softcap: float | None = None,
-    sink: Tensor | None = None,
-) -> AttentionRows:
-    """Compute softmax rows of queries against all visible keys, and reduce them block by block.
+def attention_rows(score_source: ScoreSource) -> AttentionRows:
+    """Reduce the softmax rows of queries over all their visible keys, block by block.
 
-    A_i = softmax_j(cap(scale q_i . k_j) + bias_ij) over the visible keys j and a learned sink, with
-    cap(s) = softcap tanh(s / softcap). Memory is bounded at any length of the sequences: no more
-    than a block of scores exists at a time.
+    A_i = softmax_j(s_ij) over the visible keys j and a learned sink. H = log Z - sum_j A_j s_j on
+    scores shifted by their maximum, so that large scores do not cancel; a row that sees no key is 0
+    instead of NaN and is marked by its count.
 
     Args:
-        query: Queries as attended, [sequences, heads, queries, head width].
-        key: Keys as attended, [sequences, key heads, keys, head width]; key heads divide heads.
-        visible: True where a query may attend, broadcastable to [sequences, heads, queries, keys].
-        scale: Factor on the dot products.
-        bias: Term added to the scores, broadcastable like `visible`; None for none.
-        softcap: Bound on the scores before the bias (Gemma 2); None for none.
-        sink: Logit of a learned sink for each head, [heads] (GPT-OSS); None for none.
+        score_source: Scores and visibility.
 
     Returns:
         Reductions with rows = sequences x queries, sequence-major.
-
-    Raises:
-        ValueError: The shapes do not fit one another.
 
     Example:
         >>> query, key = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 8, 4)
-        >>> rows = attention_rows(query, key, torch.ones(1, 1, 1, 8, dtype=torch.bool), 0.5)
+        >>> scores = scores_of(query, key, torch.ones(1, 1, 1, 8, dtype=torch.bool), 0.5)
+        >>> rows = attention_rows(scores)
         >>> bool((rows.entropy - math.log(8)).abs().max() < 1e-6)  # no preference: log(keys)
         True
     """
-    shape = score_shape(query, key)
-    if sink is not None and sink.shape != shape[1:2]:
-        raise ValueError(f"expected sink logits [heads] = [{shape[1]}], got {list(sink.shape)}")
-    blocks = score_blocks(query, key, visible, scale, bias, softcap)
-    return _reduce(blocks, shape[:3], sink)
-
-
-def score_rows(scores: Tensor, visible: Tensor) -> AttentionRows:
-    """Reduce softmax rows of given scores: for attention whose queries and keys are not captured.
-
-    Args:
-        scores: Scores before the softmax, [sequences, heads, queries, keys].
-        visible: True where a query may attend, broadcastable to the shape of `scores`.
-
-    Returns:
-        Reductions with rows = sequences x queries, sequence-major.
-
-    Raises:
-        ValueError: The scores do not have four dimensions, or `visible` does not fit them.
-
-    Example:
-        >>> rows = score_rows(torch.zeros(1, 1, 2, 4), torch.ones(1, 1, 2, 4, dtype=torch.bool))
-        >>> rows.maximum.tolist()
-        [[0.25, 0.25]]
-    """
-    return _reduce(given_blocks(scores, visible), scores.shape[:3], None)
+    # The weights are never divided by Z one by one: every pass over the scores counts.
+    kept: dict[str, Tensor] = {}
+    sink = score_source.sink
+    buffer = torch.empty(0, dtype=torch.float32, device="cpu")
+    masks: dict[tuple[int, ...], _Mask] = {}
+    for at, scores, visible in score_source.blocks():
+        kept = kept or {
+            name: scores.new_zeros(score_source.shape[:3]) for name in AttentionRows._fields
+        }
+        place = _place_of(visible, at)
+        if place not in masks:
+            masks = {place: _mask_of(visible)} | {
+                other: mask for other, mask in masks.items() if other[0] == place[0]
+            }
+        mask = masks[place]
+        count, seen = mask.number, mask.number > 0
+        if not bool(scores.sum().isfinite()):  # a hidden key may be anything
+            scores.masked_fill_(~visible, -math.inf)
+        scores.add_(mask.hidden)
+        top_score = scores.amax(dim=-1, keepdim=True).masked_fill_(~seen[..., None], 0)
+        logit = None if sink is None else sink.float()[at[1], None, None].expand_as(top_score)
+        top = top_score if logit is None else top_score.maximum(logit)
+        scores.sub_(top)
+        if buffer.numel() < scores.numel():
+            buffer = scores.new_empty(scores.numel())
+        weights = torch.exp(scores, out=buffer[: scores.numel()].view(scores.shape))
+        normaliser = weights.sum(dim=-1)
+        taken = normaliser.new_zeros(()) if logit is None else (logit - top).exp_().squeeze(-1)
+        normaliser = normaliser.add_(taken).clamp_(min=torch.finfo(weights.dtype).tiny)
+        first = mask.first.expand(*weights.shape[:-1], 1)
+        at_first = weights.gather(-1, first).squeeze(-1)
+        kept["first"][at] = (at_first + taken) / normaliser
+        kept["maximum"][at] = ((top_score - top).exp_().squeeze(-1) / normaliser).where(seen, 0)
+        # Nothing is above 0: hidden keys are no minimum now. 0 log 0 = 0, where a score is -inf.
+        scores.clamp_(min=_NO_WEIGHT).add_(mask.lift)
+        kept["minimum"][at] = (scores.amin(dim=-1).exp_() / normaliser).where(seen, 0)
+        weighted = scores.mul_(weights).sum(dim=-1)
+        if logit is not None:
+            weighted += taken * (logit - top).clamp_(min=_NO_WEIGHT).squeeze(-1)
+            count = torch.where(seen, count + 1, 0)
+        kept["visible"][at] = count.float()
+        entropy = normaliser.log() - weighted / normaliser
+        kept["entropy"][at] = entropy.clamp_(min=0).where(seen, 0)
+    return AttentionRows(**{name: by_head(rows) for name, rows in kept.items()})
 
 
 class RowMedians(NamedTuple):
@@ -121,60 +194,32 @@ class RowMedians(NamedTuple):
     visible: Tensor
 
 
-def row_medians(
-    query: Tensor,
-    key: Tensor,
-    visible: Tensor,
-    scale: float,
-    bias: Tensor | None = None,
-    softcap: float | None = None,
-    sink: Tensor | None = None,
-) -> RowMedians:
+def row_medians(score_source: ScoreSource) -> RowMedians:
     """Compute the median weight of a visible key in each row.
 
     Godey et al. (2401.12143, figure 9). Every row is sorted, which costs several times the other
     reductions.
 
     Args:
-        query: Queries as attended, [sequences, heads, queries, head width].
-        key: Keys as attended, [sequences, key heads, keys, head width]; key heads divide heads.
-        visible: True where a query may attend, broadcastable to [sequences, heads, queries, keys].
-        scale: Factor on the dot products.
-        bias: Term added to the scores, broadcastable like `visible`; None for none.
-        softcap: Bound on the scores before the bias; None for none.
-        sink: Logit of a learned sink for each head, [heads]; None for none.
-
-    Raises:
-        ValueError: The shapes do not fit one another.
+        score_source: Scores and visibility.
     """
-    shape = score_shape(query, key)
-    return _medians(score_blocks(query, key, visible, scale, bias, softcap), shape[:3], sink)
-
-
-def medians_of_scores(scores: Tensor, visible: Tensor) -> RowMedians:
-    """Compute the same of given scores: for attention whose queries and keys are not captured.
-
-    Args:
-        scores: Scores before the softmax, [sequences, heads, queries, keys].
-        visible: True where a query may attend, broadcastable to the shape of `scores`.
-
-    Raises:
-        ValueError: The scores do not have four dimensions, or `visible` does not fit them.
-    """
-    return _medians(given_blocks(scores, visible), scores.shape[:3], None)
-
-
-def _medians(blocks: ScoreBlocks, shape: tuple[int, ...], sink: Tensor | None) -> RowMedians:
     kept: dict[str, Tensor] = {}
-    for at, scores, seen in blocks:
-        kept = kept or {name: scores.new_empty(shape) for name in RowMedians._fields}
-        total = scores.masked_fill_(~seen, -math.inf).logsumexp(dim=-1, keepdim=True)
-        if sink is not None:
-            total = torch.logaddexp(total, sink.float()[at[1], None, None])
-        weights = scores.sub_(total).exp_()
+    for at, scores, seen in score_source.blocks():
+        kept = kept or {
+            name: scores.new_empty(score_source.shape[:3]) for name in RowMedians._fields
+        }
+        weights = _weights(score_source, at, scores, seen)
         kept["median"][at] = weights.masked_fill(~seen, math.nan).nanmedian(dim=-1).values
         kept["visible"][at] = seen.sum(dim=-1).float()
     return RowMedians(**{name: by_head(rows) for name, rows in kept.items()})
+
+
+def _weights(source: ScoreSource, at: _Slices, scores: Tensor, seen: Tensor) -> Tensor:
+    """Take the softmax of a block, in its place; hidden keys have the weight 0."""
+    total = scores.masked_fill_(~seen, -math.inf).logsumexp(dim=-1, keepdim=True)
+    if source.sink is not None:
+        total = torch.logaddexp(total, source.sink.float()[at[1], None, None])
+    return scores.sub_(total).exp_()
 
 
 class SequenceExtremes(NamedTuple):
@@ -191,15 +236,7 @@ class SequenceExtremes(NamedTuple):
     minimum: Tensor
 
 
-def sequence_extremes(
-    query: Tensor,
-    key: Tensor,
-    visible: Tensor,
-    scale: float,
-    bias: Tensor | None = None,
-    softcap: float | None = None,
-    sink: Tensor | None = None,
-) -> SequenceExtremes:
+def sequence_extremes(score_source: ScoreSource) -> SequenceExtremes:
     """Compute the largest, the median and the smallest weight of each sequence's sampled queries.
 
     Godey et al. (2401.12143, figure 10): over all pairs (i, j) of a sequence, where figure 9 is
@@ -207,43 +244,41 @@ def sequence_extremes(
     of the whole sequence where all are. Queries that see fewer than two keys are left out.
 
     Args:
-        query: Queries as attended, [sequences, heads, queries, head width].
-        key: Keys as attended, [sequences, key heads, keys, head width]; key heads divide heads.
-        visible: True where a query may attend, broadcastable to [sequences, heads, queries, keys].
-        scale: Factor on the dot products.
-        bias: Term added to the scores, broadcastable like `visible`; None for none.
-        softcap: Bound on the scores before the bias; None for none.
-        sink: Logit of a learned sink for each head, [heads]; None for none.
+        score_source: Scores and visibility.
 
     Returns:
         The extremes, float64; NaN for a sequence of which no query sees two keys.
 
-    Raises:
-        ValueError: The shapes do not fit one another.
-
     Example:
         >>> query, key = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 8, 4)
         >>> visible = torch.ones(3, 8, dtype=torch.bool).tril(diagonal=3)
-        >>> found = sequence_extremes(query, key, visible[None, None], 0.5)
+        >>> found = sequence_extremes(scores_of(query, key, visible[None, None], 0.5))
         >>> [round(part[0].item(), 3) for part in found]  # 4, 5 and 6 keys
         [0.25, 0.2, 0.167]
     """
-    shape = score_shape(query, key)
-    return _extremes(score_blocks(query, key, visible, scale, bias, softcap), shape, sink)
-
-
-def extremes_of_scores(scores: Tensor, visible: Tensor) -> SequenceExtremes:
-    """Compute the same of given scores: for attention whose queries and keys are not captured.
-
-    Args:
-        scores: Scores before the softmax, [sequences, heads, queries, keys].
-        visible: True where a query may attend, broadcastable to the shape of `scores`.
-
-    Raises:
-        ValueError: The scores do not have four dimensions, or `visible` does not fit them.
-    """
-    blocks = given_blocks(scores, visible)
-    return _extremes(blocks, scores.shape, None)
+    sequences, heads, queries, keys = score_source.shape
+    kept: dict[str, Tensor] = {}
+    parts: list[Tensor] = []
+    for at, scores, visible in score_source.blocks():
+        counts = visible & (visible.sum(dim=-1, keepdim=True) > 1)
+        width = scores.shape[-1]
+        weights = _weights(score_source, at, scores, visible).masked_fill(~counts, math.nan)
+        kept = kept or {
+            name: scores.new_empty(sequences, heads, dtype=torch.float64)
+            for name in SequenceExtremes._fields
+        }
+        parts.append(torch.nn.functional.pad(weights, (0, keys - width), value=math.nan))
+        if at[2].stop < queries:  # further queries of this sequence follow
+            continue
+        every = torch.cat(parts, dim=2).flatten(2)
+        parts.clear()
+        kept["median"][at[:2]] = every.nanmedian(dim=-1).values.double()
+        lost = every.isnan()
+        none = lost.all(dim=-1)
+        for name, extreme, fill in (("maximum", torch.amax, -1.0), ("minimum", torch.amin, 2.0)):
+            found = extreme(every.masked_fill(lost, fill), dim=-1)
+            kept[name][at[:2]] = found.masked_fill(none, math.nan).double()
+    return SequenceExtremes(**{name: values.T for name, values in kept.items()})
 
 
 def attention_entropy(attention: AttentionRows) -> Tensor:
@@ -383,7 +418,7 @@ def _cuts(shape: _Shape, device: torch.device, *, group: int) -> Iterator[_Slice
                 )
 
 
-def score_blocks(
+def _score_blocks(
     query: Tensor,
     key: Tensor,
     visible: Tensor,
@@ -393,28 +428,14 @@ def score_blocks(
 ) -> Iterator[_Block]:
     """Compute the scores of a few rows at a time; query head h faces key head h // group.
 
-    A block is its place in the whole (slices of sequences, heads and queries), its scores, and the
-    visibility of its keys, which broadcasts to them. Keys after the last one that a query of the
-    block sees are left out: under a causal mask, nearly half of all. All blocks share one buffer,
-    which the caller may overwrite: with a buffer for each, the allocator keeps hundreds of
-    megabytes in some processes.
-
-    Args:
-        query: Queries as attended, [sequences, heads, queries, head width].
-        key: Keys as attended, [sequences, key heads, keys, head width]; key heads divide heads.
-        visible: True where a query may attend, broadcastable to [sequences, heads, queries, keys].
-        scale: Factor on the dot products.
-        bias: Term added to the scores, broadcastable like `visible`; None for none.
-        softcap: Bound on the scores before the bias; None for none.
-
-    Raises:
-        ValueError: The shapes do not fit one another.
+    Keys after the last one that a query of the block sees are left out: under a causal mask, nearly
+    half of all. All blocks share one buffer: with a buffer for each, the allocator keeps hundreds
+    of megabytes in some processes. The arguments are those of `scores_of`, visibility and bias
+    expanded to the shape of the scores.
     """
     shape = score_shape(query, key)
     keys, width = key.shape[2:]
     group = shape[1] // key.shape[1]
-    visible = expand_visible(visible, shape)
-    bias = None if bias is None else _expand("bias", bias, shape)
     cuts = list(_cuts(shape, query.device, group=group))
     ends = _ends(visible)
     buffer = query.new_empty(max(map(_rows_of, cuts)) * keys, dtype=torch.float32)
@@ -441,25 +462,12 @@ def score_blocks(
         yield at, scores, seen
 
 
-def given_blocks(scores: Tensor, visible: Tensor) -> ScoreBlocks:
-    """Cut given scores into such blocks; each is a copy, which the caller may overwrite.
-
-    Args:
-        scores: Scores before the softmax, [sequences, heads, queries, keys].
-        visible: True where a query may attend, broadcastable to the shape of `scores`.
-
-    Raises:
-        ValueError: The scores do not have four dimensions, or `visible` does not fit them.
-    """
-    if scores.ndim != 4 or scores.numel() == 0:
-        raise ValueError(
-            f"expected scores [sequences, heads, queries, keys], got {list(scores.shape)}"
-        )
-    shape = (scores.shape[0], scores.shape[1], scores.shape[2], scores.shape[3])
-    expanded = expand_visible(visible, shape)
-    ends = _ends(expanded)
-    cuts = _cuts(shape, scores.device, group=1)
-    blocks = ((at, _seen(expanded, ends, at)) for at in cuts)
+def _given_blocks(scores: Tensor, visible: Tensor) -> ScoreBlocks:
+    """Cut given scores into blocks, each a copy; the visibility is expanded to their shape."""
+    sequences, heads, queries, keys = scores.shape
+    ends = _ends(visible)
+    cuts = _cuts((sequences, heads, queries, keys), scores.device, group=1)
+    blocks = ((at, _seen(visible, ends, at)) for at in cuts)
     return (
         (at, scores[at][..., : seen.shape[-1]].to(torch.float32, copy=True), seen)
         for at, seen in blocks
@@ -547,82 +555,3 @@ def _place_of(visible: Tensor, at: _Slices) -> tuple[int, ...]:
     # A block of one head has a visibility of one head, which need not be that of the next block.
     whose = () if visible.stride(1) == 0 else (heads.start, heads.stop)
     return (sequences.start, sequences.stop, queries.start, queries.stop, *whose)
-
-
-def _reduce(blocks: ScoreBlocks, shape: tuple[int, ...], sink: Tensor | None) -> AttentionRows:
-    """Reduce each row of the scores, block by block; the blocks are overwritten.
-
-    H = log Z - sum_j A_j s_j on scores shifted by their maximum, so that large scores do not
-    cancel; a row that sees no key is 0 instead of NaN and is marked by its count. The weights are
-    never divided by Z one by one: every pass over the scores counts.
-    """
-    kept: dict[str, Tensor] = {}
-    buffer = torch.empty(0, dtype=torch.float32, device="cpu")
-    masks: dict[tuple[int, ...], _Mask] = {}
-    for at, scores, visible in blocks:
-        kept = kept or {name: scores.new_zeros(shape) for name in AttentionRows._fields}
-        place = _place_of(visible, at)
-        if place not in masks:
-            masks = {place: _mask_of(visible)} | {
-                other: mask for other, mask in masks.items() if other[0] == place[0]
-            }
-        mask = masks[place]
-        count, seen = mask.number, mask.number > 0
-        if not bool(scores.sum().isfinite()):  # a hidden key may be anything
-            scores.masked_fill_(~visible, -math.inf)
-        scores.add_(mask.hidden)
-        top_score = scores.amax(dim=-1, keepdim=True).masked_fill_(~seen[..., None], 0)
-        logit = None if sink is None else sink.float()[at[1], None, None].expand_as(top_score)
-        top = top_score if logit is None else top_score.maximum(logit)
-        scores.sub_(top)
-        if buffer.numel() < scores.numel():
-            buffer = scores.new_empty(scores.numel())
-        weights = torch.exp(scores, out=buffer[: scores.numel()].view(scores.shape))
-        normaliser = weights.sum(dim=-1)
-        taken = normaliser.new_zeros(()) if logit is None else (logit - top).exp_().squeeze(-1)
-        normaliser = normaliser.add_(taken).clamp_(min=torch.finfo(weights.dtype).tiny)
-        first = mask.first.expand(*weights.shape[:-1], 1)
-        at_first = weights.gather(-1, first).squeeze(-1)
-        kept["first"][at] = (at_first + taken) / normaliser
-        kept["maximum"][at] = ((top_score - top).exp_().squeeze(-1) / normaliser).where(seen, 0)
-        # Nothing is above 0: hidden keys are no minimum now. 0 log 0 = 0, where a score is -inf.
-        scores.clamp_(min=_NO_WEIGHT).add_(mask.lift)
-        kept["minimum"][at] = (scores.amin(dim=-1).exp_() / normaliser).where(seen, 0)
-        weighted = scores.mul_(weights).sum(dim=-1)
-        if logit is not None:
-            weighted += taken * (logit - top).clamp_(min=_NO_WEIGHT).squeeze(-1)
-            count = torch.where(seen, count + 1, 0)
-        kept["visible"][at] = count.float()
-        entropy = normaliser.log() - weighted / normaliser
-        kept["entropy"][at] = entropy.clamp_(min=0).where(seen, 0)
-    return AttentionRows(**{name: by_head(rows) for name, rows in kept.items()})
-
-
-def _extremes(blocks: ScoreBlocks, shape: tuple[int, ...], sink: Tensor | None) -> SequenceExtremes:
-    """Gather the weights of whole sequences, NaN where they do not count, and reduce them."""
-    sequences, heads, queries, keys = shape
-    kept: dict[str, Tensor] = {}
-    parts: list[Tensor] = []
-    for at, scores, visible in blocks:
-        total = scores.masked_fill_(~visible, -math.inf).logsumexp(dim=-1, keepdim=True)
-        if sink is not None:
-            total = torch.logaddexp(total, sink.float()[at[1], None, None])
-        counts = visible & (visible.sum(dim=-1, keepdim=True) > 1)
-        width = scores.shape[-1]
-        weights = scores.sub_(total).exp_().masked_fill(~counts, math.nan)
-        kept = kept or {
-            name: scores.new_empty(sequences, heads, dtype=torch.float64)
-            for name in SequenceExtremes._fields
-        }
-        parts.append(torch.nn.functional.pad(weights, (0, keys - width), value=math.nan))
-        if at[2].stop < queries:  # further queries of this sequence follow
-            continue
-        every = torch.cat(parts, dim=2).flatten(2)
-        parts.clear()
-        kept["median"][at[:2]] = every.nanmedian(dim=-1).values.double()
-        lost = every.isnan()
-        none = lost.all(dim=-1)
-        for name, extreme, fill in (("maximum", torch.amax, -1.0), ("minimum", torch.amin, 2.0)):
-            found = extreme(every.masked_fill(lost, fill), dim=-1)
-            kept[name][at[:2]] = found.masked_fill(none, math.nan).double()
-    return SequenceExtremes(**{name: values.T for name, values in kept.items()})

@@ -1,6 +1,5 @@
 """Intrinsic dimension from the distances to the nearest neighbours."""
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -26,59 +25,16 @@ _NOTHING = 1e-300
 _DIGITS = 6
 
 
-class Estimate(NamedTuple):
-    """An estimate with its standard error, scalars in float64.
-
-    Attributes:
-        value: The estimate.
-        standard_error: Standard error of the estimate if the points are independent.
-    """
-
-    value: Tensor
-    standard_error: Tensor
-
-
-def twonn(neighbours: Tensor, discard: float = 0.1) -> Tensor:
-    """Estimate the intrinsic dimension by TwoNN, from the ratios of the two nearest distances.
-
-    mu = r2 / r1 has the distribution F(mu) = 1 - mu^(-d). The ratios are sorted, the largest
-    `discard` of them dropped, and d is the slope through the origin of -log(1 - F) on log mu, with
-    F = i / N (Facco et al. 2017, who drop 10 %). Razzhigaev et al. (2311.05928, section 2.4) drop
-    none in their text, `discard=0`, and all but the smallest 20 % in their published code,
-    `discard=0.8`: on rows with near-duplicates even the sign of a change can differ.
-    Range [0, inf); at most about what a Gaussian of the same n and width gives (153 for n = 2,048
-    in width 768). On exact-model data of N points the standard deviation is about 1.1 d / sqrt(N).
-    Points with r1 = 0 are left out: take exact duplicates out first.
-
-    Args:
-        neighbours: Distances to the nearest neighbours, ascending, [tokens, k], k >= 2.
-        discard: Share of the largest ratios that is dropped, in [0, 1).
-
-    Returns:
-        A scalar; NaN with fewer than 3 points left, inf where r1 = r2 everywhere.
-
-    Raises:
-        ValueError: There are fewer than two distances for each point, or `discard` is outside
-            [0, 1).
-
-    Example:
-        >>> uniform = (torch.arange(2000, dtype=torch.float64) + 0.5) / 2000
-        >>> mu = uniform ** (-1 / 5)  # the exact model with d = 5
-        >>> distances = torch.stack([torch.ones_like(mu), mu], dim=1)
-        >>> round(twonn(distances).item(), 2)
-        5.0
-    """
-    return _fit(_sorted_ratios(neighbours, discard), discard)
-
-
 class TwoNN(NamedTuple):
     """TwoNN of the same distances by several protocols, scalars in float64.
 
     Attributes:
-        value: `twonn` without the largest 10 % of the ratios.
-        censored: `twonn_censored` of the same ratios.
-        discard_0: `twonn` of all ratios, as the text of Razzhigaev et al. (2311.05928) has it.
-        discard_80: `twonn` of the smallest 20 % alone, as their published code has it.
+        value: The slope without the largest 10 % of the ratios (Facco et al. 2017).
+        censored: The estimate by maximum likelihood of the same ratios.
+        discard_0: The slope of all ratios, as the text of Razzhigaev et al. (2311.05928, section
+            2.4) has it.
+        discard_80: The slope of the smallest 20 % alone, as their published code has it: on rows
+            with near-duplicates even the sign of a change can differ.
     """
 
     value: Tensor
@@ -87,90 +43,93 @@ class TwoNN(NamedTuple):
     discard_80: Tensor
 
 
-def twonn_protocols(neighbours: Tensor) -> TwoNN:
-    """Compute TwoNN by each protocol from distances that are sorted once.
+def twonn(neighbours: Tensor) -> TwoNN:
+    """Estimate the intrinsic dimension by TwoNN, from the ratios of the two nearest distances.
+
+    mu = r2 / r1 has the distribution F(mu) = 1 - mu^(-d). The ratios are sorted, a share of the
+    largest dropped, and d is the slope through the origin of -log(1 - F) on log mu, with F = i / N.
+    Range [0, inf); at most about what a Gaussian of the same n and width gives (153 for n = 2,048
+    in width 768). On exact-model data of N points the standard deviation is about 1.1 d / sqrt(N).
+    Points with r1 = 0 are left out: take exact duplicates out first.
+
+    The censored estimate is (k - 1) / (sum_(i<=k) log mu_(i) + (N - k) log mu_(k)), with k the
+    number kept of N: the likelihood uses of the others only that they are no smaller. On data of
+    the exact model the denominator is Gamma(k, 1/d), whatever N and d: it is unbiased, with a
+    deviation of d / sqrt(k - 2). Points of one cloud share distances, and it deviates 1.15 times
+    as much (measured, 1,000 points: flat tori of 2 and 5 dimensions, a Gaussian of 10).
 
     Args:
         neighbours: Distances to the nearest neighbours, ascending, [tokens, k], k >= 2.
+
+    Returns:
+        The estimates; NaN with fewer than 3 points left, inf where r1 = r2 everywhere.
 
     Raises:
         ValueError: There are fewer than two distances for each point.
 
     Example:
-        >>> distances = torch.tensor([[1.0, 2.0]]).expand(100, 2)
-        >>> found = twonn_protocols(distances)
-        >>> bool(found.value == twonn(distances)), bool(found.discard_0 == twonn(distances, 0))
-        (True, True)
+        >>> uniform = (torch.arange(2000, dtype=torch.float64) + 0.5) / 2000
+        >>> mu = uniform ** (-1 / 5)  # the exact model with d = 5
+        >>> distances = torch.stack([torch.ones_like(mu), mu], dim=1)
+        >>> [round(value.item(), 1) for value in twonn(distances)]
+        [5.0, 5.0, 5.0, 5.0]
     """
-    log_mu = _sorted_ratios(neighbours, 0)
-    censored = _likely(log_mu, 0.1).value
-    return TwoNN(_fit(log_mu, 0.1), censored, _fit(log_mu, 0), _fit(log_mu, 0.8))
-
-
-def _sorted_ratios(neighbours: Tensor, discard: float) -> Tensor:
-    """Check the arguments of TwoNN, and take log(r2 / r1) in ascending order."""
     _require_distances(neighbours)
-    if not 0 <= discard < 1:
-        raise ValueError(f"discard is a share in [0, 1), got {discard}")
-    return _log_ratios(neighbours[:, 0], neighbours[:, 1]).sort().values
+    log_mu, n = _sorted_ratios(neighbours[None], _ROUNDING)
+    fit, all_ratios, smallest = (_slope(log_mu, n, discard) for discard in (0.1, 0.0, 0.8))
+    found = (fit, _likely(log_mu, n, 0.1), all_ratios, smallest)
+    return TwoNN(*(values.squeeze(0) for values in found))
 
 
-def _fit(log_mu: Tensor, discard: float) -> Tensor:
-    """Compute `twonn` from sorted ratios."""
-    n = len(log_mu)
-    kept = min(_kept(n, discard), n - 1)  # at F = 1 the logarithm ends
-    if n < 3 or kept < 1:
-        return log_mu.new_tensor(torch.nan)
-    rank = torch.arange(1, kept + 1, dtype=torch.float64, device=log_mu.device)
-    x, y = log_mu[:kept], -torch.log1p(-rank / n)
-    square = x.square().sum()
-    return torch.where(square > 0, (x * y).sum() / square, torch.inf)
-
-
-def twonn_of_each(
-    neighbours: Tensor, discard: float = 0.1, *, rounding: float = _ROUNDING
-) -> Tensor:
+def twonn_of_each(neighbours: Tensor, *, rounding: float) -> Tensor:
     """Estimate the intrinsic dimension of each of several sets of points by TwoNN, all at once.
 
-    As `twonn` on each set: points with r1 = 0 are left out of their set, then the largest `discard`
-    of its ratios are dropped. Range [0, inf).
+    The `value` of `twonn` on each set.
 
     Args:
         neighbours: Distances to the nearest neighbours, ascending, [sets, points, k], k >= 2.
-        discard: Share of the largest ratios that is dropped, in [0, 1).
         rounding: Logarithm of the ratio of two distances up to which they count as equal.
 
     Returns:
         [sets], float64; NaN with fewer than 3 points left, inf where r1 = r2 everywhere.
 
-    Raises:
-        ValueError: There are fewer than two distances for each point, or `discard` is outside
-            [0, 1).
-
     Example:
         >>> uniform = (torch.arange(2000, dtype=torch.float64) + 0.5) / 2000
         >>> mu = uniform ** (-1 / torch.tensor([[2.0], [5.0]]))  # the exact model with d = 2, 5
         >>> distances = torch.stack([torch.ones_like(mu), mu], dim=2)
-        >>> [round(value, 2) for value in twonn_of_each(distances).tolist()]
+        >>> [round(value, 2) for value in twonn_of_each(distances, rounding=0).tolist()]
         [2.0, 5.0]
     """
-    if neighbours.ndim != 3 or neighbours.shape[2] < 2:
-        raise ValueError(
-            "expected distances [sets, points, k] with k of at least 2, ascending, got "
-            f"{list(neighbours.shape)}"
-        )
-    if not 0 <= discard < 1:
-        raise ValueError(f"discard is a share in [0, 1), got {discard}")
+    return _slope(*_sorted_ratios(neighbours, rounding), 0.1)
+
+
+def _sorted_ratios(neighbours: Tensor, rounding: float) -> tuple[Tensor, Tensor]:
+    """Take log(r2 / r1) of each set in ascending order, and the number of points with a ratio.
+
+    Points without one, at distance 0 or not finite, come last as infinity.
+
+    Returns:
+        [sets, points] and [sets, 1].
+    """
     near, far = neighbours[:, :, 0].double(), neighbours[:, :, 1].double()
     valid = (near > 0) & torch.isfinite(far)
     logs = _without_rounding((far / near).log(), rounding)
     x = sort_each(torch.where(valid, logs, torch.inf))
-    n = valid.sum(dim=1, keepdim=True).double()
-    kept = (n * (1 - discard)).round(decimals=_DIGITS).floor()
+    return x, valid.sum(dim=1, keepdim=True).double()
+
+
+def _kept(log_mu: Tensor, n: Tensor, discard: float) -> tuple[Tensor, Tensor]:
+    """Count the ratios that are kept of n, [sets, 1], and number all ratios from 1, [points]."""
+    rank = torch.arange(1, log_mu.shape[1] + 1, dtype=torch.float64, device=log_mu.device)
+    return (n * (1 - discard)).round(decimals=_DIGITS).floor(), rank
+
+
+def _slope(log_mu: Tensor, n: Tensor, discard: float) -> Tensor:
+    """Fit the line through the origin to the smallest ratios of each set."""
+    kept, rank = _kept(log_mu, n, discard)
     kept = torch.minimum(kept, n - 1)  # at F = 1 the logarithm ends
-    rank = torch.arange(1, x.shape[1] + 1, dtype=torch.float64, device=x.device)
     counts = rank <= kept
-    x = torch.where(counts, x, 0)
+    x = torch.where(counts, log_mu, 0)
     y = -torch.log1p(-torch.where(counts, rank / n, 0))
     square = x.square().sum(dim=1)
     slope = torch.where(square > 0, (x * y).sum(dim=1) / square, torch.inf)
@@ -178,50 +137,13 @@ def twonn_of_each(
     return torch.where(enough.squeeze(1), slope, torch.nan)
 
 
-def twonn_censored(neighbours: Tensor, discard: float = 0.1) -> Estimate:
-    """Estimate the intrinsic dimension by TwoNN, by maximum likelihood with censoring.
-
-    (k - 1) / (sum_(i<=k) log mu_(i) + (N - k) log mu_(k)), mu = r2 / r1 in ascending order, k = the
-    number kept of N: the likelihood uses of the N - k largest only that they are no smaller. On
-    exact-model data the denominator is Gamma(k, 1/d), whatever N and d: the estimate is unbiased,
-    with standard deviation d / sqrt(k - 2), and estimate +- 1.96 estimate / sqrt(k) contains d in
-    95 % of samples. That assumes independent ratios. Points of one cloud share distances; there the
-    standard deviation is 1.15 times the standard error, and the interval contains the mean of the
-    estimate in 89 % (measured, 1,000 points: flat tori of 2 and 5 dimensions, a Gaussian of 10).
-    Range [0, inf). Points with r1 = 0 are left out: take exact duplicates out first.
-
-    Args:
-        neighbours: Distances to the nearest neighbours, ascending, [tokens, k], k >= 2.
-        discard: Share of the largest ratios that is dropped, in [0, 1).
-
-    Returns:
-        The estimate and its standard error; NaN with fewer than 3 points, or fewer than 2 of them
-        kept; inf where r1 = r2 everywhere.
-
-    Raises:
-        ValueError: There are fewer than two distances for each point, or `discard` is outside
-            [0, 1).
-
-    Example:
-        >>> uniform = (torch.arange(2000, dtype=torch.float64) + 0.5) / 2000
-        >>> mu = uniform ** (-1 / 5)  # the exact model with d = 5
-        >>> distances = torch.stack([torch.ones_like(mu), mu], dim=1)
-        >>> value, error = twonn_censored(distances)
-        >>> round(value.item(), 2), round(error.item(), 2)
-        (5.0, 0.12)
-    """
-    return _likely(_sorted_ratios(neighbours, discard), discard)
-
-
-def _likely(log_mu: Tensor, discard: float) -> Estimate:
-    """Compute `twonn_censored` from sorted ratios."""
-    n = len(log_mu)
-    kept = _kept(n, discard)
-    if n < 3 or kept < 2:
-        nan = log_mu.new_tensor(torch.nan)
-        return Estimate(nan, nan)
-    value = (kept - 1) / (log_mu[:kept].sum() + (n - kept) * log_mu[kept - 1])
-    return Estimate(value, value / kept**0.5)
+def _likely(log_mu: Tensor, n: Tensor, discard: float) -> Tensor:
+    """Maximise the likelihood of the smallest ratios of each set, the others being no smaller."""
+    kept, rank = _kept(log_mu, n, discard)
+    total = torch.where(rank <= kept, log_mu, 0).sum(dim=1, keepdim=True)
+    largest = torch.where(rank == kept, log_mu, 0).sum(dim=1, keepdim=True)
+    value = (kept - 1) / (total + (n - kept) * largest)
+    return torch.where((n >= 3) & (kept >= 2), value, torch.nan).squeeze(1)
 
 
 def gride(neighbours: Tensor, scales: Sequence[int] = SCALES) -> Tensor:
@@ -269,7 +191,7 @@ def _gride_at(neighbours: Tensor, scales: Sequence[int]) -> Tensor:
     near, far = neighbours[:, rank - 1].double(), neighbours[:, 2 * rank - 1].double()
     valid = (near > 0) & torch.isfinite(far)
     logs = torch.where(valid, far / near, 1).log()
-    x = _without_rounding(logs).T.contiguous()  # [scales, points]; 0 adds nothing
+    x = _without_rounding(logs, _ROUNDING).T.contiguous()  # [scales, points]; 0 adds nothing
     n, total, k = valid.sum(dim=0).double(), x.sum(dim=1), rank.double()
     spread = [sum(1 / i for i in range(scale, 2 * scale)) for scale in scales]
     d = n * n.new_tensor(spread) / total
@@ -298,21 +220,9 @@ def _newton(x: Tensor, d: Tensor, n: Tensor, k: Tensor) -> Tensor:
     return d
 
 
-def _without_rounding(log_ratios: Tensor, rounding: float = _ROUNDING) -> Tensor:
+def _without_rounding(log_ratios: Tensor, rounding: float) -> Tensor:
     """Return 0 for a ratio that is 1 but for rounding: equal spacings have no dimension."""
     return torch.threshold(log_ratios, rounding, 0)  # NaN stays
-
-
-def _log_ratios(near: Tensor, far: Tensor) -> Tensor:
-    """Compute log(far / near) in float64, without points at distance 0 or not finite."""
-    near, far = near.double(), far.double()
-    valid = (near > 0) & torch.isfinite(far)
-    return _without_rounding((far[valid] / near[valid]).log())
-
-
-def _kept(n: int, discard: float) -> int:
-    """Count the ratios that are kept of n."""
-    return math.floor(round(n * (1 - discard), _DIGITS))
 
 
 def _require_distances(neighbours: Tensor) -> None:

@@ -24,11 +24,11 @@ LARGEST_SHARE = 0.05
 _CENTRAL_ROWS = 1024
 
 
-def ordinary_rows(hidden: Tensor, factor: float = FACTOR) -> Tensor:
+def ordinary_rows(hidden: Tensor) -> Tensor:
     """Mark the rows that are not of massive norm: False for the few far beyond the others.
 
     A row is massive if its distance from the centre, the coordinatewise median (of evenly spread
-    rows where there are more than 2,048), is more than `factor` times the median of these
+    rows where there are more than 2,048), is more than 10 times the median of these
     distances. Where more than a twentieth of the rows are beyond half of that, no row is massive:
     that is a heavy tail or a wide cluster, of which the limit would cut off an arbitrary part.
     Neither the centre nor the scale moves with the massive rows themselves, and a shift or a change
@@ -40,14 +40,12 @@ def ordinary_rows(hidden: Tensor, factor: float = FACTOR) -> Tensor:
 
     Args:
         hidden: Rows, [tokens, width].
-        factor: Multiple of the median distance beyond which a row is massive, above 1.
 
     Returns:
         [tokens], bool; all True where at least half of the rows are equal.
 
     Raises:
-        ValueError: `hidden` is not a floating-point matrix with at least one row, or `factor` is
-            not above 1.
+        ValueError: `hidden` is not a floating-point matrix with at least one row.
 
     Example:
         >>> import torch
@@ -57,14 +55,12 @@ def ordinary_rows(hidden: Tensor, factor: float = FACTOR) -> Tensor:
         [7]
     """
     rows = require_rows(hidden)
-    if not factor > 1:
-        raise ValueError(f"factor is a multiple of the median distance, above 1, got {factor}")
     # Any centre in the bulk will do.
     middle = _median(rows[:: max(1, len(rows) // _CENTRAL_ROWS)])
     distance = torch.cat([block.sub_(middle).norm(dim=1) for block in in_blocks(rows)])
     scale = distance.median()
-    few = (distance > factor / 2 * scale).sum() <= LARGEST_SHARE * len(rows)
-    return ~((distance > factor * scale) & few & (scale > 0))
+    few = (distance > FACTOR / 2 * scale).sum() <= LARGEST_SHARE * len(rows)
+    return ~((distance > FACTOR * scale) & few & (scale > 0))
 
 
 def _median(rows: Tensor) -> Tensor:

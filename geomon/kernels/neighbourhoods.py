@@ -25,7 +25,7 @@ class LocalIsotropy(NamedTuple):
     cosine: Tensor
 
 
-def local_dimension(rows: Tensor, members: Tensor, *, discard: float = 0.1) -> Tensor:
+def local_dimension(rows: Tensor, members: Tensor) -> Tensor:
     """Estimate the intrinsic dimension of each neighbourhood by TwoNN.
 
     Each neighbourhood is a data set of its own: the two nearest of a row are looked for among the
@@ -38,15 +38,13 @@ def local_dimension(rows: Tensor, members: Tensor, *, discard: float = 0.1) -> T
     Args:
         rows: Finite rows, [tokens, width].
         members: Indices of the rows of each neighbourhood, int64, [neighbourhoods, size].
-        discard: Share of the largest ratios that is dropped, in [0, 1).
 
     Returns:
         [neighbourhoods], float64; NaN with fewer than 3 different rows, inf where the two
         distances are equal at every row.
 
     Raises:
-        ValueError: `rows` is not a floating-point matrix, `members` is not a matrix of integers, or
-            `discard` is outside [0, 1).
+        ValueError: `rows` is not a floating-point matrix, or `members` not a matrix of integers.
 
     Example:
         >>> plane = torch.rand(400, 2, generator=torch.Generator().manual_seed(0))
@@ -59,7 +57,7 @@ def local_dimension(rows: Tensor, members: Tensor, *, discard: float = 0.1) -> T
             found.append(found[0].new_full((len(part),), torch.nan))
             continue
         squared = _squared_distances(rows, part, centred, scale)
-        found.append(twonn_of_each(_two_nearest(squared), discard, rounding=_TOLERANCE))
+        found.append(twonn_of_each(_two_nearest(squared), rounding=_TOLERANCE))
     return torch.cat(found)
 
 

@@ -149,22 +149,21 @@ def copies_of(hidden: Tensor) -> Tensor:
     return first
 
 
-def unique_rows(hidden: Tensor) -> Tensor:
-    """Find one row for each distinct content (see `copies_of`), in ascending order.
+def unique_rows(copies: Tensor) -> Tensor:
+    """Find one row for each distinct content, in ascending order.
 
     Args:
-        hidden: Rows, [tokens, width].
+        copies: For each row the first row of the same content (see `copies_of`), int64, [tokens].
 
     Returns:
         Indices of these rows, int64, [distinct rows].
 
     Example:
-        >>> unique_rows(torch.tensor([[1.0, 2.0], [0.0, 0.0], [1.0, 2.0]])).tolist()
+        >>> unique_rows(copies_of(torch.tensor([[1.0, 2.0], [0.0, 0.0], [1.0, 2.0]]))).tolist()
         [0, 1]
     """
-    first = copies_of(hidden)
-    order = torch.arange(len(first), dtype=torch.int64, device=first.device)
-    return (first == order).nonzero().squeeze(1)
+    order = torch.arange(len(copies), dtype=torch.int64, device=copies.device)
+    return (copies == order).nonzero().squeeze(1)
 
 
 def content_keys(rows: Tensor, some: Tensor) -> Tensor:

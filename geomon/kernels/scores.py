@@ -13,12 +13,10 @@ from torch import Tensor
 
 from geomon.kernels._blocks import rows_in_block
 from geomon.kernels.attention import (
-    ScoreBlocks,
+    ScoreSource,
     by_head,
     expand_visible,
-    given_blocks,
     mean_over,
-    score_blocks,
     score_shape,
 )
 
@@ -65,54 +63,38 @@ class QueryVariances(NamedTuple):
         return QueryVariances(self.common[1 + group][None, :, stay], self.own[:, stay])
 
 
-def score_moments(
-    query: Tensor,
-    key: Tensor,
-    visible: Tensor,
-    scale: float,
-    bias: Tensor | None = None,
-    softcap: float | None = None,
-) -> ScoreMoments:
+def score_moments(score_source: ScoreSource) -> ScoreMoments:
     """Compute the mean and the variance of each query's scores over the keys that it sees.
 
-    s_ij = cap(scale q_i . k_j) + bias_ij, as they enter the softmax, with cap(s) = softcap tanh(s /
-    softcap). Godey et al. (2401.12143, figure 7) draw their histograms.
+    Of the scores as they enter the softmax. Godey et al. (2401.12143, figure 7) draw their
+    histograms.
 
     Args:
-        query: Queries as attended, [sequences, heads, queries, head width].
-        key: Keys as attended, [sequences, key heads, keys, head width]; key heads divide heads.
-        visible: True where a query may attend, broadcastable to [sequences, heads, queries, keys].
-        scale: Factor on the dot products.
-        bias: Term added to the scores, broadcastable like `visible`; None for none.
-        softcap: Bound on the scores before the bias; None for none.
+        score_source: Scores and visibility.
 
     Returns:
         Moments with rows = sequences x queries, sequence-major.
 
-    Raises:
-        ValueError: The shapes do not fit one another.
-
     Example:
+        >>> from geomon.kernels.attention import scores_of
         >>> query, key = torch.ones(1, 1, 1, 1), torch.tensor([1.0, 3.0]).view(1, 1, 2, 1)
-        >>> found = score_moments(query, key, torch.ones(1, 1, 1, 2, dtype=torch.bool), 2.0)
+        >>> scores = scores_of(query, key, torch.ones(1, 1, 1, 2, dtype=torch.bool), 2.0)
+        >>> found = score_moments(scores)
         >>> found.mean.item(), found.variance.item()
         (4.0, 4.0)
     """
-    shape = score_shape(query, key)
-    return _moments(score_blocks(query, key, visible, scale, bias, softcap), shape[:3])
-
-
-def moments_of_scores(scores: Tensor, visible: Tensor) -> ScoreMoments:
-    """Compute the same of given scores: for attention whose queries and keys are not captured.
-
-    Args:
-        scores: Scores before the softmax, [sequences, heads, queries, keys].
-        visible: True where a query may attend, broadcastable to the shape of `scores`.
-
-    Raises:
-        ValueError: The scores do not have four dimensions, or `visible` does not fit them.
-    """
-    return _moments(given_blocks(scores, visible), scores.shape[:3])
+    kept: dict[str, Tensor] = {}
+    for at, scores, visible in score_source.blocks():
+        kept = kept or {
+            name: scores.new_zeros(score_source.shape[:3]) for name in ScoreMoments._fields
+        }
+        number = visible.sum(dim=-1, keepdim=True)
+        size = number.clamp(min=1)
+        middle = scores.masked_fill_(~visible, 0).sum(dim=-1, keepdim=True) / size
+        about = scores.sub_(middle).masked_fill_(~visible, 0)
+        kept["mean"][at], kept["visible"][at] = middle.squeeze(-1), number.squeeze(-1).float()
+        kept["variance"][at] = about.square_().sum(dim=-1) / size.squeeze(-1)
+    return ScoreMoments(**{name: by_head(rows) for name, rows in kept.items()})
 
 
 def score_mean(score_moments: ScoreMoments) -> Tensor:
@@ -254,16 +236,3 @@ def _variances(weights: Tensor, values: Tensor) -> Tensor:
     """
     mean = weights @ values
     return (weights @ values.square() - mean.square()).clamp_(min=0)
-
-
-def _moments(blocks: ScoreBlocks, shape: torch.Size | tuple[int, ...]) -> ScoreMoments:
-    kept: dict[str, Tensor] = {}
-    for at, scores, visible in blocks:
-        kept = kept or {name: scores.new_zeros(shape) for name in ScoreMoments._fields}
-        number = visible.sum(dim=-1, keepdim=True)
-        size = number.clamp(min=1)
-        middle = scores.masked_fill_(~visible, 0).sum(dim=-1, keepdim=True) / size
-        about = scores.sub_(middle).masked_fill_(~visible, 0)
-        kept["mean"][at], kept["visible"][at] = middle.squeeze(-1), number.squeeze(-1).float()
-        kept["variance"][at] = about.square_().sum(dim=-1) / size.squeeze(-1)
-    return ScoreMoments(**{name: by_head(rows) for name, rows in kept.items()})

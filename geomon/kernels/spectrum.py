@@ -15,6 +15,7 @@ _NARROW = 1024
 
 # Fewest ranks through which a power law is laid.
 _FEWEST_RANKS = 5
+_FIRST_RANK, _LAST_RANK = 11, 100
 
 
 class PowerLaw(NamedTuple):
@@ -205,7 +206,7 @@ def participation_ratio(spectrum: Tensor) -> Tensor:
     return 1 / _shares(spectrum).square().sum()
 
 
-def power_law(spectrum: Tensor, first: int = 11, last: int = 100) -> PowerLaw:
+def power_law(spectrum: Tensor) -> PowerLaw:
     """Lay a power law through the spectrum: its decay, alpha, and how well it fits.
 
     Minus the slope of log lambda_r on log r, by least squares with weights 1/r over the ranks r =
@@ -217,33 +218,29 @@ def power_law(spectrum: Tensor, first: int = 11, last: int = 100) -> PowerLaw:
 
     Args:
         spectrum: Eigenvalues in any order, [rank].
-        first: First rank, at least 1.
-        last: Last rank.
 
     Returns:
         Both; NaN with fewer than 5 ranks, R^2 also where the eigenvalues are all equal.
 
     Raises:
-        ValueError: `spectrum` is empty or not one-dimensional, or `first` is below 1.
+        ValueError: `spectrum` is empty or not one-dimensional.
 
     Example:
         >>> ranks = torch.arange(1, 129, dtype=torch.float64)
         >>> [round(value.item(), 6) for value in power_law(3 * ranks**-1.5)]
         [1.5, 1.0]
     """
-    if first < 1:
-        raise ValueError(f"ranks are counted from 1, got first={first}")
     shares = _shares(spectrum).sort(descending=True).values
     rounding = torch.finfo(torch.float64).eps * len(shares)
     above = int((shares > rounding * shares[0]).sum())
-    last = min(last, 4 * above // 5)
-    if last - first + 1 < _FEWEST_RANKS:
+    last = min(_LAST_RANK, 4 * above // 5)
+    if last - _FIRST_RANK + 1 < _FEWEST_RANKS:
         nan = torch.full_like(shares[0], torch.nan)
         return PowerLaw(nan, nan)
-    rank = torch.arange(first, last + 1, dtype=torch.float64, device=shares.device)
+    rank = torch.arange(_FIRST_RANK, last + 1, dtype=torch.float64, device=shares.device)
     weight = 1 / rank
     weight /= weight.sum()
-    x, y = rank.log(), shares[first - 1 : last].log()
+    x, y = rank.log(), shares[_FIRST_RANK - 1 : last].log()
     x, y = x - (weight * x).sum(), y - (weight * y).sum()
     slope = (weight * x * y).sum() / (weight * x.square()).sum()
     total = (weight * y.square()).sum()

@@ -14,6 +14,9 @@ from torch import Tensor
 from geomon.kernels._blocks import column_blocks, require_rows
 from geomon.kernels.groups import GROUPS
 
+# Rows of a token type in the fit of norms and variances, as its authors take them.
+_FEWEST_ROWS, _MOST_ROWS = 10, 100_000
+
 
 class NormVarianceFit(NamedTuple):
     """A straight line through the token types, V_t on M_t. Scalars, float64.
@@ -103,46 +106,31 @@ class TokenTypes:
         """
         return self.scatter.sum() / (self.rows.sum() - len(self.rows))
 
-    def norm_variance_slope(
-        self, smallest: int = 10, largest: int = 100_000, *, corrected: bool = True
-    ) -> NormVarianceFit:
+    def norm_variance_slope(self) -> NormVarianceFit:
         """Fit the line of V_t on M_t over token types: how variance falls as the mean grows.
 
-        Least squares with an intercept, every type counting once, over types with `smallest` <= n_t
-        <= `largest` (the authors' limits). V_t has 1/(n_t - 1), and V_t/n_t is taken off M_t: M_t +
+        Least squares with an intercept, every type counting once, over types with 10 to 100,000
+        rows (the authors' limits). V_t has 1/(n_t - 1), and V_t/n_t is taken off M_t: M_t +
         V_t = Q_t holds as before, and a rare type does not look as if it had less variance and a
         longer mean than a frequent one, which alone would make a slope.
-
-        Args:
-            smallest: Fewest rows of a type in the fit, at least 2.
-            largest: Most rows of a type in the fit.
-            corrected: Whether V_t and M_t are corrected for the number of rows; False for V_t with
-                1/n_t and M_t = |mean|^2, as in the authors' figures.
 
         Returns:
             The line; its `slope` and `r_squared` are NaN with fewer than 3 types, or where M_t is
             the same for all, and `r_squared` also where V_t is. `q_variation` is NaN without types.
 
-        Raises:
-            ValueError: `smallest` is below 2 or above `largest`.
-
         Example:
-            >>> centre = torch.tensor([1.0, 2.0, 3.0]).repeat_interleave(2)
-            >>> hidden = centre + torch.tensor([3.0, -3.0, 2.0, -2.0, 1.0, -1.0])
-            >>> types = token_types(hidden[:, None], torch.arange(6) // 2)
-            >>> fit = types.norm_variance_slope(smallest=2)
+            >>> centre = torch.tensor([1.0, 2.0, 3.0]).repeat_interleave(10)
+            >>> spread = torch.tensor([3.0, 2.0, 1.0]).repeat_interleave(10)
+            >>> hidden = centre + spread * (-1.0) ** torch.arange(30)
+            >>> types = token_types(hidden[:, None], torch.arange(30) // 10)
+            >>> fit = types.norm_variance_slope()
             >>> fit.types.item(), fit.coverage.item(), fit.slope.item() < 0
             (3.0, 1.0, True)
         """
-        if not 2 <= smallest <= largest:
-            raise ValueError(
-                "expected limits 2 <= smallest <= largest on the rows of a type, got "
-                f"{smallest} and {largest}: one row has no variance"
-            )
-        chosen = (self.rows >= smallest) & (self.rows <= largest)
+        chosen = (self.rows >= _FEWEST_ROWS) & (self.rows <= _MOST_ROWS)
         count = self.rows[chosen]
-        spread = self.scatter[chosen] / (count - 1 if corrected else count)
-        norm = self.m[chosen] - (spread / count if corrected else 0)
+        spread = self.scatter[chosen] / (count - 1)
+        norm = self.m[chosen] - spread / count
         number = chosen.sum().double()
         # Norms and spreads are squares already: their own products are taken after division by
         # powers of two, which changes no digit.

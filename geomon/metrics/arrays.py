@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from geomon.kernels.token_types import TokenTypes
-from geomon.metrics.views import LayerViews, parameters
+from geomon.metrics.views import LayerViews, parameters, renamed
 from geomon.record.arrays import ArrayPlace
 
 # Rows of queries and of keys for each head, and bytes of one reading above which they are fewer.
@@ -24,22 +24,6 @@ EIGENVALUES = 256
 TYPES = 256
 
 _LARGEST_HALF = float(np.finfo(np.float16).max)
-
-
-def _queries(projected_query: Tensor) -> Tensor:
-    return _few(projected_query)
-
-
-def _keys(projected_key: Tensor) -> Tensor:
-    return _few(projected_key)
-
-
-def _mean_query(mean_query: Tensor) -> Tensor:
-    return mean_query
-
-
-def _mean_key(mean_key: Tensor) -> Tensor:
-    return mean_key
 
 
 def _eigenvalues(spectrum: Tensor) -> Tensor:
@@ -81,10 +65,10 @@ def _spread(count: int, most: int) -> list[int]:
 
 # An array by its name, as a function of views.
 ARRAYS: dict[str, Callable[..., Tensor]] = {
-    "mean_query": _mean_query,  # of each head, as projected, [heads, head width]
-    "mean_key": _mean_key,  # of each key head, [key heads, head width]
-    "queries": _queries,  # a few rows, [rows, heads, head width]
-    "keys": _keys,  # of the same tokens, [rows, key heads, head width]
+    "mean_query": lambda mean_query: mean_query,  # of each head, as projected, [heads, head width]
+    "mean_key": lambda mean_key: mean_key,  # of each key head, [key heads, head width]
+    "queries": renamed(_few, "projected_query"),  # a few rows, [rows, heads, head width]
+    "keys": renamed(_few, "projected_key"),  # of the same tokens, [rows, key heads, head width]
     "eigenvalues": _eigenvalues,  # the largest of the covariance, descending
     "type_ids": _type_ids,  # the most frequent token types, ascending
     "type_rows": _type_rows,  # number of rows of each of them

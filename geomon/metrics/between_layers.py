@@ -17,7 +17,7 @@ from torch import Tensor
 from geomon.kernels import neighbourhoods
 from geomon.kernels.neighbours import Neighbours
 from geomon.metrics.layer_values import LayerValues
-from geomon.metrics.views import Groups, MissingViewError, spread_rows
+from geomon.metrics.views import Groups, MissingViewError, renamed, spread_rows
 
 # Nearest rows that are compared: of the 24 that are listed, so many are left where some are copies
 # of others at one of the two layers.
@@ -151,21 +151,11 @@ class NearRows(NamedTuple):
 
 
 def keep_near_rows(
-    nearest: Neighbours, query_rows: Tensor, copies: Tensor, positions: Tensor, groups: Groups
-) -> NearRows:
-    """Share of the 10 nearest rows of a row that are so before the block too.
-
-    Mean over up to 1,024 rows, at layer l for the rows that enter block l and those that leave it.
-    Of rows that are copies at either layer one is left in both. Part `n`: how many rows it stands
-    on.
-    """
-    return near_rows_of(nearest, query_rows, copies, positions, groups)
-
-
-def near_rows_of(
     nearest: Neighbours, query_rows: Tensor, copies: Tensor, labels: Tensor, groups: Groups
 ) -> NearRows:
     """Choose up to 1,024 rows of a layer, evenly spread, and copy their neighbours to the host.
+
+    Of rows that are copies at either of two layers one is compared in both.
 
     Args:
         nearest: Neighbours of some unique rows.
@@ -247,4 +237,8 @@ def _shares(lists: Sequence[Tensor]) -> Tensor:
     return found
 
 
-neighbour_overlap = BetweenLayers(keep_near_rows, compare_near_rows)
+NEAR_VIEWS = ("nearest", "query_rows", "copies")
+
+neighbour_overlap = BetweenLayers(
+    renamed(keep_near_rows, *NEAR_VIEWS, "positions", "groups"), compare_near_rows
+)

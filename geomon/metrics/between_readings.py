@@ -8,19 +8,16 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
-from geomon.kernels.neighbours import Neighbours
 from geomon.metrics.between_layers import (
+    NEAR_VIEWS,
     Comparing,
     Comparison,
-    NearRows,
     compare_near_rows,
-    near_rows_of,
+    keep_near_rows,
     with_comparison,
 )
 from geomon.metrics.layer_values import LayerValues
-from geomon.metrics.views import Groups, MissingViewError
+from geomon.metrics.views import MissingViewError, renamed
 from geomon.record import tags
 
 # What a metric kept of each split of the rows: by stack and depth of the layer, and by metric.
@@ -104,31 +101,7 @@ def compare_readings(
     ]
 
 
-# -- overlap of neighbours -------------------------------------------------------------------------
-
-
-def keep_near_tokens(
-    nearest: Neighbours, query_rows: Tensor, copies: Tensor, token_labels: Tensor, groups: Groups
-) -> NearRows:
-    """Share of the 10 nearest rows of a row that were so at the reading before, of the same probe.
-
-    Mean over up to 1,024 rows. Of rows that are copies at either reading one is left in both.
-    Parts: `steps`, how many lie between the two readings; `n`, how many rows it stands on.
-    """
-    return near_rows_of(nearest, query_rows, copies, token_labels, groups)
-
-
-def compare_near_tokens(before: NearRows, after: NearRows) -> Comparison:
-    """Compare the neighbours of the rows of a layer with those of the same tokens a reading before.
-
-    Args:
-        before: Neighbours at the earlier reading.
-        after: Neighbours now.
-
-    Raises:
-        MissingViewError: The rows are not the same tokens, or nearly all are copies of others.
-    """
-    return compare_near_rows(before, after, _READING_BEFORE)
-
-
-neighbour_overlap_in_time = BetweenReadings(keep_near_tokens, compare_near_tokens)
+neighbour_overlap_in_time = BetweenReadings(
+    renamed(keep_near_rows, *NEAR_VIEWS, "token_labels", "groups"),
+    partial(compare_near_rows, earlier=_READING_BEFORE),
+)

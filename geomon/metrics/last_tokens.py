@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from geomon.metrics.views import MissingViewError, has_last, parameters
+from geomon.metrics.views import MissingViewError, has_last, parameters, renamed
 
 _ROWS = "last_hidden"
 
@@ -29,7 +29,7 @@ class AtLast:
         self.at_least = at_least
         self._function = read_last(metric)
         names = dict.fromkeys([_ROWS, *parameters(self._function)])
-        self.__signature__ = _signature(names)
+        self.__signature__ = inspect.signature(renamed(self._function, *names))
         self.__doc__ = f"At the last token of each sequence: {inspect.getdoc(metric) or metric}"
 
     def __call__(self, *views: Any) -> Any:
@@ -80,15 +80,5 @@ def read_last(function: Callable[..., Any]) -> Callable[..., Any]:
     Args:
         function: A function of views.
     """
-
-    def call(*views: Any) -> Any:
-        return function(*views)
-
     names = [f"last_{name}" if has_last(name) else name for name in parameters(function)]
-    call.__signature__ = _signature(names)  # type: ignore[attr-defined]
-    return call
-
-
-def _signature(names: Any) -> inspect.Signature:
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    return inspect.Signature([inspect.Parameter(name, kind) for name in names])
+    return renamed(function, *names)

@@ -192,7 +192,9 @@ def _gaussian_dimension(rows: int, width: int) -> tuple[float, float]:
     # Only some of many rows have their neighbours searched.
     some = torch.arange(min(rows, _ROWS), dtype=torch.int64, device="cpu")
     found = [
-        float(dimension.twonn(nearest(_noise(rows, width, generator), k=2, of=some).distances))
+        float(
+            dimension.twonn(nearest(_noise(rows, width, generator), k=2, of=some).distances).value
+        )
         for _ in range(samples)
     ]
     return statistics.fmean(found), statistics.stdev(found) * (len(some) / rows) ** 0.5

@@ -34,8 +34,6 @@ from geomon.kernels.attention import (
 )
 from geomon.kernels.baselines import gaussian_like
 from geomon.kernels.frequency import CLASSES, moments_by_frequency
-from geomon.kernels.groups import GroupSums
-from geomon.kernels.neighbourhoods import LocalIsotropy
 from geomon.kernels.neighbours import nearest
 from geomon.kernels.scores import mean_query_share, score_mean, score_spread
 from geomon.kernels.token_types import TokenTypes
@@ -44,54 +42,14 @@ from geomon.metrics.between_layers import SHARED, neighbour_overlap
 from geomon.metrics.between_readings import neighbour_overlap_in_time
 from geomon.metrics.last_tokens import at_last
 from geomon.metrics.metric import COUNTS, Metric, as_metric
-from geomon.metrics.views import DERIVED, NEAR, is_view, parameters
+from geomon.metrics.views import DERIVED, NEAR, is_view, parameters, renamed
 from geomon.record import tags
 from geomon.record.columns import MetricText
-
-
-def _anisotropy(spectrum: Tensor) -> Tensor:
-    return spectral.anisotropy(spectrum)
-
-
-def _anisotropy_no_sinks(ordinary_spectrum: Tensor) -> Tensor:
-    return spectral.anisotropy(ordinary_spectrum)
-
-
-def _sink_share(sink_variance: float) -> float:
-    return sink_variance
-
-
-def _effective_rank(spectrum: Tensor) -> Tensor:
-    return spectral.effective_rank(spectrum)
-
-
-def _participation_ratio(spectrum: Tensor) -> Tensor:
-    return spectral.participation_ratio(spectrum)
 
 
 def _alpha(spectrum: Tensor) -> dict[str, Tensor]:
     law = spectral.power_law(spectrum)
     return {"": law.alpha, "r_squared": law.r_squared}
-
-
-def _cosine(angle: Tensor) -> Tensor:
-    return angle
-
-
-def _drift_norm(drift: Tensor) -> Tensor:
-    return drift
-
-
-def _variance(total_variance: Tensor) -> Tensor:
-    return total_variance
-
-
-def _mean_square_norm(mean_square: Tensor) -> Tensor:
-    return mean_square
-
-
-def _within_variance(within: Tensor) -> Tensor:
-    return within
 
 
 def _variance_shares(drift: Tensor, total_variance: Tensor, within: Tensor) -> dict[str, Tensor]:
@@ -119,36 +77,8 @@ def _cosine_between(sequence_cosines: SequenceCosines) -> dict[str, Tensor | flo
     return {"": sequence_cosines.between, "sequences": len(sequence_cosines.own)}
 
 
-def _max_logit(max_logits: Tensor) -> Tensor:
-    return max_logits
-
-
-def _query_mean_norm(mean_query: Tensor) -> Tensor:
-    return mean_query.norm(dim=1)
-
-
-def _key_mean_norm(mean_key: Tensor) -> Tensor:
-    return mean_key.norm(dim=1)
-
-
-def _query_cosine(query_sums: GroupSums) -> Tensor:
-    return query_sums.cosine
-
-
-def _key_cosine(key_sums: GroupSums) -> Tensor:
-    return key_sums.cosine
-
-
-def _query_anisotropy(query_spectrum: Tensor) -> Tensor:
-    return leading_share(query_spectrum)
-
-
-def _key_anisotropy(key_spectrum: Tensor) -> Tensor:
-    return leading_share(key_spectrum)
-
-
 def _twonn(two_nearest: Tensor, duplicates: float, rounding: float) -> dict[str, Tensor | float]:
-    found = dimension.twonn_protocols(two_nearest)
+    found = dimension.twonn(two_nearest)
     return {
         "": found.value,
         "censored": found.censored,
@@ -164,11 +94,11 @@ def _twonn_gaussian(spectrum: Tensor, unique_rows: Tensor, query_rows: Tensor) -
     generator = torch.Generator("cpu").manual_seed(0)
     sample = gaussian_like(spectrum, len(unique_rows), generator)
     some = torch.arange(len(query_rows), dtype=torch.int64, device=sample.device)
-    return dimension.twonn(nearest(sample, k=2, of=some).distances)
+    return dimension.twonn(nearest(sample, k=2, of=some).distances).value
 
 
 def _twonn_distinct(distinct_neighbours: Tensor, repeated: float) -> dict[str, Tensor | float]:
-    found = dimension.twonn_protocols(distinct_neighbours)
+    found = dimension.twonn(distinct_neighbours)
     return {
         "": found.value,
         "censored": found.censored,
@@ -191,14 +121,6 @@ def _gride(two_nearest: Tensor, neighbours: Tensor, far_neighbours: Tensor) -> d
 def _local_dimension(local_dimensions: Tensor) -> dict[str, Tensor | float]:
     spread = local_dimensions.std() if len(local_dimensions) > 1 else torch.nan
     return {"": local_dimensions.mean(), "spread": spread, "n": len(local_dimensions)}
-
-
-def _local_anisotropy(local_shapes: LocalIsotropy) -> Tensor:
-    return local_shapes.anisotropy.mean()
-
-
-def _local_cosine(local_shapes: LocalIsotropy) -> Tensor:
-    return local_shapes.cosine.mean()
 
 
 def _attention_extremes(
@@ -288,7 +210,7 @@ METRICS: dict[str, Callable[..., Any]] = {
         ),
     ),
     "anisotropy": Metric(
-        _anisotropy,
+        spectral.anisotropy,
         MetricText(
             "Anisotropy",
             meaning="Share of the variance along the leading direction.",
@@ -299,7 +221,7 @@ METRICS: dict[str, Callable[..., Any]] = {
         nulls.anisotropy,
     ),
     "anisotropy_no_sinks": Metric(
-        _anisotropy_no_sinks,
+        renamed(spectral.anisotropy, "ordinary_spectrum"),
         MetricText(
             "Anisotropy without massive rows",
             meaning="Anisotropy without the few rows of massive norm, which alone can drive it "
@@ -308,7 +230,7 @@ METRICS: dict[str, Callable[..., Any]] = {
         ),
     ),
     "sink_share": Metric(
-        _sink_share,
+        lambda sink_variance: sink_variance,
         MetricText(
             "Variance in massive rows",
             meaning="Share of the variance that the few rows of massive norm carry; 0 where there "
@@ -318,7 +240,7 @@ METRICS: dict[str, Callable[..., Any]] = {
         ),
     ),
     "effective_rank": Metric(
-        _effective_rank,
+        spectral.effective_rank,
         MetricText(
             "Effective rank",
             unit="directions",
@@ -329,7 +251,7 @@ METRICS: dict[str, Callable[..., Any]] = {
         ),
     ),
     "cosine": Metric(
-        _cosine,
+        lambda angle: angle,
         MetricText(
             "Mean cosine",
             meaning="Mean cosine over all pairs of rows.",
@@ -339,7 +261,7 @@ METRICS: dict[str, Callable[..., Any]] = {
         nulls.cosine,
     ),
     "drift_norm": Metric(
-        _drift_norm,
+        lambda drift: drift,
         MetricText(
             "Norm of the mean row",
             meaning="Length of the shift that all rows share.",
@@ -347,10 +269,11 @@ METRICS: dict[str, Callable[..., Any]] = {
         ),
     ),
     "variance": Metric(
-        _variance, MetricText("Variance", meaning="Mean squared distance from the mean row.")
+        lambda total_variance: total_variance,
+        MetricText("Variance", meaning="Mean squared distance from the mean row."),
     ),
     "mean_square_norm": Metric(
-        _mean_square_norm,
+        lambda mean_square: mean_square,
         MetricText(
             "Mean squared norm",
             meaning="Mean squared norm of the rows: the squared norm "
@@ -358,7 +281,7 @@ METRICS: dict[str, Callable[..., Any]] = {
         ),
     ),
     "within_variance": Metric(
-        _within_variance,
+        lambda within: within,
         MetricText(
             "Variance within token types",
             meaning="Variance around the mean of each row's token type, corrected for few rows of "
@@ -449,7 +372,7 @@ METRICS: dict[str, Callable[..., Any]] = {
         ),
     ),
     "max_logit": Metric(
-        _max_logit,
+        lambda max_logits: max_logits,
         MetricText(
             "Largest attention score",
             meaning="Largest score before the softmax, over all rows and visible keys; growth "
@@ -475,7 +398,7 @@ _ALPHA_TEXT = MetricText(
 # Metrics that only some questions need: METRICS | MORE_METRICS has them all.
 MORE_METRICS: dict[str, Callable[..., Any]] = {
     "participation_ratio": Metric(
-        _participation_ratio,
+        spectral.participation_ratio,
         MetricText(
             "Participation ratio",
             unit="directions",
@@ -485,15 +408,15 @@ MORE_METRICS: dict[str, Callable[..., Any]] = {
         ),
     ),
     "query_mean_norm": Metric(
-        _query_mean_norm,
+        lambda mean_query: mean_query.norm(dim=1),
         MetricText("Norm of the mean query", meaning="Length of each head's mean query."),
     ),
     "key_mean_norm": Metric(
-        _key_mean_norm,
+        lambda mean_key: mean_key.norm(dim=1),
         MetricText("Norm of the mean key", meaning="Length of each key head's mean key."),
     ),
     "query_cosine": Metric(
-        _query_cosine,
+        lambda query_sums: query_sums.cosine,
         MetricText(
             "Mean cosine of queries",
             meaning="Mean cosine over all pairs of queries of a head.",
@@ -501,7 +424,7 @@ MORE_METRICS: dict[str, Callable[..., Any]] = {
         ),
     ),
     "key_cosine": Metric(
-        _key_cosine,
+        lambda key_sums: key_sums.cosine,
         MetricText(
             "Mean cosine of keys",
             meaning="Mean cosine over all pairs of keys of a key head.",
@@ -509,7 +432,7 @@ MORE_METRICS: dict[str, Callable[..., Any]] = {
         ),
     ),
     "query_anisotropy": Metric(
-        _query_anisotropy,
+        renamed(leading_share, "query_spectrum"),
         MetricText(
             "Anisotropy of queries",
             meaning="Share of the variance of a head's queries along their leading direction.",
@@ -517,7 +440,7 @@ MORE_METRICS: dict[str, Callable[..., Any]] = {
         ),
     ),
     "key_anisotropy": Metric(
-        _key_anisotropy,
+        renamed(leading_share, "key_spectrum"),
         MetricText(
             "Anisotropy of keys",
             meaning="Share of the variance of a head's keys along their leading direction.",
@@ -573,7 +496,7 @@ MORE_METRICS: dict[str, Callable[..., Any]] = {
         nulls.alpha_last,
     ),
     "effective_rank_last": Metric(
-        at_last(_effective_rank, at_least=_ENOUGH_SEQUENCES),
+        at_last(spectral.effective_rank, at_least=_ENOUGH_SEQUENCES),
         MetricText(
             "Effective rank, last tokens",
             unit="directions",
@@ -595,7 +518,7 @@ MORE_METRICS: dict[str, Callable[..., Any]] = {
         nulls.neighbourhoods("local_dimension"),
     ),
     "local_anisotropy": Metric(
-        _local_anisotropy,
+        lambda local_shapes: local_shapes.anisotropy.mean(),
         MetricText(
             "Local anisotropy",
             meaning="Mean over tokens of the anisotropy of the 64 "
@@ -606,7 +529,7 @@ MORE_METRICS: dict[str, Callable[..., Any]] = {
         nulls.neighbourhoods("local_anisotropy"),
     ),
     "local_cosine": Metric(
-        _local_cosine,
+        lambda local_shapes: local_shapes.cosine.mean(),
         MetricText(
             "Local mean cosine",
             meaning="Mean over tokens of the mean cosine of the 64 "

@@ -18,34 +18,30 @@ from torch import Tensor
 
 from geomon.capture.snapshot import CAPTURED, ROW_VIEWS, Layer
 from geomon.kernels import spectrum as kernels
-from geomon.kernels.angles import SequenceCosines, sequence_cosines
+from geomon.kernels.angles import sequence_cosines
 from geomon.kernels.attention import (
-    AttentionRows,
-    RowMedians,
-    SequenceExtremes,
+    ScoreSource,
     attention_rows,
-    extremes_of_scores,
-    medians_of_scores,
+    given_scores,
     row_medians,
-    score_rows,
+    scores_of,
     sequence_extremes,
 )
 from geomon.kernels.groups import GROUPS, GroupSums, group_sequences, group_sums
 from geomon.kernels.massive import ordinary_rows, share_beyond
 from geomon.kernels.moments import squares_about_mean
-from geomon.kernels.neighbourhoods import LocalIsotropy, local_dimension, local_isotropy
+from geomon.kernels.neighbourhoods import local_dimension, local_isotropy
 from geomon.kernels.neighbours import (
     Neighbours,
     content_keys,
     copies_of,
     first_of_each,
     pass_over,
+    unique_rows,
 )
 from geomon.kernels.neighbours import nearest as find_nearest
 from geomon.kernels.scores import (
     QueryVariances,
-    ScoreMoments,
-    moments_of_scores,
     query_variances,
     score_moments,
 )
@@ -99,12 +95,25 @@ def groups_of(sequences: Tensor) -> Groups:
     return Groups(torch.zeros_like(sequences), 1) if group is None else Groups(group, GROUPS)
 
 
-def _groups(sequences: Tensor) -> Groups:
-    return groups_of(sequences)
-
-
 def _one_group(hidden: Tensor) -> Groups:
     return Groups(torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device), 1)
+
+
+def renamed(function: Callable[..., Any], *views: str) -> Callable[..., Any]:
+    """Make a function read other views than its parameters name.
+
+    Args:
+        function: A function of views.
+        views: Names of the views that it is called with, in the order of its parameters.
+    """
+
+    def call(*given: Any) -> Any:
+        return function(*given)
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    signature = inspect.Signature([inspect.Parameter(name, kind) for name in views])
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    return call
 
 
 def spread_rows(rows: Tensor, most: int | None) -> Tensor:
@@ -118,26 +127,6 @@ def spread_rows(rows: Tensor, most: int | None) -> Tensor:
         return rows
     order = (rows * _SPREADING) % _SPREAD
     return rows[order.topk(most, largest=False).indices].sort().values
-
-
-def _row_sums(hidden: Tensor, groups: Groups) -> GroupSums:
-    return group_sums(hidden[:, None], *groups)
-
-
-def _drift(row_sums: GroupSums) -> Tensor:
-    return row_sums.mean[0].norm()
-
-
-def _mean_square(row_sums: GroupSums) -> Tensor:
-    return row_sums.square[0]
-
-
-def _angle(row_sums: GroupSums) -> Tensor:
-    return row_sums.cosine[0]
-
-
-def _total_variance(squares_about_mean: Tensor) -> Tensor:
-    return squares_about_mean.mean()
 
 
 def _sink_variance(squares_about_mean: Tensor, ordinary_rows: Tensor) -> float:
@@ -171,24 +160,8 @@ def _ordinary_axes(
     return _axes_of(hidden, groups, ordinary_rows.nonzero().squeeze(1))
 
 
-def _spectrum(axes: PrincipalAxes) -> Tensor:
-    return axes.eigenvalues
-
-
-def _ordinary_spectrum(ordinary_axes: PrincipalAxes) -> Tensor:
-    return ordinary_axes.eigenvalues
-
-
 def _token_types(hidden: Tensor, token_ids: Tensor, groups: Groups) -> TokenTypes:
     return token_types(hidden, token_ids, groups.of if groups.size > 1 else None)
-
-
-def _within(token_types: TokenTypes) -> Tensor:
-    return token_types.within_variance
-
-
-def _sequence_cosines(hidden: Tensor, sequences: Tensor) -> SequenceCosines:
-    return sequence_cosines(hidden, sequences)
 
 
 def _sequence_groups(sequences: Tensor, groups: Groups) -> Groups:
@@ -196,22 +169,6 @@ def _sequence_groups(sequences: Tensor, groups: Groups) -> Groups:
     numbers, place = torch.unique(sequences, return_inverse=True)
     of = torch.zeros_like(numbers).scatter_(0, place, groups.of)
     return Groups(of, groups.size)
-
-
-def _query_groups(query_sequences: Tensor) -> Groups:
-    return groups_of(query_sequences)
-
-
-def _one_query_group(projected_query: Tensor) -> Groups:
-    return _one_group(projected_query)
-
-
-def _key_groups(key_sequences: Tensor) -> Groups:
-    return groups_of(key_sequences)
-
-
-def _one_key_group(projected_key: Tensor) -> Groups:
-    return _one_group(projected_key)
 
 
 def _query_sums(projected_query: Tensor, query_groups: Groups) -> GroupSums:
@@ -222,45 +179,12 @@ def _key_sums(projected_key: Tensor, key_groups: Groups) -> GroupSums:
     return group_sums(projected_key, *key_groups)
 
 
-def _mean_query(query_sums: GroupSums) -> Tensor:
-    return query_sums.mean
-
-
-def _mean_key(key_sums: GroupSums) -> Tensor:
-    return key_sums.mean
-
-
 def _query_axes(projected_query: Tensor, query_groups: Groups) -> PrincipalAxes:
     return head_axes(projected_query, *query_groups)
 
 
 def _key_axes(projected_key: Tensor, key_groups: Groups) -> PrincipalAxes:
     return head_axes(projected_key, *key_groups)
-
-
-def _query_spectrum(query_axes: PrincipalAxes) -> Tensor:
-    return query_axes.eigenvalues
-
-
-def _key_spectrum(key_axes: PrincipalAxes) -> Tensor:
-    return key_axes.eigenvalues
-
-
-def _unique_rows(copies: Tensor) -> Tensor:
-    order = torch.arange(len(copies), dtype=torch.int64, device=copies.device)
-    return (copies == order).nonzero().squeeze(1)
-
-
-def _duplicates(hidden: Tensor, unique_rows: Tensor) -> float:
-    return 1 - len(unique_rows) / len(hidden)
-
-
-def _query_rows(unique_rows: Tensor, queries: int | None) -> Tensor:
-    return spread_rows(unique_rows, queries)
-
-
-def _far_rows(unique_rows: Tensor) -> Tensor:
-    return spread_rows(unique_rows, FAR_ROWS)
 
 
 def _search(hidden: Tensor, k: int, of: Tensor, among: Tensor) -> Neighbours:
@@ -304,30 +228,6 @@ def first_neighbours(distances: Tensor, count: int) -> Tensor:
     """
     missing = max(0, 2 - distances.shape[1])
     return torch.nn.functional.pad(distances, (0, missing), value=torch.inf)[:, :count]
-
-
-def _neighbours(nearest: Neighbours) -> Tensor:
-    return first_neighbours(nearest.distances, NEAR)
-
-
-def _two_nearest(nearest: Neighbours) -> Tensor:
-    return first_neighbours(nearest.distances, 2)
-
-
-def _far_neighbours(far_nearest: Neighbours) -> Tensor:
-    return first_neighbours(far_nearest.distances, FAR)
-
-
-def _members(far_nearest: Neighbours) -> Tensor:
-    return far_nearest.indices[:, :FAR]
-
-
-def _local_dimensions(hidden: Tensor, members: Tensor) -> Tensor:
-    return local_dimension(hidden, members)
-
-
-def _local_shapes(hidden: Tensor, members: Tensor) -> LocalIsotropy:
-    return local_isotropy(hidden, members)
 
 
 def _rounding(mean_square: Tensor, two_nearest: Tensor, precision: float) -> float:
@@ -382,10 +282,6 @@ def _distinct(
     return chosen[first_of_each(copies[chosen])].sort().values
 
 
-def _distinct_rows(distinct: Tensor, queries: int | None) -> Tensor:
-    return spread_rows(distinct, queries)
-
-
 def _distinct_neighbours(
     hidden: Tensor, copies: Tensor, distinct: Tensor, distinct_rows: Tensor, query_rows: Tensor,
     nearest: Neighbours,
@@ -403,24 +299,12 @@ def _distinct_neighbours(
     return found
 
 
-def _repeated(hidden: Tensor, distinct: Tensor) -> float:
-    return 1 - len(distinct) / len(hidden)
-
-
 def _labels_by_id(token_ids: Tensor, positions: Tensor) -> Tensor:
     return torch.stack([token_ids, positions], dim=1)
 
 
-def _labels_by_place(positions: Tensor) -> Tensor:
-    return positions[:, None]
-
-
 def _attention_groups(query: Tensor) -> Groups:
     return groups_of(torch.arange(len(query), dtype=torch.int64, device=query.device))
-
-
-def _score_groups(scores: Tensor) -> Groups:
-    return _attention_groups(scores)
 
 
 def _attention_row_groups(attention_groups: Groups, query: Tensor) -> Groups:
@@ -431,25 +315,11 @@ def _score_row_groups(attention_groups: Groups, scores: Tensor) -> Groups:
     return _attention_row_groups(attention_groups, scores)
 
 
-def _attention(
+def _score_source(
     query: Tensor, key: Tensor, visible: Tensor, scale: float, bias: Tensor | None,
     softcap: float | None, sink: Tensor | None,
-) -> AttentionRows:  # fmt: skip
-    return attention_rows(query, key, visible, scale, bias, softcap, sink)
-
-
-def _sequence_extremes(
-    query: Tensor, key: Tensor, visible: Tensor, scale: float, bias: Tensor | None,
-    softcap: float | None, sink: Tensor | None,
-) -> SequenceExtremes:  # fmt: skip
-    return sequence_extremes(query, key, visible, scale, bias, softcap, sink)
-
-
-def _score_moments(
-    query: Tensor, key: Tensor, visible: Tensor, scale: float, bias: Tensor | None,
-    softcap: float | None,
-) -> ScoreMoments:  # fmt: skip
-    return score_moments(query, key, visible, scale, bias, softcap)
+) -> ScoreSource:  # fmt: skip
+    return scores_of(query, key, visible, scale, bias, softcap, sink)
 
 
 def _query_variances(
@@ -458,73 +328,89 @@ def _query_variances(
     return query_variances(query, key, visible, *attention_groups)
 
 
-def _row_medians(
-    query: Tensor, key: Tensor, visible: Tensor, scale: float, bias: Tensor | None,
-    softcap: float | None, sink: Tensor | None,
-) -> RowMedians:  # fmt: skip
-    return row_medians(query, key, visible, scale, bias, softcap, sink)
-
-
-def _default_queries(hidden: Tensor) -> int | None:
-    return QUERIES
-
-
 DERIVED: dict[str, Callable[..., Any] | tuple[Callable[..., Any], ...]] = {
-    "queries": _default_queries,  # rows from which distances are measured; None for all
-    "groups": (_groups, _one_group),  # groups of sequences that margins leave out: Groups
-    "row_sums": _row_sums,  # sums of the rows and of their directions by group: GroupSums
-    "drift": _drift,  # norm of the mean row
-    "mean_square": _mean_square,  # mean squared norm of the rows
-    "angle": _angle,  # mean cosine over all pairs of rows
+    "queries": lambda hidden: QUERIES,  # rows from which distances are measured; None for all
+    "groups": (groups_of, _one_group),  # groups of sequences that margins leave out: Groups
+    # Sums of the rows and of their directions by group: GroupSums.
+    "row_sums": lambda hidden, groups: group_sums(hidden[:, None], *groups),
+    "drift": lambda row_sums: row_sums.mean[0].norm(),  # norm of the mean row
+    "mean_square": lambda row_sums: row_sums.square[0],  # mean squared norm of the rows
+    "angle": lambda row_sums: row_sums.cosine[0],  # mean cosine over all pairs of rows
     "ordinary_rows": ordinary_rows,  # False for the few rows of massive norm
     "squares_about_mean": squares_about_mean,  # squared distance of each row from the mean
-    "total_variance": _total_variance,  # around the mean of all rows
+    # Around the mean of all rows.
+    "total_variance": lambda squares_about_mean: squares_about_mean.mean(),
     "sink_variance": _sink_variance,  # share of the variance that massive rows carry
     "axes": _axes,  # eigenvalues of the covariance, and variance along each by group: PrincipalAxes
     "ordinary_axes": _ordinary_axes,  # the same without the rows of massive norm
-    "spectrum": _spectrum,  # eigenvalues of the covariance, [rank]
-    "ordinary_spectrum": _ordinary_spectrum,  # the same without the rows of massive norm
+    "spectrum": lambda axes: axes.eigenvalues,  # eigenvalues of the covariance, [rank]
+    # The same without the rows of massive norm.
+    "ordinary_spectrum": lambda ordinary_axes: ordinary_axes.eigenvalues,
     "token_types": _token_types,  # count, norm of the mean and scatter of the rows of each type
-    "within": _within,  # variance around the mean of each row's token type
-    "sequence_cosines": _sequence_cosines,  # sums of directions by sequence: SequenceCosines
+    # Variance around the mean of each row's token type.
+    "within": lambda token_types: token_types.within_variance,
+    "sequence_cosines": sequence_cosines,  # sums of directions by sequence: SequenceCosines
     "sequence_groups": _sequence_groups,  # group of each sequence
-    "query_groups": (_query_groups, _one_query_group),  # groups of the projected queries
-    "key_groups": (_key_groups, _one_key_group),  # the same of the keys
+    # Groups of the projected queries.
+    "query_groups": (
+        renamed(groups_of, "query_sequences"),
+        renamed(_one_group, "projected_query"),
+    ),
+    # The same of the keys.
+    "key_groups": (
+        renamed(groups_of, "key_sequences"),
+        renamed(_one_group, "projected_key"),
+    ),
     "query_sums": _query_sums,  # sums of the projected queries by group: GroupSums
     "key_sums": _key_sums,  # the same of the keys
-    "mean_query": _mean_query,  # of each head, [heads, head width]
-    "mean_key": _mean_key,  # of each key head, [key heads, head width]
+    "mean_query": lambda query_sums: query_sums.mean,  # of each head, [heads, head width]
+    "mean_key": lambda key_sums: key_sums.mean,  # of each key head, [key heads, head width]
     "query_axes": _query_axes,  # eigenvalues of the covariance of queries by head: PrincipalAxes
     "key_axes": _key_axes,  # the same of the keys
-    "query_spectrum": _query_spectrum,  # these eigenvalues, [heads, head width]
-    "key_spectrum": _key_spectrum,  # the same of the keys
+    # These eigenvalues, [heads, head width].
+    "query_spectrum": lambda query_axes: query_axes.eigenvalues,
+    "key_spectrum": lambda key_axes: key_axes.eigenvalues,  # the same of the keys
     "copies": copies_of,  # for each row the first row of the same content
-    "unique_rows": _unique_rows,  # index of one row for each distinct content
-    "duplicates": _duplicates,  # share of the rows that copy another
-    "query_rows": _query_rows,  # index of the unique rows whose neighbours are searched
+    "unique_rows": unique_rows,  # index of one row for each distinct content
+    # Share of the rows that copy another.
+    "duplicates": lambda hidden, unique_rows: 1 - len(unique_rows) / len(hidden),
+    # Index of the unique rows whose neighbours are searched.
+    "query_rows": renamed(spread_rows, "unique_rows", "queries"),
     "nearest": _nearest,  # their neighbours among the unique rows: distances and who they are
-    "two_nearest": _two_nearest,  # distances to the two nearest, [query rows, 2]
-    "neighbours": _neighbours,  # distances to the 16 nearest, ascending, [query rows, 16]
-    "far_rows": _far_rows,  # index of a few unique rows, evenly spread
+    # Distances to the two nearest, [query rows, 2].
+    "two_nearest": lambda nearest: first_neighbours(nearest.distances, 2),
+    # Distances to the 16 nearest, ascending, [query rows, 16].
+    "neighbours": lambda nearest: first_neighbours(nearest.distances, NEAR),
+    # Index of a few unique rows, evenly spread.
+    "far_rows": lambda unique_rows: spread_rows(unique_rows, FAR_ROWS),
     "far_nearest": _far_nearest,  # their neighbours to a higher rank
-    "far_neighbours": _far_neighbours,  # distances to the 64 nearest
-    "members": _members,  # index of the 64 rows near each of the few rows, itself not among them
-    "local_dimensions": _local_dimensions,  # TwoNN of each of these neighbourhoods
-    "local_shapes": _local_shapes,  # anisotropy and mean cosine of each about its own mean
+    # Distances to the 64 nearest.
+    "far_neighbours": lambda far_nearest: first_neighbours(far_nearest.distances, FAR),
+    # Index of the 64 rows near each of the few rows, itself not among them.
+    "members": lambda far_nearest: far_nearest.indices[:, :FAR],
+    # TwoNN of each of these neighbourhoods.
+    "local_dimensions": renamed(local_dimension, "hidden", "members"),
+    # Anisotropy and mean cosine of each about its own mean.
+    "local_shapes": renamed(local_isotropy, "hidden", "members"),
     "rounding": _rounding,  # distance that rounding alone makes, over the median nearest distance
     # Index of one row for each (token id, position), no two of them equal.
     "distinct": (_distinct_by_sequence, _distinct_by_content),
-    "distinct_rows": _distinct_rows,  # those of them whose neighbours are searched
+    # Those of them whose neighbours are searched.
+    "distinct_rows": renamed(spread_rows, "distinct", "queries"),
     "distinct_neighbours": _distinct_neighbours,  # distances to their two nearest distinct rows
-    "repeated": _repeated,  # share of the rows that repeat a (token id, position)
-    "token_labels": (_labels_by_id, _labels_by_place),  # numbers that tell tokens apart
-    "attention": (_attention, score_rows),  # reduced softmax rows: AttentionRows
-    "attention_groups": (_attention_groups, _score_groups),  # groups of the sequences of attention
+    # Share of the rows that repeat a (token id, position).
+    "repeated": lambda hidden, distinct: 1 - len(distinct) / len(hidden),
+    # Numbers that tell tokens apart.
+    "token_labels": (_labels_by_id, lambda positions: positions[:, None]),
+    "score_source": (_score_source, given_scores),  # scores, block by block: ScoreSource
+    "attention": attention_rows,  # reduced softmax rows: AttentionRows
+    # Groups of the sequences of attention.
+    "attention_groups": (_attention_groups, renamed(_attention_groups, "scores")),
     "attention_row_groups": (_attention_row_groups, _score_row_groups),  # of the attention rows
-    "row_medians": (_row_medians, medians_of_scores),  # of the weights of each row: RowMedians
-    "score_moments": (_score_moments, moments_of_scores),  # of each query: ScoreMoments
+    "row_medians": row_medians,  # of the weights of each row: RowMedians
+    "score_moments": score_moments,  # of each query: ScoreMoments
     "query_variances": _query_variances,  # of scores of mean queries and of all: QueryVariances
-    "sequence_extremes": (_sequence_extremes, extremes_of_scores),  # SequenceExtremes
+    "sequence_extremes": sequence_extremes,  # of the weights of each sequence: SequenceExtremes
 }
 
 

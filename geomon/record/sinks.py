@@ -15,6 +15,9 @@ from typing import Any, Protocol, runtime_checkable
 from geomon.record.headline import HEADLINE, Charts, Detail
 from geomon.record.reading import Reading
 
+# Readings that `Memory` keeps.
+_MOST_READINGS = 10_000
+
 
 @runtime_checkable
 class Sink(Protocol):
@@ -56,17 +59,14 @@ def parts_of(sinks: Iterable[Sink]) -> list[Sink]:
 
 
 class Memory:
-    """Sink that keeps the last readings in memory.
-
-    Args:
-        most: Largest number of readings kept.
+    """Sink that keeps the last 10,000 readings in memory.
 
     Attributes:
         readings: Readings kept, oldest first.
     """
 
-    def __init__(self, most: int = 10_000) -> None:
-        self.readings: deque[Reading] = deque(maxlen=most)
+    def __init__(self) -> None:
+        self.readings: deque[Reading] = deque(maxlen=_MOST_READINGS)
 
     def write(self, reading: Reading) -> None:
         """Keep a reading; beyond the largest number, the oldest is dropped."""

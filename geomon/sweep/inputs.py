@@ -156,10 +156,7 @@ def _words(
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Make windows of tokens, and for a decoder beside an encoder the windows that follow them."""
     config: Any = model.config
-    longest = [
-        v for name in _LONGEST if isinstance(v := getattr(config, name, None), int) and v > 0
-    ]
-    length = min([size.length, *longest])
+    length = _length(config, size)
     tokenizer = _load_tokenizer(checkpoint, config)
     parts = 2 if pairs else 1
     own = size._replace(length=length * parts)
@@ -174,6 +171,12 @@ def _words(
     start = getattr(config, "decoder_start_token_id", None)
     begin = torch.full_like(following[:, :1], 0 if start is None else start)
     return {"input_ids": ids, "decoder_input_ids": torch.cat([begin, following[:, :-1]], 1)}, notes
+
+
+def _length(config: Any, size: InputSize) -> int:
+    """Count the tokens of a sequence: as many as asked for, or as the model takes."""
+    named = (getattr(config, name, None) for name in _LONGEST)
+    return min([size.length, *(value for value in named if isinstance(value, int) and value > 0)])
 
 
 def _load_tokenizer(checkpoint: Checkpoint, config: Any) -> Any:
@@ -325,13 +328,9 @@ def _kind_of(name: str) -> str:
 
 
 def _drawn_tokens(config: Any, size: InputSize) -> Tensor:
-    longest = [
-        v for name in _LONGEST if isinstance(v := getattr(config, name, None), int) and v > 0
-    ]
-    length = min([size.length, *longest])
     return torch.randint(
         config.vocab_size,
-        (size.sequences, length),
+        (size.sequences, _length(config, size)),
         generator=torch.Generator("cpu").manual_seed(size.seed),
         dtype=torch.int64,
         device="cpu",

@@ -65,15 +65,17 @@ def test_words_have_the_digits_that_tell_values_apart_and_no_percent_of_signs():
         Difference("cosine/mean", 200, -0.4, -0.7, 0.02),
         Difference("norm/mean", 200, 1.5, 45.0, 0.2),
         Difference("square/mean", 200, 8.0, 2.4e7, 1e5),
+        Difference("third/mean", 200, 1 / 3, 2 / 3, 0.01),
         Difference("training/loss", 128, 2.0, 2.01, math.nan),
     ]
     lines = describe_differences(found, ("a", "b"))
     assert lines[0] == "b against a, at step 200"
-    entropy, cosine, norm, square, loss = (line for line in lines if "->" in line)
+    entropy, cosine, norm, square, third, loss = (line for line in lines if "->" in line)
     assert entropy.endswith("3.2051 -> 3.2047, lower by 0.0004 ± 0.0001 (less than 0.1 %)")
     assert cosine.endswith("-0.4 -> -0.7, lower by 0.3 ± 0.02")
     assert norm.endswith("(30 times as high)")
     assert "%" not in square
+    assert third.endswith("0.333 -> 0.667, higher by 0.333 ± 0.01 (+100 %)")
     assert loss.endswith("(+0.5 %), at step 128")
 
 

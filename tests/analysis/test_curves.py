@@ -5,7 +5,6 @@ from tagged import reading_of, with_values
 
 from geomon.analysis import Curve, curve_of, mean_abs_over_heads, single_source
 from geomon.analysis.curves import measured
-from geomon.record import Readings
 
 
 def test_curves_keep_to_the_commoner_source(make_readings):
@@ -24,18 +23,6 @@ def test_a_curve_has_the_margins_of_its_intervals(make_readings):
     assert curve_of(readings, "gride", part="k32").margins == [0.0] * 9
     missing = [with_values(r, {"twonn/mean": math.nan}) for r in readings]
     assert len(curve_of(missing, "twonn")) == 0
-
-
-def test_a_deviation_over_splits_is_no_margin(make_readings):
-    values = {"twonn/mean": 5.0, "twonn/mean/std": 0.7}
-    readings = [with_values(r, values) for r in make_readings((0, 8))]
-    assert curve_of(readings, "twonn").margins == [0, 0]
-
-
-def test_cosines_of_both_signs_do_not_cancel(make_readings):
-    readings = make_readings()
-    assert mean_abs_over_heads(readings, "qk_cosine").values[0] == pytest.approx(0.1)
-    assert len(mean_abs_over_heads(Readings([], []), "qk_cosine")) == 0
 
 
 def test_of_two_equally_common_sources_the_last_reading_decides(make_readings):

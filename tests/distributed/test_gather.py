@@ -21,7 +21,7 @@ from geomon.distributed import (
 from geomon.distributed.group import why_not_gathered
 from geomon.distributed.merge import attention_shape, take_share
 from geomon.distributed.packing import pack, unpack
-from geomon.kernels.attention import attention_rows
+from geomon.kernels.attention import attention_rows, scores_of
 
 WIDTH, HEADS, HEAD_WIDTH = 6, 4, 3
 
@@ -128,7 +128,8 @@ def test_what_one_rank_does_not_know_of_its_rows_takes_nothing_else_away(turned)
 
 def reduced(layer: Layer):
     views = layer.captured
-    return attention_rows(*(views[v] for v in ("query", "key", "visible", "scale", "bias")))
+    names = ("query", "key", "visible", "scale", "bias")
+    return attention_rows(scores_of(*(views[name] for name in names)))
 
 
 def test_ragged_attention_is_what_each_rank_would_reduce():

@@ -7,29 +7,22 @@ from samples import few_examples, normal
 from scipy.spatial.distance import pdist
 
 from geomon.kernels.angles import (
-    cosine,
     cosine_centred,
-    head_cosine,
-    leading_share,
     qk_cosine,
     qk_cosine_concatenated,
     qk_dot,
     sequence_cosines,
 )
-from geomon.kernels.spectrum import anisotropy, head_axes, spectrum
+from geomon.kernels.groups import group_sums
 
 
-def head_anisotropy(rows):
-    one = torch.zeros(len(rows), dtype=torch.int64)
-    return leading_share(head_axes(rows, one, groups=1).eigenvalues)
+def head_cosine(rows):
+    return group_sums(rows, torch.zeros(len(rows), dtype=torch.int64), 1).cosine
 
 
-HEAD_KERNELS = [head_cosine, head_anisotropy]
-REFERENCES = {
-    head_cosine: cosine,
-    head_anisotropy: lambda rows: anisotropy(spectrum(rows)),
-}
-HEAD_SHAPES = [(2, 1, 2), (500, 3, 16), (40, 12, 64), (7, 5, 1), (600, 2, 96)]
+def cosine(hidden):
+    return head_cosine(hidden[:, None])[0]
+
 
 head_shapes = st.tuples(
     st.integers(3, 20), st.integers(1, 4), st.integers(2, 8), st.integers(0, 10**6)
@@ -38,16 +31,6 @@ head_shapes = st.tuples(
 
 def over_all_pairs(hidden):
     return 1 - pdist(hidden.double().numpy(), "cosine").mean()
-
-
-def head_by_head(query, key):
-    """Mean query and mean key of each query head, one head at a time in numpy."""
-    group = query.shape[1] // key.shape[1]
-    for head in range(query.shape[1]):
-        yield (
-            query[:, head].double().numpy().mean(axis=0),
-            key[:, head // group].double().numpy().mean(axis=0),
-        )
 
 
 @pytest.mark.parametrize(("tokens", "width"), [(2, 1), (3, 40), (300, 16), (600, 32), (1500, 8)])
@@ -95,19 +78,6 @@ def test_cosine_of_extreme_rows_neither_overflows_nor_vanishes(scale):
     assert cosine(hidden * lengths).item() == pytest.approx((0.6 + 0.8) / 3, rel=1e-3)
 
 
-@pytest.mark.parametrize(("heads", "key_heads"), [(1, 1), (4, 4), (6, 2), (8, 1)])
-@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (500, 500), (37, 450)])
-def test_qk_agrees_with_one_head_at_a_time(heads, key_heads, queries, keys):
-    query = normal(queries, heads, 16) + normal(heads, 16, seed=1)
-    key = normal(keys, key_heads, 16, seed=2) + normal(key_heads, 16, seed=3)
-    pairs = list(head_by_head(query, key))
-    dots = torch.tensor([float(q @ k) for q, k in pairs], dtype=torch.float64)
-    norms = torch.tensor([np.linalg.norm(q) * np.linalg.norm(k) for q, k in pairs])
-    means = query.mean(dim=0), key.mean(dim=0)
-    torch.testing.assert_close(qk_dot(*means), dots, rtol=1e-11, atol=1e-13)
-    torch.testing.assert_close(qk_cosine(*means), dots / norms, rtol=1e-11, atol=1e-13)
-
-
 def test_qk_cosine_is_nan_where_a_mean_is_zero_and_only_there():
     query, key = torch.tensor([[0.0, 0.0], [1.0, 1.0]]), torch.ones(2, 2)
     got = qk_cosine(query, key)
@@ -133,15 +103,6 @@ def test_qk_names_the_shapes_it_cannot_use(kernel, query, key):
         kernel(torch.ones(query), torch.ones(key))
     assert str(list(query)) in str(caught.value)
     assert str(list(key)) in str(caught.value)
-
-
-@pytest.mark.parametrize("kernel", HEAD_KERNELS)
-@pytest.mark.parametrize("shape", HEAD_SHAPES)
-@pytest.mark.parametrize("offset", [0.0, 2.0])
-def test_each_head_by_itself_as_hidden_states_are(kernel, shape, offset):
-    rows = normal(*shape) * torch.linspace(0.2, 2, shape[2]) + offset
-    want = torch.stack([REFERENCES[kernel](rows[:, head]) for head in range(shape[1])])
-    torch.testing.assert_close(kernel(rows), want, rtol=1e-9, atol=1e-12)
 
 
 def test_rows_without_a_direction_are_left_out_of_the_head_they_are_in():
@@ -229,12 +190,11 @@ def test_heads_side_by_side_are_one_long_head(shape, group):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("kernel", [cosine, cosine_centred])
-def test_the_gradient_of_a_cosine_is_that_of_its_definition(kernel, dtype):
+def test_the_gradient_of_the_centred_cosine_is_that_of_its_definition(dtype):
     rows = torch.randn(40, 5, generator=torch.Generator().manual_seed(0)).to(dtype) + 1
     one, other = rows.clone().requires_grad_(), rows.clone().requires_grad_()
-    kernel(one).backward()
-    exact = other.double() - (other.double().mean(dim=0) if kernel is cosine_centred else 0)
+    cosine_centred(one).backward()
+    exact = other.double() - other.double().mean(dim=0)
     directions = exact / exact.norm(dim=1, keepdim=True)
     (((directions @ directions.T).sum() - 40) / (40 * 39)).backward()
     torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-9)

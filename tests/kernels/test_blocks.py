@@ -3,13 +3,7 @@
 import torch
 
 from geomon.capture.snapshot import HOST
-from geomon.kernels._blocks import require_rows, row_blocks, rows_in_block
-
-
-def test_rows_that_suffice_are_returned_as_they_are():
-    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        rows = torch.ones(3, 1, dtype=dtype)
-        assert require_rows(rows, at_least=3) is rows
+from geomon.kernels._blocks import row_blocks, rows_in_block
 
 
 def test_blocks_hold_as_many_whole_rows_as_fit(cut_blocks):

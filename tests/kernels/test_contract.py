@@ -11,13 +11,11 @@ from hypothesis import strategies as st
 from samples import dyadic, normal, seeds
 
 from geomon.kernels.angles import (
-    cosine,
     cosine_centred,
-    head_cosine,
     leading_share,
     sequence_cosines,
 )
-from geomon.kernels.dimension import gride, twonn, twonn_censored, twonn_protocols
+from geomon.kernels.dimension import gride, twonn
 from geomon.kernels.frequency import moments_by_frequency
 from geomon.kernels.groups import group_sums
 from geomon.kernels.massive import ordinary_rows, share_beyond
@@ -74,12 +72,11 @@ def of_sums(name):
 
 
 def slope(rows, labels):
-    return torch.stack([*token_types(rows, labels).norm_variance_slope(smallest=2)])
+    return torch.stack([*token_types(rows, labels).norm_variance_slope()])
 
 
 NAN = math.nan
 KERNELS = {
-    "cosine": Kernel(lambda x, _: cosine(x), equal=1, least=2),
     "cosine_centred": Kernel(lambda x, _: cosine_centred(x), shift=True, equal=NAN, least=2),
     "within sequences": Kernel(lambda x, s: sequence_cosines(x, s).within, equal=1, least=2),
     "between sequences": Kernel(lambda x, s: sequence_cosines(x, s).between, equal=1, least=2),
@@ -99,7 +96,7 @@ KERNELS = {
         lambda x, _: participation_ratio(spectrum(x)), shift=True, equal=NAN
     ),
     "power_law": Kernel(
-        lambda x, _: torch.stack(power_law(spectrum(x), 1, 20)), shift=True, equal=NAN
+        lambda x, _: torch.stack(power_law(spectrum(x))), shift=True, equal=NAN
     ),
     "ordinary_rows": Kernel(
         lambda x, _: ordinary_rows(x).double(), shift=True, by_row=True, equal=1
@@ -118,7 +115,6 @@ KERNELS = {
         lambda x, t: torch.stack([part.variance for part in moments_by_frequency(x, t)]),
         scale=2, shift=True,
     ),
-    "head_cosine": Kernel(heads(head_cosine), equal=1, by_head=True),
     "head_axes": Kernel(
         heads(lambda x: leading_share(head_axes(x, one_group(x), 1).eigenvalues)),
         shift=True, equal=NAN, by_head=True,
@@ -128,18 +124,16 @@ KERNELS = {
     "cosine of groups": Kernel(of_sums("cosine"), equal=1),
 }  # fmt: skip
 DISTANCES = {
-    "twonn": twonn,
-    "twonn_censored": lambda near: twonn_censored(near).value,
-    "twonn_protocols": lambda near: torch.stack(twonn_protocols(near)),
+    "twonn": lambda near: torch.stack([*twonn(near)]),
     "gride": lambda near: gride(near, [1, 2]),
 }
 
 
 def labels_of(rows):
-    return torch.arange(len(rows)) % 5
+    return torch.arange(len(rows)) % 3
 
 
-def sample(tokens=60, width=9, seed=0, massive=1):
+def sample(tokens=60, width=22, seed=0, massive=1):
     rows = dyadic(tokens, width, seed=seed)
     rows[:massive] *= 64
     return rows
@@ -152,7 +146,9 @@ def close(got, want, rtol=1e-8):
 
 @pytest.mark.parametrize("name", KERNELS)
 @few_examples
-@given(seed=seeds, tokens=st.integers(30, 60), width=st.integers(8, 12), power=st.integers(-40, 40))
+@given(
+    seed=seeds, tokens=st.integers(30, 60), width=st.integers(20, 24), power=st.integers(-40, 40)
+)
 def test_a_value_follows_scale_rotation_shift_and_order_of_the_rows(
     name, seed, tokens, width, power
 ):

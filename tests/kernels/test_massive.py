@@ -1,5 +1,3 @@
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -23,13 +21,6 @@ def with_massive_rows(tokens=2032, width=768, massive=16, norm=1000.0, seed=0):
     return hidden, order < tokens
 
 
-def clusters(radii, per_cluster, width, spacing, seed=0):
-    centres = spacing * normal(len(radii), width, seed=seed)
-    noise = normal(len(radii) * per_cluster, width, seed=seed + 1)
-    scale = torch.tensor(radii, dtype=torch.float64).repeat_interleave(per_cluster)
-    return centres.repeat_interleave(per_cluster, dim=0) + scale[:, None] * noise
-
-
 def test_sixteen_massive_rows_among_two_thousand_are_found():
     hidden, ordinary = with_massive_rows()
     assert torch.equal(ordinary_rows(hidden), ordinary)
@@ -40,15 +31,6 @@ def test_sixteen_massive_rows_among_two_thousand_are_found():
     want = squares[~ordinary.numpy()].sum() / squares.sum()
     assert sink_share(hidden).item() == pytest.approx(want, rel=1e-10)
     assert want > 0.9
-
-
-def test_massive_rows_do_not_hide_behind_the_mean_and_deviation_that_they_move():
-    hidden, ordinary = with_massive_rows(tokens=960, width=64, massive=40, norm=1e4)
-    rows = hidden.numpy()
-    distance = np.linalg.norm(rows - rows.mean(axis=0), axis=1)
-    # Five standard deviations above the mean distance: finds none of the 40.
-    assert not (distance > distance.mean() + 5 * distance.std()).any()
-    assert torch.equal(ordinary_rows(hidden), ordinary)
 
 
 @pytest.mark.parametrize(("tokens", "width"), [(4096, 64), (2048, 768), (300, 8), (4096, 2)])
@@ -69,22 +51,11 @@ def test_nothing_is_massive_in_ordinary_distributions(name, tokens, width, offse
     assert sink_share(hidden).item() == 0
 
 
-@pytest.mark.parametrize("spacing", [0.0, 1.0, 10.0])
-@pytest.mark.parametrize(
-    "radii",
-    [[0.1, 1, 4, 9], [0.1] * 9 + [9], [0.01] * 8 + [5] * 2, [1] * 9 + [100], [1] * 9 + [10]],
-)
-def test_nothing_is_massive_in_clusters_of_unequal_radius(radii, spacing):
-    # At spacing 1 some of the widest clusters straddle ten medians: cut, they would lose a part.
-    assert ordinary_rows(clusters(radii, 100, 48, spacing)).all()
-
-
 @pytest.mark.parametrize(("ratio", "found"), [(9.9, 0), (10.1, 1)])
 def test_the_boundary_is_the_factor_times_the_median_distance(ratio, found):
     # 20 rows on either side at distance 1; the median is 0 and the median distance 1.
     hidden = torch.tensor([-1.0, 1.0] * 20 + [0.0] * 9 + [ratio])[:, None]
     assert (~ordinary_rows(hidden)).sum() == found
-    assert (~ordinary_rows(hidden, factor=ratio - 0.05)).sum() == 1
 
 
 def test_without_a_scale_nothing_is_massive():
@@ -92,12 +63,6 @@ def test_without_a_scale_nothing_is_massive():
     hidden[:3] = 1000.0
     assert ordinary_rows(hidden).all()
     assert sink_share(hidden).item() == 0
-
-
-@pytest.mark.parametrize("factor", [1.0, 0.0, -3.0, math.nan])
-def test_massive_rows_refuse_a_factor_that_is_none(factor):
-    with pytest.raises(ValueError, match="factor"):
-        ordinary_rows(torch.ones(3, 2), factor)
 
 
 def test_as_many_as_one_row_in_twenty_can_be_massive():

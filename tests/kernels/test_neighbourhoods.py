@@ -33,11 +33,11 @@ def two_nearest(points):
     return np.sort(apart, axis=1)[:, :2]
 
 
-def twonn_by_hand(points, discard=0.1):
+def twonn_by_hand(points):
     """TwoNN as a linear fit through the origin, by numpy."""
     near, far = two_nearest(points).T
     x = np.sort(np.log(far[near > 0] / near[near > 0]))
-    kept = min(int(len(x) * (1 - discard)), len(x) - 1)
+    kept = min(int(len(x) * 0.9), len(x) - 1)
     y = -np.log(1 - np.arange(1, kept + 1) / len(x))
     return np.linalg.lstsq(x[:kept, None], y, rcond=None)[0][0]
 
@@ -57,7 +57,7 @@ def test_the_dimension_is_that_of_each_neighbourhood_alone(width, offset, dtype)
         squares = own.square().sum(dim=1)
         naive = (squares[:, None] + squares - 2 * own @ own.T).clamp(min=1e-9)
         two = naive.fill_diagonal_(math.inf).sort(dim=1).values[:, :2].sqrt()
-        assert abs(twonn(two).item() / expected[0] - 1) > 0.1
+        assert abs(twonn(two).value.item() / expected[0] - 1) > 0.1
 
 
 @pytest.mark.parametrize("spread", [1e-3, 1e-6, 1e-9, 1e-12])
@@ -72,19 +72,17 @@ def test_near_duplicates_in_a_neighbourhood_keep_their_distances(spread):
     squared = (gram.diagonal()[:, None] + gram.diagonal() - 2 * gram).clamp(min=0)
     two = squared.fill_diagonal_(math.inf).sort(dim=1).values[:, :2].sqrt()
     if spread <= 1e-9:
-        assert not abs(twonn(two).item() / found - 1) < 0.05
+        assert not abs(twonn(two).value.item() / found - 1) < 0.05
 
 
 @few_examples
-@given(
-    st.integers(3, 40), st.integers(1, 12), st.integers(0, 10**6), st.sampled_from([0, 0.1, 0.5])
-)
-def test_shift_scale_rotation_and_order_change_no_dimension(size, width, seed, discard):
+@given(st.integers(3, 40), st.integers(1, 12), st.integers(0, 10**6))
+def test_shift_scale_rotation_and_order_change_no_dimension(size, width, seed):
     rows, members = normal(60, width, seed=seed), sets(4, size, 60, seed)
-    found = local_dimension(rows, members, discard=discard)
+    found = local_dimension(rows, members)
     turn = torch.linalg.qr(normal(width, width, seed=seed + 1)).Q
     shuffled = members[:, torch.randperm(size, generator=torch.Generator().manual_seed(seed))]
-    other = local_dimension(3e-140 * (rows @ turn + 7), shuffled, discard=discard)
+    other = local_dimension(3e-140 * (rows @ turn + 7), shuffled)
     torch.testing.assert_close(other, found, rtol=1e-7, atol=0)
     shape, moved = local_isotropy(rows, members), local_isotropy(1e150 * rows @ turn, shuffled)
     torch.testing.assert_close(moved, shape, rtol=1e-7, atol=1e-9)
@@ -126,19 +124,6 @@ def test_isotropy_is_that_of_the_centred_neighbourhood(width, offset):
         assert found.anisotropy[index].item() == pytest.approx(whole, rel=1e-9)
 
 
-def test_the_mean_of_estimates_on_flat_neighbourhoods_is_their_dimension():
-    """A plane in 40 dimensions: 200 neighbourhoods scatter by about 1.1 d / sqrt(64) each."""
-    rows = torch.rand(4000, 2, generator=torch.Generator().manual_seed(7)).double() @ normal(2, 40)
-    members = nearest(rows, 64, of=torch.arange(0, 4000, 20)).indices
-    found = local_dimension(rows, members)
-    # In a small cut-out many rows are at the edge: less than 10 % is lost.
-    assert 1.8 < found.mean() < 2.1
-    assert 0.15 < found.std() < 0.6
-    shape = local_isotropy(rows, members)
-    assert 0.5 < shape.anisotropy.mean() < 1
-    assert shape.cosine.mean().item() == pytest.approx(-1 / 63, abs=0.02)
-
-
 def test_memory_is_that_of_blocks(cut_blocks):
     rows, members = normal(100, 6).float(), sets(30, 20, 100)
     whole = local_dimension(rows, members), local_isotropy(rows, members)
@@ -162,7 +147,6 @@ def test_overlap_counts_what_two_lists_share():
         (lambda: local_dimension(normal(5), sets(1, 3, 5)), "expected a floating-point tensor"),
         (lambda: local_dimension(normal(5, 2), sets(1, 3, 5).double()), "indices of rows"),
         (lambda: local_isotropy(normal(5, 2), torch.arange(5)), "indices of rows"),
-        (lambda: local_dimension(normal(5, 2), sets(1, 3, 5), discard=1), "in \\[0, 1\\)"),
         (lambda: neighbour_overlap(sets(2, 3, 5), sets(2, 2, 5)), "one shape"),
     ],
 )

@@ -7,9 +7,9 @@ import pytest
 import torch
 from whole_layer import normal
 
+from geomon.kernels.attention import given_scores, scores_of
 from geomon.kernels.scores import (
     mean_query_share,
-    moments_of_scores,
     query_variances,
     score_mean,
     score_moments,
@@ -70,7 +70,7 @@ def rows_of(query, key, visible, scale=1.0):
 def test_moments_are_those_of_loops_over_rows(kind, block, cut_blocks):
     cut_blocks(block)
     (query, key), visible = attention(), mask(kind)
-    found = score_moments(query, key, visible, 0.3)
+    found = score_moments(scores_of(query, key, visible, 0.3))
     for head, rows in enumerate(rows_of(query, key, visible, 0.3)):
         means = [scores.mean() for _, _, scores in rows if len(scores)]
         spread = [scores.var() for _, _, scores in rows if len(scores) > 1]
@@ -78,14 +78,14 @@ def test_moments_are_those_of_loops_over_rows(kind, block, cut_blocks):
         want = math.sqrt(np.mean(spread))
         assert score_spread(found)[head].item() == pytest.approx(want, rel=1e-5)
     scores = 0.3 * query @ key.repeat_interleave(2, dim=1).transpose(2, 3)
-    for one, other in zip(moments_of_scores(scores, visible), found, strict=True):
+    for one, other in zip(score_moments(given_scores(scores, visible)), found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 def test_scores_are_capped_and_biased_as_in_the_softmax():
     query, key = attention()
     bias = normal(1, 4, 6, 9, seed=8)
-    found = score_moments(query, key, mask("all"), 0.5, bias, 2.0)
+    found = score_moments(scores_of(query, key, mask("all"), 0.5, bias, 2.0))
     scores = 0.5 * query @ key.repeat_interleave(2, dim=1).transpose(2, 3)
     scores = 2 * (scores / 2).tanh() + bias
     torch.testing.assert_close(score_mean(found), scores.mean(dim=(0, 2, 3)).double())
@@ -114,7 +114,7 @@ def test_keys_that_no_query_sees_may_be_anything(anything):
     other = key.masked_fill(unseen[:, None, :, None], anything)
     want, found = share(query, key, visible), share(query, other, visible)
     torch.testing.assert_close(found, want, rtol=1e-9, atol=0)
-    moments, others = (score_moments(query, part, visible, 0.5) for part in (key, other))
+    moments, others = (score_moments(scores_of(query, part, visible, 0.5)) for part in (key, other))
     for one, two in zip(moments, others, strict=True):
         torch.testing.assert_close(two, one)
 
@@ -142,7 +142,7 @@ def test_a_mask_without_leading_dimensions_counts_for_all_sequences_and_heads():
         with pytest.raises(ValueError, match="expected visible as booleans"):
             variances(query, key, other)
         with pytest.raises(ValueError, match="expected visible as booleans"):
-            score_moments(query, key, other, 1.0)
+            scores_of(query, key, other, 1.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -176,19 +176,6 @@ def test_queries_that_are_zero_in_the_mean_have_a_share_of_one_over_their_number
     assert error < 0.2 / 40
 
 
-@pytest.mark.parametrize("kind", MASKS)
-def test_without_a_group_the_share_is_that_of_the_other_sequences_alone(kind):
-    (query, key), visible = attention(sequences=19), mask(kind, sequences=19)
-    visible = visible.expand(19, 4, 6, 9)
-    group = torch.arange(19) * 8 // 19
-    found = query_variances(query, key, visible, group, 8)
-    for number in range(8):
-        stay = group != number
-        want = share(query[stay], key[stay], visible[stay])
-        got = mean_query_share(found.without(number))
-        torch.testing.assert_close(got, want, rtol=1e-9, atol=0)
-
-
 def test_equal_queries_make_all_of_the_variance_and_those_without_a_mean_none():
     query, key = attention(queries=9)
     visible = mask("causal", queries=9)
@@ -197,13 +184,3 @@ def test_equal_queries_make_all_of_the_variance_and_those_without_a_mean_none():
     seen = visible.any(dim=3, keepdim=True)
     mean = (query * seen).double().sum(dim=(0, 2), keepdim=True) / (seen.sum() * 5)
     assert (share(query.double() - mean, key, visible) < 1e-20).all()
-
-
-def test_a_mean_query_that_all_keys_share_sharpens_nothing():
-    """A large product of mean query and mean key says nothing: it cancels in the softmax."""
-    query = normal(16, 1, 8, 4)
-    key = normal(16, 1, 8, 4, seed=1)
-    query[..., 3], key[..., 3] = 50.0, 50.0  # the same for all queries, and for all keys
-    query[..., :3] -= query[..., :3].mean(dim=(0, 2))
-    assert (query.mean(dim=(0, 2)) @ key.mean(dim=(0, 2)).T).item() > 2000
-    assert share(query, key, mask("all", queries=8, keys=8)).item() < 1e-6

@@ -10,7 +10,6 @@ from samples import few_examples, normal
 from geomon.kernels.spectrum import (
     anisotropy,
     effective_rank,
-    head_axes,
     participation_ratio,
     power_law,
     principal_axes,
@@ -88,40 +87,6 @@ def test_axes_have_the_eigenvalues_of_the_spectrum_and_their_groups_sum_to_them(
     torch.testing.assert_close(axes.squares.sum(dim=1), by_group, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize(("tokens", "width"), [(2048, 64), (1024, 256), (512, 700)])
-def test_without_a_group_axes_follow_the_spectrum_of_the_other_rows_to_first_order(tokens, width):
-    hidden, group = smooth(tokens, width), grouped(tokens)
-    axes = principal_axes(hidden, group, 8)
-    left = [axes.without(number).sort(descending=True).values for number in range(8)]
-    exact = [spectrum(hidden[group != number]) for number in range(8)]
-    for got, want in zip(left, exact, strict=True):
-        # The mean moves too, which is of second order: (1/8)^2 of the group's own mean.
-        assert got.sum().item() == pytest.approx(want.sum().item(), rel=1 / 64)
-    # Fewer rows than columns fill fewer directions without a group, which is alike for all.
-    few = tokens < 2 * width
-    for metric in (anisotropy, effective_rank):
-        found, wanted = (torch.stack([*map(metric, each)]) for each in (left, exact))
-        torch.testing.assert_close(found, wanted, rtol=0.06 if few else 0.02, atol=0)
-        assert found.std().item() == pytest.approx(wanted.std().item(), rel=0.15)
-
-
-@pytest.mark.parametrize("offset", [0.0, 1e5])
-def test_axes_of_heads_are_those_of_each_head_alone(offset, cut_blocks):
-    cut_blocks(10_000)
-    near = torch.stack([smooth(700, 24, seed=seed) for seed in (0, 2, 4)], dim=1)
-    rows = (near * 1024).round() / 1024 + offset
-    group = grouped(700)[torch.randperm(700, generator=torch.Generator().manual_seed(0))]
-    found = head_axes(rows, group, 8)
-    assert torch.equal(found.counts, group.bincount().double())
-    for head in range(3):
-        want = principal_axes(rows[:, head], group, 8)
-        torch.testing.assert_close(found.eigenvalues[head], want.eigenvalues, rtol=1e-9, atol=0)
-        torch.testing.assert_close(found.squares[:, head], want.squares, rtol=1e-4, atol=0)
-        for number in range(8):
-            got = found.without(number)[head]
-            torch.testing.assert_close(got, want.without(number), rtol=1e-4, atol=0)
-
-
 RANKS = [anisotropy, effective_rank, participation_ratio]
 
 
@@ -136,18 +101,6 @@ def with_spectrum(tokens, lambdas, seed=0):
     left = torch.linalg.qr(noise - noise.mean(dim=0)).Q
     turn = torch.linalg.qr(normal(width, width, seed=seed + 1)).Q
     return (left * (tokens * torch.as_tensor(lambdas, dtype=torch.float64)).sqrt()) @ turn
-
-
-def test_eigenvalues_may_come_in_any_order_and_just_below_0():
-    """As `torch.linalg.eigvalsh` gives them of a covariance in float32."""
-    rows = (normal(400, 40) @ normal(40, 128, seed=1)).float()
-    found = torch.linalg.eigvalsh(torch.cov(rows.T))
-    assert found[0] < 0
-    want = spectrum(rows)
-    for kernel in (anisotropy, effective_rank, participation_ratio):
-        assert kernel(found).item() == pytest.approx(kernel(want).item(), rel=1e-4)
-    law = 3 * torch.arange(1, 129, dtype=torch.float64) ** -1.5
-    assert power_law(law.flip(0)) == power_law(law)
 
 
 @pytest.mark.parametrize("kernel", RANKS[1:])
@@ -165,25 +118,7 @@ def test_ranks_of_a_geometric_spectrum_in_closed_form():
     assert effective_rank(lambdas).item() == pytest.approx(math.exp(entropy), rel=1e-12)
 
 
-def test_effective_rank_is_of_the_eigenvalues_and_not_of_the_singular_values():
-    hidden = normal(400, 30) * torch.linspace(0.1, 3, 30)
-    singular = np.linalg.svd((hidden - hidden.mean(dim=0)).numpy(), compute_uv=False)
-    p = singular**2 / (singular**2).sum()
-    assert effective_rank(spectrum(hidden)).item() == pytest.approx(
-        math.exp(-(p * np.log(p)).sum()), rel=1e-10
-    )
-    q = singular / singular.sum()
-    assert math.exp(-(q * np.log(q)).sum()) > 1.1 * effective_rank(spectrum(hidden)).item()
-
-
-def test_participation_ratio_is_the_trace_squared_over_the_squared_norm_of_the_covariance():
-    hidden = normal(300, 20) * torch.linspace(0.5, 2, 20)
-    covariance = np.cov(hidden.numpy(), rowvar=False, bias=True)
-    want = np.trace(covariance) ** 2 / (covariance**2).sum()
-    assert participation_ratio(spectrum(hidden)).item() == pytest.approx(want, rel=1e-10)
-
-
-@pytest.mark.parametrize("kernel", RANKS)
+@pytest.mark.parametrize("kernel", [*RANKS, power_law])
 @pytest.mark.parametrize("lambdas", [torch.ones(0), torch.ones(2, 2), torch.ones(())])
 def test_ranks_name_the_shape_they_cannot_use(kernel, lambdas):
     with pytest.raises(ValueError, match=r"expected eigenvalues \[rank\]") as caught:
@@ -217,8 +152,10 @@ def test_the_power_law_is_the_weighted_fit_over_ranks_11_to_100(seed, width, alp
     expected = fitted_by_numpy(values, 11, last)
     assert fit.alpha.item() == pytest.approx(expected[0], rel=1e-9)
     assert fit.r_squared.item() == pytest.approx(expected[1], rel=1e-9)
-    scaled = power_law(values * 1e-30)
-    assert scaled.alpha.item() == pytest.approx(fit.alpha.item(), rel=1e-9)
+    # Eigenvalues computed elsewhere come in any order, and below 0 by rounding.
+    other = torch.cat([torch.tensor([-1e-20]).double(), values.flip(0)])
+    assert power_law(other).alpha.item() == pytest.approx(fit.alpha.item(), rel=1e-9)
+    assert effective_rank(other).item() == pytest.approx(effective_rank(values).item())
 
 
 @pytest.mark.parametrize("alpha", [0.5, 1.0, 2.0])
@@ -248,7 +185,3 @@ def test_where_there_is_no_power_law():
     flat = power_law(torch.ones(200))
     assert flat.alpha.item() == pytest.approx(0, abs=1e-12)
     assert power_law(torch.zeros(200)).alpha.isnan()
-    with pytest.raises(ValueError, match="counted from 1"):
-        power_law(torch.ones(200), first=0)
-    with pytest.raises(ValueError, match="eigenvalues"):
-        power_law(torch.ones(2, 200))

@@ -72,15 +72,6 @@ def test_each_item_has_its_share_of_the_threads_and_nobody_else_has_fewer():
     assert ask_a_new_thread() == before
 
 
-def test_results_come_in_order_and_no_thread_is_left():
-    def slowest_first(item):
-        time.sleep(0.05 if item == 0 else 0)
-        return item
-
-    assert [*in_threads(slowest_first, range(9), at_once=3)] == [*range(9)]
-    assert not [t for t in threading.enumerate() if t.name.startswith("geomon_")]
-
-
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("at_once", [1, 2])
 def test_what_is_raised_comes_after_those_before_it_and_later_ones_are_not_begun(error, at_once):

@@ -5,10 +5,9 @@ import math
 import pytest
 import torch
 from measuring import seen
-from models import PlainDecoder, batch
 from samples import normal
 
-from geomon import geometry, measure, select
+from geomon import select
 from geomon.capture.snapshot import Layer
 from geomon.distributed.packing import pack, unpack
 from geomon.kernels.groups import group_sequences
@@ -17,7 +16,6 @@ from geomon.metrics.between_layers import (
     BetweenLayers,
     Comparison,
     compare_near_rows,
-    keep_near_rows,
 )
 from geomon.metrics.jackknife import margin
 from geomon.metrics.views import LayerViews, spread_rows
@@ -76,22 +74,13 @@ def test_copies_at_either_layer_are_left_out_of_both():
     assert values["neighbour_overlap/layer_01"] == pytest.approx(expected, abs=0.01)
 
 
-def test_unrelated_layers_share_what_chance_gives():
-    layers = [made(normal(200, 30, seed=seed), seed) for seed in range(12)]
-    values = evaluated(*layers).values
-    assert values["neighbour_overlap/null"] == pytest.approx(10 / 199)
-    found = torch.tensor([values[f"neighbour_overlap/layer_{n:02d}"] for n in range(1, 12)])
-    error = 4 * found.std().item() / 11**0.5
-    assert found.mean().item() == pytest.approx(10 / 199, abs=error)
-
-
 def test_of_many_rows_1024_evenly_spread_ones_are_compared():
     before, after = normal(1500, 5), normal(1500, 5) + 0.2 * normal(1500, 5, seed=1)
     values = evaluated(made(before, 0), made(after, 1)).values
     some = spread_rows(torch.arange(1500), 1024)
     expected = shared(before, after, torch.arange(1500), 10)[some].mean().item()
     assert values["neighbour_overlap/layer_01"] == pytest.approx(expected)
-    kept = LayerViews(made(after)).apply(keep_near_rows)
+    kept = LayerViews(made(after)).apply(OVERLAP["neighbour_overlap"])
     assert kept.near.shape == (1024, 24)
     parts = (*kept[:4], kept.groups.of)
     assert sum(part.numel() * part.element_size() for part in parts) < 200_000  # at any width
@@ -114,7 +103,7 @@ def test_without_a_group_the_value_is_that_of_the_rows_of_the_others():
     sequences = torch.arange(320) // 20
     before, after = normal(320, 5), normal(320, 5) + 0.5 * normal(320, 5, seed=1)
     layers = [made(rows, n, sequences=sequences) for n, rows in enumerate((before, after))]
-    kept = [LayerViews(layer).apply(keep_near_rows) for layer in layers]
+    kept = [LayerViews(layer).apply(OVERLAP["neighbour_overlap"]) for layer in layers]
     found = compare_near_rows(*kept).without
     shares = shared(before, after, torch.arange(320), 10)
     want = [shares[group_sequences(sequences) != group].mean().item() for group in range(8)]
@@ -160,20 +149,6 @@ def test_what_cannot_be_compared_is_missing_and_said(after, words):
     found = evaluated(made(normal(100, 4), 0), after, made(normal(100, 4), 2))
     assert math.isnan(found.values["neighbour_overlap/layer_01"])
     assert any(words in note and "layer 1" in note for note in found.notes)
-
-
-def test_what_cannot_be_compared_is_explained_once():
-    values = measure(PlainDecoder(), batch(1, 8), metrics=OVERLAP)
-    assert math.isnan(values["neighbour_overlap/layer_01"])
-    assert len([note for note in values.notes if "neighbour_overlap" in note]) == 1
-
-
-def test_plain_rows_have_no_layer_before():
-    with pytest.raises(ValueError, match="neighbour_overlap reads the layer before"):
-        geometry(normal(50, 4), metrics=OVERLAP)
-    assert "neighbour_overlap" not in str(
-        [*geometry(normal(50, 4), metrics=OVERLAP | select("cosine"))]
-    )
 
 
 def test_a_comparison_of_ones_own_and_one_that_fails():

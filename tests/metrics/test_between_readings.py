@@ -1,6 +1,5 @@
 """Readings of a probe compared with the ones before, against neighbours found by brute force."""
 
-import logging
 import math
 
 import pytest
@@ -142,53 +141,6 @@ def test_a_frozen_model_keeps_its_neighbours_and_a_trained_one_moves_them(backgr
     assert moved[f"{NAME}/null"] < moved[f"{NAME}/mean"] < 0.9
     assert moved[f"{NAME}/mean/steps"] == 1
     assert not any(NAME in note for reading in memory.readings for note in reading.words())
-
-
-def test_a_probe_is_compared_by_rows_that_the_monitor_chose_itself():
-    """Against the hidden states of the layer, taken with a hook."""
-    torch.manual_seed(0)
-    model, inputs, seen = PlainDecoder(), batch(sequences=4), []
-    monitor, memory = monitored(model, probe=inputs)
-    for step in (0, 1):
-        read(monitor, model, (step,))
-        handle = model.blocks[1].register_forward_hook(lambda *_: seen.append(_[2].detach()))
-        with torch.no_grad():
-            model.eval()(inputs)
-            handle.remove()
-            for parameter in model.parameters():
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    one, other = (states.flatten(0, 1).double() for states in seen)
-    assert len(one) <= 128  # all rows are read
-    value = of(memory.readings[1])[f"{NAME}/layer_02"]
-    assert value == pytest.approx(shared(one, other))
-    assert value < 1
-
-
-def test_inline_readings_have_none_and_one_warning_says_why(caplog):
-    model = PlainDecoder()
-    monitor, memory = monitored(model)
-    with caplog.at_level(logging.WARNING, "geomon"):
-        read(monitor, model, range(4))
-    assert len(memory.readings) == 4
-    assert all(math.isnan(of(reading)[f"{NAME}/layer_01"]) for reading in memory.readings)
-    said = [record for record in caplog.records if "other tokens each time" in record.message]
-    assert len(said) == 1
-
-
-def test_other_inputs_are_not_compared_and_do_not_come_between():
-    model, own, other = PlainDecoder(), batch(sequences=8), batch(sequences=8, seed=9)
-    monitor, memory = monitored(model, probe=own)
-    monitor.probe(0)
-    monitor.probe(1, other)
-    monitor.probe(2)
-    monitor.probe(3, other)
-    monitor.probe(4, own)
-    values = [of(reading) for reading in memory.readings]
-    assert values[0] == values[1] == {}
-    assert values[2][f"{NAME}/mean"] == values[3][f"{NAME}/mean"] == 1
-    assert values[2][f"{NAME}/mean/steps"] == values[3][f"{NAME}/mean/steps"] == 2
-    assert math.isnan(values[4][f"{NAME}/layer_01"])
-    assert any("not the tokens" in note for note in memory.readings[4].words())
 
 
 def test_images_are_compared_where_the_monitor_holds_them():

@@ -1,7 +1,6 @@
 import pytest
 from tagged import stacks_of
 
-from geomon.capture.snapshot import group_by_layer
 from geomon.metrics import METRICS
 from geomon.metrics.cautions import cautions, explain_not_finite
 
@@ -14,63 +13,36 @@ def cautions_of(values):
     return cautions(columns(values))
 
 
-def kinds(values):
-    return [note.kind for note in cautions_of(values)]
+# What has a note, beside what is just short of it; and words of the note.
+LIMITS = [
+    ({"twonn/layer_01/duplicates": 0.051}, {"twonn/layer_01/duplicates": 0.05},
+     "twonn, layer 1: up to 5% of the rows are exact copies"),
+    ({"twonn/layer_02/rounding": 0.11}, {"twonn/layer_02/rounding": 0.1},
+     "twonn, layer 2: up to 11% of the median nearest distance is rounding"),
+    ({"sink_share/layer_02": 0.51}, {"sink_share/layer_02": 0.5}, "read anisotropy_no_sinks"),
+    ({"twonn/mean": 3.0, "twonn_distinct/mean": 2.0},
+     {"twonn/mean": 2.9, "twonn_distinct/mean": 2.0}, "twonn is 3.0, but 2.0 with each token"),
+    ({"twonn/mean": 2.0, "twonn_distinct/mean": 3.0},
+     {"twonn/mean": 2.0, "twonn_distinct/mean": 2.9}, "twonn is 2.0, but 3.0 with each token"),
+    ({"gride/mean/k1": 4.0, "gride/mean/k4": 5.0, "gride/mean/k32": 8.0},
+     {"gride/mean/k1": 4.0, "gride/mean/k32": 7.9, "gride/mean/n": 64.0},
+     "gride runs from 4.0 (k1) to 8.0 (k32)"),
+    ({"twonn/layer_01/n": 2.0, "gride/layer_01/n": 1.0}, {"twonn/layer_01/n": 3.0},
+     "twonn, layer 1: fewer than 3 rows differ from one another, so that there is no dimension"),
+]  # fmt: skip
 
 
-def test_good_numbers_need_no_words():
-    assert cautions_of({}) == []
-    assert (
-        cautions_of(
-            {
-                "twonn/layer_01/duplicates": 0.01,
-                "twonn/layer_01/rounding": 0.001,
-                "twonn/mean": 7.0,
-                "twonn_distinct/mean": 6.0,
-                "gride/mean/k1": 6.0,
-                "gride/mean/k32": 5.0,
-                "sink_share/layer_01": 0.1,
-            }
-        )
-        == []
-    )
+@pytest.mark.parametrize(("beyond", "within", "words"), LIMITS)
+def test_a_caution_begins_at_its_limit(beyond, within, words):
+    (note,) = cautions_of(beyond)
+    assert words in note.words()
+    assert cautions_of(within) == []
 
 
 def test_duplicates_name_their_layers_and_the_largest_share():
-    found = cautions_of(
-        {
-            "twonn/layer_00/duplicates": 0.2,
-            "twonn/layer_01/duplicates": 0.0,
-            "twonn/layer_03/duplicates": 0.08,
-        }
-    )
-    assert len(found) == 1
-    assert found[0].words().startswith("twonn, layer 0, 3: up to 20% of the rows are exact copies")
-
-
-@pytest.mark.parametrize(("one", "other"), [(2.4, 28.7), (28.7, 2.4)])
-def test_disagreement_is_said_either_way(one, other):
-    found = cautions_of({"twonn/mean": one, "twonn_distinct/mean": other})
-    assert f"twonn is {one}" in found[0].words()
-
-
-def test_scales_that_bend_and_sinks_and_rounding():
-    assert kinds({"gride/mean/k1": 4.0, "gride/mean/k32": 9.0}) == ["gride changes with the scale"]
-    assert "anisotropy_no_sinks" in cautions_of({"sink_share/layer_02": 0.9})[0].words()
-    assert "rounding" in cautions_of({"twonn/layer_02/rounding": 0.3})[0].words()
-
-
-def test_reasons_are_grouped_by_layer():
-    (note,) = group_by_layer({("m", "why {x}"): [1, 2]}, "enc")
-    assert (note.kind, note.stack, note.layers) == ("m: why {x}", "enc", (1, 2))
-    assert note.words() == "enc: m, layer 1, 2: why {x}"
-
-
-def test_too_few_rows_for_a_dimension_are_named():
-    found = cautions_of({"twonn/layer_01/n": 2.0, "twonn/layer_02/n": 3.0, "gride/layer_01/n": 1.0})
-    assert [note.words() for note in found] == [
-        "twonn, layer 1: fewer than 3 rows differ from one another, so that there is no dimension"
-    ]
+    shares = {0: 0.2, 1: 0.0, 3: 0.08}
+    (note,) = cautions_of({f"twonn/layer_0{n}/duplicates": share for n, share in shares.items()})
+    assert note.words().startswith("twonn, layer 0, 3: up to 20% of the rows are exact copies")
 
 
 NAN, INF = float("nan"), float("inf")

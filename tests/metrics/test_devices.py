@@ -1,18 +1,19 @@
-"""Metrics on rows that are on an accelerator: nothing meets the host, and the values are the same.
+"""Metrics on an accelerator, or where products are rounded: the values are the same.
 
 The device is pretended (tests/accelerator.py); tests/test_cuda.py has a real one, where there is.
 """
 
-import math
+import contextlib
+import functools
 from dataclasses import fields, is_dataclass, replace
 
 import pytest
 import torch
 from accelerator import DEVICE, Accelerator
-from whole_layer import ROWS, normal, whole_layer
+from short_products import ShortProducts
+from whole_layer import ROWS, whole_layer
 
 from geomon import METRICS, MORE_METRICS
-from geomon.kernels.neighbours import nearest
 from geomon.metrics import Evaluator
 from geomon.metrics.jackknife import margin
 from geomon.metrics.views import DERIVED, LayerViews, alternatives
@@ -32,16 +33,14 @@ def is_of_heads(name):
     return name.startswith(("attention_", "score_"))
 
 
-@pytest.fixture(scope="module")
-def on_host():
-    return Evaluator(ALL, 1, strict=True, keeps_arrays=True).measure_layer(whole_layer(), ROWS)
-
-
-@pytest.fixture(scope="module")
-def on_device():
+@functools.cache
+def measured(where):
+    """Values of a layer on the host, on a device, or where products round their factors."""
     evaluator = Evaluator(ALL, 1, strict=True, keeps_arrays=True)
-    with Accelerator() as accelerator:
-        return evaluator.measure_layer(put(whole_layer(), accelerator), ROWS)
+    with Accelerator() if where == "device" else contextlib.nullcontext() as accelerator:
+        layer = put(whole_layer(), accelerator) if accelerator else whole_layer()
+        with ShortProducts() if where == "short products" else contextlib.nullcontext():
+            return evaluator.measure_layer(layer, ROWS)
 
 
 def flat(value):
@@ -68,8 +67,10 @@ def assert_alike(host, device, **tolerance):
         torch.testing.assert_close(*numbers, equal_nan=True, **tolerance)
 
 
+@pytest.mark.parametrize("where", ["device", "short products"])
 @pytest.mark.parametrize("name", ALL)
-def test_a_metric_of_rows_on_a_device_is_that_of_rows_on_the_host(name, on_host, on_device):
+def test_a_metric_is_that_of_rows_on_the_host(name, where):
+    on_host, on_device = measured("host"), measured(where)
     # Scores are float32: their products are added up in float64 on a device.
     close = {"rtol": 1e-6, "atol": 1e-7} if is_of_heads(name) else {"rtol": 1e-9, "atol": 1e-12}
     assert name in on_host.parts or name in on_host.kept
@@ -83,7 +84,8 @@ def test_a_metric_of_rows_on_a_device_is_that_of_rows_on_the_host(name, on_host,
         assert_alike(*on_both, rtol=1e-2, atol=1e-9)
 
 
-def test_arrays_of_rows_on_a_device_are_those_of_rows_on_the_host(on_host, on_device):
+def test_arrays_of_rows_on_a_device_are_those_of_rows_on_the_host():
+    on_host, on_device = measured("host"), measured("device")
     assert on_host.arrays.keys() == on_device.arrays.keys()
     for name, array in on_host.arrays.items():
         assert_alike(torch.from_numpy(array), torch.from_numpy(on_device.arrays[name]), rtol=1e-3,
@@ -100,16 +102,3 @@ def test_derived_views_stay_where_their_rows_are(by_hand):
     assert sum(map(len, found.values())) > len(names) / 2
     for name, tensors in found.items():
         assert {tensor.device for tensor in tensors} <= {DEVICE}, name
-
-
-def test_reduced_precision_of_products_never_enters_a_distance():
-    """Rows of a tight cluster differ by less than 10 bits of their products distinguish."""
-    rows = normal(15, 1, 256) + 0.01 * normal(15, 40, 256, seed=1)
-    rows = rows.flatten(0, 1)
-    with Accelerator() as accelerator:
-        found = nearest(accelerator.put(rows), k=4)
-        distances, indices = found.distances.cpu(), found.indices.cpu()
-    exact = torch.cdist(rows.double(), rows.double(), compute_mode="donot_use_mm_for_euclid_dist")
-    exact = exact.fill_diagonal_(math.inf).sort(dim=1)
-    assert torch.equal(indices, exact.indices[:, :4])
-    torch.testing.assert_close(distances, exact.values[:, :4], rtol=1e-12, atol=0)

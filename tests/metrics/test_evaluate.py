@@ -34,18 +34,6 @@ def test_value_is_the_mean_over_batches_and_std_their_deviation():
     assert found["m/mean/std"] == pytest.approx(math.sqrt(8.0))
 
 
-def test_few_rows_are_one_batch_without_deviation():
-    found = values(
-        {"m": lambda hidden: hidden.mean()}, snapshot(torch.ones(3, 1), torch.ones(3, 1))
-    )
-    assert found == {"m/layer_00": 1.0, "m/layer_01": 1.0, "m/mean": 1.0}
-
-
-def test_mean_is_over_layers_without_layer_zero():
-    seen = snapshot(*(torch.full((4, 1), float(v)) for v in (100, 1, 3)))
-    assert values({"m": lambda hidden: hidden.mean()}, seen)["m/mean"] == 2
-
-
 def test_heads_have_mean_extremes_and_each():
     seen = snapshot(torch.zeros(4, 1), torch.zeros(4, 1), query=torch.tensor([1.0, 5.0, math.nan]))
     found = values({"m": lambda query: query}, seen)

@@ -108,12 +108,15 @@ def test_without_a_group_a_metric_is_that_of_the_other_rows(name, offset):
             np.testing.assert_allclose(got[part], want[part], rtol=close, atol=close * 1e-2)
 
 
-@pytest.mark.parametrize("name", ["hidden", "token_ids", "sequences", "projected_query",
-                                  "projected_key", "query", "key", "visible"])  # fmt: skip
-def test_a_captured_view_without_a_group_is_that_of_the_other_rows(name):
-    """As a metric of one's own reads it."""
-    whole = layer()
-    assert torch.equal(ViewsWithout(LayerViews(whole), 3)[name], remaining(whole, 3)[name])
+@pytest.mark.parametrize("name", [
+    "hidden", "token_ids", "sequences", "projected_query", "projected_key", "query", "key",
+    "visible", "squares_about_mean", "ordinary_rows", "token_labels",
+])  # fmt: skip
+def test_what_has_an_entry_for_each_row_is_sliced_and_not_computed_again(name):
+    views = LayerViews(layer())
+    whole, found = views[name], ViewsWithout(views, 3)[name]
+    own = torch.arange(SEQUENCES).repeat_interleave(len(whole) // SEQUENCES)
+    assert torch.equal(found, whole[groups_of(own).of != 3] if len(whole) > 1 else whole)
 
 
 def test_a_row_keeps_its_two_nearest_and_passes_over_the_group_for_the_others():
@@ -134,7 +137,7 @@ def test_a_row_keeps_its_two_nearest_and_passes_over_the_group_for_the_others():
         assert got["k1"] == pytest.approx(gride(two, [1]).item(), rel=1e-5)
         assert got["k4"] == pytest.approx(gride(others, [4]).item(), rel=1e-5)
         found = flat(without.apply(METRICS["twonn"].function))
-        assert found[""] == pytest.approx(twonn(two).item(), rel=1e-5)
+        assert found[""] == pytest.approx(twonn(two).value.item(), rel=1e-5)
 
 
 def test_the_margin_is_that_of_the_jackknife():
@@ -183,20 +186,6 @@ def test_the_mean_over_layers_has_the_margin_of_means_without_each_group():
     # Equal layers: the mean is as uncertain as each of them, and not less by the root of two.
     assert column.mean_margin == pytest.approx(column.margin_at(1))
     assert column.margin_at(1) == pytest.approx(column.margin_at(2))
-
-
-def test_splits_leave_the_same_groups_out():
-    shuffled = layer(sequences=48)
-    order = torch.randperm(48 * LENGTH, generator=torch.Generator().manual_seed(0))
-    captured = {
-        name: shuffled.captured[name][order]
-        for name in ("hidden", "token_ids", "positions", "sequences")
-    }
-    one = measured(["variance"], Layer(1, "rows", captured))[0]["variance"]
-    two = measured(["variance"], Layer(1, "rows", captured), rows=480, batches=2)[0]["variance"]
-    assert two.margin_at(1) == pytest.approx(one.margin_at(1), rel=0.2)
-    assert two.parts["std"].at(1) > 0
-    assert "std" not in one.parts
 
 
 @pytest.mark.parametrize("sequences", [None, 7])

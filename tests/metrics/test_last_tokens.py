@@ -99,17 +99,6 @@ def test_the_spectrum_of_the_last_tokens_of_a_model():
     assert values["alpha_last/null"] == pytest.approx(alphas.mean().item(), rel=0.05)
 
 
-@pytest.mark.parametrize(("sequences", "said"), [(100, True), (200, False)])
-def test_few_sequences_for_the_width_are_said(sequences, said):
-    layer = made(normal(300, 64), normal(sequences, 64, seed=1))
-    for names in (["effective_rank_last", "alpha_last"], ["alpha_last"]):
-        notes = Evaluator(select(*names), 1).evaluate([layer], 300).notes
-        kinds = [note for note in notes if note.kind == "few sequences for a spectrum"]
-        assert bool(kinds) == said
-        if said:
-            assert "100 sequences for a width of 64" in kinds[0].words()
-
-
 def test_last_tokens_of_several_ranks_stand_one_after_another():
     parts = [made(normal(30, 4, seed=n), normal(5 + n, 4, seed=9 + n)) for n in range(3)]
     whole = merge_layers(parts)

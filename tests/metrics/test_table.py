@@ -8,9 +8,8 @@ import torch
 
 from geomon import METRICS, MORE_METRICS, geometry
 from geomon.capture.snapshot import Layer
-from geomon.kernels import dimension
 from geomon.kernels.baselines import isotropic_cosine_magnitude
-from geomon.kernels.dimension import twonn_censored
+from geomon.kernels.dimension import twonn
 from geomon.metrics.metric import Sizes
 from geomon.metrics.table import check_metrics
 from geomon.metrics.views import LayerViews
@@ -101,14 +100,6 @@ def test_rounding_is_the_distance_that_rounding_alone_makes(dtype, scale):
     assert measured.item() < found < 2.5 * measured.item()
 
 
-def test_rounding_is_a_share_of_the_nearest_distance_and_of_the_spacing():
-    rows = torch.tensor([[3.0, 0.0], [0.0, 4.0], [3.0, 1.0], [0.0, 6.0]])
-    # Mean square norm (9 + 16 + 10 + 36) / 4; nearest distances 1, 2, 1, 2: the median is 1.
-    expected = 0.01 * math.sqrt(71 / 4) / math.sqrt(6) / 1
-    assert made(rows, 0.01)["rounding"] == pytest.approx(expected, rel=1e-6)
-    assert made(rows, 0.02)["rounding"] == pytest.approx(2 * expected, rel=1e-6)
-
-
 @pytest.mark.parametrize("width", [2, 5])
 def test_the_gaussian_null_is_the_dimension_of_a_gaussian_with_those_rows(width):
     """A curve in `width` directions: the null has the directions and not the curve."""
@@ -162,7 +153,9 @@ def test_parts_of_the_dimension_say_what_it_stands_on():
     parts = views.apply(METRICS["twonn"])
     assert (parts["n"], parts["duplicates"]) == (300, pytest.approx(0.25))
     assert parts["rounding"] == views["rounding"]
-    assert parts["censored"] == twonn_censored(views["neighbours"]).value
+    found = twonn(views["neighbours"])
+    for name in ("censored", "discard_0", "discard_80"):
+        assert parts[name] == getattr(found, name)
     distinct = views.apply(METRICS["twonn_distinct"])
     # A row for each pair, and of chosen rows that are copies of one another one.
     pairs = len(set(zip(ids.tolist(), positions.tolist(), strict=True)))
@@ -196,7 +189,7 @@ def test_neighbourhoods_are_the_64_nearest_of_256_tokens_without_copies_and_them
     for index in views["far_rows"].tolist():
         own = rows[members[index]]
         inner = torch.cdist(own, own).fill_diagonal_(math.inf).topk(2, largest=False).values
-        values.append(dimension.twonn(inner).item())
+        values.append(twonn(inner).value.item())
         centred = own - own.mean(dim=0)
         squares = torch.linalg.svdvals(centred).square()
         shares.append((squares[0] / squares.sum()).item())
@@ -237,6 +230,7 @@ def test_neighbourhoods_of_too_few_rows_are_explained(count):
     ("name", "expected"),
     [
         ("cosine_centred", {"null": -1 / 99}),
+        ("neighbour_overlap", {"null": 10 / 99}),
         ("variance_shares", {"null": 1.0, "null_mean": 1 / 100, "null_between": 0.0}),
         ("mean_query_share", {"null": (1 / 4 + 1 / 16) / 2}),
         ("attention_entropy", {"null": (math.log(4) + math.log(16)) / 2}),

@@ -64,17 +64,6 @@ def test_arrays_come_back_as_they_were(tmp_path_factory, content):
         np.testing.assert_array_equal(found[tag], content[place])
 
 
-def test_both_readings_of_a_step_have_their_own(tmp_path):
-    record = began(tmp_path)
-    write(record, 8, 1.0, "inline")
-    write(record, 8, 2.0, "probe")
-    assert sorted(os.listdir(tmp_path / "arrays")) == [
-        "step_000008_inline.npz", "step_000008_probe.npz",
-    ]  # fmt: skip
-    assert number_of(tmp_path, 8) == 2.0  # of the last reading of the step
-    assert number_of(tmp_path, 8, "inline") == 1.0
-
-
 def test_a_run_that_begins_anew_keeps_the_arrays_of_the_old_one(tmp_path):
     write(began(tmp_path), 0, 1.0)
     write(began(tmp_path), 0, 2.0)
@@ -131,16 +120,6 @@ def test_what_is_of_somebody_else_is_left_alone(tmp_path):
     folder.write(1, "probe", some(1.0))
     folder.move(ArrayFolder(tmp_path / "arrays.1"))
     assert (theirs / "weights.bin").read_bytes() == b"weights"
-
-
-def test_a_file_called_arrays_is_left_alone(tmp_path):
-    (tmp_path / "arrays").write_text("mine")
-    record = began(tmp_path)
-    record.write(reading(0))
-    with pytest.raises(OSError):  # noqa: PT011  (another on each system)
-        record.write_arrays(reading(0), some(1.0))
-    assert (tmp_path / "arrays").read_text() == "mine"
-    assert [r.step for r in read(tmp_path)] == [0]
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()])

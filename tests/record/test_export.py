@@ -5,10 +5,8 @@ import sys
 
 import pytest
 from tagged import reading_of
-from typer.testing import CliRunner
 
-from geomon.cli import make_app
-from geomon.record import FILE_NAME, Readings, export
+from geomon.record import Readings, export
 
 
 @pytest.fixture
@@ -74,6 +72,11 @@ def test_parquet_and_csv_hold_the_same_to_the_last_bit(run, tmp_path):
     assert [float(row[-1]) for row in rows[1:] if row[-1]] == [r[-1] for r in EXPECTED if r[-1]]
 
 
+def test_a_table_has_one_of_two_endings(run, tmp_path):
+    with pytest.raises(ValueError, match=r"ends in .csv or .parquet"):
+        export.export(run, tmp_path / "a.xlsx")
+
+
 def test_a_spreadsheet_takes_no_name_for_a_formula(tmp_path):
     names = ["=1+1", "+a", "-a", "@a", "plain"]
     values = {f"{name}/mean/{name}": 1.0 for name in names}
@@ -83,19 +86,6 @@ def test_a_spreadsheet_takes_no_name_for_a_formula(tmp_path):
     assert {row["source"] for row in rows} == {"'=HYPERLINK()"}
     found = [(row["metric"], row["part"]) for row in rows]
     assert found == [(name, name) for name in ("'=1+1", "'+a", "'-a", "'@a", "plain")]
-
-
-def test_the_command_writes_a_table(make_readings, tmp_path):
-    lines = [each.line() for each in make_readings()]
-    (tmp_path / FILE_NAME).write_text("\n".join(lines) + "\n")
-    out = tmp_path / "values.csv"
-    result = CliRunner().invoke(make_app(), ["export", str(tmp_path), "-o", str(out)])
-    assert result.stdout == f"wrote {out}\n"
-    assert len(out.read_text().splitlines()) == 1 + sum(len(r.values) for r in make_readings())
-    for bad, words in ((tmp_path / "a.xlsx", "ends in .csv or .parquet"), (tmp_path, "ends in")):
-        result = CliRunner().invoke(make_app(), ["export", str(tmp_path), "-o", str(bad)])
-        assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
-        assert words in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -139,15 +129,6 @@ def test_readings_at_one_step_have_margins_of_their_own():
     assert math.isnan(curve.margins[2])
 
 
-@pytest.mark.parametrize(
-    ("tag", "advice"),
-    [("twon/mean", "did you mean 'twonn/mean'"), ("twonn", "did you mean"), ("\x00", "no reading")],
-)
-def test_an_unknown_tag_names_those_that_are_close(make_readings, tag, advice):
-    with pytest.raises(KeyError, match=advice):
-        make_readings()[tag]
-
-
 def test_readings_are_one_line_and_names_of_a_record_do_not_act_in_a_notebook(make_readings):
     readings = make_readings(notes=["<b>few rows</b>"])
     assert repr(readings) == (
@@ -159,3 +140,12 @@ def test_readings_are_one_line_and_names_of_a_record_do_not_act_in_a_notebook(ma
     page = Readings([{"model": attack}], readings.readings)._repr_html_()
     assert attack not in page
     assert "&lt;script&gt;" in page
+
+
+@pytest.mark.parametrize(
+    ("form", "page"),
+    [(None, "<p>Readings(none yet)</p>"), (lambda run: f"{len(run)} readings", "0 readings")],
+)
+def test_a_notebook_shows_the_page_of_a_run_where_there_are_pages(monkeypatch, form, page):
+    monkeypatch.setattr(Readings, "notebook_form", form)
+    assert Readings([], [])._repr_html_() == page

@@ -3,11 +3,9 @@
 import math
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tagged import reading_of as reading
 
-from geomon.record.headline import Charts, check_detail, headline_tag, without_layers
+from geomon.record.headline import Charts, check_detail, headline_tag
 
 MOST = 15
 MEAN = ["mean"]
@@ -181,32 +179,6 @@ def test_the_layout_opens_on_the_dimension_with_its_interval(last):
     drawn = {name.removesuffix("$") for name in named} | set(ends)
     assert drawn == {name for name in shown if name.startswith("geomon/")} - {"geomon/seconds"}
     assert list(charts_of().layout(last)) == ["geomon: intrinsic dimension", "geomon"]
-
-
-TAGS = st.builds(
-    "/".join,
-    st.tuples(
-        st.sampled_from(["twonn", "twonn_distinct", "gride", "anisotropy", "qk_cosine", "own"]),
-        st.sampled_from(["mean", "layer_00", "layer_01", "encoder_mean", "encoder_layer_01"]),
-        st.sampled_from(["", "min", "k32", "margin", "head_0"]),
-    ).map(lambda parts: tuple(filter(None, parts))),
-)
-
-
-@settings(deadline=None)
-@given(
-    st.lists(
-        st.dictionaries(TAGS, st.sampled_from([0.0, 1.0, 2.5, math.nan])), min_size=1, max_size=3
-    ),
-    st.sampled_from(["headline", "layers", ("own",)]),
-)
-def test_headlines_never_fail_and_are_part_of_every_detail(contents, detail):
-    charts, few = charts_of(detail), charts_of(without_layers(detail))
-    for values in contents:
-        shown = charts.select(reading(values))
-        assert few.select(reading(values)).items() <= shown.items()
-        assert not any(math.isnan(value) for value in shown.values())
-        charts.layout(reading(values))
 
 
 @pytest.mark.parametrize("detail", ["headline", "layers"])

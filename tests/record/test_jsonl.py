@@ -94,16 +94,6 @@ def test_of_many_lines_that_wait_the_oldest_are_given_up(tmp_path, monkeypatch):
     assert [r.step for r in found] == list(range(202, 301))
 
 
-def test_a_file_that_is_no_record_is_set_aside(tmp_path):
-    (tmp_path / FILE_NAME).write_text("no json\n")
-    record = Record(tmp_path)
-    with pytest.raises(ValueError, match="line 1 of"):
-        record.begin(0, {})
-    record.write(reading(0))
-    assert [r.step for r in read(tmp_path)] == [0]
-    assert (tmp_path / "readings.1.jsonl").read_text() == "no json\n"
-
-
 def test_a_run_that_starts_over_keeps_the_old_record(tmp_path):
     for _ in range(3):
         record = Record(tmp_path)
@@ -129,26 +119,6 @@ def test_a_torn_last_line_is_passed_over_and_mended(tmp_path, torn):
     resumed.begin(1, {})
     resumed.write(reading(2))
     assert [r.step for r in read(tmp_path)] == [0, 2]
-
-
-def test_bad_places_get_one_clear_line(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no record at .*readings\.jsonl"):
-        read(tmp_path)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="cannot be written"):
-        Record(tmp_path / "file" / "inside")
-    (tmp_path / FILE_NAME).write_text("no json\n")
-    with pytest.raises(ValueError, match="line 1 of"):
-        read(tmp_path)
-
-
-@pytest.mark.parametrize("line", ["5", "[]", '"run"', '{"step": 1}', '{"values": []}'])
-def test_json_of_another_shape_is_no_record(tmp_path, line):
-    (tmp_path / FILE_NAME).write_text(line + "\n")
-    with pytest.raises(ValueError, match="line 1 of"):
-        read(tmp_path)
-    with pytest.raises(ValueError, match="line 1 of"):
-        Follower(tmp_path).look()
 
 
 @pytest.mark.parametrize("text", ["notes of mine", "a\r\nb", '{"other": 1}', "5"])

@@ -1,6 +1,3 @@
-import sys
-import unicodedata
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,12 +10,6 @@ def test_what_is_printed_has_one_line_and_acts_on_nothing(text):
     assert len(shown) == len(text)
     assert shown.isprintable()
     assert printable(shown) == shown
-
-
-def test_no_character_acts_on_a_terminal():
-    everything = "".join(map(chr, range(sys.maxunicode + 1)))
-    acting = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # control, format (bidi), surrogates, line ends
-    assert not {unicodedata.category(c) for c in printable(everything)} & acting
 
 
 def test_words_stay_and_breaks_become_spaces():

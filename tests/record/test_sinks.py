@@ -70,11 +70,13 @@ def test_sinks_of_parts_are_replaced_by_their_parts():
     assert parts_of([Pair(), other]) == [*parts, other]
 
 
-def test_memory_is_bounded():
-    sink = Memory(most=3)
-    for step in range(10):
-        sink.write(reading(step))
-    assert [r.step for r in sink.readings] == [7, 8, 9]
+def test_memory_keeps_the_last_ten_thousand_readings():
+    sink, first, other = Memory(), reading(0), reading(1)
+    for one in (first, *[other] * 9999):
+        sink.write(one)
+    assert (len(sink.readings), sink.readings[0]) == (10_000, first)
+    sink.write(other)
+    assert (len(sink.readings), sink.readings[0]) == (10_000, other)
 
 
 class Writer:
@@ -85,28 +87,22 @@ class Writer:
         self.layouts.append(charts)
 
 
-def test_the_layout_of_charts_is_written_once_to_every_writer():
-    first, second = Writer(), Writer()
-    layout = ChartLayout(Charts())
-    for step in range(2):
-        layout.write_once(reading(step), [first, second])
-    assert len(first.layouts) == len(second.layouts) == 1
-    charts = [curves for _, curves in first.layouts[0]["geomon"].values()]
-    assert sorted(charts) == [["geomon/overhead$"], ["geomon/twonn$"]]
-
-
 def test_a_logger_gets_readings_and_the_layout_once():
     logged, saved, writer = [], [], Writer()
 
     def log(values, step):
         logged.append((values, step))
 
-    sink = LoggerSink("Board", log, save=lambda: saved.append(1), writers=lambda: [writer])
+    writers = [writer, Writer()]
+    sink = LoggerSink("Board", log, save=lambda: saved.append(1), writers=lambda: writers)
     for step in range(2):
         sink.write(reading(step))
     sink.close()
     assert logged == [({"geomon/twonn": 0.1 + step}, step) for step in range(2)]
-    assert len(writer.layouts) == len(saved) == 1
+    assert [len(each.layouts) for each in writers] == [1, 1]
+    charts = [curves for _, curves in writer.layouts[0]["geomon"].values()]
+    assert sorted(charts) == [["geomon/overhead$"], ["geomon/twonn$"]]
+    assert len(saved) == 1
     assert str(sink) == "Board"
 
 

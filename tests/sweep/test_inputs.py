@@ -4,7 +4,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
-from transformers import BertConfig, BertModel, PreTrainedTokenizerFast, ViTConfig, ViTModel
+from transformers import (
+    BertConfig,
+    BertModel,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTModel,
+)
 
 from geomon.sweep import Checkpoint
 from geomon.sweep.inputs import InputError, InputSize, digest, make_inputs
@@ -82,22 +90,40 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("count", [40, 4000])  # with and without text to spare
-def test_windows_of_a_tokenizer(folder, count):
+# Words of a text, and its windows of 12 tokens, what the model can read, without overlap.
+@pytest.mark.parametrize(("words", "count"), [(5, 1), (40, 3), (45, 3), (46, 4), (4000, 4)])
+def test_windows_of_a_tokenizer_are_evenly_spread_over_the_text(folder, words, count):
     checkpoint = Checkpoint("model", 0, str(folder))
     model, notes = load_model(checkpoint, None)
     assert notes == []
-    text = " ".join(WORDS[n * n % 5] for n in range(count)).encode()
-    inputs = make_inputs(model, checkpoint, text, InputSize(4, 50, 0))
-    ids = inputs.batch["input_ids"]
-    assert ids.shape[0] == 4 if count == 4000 else 3
-    assert ids.shape[1] == 12 if count == 4000 else ids.shape[1] <= 12  # what the model can read
-    assert (ids[:, 0] == 1).all()
-    assert (ids[:, -1] == 2).all()
-    assert (ids[:, 2:-2] >= 3).all()
-    assert not any("tokenizer" in note for note in inputs.notes)
-    again = make_inputs(model, checkpoint, text, InputSize(4, 50, 0))
-    assert digest(again.batch) == digest(inputs.batch)
+    generator = torch.Generator().manual_seed(words)
+    text = " ".join(WORDS[n] for n in torch.randint(5, (words,), generator=generator))
+    inputs = make_inputs(model, checkpoint, text.encode(), InputSize(4, 50, 0))
+    ids, stretch = inputs.batch["input_ids"], len(text) // count
+    parts = [text[n * stretch : (n + 1) * stretch].split() for n in range(count)]
+    shortest = min(12, min(map(len, parts)) + 2)
+    expected = [
+        [1, *(WORDS.index(w) + 3 if w in WORDS else 0 for w in part[: shortest - 2]), 2]
+        for part in parts
+    ]
+    assert ids.tolist() == expected
+    few = f"{count} of 4 sequences: the text holds no more without overlap"
+    assert inputs.notes == ([few] if count < 4 else [])
+
+
+@pytest.mark.parametrize(("given", "start"), [(7, 7), (None, 0)])
+def test_a_decoder_beside_an_encoder_has_the_text_that_follows(tmp_path, given, start):
+    config = T5Config(
+        vocab_size=256, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2,
+        decoder_start_token_id=given, n_positions=10,
+    )  # fmt: skip
+    model = T5ForConditionalGeneration(config)
+    text = bytes(range(250))
+    inputs = make_inputs(model, Checkpoint("t5", 0, str(tmp_path)), text, InputSize(3, 64, 0))
+    assert inputs.batch["input_ids"].tolist() == [[*text[n : n + 10]] for n in (0, 115, 230)]
+    following = [[start, *text[n + 10 : n + 19]] for n in (0, 115, 230)]
+    assert inputs.batch["decoder_input_ids"].tolist() == following
+    assert inputs.batch["use_cache"] is False
 
 
 def test_weights_that_are_missing_are_no_random_ones(folder, tmp_path):
