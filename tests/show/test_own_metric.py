@@ -49,7 +49,7 @@ def look_at_watch(run, folder):
         app = WatchApp([Watched(folder)], poll=None)
         async with app.run_test(size=(120, 30)) as pilot:
             app.look()
-            app.query_one("#metric").value = "peak_norm"
+            app.query_one("#metric").value = "peak_norm/mean"
             await pilot.pause()
             curve, profile = (
                 Text.from_markup(app.query_one(name).border_title).plain

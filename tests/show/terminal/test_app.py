@@ -132,12 +132,14 @@ def test_heads_are_those_of_the_reading_that_is_chosen(make_readings, tmp_path):
             await pilot.press("t", "t")
             shown = []
             for _ in range(2):
-                value = app.reading.values["attention_entropy/layer_02/head_1"]
+                value = app.reading.values["attention_entropy/layer_01/head_1"]
                 table = app.query_one(DataTable)
-                assert [table.row_count, len(table.columns)] == [2, 3]
-                assert str(table.get_cell_at((1, 1))).strip() == f"{value:.1f}"
+                assert [str(row.label) for row in table.ordered_rows] == [
+                    "layer 3", "layer 2", "layer 1",
+                ]  # fmt: skip
+                assert str(table.get_cell_at((2, 1))).strip() == f"{value:.1f}"
                 assert f" {value:.1f} " in text(app)
-                assert f"─step {app.reading.step:,}  columns: layers  colours: 2.0 to 3.0" in text(
+                assert f"─step {app.reading.step:,}  columns: heads  colours: 2.0 to 3.0" in text(
                     app
                 )
                 shown.append(value)
