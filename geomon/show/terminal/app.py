@@ -389,7 +389,7 @@ class WatchApp(App[str]):
         blocks = [_blocks(line.curve) for line in lines]
         title, note = Text("by layer", "bold"), ""
         if is_far_above(first, (value for curve in blocks for value in curve.values)):
-            note = f"  (layer 0: {number(max(first))})"
+            note = f" layer 0: {number(max(first))}"
             lines = [line._replace(curve=c) for line, c in zip(lines, blocks, strict=True)]
         charts.draw_over_depth(plot, lines)
         if not any(len(line.curve) for line in lines):

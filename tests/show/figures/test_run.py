@@ -79,10 +79,10 @@ def single_profile(profile):
 
 def test_each_caption_stands_over_its_own_data():
     expected = {
-        "Intrinsic dimension, mean over layers": ("intrinsic dimension", [5.0, 6.0, 7.0]),
-        "Anisotropy over depth": ("anisotropy", [0.05, 0.15, 0.25, 0.35]),
-        "Cosine of mean query and mean key by head": ("cosine of mean query", None),
-        "Attention entropy by layer": ("attention entropy", [2.1, 2.11, 2.12]),
+        "intrinsic dimension, mean over layers": ("intrinsic dimension", [5.0, 6.0, 7.0]),
+        "anisotropy over depth": ("anisotropy", [0.05, 0.15, 0.25, 0.35]),
+        "cosine of mean query and mean key by head": ("cosine of mean query", None),
+        "attention entropy by layer": ("attention entropy", [2.1, 2.11, 2.12]),
     }
     figure = geometry_figure(lopsided(), title="a run")
     found = panels(figure)
