@@ -16,9 +16,8 @@ from geomon.record import Readings, Record, read, tags
 from geomon.record.arrays import ArrayPlace
 from geomon.show import commands
 from geomon.show.colours import BLUE, GREY, VERMILLION
-from geomon.show.figures import KINDS, as_image, draw, geometry_figure, page
+from geomon.show.figures import KINDS, as_image, draw, page
 from geomon.show.figures.queries_keys import (
-    _plane,
     _similar_and_opposite,
 )
 from geomon.show.figures.run import title_of
@@ -117,15 +116,6 @@ def test_each_kind_is_drawn_and_can_be_for_a_dark_page(run, kind):
     assert (image.min(axis=2) > 150).any()  # what is written is light
 
 
-def test_each_kind_is_drawn_of_one_reading(make_readings, tmp_path):
-    one = write_run(tmp_path, make_readings((0,), layers=LAYERS, heads=HEADS))
-    figures = {kind: draw(kind, one) for kind in KINDS}
-    for kind in ("means", "drift"):
-        image = small(figures[kind])
-        assert image.std() > 3
-        assert image[0, 0].min() == 255
-
-
 @pytest.mark.parametrize("kind", ["heads", "cosines"])
 def test_large_models_are_drawn(make_readings, kind):
     figure = draw(kind, make_readings((0, 16), layers=30, heads=20))
@@ -167,18 +157,6 @@ def test_the_most_similar_and_the_most_opposite_head_are_found(run):
     assert "most opposite head\nlayer 4, head 3, cosine −0.98" in words
 
 
-def test_the_plane_of_rows_in_a_plane_keeps_their_lengths_and_angles(run):
-    one = _similar_and_opposite(run, 3)[1]
-    flat = np.random.default_rng(0).standard_normal((50, 2))
-    basis = np.linalg.qr(np.random.default_rng(1).standard_normal((WIDTH, WIDTH)))[0][:2]
-    rows = flat @ basis
-    found, shares = _plane([rows], one)
-    assert shares.sum() == pytest.approx(1)
-    projected = rows @ found.T
-    np.testing.assert_allclose(projected @ projected.T, flat @ flat.T, atol=1e-9)
-    assert (one.mean_key[-1] @ found.T >= 0).all()
-
-
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_rows_that_are_not_finite_are_left_out(run, bad):
     for step in run.folder.steps("probe"):
@@ -188,16 +166,6 @@ def test_rows_that_are_not_finite_are_left_out(run, bad):
         run.folder.write(step, "probe", arrays)
     for kind in ("means", "clouds"):
         small(draw(kind, run))
-
-
-def test_means_alone_are_enough_for_their_paths(run):
-    for step in run.folder.steps("probe"):
-        arrays = arrays_at(step / STEPS[-1])
-        kept = {place: a for place, a in arrays.items() if place.name not in ("queries", "keys")}
-        run.folder.write(step, "probe", kept)
-    assert small(draw("means", run)).std() > 3
-    with pytest.raises(NotMeasuredError, match="only their means fit"):
-        draw("clouds", run)
 
 
 def test_a_figure_and_a_summary_count_the_same_heads(run):
@@ -274,17 +242,6 @@ def test_shares_of_a_layer_sum_to_one(run):
     bars = panel.patches
     heights = np.array([bar.get_height() for bar in bars]).reshape(3, LAYERS + 1)
     assert heights.sum(axis=0) == pytest.approx(np.ones(LAYERS + 1))
-
-
-def test_uniform_attention_is_drawn_and_is_the_end_of_the_scale(run):
-    entropy = next(
-        a for a in geometry_figure(run).axes if a.get_title("left").endswith("entropy by layer")
-    )
-    assert "uniform attention: 3.1" in [text.get_text() for text in entropy.texts]
-    assert entropy.get_ylim()[1] > 3.1
-    heads = draw("heads", run)
-    limits = [a.collections[0].get_clim() for a in heads.axes if "step" in a.get_title("left")]
-    assert limits == [(0.0, 3.1)] * 3 + [(-1.0, 1.0)] * 3
 
 
 def test_spectra_are_shares_of_the_whole_variance(run):

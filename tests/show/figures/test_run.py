@@ -20,7 +20,6 @@ from geomon.show.panels import (
     head_panels,
     map_panel,
     measured_heads,
-    spread_steps,
 )
 
 
@@ -170,24 +169,6 @@ def bar_of(figure, label):
     return names, [tuple(colour) for colour in mesh.to_rgba(mesh.get_array().ravel())]
 
 
-def test_the_profile_is_drawn_at_a_few_steps_that_its_bar_names():
-    readings = lopsided(steps=(0, 4, 32, 100))
-    figure = geometry_figure(readings)
-    as_image(figure)
-    names, colours = bar_of(figure, "step")
-    profile = panels(figure)[1]
-    assert names == ["0", "4", "32", "100"]
-    for line, reading, colour in zip(profile.lines, readings, colours, strict=True):
-        assert list(line.get_ydata()) == [
-            reading.values[f"anisotropy/layer_{n:02d}"] for n in range(4)
-        ]
-        assert matplotlib.colors.to_rgba(line.get_color()) == pytest.approx(colour)
-    many = lopsided(steps=(0, 4), layers=30, heads=1)
-    names, colours = bar_of(geometry_figure(many), "layer (c and d)")
-    assert names == [str(layer) for layer in range(1, 31, 3)]
-    assert len(colours) == 30
-
-
 def test_of_more_heads_than_lines_can_be_told_apart_shares_are_drawn():
     readings = lopsided(layers=4, heads=17)
     panel = panels(geometry_figure(readings))[2]
@@ -285,23 +266,6 @@ def test_every_size_of_run_is_drawn(make_readings, steps, layers, heads):
     assert as_image(figure).std() > 5
     if len(steps) == 1:  # as dots
         assert {line.get_marker() for line in lines(panels(figure)[3], 1)} == {"o"}
-
-
-def test_values_that_are_not_numbers_leave_gaps(make_readings):
-    readings = make_readings()
-    broken = dict.fromkeys(readings[3].values.keys() - {"geomon/seconds"}, math.nan)
-    holed = [with_values(r, broken) if r.step == 64 else r for r in readings]
-    figure = geometry_figure(Readings(readings.runs, holed))
-    as_image(figure)
-    assert 64 not in labelled(panels(figure)[0], "intrinsic dimension").get_xdata()
-
-
-def test_steps_are_spread_evenly_in_their_logarithm():
-    assert spread_steps([5, 3]) == [3, 5]
-    spread = spread_steps(list(range(10_001)))
-    assert (spread[0], spread[-1]) == (0, 10_000)
-    ratios = np.diff(np.log1p(spread))
-    assert ratios.max() < 1.5 * ratios.min()
 
 
 # -- cards -----------------------------------------------------------------------------------------

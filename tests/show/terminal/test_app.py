@@ -215,24 +215,6 @@ def test_a_record_is_followed_while_it_is_written(make_readings, tmp_path):
     run(story)
 
 
-def test_a_folder_that_cannot_be_read_now_is_tried_again(make_readings, tmp_path, monkeypatch):
-    watched_run = Watched(write(tmp_path / "a", make_readings()))
-    assert watched_run.look()
-    assert not watched_run.look()
-
-    def fails(self):
-        raise PermissionError(13, "Permission denied", str(tmp_path))
-
-    with monkeypatch.context() as patched:
-        patched.setattr("geomon.record.Follower.look", fails)
-        assert watched_run.look()
-        assert "Permission denied" in watched_run.trouble
-        assert not watched_run.look()
-    assert watched_run.look()
-    assert watched_run.trouble == ""
-    assert len(watched_run.readings) == 9
-
-
 @pytest.mark.parametrize(
     ("content", "stack", "said"),
     [("hello\n", None, "line 1 of"), ("", "encoder", "no stack is called 'encoder'")],
@@ -248,23 +230,6 @@ def test_what_is_no_record_ends_in_one_line(make_readings, tmp_path, content, st
         assert said in app.return_value
         assert "\n" not in app.return_value
         assert app.return_code == 2
-
-    run(story)
-
-
-def test_two_runs_in_one_record_and_other_metrics_are_said(make_readings, tmp_path):
-    only = [r for r in make_readings((0, 64)).readings for _ in range(2)]
-    other = [with_values(r, {"peak_norm/mean": 1.0 + r.step}) for r in only]
-
-    async def story():
-        async with watched(write(tmp_path, other)) as (app, pilot):
-            said = words(app)
-            assert "two runs wrote into this record" in said
-            assert "peak_norm 65.0" in said
-            assert "intrinsic dimension: not measured" in said
-            for key in (*"mlhrpxtttt", "escape", "question_mark", "tab", "enter"):
-                await pilot.press(key)
-            assert app.is_running
 
     run(story)
 
