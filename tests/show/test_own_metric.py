@@ -33,6 +33,7 @@ def run(make_readings):
 
 def look_at_report(run, folder):
     panels = build_panels([Run("a", folder, run)])
+    assert next(iter(panels.others)) == TITLE  # means come before what stands for parts
     curve, profile = panels.others[TITLE], panels.depth[LABEL]
     (line,) = curve.lines
     assert curve.label == TEXT["unit"]

@@ -377,13 +377,15 @@ def show_message(panel: Axes, message: str) -> None:
 
 
 def legend(panel: Axes, *, above: bool = False, **style: Any) -> None:
-    """Add a legend at the upper left of a panel, or above it.
+    """Add a legend at the upper left of a panel, or above it, where something has a name.
 
     Args:
         panel: Axes of matplotlib.
         above: Whether it stands above the panel.
         style: Keyword arguments of matplotlib that go before these.
     """
+    if not panel.get_legend_handles_labels()[0]:
+        return
     place: Style = {"loc": "upper left"}
     if above:
         place = {"loc": "lower left", "bbox_to_anchor": (-0.06, 1.01), "labelcolor": "linecolor"}

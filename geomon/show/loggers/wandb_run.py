@@ -113,7 +113,6 @@ class WandBRows:
         self._waiting: deque[dict[str, Any]] = deque()  # rows that have not been logged yet
         self._taken = -1  # the last number that a reading has taken
         self._is_logging = False
-        self._has_ended = False
         self._defined: set[str] = set()
         self._flushed_by_run = False
         self._unfollow: Callable[[], None] = lambda: None
@@ -223,7 +222,7 @@ class WandBRows:
 
     def _attempt(self, function: Callable[..., None], *given: Any) -> None:
         """Log readings beside a row of the others, which is theirs whatever comes of that."""
-        if self._is_logging or self._has_ended:
+        if self._is_logging:
             return
         try:
             function(*given)
@@ -234,7 +233,6 @@ class WandBRows:
         """Log what is waiting, and leave nothing on the run."""
         atexit.unregister(self._end)
         self._flush()
-        self._has_ended = True
         self._unfollow()
 
     def _configure(self) -> None:

@@ -237,6 +237,24 @@ def test_a_metric_that_is_not_there_is_answered_by_those_that_are(run, kind, met
         draw(kind, run, metric)
 
 
+def test_few_types_make_no_line_and_are_said(run):
+    for step in run.folder.steps("probe"):
+        arrays = arrays_at(step / STEPS[-1])
+        for layer in range(LAYERS + 1):
+            arrays["", "type_rows", layer] = np.full(12, 9)
+        run.folder.write(step, "probe", arrays)
+    words = words_of(draw("norms", run))
+    assert "fewer than 3 token types come 10 times" in words
+    assert "Layer 0, step 1,500 |" in words
+
+
+def test_p_values_stand_over_training(run):
+    correlation, p_values = draw("drift", run).axes
+    assert "Pearson" in correlation.texts[-1].get_text()
+    labels = [label.get_text() for label in p_values.get_xticklabels()]
+    assert (p_values.get_xscale(), labels) == ("log", ["0", "16", "100", "1,000"])
+
+
 def test_shares_of_a_layer_sum_to_one(run):
     panel = next(axes for axes in draw("norms", run).axes if "Parts of Q" in axes.get_title("left"))
     bars = panel.patches

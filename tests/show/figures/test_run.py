@@ -274,6 +274,7 @@ def test_every_size_of_run_is_drawn(make_readings, steps, layers, heads):
 @pytest.mark.parametrize(
     ("profile", "low", "high"),
     [
+        ([30.0, 2, math.nan, 3], 0, 3),
         ([2.5, 2, 4, 3], 0, 4),
         ([30.0, 2, 4, 3], 0, 4),
         ([0.5, -0.02, 0.05, 0.01], -0.02, 0.05),
@@ -288,7 +289,7 @@ def test_layer_0_leaves_the_axis_where_it_would_flatten_the_blocks(profile, low,
     assert low - 0.2 * (high - low) <= bottom <= low
     assert high <= top < high + 0.2 * (high - low)
     assert (f"↑ layer 0: {profile[0]:.3g}" in words(figure)) == (profile[0] > high)
-    assert list(axes.lines[0].get_ydata()) == profile  # nothing is taken away
+    np.testing.assert_array_equal(axes.lines[0].get_ydata(), profile)  # nothing is taken away
 
 
 def test_values_of_heads_stand_by_layer_and_head():
@@ -342,6 +343,9 @@ def test_a_map_has_a_column_for_each_step_and_the_scale_of_the_blocks(make_readi
     assert all(
         low < step < high for low, step, high in zip(edges[1:-1], steps[1:], edges[2:], strict=True)
     )
+    cosines = {f"cosine/layer_{layer:02d}": 0.25 * layer for layer in range(3)}
+    positive = map_panel(Readings([], [reading_of(cosines)]), "cosine")
+    assert (positive.low, positive.high, positive.is_signed) == (0, 0.5, False)
     one = map_panel(make_readings((0,)), "anisotropy")
     assert one.values.shape == (5, 1)
     assert as_image(card(one)).std() > 5

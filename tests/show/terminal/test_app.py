@@ -80,6 +80,7 @@ def test_dimensions_phases_and_alerts_are_whole_at_any_size_above_a_chart(
                 size[0] > 100
             )  # two charts, where there is room
             assert screen(app)[-1].startswith("q quit ? help")
+            assert "r run" not in screen(app)[-1]
             await pilot.press("t", "t", "t")
             listed = re.findall(
                 r"Alert at step (\S+?):? (?:\(first of (\d)\): )?(\w+):", words(app)
@@ -110,6 +111,8 @@ def test_keys_change_what_is_shown(make_readings, tmp_path):
             assert "─anisotropy  0.11" in await press("m", "m")  # it has no mean: layer 0
             assert "─anisotropy  0.60" in await press("l", "l")
             assert "─anisotropy  0.28" in await press("L")
+            assert "by scale" in await press("M")
+            assert "─anisotropy" in await press("m")
             assert "by layer ━start ━peak 256 ━now" in text(app)
             assert "━step 1,024" in await press("p")
             assert "━step 1,024" in await press("p", "n")
@@ -160,6 +163,7 @@ def test_several_runs_lie_over_one_another_with_a_legend(make_readings, tmp_path
             assert "━ other · step 64" in said
             assert said.count("intrinsic dimension 5.") == 2
             assert "━ third · waiting for" in said
+            assert "r run" in screen(app)[-1]
             await pilot.press("m", "m", "m")
             assert "by layer ━one ━other" in text(app)
             await pilot.press("t", "t", "t")
