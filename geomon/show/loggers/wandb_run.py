@@ -10,10 +10,12 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from geomon.analysis import find_phase
+from msgspec.structs import replace
+
+from geomon.analysis import curve_of
 from geomon.analysis.alerts import alert_notes
-from geomon.analysis.curves import measured
 from geomon.record import Reading, Readings, Sink
+from geomon.record.columns import Column
 from geomon.record.headline import HEADLINE, Charts, Detail
 from geomon.show.loggers.history import Part, RunDrawer
 from geomon.show.loggers.others import Alerts
@@ -298,7 +300,7 @@ class WandBSummary:
 
     def __init__(self, rows: WandBRows) -> None:
         self._rows = rows
-        self._curves: dict[str, list[tuple[int, float, float]]] = {}  # by source of the readings
+        self._measured: list[Reading] = []  # of which the dimension alone is kept
         self._alerts = 0
 
     def __str__(self) -> str:
@@ -307,9 +309,11 @@ class WandBSummary:
     def write(self, reading: Reading) -> None:
         """Bring the summary up to date."""
         self._alerts += len(alert_notes(reading))
-        value, margin = measured(reading, "twonn")
-        if math.isfinite(value):
-            self._curves.setdefault(reading.source, []).append((reading.step, value, margin))
+        found = reading.column("twonn")
+        if math.isfinite(found.mean):
+            column = Column(mean=found.mean, mean_margin=found.mean_margin)
+            kept = replace(reading, stacks={"": {"twonn": column}}, training={}, notes=())
+            self._measured.append(kept)
         run = self._rows.run
         if run is not None and not getattr(run, "disabled", False):
             run.summary.update({"geomon/alerts": self._alerts, **self._numbers()})
@@ -318,18 +322,16 @@ class WandBSummary:
         """Do nothing: the summary is up to date."""
 
     def _numbers(self) -> dict[str, Any]:
-        if not self._curves:
+        curve = curve_of(self._measured, "twonn")
+        if not len(curve):
             return {}
-        # Readings of two sources see different tokens: those of the more common one are a curve.
-        points = max(self._curves.values(), key=len)
-        steps, values, margins = map(list, zip(*points, strict=True))
-        phase = find_phase(steps, values, margins)
+        phase = curve.phase()
         has_peak = phase.earliest is not None
         return {
             "geomon/phase": phase.name,
             "geomon/peak_step": phase.peak_step if has_peak else None,
             "geomon/peak": phase.peak if has_peak else None,
-            "geomon/final": values[-1],
+            "geomon/final": curve.values[-1],
         }
 
 

@@ -274,7 +274,7 @@ def test_every_size_of_run_is_drawn(make_readings, steps, layers, heads):
 @pytest.mark.parametrize(
     ("profile", "low", "high"),
     [
-        ([30.0, 2, math.nan, 3], 0, 3),
+        ([30.0, 2, math.inf, 3], 0, 3),
         ([2.5, 2, 4, 3], 0, 4),
         ([30.0, 2, 4, 3], 0, 4),
         ([0.5, -0.02, 0.05, 0.01], -0.02, 0.05),
