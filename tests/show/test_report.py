@@ -170,6 +170,7 @@ def test_the_mean_of_seeds_has_a_band_from_the_lowest_to_the_highest(make_readin
     mean = next(line for line in panel.lines if line.name == "mean of 0, 1: mean")
     assert (list(mean.x), list(mean.y)) == ([0, 10, 20], [2.0, 4.0, 3.0])
     assert (list(mean.low), list(mean.high)) == ([1.0, 2.0, 3.0], [3.0, 6.0, 3.0])
+    assert all(line.width < mean.width / 2 for line in panel.lines if not line.name)
 
 
 def test_curves_and_tables_are_thinned_and_keep_ends_and_extremes(make_readings):

@@ -226,15 +226,18 @@ def test_a_metric_that_is_not_there_is_answered_by_those_that_are(run, kind, met
         draw(kind, run, metric)
 
 
-def test_few_types_make_no_line_and_are_said(run):
+@pytest.mark.parametrize("rows", [9, 20])  # too few of each type; all types alike
+def test_where_types_give_no_line_none_is_said(run, rows):
+    alike = {"type_rows": rows, "type_square_of_mean": 5.0, "type_scatter": 40.0}
     for step in run.folder.steps("probe"):
         arrays = arrays_at(step / STEPS[-1])
         for layer in range(LAYERS + 1):
-            arrays["", "type_rows", layer] = np.full(12, 9)
+            arrays |= {ArrayPlace("", name, layer): np.full(12, x) for name, x in alike.items()}
         run.folder.write(step, "probe", arrays)
-    words = words_of(draw("norms", run))
-    assert "fewer than 3 token types come 10 times" in words
-    assert "Layer 0, step 1,500 |" in words
+    figure = draw("norms", run)
+    assert ("fewer than 3 token types come 10 times" in words_of(figure)) == (rows < 10)
+    assert figure.axes[0].get_title("left").endswith("Layer 0, step 1,500")
+    assert "slope" not in figure.axes[0].get_xlabel()
 
 
 def test_p_values_stand_over_training(run):

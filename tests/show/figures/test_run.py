@@ -343,7 +343,7 @@ def test_a_map_has_a_column_for_each_step_and_the_scale_of_the_blocks(make_readi
     assert all(
         low < step < high for low, step, high in zip(edges[1:-1], steps[1:], edges[2:], strict=True)
     )
-    cosines = {f"cosine/layer_{layer:02d}": 0.25 * layer for layer in range(3)}
+    cosines = {f"cosine/layer_{layer:02d}": 0.25 * abs(layer - 1) for layer in range(4)}
     positive = map_panel(Readings([], [reading_of(cosines)]), "cosine")
     assert (positive.low, positive.high, positive.is_signed) == (0, 0.5, False)
     one = map_panel(make_readings((0,)), "anisotropy")
