@@ -243,6 +243,7 @@ def test_where_types_give_no_line_none_is_said(run, rows):
 def test_p_values_stand_over_training(run):
     correlation, p_values = draw("drift", run).axes
     assert "Pearson" in correlation.texts[-1].get_text()
+    assert " least possible with 5 layers: 0.017" in [each.get_text() for each in p_values.texts]
     labels = [label.get_text() for label in p_values.get_xticklabels()]
     assert (p_values.get_xscale(), labels) == ("log", ["0", "16", "100", "1,000"])
 

@@ -12,6 +12,7 @@ from tagged import TEXTS, alert_of, reading_of, with_values
 
 from geomon.note import Note
 from geomon.record import Readings
+from geomon.show.colours import NOTHING
 from geomon.show.figures import as_image, card, geometry_figure, save
 from geomon.show.panels import (
     NotMeasuredError,
@@ -309,7 +310,9 @@ def test_values_of_heads_stand_by_layer_and_head():
     assert axes.get_ylim()[0] < axes.get_ylim()[1]  # the first layer at the bottom, as in maps
     holed = {**values, "q/layer_01/head_1": math.nan}
     (matrix,) = head_panels(Readings([], [reading_of(holed)]), "q").values()
-    assert len(card(matrix).axes[0].texts) == 5
+    axes = card(matrix).axes[0]
+    assert len(axes.texts) == 5
+    assert matplotlib.colors.to_hex(axes.get_facecolor()).upper() == NOTHING
 
 
 def test_scales_of_heads_are_those_of_cosines_of_uniform_attention_or_of_the_run(make_readings):

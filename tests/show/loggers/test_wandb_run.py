@@ -163,6 +163,16 @@ def test_nothing_is_left_on_the_run(order):
         assert "_log" not in vars(run)
 
 
+def test_a_disabled_run_is_left_as_it_is():
+    run = Run()
+    run.disabled = True
+    sink = WandB(run, pictures=False)
+    sink.write(reading(0, notes=["a note"]))
+    assert "_log" not in vars(run)
+    sink.close()
+    assert (run.rows, run.summary) == ([], {})
+
+
 def test_alone_every_reading_is_a_row_at_once():
     run = Run()
     rows_of(run, alone=True).write(with_values(reading(3), {"twonn/mean": 3.1}))
