@@ -86,13 +86,14 @@ def log_as_a_training(run, sink, habit, steps=20):
         given = HABITS[habit](step)
         if given is not None:
             run.log({f"loss_{step}": float(step)}, **given)
-    sink.close()
 
 
 @pytest.mark.parametrize("habit", HABITS)
 def test_nothing_is_lost_that_a_training_logs_to_wandb_itself(habit):
     run = Run()
-    log_as_a_training(run, WandB(run, pictures=False), habit)
+    sink = WandB(run, pictures=False)
+    log_as_a_training(run, sink, habit)
+    sink.close()
     run.end_row()
     assert not run.dropped
     kept = {name for row in run.rows for name in row if name.startswith("loss")}
