@@ -41,7 +41,7 @@ INNER = {
     "show": {
         "figures": {"colours", "loading", "panels"},
         "loggers": {"charts", "figures", "panels"},
-        "report": {"charts", "colours", "loading", "panels"},
+        "report": {"charts", "colours", "loading", "panels", "settings"},
         "terminal": {"loading", "numbers"},
     },
 }
@@ -49,14 +49,16 @@ INNER = {
 # metrics of the last tokens, what a reading is compared with, arrays beside the record, columns and
 # the names of values, which of them charts show, their long form, where they go, the main stack,
 # what makes text of unknown origin fit for a terminal, curves, the kinds of alerts, the commands of
-# pages, two runs compared, the shape of profiles and the alignment of queries and keys.
+# pages, two runs compared, the shape of profiles, what can be drawn over training and the alignment
+# of queries and keys.
 DOORS = {
     "analysis.alerts", "analysis.curves", "analysis.numbers", "analysis.summary",
     "capture.snapshot", "capture.unchanged",
     "metrics.at_once", "metrics.between_readings",
     "metrics.last_tokens", "record.arrays", "record.columns", "record.export", "record.headline",
     "record.tags", "record.sinks", "record.printable", "record.reading", "show.commands",
-    "analysis.compare", "analysis.profile", "analysis.queries_keys",
+    "analysis.compare", "analysis.profile", "analysis.quantities",
+    "analysis.queries_keys",
 }  # fmt: skip
 # Kernels are imported by module: a face would load the neighbour search with every one.
 WITHOUT_A_FACE = {"kernels"}

@@ -276,7 +276,9 @@ def compare_runs(
             `out` does not end like the name of a picture or cannot be written.
         ImportError: matplotlib is missing, for a picture.
     """
-    from geomon.analysis.compare import compare, describe_differences, describe_settings
+    from geomon.analysis.compare import compare
+    from geomon.show.comparison import describe_differences
+    from geomon.show.settings import describe_settings
 
     runs = load(first, stack), load(second, stack)
     _say_remarks([first, second], runs)

@@ -1,7 +1,5 @@
-import doctest
 import os
 import re
-import sys
 import time
 
 import pytest
@@ -65,27 +63,6 @@ def test_markup_becomes_prose(wikitext: str, prose: str) -> None:
     assert _cleaned(wikitext) == f"{prose}\n"
 
 
-def test_a_heading_without_text_is_dropped_with_those_below_it() -> None:
-    wikitext = "== A ==\n=== B ===\ntext\n== C ==\n=== D ===\n{{x}}\n== E ==\n[[de:E]]"
-    assert _cleaned(wikitext) == "A\n\nB\n\ntext\n"
-
-
-def test_only_articles_are_kept_and_separated_by_a_blank_line() -> None:
-    dump = b"".join(
-        [
-            b"<mediawiki><siteinfo><sitename>Wikipedia</sitename></siteinfo>\n",
-            _page("first"),
-            _page("#REDIRECT [[first]]"),
-            _page("code", title="MediaWiki:Common.css"),
-            b'<title>Empty</title><text xml:space="preserve" />',
-            _page("{{only a template}}"),
-            _page("second", title="The second: a title with a colon"),
-            b"</mediawiki>",
-        ]
-    )
-    assert clean(dump) == b"first\n\nsecond\n"
-
-
 def test_a_dump_that_ends_anywhere_leaves_no_broken_markup() -> None:
     page = _page(
         "Start é [[a|b]] {{t|{{u}}}} x\n{|\n| c\n|}\n[[Image:a|b [[c]] d]] <ref>r</ref> "
@@ -95,12 +72,6 @@ def test_a_dump_that_ends_anywhere_leaves_no_broken_markup() -> None:
         text = clean(page[:length]).decode()
         assert not re.search(r"\[|\]|[{}|<>&=#]|Image|ndash", text), text
         assert "Start".startswith(text[:5].strip())
-
-
-@pytest.mark.parametrize("opening", ["{{", "{|", "<table>", "<math>", "<!--", "[[Image:a|"])
-def test_what_a_cut_leaves_open_is_dropped(opening: str) -> None:
-    dump = _page(f"kept {opening} lost " + "word " * 100)
-    assert clean(dump[: dump.index(b"</text>")]) == b"kept\n"
 
 
 @given(st.binary() | st.text("[]{}|<>/!-='*:#&;ab \n").map(_page))
@@ -127,17 +98,6 @@ def test_time_grows_linearly(fragment: str) -> None:
     clean(page)
     clean(cut)
     assert time.process_time() - start < 5  # about 0.5 s at most; quadratic takes minutes
-
-
-def test_nesting_deeper_than_any_article_is_dropped() -> None:
-    assert _cleaned("a " + "{{x" * 20_000 + "}}" * 20_000 + " b") == "a b\n"
-    assert "[[" not in _cleaned("[[a|" * 2_000 + "]]" * 2_000)
-
-
-def test_example_of_the_docstring() -> None:
-    result = doctest.testmod(sys.modules[clean.__module__])
-    assert result.attempted > 0
-    assert result.failed == 0
 
 
 @needs_enwik8

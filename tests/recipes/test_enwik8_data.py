@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import re
 import socket
-import sys
 import threading
 import time
 import zipfile
@@ -159,32 +158,6 @@ def test_ids_and_symbols_give_the_bytes_back(raw: bytes) -> None:
     assert abs(len(corpus.validation) - len(corpus.test)) <= 1
 
 
-def test_ids_are_writable_vectors_of_bytes() -> None:
-    corpus = module._corpus(RAW, "somewhere")
-    for part in (corpus.train, corpus.validation, corpus.test):
-        assert part.dtype == np.uint8
-        assert part.ndim == 1
-        assert part.flags.writeable  # torch.from_numpy warns of an array that is not
-
-
-def test_decode_shows_broken_utf8_as_replacement() -> None:
-    corpus = module._corpus("aé".encode(), "somewhere")
-    assert corpus.decode([0, 2, 1]) == "aé"
-    assert corpus.decode(np.array([0, 2], np.uint8)) == "a\N{REPLACEMENT CHARACTER}"
-    assert corpus.decode([]) == ""
-
-
-def test_split_of_clean_text_is_that_of_the_cleaned_bytes(tmp_path: Path) -> None:
-    dump = b"<mediawiki><page><title>A</title><text>'''A''' is {{so}} a [[letter]].</text></page>"
-    path = tmp_path / "dump"
-    path.write_bytes(dump)
-    corpus = load(path, text="clean", minimum=1, published=_published(dump))
-    assert _bytes(corpus) == b"A is a letter.\n"
-    assert len(corpus.train) == 13
-    assert f"all {len(dump)} bytes" in corpus.source
-    assert "15 bytes of prose" in corpus.source
-
-
 @pytest.mark.parametrize(
     "pack",
     [bytes, gzip.compress, bz2.compress, lzma.compress, lambda raw: _zip(anything=raw)],
@@ -213,15 +186,6 @@ def test_environment_names_the_file_unless_the_argument_does(
     assert "400,000 bytes" in load_small(str(tmp_path / "400000")).source
 
 
-def test_bad_environment_is_an_error_and_an_empty_one_is_none(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, refusing_url: str
-) -> None:
-    monkeypatch.setenv("ENWIK8", str(tmp_path / "missing"))
-    assert re.search(r"ENWIK8=.*missing does not exist", _error(load_small))
-    monkeypatch.setenv("ENWIK8", "")
-    assert _bytes(load_small(url=refusing_url)) == CARRIED
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -246,31 +210,6 @@ def test_unusable_file_is_an_error(content: bytes, message: str, tmp_path: Path)
     assert str(path) in error
 
 
-def test_folder_missing_file_and_unknown_text_are_errors(tmp_path: Path) -> None:
-    assert "is a folder; give a file" in _error(lambda: load_small(tmp_path))
-    assert "does not exist" in _error(lambda: load_small(tmp_path / "none"))
-    assert "text='words' is unknown" in _error(lambda: load(text="words"))  # type: ignore[arg-type]
-
-
-def test_file_without_permission_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(self: Path, mode: str) -> None:
-        raise PermissionError(13, "Permission denied", str(self))
-
-    path = tmp_path / "enwik8"
-    path.write_bytes(RAW)
-    monkeypatch.setattr(Path, "open", refuse)  # root may read every file
-    error = _error(lambda: load_small(path))
-    assert re.search("cannot read .*Permission denied", error)
-
-
-def test_nothing_left_after_cleaning_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "enwik8"
-    path.write_bytes(b"<mediawiki>" + RAW)
-    assert "too short" in _error(lambda: load_small(path, text="clean", minimum=0))
-
-
 def test_downloads_once_and_then_reads_the_cache(server: Server, cache: Path) -> None:
     first = load_small(url=server.url)
     second = load_small(url=server.url)
@@ -281,25 +220,11 @@ def test_downloads_once_and_then_reads_the_cache(server: Server, cache: Path) ->
     assert {path.name for path in cache.iterdir()} <= {"enwik8", "enwik8.lock"}
 
 
-def test_argument_names_another_cache(server: Server, cache: Path, tmp_path: Path) -> None:
-    load_small(url=server.url, cache=tmp_path / "other" / "folder")
-    assert (tmp_path / "other" / "folder" / "enwik8").read_bytes() == RAW
-    assert not cache.exists()
-
-
 def test_damaged_cache_is_downloaded_again(server: Server, cache: Path) -> None:
     cache.mkdir()
     (cache / "enwik8").write_bytes(RAW[:-1] + b"\0")
     assert _bytes(load_small(url=server.url)) == RAW
     assert (cache / "enwik8").read_bytes() == RAW
-
-
-def test_partial_download_is_resumed(server: Server, cache: Path) -> None:
-    cache.mkdir()
-    (cache / "enwik8.zip.part").write_bytes(ZIPPED[:MIB])
-    assert _bytes(load_small(url=server.url)) == RAW
-    assert server.ranges == [f"bytes={MIB}-"]
-    assert server.sent == len(ZIPPED) - MIB
 
 
 def test_download_that_broke_off_is_resumed_by_the_next(server: Server, cache: Path) -> None:
@@ -312,26 +237,6 @@ def test_download_that_broke_off_is_resumed_by_the_next(server: Server, cache: P
     server.breaks_after = None
     assert _bytes(load_small(url=server.url)) == RAW
     assert server.ranges == [None, f"bytes={received}-"]
-
-
-def test_server_that_ignores_ranges_starts_again(server: Server, cache: Path) -> None:
-    body = gzip.compress(RAW)  # a zip bears the partial file in front of it
-    server.bodies = [body]
-    server.honours_ranges = False
-    cache.mkdir()
-    (cache / "enwik8.zip.part").write_bytes(body[:MIB])
-    assert _bytes(load_small(url=server.url)) == RAW
-    assert server.ranges == [f"bytes={MIB}-", None]
-    assert server.sent == 2 * len(body)
-
-
-@pytest.mark.parametrize(("part", "sent"), [(ZIPPED, 0), (b"x" * len(ZIPPED), len(ZIPPED))])
-def test_range_beyond_the_end(server: Server, cache: Path, part: bytes, sent: int) -> None:
-    cache.mkdir()
-    (cache / "enwik8.zip.part").write_bytes(part)
-    assert _bytes(load_small(url=server.url)) == RAW
-    assert server.ranges[0] == f"bytes={len(ZIPPED)}-"
-    assert server.sent == sent
 
 
 @pytest.mark.parametrize(
@@ -393,26 +298,10 @@ def test_refused_connection_leads_quickly_to_the_fallback(
     assert corpus.source.endswith("no connection")
 
 
-def test_short_fallback_is_an_error(refusing_url: str) -> None:
-    error = _error(lambda: load_small(url=refusing_url, minimum=len(CARRIED) + 1))
-    assert "too short: text that Python" in error
-
-
 def test_cache_that_cannot_be_written_is_an_error(server: Server, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     error = _error(lambda: load_small(url=server.url, cache=tmp_path / "file" / "cache"))
     assert re.search(r"cannot keep enwik8 in .*file.cache .*; set GEOMON_CACHE", error)
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_progress_shows_on_a_terminal_only(
-    server: Server, monkeypatch: pytest.MonkeyPatch, terminal: bool
-) -> None:
-    stderr = io.StringIO()
-    monkeypatch.setattr(stderr, "isatty", lambda: terminal, raising=False)
-    monkeypatch.setattr(sys, "stderr", stderr)
-    load_small(url=server.url)
-    assert ("100%" in stderr.getvalue()) == terminal
 
 
 @needs_enwik8
@@ -423,26 +312,3 @@ def test_enwik8_is_recognised() -> None:
     size = len(_bytes(corpus))
     assert corpus.vocabulary_size <= 205
     assert corpus.vocabulary_size == 205 or size < module.ENWIK8.size
-
-
-@pytest.mark.parametrize("text", ["bytes", "clean"])
-def test_any_text_is_taken_and_called_what_it_is(text: module.Text, tmp_path: Path) -> None:
-    path = tmp_path / "shakespeare.txt"
-    path.write_bytes(b"To be, or not to be, that is the question.\n" * 5_000)
-    corpus = load(path, text=text)
-    assert _bytes(corpus)[:9] == b"To be, or"
-    assert corpus.source.startswith(f"text, {43 * 5_000:,} bytes, from {path}")
-
-
-def test_of_a_longer_text_the_beginning_is_taken(tmp_path: Path) -> None:
-    path = tmp_path / "long"
-    path.write_bytes(RAW[::-1] + b"the rest")
-    assert _bytes(load_small(path)) == RAW[::-1]
-
-
-@needs_enwik8
-def test_a_changed_enwik8_is_not_called_by_its_name(tmp_path: Path) -> None:
-    raw = _bytes(load(ENWIK8_FILE))[: MIB + 9]
-    path = tmp_path / "prefix"
-    path.write_bytes(b"<" + raw[:-1])
-    assert load(path).source.startswith("text, ")

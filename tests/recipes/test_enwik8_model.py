@@ -1,7 +1,6 @@
 """What the recipe's model is trained by and what it logs, without a run."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +8,7 @@ import torch
 
 from recipes.enwik8 import presets
 from recipes.enwik8.model import CharacterDecoder, bits_per_character
-from recipes.enwik8.presets import PRESETS, Preset, preset_for_hardware
+from recipes.enwik8.presets import Preset, preset_for_hardware
 
 TINY = Preset(2, 16, 2, 12, 4, 40, 10, 1e-2, 0.0, "32-true")
 SYMBOLS = 7
@@ -56,19 +55,6 @@ def test_the_bits_of_a_probe_are_those_of_the_characters_that_its_windows_hold(m
     assert found.item() == pytest.approx(nats(model, probe) / math.log(2), rel=1e-5)
 
 
-def test_a_model_of_half_the_symbols_needs_one_bit_less(windows):
-    """The unit does not hang on one model: log2, and no other logarithm, falls by one."""
-    found = []
-    for symbols in (64, 32):
-        torch.manual_seed(0)
-        model, logged = CharacterDecoder("gpt2", symbols, TINY).eval(), {}
-        torch.nn.init.zeros_(model.network.lm_head.weight)  # tied: the same for every symbol
-        model.log = lambda name, value, logged=logged, **options: logged.update({name: value})
-        model.validation_step(windows, 0)
-        found.append(logged["validation/bits_per_character"].item())
-    assert found == pytest.approx([6.0, 5.0])
-
-
 def test_only_matrices_decay_and_every_parameter_is_trained(model):
     (optimizer,) = [model.configure_optimizers()["optimizer"]]
     decay = {
@@ -102,11 +88,6 @@ def test_the_learning_rate_changes_with_every_step_and_not_with_every_epoch(mode
     np.testing.assert_allclose(found[10:], 0.1 + 0.9 * (1 + np.cos(np.pi * steps)) / 2)
 
 
-def test_a_run_that_is_all_warm_up_has_a_rate_at_every_step():
-    model = CharacterDecoder("gpt2", SYMBOLS, replace(TINY, steps=10))
-    assert [model._rate(step) for step in (0, 9, 10, 11)] == pytest.approx([0.1, 1.0, 1.0, 0.1])
-
-
 @pytest.mark.parametrize("arch", ["gpt2", "llama"])
 def test_dropout_context_and_sizes_arrive_in_the_network(arch):
     preset = Preset(3, 24, 4, 20, 8, 10, 1, 1e-3, 0.25, "32-true")
@@ -122,14 +103,6 @@ def test_dropout_context_and_sizes_arrive_in_the_network(arch):
     assert model(torch.zeros(2, 20, dtype=torch.long)).shape == (2, 20, 11)
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-def test_only_the_network_is_compiled_and_only_where_asked(monkeypatch, compiled):
-    called = []
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: called.append(type(module)))
-    model = CharacterDecoder("gpt2", SYMBOLS, TINY, compiled=compiled)
-    assert called == ([type(model.network)] if compiled else [])
-
-
 @pytest.mark.parametrize(
     ("available", "gigabytes", "name"),
     [(False, 0, "cpu"), (True, 8, "small"), (True, 20, "small"), (True, 24, "base")],
@@ -141,14 +114,3 @@ def test_the_preset_is_chosen_by_the_hardware(monkeypatch, available, gigabytes,
     monkeypatch.setattr(presets.torch.cuda, "is_available", lambda: available)
     monkeypatch.setattr(presets.torch.cuda, "get_device_properties", lambda index: Device)
     assert preset_for_hardware() == name
-
-
-def test_presets_can_be_trained_and_are_of_growing_size():
-    for preset in PRESETS.values():
-        assert preset.width % preset.heads == 0
-        assert 0 < preset.warmup < preset.steps / 5
-        assert 0 <= preset.dropout < 0.5
-    sizes = [(p.layers * p.width**2, p.context, p.steps) for p in PRESETS.values()]
-    assert all(sorted(column) == list(column) for column in zip(*sizes, strict=True))
-    # The README's numbers were made with these.
-    assert PRESETS["cpu"] == Preset(4, 128, 4, 64, 32, 1_500, 100, 2e-3, 0.0, "32-true")

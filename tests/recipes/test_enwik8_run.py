@@ -1,7 +1,5 @@
 """The recipe's command, on a model small enough for a test."""
 
-import errno
-import json
 import math
 import os
 import shutil
@@ -9,21 +7,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from forks import ONE_THREAD, Forks
-from tagged import reading_of
 from typer.testing import CliRunner
 
 from geomon import read
-from recipes.enwik8.__main__ import _FOLDER_OF_ALL_RANKS as FOLDER
-from recipes.enwik8.__main__ import _new_folder, app
-from recipes.enwik8.live import LiveView
-from recipes.enwik8.model import CharacterDecoder, configuration
-from recipes.enwik8.presets import PRESETS, Preset
-from recipes.enwik8.train import RecipeError, _plain_errors
+from recipes.enwik8.__main__ import app
 
 ROOT = Path(__file__).parent.parent.parent
 # Batches of 64: the 512 windows of a validation are eight of them.
@@ -112,13 +103,6 @@ def test_readings_are_shown_line_by_line_where_there_is_no_terminal(finished):
     assert [step for step in range(7) if f"step {step}:" in out] == READ
 
 
-def test_a_reading_stands_on_4096_rows_and_has_an_interval(finished):
-    folder, _ = finished
-    for reading in read(folder):
-        assert (reading.source, reading.mode, reading.tokens) == ("probe", "eval", 4096)
-        assert reading.values["twonn/mean/margin"] > 0
-
-
 def test_every_reading_is_a_validation_and_all_windows_are_validated_on_once(finished):
     folder, out = finished
     readings = list(read(folder))
@@ -128,36 +112,6 @@ def test_every_reading_is_a_validation_and_all_windows_are_validated_on_once(fin
     assert all(map(math.isnan, before))
     assert last == pytest.approx(probed[-1], abs=0.1)
     assert f"validation: {last:.3f} bits per character" in out
-
-
-def test_a_run_that_is_resumed_after_its_last_update_is_validated(finished, start, tmp_path):
-    """As a kill between the last checkpoint and the validation leaves it, or a run at its end."""
-    folder, out = finished
-    copy = shutil.copytree(folder, tmp_path / "copy")
-    cache = str(folder.parent / "cache")
-    arguments = ["--out", copy, *TINY, "--steps", 6, "--resume"]
-    code, again, err = start(*arguments, GEOMON_CACHE=cache).end()
-    assert code == 0, err
-    (line,) = (line for line in out.splitlines() if "bits per character" in line)
-    assert line in again.splitlines()
-    assert [r.step for r in read(copy)] == READ
-
-
-def test_the_terminal_shows_the_validation_of_the_last_reading():
-    live = LiveView([])
-    trainer = SimpleNamespace(
-        global_step=3, callback_metrics={"train/bits_per_character": torch.tensor(2.5)}
-    )
-
-    def shown():
-        live.on_train_batch_end(trainer, None)
-        return live._progress.tasks[0].fields["numbers"]
-
-    assert shown() == "train 2.500 bits/character"
-    for loss, words in ((2.75, ", validation 2.750"), (math.nan, "")):
-        values = {"training/probe_loss": loss}
-        live.write(reading_of(values, 3))
-        assert shown() == f"train 2.500{words} bits/character"
 
 
 def test_a_folder_that_holds_a_run_is_not_written_over(finished):
@@ -246,19 +200,6 @@ def test_bad_input_gets_one_clear_line(arguments, message, tmp_path):
     assert err.count("\n") == 1
 
 
-def test_resume_needs_the_text_of_the_run(finished, tmp_path):
-    folder, _ = finished
-    copy = shutil.copytree(folder, tmp_path / "copy")
-    settings = json.loads((copy / "settings.json").read_text())
-    assert len(settings["text_sha256"]) == 64
-    (copy / "settings.json").write_text(json.dumps({**settings, "text_sha256": "0" * 64}))
-    code, err = run_here("--out", copy, *TINY, "--steps", 6, "--resume")
-    assert code == 2
-    assert "--resume in" in err
-    assert "needs the text of the earlier run, whose sha256 is 000000000000..." in err
-    assert err.count("\n") == 1
-
-
 @pytest.mark.parametrize("content", [b"", b"torn", "half"])
 def test_a_checkpoint_that_cannot_be_read_gets_one_clear_line(finished, tmp_path, content):
     folder, _ = finished
@@ -271,49 +212,6 @@ def test_a_checkpoint_that_cannot_be_read_gets_one_clear_line(finished, tmp_path
     assert "cannot be read" in err
     assert "--resume starts over" in err
     assert err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        (MemoryError(), "choose a smaller --batch"),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried"), "choose a smaller --batch"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you"), "choose a smaller"),
-        (OSError(errno.ENOSPC, "No space left on device"), "make room, then go on with --resume"),
-        (RuntimeError("[enforce fail] PytorchStreamWriter failed writing file"), "make room"),
-    ],
-    ids=repr,
-)
-def test_what_the_machine_lacks_gets_one_clear_line(tmp_path, error, words):
-    with pytest.raises(RecipeError, match=words) as raised, _plain_errors(tmp_path):
-        raise error
-    assert "\n" not in str(raised.value)
-    with pytest.raises(RuntimeError, match="of another kind"), _plain_errors(tmp_path):
-        raise RuntimeError("of another kind")
-
-
-@pytest.mark.parametrize("content", ["", "[]", "{", '{"a": ' * 5000])
-def test_settings_that_cannot_be_read_get_one_clear_line(tmp_path, content):
-    (tmp_path / "settings.json").write_text(content)
-    code, err = run_here("--out", tmp_path, *TINY, "--resume")
-    assert (code, err.count("\n")) == (2, 1)
-    assert "choose another folder" in err
-
-
-def test_a_run_without_a_checkpoint_starts_over_by_resume(finished, start, tmp_path):
-    """As Ctrl-C leaves it before the first checkpoint: settings, and a reading or two."""
-    folder, _ = finished
-    (tmp_path / "run").mkdir()
-    shutil.copy(folder / "settings.json", tmp_path / "run")
-    lines = (folder / "readings.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "run" / "readings.jsonl").write_text("".join(lines[:2]))
-    cache = str(folder.parent / "cache")
-    arguments = ["--out", tmp_path / "run", *TINY, "--steps", 6, "--resume"]
-    code, out, err = start(*arguments, GEOMON_CACHE=cache).end()
-    assert code == 0, err
-    assert "no checkpoint yet: the run starts over at step 0" in out
-    assert [r.step for r in read(tmp_path / "run")] == READ
-    assert len(read(tmp_path / "run" / "readings.1.jsonl")) == 1
 
 
 def test_a_full_disk_in_the_middle_of_training_gets_one_clear_line(start, tmp_path):
@@ -354,50 +252,3 @@ def test_each_missing_extra_gets_one_clear_line(tmp_path, names):
     for name, line in zip(names.split(","), lines, strict=True):
         assert line.startswith(f"error: {name} not installed: pip install 'geomon[all]'")
     assert not (tmp_path / "x").exists()
-
-
-@pytest.mark.parametrize("arch", ["gpt2", "llama"])
-def test_both_architectures_learn_a_pattern(arch):
-    preset = Preset(2, 32, 2, 16, 8, 60, 5, 1e-2, 0.0, "32-true")
-    torch.manual_seed(0)
-    model = CharacterDecoder(arch, 8, preset)
-    window = (torch.arange(17) % 8).expand(8, -1)
-    optimizer = model.configure_optimizers()["optimizer"]
-    losses = []
-    for _ in range(60):
-        loss = model._loss(window)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[0] > 1.8
-    assert losses[-1] < 0.3
-
-
-def test_learning_rate_warms_up_and_ends_at_a_tenth():
-    preset = PRESETS["cpu"]
-    model = CharacterDecoder("gpt2", 8, preset)
-    rates = [model._rate(step) for step in range(preset.steps + 1)]
-    assert rates[0] == pytest.approx(1 / preset.warmup)
-    assert max(rates) == rates[preset.warmup] == 1
-    assert rates[-1] == pytest.approx(0.1)
-
-
-def test_configurations_have_the_sizes_of_the_preset():
-    preset = PRESETS["base"]
-    for arch in ("gpt2", "llama"):
-        sizes = json.loads(configuration(arch, 205, preset).to_json_string())
-        values = {v for v in sizes.values() if isinstance(v, int)}
-        assert {preset.layers, preset.width, preset.context, preset.heads, 205} <= values
-    with pytest.raises(ValueError, match="expected one of gpt2, llama"):
-        configuration("bert", 205, preset)
-
-
-def test_a_resume_goes_on_in_the_last_folder_and_a_new_run_in_the_next(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for count, folder in enumerate(("enwik8", "enwik8-2", "enwik8-3"), start=1):
-        (tmp_path / "runs" / folder).mkdir(parents=True)
-        for resume, name in ((True, folder), (False, f"enwik8-{count + 1}")):
-            monkeypatch.delenv(FOLDER, raising=False)
-            assert _new_folder(resume=resume) == Path("runs") / name
-    monkeypatch.delenv(FOLDER, raising=False)

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from recipes.enwik8 import train
-from recipes.enwik8.data import Corpus, DataError
+from recipes.enwik8.data import Corpus
 from recipes.enwik8.presets import Preset
 from recipes.enwik8.train import PROBE_TOKENS, probe_windows
-from recipes.enwik8.windows import CharacterData, RandomPlaces, Windows, spread
+from recipes.enwik8.windows import CharacterData, spread
 
 PRESET = Preset(2, 16, 2, 8, 4, 5, 1, 1e-3, 0.0, "32-true")
 # The parts share no symbol: a window says by itself where it is from.
@@ -75,21 +74,6 @@ def test_a_resumed_run_goes_on_with_the_windows_it_had_not_seen(corpus):
     assert len(data(corpus, step=2).train_dataloader()) == PRESET.steps
 
 
-def test_places_are_drawn_from_all_of_them_and_from_no_other():
-    places = list(RandomPlaces(3, count=200, seed=0))
-    assert set(places) == {0, 1, 2}
-    assert len(places) == len(RandomPlaces(3, count=200, seed=0)) == 200
-    assert list(RandomPlaces(3, count=200, seed=0, skip=150)) == places[150:]
-
-
-def test_windows_begin_at_every_place_at_which_one_fits():
-    ids = np.arange(10, dtype=np.uint8)
-    windows = Windows(ids, 4)
-    assert len(windows) == 7
-    assert windows[0].tolist() == [0, 1, 2, 3]
-    assert windows[len(windows) - 1].tolist() == [6, 7, 8, 9]
-
-
 def test_windows_are_spread_from_the_first_character_to_the_last():
     ids = np.arange(100, dtype=np.uint8)
     assert spread(ids, 10, 4)[:, 0].tolist() == [0, 30, 60, 90]
@@ -97,19 +81,3 @@ def test_windows_are_spread_from_the_first_character_to_the_last():
     assert spread(ids, 100, 1).tolist() == [list(range(100))]
     with pytest.raises(ValueError, match="100 characters, fewer than one window of 101"):
         spread(ids, 101, 1)
-
-
-def test_the_text_holds_the_probe_many_times_over(tmp_path, monkeypatch):
-    """A probe of a text that is hardly longer would be measured on what it is trained on."""
-    asked = []
-
-    def load(data, *, text, minimum):
-        asked.append(minimum)
-        raise DataError("stop here")
-
-    monkeypatch.setattr(train, "load", load)
-    settings = train.Settings("gpt2", "clean", 0, PRESET)
-    machine = train.Machine("cpu", "1", "auto", False, "csv")
-    with pytest.raises(DataError):
-        train.train(settings, machine, folder=tmp_path / "run", data=None, resume=False)
-    assert asked == [20 * (PROBE_TOKENS + PRESET.context)]

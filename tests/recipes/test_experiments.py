@@ -1,7 +1,6 @@
 """Every experiment leaves records, claims and pictures, and repeats nothing that is complete."""
 
 import inspect
-import json
 
 import pytest
 import torch
@@ -9,8 +8,6 @@ import typer
 from typer.testing import CliRunner
 
 from geomon import read
-from recipes.digits.data import load
-from recipes.digits.model import ConvolutionalNetwork, OneVectorPerImage
 from recipes.study.__main__ import app, experiments
 from recipes.study.claim import load_results
 
@@ -130,54 +127,3 @@ def test_what_cannot_be_run_is_one_line(arguments, words, tmp_path):
     assert words in done.stderr
     assert done.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
-
-
-# -- data of single experiments --------------------------------------------------------------------
-
-
-def test_every_image_is_trained_on_or_held_out():
-    train, held_out = load(seed=1)
-    assert (len(train.digits), len(held_out.digits)) == (1437, 360)
-    pixels = torch.cat([train.pixels, held_out.pixels])
-    assert (pixels.min(), pixels.max()) == (0, 1)
-    assert not torch.equal(load(seed=2)[1].pixels, held_out.pixels)
-
-
-def test_the_vector_of_an_image_holds_its_maps():
-    torch.manual_seed(0)
-    network = ConvolutionalNetwork(2, 8).eval()
-    pixels = load(seed=0)[1].pixels[:3]
-    maps = network.embedding(pixels[:, None])
-    for block in network.blocks:
-        maps = block(maps)
-    vectors = OneVectorPerImage(network)(pixels)
-    assert vectors.shape == (3, 1, 8 * 64)
-    assert torch.equal(vectors[:, 0], maps.flatten(1))
-
-
-@pytest.mark.parametrize("kind", ["transformer", "mixer", "convolutional"])
-def test_every_network_learns_a_batch(kind):
-    experiment = experiments()["digits"](steps=40, layers=2, width=32, heads=2)
-    torch.manual_seed(0)
-    training = experiment.training(kind, 0, None)
-    optimizer = torch.optim.AdamW(training.model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(30):
-        loss = training.loss(torch.Generator().manual_seed(0))  # the same batch
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[0] > 1.5  # a guess among ten costs 2.3
-    assert losses[-1] < losses[0] / 3
-
-
-def test_what_stands_in_a_record_is_that_of_its_training(finished):
-    name, arguments, _ = finished
-    settings = json.loads(
-        next(arguments[-1].glob("seed_1/*/finished.json")).read_text()
-    )["settings"]  # fmt: skip
-    assert settings["seed"] == 1
-    given = dict(zip(TINY[name][::2], TINY[name][1::2], strict=True))
-    for option, value in given.items():
-        assert str(settings[option.removeprefix("--").replace("-", "_")]) == value

@@ -2,33 +2,29 @@
 
 import math
 import statistics
-from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tagged import reading_of
 from torch import nn
 
 from geomon import Readings, measure
 from geomon.analysis.queries_keys import LayerAlignment
-from geomon.kernels.token_types import token_types
 from geomon.record import tags
 from recipes.bias_drift.assertions import Series, assertions, bias_claims
 from recipes.bias_drift.experiment import METRICS, Biased
-from recipes.decoder.experiment import norm_variance_slope_shuffled
 from recipes.decoder.self_attention import attention_claims
 from recipes.decoder.shape_of_learning import shape_claims
 from recipes.decoder.stability import one_sign_at_end, trend_correlations
-from recipes.encoder_decoder.experiment import EncoderDecoder, deviations, relative_range
+from recipes.encoder_decoder.experiment import EncoderDecoder
 from recipes.grokking.data import split, table
 from recipes.grokking.experiment import curve_claims
-from recipes.grokking.leads import CURVES, Course, alarm, false_alarms, leads
+from recipes.grokking.leads import CURVES, Course, alarm
 from recipes.overfit.experiment import Overfit
-from recipes.overfit.turns import first_turn, turning_points
-from recipes.study.history import History, growth, onset, with_depth
+from recipes.study.history import History
 from recipes.study.model import Architecture, Transformer
 
 
@@ -62,33 +58,6 @@ def test_a_change_is_read_between_readings():
     linear = history({"a/mean": lambda step: 1.0 + step})
     assert linear.change("a/mean", 0, 1) == pytest.approx(100)
     assert linear.change("a/mean", 0.25, 0.75) == pytest.approx(76 / 26 - 1)
-
-
-@pytest.mark.parametrize(
-    ("course", "drift"),
-    [(lambda step: step, 0.25), (lambda step: min(step, 50), 0), (lambda step: -step, -0.25)],
-)
-def test_late_drift_tells_growth_from_rest(course, drift):
-    assert history({"a/mean": course}).late_drift("a/mean") == pytest.approx(drift)
-    assert math.isnan(history({"a/mean": float}, steps=(0, 50, 100)).late_drift("a/mean"))
-
-
-def test_growing_in_the_mean_is_not_growing_at_every_layer():
-    course = layers("anisotropy", lambda s: 1 - s, lambda s: s, lambda s: s, lambda s: 1 - s / 9)
-    assert growth(history(course), "anisotropy") == pytest.approx([100, 100, -100 / 9])
-
-
-def test_depth_counts_from_layer_0():
-    course = layers("variance_shares", *(lambda _, n=n: n for n in (3, 1, 2, 4)))
-    assert with_depth(history(course).last, "variance_shares") == pytest.approx(0.4)
-
-
-def test_the_onset_is_the_last_time_that_a_head_comes_beyond_chance():
-    cosines = dict(zip((0, 25, 50, 75, 100), (-0.9, 0.1, -0.5, -0.6, -0.7), strict=True))
-    heads = history({"qk_cosine/layer_01/head_0": cosines.get})
-    assert onset(heads, "qk_cosine", (1, 0), 0.3) == 0.5
-    assert onset(heads, "qk_cosine", (1, 0), 0.65) == 1
-    assert onset(heads, "qk_cosine", (1, 0), 0.05) == 0.5
 
 
 # -- decoder ---------------------------------------------------------------------------------------
@@ -155,16 +124,6 @@ def test_trends_are_alike_where_their_directions_are():
     assert trend_correlations(aligned([[0.5] * 3], [rise])) == []
 
 
-def test_shuffled_types_show_what_arithmetic_alone_makes():
-    generator = torch.Generator().manual_seed(0)
-    types = torch.arange(40).repeat_interleave(25)
-    centres = torch.randn(40, 8, generator=generator).repeat_interleave(25, dim=0)
-    # The spread of a type grows with its distance from the origin: the opposite of a trade-off.
-    rows = centres * (1 + 0.5 * torch.randn(1000, 8, generator=generator))
-    assert token_types(rows, types).norm_variance_slope().slope > 0
-    assert -1.5 < norm_variance_slope_shuffled(rows, types)[""] < 0
-
-
 # -- encoder_decoder -------------------------------------------------------------------------------
 
 BELL = [0.2, 0.4, 0.6, 0.8, 0.6, 0.4, 0.2]
@@ -201,57 +160,7 @@ def test_profiles_as_published_agree_and_their_opposites_disagree():
         assert verdicts[name] == "disagrees", name
 
 
-@settings(deadline=None)
-@given(
-    st.lists(st.lists(st.floats(0.1, 1), min_size=3, max_size=3), min_size=2, max_size=5),
-    st.floats(0.1, 10),
-)
-def test_deviations_do_not_see_what_is_common(curves, factor):
-    plain = deviations(curves)
-    assert all(each >= 0 for each in plain)
-    moved = [[value + place for place, value in enumerate(curve)] for curve in curves]
-    assert deviations(moved) == pytest.approx(plain, abs=1e-9)
-    scaled = [factor * value for value in curves[0]]
-    assert relative_range(scaled) == pytest.approx(relative_range(curves[0]))
-
-
 # -- overfit ---------------------------------------------------------------------------------------
-
-values_of_curves = st.lists(st.floats(0.1, 10), min_size=1, max_size=30)
-shares = st.floats(0.01, 0.5)
-
-
-@settings(deadline=None)
-@given(values_of_curves, shares)
-@example([5.0, 8.0, 4.0], 0.5)
-def test_turning_points_alternate_and_are_left_by_the_share(values, share):
-    points = turning_points(values, share)
-    assert all(one.place < other.place for one, other in pairwise(points))
-    assert all(one.kind != other.kind for one, other in pairwise(points))
-    for number, point in enumerate(points):
-        end = points[number + 1].place if number + 1 < len(points) else len(values) - 1
-        between = values[point.place : end + 1]
-        if point.kind == "peak":
-            assert max(between) == values[point.place]
-            assert min(between) * (1 + share) < values[point.place]
-        else:
-            assert min(between) == values[point.place]
-            assert max(between) > values[point.place] * (1 + share)
-
-
-@settings(deadline=None)
-@given(values_of_curves, shares)
-def test_a_curve_that_goes_one_way_never_turns(values, share):
-    for kind in ("peak", "trough"):
-        assert first_turn(sorted(values), share, kind) is None
-        assert first_turn(sorted(values, reverse=True), share, kind) is None
-
-
-def test_noise_below_the_share_is_no_turn():
-    falling = [5.0, 4.0, 3.0, 3.02, 2.5, 2.52, 2.49]
-    assert first_turn(falling, 0.02, "trough") is None
-    assert first_turn([*falling, 2.6], 0.02, "trough") == 6
-    assert first_turn(falling, 0.005, "trough") == 2
 
 
 STEPS = (0, 10, 20, 30, 40, 50)
@@ -315,31 +224,6 @@ def test_the_alarm_comes_at_the_first_value_below_all_of_the_controls_so_far():
     run = course([9.0, 8.5, 6.0, 5.9, 5.0])
     assert alarm(run, controls, "local_dimension", 0.0) == 300  # not below 6.0 at step 200
     assert alarm(run, controls, "local_dimension", 0.1) is None  # 5.4, then 2.7
-
-
-def test_values_before_memorisation_count_neither_for_the_run_nor_for_a_control():
-    control = course([1.0, 8.0, 8.0, 8.0], memorised_from=100)
-    early = course([9.0, 7.0, 9.0, 7.9], memorised_from=200)
-    assert alarm(early, [control], "local_dimension", 0.0) == 300
-    never = course([9.0, 7.0, 9.0, 7.9], memorised_from=10_000)
-    assert alarm(never, [control], "local_dimension", 0.0) is None
-    assert alarm(early, [never], "local_dimension", 0.0) is None  # nothing to be below
-
-
-def test_a_lead_ends_where_half_of_the_pairs_are_answered():
-    control = course([5.0] * 5)
-    run = course([9.0, 4.0, 4.0, 4.0, 4.0], held_out=[0.0, 0.0, 0.2, 0.5, 0.9])
-    silent = course([9.0] * 5, held_out=[0.0, 0.0, 0.2, 0.5, 0.9])
-    unsolved = course([4.0] * 5)
-    assert leads([run, silent, unsolved], [control], "local_dimension", 0.0) == [200, -100]
-
-
-@settings(deadline=None, max_examples=30)
-@given(levels=st.lists(st.floats(1, 100), min_size=2, max_size=6, unique=True))
-def test_of_controls_that_stay_where_they_are_the_lowest_raises_the_alarm(levels):
-    """Without a margin no number of controls makes the rule free of false alarms."""
-    wrong = false_alarms([course([level] * 3) for level in levels], "local_dimension", 0.0)
-    assert wrong == [level == min(levels) for level in levels]
 
 
 def test_claims_on_a_curve_are_decided_by_it():

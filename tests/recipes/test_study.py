@@ -1,6 +1,5 @@
 """Claims decide themselves from the interval over repetitions, and their page is made of them."""
 
-import math
 import re
 import subprocess
 import sys
@@ -15,9 +14,8 @@ from typer.testing import CliRunner
 from geomon.record import Record, read
 from geomon.record.arrays import ArrayPlace
 from recipes.study.__main__ import app
-from recipes.study.claim import Claim, Results, load_results, over_seeds, save_results, verdict_line
-from recipes.study.experiment import new_folder
-from recipes.study.page import newest_folders, render
+from recipes.study.claim import Claim, Results, load_results, save_results, verdict_line
+from recipes.study.page import render
 from recipes.study.seeds import estimate, estimate_share
 from recipes.study.training import RunError, begin_training, finish_training, seconds_taken
 
@@ -76,18 +74,6 @@ def test_a_claim_that_nothing_decides_is_refused(ends):
         claim(**ends)
 
 
-def test_values_that_give_no_mean_are_refused():
-    for values in (), (math.nan, 1.0):
-        with pytest.raises(ValueError, match="one finite value or more"):
-            estimate(values)
-    with pytest.raises(ValueError, match="each 0 or 1"):
-        estimate_share((0.5,))
-
-
-def test_what_a_seed_cannot_answer_is_left_out():
-    assert over_seeds([[1.0, math.nan], math.nan, 3], lambda seed: seed) == (1.0, 3.0)
-
-
 def test_results_come_back_from_their_file(tmp_path):
     kept = results(claim(), claim("share", (1.0, 0.0, 1.0), below=0.1, counted=True))
     save_results(kept, tmp_path / "a")
@@ -96,19 +82,6 @@ def test_results_come_back_from_their_file(tmp_path):
         "agrees     it_grows: 1.00 ± 0.25 (3 x seed; > 0)",
         "undecided  share: 0.67 (0.09 to 0.99) (3 x seed; < 0.1)",
     ]
-
-
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ((0.5,), "0.5, one value"),
-        ((2.0, 2.0, 2.0), "2 ± 0"),
-        ((1e-12, 2e-12), "1.5e-12 ± 6.4e-12"),
-        ((1000.0, 3000.0), "2000 ± 13000"),
-    ],
-)
-def test_numbers_have_the_digits_that_their_margins_leave(values, words):
-    assert claim(values=values).mean_words == words
 
 
 # -- the page --------------------------------------------------------------------------------------
@@ -145,20 +118,6 @@ def test_a_paper_is_counted_by_what_it_asserts_alone(tmp_path):
     )
     assert text.count(line) == 1
     assert text.index("The Shape of Learning (2311") < text.index("Inherent to Self-Attention in")
-
-
-def test_pictures_are_linked_where_they_are_there(tmp_path):
-    (tmp_path / "pictures").mkdir()
-    (tmp_path / "pictures" / "decoder_seeds.png").touch()
-    text = render([results(claim())], [], tmp_path / "claims.md")
-    assert "[decoder_seeds](pictures/decoder_seeds.png)" in text
-
-
-def test_of_several_runs_the_newest_is_taken(tmp_path):
-    for name in ("decoder", "decoder-2", "decoder-10", "grokking"):
-        save_results(results(claim()), tmp_path / name)
-    (tmp_path / "decoder-11").mkdir()  # a run that has made no claims yet
-    assert [folder.name for folder in newest_folders(tmp_path)] == ["decoder-10", "grokking"]
 
 
 def run(*arguments):
@@ -236,11 +195,3 @@ input()
             begin_training(tmp_path, {})
         process.communicate(b"\n")
     assert len(read(tmp_path)) == 1
-
-
-def test_folders_are_counted_up(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("x", "x-2", "x-3"):
-        folder = new_folder("x")
-        assert folder.name == name
-        folder.mkdir(parents=True)

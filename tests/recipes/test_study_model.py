@@ -1,20 +1,15 @@
 """The one model of the experiments is the models that its options name."""
 
-import math
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from geomon import select
-from geomon.one_shot import measure
 from recipes.enwik8.model import configuration
 from recipes.enwik8.presets import Preset
 from recipes.study.model import Architecture, Transformer
 from recipes.study.text import masked_characters, next_characters
-from recipes.study.training import Training, adamw, cosine_rate, warm_up
 
 SIZES = {"layers": 2, "width": 16, "heads": 2, "context": 16}
 CHARACTERS = torch.randint(20, (2, 16), generator=torch.Generator().manual_seed(0))
@@ -90,19 +85,6 @@ def test_a_causal_model_alone_is_blind_to_what_follows(options, causal):
     assert bool(moved[:8].any()) == (not causal)
 
 
-@pytest.mark.parametrize("mixing", ["attention", "uniform"])
-def test_attention_is_uniform_where_it_should_be(mixing):
-    metrics = select("attention_entropy_normalised")
-    values = measure(model(mixing=mixing, deviation=0.3), CHARACTERS, metrics=metrics)
-    is_uniform = values["attention_entropy_normalised/mean"] > 1 - 1e-6
-    assert is_uniform == (mixing == "uniform")
-
-
-def test_scores_fall_with_the_distance_by_the_slope_of_the_head():
-    bias = model(alibi=True, causal=False).blocks[0].mixing.bias
-    assert bias[:, 3, 5].tolist() == pytest.approx([-2 * 2.0**-4, -2 * 2.0**-8])
-
-
 def test_a_masked_model_is_asked_for_about_15_per_cent_and_sees_none_of_them():
     network = model(causal=False)
     windows = torch.randint(20, (200, 17), generator=torch.Generator().manual_seed(1))
@@ -124,21 +106,3 @@ def test_a_causal_model_is_asked_for_the_next_character():
     expected = -logits.gather(2, windows[:, 1:, None]).mean()
     loss = next_characters(network, windows, torch.Generator())
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-
-
-def test_weight_decay_is_for_matrices():
-    training = Training(model(), None, 1, {}, None, 1e-3, weight_decay=0.3)
-    groups = adamw(training).param_groups
-    assert {len(p.shape) for p in groups[0]["params"]} == {2}
-    assert {len(p.shape) for p in groups[1]["params"]} == {1}
-    assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
-    every = Training(model(), None, 1, {}, None, 1e-3, weight_decay=0.3, decays_all=True)
-    assert [group["weight_decay"] for group in adamw(every).param_groups] == [0.3, 0.3]
-
-
-def test_learning_rates_warm_up_and_stay_or_end_at_a_tenth():
-    rate = cosine_rate(50, 400)
-    assert [rate(0), rate(49), rate(50)] == [1 / 50, 1, 1]
-    assert rate(400) == pytest.approx(0.1)
-    assert rate(225) == pytest.approx(0.1 + 0.9 * math.cos(math.pi / 4) ** 2, abs=1e-9)
-    assert [warm_up(4)(step) for step in (0, 3, 99)] == [0.25, 1, 1]

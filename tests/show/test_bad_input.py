@@ -9,7 +9,6 @@ from typer.testing import CliRunner
 
 from geomon import read
 from geomon.cli import make_app
-from geomon.note import Note
 from geomon.record import FILE_NAME
 from geomon.record.versions import installed
 
@@ -127,37 +126,3 @@ def test_a_notebook_shows_what_can_be_read(case, make_readings, tmp_path):
         return
     page = read(tmp_path / "run")._repr_html_()
     assert re.search(words.removeprefix("no readings yet in .*: ").removesuffix("try again"), page)
-
-
-def test_nothing_is_left_out_of_a_record_of_this_version(make_readings, tmp_path):
-    make("no reading", tmp_path / "run", make_readings())
-    with (tmp_path / "run" / FILE_NAME).open("a") as file:
-        file.write(UNKNOWN + "\n")
-    with pytest.raises(ValueError, match=r"line 2 of .* is not a line of a record"):
-        read(tmp_path / "run")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["{out}/nowhere"], "nowhere"),
-        (["{out}"], "{out}"),
-        (["{out}", "--checkpoints", "{out}/nowhere"], "nowhere"),
-        (["no_module:nothing", "--checkpoints", "{out}"], "no_module"),
-    ],
-)
-def test_a_scan_of_nothing_is_refused_in_one_line(arguments, words, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    filled = [part.format(out=tmp_path) for part in arguments]
-    result = CliRunner().invoke(
-        make_app(), ["scan", *filled, "--directory", str(tmp_path / "record")]
-    )
-    assert isinstance(result.exception, SystemExit)
-    assert result.exit_code == 2
-    assert result.stderr.count("\n") == 1
-    assert words.format(out=tmp_path) in result.stderr
-
-
-@pytest.mark.parametrize("text", ["{lost", "{0}", "{other}", "{lost.x}", "{lost:q}"])
-def test_a_note_whose_template_is_damaged_is_shown_as_it_stands(text):
-    assert Note("a note", text, numbers={"lost": 3}).words() == text

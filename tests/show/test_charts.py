@@ -58,20 +58,6 @@ def test_an_alert_is_a_line_with_its_name(readings):
     ]
 
 
-def test_maps_have_the_scale_of_the_blocks_and_matrices_one_that_stays(readings):
-    charts = charts_of(readings)
-    (dimension,) = charts[NAMES[2]].data
-    assert (dimension.zmin, dimension.zmax) == (0.0, 5.0)
-    assert "beyond" in dimension.colorbar.title.text
-    assert len(dimension.x) == len(readings) + 1
-    (cosines,) = charts[NAMES[5]].data
-    assert (cosines.zmin, cosines.zmax) == (-1.0, 1.0)
-    assert [list(row) for row in cosines.z] == [pytest.approx([-0.7, 0.7, -0.7])] * 2
-    last = with_values(readings[-1], {**readings[-1].values, "attention_entropy/null": 4.0})
-    (entropies,) = charts_of(Readings(readings.runs, [last]))[NAMES[6]].data
-    assert (entropies.zmin, entropies.zmax) == (0.0, pytest.approx(4.0))
-
-
 def test_values_far_apart_have_a_logarithmic_scale_that_names_them(make_readings):
     curves = {f"twonn/layer_{layer:02d}": [2.0**layer] * 9 for layer in range(7)}
     (values,) = draw(map_panel(make_readings(curves=curves, layers=6), "twonn")).data

@@ -30,18 +30,6 @@ def invoke(*arguments):
     return CliRunner().invoke(make_app(), list(map(str, arguments)))
 
 
-def test_watch_once_prints_the_present(run):
-    result = invoke("watch", run, "--once")
-    assert result.exit_code == 0
-    assert "compressing since step 256" in result.stdout
-
-
-def test_summary_says_the_run_in_words(run):
-    result = invoke("summary", run)
-    assert result.exit_code == 0
-    assert result.stdout.startswith("intrinsic dimension 5.3 ± 0.1, compressing")
-
-
 def test_figure_is_written_beside_the_record_or_where_asked(run, tmp_path):
     assert invoke("figure", run).stdout == f"wrote {run / 'geometry.png'}\n"
     assert (run / "geometry.png").stat().st_size > 10_000
@@ -102,13 +90,6 @@ def test_what_stood_there_stays_where_the_new_one_cannot_be_finished(
     assert "cannot be written (No space left on device)" in result.stderr
     assert (tmp_path / file).read_text() == "of yesterday"
     assert set(tmp_path.iterdir()) == before  # no part of the new one
-
-
-def test_a_picture_needs_an_ending(run, tmp_path):
-    result = invoke("figure", run, "--out", tmp_path / "picture")
-    assert (result.exit_code, list(tmp_path.glob("*picture*"))) == (2, [])
-    assert "ends in .png, .svg or .pdf" in result.stderr
-    assert invoke("figure", run, "--out", tmp_path / "picture.xyz").exit_code == 2
 
 
 def test_several_figures_are_not_written_into_a_file(run, tmp_path):
@@ -215,15 +196,6 @@ def test_without_textual_it_says_what_to_install_and_what_goes_without(run, monk
     monkeypatch.setitem(sys.modules, "textual.app", None)
     monkeypatch.delitem(sys.modules, "geomon.show.terminal.app")
     with pytest.raises(ImportError, match=r"pip install 'geomon\[terminal\]'.*--once"):
-        watch([run])
-
-
-def test_what_ends_the_application_is_an_error(run, monkeypatch):
-    monkeypatch.setattr(sys, "stdout", Terminal("utf-8"))
-    monkeypatch.setattr(sys, "stdin", Terminal("utf-8"))
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setattr(WatchApp, "run", lambda self, **_: "line 1 of it is no reading")
-    with pytest.raises(ValueError, match="line 1 of it"):
         watch([run])
 
 

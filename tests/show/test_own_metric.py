@@ -33,6 +33,7 @@ def run(make_readings):
 
 def look_at_report(run, folder):
     panels = build_panels([Run("a", folder, run)])
+    assert next(iter(panels.others)) == TITLE  # means come before what stands for parts
     curve, profile = panels.others[TITLE], panels.depth[LABEL]
     (line,) = curve.lines
     assert curve.label == TEXT["unit"]
@@ -49,7 +50,7 @@ def look_at_watch(run, folder):
         app = WatchApp([Watched(folder)], poll=None)
         async with app.run_test(size=(120, 30)) as pilot:
             app.look()
-            app.query_one("#metric").value = "peak_norm"
+            app.query_one("#metric").value = "peak_norm/mean"
             await pilot.pause()
             curve, profile = (
                 Text.from_markup(app.query_one(name).border_title).plain

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib
 import numpy as np
@@ -41,9 +41,9 @@ _MAX_NAMED = 12
 # Largest numbers of layers and heads whose values are written into their fields.
 _MAX_WRITTEN = 12
 _DASHES = {"solid": "-", "dash": (0, (4, 2)), "dot": ":", "dashdot": "-."}
-_DARK_PAPER, _DARK_INK = "#131313", "#EDEDED"
+_DARK_PAPER, _DARK_INK, _DARK_GRID = "#131313", "#EDEDED", "#3A3A3A"
 _DARK = {
-    "figure.facecolor": _DARK_PAPER, "axes.facecolor": _DARK_PAPER, "grid.color": "#3A3A3A",
+    "figure.facecolor": _DARK_PAPER, "axes.facecolor": _DARK_PAPER,
     **dict.fromkeys(
         ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _DARK_INK
     ),
@@ -52,12 +52,12 @@ _DARK = {
 
 @contextmanager
 def page(*, dark: bool = False) -> Iterator[None]:
-    """Have figures drawn, and written, for a white page or for a dark one.
+    """Have figures drawn, and written, for a dark page.
 
     Args:
-        dark: Whether the page is dark.
+        dark: Whether the page is dark; a white one is the default without this function too.
     """
-    with matplotlib.rc_context({"grid.color": GRID, **(_DARK if dark else {})}):
+    with matplotlib.rc_context(_DARK if dark else {}):
         yield
 
 
@@ -67,7 +67,7 @@ def ink(colour: str) -> str:
     Args:
         colour: Colour of the line on a white page.
     """
-    if to_rgb(matplotlib.rcParams["axes.facecolor"]) != to_rgb(_DARK_PAPER):
+    if not _is_dark():
         return colour
     if colour == BLACK:
         return _DARK_INK
@@ -77,16 +77,25 @@ def ink(colour: str) -> str:
     return lightened[round(55 * max(0.0, 1 - 2 * luminance))]
 
 
+def _is_dark() -> bool:
+    return to_rgb(matplotlib.rcParams["axes.facecolor"]) == to_rgb(_DARK_PAPER)
+
+
+def faint_lines(panel: Axes, axis: Literal["x", "y"]) -> None:
+    """Draw faint lines across a panel at the ticks of an axis.
+
+    Args:
+        panel: Axes of matplotlib.
+        axis: Name of the axis.
+    """
+    panel.grid(axis=axis, lw=0.7, color=_DARK_GRID if _is_dark() else GRID)
+    panel.set_axisbelow(True)
+
+
 def new_figure(width: float, height: float) -> Figure:
     """Make an empty figure, in inches, whose panels are laid out when it is drawn."""
     layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08, wspace=0.03, hspace=0.04)
     return Figure(figsize=(width, height), dpi=160, layout=layout)
-
-
-def capitalised(readings: Readings, metric: str) -> str:
-    """Return the title of a metric as the beginning of a sentence."""
-    title = readings.text_of(metric).title
-    return title[:1].upper() + title[1:]
 
 
 def caption(panel: Axes, letter: str, words: str) -> None:
@@ -340,8 +349,7 @@ def plain(panel: Axes) -> None:
     """Style the axes of a panel: two spines, faint horizontal lines."""
     panel.spines[["top", "right"]].set_visible(False)
     panel.tick_params(labelsize=9.5, length=3)
-    panel.grid(axis="y", lw=0.7)
-    panel.set_axisbelow(True)
+    faint_lines(panel, "y")
 
 
 def step_axis(panel: Axes, axis: StepAxis) -> None:
@@ -369,13 +377,15 @@ def show_message(panel: Axes, message: str) -> None:
 
 
 def legend(panel: Axes, *, above: bool = False, **style: Any) -> None:
-    """Add a legend at the upper left of a panel, or above it.
+    """Add a legend at the upper left of a panel, or above it, where something has a name.
 
     Args:
         panel: Axes of matplotlib.
         above: Whether it stands above the panel.
         style: Keyword arguments of matplotlib that go before these.
     """
+    if not panel.get_legend_handles_labels()[0]:
+        return
     place: Style = {"loc": "upper left"}
     if above:
         place = {"loc": "lower left", "bbox_to_anchor": (-0.06, 1.01), "labelcolor": "linecolor"}

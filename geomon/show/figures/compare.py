@@ -78,7 +78,7 @@ def _draw_differences(panel: Any, drawn: Sequence[Difference]) -> None:
         f"change from the first run to the second, %, at {at}\n"
         "bars: 95 % interval over other sequences; filled: 0 is outside"
     )
-    panel.grid(axis="x", lw=0.7)
+    axes.faint_lines(panel, "x")
     panel.spines[["top", "right"]].set_visible(False)
 
 

@@ -41,7 +41,7 @@ def dimension_figure(readings: Readings) -> Figure:
     axes.caption(first, "a", "Variants over training, mean over layers")
     for second in rest:
         _draw_scales(second, by_scale, readings.text_of("gride").label)
-        title = axes.capitalised(readings, "gride")
+        title = readings.text_of("gride").title
         axes.caption(second, "b", f"{title} by scale, mean over layers")
     return figure
 

@@ -47,10 +47,10 @@ def geometry_figure(readings: Readings, *, title: str | None = None) -> Figure:
         words = "layer" if many else "layer (c and d)"
         axes.colour_bar(fourth, [str(layer) for layer in layers], colours, words)
     captions = (
-        f"{axes.capitalised(readings, 'twonn')}, mean over layers",
-        f"{axes.capitalised(readings, 'anisotropy')} over depth",
-        f"{axes.capitalised(readings, 'qk_cosine')}{', all heads' if many else ' by head'}",
-        f"{axes.capitalised(readings, 'attention_entropy')} by layer",
+        f"{readings.text_of('twonn').title}, mean over layers",
+        f"{readings.text_of('anisotropy').title} over depth",
+        f"{readings.text_of('qk_cosine').title}{', all heads' if many else ' by head'}",
+        f"{readings.text_of('attention_entropy').title} by layer",
     )
     for letter, words, panel in zip("abcd", captions, figure.axes, strict=False):
         axes.caption(panel, letter, words)
@@ -101,11 +101,10 @@ def card(panel: panels.Lines | panels.Matrix) -> Figure:
         panel: What to draw.
     """
     figure = Figure(figsize=(4.5, 2.75), dpi=160, layout="constrained")
-    with axes.page():
-        if isinstance(panel, panels.Matrix):
-            axes.draw_matrix(figure.subplots(), panel)
-        else:
-            axes.draw_lines(figure.subplots(), panel, missing="", small=True)
+    if isinstance(panel, panels.Matrix):
+        axes.draw_matrix(figure.subplots(), panel)
+    else:
+        axes.draw_lines(figure.subplots(), panel, missing="", small=True)
     return figure
 
 

@@ -56,7 +56,7 @@ def stability_figure(runs: Sequence[Readings]) -> Figure:
     for panel, layer in zip(row, shown, strict=True):
         _draw_layer(panel, [layers[layer] for layers in found])
         panel.set_title(f"layer {layer}", loc="left", fontsize=10.5)
-    title = axes.capitalised(runs[0], "qk_cosine")
+    title = runs[0].text_of("qk_cosine").title
     row[0].set_ylabel(f"{title}\n(all heads as one vector)", fontsize=10)
     _add_legend(figure, names)
     figure.suptitle(

@@ -10,10 +10,12 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from geomon.analysis import find_phase
+from msgspec.structs import replace
+
+from geomon.analysis import curve_of
 from geomon.analysis.alerts import alert_notes
-from geomon.analysis.curves import measured
 from geomon.record import Reading, Readings, Sink
+from geomon.record.columns import Column
 from geomon.record.headline import HEADLINE, Charts, Detail
 from geomon.show.loggers.history import Part, RunDrawer
 from geomon.show.loggers.others import Alerts
@@ -85,11 +87,12 @@ class WandBRows:
     """Sink that logs charted values to a W&B run, beside what others log there.
 
     W&B counts rows, and drops what is logged with `step=` below its counter. What others log is
-    therefore watched, and a reading never takes a number that they may still use. Where they give
-    no `step=`, every reading is a row at once. Where they do, a reading joins the row that is open,
-    and others take the numbers that the training leaves out; those for which there is none get rows
-    of their own when the run is finished, or the program ends. Charts take the reading's step,
-    `geomon/step`, as their axis.
+    therefore watched, and a reading never takes a number that they may still use. It joins the row
+    that is open, unless another reading is in it. Else it waits for what others log next: where
+    they give no `step=`, it gets a row after theirs; where they do, a number that they have left
+    out, or their own. Where there are fewer numbers than readings, the rest get rows of their own
+    when the run is finished, or the program ends. Charts take the reading's step, `geomon/step`, as
+    their axis.
 
     Args:
         run: Run of W&B, as `wandb.init()` returns it; None for the one that is active.
@@ -106,12 +109,11 @@ class WandBRows:
         self._charts = Charts(detail)
         self.named = self._charts.named
         self._run: Any = None
+        self._alone, self._by_step = alone, by_step
         # Whether others give numbers to their rows; None while they have logged nothing.
-        self._numbered: bool | None = False if alone else None
-        self._by_step = by_step
+        self._numbered: bool | None = None
         self._waiting: deque[dict[str, Any]] = deque()  # rows that have not been logged yet
-        self._joined: dict[str, Any] | None = None  # what of ours is in the row that is open
-        self._begun = False  # whether others have begun the row that is open
+        self._taken = -1  # the last number that a reading has taken
         self._is_logging = False
         self._defined: set[str] = set()
         self._flushed_by_run = False
@@ -163,12 +165,17 @@ class WandBRows:
             self._run.define_metric(name, step_metric=_STEP, hidden=hidden)
         if getattr(self._run, "disabled", False):
             return
-        row = {**values, _STEP: step}
-        if self._waiting and _share_a_row(row, self._waiting[-1]):
-            self._waiting[-1] |= row
-        else:
-            self._waiting.append(row)
-        self._send()
+        self._waiting.append({**values, _STEP: step})
+        if self._alone:
+            self._flush()
+            return
+        is_free = self._by_step and self._numbered is None
+        self._fill(max(self._run.step, step) if is_free else self._run.step)
+        if len(self._waiting) == _MANY_WAITING and self._numbered is None and not self._by_step:
+            log.warning(
+                "W&B: readings wait for the rows of the training, and nothing has been logged to "
+                "the run so far; if nothing else is logged there, use WandB(run, alone=True)"
+            )
 
     def close(self) -> None:
         """Log what is waiting, unless that is done when the run is finished.
@@ -183,9 +190,46 @@ class WandBRows:
         if not getattr(run, "disabled", False):
             self._flushed_by_run = _call_at_finish(run, self._end)
             atexit.register(self._end)  # a run that is not finished ends with the program
-            self._unfollow = _call_around_rows(run, self._before_row, self._after_row)
+            self._unfollow = self._watch_rows(run)
         run.define_metric(_STEP, hidden=True)
         self._configure()
+
+    def _watch_rows(self, run: Any) -> Callable[[], None]:
+        """Take notice of what others log to a run; returns a function that takes this away again.
+
+        W&B has no public way to hear of rows: the function behind `run.log` is replaced on this one
+        run. Where there is none, nothing is watched.
+        """
+        original, own = getattr(run, "_log", None), vars(run).get("_log")
+        if original is None:
+            return lambda: None
+
+        @functools.wraps(original)
+        def watched(data: Any, step: int | None = None, commit: bool | None = None) -> None:
+            self._attempt(self._before_row, step)
+            original(data, step, commit)
+            self._attempt(self._after_row, step, commit)
+
+        run._log = watched
+
+        def take_away() -> None:
+            if vars(run).get("_log") is not watched:
+                return  # it lies under another's, and goes with the run
+            if own is None:
+                del run._log
+            else:
+                run._log = own
+
+        return take_away
+
+    def _attempt(self, function: Callable[..., None], *given: Any) -> None:
+        """Log readings beside a row of the others, which is theirs whatever comes of that."""
+        if self._is_logging:
+            return
+        try:
+            function(*given)
+        except Exception as error:
+            log.warning("W&B: a reading was not logged: %s: %s", type(error).__name__, error)
 
     def _end(self) -> None:
         """Log what is waiting, and leave nothing on the run."""
@@ -197,52 +241,28 @@ class WandBRows:
         if self._description is not None:
             self._run.config.update({"geomon": self._description}, allow_val_change=True)
 
-    def _send(self) -> None:
-        """Log what is waiting, as far as no row of the others is ended or overtaken by it."""
-        newest = self._waiting[-1]
-        if self._numbered is False and not self._begun:
-            self._flush()
-        elif self._joined is None or _share_a_row(newest, self._joined):
-            self._joined = {**(self._joined or {}), **self._waiting.pop()}
-            self._log(newest, commit=False)
-        elif self._by_step and self._numbered is None and self._run.step < newest[_STEP]:
-            self._joined = self._waiting.pop()
-            self._log(newest, step=newest[_STEP])
-        elif len(self._waiting) == _MANY_WAITING and self._numbered is None and not self._by_step:
-            log.warning(
-                "W&B: readings wait for the rows of the training, and nothing has been logged to "
-                "the run so far; if nothing else is logged there, use WandB(run, alone=True)"
-            )
-
     def _before_row(self, step: int | None) -> None:
-        """Others are about to log: readings take the numbers between the last row and this one."""
-        if self._is_logging or step is None:
-            return
-        self._numbered = True
-        if self._waiting or self._joined:
-            present = self._run.step
-            if step > present:
-                self._joined = None
-            while self._waiting and present + 1 < step:
-                present += 1
-                self._log(self._waiting.popleft(), step=present)
+        """Others are about to log: readings take the numbers up to that of their row."""
+        if step is not None:
+            self._numbered = True
+            self._fill(step)
 
     def _after_row(self, step: int | None, commit: bool | None) -> None:
-        """Others have logged: where they count, readings follow."""
-        if self._is_logging:
-            return
+        """Others have logged: where W&B counts their rows, readings follow the one that ended."""
         self._numbered = bool(self._numbered) or step is not None
-        self._begun = step is not None if commit is None else not commit
-        if not self._begun:
-            self._joined = None
-            if not self._numbered:
-                self._flush()
+        if not self._numbered and commit is not False:
+            self._flush()
+
+    def _fill(self, last: int) -> None:
+        """Give each waiting reading a number that none has taken, from the open row's to a last."""
+        while self._waiting and (number := max(self._run.step, self._taken + 1)) <= last:
+            self._taken = number
+            self._log(self._waiting.popleft(), step=number)
 
     def _flush(self) -> None:
-        """Give each waiting reading a row of its own."""
-        if self._waiting and self._joined is not None:
+        """Give each waiting reading a row of its own, whatever its number."""
+        if self._waiting and self._taken >= self._run.step:
             self._log({}, commit=True)  # ends the row that a reading has joined
-            self._joined = None
         while self._waiting:
             self._log(self._waiting.popleft(), commit=True)
 
@@ -252,62 +272,6 @@ class WandBRows:
             self._run.log(row, **how)
         finally:
             self._is_logging = False
-
-
-def _share_a_row(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two rows are of one step and no value of one hides a value of the other."""
-    return one[_STEP] == other[_STEP] and one.keys() & other.keys() == {_STEP}
-
-
-def _call_around_rows(
-    run: Any,
-    before: Callable[[int | None], None],
-    after: Callable[[int | None, bool | None], None],
-) -> Callable[[], None]:
-    """Have functions called before and after each row that is logged to a W&B run.
-
-    There is no public way to learn whether a row was given a number. What the functions raise is a
-    warning: the row is another's. Where W&B has no such function, nothing is called.
-
-    Args:
-        run: Run of W&B.
-        before: Takes the number that the row was given.
-        after: Takes this number, and whether the row was ended, as `run.log` takes them.
-
-    Returns:
-        Function that takes this away again.
-    """
-    original = getattr(run, "_log", None)
-    if original is None:
-        return lambda: None
-    placed = True
-
-    def attempt(function: Callable[..., None], *given: Any) -> None:
-        try:
-            if placed:
-                function(*given)
-        except Exception as error:
-            log.warning("W&B: a reading was not logged: %s: %s", type(error).__name__, error)
-
-    @functools.wraps(original)
-    def watched(data: Any, step: int | None = None, commit: bool | None = None) -> None:
-        attempt(before, step)
-        original(data, step, commit)
-        attempt(after, step, commit)
-
-    inherited = "_log" not in vars(run)
-    run._log = watched
-
-    def take_away() -> None:
-        nonlocal placed
-        placed = False  # one that lies under another's goes with the run
-        if vars(run).get("_log") is watched:
-            if inherited:
-                del run._log
-            else:
-                run._log = original
-
-    return take_away
 
 
 def _call_at_finish(run: Any, function: Callable[[], None]) -> bool:
@@ -336,7 +300,7 @@ class WandBSummary:
 
     def __init__(self, rows: WandBRows) -> None:
         self._rows = rows
-        self._curves: dict[str, list[tuple[int, float, float]]] = {}  # by source of the readings
+        self._measured: list[Reading] = []  # of which the dimension alone is kept
         self._alerts = 0
 
     def __str__(self) -> str:
@@ -345,9 +309,11 @@ class WandBSummary:
     def write(self, reading: Reading) -> None:
         """Bring the summary up to date."""
         self._alerts += len(alert_notes(reading))
-        value, margin = measured(reading, "twonn")
-        if math.isfinite(value):
-            self._curves.setdefault(reading.source, []).append((reading.step, value, margin))
+        found = reading.column("twonn")
+        if math.isfinite(found.mean):
+            column = Column(mean=found.mean, mean_margin=found.mean_margin)
+            kept = replace(reading, stacks={"": {"twonn": column}}, training={}, notes=())
+            self._measured.append(kept)
         run = self._rows.run
         if run is not None and not getattr(run, "disabled", False):
             run.summary.update({"geomon/alerts": self._alerts, **self._numbers()})
@@ -356,18 +322,16 @@ class WandBSummary:
         """Do nothing: the summary is up to date."""
 
     def _numbers(self) -> dict[str, Any]:
-        if not self._curves:
+        curve = curve_of(self._measured, "twonn")
+        if not len(curve):
             return {}
-        # Readings of two sources see different tokens: those of the more common one are a curve.
-        points = max(self._curves.values(), key=len)
-        steps, values, margins = map(list, zip(*points, strict=True))
-        phase = find_phase(steps, values, margins)
+        phase = curve.phase()
         has_peak = phase.earliest is not None
         return {
             "geomon/phase": phase.name,
             "geomon/peak_step": phase.peak_step if has_peak else None,
             "geomon/peak": phase.peak if has_peak else None,
-            "geomon/final": values[-1],
+            "geomon/final": curve.values[-1],
         }
 
 

@@ -5,7 +5,6 @@ to a few dozen.
 """
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,12 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from geomon.analysis import Curve, curve_of, single_source, summarise
-from geomon.analysis.curves import plain_curve, training_curve
+from geomon.analysis import Curve, single_source, summarise
+from geomon.analysis.quantities import Quantity, quantities_of
 from geomon.analysis.summary import alert_sentences, headline
-from geomon.record import Readings, tags
+from geomon.record import Readings
 from geomon.record.columns import MetricText
-from geomon.record.headline import beside, headlines_of
 from geomon.record.printable import printable
 from geomon.show.colours import SERIES
 from geomon.show.loading import load, name_runs
@@ -35,31 +33,13 @@ from geomon.show.panels import (
     spread_items,
     spread_steps,
 )
+from geomon.show.settings import OF_A_START, setting_words
 
 # Largest numbers of steps in curves, in maps, and in what a slider moves over.
 _MOST_POINTS, _MOST_COLUMNS, _MOST_STEPS = 400, 64, 16
 # What describes a start of a run and nothing that distinguishes it from runs beside it.
-_OF_A_START = ("time", "from_step", "seed", "training/seed")
+_OF_ONE_SEED = (*OF_A_START, "seed", "training/seed")
 _DASHES = ("solid", "dash", "dot", "dashdot")
-_OVERHEAD = "share of the time that geomon takes"
-
-
-class Drawn(NamedTuple):
-    """A curve, and how the page speaks of it.
-
-    Attributes:
-        curve: The curve.
-        label: What it is, in words.
-        unit: Its unit.
-        chart: Title of the chart in which it stands; "" where it is drawn only if it is chosen.
-        null: Value of rows without structure and its words; None where it is not known.
-    """
-
-    curve: Curve
-    label: str
-    unit: str
-    chart: str = ""
-    null: tuple[float, str] | None = None
 
 
 class Panels(NamedTuple):
@@ -160,57 +140,65 @@ def build_panels(runs: Sequence[Run]) -> Panels:
         runs: Runs, at least one.
     """
     selected = [Readings(run.readings.runs, single_source(run.readings)) for run in runs]
-    drawn = [_drawn(readings) for readings in selected]
-    names = dict.fromkeys(name for curves in drawn for name in curves)
-    present = {n: next(each[n] for each in drawn if n in each) for n in names}
-    charts: dict[str, list[str]] = {}
-    for name, each in present.items():
+    present: dict[str, Quantity] = {}
+    curves: list[dict[str, Curve]] = []
+    for readings in selected:
+        listed = quantities_of(readings)
+        drawn = {tag: each.curve(readings) for tag, each in listed.items() if _is_drawn(each)}
+        curves.append({tag: _thin(curve) for tag, curve in drawn.items() if len(curve)})
+        present = {tag: listed[tag] for tag in curves[-1]} | present
+    charts: dict[str, list[Quantity]] = {}
+    for each in present.values():
         if each.chart:
-            charts.setdefault(each.chart, []).append(name)
-    plain = sorted(present, key=lambda name: (not name.endswith("/mean"), name))
-    others = {present[name].label: [name] for name in plain if not present[name].chart}
+            charts.setdefault(each.chart, []).append(each)
+    plain = sorted(present, key=lambda tag: (not tag.endswith("/mean"), tag))
+    others = {present[tag].title: [present[tag]] for tag in plain if not present[tag].chart}
     alerts = alerts_of(runs[0].readings) if len(runs) == 1 else []
 
-    def lines(names: Sequence[str]) -> Lines:
-        first = present[names[0]]
-        found = []
-        for place, name in enumerate(names):
-            label = present[name].label if len(runs) == 1 else _short(present[name])
-            words = "" if len(names) == 1 else label
-            found += _lines(runs, drawn, name, words, _DASHES[place % len(_DASHES)])
-        if len(runs) == 1 and len(names) > 1:
+    def lines(quantities: Sequence[Quantity]) -> Lines:
+        first, found = quantities[0], []
+        for place, each in enumerate(quantities):
+            label = (each.words or each.title) if len(runs) == 1 else _short(each)
+            words = "" if len(quantities) == 1 else label
+            found += _lines(runs, curves, each.tag, words, _DASHES[place % len(_DASHES)])
+        if len(runs) > 1:
+            return Lines(first.unit, found)
+        if len(quantities) > 1:
             found = [
                 replace(line, colour=SERIES[place % len(SERIES)], dash="solid")
                 for place, line in enumerate(found)
             ]
-        null = first.null if len(names) == 1 and len(runs) == 1 else None
+        has_null = len(quantities) == 1 and first.value is None and not first.part
+        null = null_of(selected[0], first.metric) if has_null else None
         return Lines(first.unit, found, null=null, alerts=alerts)
 
-    steps = [step for curves in drawn for each in curves.values() for step in each.curve.steps]
+    steps = [step for each in curves for curve in each.values() for step in curve.steps]
     return Panels(
-        {
-            title if len(names) > 1 else present[names[0]].label: lines(names)
-            for title, names in charts.items()
-        },
-        {title: lines(names) for title, names in others.items()},
+        {title if len(each) > 1 else each[0].words: lines(each) for title, each in charts.items()},
+        {title: lines(each) for title, each in others.items()},
         *_depth(runs, selected),
         (min(steps, default=0), max(steps, default=0)),
     )
 
 
-def _short(drawn: Drawn) -> str:
+def _is_drawn(quantity: Quantity) -> bool:
+    return quantity.part.rpartition("/")[2] != "std"
+
+
+def _short(quantity: Quantity) -> str:
     """What a curve is, without the title above its chart."""
-    unit = f" ({drawn.unit})" if drawn.unit else ""
-    return drawn.label.replace(unit, "").removeprefix(drawn.chart).lstrip(", ") or drawn.label
+    words = quantity.words or quantity.title
+    unit = f" ({quantity.unit})" if quantity.unit else ""
+    return words.replace(unit, "").removeprefix(quantity.chart).lstrip(", ") or words
 
 
 def _lines(
-    runs: Sequence[Run], drawn: Sequence[Mapping[str, Drawn]], name: str, words: str, dash: str
+    runs: Sequence[Run], drawn: Sequence[Mapping[str, Curve]], tag: str, words: str, dash: str
 ) -> list[Line]:
     """Lines of a curve of all runs, and of the means of groups that differ in their seed."""
     colours, groups = _colours(runs), _seed_groups(runs)
     grouped = {index for group in groups for index in group}
-    curves = {at: _thin(each[name].curve) for at, each in enumerate(drawn) if name in each}
+    curves = {index: each[tag] for index, each in enumerate(drawn) if tag in each}
     found = []
     for index, curve in curves.items():
         called = _called([runs[index]], words) if len(runs) > 1 else words
@@ -293,36 +281,6 @@ def _texts_of(runs: Sequence[Readings]) -> dict[str, MetricText]:
     return {name: every[name].text_of(name) for name in dict.fromkeys([*listed, *every])}
 
 
-def _drawn(readings: Readings) -> dict[str, Drawn]:
-    """The curves of a run by name: means over layers, what charts show by default, and logged."""
-    drawn: dict[str, Drawn] = {}
-    for metric, text in _texts_of([readings]).items():
-        columns = [reading.column(metric) for reading in readings]
-        parts = dict.fromkeys(part for column in columns for part in column.parts)
-        unit, null = printable(text.unit), null_of(readings, metric)
-        for part in ("", *(part for part in parts if part.rpartition("/")[2] != "std")):
-            curve = curve_of(readings, metric, part=part)
-            words = printable(text.title_of(part))
-            drawn[tags.mean_tag(metric, part)] = Drawn(
-                curve, words, unit, null=None if part else null
-            )
-        chart = printable(readings.text_of(beside(metric)).title)
-        for each in headlines_of(metric, text):
-            if each.chart:  # the ends of the interval have none: they are a band
-                found = drawn.get(each.tag) or Drawn(plain_curve(readings, each.value), "", unit)
-                words = printable(each.words)
-                drawn[each.tag or each.name] = found._replace(label=words, chart=chart)
-    for name in dict.fromkeys(name for reading in readings for name in reading.training):
-        # A loss on the probe is of its own: the function that gives it may have another unit.
-        title = {tags.LOSS: "training loss", tags.PROBE_LOSS: "loss on the probe"}.get(name, "")
-        words = title or printable(f"training {name}")
-        curve = training_curve(readings, name)
-        drawn[tags.training_tag(name)] = Drawn(curve, words, "", title)
-    overhead = plain_curve(readings, lambda reading: reading.overhead)
-    drawn[tags.OVERHEAD] = Drawn(overhead, _OVERHEAD, "")
-    return {name: each for name, each in drawn.items() if len(each.curve)}
-
-
 def _notes(readings: Readings) -> list[dict[str, Any]]:
     """Remarks on the record and notes of readings, those of one kind as one."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
@@ -393,7 +351,7 @@ def _seed_groups(runs: Sequence[Run]) -> list[list[int]]:
     """
     groups: dict[str, list[int]] = {}
     for index, run in enumerate(runs):
-        told = {key: x for key, x in run.description.items() if key not in _OF_A_START}
+        told = {key: x for key, x in run.description.items() if key not in _OF_ONE_SEED}
         if told:
             groups.setdefault(repr(sorted(told.items())), []).append(index)
     seeds = [
@@ -412,7 +370,7 @@ def _configuration(runs: Sequence[Run]) -> list[dict[str, Any]]:
     rows = []
     for name in names:
         values = [run.description.get(name) for run in runs]
-        texts = [_text(name, value) for value in values]
+        texts = [setting_words(name, value) for value in values]
         differs = any(value != values[0] for value in values) and name != "time"
         rows.append({"name": printable(name), "texts": texts, "differs": differs})
     starts = [len(run.readings.runs) for run in runs]
@@ -420,19 +378,6 @@ def _configuration(runs: Sequence[Run]) -> list[dict[str, Any]]:
         texts = [f"{count}" for count in starts]
         rows.append({"name": "starts", "texts": texts, "differs": len(set(starts)) > 1})
     return rows
-
-
-def _text(name: str, value: Any) -> str:
-    if value is None:
-        return "not recorded"
-    if name == "time" and isinstance(value, int | float) and 0 <= value < 2**40:
-        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(value))
-    if isinstance(value, list | dict):
-        texts = list(map(str, value))
-        return printable(f"{len(texts)}: " + ", ".join(texts))
-    if isinstance(value, int) and not isinstance(value, bool):
-        return f"{value:,}"
-    return printable(str(value))
 
 
 __all__ = ["Panels", "Run", "build_content", "build_panels", "load_runs"]

@@ -12,12 +12,13 @@ from rich.text import Text
 from geomon.analysis import Curve
 from geomon.analysis.numbers import number, with_margin
 from geomon.analysis.profile import is_far_above
+from geomon.analysis.quantities import Quantity
 from geomon.analysis.summary import alert_sentences
-from geomon.record import Reading
+from geomon.record import Reading, tags
 from geomon.show.terminal import charts
 from geomon.show.terminal.charts import Colour, Line
 from geomon.show.terminal.overview import describe, safe
-from geomon.show.terminal.runs import Quantity, Watched
+from geomon.show.terminal.runs import Watched, places_of
 
 try:
     from textual.app import App, ComposeResult
@@ -50,8 +51,8 @@ them the interval was not measured. The dot is the peak.
 By layer: the same metric over depth, from the input of the first block (0) to the output of the \
 last one, now, at the start and at the peak; the dim lines are the ends of the intervals.
 
-Heads: a row for each attention head, a column for each layer. Colours mean the same during the \
-whole run.
+Heads: a row for each layer, the first at the bottom, and a column for each attention head. \
+Colours mean the same during the whole run.
 
 Phase: the intrinsic dimension is the number of directions in which the hidden states of a layer \
 vary. Often it expands at first, reaches a peak, and is compressing from then on. Steady: no \
@@ -239,8 +240,10 @@ class WatchApp(App[str]):
         quantities = {key: each for run in self.runs for key, each in run.quantities.items()}
         self._offer("metric", [(each.label, key) for key, each in quantities.items()])
         chosen = self._chosen("metric")
-        found = [run.quantities[chosen].places for run in self.runs if chosen in run.quantities]
-        self._places = {name: layer for places in found for name, layer in places.items()}
+        self._places = {}
+        for run in self.runs:
+            if chosen in run.quantities:
+                self._places |= places_of(run.quantities[chosen], run.readings)
         self._offer("layer", [(place, place) for place in self._places])
         reading = self.reading
         columns = reading.columns if reading is not None else {}
@@ -298,13 +301,13 @@ class WatchApp(App[str]):
             low, high = -max(-low, high), max(-low, high)
         gradient = _AROUND_ZERO if low < 0 else _RISING
         where = f"{self.run_shown.name}  " if len(self.runs) > 1 else ""
-        words = f"step {reading.step:,}  columns: layers  colours: {number(low)} to {number(high)}"
+        words = f"step {reading.step:,}  columns: heads  colours: {number(low)} to {number(high)}"
         table.border_title = Text(f"{where}{words}")
-        layers = sorted({layer for layer, _ in known})
-        table.add_columns(*(f"{layer:^7}" for layer in layers))
-        for head in range(1 + max(head for _, head in known)):
+        heads = range(1 + max(head for _, head in known))
+        table.add_columns(*(f"{head:^7}" for head in heads))
+        for layer in sorted({layer for layer, _ in known}, reverse=True):  # as in all pictures
             fields = []
-            for layer in layers:
+            for head in heads:
                 value = known.get((layer, head))
                 if value is None:
                     fields.append(Text())
@@ -312,7 +315,7 @@ class WatchApp(App[str]):
                 ground = gradient.get_color((value - low) / (high - low) if high > low else 0.5)
                 style = Style(color=ground.get_contrast_text(1).hex6, bgcolor=ground.hex6)
                 fields.append(Text(f"{number(value):^7}", style))
-            table.add_row(*fields, label=f"head {head}")
+            table.add_row(*fields, label=f"layer {layer}")
 
     def _show_notes(self) -> None:
         run = self.run_shown
@@ -336,7 +339,7 @@ class WatchApp(App[str]):
 
     @property
     def _loss(self) -> Quantity | None:
-        found = [run.quantities.get("training/loss") for run in self.runs]
+        found = [run.quantities.get(tags.training_tag(tags.LOSS)) for run in self.runs]
         return next((each for each in found if each is not None), None)
 
     def _draw_loss(self, plot: Any) -> Text:
@@ -386,7 +389,7 @@ class WatchApp(App[str]):
         blocks = [_blocks(line.curve) for line in lines]
         title, note = Text("by layer", "bold"), ""
         if is_far_above(first, (value for curve in blocks for value in curve.values)):
-            note = f"  (layer 0: {number(max(first))})"
+            note = f" layer 0: {number(max(first))}"
             lines = [line._replace(curve=c) for line, c in zip(lines, blocks, strict=True)]
         charts.draw_over_depth(plot, lines)
         if not any(len(line.curve) for line in lines):

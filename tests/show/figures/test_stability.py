@@ -11,7 +11,6 @@ from geomon.record import Readings, Record, read
 from geomon.record.arrays import ArrayPlace
 from geomon.show.figures import as_image, draw
 from geomon.show.figures.compare import compare_figure
-from geomon.show.figures.stability import _style
 from geomon.show.panels import NotMeasuredError
 
 STEPS = (0, 16, 128)
@@ -77,12 +76,6 @@ def test_each_run_has_a_line_in_the_panel_of_each_layer(run_of):
     assert as_image(figure).std() > 5
 
 
-def test_of_many_layers_four_are_drawn_the_first_and_the_last_among_them(run_of):
-    figure = draw("stability", [run_of(name, [0.5] * 11) for name in "ab"])
-    assert list(panels_of(figure)) == ["layer 1", "layer 4", "layer 7", "layer 11"]
-    assert "in 2 runs (4 of 11 layers)" in figure.get_suptitle()
-
-
 def test_a_run_without_means_is_named_and_runs_without_a_common_layer_are_refused(run_of):
     whole, bare = run_of("a", [0.5]), run_of("b", [])
     with pytest.raises(NotMeasuredError, match=r"^b: no mean queries and keys stand beside"):
@@ -91,11 +84,6 @@ def test_a_run_without_means_is_named_and_runs_without_a_common_layer_are_refuse
         draw("stability", [whole, run_of("c", [0.5], first_layer=2)])
     with pytest.raises(ValueError, match="needs a run"):
         draw("stability", [])
-
-
-def test_28_runs_are_drawn_in_28_ways():
-    styles = [(_style(n)["color"], _style(n)["ls"]) for n in range(28)]
-    assert len(set(styles)) == 28
 
 
 def test_names_of_folders_are_no_formulas(run_of):

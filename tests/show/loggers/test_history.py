@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tagged import alert_of, reading_of, with_values
+from tagged import alert_of, reading_of
 
 from geomon.show.loggers.history import RunDrawer, RunHistory
 
@@ -60,13 +60,6 @@ def test_a_reading_with_an_alert_is_kept_wherever_it_comes():
     assert 97 in [kept.step for kept in history.readings()]
 
 
-def test_of_several_stacks_the_main_one_is_kept():
-    history = RunHistory()
-    values = {"twonn/encoder_layer_01": 1.0, "twonn/decoder_layer_01": 2.0}
-    history.add(with_values(reading(0), values))
-    assert history.readings()[0].column("twonn").by_layer() == {1: 2.0}
-
-
 def test_it_draws_at_first_then_each_time_the_step_has_doubled_and_once_at_the_end():
     drawer = Drawer()
     for step in (0, 1, 2, 8, 15, 17, 33, 34, 40, 68, 70):
@@ -74,13 +67,6 @@ def test_it_draws_at_first_then_each_time_the_step_has_doubled_and_once_at_the_e
     drawer.close()
     drawer.close()
     assert [step for step, _ in drawer.drawn] == [0, 17, 34, 68, 70]
-
-
-def test_a_last_reading_that_was_drawn_is_not_new():
-    drawer = Drawer()
-    drawer.write(reading(0))
-    drawer.close()
-    assert drawer.drawn == [(0, 0)]
 
 
 def test_a_drawing_that_failed_is_made_again_when_the_step_has_doubled():
@@ -128,34 +114,6 @@ def test_drawings_take_a_small_share_of_the_run_but_the_last_one_is_made(clock):
     assert [step for step, _ in drawer.drawn] == [68, 136]
     drawer.close()
     assert drawer.drawn[-1] == (198, 0)
-
-
-def test_the_share_is_of_the_time_since_the_sink_was_made(clock):
-    Slow.now = 1000.0
-    drawer = Slow()  # 2 s are expected of the first part
-    for passed, count in ((0, 0), (60, 0), (70, 1)):
-        Slow.now = 1000.0 + passed
-        drawer.write(reading(64))
-        assert len(drawer.drawn) == count
-
-
-def test_of_a_drawing_the_first_parts_are_made_that_there_is_time_for(clock):
-    drawer = Slow(parts=3)
-    drawn = []
-    for step in (64, 80, 128, 256):
-        Slow.now = max(Slow.now, step)
-        drawer.write(reading(step))
-        drawn.append(len(drawer.drawn))
-    assert drawn == [0, 2, 2, 5]  # 3 % of 64, 80 and 256 s; the step of 128 is not twice that of 80
-
-
-def test_at_the_end_a_drawing_that_had_no_time_for_all_parts_is_made_whole(clock):
-    drawer = Slow(parts=3)
-    Slow.now = 70.0
-    drawer.write(reading(64))
-    assert drawer.drawn == [(64, 0), (64, 1)]
-    drawer.close()
-    assert drawer.drawn[2:] == [(64, 0), (64, 1), (64, 2)]
 
 
 @given(times=st.lists(st.floats(0.0, 500.0), min_size=1, max_size=30), parts=st.integers(1, 9))

@@ -1,5 +1,8 @@
 """Any other logger, by functions; MLflow and trackio, read back by their own readers."""
 
+import sys
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -62,6 +65,22 @@ def test_a_function_that_fails_leaves_the_others_as_they_are(make_readings):
     with pytest.raises(ExceptionGroup, match="Aim failed in part: OSError: full"):
         sink.write(make_readings()[0])
     assert rows == [0]
+
+
+@pytest.mark.parametrize(("given", "used"), [(None, "active"), ("mine", "mine")])
+def test_mlflow_logs_to_the_run_that_is_given_or_active(given, used, make_readings, monkeypatch):
+    """By a stand-in for mlflow, which few machines have."""
+    rows = []
+    client = SimpleNamespace(log_batch=lambda run_id, metrics: rows.append((run_id, metrics)))
+    active = SimpleNamespace(info=SimpleNamespace(run_id="active"))
+    mlflow = SimpleNamespace(active_run=lambda: active, MlflowClient=lambda: client)
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    entities = SimpleNamespace(Metric=lambda name, value, now, step: (name, value, step))
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    MLflow(given, pictures=False).write(make_readings((16,))[0])
+    ((run_id, metrics),) = rows
+    assert run_id == used
+    assert ("geomon/twonn", 2.5, 16) in metrics
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of mlflow's own code

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from tagged import TEXTS
 
-from geomon.record import Sink
 from geomon.show import Pictures
 
 DIMENSION, PROFILE, LAYERS, HEADS = (
@@ -58,22 +57,6 @@ def test_cards_come_as_the_step_doubles(make_readings, pictures, posted):
     assert sorted(names) == [DIMENSION, PROFILE, *LAYERS, *HEADS]  # as loggers show them
 
 
-def test_cards_are_of_the_size_of_a_card(make_readings, pictures, posted):
-    pictures.write(make_readings((16,))[0])
-    assert len(posted) > 4
-    for _, image, _ in posted:
-        height, width, _ = image.shape
-        assert width < 900
-        assert height < width
-
-
-def test_at_the_end_what_was_drawn_is_not_drawn_again(make_readings, pictures, posted):
-    pictures.write(make_readings((16,))[0])
-    count = len(posted)
-    pictures.close()
-    assert len(posted) == count
-
-
 def test_what_is_missing_is_not_posted(make_readings, pictures, posted):
     pictures.write(
         make_readings(
@@ -82,10 +65,6 @@ def test_what_is_missing_is_not_posted(make_readings, pictures, posted):
     )
     assert [name for name, _, _ in posted] == [LAYERS[2], HEADS[1]]
     Pictures(lambda *_: pytest.fail("nothing was written")).close()
-
-
-def test_it_is_a_sink(pictures):
-    assert isinstance(pictures, Sink)
 
 
 def test_without_matplotlib_it_says_what_to_install(make_readings, pictures, monkeypatch):
@@ -99,18 +78,3 @@ def test_without_matplotlib_it_says_what_to_install(make_readings, pictures, mon
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"pip install 'geomon\[figures\]'"):
         pictures.write(make_readings((0,))[0])
-
-
-def test_a_picture_that_is_not_taken_keeps_no_other_from_being_posted(make_readings):
-    posted = []
-
-    def post(name, image, step):
-        posted.append(name)
-        if len(posted) == 1:
-            raise OSError("gone")
-
-    made = Pictures(post)
-    made.describe({"metrics": TEXTS})
-    with pytest.raises(OSError, match="gone"):
-        made.write(make_readings((16,))[0])
-    assert posted == [DIMENSION, PROFILE, *LAYERS[1:], *HEADS]

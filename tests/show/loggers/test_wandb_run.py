@@ -15,7 +15,6 @@ from tagged import TEXTS, alert_of, reading_of, with_values
 from wandb_file import wandb_records, wandb_rows, work_offline
 
 from geomon import Monitor, WandB, read, select
-from geomon.record import Sink
 from geomon.show.loggers.wandb_run import WandBRows, WandBSummary
 
 
@@ -87,13 +86,14 @@ def log_as_a_training(run, sink, habit, steps=20):
         given = HABITS[habit](step)
         if given is not None:
             run.log({f"loss_{step}": float(step)}, **given)
-    sink.close()
 
 
 @pytest.mark.parametrize("habit", HABITS)
 def test_nothing_is_lost_that_a_training_logs_to_wandb_itself(habit):
     run = Run()
-    log_as_a_training(run, WandB(run, pictures=False), habit)
+    sink = WandB(run, pictures=False)
+    log_as_a_training(run, sink, habit)
+    sink.close()
     run.end_row()
     assert not run.dropped
     kept = {name for row in run.rows for name in row if name.startswith("loss")}
@@ -164,26 +164,20 @@ def test_nothing_is_left_on_the_run(order):
         assert "_log" not in vars(run)
 
 
+def test_a_disabled_run_is_left_as_it_is():
+    run = Run()
+    run.disabled = True
+    sink = WandB(run, pictures=False)
+    sink.write(reading(0, notes=["a note"]))
+    assert "_log" not in vars(run)
+    sink.close()
+    assert (run.rows, run.summary) == ([], {})
+
+
 def test_alone_every_reading_is_a_row_at_once():
     run = Run()
     rows_of(run, alone=True).write(with_values(reading(3), {"twonn/mean": 3.1}))
     assert run.rows == [{"geomon/twonn": 3.1, "geomon/step": 3}]
-
-
-def test_values_have_the_axis_of_readings_and_ends_of_the_interval_no_panel():
-    run = Run()
-    rows_of(run, detail="layers").write(
-        with_values(reading(0), {**reading(0).values, "own_low/layer_01": 1.0})
-    )
-    assert run.metrics == {
-        "geomon/step": (None, True),
-        "geomon/twonn": ("geomon/step", False),
-        "geomon/twonn_low": ("geomon/step", True),
-        "geomon/twonn_high": ("geomon/step", True),
-        "own_low/layer_01": ("geomon/step", False),
-        "twonn/mean/margin": ("geomon/step", False),
-        "geomon/seconds": ("geomon/step", False),
-    }
 
 
 def test_a_run_to_which_nobody_else_logs_is_said_once(caplog):
@@ -195,21 +189,19 @@ def test_a_run_to_which_nobody_else_logs_is_said_once(caplog):
     assert len(caplog.messages) == 1
 
 
-def test_values_and_charts_of_one_step_share_the_row_that_is_open():
+def test_a_reading_joins_the_row_that_is_open_and_its_charts_follow():
     run = Run()
     sink = rows_of(run)
     sink.write(reading(3))
-    for name in ("charts/a", "charts/b"):
-        sink.log({name: "chart"}, 3)
+    sink.log({"charts/a": "chart"}, 3)
     run.log({"loss": 1.0})
     run.log({"early": 1.0}, commit=False)
     sink.write(reading(4))
     sink.log({"charts/a": "chart"}, 4)
     run.log({"loss": 2.0})
     shown = {"geomon/twonn", "geomon/twonn_low", "geomon/twonn_high", "geomon/step", "loss"}
-    assert [set(row) for row in run.rows] == [
-        {*shown, "charts/a", "charts/b"}, {*shown, "charts/a", "early"},
-    ]  # fmt: skip
+    chart = {"charts/a", "geomon/step"}
+    assert [set(row) for row in run.rows] == [shown, chart, {*shown, "early"}, chart]
 
 
 PEAKED = {0: 2.0, 8: 4.0, 16: 6.0, 32: 8.0, 64: 6.0, 128: 4.0, 256: 3.0}
@@ -232,84 +224,7 @@ def test_the_summary_holds_phase_peak_and_last_value_and_is_kept_up_to_date():
     summary.close()
 
 
-def test_without_the_dimension_the_summary_counts_alerts_alone():
-    run = Run()
-    WandBSummary(rows_of(run)).write(
-        reading(0, math.nan, [alert_of("rank_collapse", "x"), "a note"])
-    )
-    assert run.summary == {"geomon/alerts": 1}
-
-
-def test_alerts_are_sent_with_their_step_and_no_other_notes():
-    run = Run()
-    sender = WandB(run, pictures=False)
-    words = "rank collapse (layer 4): effective rank of the hidden states down to 1.20"
-    sender.write(reading(8, notes=["a note"]))
-    sender.write(
-        reading(9, notes=["a note", alert_of("rank_collapse", words), alert_of("x" * 100, "")])
-    )
-    sender.close()
-    first, second = run.alerts
-    assert (first["title"], first["text"]) == ("geomon: rank collapse", f"Step 9: {words}")
-    assert first["level"] == "WARN"
-    assert first["wait_duration"] >= 60
-    assert len(second["title"]) < 64
-
-
-def test_an_alert_that_cannot_be_sent_stops_neither_training_nor_values(caplog):
-    class Refusing(Run):
-        def alert(self, **given):
-            raise OSError("no network")
-
-    run, model = Refusing(), PlainDecoder(layers=1)
-    sinks = [WandB(run, alone=True, pictures=False)]
-    monitor = Monitor(
-        model, metrics=select("variance"), directory=None, sinks=sinks, schedule=lambda step: True
-    )
-    monitor._reactions.find_alerts = lambda reading: [alert_of("rank_collapse", "x")]
-    for step in range(3):
-        with monitor(step):
-            model(batch())
-    monitor.close()
-    assert [row["geomon/step"] for row in run.rows] == [0, 1, 2]
-    assert any("sending alerts to W&B failed" in m and "no network" in m for m in caplog.messages)
-
-
-@pytest.mark.parametrize("pictures", [True, False])
-def test_the_pages_are_sinks_that_close_twice(pictures):
-    run = Run()
-    sink = WandB(run, alone=True, pictures=pictures)
-    assert isinstance(sink, Sink)
-    sink.write(with_values(reading(0), {}))
-    sink.close()
-    sink.close()
-
-
-def test_a_detail_that_does_not_exist_is_refused():
-    with pytest.raises(ValueError, match="detail is 'headline', 'layers' or a tuple of names"):
-        WandB(Run(), detail="layer")
-
-
-@pytest.mark.parametrize("habit", ["every step, by number", "every epoch of ten"])
-def test_wandb_offline_has_every_row_of_both(habit, tmp_path, monkeypatch):
-    import wandb
-
-    work_offline(monkeypatch, tmp_path)
-    run = wandb.init(project="test", dir=str(tmp_path))
-    log_as_a_training(run, WandB(run, pictures=False), habit)
-    run.log({"last": 1.0}, step=int(run.step))  # what is waiting has not moved the counter
-    run.finish()
-    rows = wandb_rows(tmp_path)
-    names = {name for row in rows for name in row}
-    assert {n for n in names if n.startswith("loss_")} == {
-        f"loss_{s}" for s in range(20) if HABITS[habit](s) is not None
-    }
-    assert "last" in names
-    assert sorted(int(r["geomon/step"]) for r in rows if "geomon/twonn" in r) == list(range(20))
-
-
-# A program that logs as a training does, and ends without `finish`, by itself or by an exception or
-# a signal.
+# A program that logs as a training does, and ends by `finish` or without.
 _PROGRAM = """
 import os, signal, sys, time
 sys.path.insert(0, "tests/show/loggers"), sys.path.insert(0, "tests")
@@ -324,6 +239,9 @@ for step in range(20):
     given = HABITS[habit](step)
     if given is not None:
         run.log({f"loss_{step}": float(step)}, **given)
+if ending == "finish":
+    run.log({"last": 1.0}, step=int(run.step))  # what is waiting has not moved the counter
+    run.finish()
 if ending == "an exception":
     raise RuntimeError
 if ending == "a signal":
@@ -331,9 +249,14 @@ if ending == "a signal":
 """
 
 
-@pytest.mark.parametrize("habit", ["every fifth step, counted", "every epoch of ten"])
-@pytest.mark.parametrize("ending", ["the last line", "an exception", "a signal"])
-def test_without_finish_the_file_has_every_row_of_both(habit, ending, tmp_path):
+@pytest.mark.parametrize(
+    ("ending", "habit"),
+    [
+        ("finish", "every step, by number"), ("the last line", "every epoch of ten"),
+        ("an exception", "every fifth step, counted"), ("a signal", "every epoch of ten"),
+    ],
+)  # fmt: skip
+def test_however_a_program_ends_the_file_has_every_row_of_both(habit, ending, tmp_path):
     subprocess.run(
         [sys.executable, "-c", _PROGRAM, str(tmp_path), habit, ending],
         cwd=Path(__file__).parents[3], check=False, timeout=300, stderr=subprocess.DEVNULL,
@@ -341,19 +264,11 @@ def test_without_finish_the_file_has_every_row_of_both(habit, ending, tmp_path):
     )  # fmt: skip
     rows = wandb_rows(tmp_path)
     assert sorted(int(r["geomon/step"]) for r in rows if "geomon/twonn" in r) == list(range(20))
-    losses = {name for row in rows for name in row if name.startswith("loss_")}
-    assert losses == {f"loss_{s}" for s in range(20) if HABITS[habit](s) is not None}
-
-
-def test_a_disabled_run_holds_nothing():
-    import wandb
-
-    run = wandb.init(project="test", mode="disabled")
-    rows = rows_of(run)
-    log_as_a_training(run, rows, "every step, by number")
-    rows.write(reading(30))  # nothing of the training's comes after it
-    assert not rows._waiting
-    run.finish()
+    names = {name for row in rows for name in row}
+    assert ("last" in names) == (ending == "finish")
+    assert {name for name in names if name.startswith("loss_")} == {
+        f"loss_{s}" for s in range(20) if HABITS[habit](s) is not None
+    }
 
 
 SECTIONS = {

@@ -80,6 +80,7 @@ def test_dimensions_phases_and_alerts_are_whole_at_any_size_above_a_chart(
                 size[0] > 100
             )  # two charts, where there is room
             assert screen(app)[-1].startswith("q quit ? help")
+            assert "r run" not in screen(app)[-1]
             await pilot.press("t", "t", "t")
             listed = re.findall(
                 r"Alert at step (\S+?):? (?:\(first of (\d)\): )?(\w+):", words(app)
@@ -110,6 +111,8 @@ def test_keys_change_what_is_shown(make_readings, tmp_path):
             assert "─anisotropy  0.11" in await press("m", "m")  # it has no mean: layer 0
             assert "─anisotropy  0.60" in await press("l", "l")
             assert "─anisotropy  0.28" in await press("L")
+            assert "by scale" in await press("M")
+            assert "─anisotropy" in await press("m")
             assert "by layer ━start ━peak 256 ━now" in text(app)
             assert "━step 1,024" in await press("p")
             assert "━step 1,024" in await press("p", "n")
@@ -132,12 +135,14 @@ def test_heads_are_those_of_the_reading_that_is_chosen(make_readings, tmp_path):
             await pilot.press("t", "t")
             shown = []
             for _ in range(2):
-                value = app.reading.values["attention_entropy/layer_02/head_1"]
+                value = app.reading.values["attention_entropy/layer_01/head_1"]
                 table = app.query_one(DataTable)
-                assert [table.row_count, len(table.columns)] == [2, 3]
-                assert str(table.get_cell_at((1, 1))).strip() == f"{value:.1f}"
+                assert [str(row.label) for row in table.ordered_rows] == [
+                    "layer 3", "layer 2", "layer 1",
+                ]  # fmt: skip
+                assert str(table.get_cell_at((2, 1))).strip() == f"{value:.1f}"
                 assert f" {value:.1f} " in text(app)
-                assert f"─step {app.reading.step:,}  columns: layers  colours: 2.0 to 3.0" in text(
+                assert f"─step {app.reading.step:,}  columns: heads  colours: 2.0 to 3.0" in text(
                     app
                 )
                 shown.append(value)
@@ -158,6 +163,7 @@ def test_several_runs_lie_over_one_another_with_a_legend(make_readings, tmp_path
             assert "━ other · step 64" in said
             assert said.count("intrinsic dimension 5.") == 2
             assert "━ third · waiting for" in said
+            assert "r run" in screen(app)[-1]
             await pilot.press("m", "m", "m")
             assert "by layer ━one ━other" in text(app)
             await pilot.press("t", "t", "t")
@@ -213,24 +219,6 @@ def test_a_record_is_followed_while_it_is_written(make_readings, tmp_path):
     run(story)
 
 
-def test_a_folder_that_cannot_be_read_now_is_tried_again(make_readings, tmp_path, monkeypatch):
-    watched_run = Watched(write(tmp_path / "a", make_readings()))
-    assert watched_run.look()
-    assert not watched_run.look()
-
-    def fails(self):
-        raise PermissionError(13, "Permission denied", str(tmp_path))
-
-    with monkeypatch.context() as patched:
-        patched.setattr("geomon.record.Follower.look", fails)
-        assert watched_run.look()
-        assert "Permission denied" in watched_run.trouble
-        assert not watched_run.look()
-    assert watched_run.look()
-    assert watched_run.trouble == ""
-    assert len(watched_run.readings) == 9
-
-
 @pytest.mark.parametrize(
     ("content", "stack", "said"),
     [("hello\n", None, "line 1 of"), ("", "encoder", "no stack is called 'encoder'")],
@@ -246,23 +234,6 @@ def test_what_is_no_record_ends_in_one_line(make_readings, tmp_path, content, st
         assert said in app.return_value
         assert "\n" not in app.return_value
         assert app.return_code == 2
-
-    run(story)
-
-
-def test_two_runs_in_one_record_and_other_metrics_are_said(make_readings, tmp_path):
-    only = [r for r in make_readings((0, 64)).readings for _ in range(2)]
-    other = [with_values(r, {"peak_norm/mean": 1.0 + r.step}) for r in only]
-
-    async def story():
-        async with watched(write(tmp_path, other)) as (app, pilot):
-            said = words(app)
-            assert "two runs wrote into this record" in said
-            assert "peak_norm 65.0" in said
-            assert "intrinsic dimension: not measured" in said
-            for key in (*"mlhrpxtttt", "escape", "question_mark", "tab", "enter"):
-                await pilot.press(key)
-            assert app.is_running
 
     run(story)
 

@@ -6,7 +6,6 @@ import pytest
 from rich.console import Console
 from tagged import alert_of, reading_of, with_values
 
-from geomon.analysis.numbers import with_margin
 from geomon.record import Readings
 from geomon.show.terminal import format_line, spark, view
 
@@ -84,13 +83,6 @@ def test_sparks_go_from_the_least_to_the_most_and_keep_both_ends():
     assert spark([5.0, *[1.0] * 70, 3.0], 9) == "█▁▁▁▁▁▁▁▅"
 
 
-def test_the_dimension_of_a_run_that_only_scatters_is_drawn_flat(make_readings):
-    scatter = {"twonn/mean": [5.2, 5.4, 5.3, 5.5, 5.2, 5.4, 5.3, 5.2, 5.4]}
-    lines = shown(make_readings(curves=scatter, error=0.3))
-    assert "intrinsic dimension 5.4 ± 0.3, steady" in lines[1]
-    assert "▄" * 9 in row(lines[2:], "intrinsic dimension  ")
-
-
 def test_what_was_not_measured_is_left_out_but_the_dimension(make_readings):
     lines = shown(make_readings(without=ALL))
     assert lines[1:] == ["intrinsic dimension: not measured."]
@@ -104,11 +96,6 @@ def test_one_reading_and_missing_numbers_do_no_harm(make_readings):
         with_values(first[0], dict.fromkeys(first[0].values.keys() - {"geomon/seconds"}, math.nan))
     ]
     assert len(shown(empty)) == 2
-
-
-def test_the_last_note_is_shown_with_the_count_of_others(make_readings):
-    lines = shown(make_readings(notes=["first", "second\nline"]))
-    assert lines[-1] == "note (and 1 more): second line"
 
 
 def test_a_plain_line(make_readings):
@@ -145,20 +132,6 @@ def test_the_share_of_the_time_stands_in_the_heading(make_readings):
     assert heading(math.nan).endswith("eval mode")
 
 
-def test_a_plain_line_is_of_its_reading_and_of_what_was_before(make_readings):
-    curves = {"twonn/mean": [2, 3, 5, 7, 8, 6, 5, 4, 3]}
-    readings = make_readings(curves=curves)
-    with_profile = with_values(readings[4], readings[4].values | {"anisotropy/mean": 0.256})
-    assert format_line(with_profile, readings) == (
-        "step 128: intrinsic dimension 8.0 ± 0.1 (expanding), distinct tokens 7.5 ± 0.1, "
-        "anisotropy 0.26, attention entropy (nats) 2.8, |cosine of mean query and mean key| 0.40"
-    )
-    assert format_line(readings[0], readings).startswith(
-        "step 0: intrinsic dimension 2.0 ± 0.1, distinct tokens 32.1"
-    )
-    assert format_line(readings[5], []).startswith("step 256: twonn 6.0 ± 0.1, twonn_distinct")
-
-
 def test_alerts_take_the_headline_and_each_kind_is_shown_in_full_the_gravest_first(make_readings):
     readings = list(make_readings(notes=["first", "second"]))
     for index, kind in ((2, "massive_rows"), (5, "massive_rows"), (6, "rank_collapse")):
@@ -179,15 +152,6 @@ def test_alerts_take_the_headline_and_each_kind_is_shown_in_full_the_gravest_fir
     assert format_line(readings[2], readings).endswith(
         "alert: massive rows (layer 2): look there (geomon alerts massive_rows)"
     )
-
-
-@pytest.mark.parametrize(
-    ("value", "margin", "words"),
-    [(7.256, 0.094, "7.26 ± 0.09"), (7.256, 0.096, "7.3 ± 0.1"), (123.456, 0.06, "123.5 ± 0.1"),
-     (7.256, 0.0, "7.3"), (99.6, 0.0, "99.6"), (100.4, 0.0, "100"), (0.996, 0.0, "1.00")],
-)  # fmt: skip
-def test_errors_decide_the_decimals(value, margin, words):
-    assert with_margin(value, margin) == words
 
 
 def test_the_loss_stands_beside_the_geometry_where_it_is_logged():

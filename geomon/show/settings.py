@@ -1,0 +1,66 @@
+"""Settings of runs in words: what the description of a run holds, and in which of it two differ."""
+
+import time
+from typing import Any
+
+from geomon.record import Readings
+from geomon.record.printable import printable
+
+# What describes a start of a run and is no setting of it.
+OF_A_START = ("time", "from_step")
+# Letters of a setting that stand in a line beside others.
+_MOST_LETTERS = 60
+
+
+def setting_words(name: str, value: Any) -> str:
+    """Format a setting; of a list its length too.
+
+    Args:
+        name: Name of the setting.
+        value: Its value; None where it was not recorded.
+
+    Example:
+        >>> setting_words("layers", ["a", "b"]), setting_words("tokens", 4096)
+        ('2: a, b', '4,096')
+    """
+    if value is None:
+        return "not recorded"
+    if name == "time" and isinstance(value, int | float) and 0 <= value < 2**40:
+        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(value))
+    if isinstance(value, list | dict):
+        texts = list(map(str, value))
+        return printable(f"{len(texts)}: " + ", ".join(texts))
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return printable(str(value))
+
+
+def describe_settings(first: Readings, second: Readings) -> str:
+    """Say in one line in which settings two records differ, or "" where in none.
+
+    Args:
+        first: Readings of one run.
+        second: Readings of the other run.
+    """
+    if not (first.runs and second.runs):
+        return ""
+    one, other = first.runs[-1], second.runs[-1]
+    differing = [
+        f"{printable(name)} {_both(name, one.get(name), other.get(name))}"
+        for name in {**one, **other}
+        if name not in OF_A_START and one.get(name) != other.get(name)
+    ]
+    return f"the records differ in {', '.join(differing)}" if differing else ""
+
+
+def _both(name: str, one: Any, other: Any) -> str:
+    """Format two settings that differ, which may not show in what a line has room for."""
+    short = [_shortened(setting_words(name, value)) for value in (one, other)]
+    return " and ".join(short) if short[0] != short[1] else f"({short[0]}, with other values)"
+
+
+def _shortened(words: str) -> str:
+    return words if len(words) <= _MOST_LETTERS else f"{words[:_MOST_LETTERS]} ..."
+
+
+__all__ = ["OF_A_START", "describe_settings", "setting_words"]
