@@ -272,7 +272,7 @@ def draw(seed: int, count: int, only: str | None) -> list[Fault]:
 
 
 def tests_of(path: str) -> list[str]:
-    """List the test files of a module, its doctests and its own file first."""
+    """List the test files of a module, its doctests first, then its own file."""
     inside = Path(path).relative_to("geomon")
     top = inside.parts[0] if len(inside.parts) > 1 else ""
     own = [str(inside.parent / f"test_{inside.stem.lstrip('_')}.py"), *OWN.get(path, [])]
@@ -301,7 +301,12 @@ def run_tests(tree: str, files: list[str], log: str) -> None:
     plain = ["-q", "-x", "-p", "no:cacheprovider", "--no-header"]
     # Its plugins are loaded already where a library that was imported before needs them.
     plain += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
-    os._exit(int(pytest.main([*plain, *files])))
+    # Doctests load their module a second time, so that what other tests replace in it would not be
+    # what runs: they come last, by themselves.
+    doctests = [file for file in files if not file.startswith("tests")]
+    tests = [file for file in files if file not in doctests]
+    end = pytest.main([*plain, *tests]) if tests else pytest.ExitCode.OK
+    os._exit(int(end or pytest.main([*plain, *doctests])) if doctests else int(end))
 
 
 class Tree:
