@@ -1,17 +1,19 @@
 """Alerts: what a reading shows that a training should be looked at for.
 
-A rule is a function of one stack of a reading; it finds the places where a limit is passed.
-`AlertWatch` keeps what earlier readings had, so that the work for each reading is the same however
-long the run is. An alert is raised where the first reading of the run was within the limit, and
-again when four times as much is found. How often the rules are wrong: benchmarks/README.md.
+A rule is a function of one stack of a reading, and of the values there that are outside of their
+bands; it finds the places that are concerned. `AlertWatch` keeps what earlier readings had, so that
+the work for each reading is the same however long the run is. An alert is raised where the first
+reading of the run was within the limit, and again when four times as much is found. How often the
+rules are wrong, and what they notice: docs/warnings.md.
 """
 
 import difflib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
+from geomon.analysis.bands import Bands, Departure
 from geomon.note import Note
 from geomon.record import Reading
 from geomon.record.columns import Column
@@ -28,6 +30,8 @@ _MASSIVE = 0.5
 # An alert is raised again when what is found is so many times what it was.
 _AGAIN = 4.0
 _NAMED = 3  # places that are named
+# Readings in which no value leaves its band, after which a departure is news again.
+_PASSES = 12
 
 
 @dataclass(frozen=True)
@@ -142,8 +146,9 @@ class Finding(NamedTuple):
     heads: tuple[tuple[int, int], ...] = ()
 
 
-# Finds what a stack of a reading has beyond a limit, given the name of the stack.
-Find = Callable[[Reading, str], Finding | None]
+# Finds what a stack of a reading has beyond a limit, given its name and the values outside of their
+# bands, the largest departure first.
+Find = Callable[[Reading, str, Sequence[Departure]], Finding | None]
 
 
 class Rule(NamedTuple):
@@ -154,15 +159,35 @@ class Rule(NamedTuple):
         text: What was found, as a template of `str.format` for the numbers.
         advice: What to look at.
         may_begin: Whether what the first reading has already is no reason for an alert.
+        passes: Readings without a finding after which the next one is a new alert; None where that
+            is one that finds four times as much.
     """
 
     find: Find
     text: str
     advice: str
     may_begin: bool = True
+    passes: int | None = None
 
 
-def _entropy_collapse(reading: Reading, stack: str) -> Finding | None:
+def _left_band(reading: Reading, stack: str, departures: Sequence[Departure]) -> Finding | None:
+    if not departures:
+        return None
+    first, places = departures[0], [departure.place for departure in departures]
+    numbers: dict[str, int | float | str] = {
+        "metric": first.place.metric, "value": first.value, "low": first.low, "high": first.high,
+        "count": len(departures),
+    }  # fmt: skip
+    heads = tuple((place.layer, place.head) for place in places if place.head is not None)
+    layers = tuple(dict.fromkeys(place.layer for place in places))
+    if first.place.head is None:
+        return Finding(len(departures), numbers, layers)
+    return Finding(len(departures), numbers, layers, tuple(dict.fromkeys(heads)))
+
+
+def _entropy_collapse(
+    reading: Reading, stack: str, departures: Sequence[Departure]
+) -> Finding | None:
     heads = _column(reading, stack, "attention_entropy_normalised").by_head()
     found = {place: value for place, value in heads.items() if value < _ENTROPY}
     if not found:
@@ -174,7 +199,7 @@ def _entropy_collapse(reading: Reading, stack: str) -> Finding | None:
     return Finding(len(found), numbers, heads=tuple(sorted(found, key=found.__getitem__)))
 
 
-def _logit_growth(reading: Reading, stack: str) -> Finding | None:
+def _logit_growth(reading: Reading, stack: str, departures: Sequence[Departure]) -> Finding | None:
     heads = _column(reading, stack, "max_logit").by_head()
     found = {place: value for place, value in heads.items() if value > _LOGIT}
     if not found:
@@ -184,7 +209,7 @@ def _logit_growth(reading: Reading, stack: str) -> Finding | None:
     return Finding(largest, {"largest": largest, "limit": _LOGIT}, heads=places)
 
 
-def _rank_collapse(reading: Reading, stack: str) -> Finding | None:
+def _rank_collapse(reading: Reading, stack: str, departures: Sequence[Departure]) -> Finding | None:
     # Where a few rows carry the variance, the rank is that of these rows.
     massive = _massive(reading, stack)
     found = {
@@ -198,7 +223,7 @@ def _rank_collapse(reading: Reading, stack: str) -> Finding | None:
     return Finding(len(found), numbers, tuple(sorted(found, key=found.__getitem__)))
 
 
-def _massive_rows(reading: Reading, stack: str) -> Finding | None:
+def _massive_rows(reading: Reading, stack: str, departures: Sequence[Departure]) -> Finding | None:
     found = _massive(reading, stack)
     if not found:
         return None
@@ -212,7 +237,7 @@ def _massive(reading: Reading, stack: str) -> dict[int, float]:
     return {layer: value for layer, value in shares.items() if value >= _MASSIVE}
 
 
-def _not_finite(reading: Reading, stack: str) -> Finding | None:
+def _not_finite(reading: Reading, stack: str, departures: Sequence[Departure]) -> Finding | None:
     lost = [
         note for note in reading.notes if note.kind == "rows not finite" and note.stack == stack
     ]
@@ -233,6 +258,13 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "{lost} of {rows} rows are not finite",
             "look at the loss and the data type, and for the first step with it",
             may_begin=False,
+        ),
+        "left_band": Rule(
+            _left_band,
+            "{metric} is {value:.3g} where the readings before it let {low:.3g} to {high:.3g} be "
+            "expected; {count} of the values that are watched left their bands",
+            "look at what changed at this step: data, learning rate, the weights of that block",
+            passes=_PASSES,
         ),
         "rank_collapse": Rule(
             _rank_collapse,
@@ -283,7 +315,9 @@ class AlertWatch:
     def __init__(self, names: Collection[str] = tuple(RULES)) -> None:
         check_alerts(names)
         self._rules = {name: RULES[name] for name in names}
+        self._bands: dict[str, Bands] = {}  # by source: other tokens have other values
         self._largest: dict[tuple[str, str], float] = {}  # by name and stack
+        self._quiet: dict[tuple[str, str], int] = {}  # readings since the last finding, likewise
         self._begun: set[str] = set()  # sources of which there has been a reading
 
     def add(self, reading: Reading) -> list[Alert]:
@@ -294,21 +328,35 @@ class AlertWatch:
         """
         first = reading.source not in self._begun
         self._begun.add(reading.source)
+        departures = self._bands.setdefault(reading.source, Bands()).add(reading)
         stacks = dict.fromkeys([*reading.stacks, *(note.stack for note in reading.notes)])
         alerts = []
         for name, rule in self._rules.items():
             for stack in stacks:
-                found = rule.find(reading, stack)
-                largest = self._largest.get((name, stack), 0.0)
-                if found is None or found.size < _AGAIN * largest:
+                own = [departure for departure in departures if departure.place.stack == stack]
+                found = rule.find(reading, stack, own)
+                if not self._is_news((name, stack), rule, found):
                     continue
-                self._largest[name, stack] = found.size
+                assert found is not None
                 if not (first and rule.may_begin):
                     _, numbers, layers, heads = found
                     alerts.append(
                         Alert(name, reading.step, stack, layers, heads, numbers, rule.advice)
                     )
         return alerts
+
+    def _is_news(self, key: tuple[str, str], rule: Rule, found: Finding | None) -> bool:
+        """Whether a finding is the first of its kind, or four times as large as the largest."""
+        if found is None:
+            self._quiet[key] = self._quiet.get(key, 0) + 1
+            if self._quiet[key] == rule.passes:
+                self._largest.pop(key, None)
+            return False
+        self._quiet[key] = 0
+        if found.size < _AGAIN * self._largest.get(key, 0.0):
+            return False
+        self._largest[key] = found.size
+        return True
 
 
 def check_alerts(names: Collection[str]) -> None:

@@ -197,6 +197,11 @@ class Window:
             self.seconds = before + time.perf_counter() - began
 
     @property
+    def forced_eager(self) -> bool:
+        """Whether compiled code of the training was run eagerly, to be seen."""
+        return self._forced_eager
+
+    @property
     def settled(self) -> bool:
         """Whether nothing has interrupted the opening or the closing of the window."""
         return self._settled

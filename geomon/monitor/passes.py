@@ -76,6 +76,16 @@ class Passes:
         rows = self._group.rows_of(self._rows())
         return self._window(step, self._options["seed"], step, *self._place(), rows=rows)
 
+    def open_for_check(self, step: int, views: Collection[str], rows: int) -> Window:
+        """Make a window that looks at less of the training's own forward pass.
+
+        Args:
+            step: Number of optimizer updates already in the weights.
+            views: Names of the views that are wanted.
+            rows: Number of rows of hidden states to keep, of this rank alone.
+        """
+        return self._window(step, self._options["seed"], step, rows=rows, views=views)
+
     def snapshot(self, window: Window) -> Snapshot:
         """Return what a window has seen, with its rows where they stay.
 
@@ -209,11 +219,18 @@ class Passes:
             passes.append(one)
         return passes
 
-    def _window(self, step: int, *seed_of: object, rows: int, windows: int = 1) -> Window:
+    def _window(
+        self,
+        step: int,
+        *seed_of: object,
+        rows: int,
+        windows: int = 1,
+        views: Collection[str] | None = None,
+    ) -> Window:
         self._renew_anatomy()
         most = self._options["max_capture_mb"]
         window = Window(
-            self._anatomy, self._views, rows=rows, seed=derive_seed(*seed_of),
+            self._anatomy, set(views or self._views), rows=rows, seed=derive_seed(*seed_of),
             max_mb=None if most is None else most / windows,
             extra_layers=self._options["extra_layers"], charge=self._budget.charge,
         )  # fmt: skip

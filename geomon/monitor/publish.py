@@ -59,6 +59,7 @@ class Publisher:
         self._notes = notes
         self.latest: Reading | None = None
         self.entered: int | None = None
+        self._alerts: list[Note] = []  # of checks, for the next reading
         self._pending: list[int] = []  # steps of the readings that are not published yet
         self._published: int | None = None  # step of the last reading that has been
 
@@ -94,6 +95,20 @@ class Publisher:
                 return
             with self._warnings.guard():
                 self._publish(job)
+
+    def publish_check(self, reading: Reading) -> bool:
+        """Raise the alerts of a check; their notes stand in the next reading.
+
+        Args:
+            reading: What the check has measured.
+
+        Returns:
+            Whether there are any.
+        """
+        notes = self._reactions.check(reading)
+        self._warn_of(notes)
+        self._alerts += notes
+        return bool(notes)
 
     def end(self) -> None:
         """Close record and sinks, once everything is published."""
@@ -178,11 +193,10 @@ class Publisher:
             notes=(*self._notes(), *job.notes),
         )
         self._published = reading.step
-        notes = (*reading.notes, *self._reactions.find_alerts(reading))
-        for note in notes:
-            words = f"alert: {note.words()}" if note.is_alert else note.words()
-            self._warnings.warn(words, kind=f"{note.stack}: {note.kind}")
-        reading = msgspec.structs.replace(reading, notes=notes)
+        notes = [*reading.notes, *self._reactions.find_alerts(reading)]
+        self._warn_of(notes)
+        reading = msgspec.structs.replace(reading, notes=(*notes, *self._alerts))
+        self._alerts.clear()
         self._writer.record(reading, job.arrays)
         return reading
 
@@ -191,6 +205,11 @@ class Publisher:
         if job.step in self._pending:
             self._pending.remove(job.step)
         self._executor.remove_first()
+
+    def _warn_of(self, notes: Sequence[Note]) -> None:
+        for note in notes:
+            words = f"alert: {note.words()}" if note.is_alert else note.words()
+            self._warnings.warn(words, kind=f"{note.stack}: {note.kind}")
 
     def _warn_of_late(self, late: Sequence[str]) -> None:
         """Warn of values whose reading is recorded without them, and have later readings wait."""

@@ -43,7 +43,7 @@ def main(
 ) -> None:
     """Put faults into healthy trainings, and see which numbers notice them."""
     given = load(data)
-    jobs = [(job, given, out) for job in plan(2 if small else 20, 600)]
+    jobs = [(job, given, out) for job in plan(2 if small else 20, 1600)]
     in_processes(run_job, jobs, processes)
 
 

@@ -56,7 +56,7 @@ class Fault:
     @property
     def steps(self) -> int:
         """Number of steps that are watched after the fault."""
-        return 160 if self.kind == "creeping" else 80
+        return {"loud": 40, "silent": 80, "creeping": 160}[self.kind]
 
 
 def _times_rate(subject: Subject, factor: Callable[[int], float]) -> None:
@@ -201,7 +201,8 @@ def _weight_decay_lost(subject: Subject, chance: random.Random) -> Planted:
 
 
 def _data_repeats(subject: Subject, chance: random.Random) -> Planted:
-    draw, kept, turn = subject.draw, [], [0]
+    draw, turn = subject.draw, [0]
+    kept: list[Tensor] = []
 
     def repeated(generator: torch.Generator) -> Tensor:
         if len(kept) < _DISTINCT_BATCHES:

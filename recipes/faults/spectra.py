@@ -1,6 +1,7 @@
 """Numbers of weights and of single layers that others have proposed as warnings."""
 
 import functools
+import itertools
 from typing import Any
 
 import torch
@@ -115,7 +116,7 @@ def near_unit_modes(model: nn.Module, windows: Tensor) -> dict[str, float]:
     outputs = model(input_ids=windows, use_cache=False, output_hidden_states=True)
     layers = [rows.flatten(0, 1).double() for rows in outputs.hidden_states]
     found = {}
-    for number, (here, following) in enumerate(zip(layers[:-1], layers[1:], strict=True), 1):
+    for number, (here, following) in enumerate(itertools.pairwise(layers), 1):
         centred, after = here - here.mean(dim=0), following - following.mean(dim=0)
         variances, directions = torch.linalg.eigh(centred.T @ centred / len(here))
         kept = variances > _LEAST_VARIANCE * variances[-1]

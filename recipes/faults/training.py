@@ -2,22 +2,21 @@
 
 import contextlib
 import copy
-import functools
 import json
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from geomon import METRICS, Metric, Monitor, log_spaced
+from geomon import Metric, Monitor, log_spaced, select
+from geomon.metrics.metric import as_metric
 from recipes.enwik8.data import Corpus
-from recipes.faults.kinds import FAULTS, Fault, Planted
+from recipes.faults.kinds import FAULTS, Fault
 from recipes.faults.spectra import ExpertLoads, UpdateEntropy, near_unit_modes, stable_ranks
 from recipes.faults.subject import (
     SIZES,
@@ -37,18 +36,20 @@ FULL_INTERVAL = 20
 # What is computed from weights every so many steps.
 _WEIGHTS_INTERVAL = 5
 
-# From this step on every step is read: the warm-up is over. Before it and after what is watched of a
-# fault, the steps of the default schedule are.
-FIRST_READ = 100
+# From this step on every step is read: the model has learned something. Before it, and after what is
+# watched of a fault, the steps of the default schedule are.
+FIRST_READ = 1_100
 # Step at which all trainings with a fault end: a reading of the default schedule.
-LAST = 512
-_WARM_UP, _WHOLE_RUN = 50, 2_000
+LAST = 1_448
+_WARM_UP, _WHOLE_RUN = 50, 4_000
+# Numbers of the trainings of each size by which limits are chosen, and of those with experts.
+CALIBRATION, EXPERTS = range(100, 200), range(200, 300)
 # Steps at which a fault may come.
-EARLIEST, LATEST = 200, 380
+EARLIEST, LATEST = 1_200, 1_380
 
 _CHEAP = (
-    "anisotropy", "effective_rank", "cosine", "drift_norm", "variance", "mean_square_norm",
-    "within_variance", "sink_share", "qk_cosine", "qk_dot", "attention_entropy_normalised",
+    "anisotropy", "effective_rank", "variance", "mean_square_norm",
+    "within_variance", "qk_cosine", "qk_dot", "attention_entropy_normalised",
     "attention_sink", "max_logit",
 )  # fmt: skip
 
@@ -63,11 +64,10 @@ def kurtosis(hidden: Tensor) -> Tensor:
     return square.square().mean() / square.mean().square()
 
 
-def metrics_of_each_step() -> dict[str, Callable[..., Any]]:
+def metrics_of_each_step() -> dict[str, Metric]:
     """Select cheap metrics, without margins: a curve has its own scatter."""
-    return {name: replace(METRICS[name], has_margin=False) for name in _CHEAP} | {
-        "kurtosis": kurtosis
-    }
+    chosen = select(*_CHEAP) | {"kurtosis": as_metric("kurtosis", kurtosis)}
+    return {name: replace(metric, has_margin=False) for name, metric in chosen.items()}
 
 
 def fault_step(settings: Settings, fault: Fault) -> int:
@@ -88,11 +88,13 @@ class Job:
         settings: Settings of the training.
         steps: Number of updates.
         faults: Names of the faults.
+        first: First step from which on each is read.
     """
 
     settings: Settings
     steps: int
     faults: tuple[str, ...] = ()
+    first: int = FIRST_READ
 
 
 def run_job(job: Job, given: Corpus, folder: Path) -> None:
@@ -107,6 +109,8 @@ def run_job(job: Job, given: Corpus, folder: Path) -> None:
     settings, place = job.settings, folder / job.settings.name
     corpus = load_text(settings.text, given)
     description = asdict(settings) | {"steps": job.steps, "sha256": corpus.sha256()}
+    if job.first != FIRST_READ:
+        description["first"] = job.first
     began = time.process_time()
     healthy = begin_training(place / "healthy", description)
     due: dict[int, list[Fault]] = {}
@@ -124,27 +128,54 @@ def run_job(job: Job, given: Corpus, folder: Path) -> None:
 
     def branch_off(step: int) -> None:
         for fault in due.get(step, ()):
-            other = copied(subject)
-            source = torch.Generator()
-            source.set_state(generator.get_state())
-            planted = fault.plant(other, random.Random(f"{settings.name} {fault.name} where"))
-            branch, start = place / fault.name, time.process_time()
-            train(
-                other, source, branch, range(step, max(LAST, step + fault.steps) + 1),
-                settings=settings, each_step=range(step, step + fault.steps),
-                before=lambda at: planted.each_step(at - step),
-            )  # fmt: skip
-            (branch / "fault.json").write_text(
-                json.dumps({"fault": fault.name, "step": step, "block": planted.block}) + "\n"
-            )
+            start, branch = time.process_time(), place / fault.name
+            train_on(copied(subject), copied_state(generator), branch, step, fault, settings)
             finish_training(branch, description | {"fault": fault.name}, start)
 
     train(
         subject, generator, place / "healthy" if healthy else None, range(last + 1),
-        settings=settings, each_step=range(FIRST_READ, last + 1), before=branch_off,
+        settings=settings, each_step=range(job.first, last + 1), before=branch_off,
     )  # fmt: skip
     if healthy:
         finish_training(place / "healthy", description, began)
+
+
+def train_on(
+    subject: Subject,
+    generator: torch.Generator,
+    folder: Path,
+    step: int,
+    fault: Fault,
+    settings: Settings,
+) -> None:
+    """Put a fault into a training, and train on.
+
+    Args:
+        subject: The training, which is changed.
+        generator: Source of the batches.
+        folder: Folder of the records.
+        step: First step of the fault.
+        fault: The fault.
+        settings: Settings of the training.
+    """
+    planted = fault.plant(subject, random.Random(f"{settings.name} {fault.name} where"))
+    train(
+        subject, generator, folder, range(step, max(LAST, step + fault.steps) + 1),
+        settings=settings, each_step=range(step, step + fault.steps),
+        before=lambda at: planted.each_step(at - step),
+    )  # fmt: skip
+    (folder / "fault.json").write_text(
+        json.dumps({"fault": fault.name, "step": step, "block": planted.block}) + "\n"
+    )
+
+
+def copied_state(generator: torch.Generator) -> torch.Generator:
+    """Make a generator that draws what another one will draw.
+
+    Args:
+        generator: The other one.
+    """
+    return torch.Generator().set_state(generator.get_state())
 
 
 def new_subject(settings: Settings, corpus: Corpus) -> Subject:

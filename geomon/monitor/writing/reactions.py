@@ -66,6 +66,19 @@ class Reactions:
         )
         return [alert.note() for alert in self._raised]
 
+    def check(self, reading: Reading) -> list[Note]:
+        """Find the alerts that a check raises, and call the user's function for each.
+
+        Args:
+            reading: What the check has measured.
+        """
+        notes = self.find_alerts(reading)
+        raised, self._raised = self._raised, []
+        for alert in raised if self._on_alert is not None else ():
+            assert self._on_alert is not None
+            self._call("on_alert", self._on_alert, alert)
+        return notes
+
     def call(self, reading: Reading) -> None:
         """Call the user's functions for a reading that has been recorded.
 
