@@ -8,12 +8,13 @@ rules are wrong, and what they notice: docs/warnings.md.
 """
 
 import difflib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
-from geomon.analysis.bands import Bands, Departure
+from geomon.analysis.bands import SCATTER, SCATTER_READINGS, Bands, Found
 from geomon.note import Note
 from geomon.record import Reading
 from geomon.record.columns import Column
@@ -146,9 +147,8 @@ class Finding(NamedTuple):
     heads: tuple[tuple[int, int], ...] = ()
 
 
-# Finds what a stack of a reading has beyond a limit, given its name and the values outside of their
-# bands, the largest departure first.
-Find = Callable[[Reading, str, Sequence[Departure]], Finding | None]
+# Finds what a stack of a reading has beyond a limit, given its name and what its bands say.
+Find = Callable[[Reading, str, Found], Finding | None]
 
 
 class Rule(NamedTuple):
@@ -170,24 +170,28 @@ class Rule(NamedTuple):
     passes: int | None = None
 
 
-def _left_band(reading: Reading, stack: str, departures: Sequence[Departure]) -> Finding | None:
-    if not departures:
+def _left_band(reading: Reading, stack: str, bands: Found) -> Finding | None:
+    if not bands.departures:
         return None
-    first, places = departures[0], [departure.place for departure in departures]
+    first, places = bands.departures[0], [departure.place for departure in bands.departures]
     numbers: dict[str, int | float | str] = {
         "metric": first.place.metric, "value": first.value, "low": first.low, "high": first.high,
-        "count": len(departures),
+        "count": len(places),
     }  # fmt: skip
     heads = tuple((place.layer, place.head) for place in places if place.head is not None)
-    layers = tuple(dict.fromkeys(place.layer for place in places))
-    if first.place.head is None:
-        return Finding(len(departures), numbers, layers)
-    return Finding(len(departures), numbers, layers, tuple(dict.fromkeys(heads)))
+    if first.place.head is not None:
+        return Finding(len(places), numbers, heads=tuple(dict.fromkeys(heads)))
+    return Finding(len(places), numbers, tuple(dict.fromkeys(place.layer for place in places)))
 
 
-def _entropy_collapse(
-    reading: Reading, stack: str, departures: Sequence[Departure]
-) -> Finding | None:
+def _scatter_growth(reading: Reading, stack: str, bands: Found) -> Finding | None:
+    if not bands.scatter > SCATTER:
+        return None
+    factor = math.exp(bands.scatter)
+    return Finding(factor, {"factor": math.sqrt(factor), "readings": SCATTER_READINGS})
+
+
+def _entropy_collapse(reading: Reading, stack: str, bands: Found) -> Finding | None:
     heads = _column(reading, stack, "attention_entropy_normalised").by_head()
     found = {place: value for place, value in heads.items() if value < _ENTROPY}
     if not found:
@@ -199,7 +203,7 @@ def _entropy_collapse(
     return Finding(len(found), numbers, heads=tuple(sorted(found, key=found.__getitem__)))
 
 
-def _logit_growth(reading: Reading, stack: str, departures: Sequence[Departure]) -> Finding | None:
+def _logit_growth(reading: Reading, stack: str, bands: Found) -> Finding | None:
     heads = _column(reading, stack, "max_logit").by_head()
     found = {place: value for place, value in heads.items() if value > _LOGIT}
     if not found:
@@ -209,7 +213,7 @@ def _logit_growth(reading: Reading, stack: str, departures: Sequence[Departure])
     return Finding(largest, {"largest": largest, "limit": _LOGIT}, heads=places)
 
 
-def _rank_collapse(reading: Reading, stack: str, departures: Sequence[Departure]) -> Finding | None:
+def _rank_collapse(reading: Reading, stack: str, bands: Found) -> Finding | None:
     # Where a few rows carry the variance, the rank is that of these rows.
     massive = _massive(reading, stack)
     found = {
@@ -223,7 +227,7 @@ def _rank_collapse(reading: Reading, stack: str, departures: Sequence[Departure]
     return Finding(len(found), numbers, tuple(sorted(found, key=found.__getitem__)))
 
 
-def _massive_rows(reading: Reading, stack: str, departures: Sequence[Departure]) -> Finding | None:
+def _massive_rows(reading: Reading, stack: str, bands: Found) -> Finding | None:
     found = _massive(reading, stack)
     if not found:
         return None
@@ -237,7 +241,7 @@ def _massive(reading: Reading, stack: str) -> dict[int, float]:
     return {layer: value for layer, value in shares.items() if value >= _MASSIVE}
 
 
-def _not_finite(reading: Reading, stack: str, departures: Sequence[Departure]) -> Finding | None:
+def _not_finite(reading: Reading, stack: str, bands: Found) -> Finding | None:
     lost = [
         note for note in reading.notes if note.kind == "rows not finite" and note.stack == stack
     ]
@@ -264,6 +268,13 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "{metric} is {value:.3g} where the readings before it let {low:.3g} to {high:.3g} be "
             "expected; {count} of the values that are watched left their bands",
             "look at what changed at this step: data, learning rate, the weights of that block",
+            passes=_PASSES,
+        ),
+        "scatter_growth": Rule(
+            _scatter_growth,
+            "for {readings} readings the values that are watched have been {factor:.1f} times as "
+            "far from their lines as before",
+            "look at the learning rate, at the gradients and at the data",
             passes=_PASSES,
         ),
         "rank_collapse": Rule(
@@ -315,7 +326,8 @@ class AlertWatch:
     def __init__(self, names: Collection[str] = tuple(RULES)) -> None:
         check_alerts(names)
         self._rules = {name: RULES[name] for name in names}
-        self._bands: dict[str, Bands] = {}  # by source: other tokens have other values
+        # By source, since other tokens have other values, and stack.
+        self._bands: dict[tuple[str, str], Bands] = {}
         self._largest: dict[tuple[str, str], float] = {}  # by name and stack
         self._quiet: dict[tuple[str, str], int] = {}  # readings since the last finding, likewise
         self._begun: set[str] = set()  # sources of which there has been a reading
@@ -328,13 +340,15 @@ class AlertWatch:
         """
         first = reading.source not in self._begun
         self._begun.add(reading.source)
-        departures = self._bands.setdefault(reading.source, Bands()).add(reading)
         stacks = dict.fromkeys([*reading.stacks, *(note.stack for note in reading.notes)])
+        bands = {
+            stack: self._bands.setdefault((reading.source, stack), Bands(stack)).add(reading)
+            for stack in stacks
+        }
         alerts = []
         for name, rule in self._rules.items():
             for stack in stacks:
-                own = [departure for departure in departures if departure.place.stack == stack]
-                found = rule.find(reading, stack, own)
+                found = rule.find(reading, stack, bands[stack])
                 if not self._is_news((name, stack), rule, found):
                     continue
                 assert found is not None

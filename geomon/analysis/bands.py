@@ -5,8 +5,10 @@ each value at each layer and head has a band of its own, and the first that leav
 something happened.
 """
 
+import bisect
 import math
-from collections.abc import Collection, Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,46 +16,59 @@ from numpy.typing import NDArray
 from scipy import special  # type: ignore[import-untyped]
 
 from geomon.record import Reading
+from geomon.record.columns import Columns
 
 _Array = NDArray[np.float64]
 
-# Readings before a value by which its band is made, at most and at least.
-WINDOW, LEAST = 48, 8
-# A value leaves its band where it is `ONCE` times as far from the line as normal errors bring it
+# Readings before a value by which its band is made, at most and at least; none is further back than
+# this share of the training so far, in which curves bend.
+WINDOW, LEAST, SHARE = 48, 8, 0.25
+# First step with bands: in the first steps of a training everything changes.
+FIRST = 200
+# A value is outside of its band where it is `ONCE` times as far from the line as normal errors get
 # once in three million readings; or `TWICE` times as far at two readings in a row, on one side.
-ONCE, TWICE = 1.6, 0.9
+ONCE, TWICE = 2.9, 1.05
 _BEYOND = 3e-7
+# Readings over which the scatter of all values is averaged, and the largest logarithm of it: twice
+# the variance that the bands expect.
+SCATTER_READINGS, SCATTER = 16, 0.7
+_CALM = 0.1
 # Smallest error, as a share of the value: what rounding alone may do.
 _ROUNDING = 1e-5
 
-# Metrics that are watched, and whether the band is one of the value's logarithm: what grows and
-# falls by factors scatters by factors.
+
+class Watched(NamedTuple):
+    """How a metric is watched.
+
+    Attributes:
+        least: Smallest half width of its bands: where values hardly scatter, as those of a new
+            model, less of a change means nothing.
+        by_logarithm: Whether bands are of the value's logarithm: what grows and falls by factors
+            scatters by factors.
+    """
+
+    least: float
+    by_logarithm: bool = False
+
+
 WATCHED = {
-    "attention_entropy_normalised": False,
-    "max_logit": False,
-    "qk_cosine": False,
-    "within_variance": True,
-    "variance": True,
-    "anisotropy": False,
-    "effective_rank": True,
+    "attention_entropy_normalised": Watched(0.01),
+    "max_logit": Watched(0.5),
+    "qk_dot": Watched(0.25),
+    "variance": Watched(0.05, by_logarithm=True),
+    "within_variance": Watched(0.05, by_logarithm=True),
 }
-
-
-# Those that cost little, and are looked at between readings too.
-CHECKED = ("attention_entropy_normalised", "max_logit", "within_variance", "variance")
 
 
 class Place(NamedTuple):
     """A value of a reading that is watched.
 
     Attributes:
-        stack: Name of the stack of blocks; "" in a model with one stack.
         metric: Name of the metric.
         layer: Number of the layer.
         head: Number of the head; None for a value of the whole layer.
     """
 
-    stack: str
     metric: str
     layer: int
     head: int | None
@@ -67,7 +82,7 @@ class Departure(NamedTuple):
         value: The value.
         low: Lower end of the band.
         high: Upper end of the band.
-        size: Distance from the middle of the band, in half widths.
+        size: Distance from the line, in units of the largest one inside; above 1.
     """
 
     place: Place
@@ -82,17 +97,27 @@ class Line(NamedTuple):
 
     Attributes:
         expected: Value of the line at the next reading, [curves]; NaN where too few are known.
-        unit: Distance that normal errors exceed once in three million readings, [curves].
+        error: Standard error of that value with the scatter of a single one, [curves].
+        freedom: Degrees of freedom of the error, [curves].
     """
 
     expected: _Array
-    unit: _Array
+    error: _Array
+    freedom: _Array
+
+    @property
+    def quantile(self) -> _Array:
+        """Standard errors that normal errors exceed once in three million readings, [curves]."""
+        return np.asarray(special.stdtrit(self.freedom, 1 - _BEYOND / 2))
+
+    @property
+    def unit(self) -> _Array:
+        """Distance that normal errors exceed once in three million readings, [curves]."""
+        return self.quantile * self.error
 
 
 def continue_line(history: _Array, ahead: int = 1) -> Line:
     """Lay a line through the last values of each curve by least squares, and go on with it.
-
-    The unit is a quantile of Student's distribution, so that a short history makes a wide band.
 
     Args:
         history: Values of the readings before, the last one at the end, [readings, curves]; NaN
@@ -104,8 +129,8 @@ def continue_line(history: _Array, ahead: int = 1) -> Line:
 
     Example:
         >>> found = continue_line(np.arange(20.0)[:, None] + np.array([0.1, -0.1] * 10)[:, None])
-        >>> f"{found.expected[0]:.2f} {found.unit[0]:.2f}"
-        '19.98 0.91'
+        >>> f"{found.expected[0]:.2f} {found.error[0]:.2f} {found.unit[0]:.2f}"
+        '19.98 0.12 0.91'
     """
     history = history[-WINDOW:]
     known = np.isfinite(history)
@@ -118,84 +143,165 @@ def continue_line(history: _Array, ahead: int = 1) -> Line:
         square = (centred**2).sum(axis=0)
         slope = (centred * values).sum(axis=0) / square
         residual = known * (values - mean - slope * centred)
+        expected = mean - slope * middle
         error = np.sqrt((residual**2).sum(axis=0) / (count - 2))
         error *= np.sqrt(1 + 1 / count + middle**2 / square)
-        expected = mean - slope * middle
-        unit = special.stdtrit(np.maximum(count - 2, 1), 1 - _BEYOND / 2) * error
-    unit = np.maximum(unit, _ROUNDING * np.abs(expected))
-    enough = count >= LEAST
-    return Line(np.where(enough, expected, np.nan), np.where(enough, unit, np.nan))
+    error = np.maximum(error, _ROUNDING * np.abs(expected))
+    unknown = count < LEAST
+    expected, error = (np.where(unknown, np.nan, numbers) for numbers in (expected, error))
+    return Line(expected, error, np.maximum(count - 2.0, 1.0))
+
+
+class Distance(NamedTuple):
+    """How far values are from what was expected.
+
+    Attributes:
+        expected: Values of the lines, [curves].
+        width: Half widths of the bands, [curves]: one of two readings in a row where both are
+            outside of it, and of one reading otherwise.
+        size: Distances in units of the largest ones inside, [curves]; NaN where too few are known.
+        normed: Distances with their signs in standard errors, of mean square 1 where errors are
+            normal, [curves].
+    """
+
+    expected: _Array
+    width: _Array
+    size: _Array
+    normed: _Array
+
+
+def measure_distance(history: _Array, values: _Array, least: _Array | float = 0.0) -> Distance:
+    """Compare the values of a reading with the lines through those before.
+
+    Args:
+        history: Values of the readings before, the last one at the end, [readings, curves].
+        values: Values of the reading, [curves].
+        least: Smallest half widths of the bands, [curves] or one for all.
+    """
+    line = continue_line(history)
+    width = np.maximum(ONCE * line.unit, least)
+    before = history[:-1]  # the reading before is no part of the line that both are compared with
+    with np.errstate(invalid="ignore", divide="ignore"):
+        away = values - line.expected
+        second, first = continue_line(before, ahead=2), continue_line(before)
+        narrow = np.maximum(TWICE * second.unit, least)
+        now = (values - second.expected) / narrow
+        last = (history[-1:].sum(axis=0) - first.expected) / np.maximum(TWICE * first.unit, least)
+        both = np.minimum(np.abs(now), np.abs(last)) * (now * last > 0)
+        size = np.abs(away) / width
+        # As many standard errors as the band is wide, and Student's distribution has its variance.
+        normed = away / width * ONCE * line.quantile * np.sqrt(1 - 2 / line.freedom)
+    is_second = both > np.nan_to_num(size)
+    return Distance(
+        np.where(is_second, second.expected, line.expected), np.where(is_second, narrow, width),
+        np.fmax(size, both), normed,
+    )  # fmt: skip
+
+
+def scatter(normed: _Array) -> float:
+    """Compute the logarithm of the mean square of distances in standard errors; NaN without any.
+
+    Readings at which nothing moves count as those with a tenth of the variance.
+
+    Args:
+        normed: Distances of one reading, [curves].
+    """
+    known = normed[np.isfinite(normed)]
+    return math.log(max(np.mean(known**2), _CALM)) if len(known) else math.nan
+
+
+def start_of_window(steps: Sequence[int] | NDArray[np.int64], step: int) -> int:
+    """Find the first of the readings before a step by which bands are made there.
+
+    Args:
+        steps: Steps of all readings before, ascending.
+        step: The step.
+
+    Returns:
+        Index of the reading; their number where there is no band yet.
+
+    Example:
+        >>> start_of_window(range(0, 400, 4), 400), start_of_window(range(100), 100)
+        (75, 100)
+    """
+    if step < FIRST:
+        return len(steps)
+    first = bisect.bisect_left(steps, (1 - SHARE) * step)
+    return max(first, len(steps) - WINDOW - 1)
+
+
+class Found(NamedTuple):
+    """What the bands of a run say of a reading.
+
+    Attributes:
+        departures: Values outside of their bands, the largest departure first.
+        scatter: Logarithm of the mean square of the distances of all values from their lines, in
+            standard errors, over the last 16 readings; NaN where fewer are known.
+    """
+
+    departures: list[Departure]
+    scatter: float
 
 
 class Bands:
     """The bands of a run, reading by reading.
 
     Args:
-        metrics: Metrics that are watched: whether each is watched by its logarithm.
+        stack: Name of the stack of blocks whose values are watched.
     """
 
-    def __init__(self, metrics: Collection[str] = tuple(WATCHED)) -> None:
-        self._metrics = metrics
+    def __init__(self, stack: str = "") -> None:
+        self._stack = stack
         self._columns: dict[Place, int] = {}
+        self._steps: list[int] = []
         self._history = np.empty((0, 0))
-        self._before = np.empty(0)  # distances at the reading before, in units
+        self._scatters: deque[float] = deque(maxlen=SCATTER_READINGS)
 
-    def add(self, reading: Reading) -> list[Departure]:
-        """Take the next reading, and find the values that are outside of their bands.
+    def add(self, reading: Reading) -> Found:
+        """Take the next reading, and compare its values with their bands.
 
         Args:
             reading: A reading of a later step than those before, of the same source.
-
-        Returns:
-            The departures, the largest first.
         """
-        found = dict(_watched(reading, self._metrics))
+        found = dict(_watched(reading.stacks.get(self._stack, {})))
         for place in found.keys() - self._columns.keys():
             self._columns[place] = len(self._columns)
-        count = len(self._columns)
-        missing = count - self._history.shape[1]
+        missing = len(self._columns) - self._history.shape[1]
         self._history = np.pad(self._history, ((0, 0), (0, missing)), constant_values=np.nan)
-        before = np.pad(self._before, (0, missing), constant_values=0.0)
-        values = np.full(count, np.nan)
+        values = np.full(len(self._columns), np.nan)
         for place, value in found.items():
             values[self._columns[place]] = value
-        expected, unit = continue_line(self._history)
-        distance = _distance(values, expected, unit)
-        # The reading before is no part of the line that both are compared with.
-        again = _distance(values, *continue_line(self._history[:-1], ahead=2))
-        repeated = np.minimum(np.abs(again), np.abs(before)) * (again * before > 0)
-        sizes = np.maximum(np.abs(distance) / ONCE, repeated / TWICE)
+        least = np.array([WATCHED[place.metric].least for place in self._columns])
+        start = start_of_window(self._steps, reading.step)
+        distance = measure_distance(self._history[start:], values, least)
+        self._steps = [*self._steps, reading.step][-WINDOW - 1 :]
         self._history = np.vstack([self._history, values])[-WINDOW - 1 :]
-        self._before = distance
+        self._scatters.append(scatter(distance.normed))
         departures = [
-            _departure(place, values[column], expected[column], unit[column], sizes[column])
+            _departure(place, values[column], *(numbers[column] for numbers in distance[:3]))
             for place, column in self._columns.items()
-            if sizes[column] > 1
+            if distance.size[column] > 1
         ]
-        return sorted(departures, key=lambda departure: -departure.size)
+        departures.sort(key=lambda departure: -departure.size)
+        enough = len(self._scatters) == SCATTER_READINGS
+        return Found(departures, float(np.mean(self._scatters)) if enough else math.nan)
 
 
-def _distance(values: _Array, expected: _Array, unit: _Array) -> _Array:
-    with np.errstate(invalid="ignore"):
-        return np.nan_to_num((values - expected) / unit, posinf=0.0, neginf=0.0)
-
-
-def _watched(reading: Reading, metrics: Collection[str]) -> Iterator[tuple[Place, float]]:
+def _watched(columns: Columns) -> Iterator[tuple[Place, float]]:
     """Iterate over the values that are watched, logarithms where the band is one of these."""
-    for stack, columns in reading.stacks.items():
-        for metric in metrics:
-            if metric not in columns:
-                continue
-            found: dict[tuple[int, int | None], float] = dict(columns[metric].by_head().items())
-            found = found or {(n, None): value for n, value in columns[metric].by_layer().items()}
-            for (layer, head), value in found.items():
-                known = math.log(value) if WATCHED.get(metric) and value > 0 else value
-                yield Place(stack, metric, layer, head), known
+    for metric in WATCHED.keys() & columns.keys():
+        found: dict[tuple[int, int | None], float] = dict(columns[metric].by_head().items())
+        found = found or {(n, None): value for n, value in columns[metric].by_layer().items()}
+        for (layer, head), value in found.items():
+            if not WATCHED[metric].by_logarithm:
+                yield Place(metric, layer, head), value
+            elif value > 0:
+                yield Place(metric, layer, head), math.log(value)
 
 
-def _departure(place: Place, value: float, expected: float, unit: float, size: float) -> Departure:
-    ends = np.array([value, expected - ONCE * unit, expected + ONCE * unit])
-    if WATCHED.get(place.metric):
+def _departure(place: Place, value: float, expected: float, width: float, size: float) -> Departure:
+    ends = np.array([value, expected - width, expected + width])
+    if WATCHED[place.metric].by_logarithm:
         with np.errstate(over="ignore"):
             ends = np.exp(ends)
     found, low, high = map(float, ends)

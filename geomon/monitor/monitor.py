@@ -20,7 +20,7 @@ import msgspec
 import torch
 from torch import nn
 
-from geomon.analysis.bands import CHECKED
+from geomon.analysis.bands import WATCHED
 from geomon.capture import Window, find_anatomy
 from geomon.capture.snapshot import NotSeenError, Snapshot, explain_missing
 from geomon.distributed import (
@@ -81,7 +81,7 @@ class Monitor:
             keeps_arrays=options["arrays"] and options["directory"] is not None,
         )  # fmt: skip
         self._checker = Evaluator(
-            {name: m for name, m in self._evaluator.metrics.items() if name in CHECKED},
+            {name: m for name, m in self._evaluator.metrics.items() if name in WATCHED},
             batches=1, has_margins=False,
         )  # fmt: skip
         self._device = MeasuringDevice(options["device"], model)

@@ -7,15 +7,23 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from geomon.analysis.bands import LEAST, ONCE, TWICE, WATCHED, continue_line
+from geomon.analysis.bands import (
+    LEAST,
+    SCATTER,
+    SCATTER_READINGS,
+    WATCHED,
+    measure_distance,
+    scatter,
+    start_of_window,
+)
 from recipes.faults.track import MARGIN, Array, Place, Track
 
 # Readings over which OLMo-core's stability monitor takes its mean and deviation; 128 there.
 _OLMO_WINDOW = 96
-# What a score of CUSUM forgets of each reading, in units of the band.
-_SLACK = 0.25
+# What a score of CUSUM forgets of each reading, in standard errors.
+_SLACK = 1.0
 # Numbers that are followed by their logarithms.
-_LOGARITHMS = {name for name, by_logarithm in WATCHED.items() if by_logarithm} | {
+_LOGARITHMS = {name for name, watched in WATCHED.items() if watched.by_logarithm} | {
     "loss", "gradient_norm", "kurtosis", "mean_square_norm",
 }  # fmt: skip
 
@@ -35,20 +43,19 @@ class Scores(NamedTuple):
 
 
 class Distances(NamedTuple):
-    """How far the numbers of a training are from the lines through those before, in units.
+    """How far the numbers of a training are from the lines through those before.
 
     Attributes:
         steps: Steps, [readings].
         places: The numbers.
-        sizes: The distances with their signs, [readings, places].
-        repeated: Of two readings in a row the smaller distance from the line before both, 0 where
-            they are on two sides, [readings, places].
+        sizes: Distances in units of the bands, above 1 outside, [readings, places].
+        normed: Distances with their signs in standard errors, [readings, places].
     """
 
     steps: NDArray[np.int64]
     places: list[Place]
     sizes: Array
-    repeated: Array
+    normed: Array
 
 
 def distances(track: Track) -> Distances:
@@ -65,22 +72,17 @@ def distances(track: Track) -> Distances:
             values = np.log(np.where(values > 0, values, np.nan))
         columns.append(values)
     numbers = np.stack(columns, axis=1)
-    sizes, repeated = np.full(numbers.shape, np.nan), np.full(numbers.shape, np.nan)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        for reading in range(LEAST, len(numbers)):
-            expected, unit = continue_line(numbers[:reading])
-            sizes[reading] = (numbers[reading] - expected) / unit
-            expected, unit = continue_line(numbers[: reading - 1], ahead=2)
-            again, before = (numbers[reading] - expected) / unit, sizes[reading - 1]
-            repeated[reading] = np.minimum(np.abs(again), np.abs(before)) * (again * before > 0)
-    return Distances(track.steps, places, sizes, repeated)
+    least = np.array([WATCHED[p.metric].least if p.metric in WATCHED else 0.0 for p in places])
+    sizes, normed = np.full(numbers.shape, np.nan), np.full(numbers.shape, np.nan)
+    for reading in range(LEAST, len(numbers)):
+        start = start_of_window(track.steps[:reading], int(track.steps[reading]))
+        found = measure_distance(numbers[start:reading], numbers[reading], least)
+        sizes[reading], normed[reading] = found.size, found.normed
+    return Distances(track.steps, places, sizes, normed)
 
 
 def scores_of_bands(found: Distances, metrics: Iterable[str]) -> Scores:
     """Score readings by the number that is furthest outside of its band.
-
-    A distance counts in units of what one reading may have, and that which two readings in a row
-    have, on one side, in units of what two may have: above 1 is outside.
 
     Args:
         found: Distances of a training.
@@ -89,8 +91,37 @@ def scores_of_bands(found: Distances, metrics: Iterable[str]) -> Scores:
     wanted = set(metrics)
     chosen = [number for number, place in enumerate(found.places) if place.metric in wanted]
     places = [found.places[number] for number in chosen]
-    sizes = np.fmax(np.abs(found.sizes[:, chosen]) / ONCE, found.repeated[:, chosen] / TWICE)
-    return _largest(found.steps, sizes, places)
+    return _largest(found.steps, found.sizes[:, chosen], places)
+
+
+def scores_of_alerts(found: Distances) -> Scores:
+    """Score readings as alerts do: by the number furthest outside, or by the scatter of all.
+
+    Args:
+        found: Distances of a training.
+    """
+    departures = scores_of_bands(found, WATCHED)
+    all_values = scores_of_scatter(found)
+    first = np.nan_to_num(departures.scores) >= np.nan_to_num(all_values.scores)
+    pairs = zip(first, departures.places, all_values.places, strict=True)
+    return Scores(
+        found.steps, np.fmax(departures.scores, all_values.scores),
+        [one if is_first else other for is_first, one, other in pairs],
+    )  # fmt: skip
+
+
+def scores_of_scatter(found: Distances) -> Scores:
+    """Score readings by the scatter of all numbers that alerts watch; above 1 is an alert.
+
+    Args:
+        found: Distances of a training.
+    """
+    chosen = [number for number, place in enumerate(found.places) if place.metric in WATCHED]
+    each = np.array([scatter(normed[chosen]) for normed in found.normed])
+    scores = np.full(len(each), np.nan)
+    for reading in range(SCATTER_READINGS - 1, len(each)):
+        scores[reading] = each[reading - SCATTER_READINGS + 1 : reading + 1].mean() / SCATTER
+    return Scores(found.steps, scores, [Place("")] * len(each))
 
 
 def scores_of_cusum(found: Distances, metrics: Iterable[str]) -> Scores:
@@ -104,7 +135,7 @@ def scores_of_cusum(found: Distances, metrics: Iterable[str]) -> Scores:
     chosen = [number for number, place in enumerate(found.places) if place.metric in wanted]
     sums = np.zeros((2, len(chosen)))
     scores = np.full((len(found.steps), len(chosen)), np.nan)
-    for reading, size in enumerate(found.sizes[:, chosen]):
+    for reading, size in enumerate(found.normed[:, chosen]):
         known = np.nan_to_num(size)
         sums = np.maximum(0.0, sums + np.stack([known, -known]) - _SLACK)
         scores[reading] = np.where(np.isfinite(size), sums.max(axis=0), np.nan)
@@ -210,7 +241,11 @@ DETECTORS = {
     "stable_rank": Detector("stable rank of weights", _bands("stable_rank"), "others"),
     "near_unit_modes": Detector("modes near the unit circle", _bands("near_unit_modes"), "others"),
     "expert_load": Detector("load of the experts", _bands("expert_load"), "others"),
-    "geometry": Detector("all that alerts watch", _bands(*WATCHED), "geometry"),
+    "departure": Detector("departure of any value", _bands(*WATCHED), "geometry"),
+    "scatter": Detector(
+        "scatter of all values", lambda _, found: scores_of_scatter(found), "geometry"
+    ),
+    "geometry": Detector("geomon's alerts", lambda _, found: scores_of_alerts(found), "geometry"),
 }
 
 

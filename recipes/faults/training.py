@@ -36,8 +36,8 @@ FULL_INTERVAL = 20
 # What is computed from weights every so many steps.
 _WEIGHTS_INTERVAL = 5
 
-# From this step on every step is read: the model has learned something. Before it, and after what is
-# watched of a fault, the steps of the default schedule are.
+# From this step on every step is read: the model has learned something. The others are read by the
+# default schedule, as are those after what is watched of a fault.
 FIRST_READ = 1_100
 # Step at which all trainings with a fault end: a reading of the default schedule.
 LAST = 1_448
@@ -66,8 +66,11 @@ def kurtosis(hidden: Tensor) -> Tensor:
 
 def metrics_of_each_step() -> dict[str, Metric]:
     """Select cheap metrics, without margins: a curve has its own scatter."""
-    chosen = select(*_CHEAP) | {"kurtosis": as_metric("kurtosis", kurtosis)}
-    return {name: replace(metric, has_margin=False) for name, metric in chosen.items()}
+    chosen = {**select(*_CHEAP), "kurtosis": kurtosis}
+    return {
+        name: replace(as_metric(name, function), has_margin=False)
+        for name, function in chosen.items()
+    }
 
 
 def fault_step(settings: Settings, fault: Fault) -> int:
