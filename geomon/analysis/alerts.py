@@ -273,7 +273,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "scatter_growth": Rule(
             _scatter_growth,
             "for {readings} readings the values that are watched have been {factor:.1f} times as "
-            "far from their lines as before",
+            "far from their lines as before, or more",
             "look at the learning rate, at the gradients and at the data",
             passes=_PASSES,
         ),

@@ -29,10 +29,11 @@ FIRST = 200
 # once in three million readings; or `TWICE` times as far at two readings in a row, on one side.
 ONCE, TWICE = 2.9, 1.05
 _BEYOND = 3e-7
-# Readings over which the scatter of all values is averaged, and the largest logarithm of it: twice
-# the variance that the bands expect.
-SCATTER_READINGS, SCATTER = 16, 0.7
-_CALM = 0.1
+# Readings over which the scatter of all values is averaged, and the largest mean of its logarithm
+# that is no alert: nearly twice the variance that the bands expect.
+SCATTER_READINGS, SCATTER = 20, 0.62
+# Limits of the scatter of one reading: a single jump is no growth of the scatter.
+_CALM, _RESTLESS = 0.1, math.e
 # Smallest error, as a share of the value: what rounding alone may do.
 _ROUNDING = 1e-5
 
@@ -201,13 +202,15 @@ def measure_distance(history: _Array, values: _Array, least: _Array | float = 0.
 def scatter(normed: _Array) -> float:
     """Compute the logarithm of the mean square of distances in standard errors; NaN without any.
 
-    Readings at which nothing moves count as those with a tenth of the variance.
+    The mean square counts as 0.1 at least and as e at most.
 
     Args:
         normed: Distances of one reading, [curves].
     """
     known = normed[np.isfinite(normed)]
-    return math.log(max(np.mean(known**2), _CALM)) if len(known) else math.nan
+    if not len(known):
+        return math.nan
+    return math.log(min(max(float(np.mean(known**2)), _CALM), _RESTLESS))
 
 
 def start_of_window(steps: Sequence[int] | NDArray[np.int64], step: int) -> int:
@@ -236,7 +239,7 @@ class Found(NamedTuple):
     Attributes:
         departures: Values outside of their bands, the largest departure first.
         scatter: Logarithm of the mean square of the distances of all values from their lines, in
-            standard errors, over the last 16 readings; NaN where fewer are known.
+            standard errors, over the last 20 readings; NaN where fewer are known.
     """
 
     departures: list[Departure]

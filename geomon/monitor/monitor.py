@@ -212,9 +212,11 @@ class Monitor:
         """
         if source == "inline" and not self._takes_part():
             return False
-        return self.planner.is_due(step, source, force=force) or (
-            source == "inline" and self._checks is not None and self._checks.is_due(step)
-        )
+        if self.planner.is_due(step, source, force=force):
+            return True
+        if self._checks is None or source == "probe" or self.planner.is_read(step, source):
+            return False
+        return self._checks.is_due(step)
 
     def probe(self, step: SupportsIndex, inputs: Any = None) -> None:
         """Read the geometry on fixed inputs in an extra pass, whatever the schedule and budget say.

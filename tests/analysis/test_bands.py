@@ -138,15 +138,22 @@ def test_a_band_is_never_narrower_than_a_change_that_matters():
 
 
 def test_twice_the_scatter_of_all_values_is_seen_where_none_leaves_its_band():
-    values = noise(80, 60, seed=5).T
-    values[:, 50:] *= 2
+    values = noise(100, 60, seed=5).T
+    values[:, 60:] *= 2
     heads = {f"qk_dot/layer_01/head_{n}": course for n, course in enumerate(values)}
     found = run(values[0], **heads)
     assert not any(each.departures for each in found)
-    assert all(each.scatter < SCATTER for each in found[24:50])
+    assert all(each.scatter < SCATTER for each in found[30:60])
     seen = next(n for n, each in enumerate(found) if each.scatter > SCATTER)
-    assert 50 < seen < 66
+    assert 60 < seen < 80
     assert math.isnan(found[SCATTER_READINGS - 2].scatter)
+
+
+def test_one_reading_at_which_all_values_jump_is_no_growth_of_their_scatter():
+    values = noise(100, 60, seed=5).T
+    values[:, 60] += 100
+    heads = {f"qk_dot/layer_01/head_{n}": course for n, course in enumerate(values)}
+    assert max(each.scatter for each in run(values[0], **heads)[40:]) < SCATTER
 
 
 @pytest.mark.parametrize(
