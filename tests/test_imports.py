@@ -52,7 +52,7 @@ INNER = {
 # pages, two runs compared, the shape of profiles, what can be drawn over training and the alignment
 # of queries and keys.
 DOORS = {
-    "analysis.alerts", "analysis.curves", "analysis.numbers", "analysis.summary",
+    "analysis.alerts", "analysis.bands", "analysis.curves", "analysis.numbers", "analysis.summary",
     "capture.snapshot", "capture.unchanged",
     "metrics.at_once", "metrics.between_readings",
     "metrics.last_tokens", "record.arrays", "record.columns", "record.export", "record.headline",

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from geomon.analysis.bands import SCATTER, SCATTER_READINGS, Bands, Found
 from geomon.note import Note
@@ -35,6 +35,10 @@ _NAMED = 3  # places that are named
 _PASSES = 12
 
 
+# Positional arguments of a call of the model, and arguments by name.
+Inputs = tuple[tuple[Any, ...], Mapping[str, Any]]
+
+
 @dataclass(frozen=True)
 class Alert:
     """Something in a reading that a training should be looked at for.
@@ -47,6 +51,9 @@ class Alert:
         heads: Layer and number of each head, in the same order.
         numbers: Numbers that were found, by name.
         advice: What to look at.
+        inputs: Positional arguments and arguments by name with which the model was called in the
+            forward pass that was looked at, for `on_alert`; None for a probe and for an alert of a
+            record.
     """
 
     name: str
@@ -56,6 +63,7 @@ class Alert:
     heads: tuple[tuple[int, int], ...] = ()
     numbers: Mapping[str, int | float | str] = field(default_factory=dict)
     advice: str = ""
+    inputs: Inputs | None = field(default=None, compare=False, repr=False)
 
     @property
     def where(self) -> str:

@@ -95,6 +95,7 @@ class Window:
         seed: Seed of the private generator that samples rows. No global random state is touched.
         max_mb: Largest memory of what is kept, in millions of bytes: the number of rows is lowered
             for it, and attention that does not fit is left out. None for no limit.
+        keep_inputs: Whether to keep what the model is called with, as it is, in `inputs`.
         extra_layers: Names of layers to see beside those of the blocks
             (`geomon.capture.snapshot.EXTRA_LAYERS`).
         charge: Returns a context manager, which is entered around each piece of work beside the
@@ -102,6 +103,7 @@ class Window:
 
     Attributes:
         seconds: Time taken from the training.
+        inputs: Positional arguments of the first call of the model, and arguments by name.
     """
 
     def __init__(
@@ -112,11 +114,14 @@ class Window:
         rows: int,
         seed: int,
         max_mb: float | None = None,
+        keep_inputs: bool = False,
         extra_layers: Sequence[str] = (),
         charge: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._anatomy = anatomy
         self._charge = charge
+        self._keeps_inputs = keep_inputs
+        self.inputs: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
         self._sources = {CAPTURED[view] for view in views}
         self._extra = tuple(extra_layers) if "hidden" in self._sources else ()
         self._wants_last = "last" in self._sources
@@ -555,6 +560,8 @@ class Window:
         kwargs: Mapping[str, Any],
     ) -> None:
         self._prefer_gradients(module)
+        if self._keeps_inputs and self.inputs is None:
+            self.inputs = tuple(args), dict(kwargs)
         if stack_pass.block_calls or stack_pass.over:
             return
         self._tables.take_arguments(args, kwargs)

@@ -20,6 +20,7 @@ import msgspec
 import torch
 from torch import nn
 
+from geomon.analysis.alerts import Inputs
 from geomon.analysis.bands import WATCHED
 from geomon.capture import Window, find_anatomy
 from geomon.capture.snapshot import NotSeenError, Snapshot, explain_missing
@@ -370,7 +371,10 @@ class Monitor:
         if not self._is_own():
             return
         began = time.perf_counter() - window.seconds
-        self._read(step, "inline", lambda: [self.passes.snapshot(window)], began=began)
+        inputs, window.inputs = window.inputs, None  # kept no longer than the reading
+        self._read(
+            step, "inline", lambda: [self.passes.snapshot(window)], began=began, inputs=inputs
+        )
 
     @contextmanager
     def _checking(self, step: int) -> Iterator[None]:
@@ -394,7 +398,8 @@ class Monitor:
         reading = Reading(
             step, time.time(), seconds, "check", info.mode, info.tokens, 1, info.dtype, stacks
         )
-        if self.publisher.publish_check(reading):
+        inputs, window.inputs = window.inputs, None
+        if self.publisher.publish_check(reading, inputs):
             self.planner.owe()
         self._checks.add(step, time.perf_counter() - began)
 
@@ -431,6 +436,7 @@ class Monitor:
         began: float,
         copies: bool = True,
         history: ProbeHistory | None = None,
+        inputs: Inputs | None = None,
     ) -> None:
         """Make a reading of what is captured, or begin to."""
         self.planner.mark_read(step, source)
@@ -438,6 +444,7 @@ class Monitor:
             with self.budget.charge():
                 job = self._make_job(step, source, capture, began, copies=copies, history=history)
             if job is not None:
+                job.inputs = inputs
                 self.publisher.expect(step)
                 with self.budget.charge():  # the training may wait for an earlier reading
                     self._executor.submit(job)

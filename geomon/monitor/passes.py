@@ -232,6 +232,7 @@ class Passes:
         window = Window(
             self._anatomy, set(views or self._views), rows=rows, seed=derive_seed(*seed_of),
             max_mb=None if most is None else most / windows,
+            keep_inputs=self._options["on_alert"] is not None,
             extra_layers=self._options["extra_layers"], charge=self._budget.charge,
         )  # fmt: skip
         self._open = window, step

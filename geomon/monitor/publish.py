@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from geomon.analysis.alerts import Inputs
 from geomon.monitor.measuring.executor import ReadingExecutor
 from geomon.monitor.measuring.jobs import ReadingJob
 from geomon.monitor.planning.budget import Budget
@@ -96,18 +97,20 @@ class Publisher:
             with self._warnings.guard():
                 self._publish(job)
 
-    def publish_check(self, reading: Reading) -> bool:
+    def publish_check(self, reading: Reading, inputs: Inputs | None) -> bool:
         """Raise the alerts of a check; their notes stand in the next reading.
 
         Args:
             reading: What the check has measured.
+            inputs: What the model was called with, where it is known.
 
         Returns:
             Whether there are any.
         """
-        notes = self._reactions.check(reading)
+        notes = self._reactions.find_alerts(reading)
         self._warn_of(notes)
         self._alerts += notes
+        self._reactions.call_of_alerts(inputs)
         return bool(notes)
 
     def end(self) -> None:
@@ -170,13 +173,13 @@ class Publisher:
                 self.latest = reading
                 self._writer.show(reading)
         if reading is not None:
-            self._react(reading)
+            self._react(reading, job.inputs)
 
-    def _react(self, reading: Reading) -> None:
+    def _react(self, reading: Reading, inputs: Inputs | None) -> None:
         """Call the user's functions; their time is the training's, except in calls of geomon."""
         began, spent = time.perf_counter(), self._budget.spent
         try:
-            self._reactions.call(reading)
+            self._reactions.call(reading, inputs)
         finally:
             taken = time.perf_counter() - began - (self._budget.spent - spent)
             self._budget.leave_out(max(0.0, taken))

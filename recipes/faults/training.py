@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from geomon import Metric, Monitor, log_spaced, select
-from geomon.metrics.metric import as_metric
+from geomon import Metric, MetricText, Monitor, log_spaced, select
 from recipes.enwik8.data import Corpus
 from recipes.faults.kinds import FAULTS, Fault
 from recipes.faults.spectra import ExpertLoads, UpdateEntropy, near_unit_modes, stable_ranks
@@ -66,11 +65,12 @@ def kurtosis(hidden: Tensor) -> Tensor:
 
 def metrics_of_each_step() -> dict[str, Metric]:
     """Select cheap metrics, without margins: a curve has its own scatter."""
-    chosen = {**select(*_CHEAP), "kurtosis": kurtosis}
-    return {
-        name: replace(as_metric(name, function), has_margin=False)
-        for name, function in chosen.items()
-    }
+    text = MetricText("Kurtosis", meaning="Of the numbers of a layer.")
+    found = {"kurtosis": Metric(kurtosis, text, has_margin=False)}
+    for name, metric in select(*_CHEAP).items():
+        assert isinstance(metric, Metric)
+        found[name] = replace(metric, has_margin=False)
+    return found
 
 
 def fault_step(settings: Settings, fault: Fault) -> int:

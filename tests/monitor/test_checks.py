@@ -1,6 +1,7 @@
 """Between readings few values are looked at: alerts come at once, and the training is the same."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -44,9 +45,11 @@ def test_a_fault_between_readings_is_an_alert_at_once_and_a_reading_at_the_next_
     assert seen[0].step == 1040
     assert seen[0].name == "left_band"
     assert {layer for layer, _ in seen[0].heads} == {2}
+    (hidden,), named = seen[0].inputs
+    assert (hidden.shape, named) == ((16, 12, 16), {})
     first, second = read(tmp_path).readings[:2]
     assert (first.step, second.step) == (1000, 1041)
-    assert [note.kind for note in second.notes if note.is_alert][0] == "left_band"
+    assert next(note.kind for note in second.notes if note.is_alert) == "left_band"
 
 
 def test_a_check_changes_nothing_of_the_training(tmp_path):
@@ -118,7 +121,7 @@ def test_checks_take_a_hundredth_of_the_time():
             now[0] += 2.0
             checks.add(step, 2.0)
         now[0] += 1.0
-    spaces = {later - one for one, later in zip(made[1:], made[2:], strict=False)}
+    spaces = {later - one for one, later in itertools.pairwise(made[1:])}
     assert made[0] == 32
     assert spaces <= {198, 199, 200}
     assert 2.0 * len(made) <= 0.011 * now[0]
@@ -126,5 +129,5 @@ def test_checks_take_a_hundredth_of_the_time():
 
 @pytest.mark.parametrize("value", ["often", 0, -1, 1.5, lambda step: False])
 def test_what_is_no_schedule_of_checks_is_said(value):
-    with pytest.raises(ValueError, match="^checks"):
+    with pytest.raises(ValueError, match=r"^checks"):
         Monitor(model_of(), directory=None, checks=value)
