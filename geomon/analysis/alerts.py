@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from geomon.analysis.bands import SCATTER, SCATTER_READINGS, Bands, Found
+from geomon.analysis.bands import QUIET, SCATTER, SCATTER_READINGS, Bands, Found, Place
 from geomon.note import Note
 from geomon.record import Reading
 from geomon.record.columns import Column
@@ -31,8 +31,6 @@ _MASSIVE = 0.5
 # An alert is raised again when what is found is so many times what it was.
 _AGAIN = 4.0
 _NAMED = 3  # places that are named
-# Readings in which no value leaves its band, after which a departure is news again.
-_PASSES = 12
 
 
 # Positional arguments of a call of the model, and arguments by name.
@@ -181,15 +179,23 @@ class Rule(NamedTuple):
 def _left_band(reading: Reading, stack: str, bands: Found) -> Finding | None:
     if not bands.departures:
         return None
-    first, places = bands.departures[0], [departure.place for departure in bands.departures]
+    first = bands.left[0].departure
+    others = [f"{_words_of(left.departure.place)} at step {left.step:,}" for left in bands.left[1:]]
+    then = "; then " + ", ".join(others[:_NAMED]) if others else ""
     numbers: dict[str, int | float | str] = {
         "metric": first.place.metric, "value": first.value, "low": first.low, "high": first.high,
-        "count": len(places),
+        "since": bands.left[0].step, "count": len(bands.left), "then": then,
     }  # fmt: skip
-    heads = tuple((place.layer, place.head) for place in places if place.head is not None)
-    if first.place.head is not None:
-        return Finding(len(places), numbers, heads=tuple(dict.fromkeys(heads)))
-    return Finding(len(places), numbers, tuple(dict.fromkeys(place.layer for place in places)))
+    places = [left.departure.place for left in bands.left]
+    layers = tuple(dict.fromkeys(place.layer for place in places))
+    heads = tuple(dict.fromkeys((p.layer, p.head) for p in places if p.head is not None))
+    by_head = first.place.head is not None
+    return Finding(len(places), numbers, () if by_head else layers, heads if by_head else ())
+
+
+def _words_of(place: Place) -> str:
+    head = "" if place.head is None else f", head {place.head}"
+    return f"{place.metric} of layer {place.layer}{head}"
 
 
 def _scatter_growth(reading: Reading, stack: str, bands: Found) -> Finding | None:
@@ -273,17 +279,17 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         ),
         "left_band": Rule(
             _left_band,
-            "{metric} is {value:.3g} where the readings before it let {low:.3g} to {high:.3g} be "
-            "expected; {count} of the values that are watched left their bands",
+            "{metric} was {value:.3g} at step {since:,}, where {low:.3g} to {high:.3g} was "
+            "expected{then}",
             "look at what changed at this step: data, learning rate, the weights of that block",
-            passes=_PASSES,
+            passes=QUIET,
         ),
         "scatter_growth": Rule(
             _scatter_growth,
             "for {readings} readings the values that are watched have been {factor:.1f} times as "
             "far from their lines as before, or more",
             "look at the learning rate, at the gradients and at the data",
-            passes=_PASSES,
+            passes=QUIET,
         ),
         "rank_collapse": Rule(
             _rank_collapse,

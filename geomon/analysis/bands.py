@@ -29,6 +29,8 @@ FIRST = 200
 # once in three million readings; or `TWICE` times as far at two readings in a row, on one side.
 ONCE, TWICE = 2.9, 1.05
 _BEYOND = 3e-7
+# Readings at which all values are inside, after which a departure is another event.
+QUIET = 12
 # Readings over which the scatter of all values is averaged, and the largest mean of its logarithm
 # that is no alert: nearly twice the variance that the bands expect.
 SCATTER_READINGS, SCATTER = 20, 0.62
@@ -233,16 +235,31 @@ def start_of_window(steps: Sequence[int] | NDArray[np.int64], step: int) -> int:
     return max(first, len(steps) - WINDOW - 1)
 
 
+class Left(NamedTuple):
+    """A value that has left its band.
+
+    Attributes:
+        step: Step at which it did.
+        departure: The value there, and its band.
+    """
+
+    step: int
+    departure: Departure
+
+
 class Found(NamedTuple):
     """What the bands of a run say of a reading.
 
     Attributes:
         departures: Values outside of their bands, the largest departure first.
+        left: Values that have left their bands since all were inside for 12 readings, in the order
+            in which they did; the largest departure first at each step.
         scatter: Logarithm of the mean square of the distances of all values from their lines, in
             standard errors, over the last 20 readings; NaN where fewer are known.
     """
 
     departures: list[Departure]
+    left: list[Left]
     scatter: float
 
 
@@ -259,6 +276,8 @@ class Bands:
         self._steps: list[int] = []
         self._history = np.empty((0, 0))
         self._scatters: deque[float] = deque(maxlen=SCATTER_READINGS)
+        self._left: dict[Place, Left] = {}
+        self._quiet = 0  # readings since a value was outside of its band
 
     def add(self, reading: Reading) -> Found:
         """Take the next reading, and compare its values with their bands.
@@ -286,8 +305,14 @@ class Bands:
             if distance.size[column] > 1
         ]
         departures.sort(key=lambda departure: -departure.size)
+        self._quiet = 0 if departures else self._quiet + 1
+        if self._quiet >= QUIET:
+            self._left.clear()
+        for departure in departures:
+            self._left.setdefault(departure.place, Left(reading.step, departure))
         enough = len(self._scatters) == SCATTER_READINGS
-        return Found(departures, float(np.mean(self._scatters)) if enough else math.nan)
+        mean = float(np.mean(self._scatters)) if enough else math.nan
+        return Found(departures, list(self._left.values()), mean)
 
 
 def _watched(columns: Columns) -> Iterator[tuple[Place, float]]:

@@ -1,6 +1,7 @@
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tagged import reading_of
 
@@ -127,3 +128,54 @@ def test_each_alert_has_a_section_to_which_its_note_leads():
     for name in RULES:
         section = text.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
         assert section, name
+
+
+def jumping(**jumps):
+    """A healthy run of 60 readings from step 1,000 on in which values jump at given readings."""
+    run = []
+    for n in range(60):
+        noise = np.random.default_rng(n)
+        values = {
+            f"max_logit/layer_{layer:02d}/head_{head}": 20 + noise.standard_normal()
+            for layer in (1, 2) for head in (0, 1)
+        }  # fmt: skip
+        for place, at in jumps.items():
+            values[f"max_logit/{place}".replace("_head", "/head")] += 60 * (n >= at)
+        run.append(reading(1000 + n, values))
+    return run
+
+
+def test_a_value_that_leaves_its_band_is_an_alert_that_names_it_and_those_that_follow():
+    places = {
+        "layer_02_head_1": 50,
+        "layer_01_head_0": 51,
+        "layer_01_head_1": 52,
+        "layer_02_head_0": 52,
+    }
+    first, second = find_alerts(jumping(**places), ["left_band"])
+    assert (first.step, first.heads, first.numbers["count"]) == (1050, ((2, 1),), 1)
+    assert (second.step, second.heads[:2]) == (1052, ((2, 1), (1, 0)))
+    assert second.numbers["count"] == 4
+    assert "then max_logit of layer 1, head 0 at step 1,051, max_logit of" in second.words()
+    low, high = first.numbers["low"], first.numbers["high"]
+    assert (
+        f"was {first.numbers['value']:.3g} at step 1,050, where {low:.3g} to {high:.3g} was exp"
+        in (first.words())
+    )
+
+
+def test_an_event_after_a_quiet_time_is_another_alert():
+    run = jumping(layer_02_head_1=20, layer_01_head_0=50)
+    assert [alert.step for alert in find_alerts(run, ["left_band"])] == [1020, 1050]
+
+
+def test_growing_scatter_of_all_values_is_an_alert_without_a_place():
+    run = []
+    for n in range(100):
+        noise = np.random.default_rng(n).standard_normal(40) * (1 if n < 60 else 2.5)
+        run.append(reading(1000 + n, {
+            f"qk_dot/layer_01/head_{head}": value for head, value in enumerate(noise)
+        }))  # fmt: skip
+    (alert,) = find_alerts(run, ["scatter_growth"])
+    assert 1060 < alert.step < 1080
+    assert (alert.where, alert.numbers["readings"]) == ("", 20)
