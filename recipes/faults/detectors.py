@@ -142,6 +142,25 @@ def scores_of_cusum(found: Distances, metrics: Iterable[str]) -> Scores:
     return _largest(found.steps, scores, [found.places[number] for number in chosen])
 
 
+def scores_of_limits(track: Track) -> Scores:
+    """Score readings by fixed limits: of entropy, largest score and rank; above 1 is beyond.
+
+    A place that is beyond its limit at the first reading never scores.
+
+    Args:
+        track: Numbers of a training.
+    """
+    limits: dict[str, Callable[[Array], Array]] = {
+        "attention_entropy_normalised": lambda values: 0.05 / np.maximum(values, 1e-9),
+        "max_logit": lambda values: values / 100.0,
+        "effective_rank": lambda values: 2.0 / values,
+    }
+    places = [place for name in limits for place in track.places(name) if place.part != MARGIN]
+    columns = [limits[place.metric](track.values[place]) for place in places]
+    within = [np.where(column[:1] > 1, np.nan, column) for column in columns]
+    return _largest(track.steps, np.stack(within, axis=1), places)
+
+
 def scores_as_olmo(track: Track, metric: str) -> Scores:
     """Score readings by their distance above a mean, in deviations, as OLMo-core does.
 
@@ -245,6 +264,7 @@ DETECTORS = {
     "scatter": Detector(
         "scatter of all values", lambda _, found: scores_of_scatter(found), "geometry"
     ),
+    "limits": Detector("fixed limits", lambda track, _: scores_of_limits(track), "geometry"),
     "geometry": Detector("geomon's alerts", lambda _, found: scores_of_alerts(found), "geometry"),
 }
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from geomon import log_spaced
-from recipes.faults.detectors import Scores, score_all
+from recipes.faults.detectors import DETECTORS, Scores, score_all
 from recipes.faults.kinds import FAULTS, Fault
 from recipes.faults.odds import (
     Rate,
@@ -18,8 +18,9 @@ from recipes.faults.odds import (
     first_alarm,
     largest_score,
 )
+from recipes.faults.plan import CALIBRATION, VERIFICATION
 from recipes.faults.track import EACH_STEP, Track, read_tracks
-from recipes.faults.training import CALIBRATION, FIRST_READ, LAST
+from recipes.faults.training import FIRST_READ, LAST
 
 # Schedules that are compared: readings of the default one, and of one in so many steps.
 SCHEDULES = ("each step", "every 10 steps", "default schedule")
@@ -66,9 +67,14 @@ class Scored:
         return self.name.rpartition("_")[0]
 
     @property
+    def number(self) -> int:
+        """Number of the training among those of its size."""
+        return int(self.name.rpartition("_")[2])
+
+    @property
     def calibrates(self) -> bool:
         """Whether limits are chosen with this training."""
-        return int(self.name.rpartition("_")[2]) in CALIBRATION
+        return self.number in CALIBRATION
 
     def window(self, schedule: str) -> tuple[int, int]:
         """First step of the fault, and the step after the last one that is watched.
@@ -82,23 +88,27 @@ class Scored:
 
 
 def score_trainings(
-    folder: Path, schedule: str, faults: Iterable[str] = tuple(FAULTS)
+    folder: Path,
+    schedule: str,
+    detectors: Sequence[str] = tuple(DETECTORS),
+    faults: Iterable[str] = tuple(FAULTS),
 ) -> list[Scored]:
-    """Read all trainings, and score each by all detectors.
+    """Read all trainings but those in which alerts are counted, and score each by detectors.
 
     Args:
         folder: Folder of the trainings.
         schedule: One of `SCHEDULES`.
+        detectors: Names of the detectors.
         faults: Names of the faults that are read.
     """
     wanted = set(faults)
     return [
         Scored(
             track.name, FAULTS.get(track.fault), track.fault_step or 0, track.block,
-            dict(score_all(select(track, schedule))),
+            dict(score_all(select(track, schedule), detectors)),
         )
         for track in read_tracks(folder, EACH_STEP)
-        if not track.fault or track.fault in wanted
+        if track.number not in VERIFICATION and (not track.fault or track.fault in wanted)
     ]  # fmt: skip
 
 
@@ -154,6 +164,11 @@ class Result:
         found = [outcome.delay is not None for outcome in self.of(faults)]
         return sum(found) / len(found) if found else math.nan
 
+    def by_chance(self, steps: int) -> float:
+        """Return the share of healthy stretches of so many steps with a score above the limit."""
+        scores = self.healthy.get(steps, ())
+        return sum(score > self.limit for score in scores) / max(len(scores), 1)
+
     def area(self, faults: Iterable[str]) -> float:
         """Return the area under the curve (AUROC) for some faults."""
         chosen = self.of(faults)
@@ -162,7 +177,24 @@ class Result:
         return area_under_curve(healthy, [outcome.score for outcome in chosen])
 
 
-def evaluate(trainings: Sequence[Scored], detector: str, rate: float, schedule: str) -> Result:
+def evaluate_all(trainings: Sequence[Scored], rate: float, schedule: str) -> dict[str, Result]:
+    """Apply all detectors at one rate of false alarms.
+
+    Args:
+        trainings: Trainings with their scores.
+        rate: Largest number of alarms for each reading in the half by which limits are chosen.
+        schedule: One of `SCHEDULES`.
+    """
+    return {name: evaluate(trainings, name, rate, schedule) for name in DETECTORS}
+
+
+def evaluate(
+    trainings: Sequence[Scored],
+    detector: str,
+    rate: float,
+    schedule: str,
+    limit: float | None = None,
+) -> Result:
     """Choose a limit with the healthy trainings of one half, and apply it to all others.
 
     Args:
@@ -170,9 +202,11 @@ def evaluate(trainings: Sequence[Scored], detector: str, rate: float, schedule: 
         detector: Name of the detector.
         rate: Largest number of alarms for each reading in the first half.
         schedule: One of `SCHEDULES`.
+        limit: The limit, where it is given.
     """
     healthy = [training for training in trainings if training.fault is None]
-    limit = choose_limit([t.scores[detector] for t in healthy if t.calibrates], rate)
+    if limit is None:
+        limit = choose_limit([t.scores[detector] for t in healthy if t.calibrates], rate)
     others = [t.scores[detector] for t in healthy if not t.calibrates]
     outcomes = [
         _outcome(training, training.scores[detector], limit, schedule)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from geomon import Metric, MetricText, Monitor, log_spaced, select
+from geomon.analysis.bands import FIRST, WATCHED
 from recipes.enwik8.data import Corpus
 from recipes.faults.kinds import FAULTS, Fault
 from recipes.faults.spectra import ExpertLoads, UpdateEntropy, near_unit_modes, stable_ranks
@@ -41,16 +42,15 @@ FIRST_READ = 1_100
 # Step at which all trainings with a fault end: a reading of the default schedule.
 LAST = 1_448
 _WARM_UP, _WHOLE_RUN = 50, 4_000
-# Numbers of the trainings of each size by which limits are chosen, and of those with experts.
-CALIBRATION, EXPERTS = range(100, 200), range(200, 300)
 # Steps at which a fault may come.
 EARLIEST, LATEST = 1_200, 1_380
 
 _CHEAP = (
-    "anisotropy", "effective_rank", "variance", "mean_square_norm",
-    "within_variance", "qk_cosine", "qk_dot", "attention_entropy_normalised",
-    "attention_sink", "max_logit",
+    "anisotropy", "effective_rank", "variance", "mean_square_norm", "within_variance", "qk_cosine",
+    "qk_dot", "attention_entropy_normalised", "attention_sink", "max_logit",
 )  # fmt: skip
+# All that alerts look at.
+_OF_ALERTS = (*WATCHED, "effective_rank", "sink_share")
 
 
 def kurtosis(hidden: Tensor) -> Tensor:
@@ -63,11 +63,14 @@ def kurtosis(hidden: Tensor) -> Tensor:
     return square.square().mean() / square.mean().square()
 
 
-def metrics_of_each_step() -> dict[str, Metric]:
-    """Select cheap metrics, without margins: a curve has its own scatter."""
-    text = MetricText("Kurtosis", meaning="Of the numbers of a layer.")
-    found = {"kurtosis": Metric(kurtosis, text, has_margin=False)}
-    for name, metric in select(*_CHEAP).items():
+def without_margins(*names: str) -> dict[str, Metric]:
+    """Select metrics without their margins: a curve that is read at every step has its own scatter.
+
+    Args:
+        names: Names of the metrics.
+    """
+    found = {}
+    for name, metric in select(*names).items():
         assert isinstance(metric, Metric)
         found[name] = replace(metric, has_margin=False)
     return found
@@ -91,13 +94,13 @@ class Job:
         settings: Settings of the training.
         steps: Number of updates.
         faults: Names of the faults.
-        first: First step from which on each is read.
+        verifies: Whether alerts are raised as in any run, and nothing else is recorded.
     """
 
     settings: Settings
     steps: int
     faults: tuple[str, ...] = ()
-    first: int = FIRST_READ
+    verifies: bool = False
 
 
 def run_job(job: Job, given: Corpus, folder: Path) -> None:
@@ -112,8 +115,8 @@ def run_job(job: Job, given: Corpus, folder: Path) -> None:
     settings, place = job.settings, folder / job.settings.name
     corpus = load_text(settings.text, given)
     description = asdict(settings) | {"steps": job.steps, "sha256": corpus.sha256()}
-    if job.first != FIRST_READ:
-        description["first"] = job.first
+    if job.verifies:
+        description["verifies"] = True
     began = time.process_time()
     healthy = begin_training(place / "healthy", description)
     due: dict[int, list[Fault]] = {}
@@ -137,7 +140,8 @@ def run_job(job: Job, given: Corpus, folder: Path) -> None:
 
     train(
         subject, generator, place / "healthy" if healthy else None, range(last + 1),
-        settings=settings, each_step=range(job.first, last + 1), before=branch_off,
+        settings=settings, before=branch_off, verifies=job.verifies,
+        each_step=range(FIRST if job.verifies else FIRST_READ, last + 1),
     )  # fmt: skip
     if healthy:
         finish_training(place / "healthy", description, began)
@@ -225,6 +229,7 @@ def train(
     settings: Settings,
     each_step: range,
     before: Callable[[int], None],
+    verifies: bool = False,
 ) -> None:
     """Train, and record what is read in the training forward.
 
@@ -235,11 +240,12 @@ def train(
         steps: Steps: numbers of the updates that are in the weights.
         settings: Settings of the training.
         each_step: Steps of which each is read; of the others those of the default schedule are.
+        verifies: Whether alerts are raised as in any run, and nothing else is recorded.
         before: Function that is called before each forward pass with its step.
     """
     model, entropy, loads = subject.model, UpdateEntropy(subject.model), ExpertLoads(subject.model)
     default = log_spaced()
-    monitors = [] if folder is None else monitors_of(model, folder, settings)
+    monitors = [] if folder is None else monitors_of(model, folder, settings, verifies=verifies)
     for step in steps:
         before(step)
         windows = subject.draw(generator)
@@ -253,8 +259,8 @@ def train(
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         if monitors and reads:
             values = {"loss": float(loss.detach()), "gradient_norm": float(norm)}
-            values |= entropy() | loads()
-            if step % _WEIGHTS_INTERVAL == 0:
+            values |= {} if verifies else entropy() | loads()
+            if step % _WEIGHTS_INTERVAL == 0 and not verifies:
                 values |= stable_ranks(model) | near_unit_modes(model, windows[:, :-1])
             for monitor in monitors:
                 monitor.log(step, **values)
@@ -265,23 +271,35 @@ def train(
         monitor.close()
 
 
-def monitors_of(model: nn.Module, folder: Path, settings: Settings) -> list[Monitor]:
-    """Attach the two monitors of a training.
+def monitors_of(
+    model: nn.Module, folder: Path, settings: Settings, *, verifies: bool = False
+) -> list[Monitor]:
+    """Attach the monitors of a training.
 
     Args:
         model: The model.
         folder: Folder of the records.
         settings: Settings of the training.
+        verifies: Whether alerts are raised as in any run, and nothing else is recorded.
     """
+    logged = ("loss", "gradient_norm")
+    if verifies:
+        return [
+            Monitor(
+                model, metrics=without_margins(*_OF_ALERTS), schedule=1, log=logged, arrays=False,
+                directory=folder / EACH_STEP, seed=settings.number,
+            )
+        ]  # fmt: skip
+    text = MetricText("Kurtosis", meaning="Of the numbers of a layer.")
+    of_each_step = without_margins(*_CHEAP) | {"kurtosis": Metric(kurtosis, text, has_margin=False)}
     default = log_spaced()
     return [
         Monitor(
-            model, metrics=metrics_of_each_step(), schedule=1, directory=folder / EACH_STEP,
-            arrays=False, alerts=(), seed=settings.number, log=("loss", "gradient_norm"),
+            model, metrics=of_each_step, schedule=1, directory=folder / EACH_STEP, arrays=False,
+            alerts=(), seed=settings.number, log=logged,
         ),
         Monitor(
             model, schedule=lambda step: default(step) or step % FULL_INTERVAL == 0,
-            directory=folder / FULL, arrays=False, alerts=(), seed=settings.number,
-            log=("loss", "gradient_norm"),
+            directory=folder / FULL, arrays=False, alerts=(), seed=settings.number, log=logged,
         ),
     ]  # fmt: skip
