@@ -4,17 +4,16 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from samples import dyadic, normal, seeds
+from samples import dyadic, generator, normal, seeds
 
-from geomon.kernels.angles import (
-    cosine_centred,
-    leading_share,
-    sequence_cosines,
-)
+from geomon.capture.snapshot import HOST
+from geomon.kernels._blocks import row_blocks, rows_in_block
+from geomon.kernels.angles import cosine_centred, leading_share, sequence_cosines
 from geomon.kernels.dimension import gride, twonn
 from geomon.kernels.frequency import moments_by_frequency
 from geomon.kernels.groups import group_sums
@@ -42,6 +41,7 @@ class Kernel:
 
     Attributes:
         function: Takes rows [tokens, width] and labels [tokens].
+        definition: The same in numpy, as it is written in a book.
         scale: Power of a factor on the rows with which the value grows.
         shift: Whether a vector added to all rows changes nothing.
         by_row: Whether there is a value for each row, in the order of the rows.
@@ -51,12 +51,85 @@ class Kernel:
     """
 
     function: Callable
+    definition: Callable
     scale: int = 0
     shift: bool = False
     by_row: bool = False
     equal: float | None = None
     least: int = 1
     by_head: bool = False
+
+
+def norms(x):
+    return np.linalg.norm(x, axis=1)
+
+
+def centred(x):
+    return x - x.mean(axis=0)
+
+
+def eigenvalues(x):
+    return np.linalg.svd(centred(x), compute_uv=False) ** 2 / len(x)
+
+
+def shares(x):
+    return eigenvalues(x) / eigenvalues(x).sum()
+
+
+def entropy(p):
+    return -(p[p > 0] * np.log(p[p > 0])).sum()
+
+
+def mean_cosine(x, pairs=True):
+    unit = x / norms(x)[:, None]
+    return (unit @ unit.T)[pairs & ~np.eye(len(x), dtype=bool)].mean()
+
+
+def fitted_law(x):
+    """The fit over ranks 11 to 100, or 4/5 of the ranks, with weights 1 / rank."""
+    values = eigenvalues(x)
+    rank = np.arange(11, 4 * (values > 1e-13 * values[0]).sum() // 5 + 1)
+    y = np.log(values[rank[0] - 1 : rank[-1]])
+    line = np.polyfit(np.log(rank), y, 1, w=rank**-0.5)
+    left = np.average((y - np.polyval(line, np.log(rank))) ** 2, weights=1 / rank)
+    about = y - np.average(y, weights=1 / rank)
+    return np.array([-line[0], 1 - left / np.average(about**2, weights=1 / rank)])
+
+
+def are_ordinary(x):
+    middle = (len(x) - 1) // 2
+    distance = norms(x - np.sort(x, axis=0)[middle])
+    return distance <= 10 * np.sort(distance)[middle]
+
+
+def distances(x):
+    return np.sort(np.linalg.norm(x[:, None] - x, axis=2), axis=1)[:, 1:]
+
+
+def by_type(x, ids):
+    """Number of rows, squared norm of the mean and variance of each type."""
+    parts = [x[ids == number] for number in np.unique(ids)]
+    mean = np.array([np.square(part.mean(axis=0)).sum() for part in parts])
+    return (
+        np.array(list(map(len, parts))),
+        mean,
+        np.array([part.var(axis=0).sum() for part in parts]),
+    )
+
+
+def within_types(x, ids):
+    count, _, spread = by_type(x, ids)
+    return (count * spread).sum() / (len(x) - len(count))
+
+
+def fitted_types(x, ids):
+    """The line of V on M, V with 1 / (n - 1) and M + V = Q, over types of ten rows or more."""
+    count, mean, spread = (part[by_type(x, ids)[0] >= 10] for part in by_type(x, ids))
+    unbiased = spread * count / (count - 1)
+    own = mean + spread - unbiased
+    slope, square = np.polyfit(own, unbiased, 1)[0], np.corrcoef(own, unbiased)[0, 1] ** 2
+    variation = (mean + spread).std() / (mean + spread).mean()
+    return np.array([slope, square, len(count), count.sum() / len(x), variation])
 
 
 def heads(function):
@@ -75,53 +148,102 @@ def slope(rows, labels):
     return torch.stack([*token_types(rows, labels).norm_variance_slope()])
 
 
+def of_class(name, power, definition):
+    """A moment of each class of frequency; `labels_of` gives three types, each one a class."""
+
+    def function(rows, ids):
+        return torch.stack([getattr(part, name) for part in moments_by_frequency(rows, ids)])
+
+    return Kernel(
+        function, lambda x, ids: np.array([definition(x[ids == kind]) for kind in (2, 1, 0)]),
+        scale=power, shift=name in ("variance", "rows", "types"),
+    )  # fmt: skip
+
+
 NAN = math.nan
 KERNELS = {
-    "cosine_centred": Kernel(lambda x, _: cosine_centred(x), shift=True, equal=NAN, least=2),
-    "within sequences": Kernel(lambda x, s: sequence_cosines(x, s).within, equal=1, least=2),
-    "between sequences": Kernel(lambda x, s: sequence_cosines(x, s).between, equal=1, least=2),
-    "drift_norm": Kernel(lambda x, _: drift_norm(x), scale=1),
-    "variance": Kernel(lambda x, _: variance(x), scale=2, shift=True, equal=0),
-    "mean_square_norm": Kernel(lambda x, _: mean_square_norm(x), scale=2),
+    "cosine_centred": Kernel(
+        lambda x, _: cosine_centred(x), lambda x, _: mean_cosine(centred(x)),
+        shift=True, equal=NAN, least=2,
+    ),
+    "within sequences": Kernel(
+        lambda x, s: sequence_cosines(x, s).within,
+        lambda x, s: mean_cosine(x, s[:, None] == s), equal=1, least=2,
+    ),
+    "between sequences": Kernel(
+        lambda x, s: sequence_cosines(x, s).between,
+        lambda x, s: mean_cosine(x, s[:, None] != s), equal=1, least=2,
+    ),
+    "drift_norm": Kernel(
+        lambda x, _: drift_norm(x), lambda x, _: np.linalg.norm(x.mean(axis=0)), scale=1
+    ),
+    "variance": Kernel(
+        lambda x, _: variance(x), lambda x, _: x.var(axis=0).sum(), scale=2, shift=True, equal=0
+    ),
+    "mean_square_norm": Kernel(
+        lambda x, _: mean_square_norm(x), lambda x, _: np.square(norms(x)).mean(), scale=2
+    ),
     "squares_about_mean": Kernel(
-        lambda x, _: squares_about_mean(x), scale=2, shift=True, by_row=True, equal=0
+        lambda x, _: squares_about_mean(x), lambda x, _: np.square(norms(centred(x))),
+        scale=2, shift=True, by_row=True, equal=0,
     ),
-    "spectrum": Kernel(lambda x, _: spectrum(x), scale=2, shift=True, equal=0),
+    "spectrum": Kernel(
+        lambda x, _: spectrum(x), lambda x, _: eigenvalues(x), scale=2, shift=True, equal=0
+    ),
     "principal_axes": Kernel(
-        lambda x, s: principal_axes(x, s, 5).eigenvalues, scale=2, shift=True, equal=0
+        lambda x, s: principal_axes(x, s, 5).eigenvalues, lambda x, _: eigenvalues(x),
+        scale=2, shift=True, equal=0,
     ),
-    "anisotropy": Kernel(lambda x, _: anisotropy(spectrum(x)), shift=True, equal=NAN),
-    "effective_rank": Kernel(lambda x, _: effective_rank(spectrum(x)), shift=True, equal=NAN),
+    "anisotropy": Kernel(
+        lambda x, _: anisotropy(spectrum(x)), lambda x, _: shares(x)[0], shift=True, equal=NAN
+    ),
+    "effective_rank": Kernel(
+        lambda x, _: effective_rank(spectrum(x)), lambda x, _: np.exp(entropy(shares(x))),
+        shift=True, equal=NAN,
+    ),
     "participation_ratio": Kernel(
-        lambda x, _: participation_ratio(spectrum(x)), shift=True, equal=NAN
+        lambda x, _: participation_ratio(spectrum(x)), lambda x, _: 1 / np.square(shares(x)).sum(),
+        shift=True, equal=NAN,
     ),
     "power_law": Kernel(
-        lambda x, _: torch.stack(power_law(spectrum(x))), shift=True, equal=NAN
+        lambda x, _: torch.stack(power_law(spectrum(x))), lambda x, _: fitted_law(x),
+        shift=True, equal=NAN,
     ),
     "ordinary_rows": Kernel(
-        lambda x, _: ordinary_rows(x).double(), shift=True, by_row=True, equal=1
+        lambda x, _: ordinary_rows(x).double(), lambda x, _: are_ordinary(x) * 1.0,
+        shift=True, by_row=True, equal=1,
     ),
     "share_beyond": Kernel(
-        lambda x, _: share_beyond(squares_about_mean(x), ordinary_rows(x)), shift=True, equal=NAN
+        lambda x, _: share_beyond(squares_about_mean(x), ordinary_rows(x)),
+        lambda x, _: (np.square(norms(centred(x))) * ~are_ordinary(x)).mean() / x.var(0).sum(),
+        shift=True, equal=NAN,
     ),
     "nearest": Kernel(
-        lambda x, _: nearest(x, 2).distances, scale=1, shift=True, by_row=True, equal=0, least=2
+        lambda x, _: nearest(x, 2).distances, lambda x, _: distances(x)[:, :2],
+        scale=1, shift=True, by_row=True, equal=0, least=2,
     ),
     "within_variance": Kernel(
-        lambda x, t: token_types(x, t).within_variance, scale=2, shift=True, equal=0
+        lambda x, t: token_types(x, t).within_variance, within_types, scale=2, shift=True, equal=0
     ),
-    "norm_variance_slope": Kernel(slope),
-    "moments_by_frequency": Kernel(
-        lambda x, t: torch.stack([part.variance for part in moments_by_frequency(x, t)]),
-        scale=2, shift=True,
-    ),
+    "norm_variance_slope": Kernel(slope, fitted_types),
     "head_axes": Kernel(
         heads(lambda x: leading_share(head_axes(x, one_group(x), 1).eigenvalues)),
-        shift=True, equal=NAN, by_head=True,
+        lambda x, _: shares(x)[0], shift=True, equal=NAN, by_head=True,
     ),
-    "mean of groups": Kernel(lambda x, s: of_sums("mean")(x, s).norm(dim=1), scale=1),
-    "squares of groups": Kernel(of_sums("square"), scale=2),
-    "cosine of groups": Kernel(of_sums("cosine"), equal=1),
+    "mean of groups": Kernel(
+        lambda x, s: of_sums("mean")(x, s).norm(dim=1),
+        lambda x, _: np.linalg.norm(x.mean(axis=0)), scale=1,
+    ),
+    "squares of groups": Kernel(
+        of_sums("square"), lambda x, _: np.square(norms(x)).mean(), scale=2
+    ),
+    "cosine of groups": Kernel(of_sums("cosine"), lambda x, _: mean_cosine(x), equal=1),
+    "norm by frequency": of_class("norm", 1, lambda x: norms(x).mean()),
+    "M by frequency": of_class("square_of_mean", 2, lambda x: np.square(x.mean(axis=0)).sum()),
+    "V by frequency": of_class("variance", 2, lambda x: x.var(axis=0).sum()),
+    "Q by frequency": of_class("mean_square_norm", 2, lambda x: np.square(norms(x)).mean()),
+    "rows by frequency": of_class("rows", 0, len),
+    "types by frequency": of_class("types", 0, lambda x: 1),
 }  # fmt: skip
 DISTANCES = {
     "twonn": lambda near: torch.stack([*twonn(near)]),
@@ -130,7 +252,8 @@ DISTANCES = {
 
 
 def labels_of(rows):
-    return torch.arange(len(rows)) % 3
+    """Three labels; of 60 rows they have 30, 20 and 10."""
+    return torch.tensor([0, 0, 0, 1, 1, 2])[torch.arange(len(rows)) % 6]
 
 
 def sample(tokens=60, width=22, seed=0, massive=1):
@@ -144,10 +267,20 @@ def close(got, want, rtol=1e-8):
     torch.testing.assert_close(got, want, rtol=rtol, atol=1e-10 * largest, equal_nan=True)
 
 
+@pytest.mark.parametrize(("shape", "offset"), [((60, 22), 0), ((90, 40), 1e4), ((60, 80), 1e4)])
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_value_is_that_of_its_definition_also_far_from_the_origin(name, shape, offset):
+    kernel, rows = KERNELS[name], (sample(*shape) + offset).float()
+    got = kernel.function(rows, labels_of(rows))
+    want = torch.as_tensor(kernel.definition(rows.double().numpy(), labels_of(rows).numpy()))
+    about = float(kernel.equal == 1)  # a cosine far from the origin is 1 to seven digits
+    close(got - about, want.double().reshape(got.shape) - about, rtol=1e-6)
+
+
 @pytest.mark.parametrize("name", KERNELS)
 @few_examples
 @given(
-    seed=seeds, tokens=st.integers(30, 60), width=st.integers(20, 24), power=st.integers(-40, 40)
+    seed=seeds, tokens=st.integers(60, 90), width=st.integers(20, 24), power=st.integers(-40, 40)
 )
 def test_a_value_follows_scale_rotation_shift_and_order_of_the_rows(
     name, seed, tokens, width, power
@@ -157,7 +290,7 @@ def test_a_value_follows_scale_rotation_shift_and_order_of_the_rows(
     labels, want = labels_of(rows), kernel.function(rows, labels_of(rows))
     assert want.isfinite().any()
     turn = torch.linalg.qr(normal(width, width, seed=seed + 1)).Q
-    order = torch.randperm(tokens, generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(tokens, generator=generator(seed))
     factor = 2.0 ** (power * kernel.scale)
     close(kernel.function(-(2.0**power) * rows, labels) / factor, want)
     close(kernel.function(rows @ turn, labels), want)
@@ -207,6 +340,13 @@ def test_the_size_of_a_block_changes_nothing(name, block, cut_blocks):
     close(kernel.function(rows, labels_of(rows)), want)
 
 
+def test_blocks_hold_as_many_whole_rows_as_fit(cut_blocks):
+    cut_blocks(10)
+    assert [rows_in_block(width, HOST) for width in (1, 3, 5, 10, 11, 99)] == [10, 3, 2, 1, 1, 1]
+    rows = torch.arange(21.0).reshape(7, 3)
+    assert [len(block) for block in row_blocks(rows)] == [3, 3, 1]
+
+
 def shapes_refused(kernel):
     one_too_few = (kernel.least - 1, 3)
     if kernel.by_head:
@@ -237,7 +377,7 @@ def test_a_dimension_depends_on_ratios_alone(name, seed, points, power):
     estimate = DISTANCES[name]
     near = normal(points, 4, seed=seed).abs().add(0.01).sort(dim=1).values
     want = estimate(near)
-    order = torch.randperm(points, generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(points, generator=generator(seed))
     for other in (1e-12 * near, 1e12 * near, near[order]):
         close(estimate(other), want)
     close(estimate(near**power), want / power)
