@@ -2,6 +2,7 @@
 
 import math
 
+import definitions as by_book
 import numpy as np
 import pytest
 
@@ -12,48 +13,29 @@ OF_ROWS = select(
 )
 
 
-def gaussian(rng, n, width):
-    return rng.standard_normal((n, width)) * np.exp(rng.normal(0, rng.choice([0, 1, 3]), width))
-
-
-def low_rank(rng, n, width):
-    rank = int(rng.integers(1, width + 1))
-    return rng.standard_normal((n, rank)) @ rng.standard_normal((rank, width))
-
-
-def near_duplicates(rng, n, width):
-    groups = int(rng.integers(1, max(2, n // 3)))
-    centres = rng.standard_normal((groups, width))
-    noise = 10.0 ** rng.choice([-3, -5, -8, -8, -10]) * rng.standard_normal((n, width))
-    return centres[rng.integers(groups, size=n)] + noise
-
-
 def massive(rng, n, width):
-    rows = rng.standard_normal((n, width))
-    count = int(rng.integers(1, max(2, n // 15)))
+    rows, count = rng.standard_normal((n, width)), int(rng.integers(1, max(2, n // 15)))
     rows[rng.choice(n, count, replace=False)] *= 10.0 ** rng.uniform(1, 5)
     return rows
 
 
-def copies(rng, n, width):
-    rows = rng.standard_normal((n, width))
-    return rows[rng.integers(max(1, n // int(rng.integers(1, 9))), size=n)]
+def clusters(rng, n, width, count, extent, spread):
+    centres = extent * rng.standard_normal((count, width))
+    return centres[rng.integers(count, size=n)] + spread * rng.standard_normal((n, width))
 
 
-def grid(rng, n, width):
-    return rng.integers(0, int(rng.integers(2, 6)), (n, width)).astype(float)
-
-
-def heavy(rng, n, width):
-    return rng.standard_t(rng.choice([1.5, 3, 5]), (n, width))
-
-
-def far_clusters(rng, n, width):
-    centres = 10.0 ** rng.uniform(0, 4) * rng.standard_normal((int(rng.integers(1, 6)), width))
-    return centres[rng.integers(len(centres), size=n)] + rng.standard_normal((n, width))
-
-
-CLOUDS = (gaussian, low_rank, near_duplicates, massive, copies, grid, heavy, far_clusters)
+CLOUDS = (
+    lambda rng, n, w: rng.standard_normal((n, w)) * np.exp(rng.normal(0, rng.choice([0, 1, 3]), w)),
+    lambda rng, n, w: (
+        rng.standard_normal((n, (w + 1) // 2)) @ rng.standard_normal(((w + 1) // 2, w))
+    ),
+    lambda rng, n, w: clusters(rng, n, w, max(1, n // 3), 1, 10.0 ** rng.choice([-3, -5, -8, -10])),
+    lambda rng, n, w: clusters(rng, n, w, int(rng.integers(1, 6)), 10.0 ** rng.uniform(0, 4), 1),
+    massive,
+    lambda rng, n, w: rng.standard_normal((n, w))[rng.integers(max(1, n // 4), size=n)],  # copies
+    lambda rng, n, w: rng.integers(0, int(rng.integers(2, 6)), (n, w)).astype(float),  # a grid
+    lambda rng, n, w: rng.standard_t(rng.choice([1.5, 3, 5]), (n, w)),
+)
 
 
 def draw(seed):
@@ -67,42 +49,17 @@ def draw(seed):
 
 
 def definitions(rows):
-    """The values of rows by their definitions."""
-    n = len(rows)
-    centred = rows - rows[0]
-    centred = centred - centred.mean(axis=0)
-    energy = np.linalg.svd(centred, compute_uv=False) ** 2
-    share = energy / energy.sum() if energy.sum() > 0 else np.full(1, math.nan)
-    positive = share[~(share <= 0)]
-    norms = np.linalg.norm(rows, axis=1)
-    unit = rows[norms > 0] / norms[norms > 0, None]
-    cosines = (unit @ unit.T)[~np.eye(len(unit), dtype=bool)]
-    first = np.sort(np.unique(rows + 0.0, axis=0, return_index=True)[1])
+    distinct = np.unique(rows + 0.0, axis=0)
     return {
-        "variance": float(np.square(centred).sum() / n),
-        "anisotropy": float(share[0]),
-        "effective_rank": float(np.exp(-(positive * np.log(positive)).sum())),
-        "participation_ratio": float(1 / np.square(share).sum()),
-        "cosine": float(cosines.mean()) if len(cosines) else math.nan,
-        "twonn": twonn(rows[first]),
-        "twonn/n": float(len(first)),
-        "twonn/duplicates": 1 - len(first) / n,
+        "variance": by_book.squares(rows).mean(),
+        "anisotropy": by_book.shares(rows)[0],
+        "effective_rank": by_book.effective_rank(rows),
+        "participation_ratio": by_book.participation_ratio(rows),
+        "cosine": by_book.mean_cosine(rows),
+        "twonn": by_book.twonn(by_book.distances(distinct)[:, :2]),
+        "twonn/n": len(distinct),
+        "twonn/duplicates": 1 - len(distinct) / len(rows),
     }
-
-
-def twonn(rows):
-    """The fit through 0 over the 90 % of smallest ratios, of distinct rows."""
-    n = len(rows)
-    if n < 3:
-        return math.nan
-    distance = np.sqrt(np.square(rows[:, None] - rows[None]).sum(axis=2))
-    np.fill_diagonal(distance, np.inf)
-    distance.sort(axis=1)
-    logs = np.sort(np.log(distance[:, 1] / distance[:, 0]))
-    logs[logs < 1e-12] = 0.0  # equal spacings are equal but for the rounding of their distances
-    kept = min(int(n * 0.9), n - 1)
-    x, y = logs[:kept], -np.log1p(-np.arange(1, kept + 1) / n)
-    return float((x * y).sum() / np.square(x).sum()) if x.any() else math.inf
 
 
 @pytest.mark.parametrize("seed", range(48))

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import definitions as by_book
 import numpy as np
 import pytest
 import torch
@@ -41,7 +42,7 @@ class Kernel:
 
     Attributes:
         function: Takes rows [tokens, width] and labels [tokens].
-        definition: The same in numpy, as it is written in a book.
+        definition: The same in numpy.
         scale: Power of a factor on the rows with which the value grows.
         shift: Whether a vector added to all rows changes nothing.
         by_row: Whether there is a value for each row, in the order of the rows.
@@ -58,78 +59,6 @@ class Kernel:
     equal: float | None = None
     least: int = 1
     by_head: bool = False
-
-
-def norms(x):
-    return np.linalg.norm(x, axis=1)
-
-
-def centred(x):
-    return x - x.mean(axis=0)
-
-
-def eigenvalues(x):
-    return np.linalg.svd(centred(x), compute_uv=False) ** 2 / len(x)
-
-
-def shares(x):
-    return eigenvalues(x) / eigenvalues(x).sum()
-
-
-def entropy(p):
-    return -(p[p > 0] * np.log(p[p > 0])).sum()
-
-
-def mean_cosine(x, pairs=True):
-    unit = x / norms(x)[:, None]
-    return (unit @ unit.T)[pairs & ~np.eye(len(x), dtype=bool)].mean()
-
-
-def fitted_law(x):
-    """The fit over ranks 11 to 100, or 4/5 of the ranks, with weights 1 / rank."""
-    values = eigenvalues(x)
-    rank = np.arange(11, 4 * (values > 1e-13 * values[0]).sum() // 5 + 1)
-    y = np.log(values[rank[0] - 1 : rank[-1]])
-    line = np.polyfit(np.log(rank), y, 1, w=rank**-0.5)
-    left = np.average((y - np.polyval(line, np.log(rank))) ** 2, weights=1 / rank)
-    about = y - np.average(y, weights=1 / rank)
-    return np.array([-line[0], 1 - left / np.average(about**2, weights=1 / rank)])
-
-
-def are_ordinary(x):
-    middle = (len(x) - 1) // 2
-    distance = norms(x - np.sort(x, axis=0)[middle])
-    return distance <= 10 * np.sort(distance)[middle]
-
-
-def distances(x):
-    return np.sort(np.linalg.norm(x[:, None] - x, axis=2), axis=1)[:, 1:]
-
-
-def by_type(x, ids):
-    """Number of rows, squared norm of the mean and variance of each type."""
-    parts = [x[ids == number] for number in np.unique(ids)]
-    mean = np.array([np.square(part.mean(axis=0)).sum() for part in parts])
-    return (
-        np.array(list(map(len, parts))),
-        mean,
-        np.array([part.var(axis=0).sum() for part in parts]),
-    )
-
-
-def within_types(x, ids):
-    count, _, spread = by_type(x, ids)
-    return (count * spread).sum() / (len(x) - len(count))
-
-
-def fitted_types(x, ids):
-    """The line of V on M, V with 1 / (n - 1) and M + V = Q, over types of ten rows or more."""
-    count, mean, spread = (part[by_type(x, ids)[0] >= 10] for part in by_type(x, ids))
-    unbiased = spread * count / (count - 1)
-    own = mean + spread - unbiased
-    slope, square = np.polyfit(own, unbiased, 1)[0], np.corrcoef(own, unbiased)[0, 1] ** 2
-    variation = (mean + spread).std() / (mean + spread).mean()
-    return np.array([slope, square, len(count), count.sum() / len(x), variation])
 
 
 def heads(function):
@@ -163,16 +92,16 @@ def of_class(name, power, definition):
 NAN = math.nan
 KERNELS = {
     "cosine_centred": Kernel(
-        lambda x, _: cosine_centred(x), lambda x, _: mean_cosine(centred(x)),
+        lambda x, _: cosine_centred(x), lambda x, _: by_book.mean_cosine(by_book.centred(x)),
         shift=True, equal=NAN, least=2,
     ),
     "within sequences": Kernel(
         lambda x, s: sequence_cosines(x, s).within,
-        lambda x, s: mean_cosine(x, s[:, None] == s), equal=1, least=2,
+        lambda x, s: by_book.mean_cosine(x, s[:, None] == s), equal=1, least=2,
     ),
     "between sequences": Kernel(
         lambda x, s: sequence_cosines(x, s).between,
-        lambda x, s: mean_cosine(x, s[:, None] != s), equal=1, least=2,
+        lambda x, s: by_book.mean_cosine(x, s[:, None] != s), equal=1, least=2,
     ),
     "drift_norm": Kernel(
         lambda x, _: drift_norm(x), lambda x, _: np.linalg.norm(x.mean(axis=0)), scale=1
@@ -181,67 +110,69 @@ KERNELS = {
         lambda x, _: variance(x), lambda x, _: x.var(axis=0).sum(), scale=2, shift=True, equal=0
     ),
     "mean_square_norm": Kernel(
-        lambda x, _: mean_square_norm(x), lambda x, _: np.square(norms(x)).mean(), scale=2
+        lambda x, _: mean_square_norm(x), lambda x, _: np.square(x).sum(axis=1).mean(), scale=2
     ),
     "squares_about_mean": Kernel(
-        lambda x, _: squares_about_mean(x), lambda x, _: np.square(norms(centred(x))),
+        lambda x, _: squares_about_mean(x), lambda x, _: by_book.squares(x),
         scale=2, shift=True, by_row=True, equal=0,
     ),
     "spectrum": Kernel(
-        lambda x, _: spectrum(x), lambda x, _: eigenvalues(x), scale=2, shift=True, equal=0
+        lambda x, _: spectrum(x), lambda x, _: by_book.eigenvalues(x), scale=2, shift=True, equal=0
     ),
     "principal_axes": Kernel(
-        lambda x, s: principal_axes(x, s, 5).eigenvalues, lambda x, _: eigenvalues(x),
+        lambda x, s: principal_axes(x, s, 5).eigenvalues, lambda x, _: by_book.eigenvalues(x),
         scale=2, shift=True, equal=0,
     ),
     "anisotropy": Kernel(
-        lambda x, _: anisotropy(spectrum(x)), lambda x, _: shares(x)[0], shift=True, equal=NAN
+        lambda x, _: anisotropy(spectrum(x)), lambda x, _: by_book.shares(x)[0],
+        shift=True, equal=NAN,
     ),
     "effective_rank": Kernel(
-        lambda x, _: effective_rank(spectrum(x)), lambda x, _: np.exp(entropy(shares(x))),
+        lambda x, _: effective_rank(spectrum(x)), lambda x, _: by_book.effective_rank(x),
         shift=True, equal=NAN,
     ),
     "participation_ratio": Kernel(
-        lambda x, _: participation_ratio(spectrum(x)), lambda x, _: 1 / np.square(shares(x)).sum(),
+        lambda x, _: participation_ratio(spectrum(x)), lambda x, _: by_book.participation_ratio(x),
         shift=True, equal=NAN,
     ),
     "power_law": Kernel(
-        lambda x, _: torch.stack(power_law(spectrum(x))), lambda x, _: fitted_law(x),
+        lambda x, _: torch.stack(power_law(spectrum(x))), lambda x, _: by_book.fitted_law(x),
         shift=True, equal=NAN,
     ),
     "ordinary_rows": Kernel(
-        lambda x, _: ordinary_rows(x).double(), lambda x, _: are_ordinary(x) * 1.0,
+        lambda x, _: ordinary_rows(x).double(), lambda x, _: by_book.are_ordinary(x) * 1.0,
         shift=True, by_row=True, equal=1,
     ),
     "share_beyond": Kernel(
         lambda x, _: share_beyond(squares_about_mean(x), ordinary_rows(x)),
-        lambda x, _: (np.square(norms(centred(x))) * ~are_ordinary(x)).mean() / x.var(0).sum(),
+        lambda x, _: by_book.sink_share(x),
         shift=True, equal=NAN,
     ),
     "nearest": Kernel(
-        lambda x, _: nearest(x, 2).distances, lambda x, _: distances(x)[:, :2],
+        lambda x, _: nearest(x, 2).distances, lambda x, _: by_book.distances(x)[:, :2],
         scale=1, shift=True, by_row=True, equal=0, least=2,
     ),
     "within_variance": Kernel(
-        lambda x, t: token_types(x, t).within_variance, within_types, scale=2, shift=True, equal=0
+        lambda x, t: token_types(x, t).within_variance, by_book.within_variance,
+        scale=2, shift=True, equal=0
     ),
-    "norm_variance_slope": Kernel(slope, fitted_types),
+    "norm_variance_slope": Kernel(slope, by_book.fitted_types),
     "head_axes": Kernel(
         heads(lambda x: leading_share(head_axes(x, one_group(x), 1).eigenvalues)),
-        lambda x, _: shares(x)[0], shift=True, equal=NAN, by_head=True,
+        lambda x, _: by_book.shares(x)[0], shift=True, equal=NAN, by_head=True,
     ),
     "mean of groups": Kernel(
         lambda x, s: of_sums("mean")(x, s).norm(dim=1),
         lambda x, _: np.linalg.norm(x.mean(axis=0)), scale=1,
     ),
     "squares of groups": Kernel(
-        of_sums("square"), lambda x, _: np.square(norms(x)).mean(), scale=2
+        of_sums("square"), lambda x, _: np.square(x).sum(axis=1).mean(), scale=2
     ),
-    "cosine of groups": Kernel(of_sums("cosine"), lambda x, _: mean_cosine(x), equal=1),
-    "norm by frequency": of_class("norm", 1, lambda x: norms(x).mean()),
+    "cosine of groups": Kernel(of_sums("cosine"), lambda x, _: by_book.mean_cosine(x), equal=1),
+    "norm by frequency": of_class("norm", 1, lambda x: by_book.norms(x).mean()),
     "M by frequency": of_class("square_of_mean", 2, lambda x: np.square(x.mean(axis=0)).sum()),
     "V by frequency": of_class("variance", 2, lambda x: x.var(axis=0).sum()),
-    "Q by frequency": of_class("mean_square_norm", 2, lambda x: np.square(norms(x)).mean()),
+    "Q by frequency": of_class("mean_square_norm", 2, lambda x: np.square(x).sum(axis=1).mean()),
     "rows by frequency": of_class("rows", 0, len),
     "types by frequency": of_class("types", 0, lambda x: 1),
 }  # fmt: skip

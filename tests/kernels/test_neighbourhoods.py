@@ -2,7 +2,7 @@
 
 import math
 
-import numpy as np
+import definitions as by_book
 import pytest
 import torch
 from hypothesis import given
@@ -15,7 +15,6 @@ from geomon.kernels.neighbourhoods import (
     neighbour_overlap,
 )
 from geomon.kernels.neighbours import nearest
-from geomon.kernels.spectrum import anisotropy, spectrum
 from tests.new_tensors import LargestNewTensor
 
 
@@ -24,16 +23,8 @@ def sets(count, size, tokens, seed=0):
     return torch.stack([torch.randperm(tokens, generator=source)[:size] for _ in range(count)])
 
 
-def twonn_by_hand(points):
-    """TwoNN as a linear fit through the origin, by numpy; distances by differences in float64."""
-    x = points.double().numpy()
-    apart = np.sqrt(np.square(x[:, None] - x[None]).sum(axis=2))
-    np.fill_diagonal(apart, np.inf)
-    near, far = np.sort(apart, axis=1)[:, :2].T
-    x = np.sort(np.log(far[near > 0] / near[near > 0]))
-    kept = min(int(len(x) * 0.9), len(x) - 1)
-    y = -np.log(1 - np.arange(1, kept + 1) / len(x))
-    return np.linalg.lstsq(x[:kept, None], y, rcond=None)[0][0]
+def twonn(points):
+    return by_book.twonn(by_book.distances(points.double().numpy())[:, :2])
 
 
 @pytest.mark.parametrize(
@@ -45,13 +36,11 @@ def test_values_are_those_of_each_neighbourhood_alone(width, offset, dtype):
     members = nearest(rows, 64).indices[:40]
     found, shapes = local_dimension(rows, members), local_isotropy(rows, members)
     for index, own in enumerate(members):
-        assert found[index].item() == pytest.approx(twonn_by_hand(rows[own]), rel=1e-9)
-        whole = anisotropy(spectrum(rows[own])).item()
-        assert shapes.anisotropy[index].item() == pytest.approx(whole, rel=1e-9)
-        centred = rows[own].double() - rows[own].double().mean(dim=0)
-        unit = torch.nn.functional.normalize(centred, dim=1)
-        pairs = (unit @ unit.T).sum() - 64
-        assert shapes.cosine[index].item() == pytest.approx((pairs / 64 / 63).item(), abs=1e-7)
+        assert found[index].item() == pytest.approx(twonn(rows[own]), rel=1e-9)
+        centred = by_book.centred(rows[own].double().numpy())
+        assert shapes.anisotropy[index].item() == pytest.approx(by_book.shares(centred)[0])
+        cosine = by_book.mean_cosine(centred)
+        assert shapes.cosine[index].item() == pytest.approx(cosine, abs=1e-7)
 
 
 @pytest.mark.parametrize("spread", [1e-3, 1e-6, 1e-9, 1e-12])
@@ -60,7 +49,7 @@ def test_near_duplicates_in_a_neighbourhood_keep_their_distances(spread):
     centres = normal(8, 12, seed=2).repeat_interleave(8, dim=0)
     rows = centres + spread * normal(64, 12, seed=3)
     found = local_dimension(rows, torch.arange(64)[None])[0].item()
-    assert found == pytest.approx(twonn_by_hand(rows), rel=1e-9)
+    assert found == pytest.approx(twonn(rows), rel=1e-9)
 
 
 @few_examples
