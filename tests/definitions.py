@@ -81,6 +81,17 @@ def distances(x):
     return np.sort(apart, axis=1)[:, 1:]
 
 
+def overlap(x, y, among=None, k=10):
+    """Share of the k nearest others of each row, among all or some, that stay from x to y."""
+    among = np.arange(len(x)) if among is None else among
+    sets = []
+    for rows in (x[among], y[among]):
+        apart = cdist(rows, rows)
+        np.fill_diagonal(apart, np.inf)
+        sets.append(np.argsort(apart, axis=1)[:, :k])
+    return np.array([len({*a} & {*b}) / k for a, b in zip(*sets, strict=True)])
+
+
 def twonn(near):
     """The fit through 0 over the 90 % of smallest ratios of two distances."""
     n = len(near)
