@@ -157,18 +157,23 @@ def of_rows(views):
     names = ("", "/r_squared", "/types", "/coverage", "/q_variation")
     for name, value in zip(names, fitted_types(x, ids), strict=True):
         found[f"norm_variance_slope{name}"] = value
-    for name, part in by_frequency(x, ids).items():
-        found[f"token_frequency/{name}/norm"] = norms(part).mean()
-        found[f"token_frequency/{name}/variance"] = squares(part).mean()
+    for name, of_class in by_frequency(ids).items():
+        own, types = x[of_class], np.unique(ids[of_class])
+        numbers = {
+            "norm": norms(own).mean(), "square_of_mean": np.square(own.mean(axis=0)).sum(),
+            "variance": squares(own).mean(), "mean_square_norm": np.square(own).sum(axis=1).mean(),
+            "rows": len(own), "types": len(types),
+        }  # fmt: skip
+        found |= {f"token_frequency/{name}/{part}": each for part, each in numbers.items()}
     return found
 
 
-def by_frequency(x, ids):
-    """Rows of rare, middle and frequent types: thirds of the rows, by the middle of a frequency."""
+def by_frequency(ids):
+    """Rows of rare, middle and frequent types: thirds, by the middle of the rows of a frequency."""
     count = np.bincount(ids)[ids]
     middle = np.array([(count < number).sum() + (count == number).sum() / 2 for number in count])
     third = np.floor(3 * middle / len(ids) + 1e-9)
-    return {name: x[third == at] for at, name in enumerate(("rare", "middle", "frequent"))}
+    return {name: third == at for at, name in enumerate(("rare", "middle", "frequent"))}
 
 
 def of_neighbours(x):

@@ -105,6 +105,8 @@ CONTRACTS = {
 OF_ROWS = ("hidden", "token_ids", "positions", "sequences")
 PROJECTED = ("projected_query", "projected_key")
 FEW = 4
+SCALE = 2.0**60  # whose square is beyond float32
+OF_SCORES = ("attention", "score", "max_logit", "mean_query_share")  # computed in float32
 STATES = ("hidden", "last_hidden", *PROJECTED)
 
 
@@ -158,12 +160,15 @@ def shuffle(one):
     return replace(one, captured=captured)
 
 
+WIDER = normal(ROWS, ROWS, seed=13)
 CHANGES = {
     "none": lambda one: one,
-    "scale": each(STATES, lambda view: 4 * view),
+    "scale": each(STATES, lambda view: SCALE * view),
     "shift": each(STATES, lambda view: view + 1024),
     "turn": each((*STATES, "query", "key"), turn),
     "order": shuffle,
+    "far": each(STATES, lambda view: (view + 1e4).float()),
+    "wide": each(("hidden",), lambda view: torch.cat([view, WIDER.double()], dim=1)),
 }
 for _dtype in DTYPES:
     _views = ("max_logits", "bias", "sink", "query", "key", *STATES)
@@ -200,7 +205,7 @@ def part_of(tag):
 
 def test_every_metric_has_a_contract():
     assert CONTRACTS.keys() == ALL.keys()
-    assert {tag.split("/")[0] for tag in definitions()} == ALL.keys() - ELSEWHERE
+    assert {tag.split("/")[0] for tag in definitions("none")} == ALL.keys() - ELSEWHERE
 
 
 # What chooses its rows, or compares layers or readings, is held against references of its own.
@@ -208,11 +213,13 @@ ELSEWHERE = {"twonn_distinct", "twonn_gaussian", "neighbour_overlap", "neighbour
 
 
 @functools.cache
-def definitions():
+def definitions(change):
     """Values of the second layer by their definitions, by tag: numbers, or one for each head."""
     views = {
-        name: view.numpy() if torch.is_tensor(view) else view
-        for name, view in layer().captured.items()
+        name: np.asarray(view, dtype=float if view.is_floating_point() else None)
+        if torch.is_tensor(view)
+        else view
+        for name, view in CHANGES[change](layer()).captured.items()
     }
     last = by_book.of_rows({name: views[f"last_{name}"] for name in OF_ROWS})
     of_all = by_book.of_rows(views) | by_book.of_neighbours(views["hidden"])
@@ -222,14 +229,17 @@ def definitions():
     return of_all | of_last | of_heads | by_book.of_attention(views) | logits
 
 
+@pytest.mark.parametrize("change", ["none", "far", "wide"])
 @pytest.mark.parametrize("name", sorted(ALL.keys() - ELSEWHERE))
-def test_a_value_is_that_of_its_definition(name):
-    found = of_metric(name)
-    for tag, wanted in definitions().items():
+def test_a_value_is_that_of_its_definition(name, change):
+    found = of_metric(name, change)
+    about = 1 if CONTRACTS[name] is COSINE else 0  # far away a cosine is 1 to seven digits
+    close = {"rel": 1e-5, "abs": 1e-6 if name.startswith(OF_SCORES) else 1e-13}
+    for tag, wanted in definitions(change).items():
         if tag.split("/")[0] == name:
             heads = range(np.size(wanted) if np.ndim(wanted) else 0)
             got = [found[f"{tag}/head_{head}"] for head in heads] or found[tag]
-            assert got == pytest.approx(wanted, rel=1e-5, abs=1e-6), tag
+            assert np.subtract(got, about) == pytest.approx(wanted - about, **close), tag
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -257,7 +267,7 @@ def test_a_value_follows_its_rows_as_the_contract_says(name, change):
         power = contract.scale
         if isinstance(power, dict):
             power = power.get(part, 0)
-        factor = 4**power if change == "scale" else 1
+        factor = SCALE**power if change == "scale" else 1
         close = LOOSE.get(name, 1e-6)
         assert changed[tag] == pytest.approx(factor * value, rel=close, abs=1e-9), tag
 
