@@ -1,3 +1,4 @@
+import definitions as by_book
 import pytest
 import torch
 from samples import normal
@@ -33,6 +34,9 @@ def test_axes_have_the_eigenvalues_of_the_spectrum_and_their_groups_sum_to_them(
     hidden, group = (smooth(tokens, width) * 1024).round() / 1024 + offset, grouped(tokens)
     axes, want = principal_axes(hidden, group, 8), spectrum(hidden)
     largest = want[0].item()
+    if width <= 500:
+        defined = torch.from_numpy(by_book.eigenvalues(hidden.numpy()))
+        torch.testing.assert_close(want, defined, rtol=1e-9, atol=1e-10 * largest)
     torch.testing.assert_close(axes.eigenvalues, want, rtol=close, atol=close * largest)
     assert (axes.eigenvalues.diff() <= 0).all()
     assert torch.equal(axes.counts, group.bincount().double())
