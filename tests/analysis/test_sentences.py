@@ -8,6 +8,7 @@ and margins of the record; a sentence of which it knows no form is an error too.
 import math
 import random
 import re
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -139,6 +140,7 @@ class Checker:
         self.last = self.readings[-1]
         self.curves = curves
         self.said = {}  # words of the phase of each estimate
+        self.made = []  # kinds of the sentences
         self.false = []
 
     def hold(self, is_true, sentence, why):
@@ -283,8 +285,19 @@ class Checker:
             (r"geomon took (\S+) % of the run's time\.", self.cost),
         ):  # fmt: skip
             if found := re.fullmatch(pattern, text):
+                self.made.append(check.__name__)
                 return check(text, *found.groups())
         return self.estimates(self.why(text).removesuffix("."))
+
+    def complete(self, sentences):
+        """Check that no sentence is missing that every record has, or that its numbers ask for."""
+        count = Counter(self.made)
+        kinds = ("entropy", "cosine", "chance", "dots", "cost", ("profile", "flat"))
+        for kind in kinds:
+            made = sum(count[each] for each in ([kind] if isinstance(kind, str) else kind))
+            self.hold(made == 1, sentences, f"{kind}: {made} sentences")
+        self.hold(count["alert"] == len(self.alerts()), sentences, "alerts")
+        self.hold(count["depth"] == (self.kendall().pvalue < 0.05), sentences, "depth")
 
     def alerts(self):
         """Steps of the alerts by kind in words, the gravest first."""
@@ -387,11 +400,14 @@ class Checker:
             named = [int(value_of(step)) for step in re.findall(NUMBER, words)]
             self.hold(named == sorted({min(onsets), max(onsets)} if onsets else ()), text, "since")
 
-    def depth(self, text, verb, tau, p):
+    def kendall(self):
         from scipy import stats
 
         cosines = self.heads(self.last)
-        found = stats.kendalltau([layer for layer, _ in cosines], list(cosines.values()))
+        return stats.kendalltau([layer for layer, _ in cosines], list(cosines.values()))
+
+    def depth(self, text, verb, tau, p):
+        found = self.kendall()
         self.hold(self.prints(found.statistic, tau) and found.pvalue < 0.05, text, "tau")
         self.hold((found.statistic > 0) == (verb == "rises"), text, "direction")
         small, printed = found.pvalue < 0.001, p.removeprefix("below ")
@@ -553,6 +569,7 @@ def check_all(seed):
     sentences = summarise(readings)
     for text in sentences:
         checker.sentence(text)
+    checker.complete(sentences)
     content = build_content([Run("a", Path("a"), readings)])["runs"][0]
     checker.headline(content["headline"])
     alerts = [text.removesuffix(".") for text in sentences if text.startswith("Alert")]

@@ -132,14 +132,6 @@ def test_the_nulls_of_neighbourhoods_are_those_of_noise(rows):
         assert found[0][f"{name}/null"] == pytest.approx(values.mean(), abs=error)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_neighbourhoods_of_too_few_rows_are_explained(count):
-    rows = torch.randn(count, 5, generator=torch.Generator().manual_seed(11)).repeat(5, 1)
-    values = geometry(rows, metrics={"local_dimension": ALL["local_dimension"]})
-    assert math.isnan(values["local_dimension"])
-    assert any("rows differ from one another" in note for note in values.notes)
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
