@@ -4,9 +4,11 @@ Nothing of geomon is imported here: this is the reference that it is held agains
 """
 
 import math
+from fractions import Fraction
 
 import numpy as np
 from scipy.spatial.distance import cdist
+from scipy.special import entr, softmax
 
 NAN = math.nan
 
@@ -30,7 +32,7 @@ def eigenvalues(x):
 
 def shares(x):
     values = eigenvalues(x)
-    return values / values.sum() if values.sum() > 0 else np.full(1, math.nan)
+    return values / values.sum() if values.sum() > 0 else np.full(1, NAN)
 
 
 def effective_rank(x):
@@ -60,7 +62,7 @@ def mean_cosine(x, pairs=None):
     length = norms(x)
     unit = x[length > 0] / length[length > 0, None]
     chosen = pairs[length > 0][:, length > 0] & ~np.eye(len(unit), dtype=bool)
-    return (unit @ unit.T)[chosen].mean() if chosen.any() else math.nan
+    return (unit @ unit.T)[chosen].mean() if chosen.any() else NAN
 
 
 def are_ordinary(x):
@@ -92,16 +94,21 @@ def overlap(x, y, among=None, k=10):
     return np.array([len({*a} & {*b}) / k for a, b in zip(*sets, strict=True)])
 
 
-def twonn(near):
-    """The fit through 0 over the 90 % of smallest ratios of two distances."""
-    n = len(near)
-    if n < 3:
-        return math.nan
+def ratios(near, discard):
+    """Logarithms of the ratios of two distances, ascending, and how many of them are kept."""
     logs = np.sort(np.log(near[:, 1] / near[:, 0]))
     logs[logs < 1e-12] = 0.0  # equal spacings are equal but for the rounding of their distances
-    kept = min(int(n * 0.9), n - 1)
-    x, y = logs[:kept], -np.log1p(-np.arange(1, kept + 1) / n)
-    return (x * y).sum() / np.square(x).sum() if x.any() else math.inf
+    return logs, len(logs) - math.ceil(Fraction(discard) * len(logs))
+
+
+def twonn(near, discard="0.1"):
+    """The fit through 0 without a share of the largest ratios of two distances."""
+    if len(near) < 3:
+        return NAN
+    logs, kept = ratios(near, discard)
+    kept = min(kept, len(near) - 1)
+    x, y = logs[:kept], -np.log1p(-np.arange(1, kept + 1) / len(near))
+    return (x * y).sum() / np.square(x).sum() if x.any() else math.inf if kept else NAN
 
 
 def margin(without):
@@ -177,7 +184,8 @@ def by_frequency(ids):
 
 
 def of_neighbours(x):
-    """Of rows that are all different; the last ones of each row and the 64 nearest to it."""
+    """Of the distances between rows that differ; local ones of each row and the 64 nearest."""
+    x = np.unique(x, axis=0)
     near = distances(x)
     parts = [centred(x[np.argsort(norms(x - row), kind="stable")[1:65]]) for row in x]
     inner = [twonn(distances(part)) for part in parts]
@@ -208,44 +216,46 @@ def of_heads(query, key):
 
 
 def of_attention(views):
-    """Of queries and keys as attended, under a causal mask over all of them, by head."""
+    """Of queries and keys as attended, by head; a row is a query that sees a key."""
     query, key = views["query"], views["key"]
-    sequences, heads, length, _ = query.shape
-    key = key.repeat(heads // key.shape[1], axis=1)
+    key = key.repeat(query.shape[1] // key.shape[1], axis=1)
     products = query @ key.swapaxes(2, 3)
-    scores, cap, sinks = views["scale"] * products, views.get("softcap"), views.get("sink")
-    scores = (scores if cap is None else cap * np.tanh(scores / cap)) + views.get("bias", 0)
-    common = np.einsum("hw,shkw->hsk", query.mean(axis=(0, 2)), key)
+    seen = np.broadcast_to(views["visible"], products.shape)
+    cap, bias, sinks = views["softcap"], views["bias"], views["sink"]
+    scores = views["scale"] * products
+    scores = scores if cap is None else cap * np.tanh(scores / cap)
+    scores = scores if bias is None else scores + bias
     found = {}
-    for head in range(heads):
-        rows, every = [], [[] for _ in range(sequences)]
-        made, whole = 0.0, 0.0
-        for one, n in np.ndindex(sequences, length):
-            own = scores[one, head, n, : n + 1]
+    for head, (keys, weighed) in enumerate(
+        zip(seen.swapaxes(0, 1), key.swapaxes(0, 1), strict=True)
+    ):
+        common = weighed @ query[:, head][keys.any(axis=2)].mean(axis=0)
+        rows, of_sequences = [], [[] for _ in keys]
+        for one, row in np.argwhere(keys.any(axis=2)):
+            own = scores[one, head, row, keys[one, row]]
             outcomes = own if sinks is None else np.append(own, sinks[head])
-            outcomes = np.exp(outcomes - outcomes.max())
-            outcomes /= outcomes.sum()
-            entropy = -(outcomes * np.log(outcomes)).sum()
-            keys = np.sort(outcomes[: n + 1])
-            first, several = outcomes[0] + outcomes[n + 1 :].sum(), len(outcomes) > 1
-            every[one] += [*keys] * (n > 0)
-            made += common[head, one, : n + 1].var()
-            whole += products[one, head, n, : n + 1].var()
+            outcomes = softmax(outcomes)
+            weights, several = np.sort(outcomes[: len(own)]), len(own) > 1
+            choice = 1.0 if len(outcomes) > 1 else NAN  # a row without one is left out
+            of_sequences[one] += [*weights] * several
             rows.append({
-                "attention_entropy": entropy, "score_mean": own.mean(),
-                "attention_entropy_normalised": entropy / np.log(len(outcomes)) if several else NAN,
-                "attention_sink": first if several else NAN,
-                "attention_extremes/max": keys[-1] if several else NAN,
-                "attention_extremes/min": keys[0] if several else NAN,
-                "attention_extremes/median": keys[n // 2] if n else NAN,
-                "score_spread": own.var() if n else NAN,
+                "attention_entropy": entr(outcomes).sum(),
+                "attention_entropy_normalised": choice * entr(outcomes).sum()
+                / max(np.log(len(outcomes)), 1e-9),
+                "attention_sink": choice * (outcomes[0] + outcomes[len(own) :].sum()),
+                "attention_extremes/max": choice * weights[-1],
+                "attention_extremes/min": choice * weights[0],
+                "attention_extremes/median": weights[(len(own) - 1) // 2] if several else NAN,
+                "score_mean": own.mean(), "score_spread": own.var() if several else NAN,
+                "made": common[one, keys[one, row]].var(),
+                "whole": products[one, head, row, keys[one, row]].var(),
             })  # fmt: skip
         values = {name: np.nanmean([row[name] for row in rows]) for name in rows[0]}
         values["score_spread"] **= 0.5
-        values["mean_query_share"] = made / whole
-        for name, place in (("max", -1), ("median", (len(every[0]) - 1) // 2), ("min", 0)):
+        values["mean_query_share"] = values.pop("made") / values.pop("whole")
+        for name, share in (("max", 1.0), ("median", 0.5), ("min", 0.0)):
             values[f"attention_extremes/sequence_{name}"] = np.mean(
-                [sorted(part)[place] for part in every]
+                [sorted(part)[int(share * (len(part) - 1))] for part in of_sequences]
             )
         for name, value in values.items():
             found.setdefault(name, []).append(value)

@@ -82,7 +82,7 @@ def forward(stored):
         inner = linear(norm(x, stored, f"{name}.ln_2"), stored, f"{name}.mlp.c_fc")
         cubic = np.sqrt(2 / np.pi) * (inner + 0.044715 * inner**3)
         x = x + linear(0.5 * inner * (1 + np.tanh(cubic)), stored, f"{name}.mlp.c_proj")
-        views = {"hidden": x.reshape(-1, 80), "query": query, "key": key, "scale": 20**-0.5}
+        views = {"hidden": x.reshape(-1, 80), "query": query, "key": key}
         layers.append(views | {"max_logits": scores.max(axis=(0, 2, 3))})
     return layers
 
@@ -142,7 +142,9 @@ def test_attention_of_all_query_rows(forward, model, stored):
     """A sample of the rows is measured by default: here two sequences are measured alone."""
     ids = torch.from_numpy(stored["ids"][[0, 13]]).long()
     values = measure(model, ids, metrics=MEASURED, tokens=128)
+    options = {"scale": 20**-0.5, "softcap": None, "bias": None, "sink": None}
     for layer in range(1, LAYERS + 1):
         views = {name: forward[layer][name][[0, 13]] for name in ("query", "key")}
-        wanted = by_book.of_attention({**views, "scale": forward[layer]["scale"]})
+        seen = {"visible": np.tri(64, dtype=bool)}
+        wanted = by_book.of_attention(views | options | seen)
         assert compare(values, wanted, layer, rel=1e-5, abs=1e-6) > 5

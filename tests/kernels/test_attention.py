@@ -1,27 +1,29 @@
 import math
 
+import definitions as by_book
 import numpy as np
 import pytest
 import torch
-from scipy.special import entr, log_softmax
 from whole_layer import normal
 
+from geomon import METRICS, MORE_METRICS
+from geomon.capture.snapshot import Layer
 from geomon.kernels.attention import (
-    AttentionRows,
     attention_entropy,
     attention_entropy_normalised,
     attention_rows,
     attention_sink,
     given_scores,
-    row_medians,
     scores_of,
-    sequence_extremes,
 )
 from geomon.kernels.scores import score_moments
+from geomon.metrics.views import LayerViews
 from tests.new_tensors import LargestNewTensor
 
-METRICS = [attention_entropy, attention_entropy_normalised, attention_sink]
-MASKS = ["causal", "bidirectional", "padded right", "padded left", "window", "some rows masked"]
+ALL = METRICS | MORE_METRICS
+NAMES = [name for name in ALL if name.startswith(("attention", "score", "mean_query_share"))]
+MASKS = ["causal", "bidirectional", "padded right", "padded left", "window", "some rows masked",
+         "by head"]  # fmt: skip
 
 
 def whole(*shape, seed=0, low=-3, high=4):
@@ -44,49 +46,9 @@ def mask(kind, sequences, length):
         visible &= j > i - 33
     if kind == "some rows masked":
         visible[:, :, ::3] = False
+    if kind == "by head":
+        return visible & (normal(1, 4, length, length, seed=9) > 0)
     return visible
-
-
-def by_hand(query, key, scale=0.5, bias=None, softcap=None, sink=None):
-    """Scores as they enter the softmax, in float64."""
-    scores = scale * query.double() @ key.repeat_interleave(2, dim=1).double().mT
-    scores = scores if softcap is None else softcap * (scores / softcap).tanh()
-    return scores if bias is None else scores + bias.double()
-
-
-def by_loops(scores, visible, sink):
-    """What each row and each sequence holds, one softmax at a time in numpy.
-
-    Returns:
-        Rows by head with the fields of `AttentionRows`, the median weight, and mean and variance of
-        the scores; and of each sequence of a head the largest, the median and the smallest weight.
-    """
-    seen = visible.expand(scores.shape).numpy()
-    sequences, heads, queries, _ = scores.shape
-    rows, ends = np.zeros((heads, sequences, queries, 8)), []
-    for head, sequence in np.ndindex(heads, sequences):
-        together = []
-        for i in range(queries):
-            keys = seen[sequence, head, i]
-            outcomes = scores[sequence, head, i].numpy()[keys]
-            if not len(outcomes):
-                continue
-            moments = outcomes.mean(), outcomes.var()
-            outcomes = outcomes if sink is None else np.append(outcomes, sink[head].item())
-            weights = np.exp(log_softmax(outcomes))
-            own = weights[: keys.sum()]
-            first = own[0] + weights[keys.sum() :].sum()
-            median = np.sort(own)[(len(own) - 1) // 2]
-            rows[head, sequence, i] = [
-                entr(weights).sum(), own.max(), first, len(weights), own.min(), median, *moments,
-            ]  # fmt: skip
-            together += [*own] if len(own) > 1 else []
-        together = np.sort(together) if together else np.full(3, math.nan)
-        ends.append([together[-1], together[(len(together) - 1) // 2], together[0]])
-    return (
-        torch.from_numpy(rows.reshape(heads, -1, 8)),
-        torch.tensor(np.array(ends)).view(heads, sequences, 3),
-    )
 
 
 OPTIONS = {
@@ -104,58 +66,43 @@ OPTIONS = {
 
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("block", [500, 10**9])
-def test_rows_and_sequences_are_those_of_loops_over_queries(kind, options, block, cut_blocks):
+@pytest.mark.parametrize("block", [250, 10**9])
+def test_metrics_are_those_of_loops_over_queries(kind, options, block, cut_blocks):
     cut_blocks(block)
     query, key = whole(2, 4, 40, 16), whole(2, 2, 40, 16, seed=1)
-    some = torch.randperm(40, generator=torch.Generator().manual_seed(0))[:12].sort().values
-    query, visible = query[:, :, some], mask(kind, 2, 40)[:, :, some]
-    source = scores_of(query, key, visible, **{"scale": 0.5} | options)
-    scores = by_hand(query, key, **options)
-    rows, ends = by_loops(scores, visible, options.get("sink"))
-    found, medians, moments = attention_rows(source), row_medians(source), score_moments(source)
-    extremes = sequence_extremes(source)
-    sees = rows[:, :, 3] > 0
-    assert torch.equal(found.visible > 0, sees)
-    close = {"rtol": 1e-5, "atol": 1e-5, "equal_nan": True}
-    of_rows = (*found, medians.median, moments.mean, moments.variance)
-    for number, part in enumerate(of_rows):
-        assert part.dtype == torch.float64
-        torch.testing.assert_close(part[sees], rows[:, :, number][sees], **close)
-    for number, part in enumerate(extremes):
-        torch.testing.assert_close(part, ends[:, :, number], **close)
-    if "sink" not in options:
-        assert torch.equal(medians.visible, found.visible)
-        assert torch.equal(moments.visible, found.visible)
-        given = given_scores(scores.float(), visible)
-        for kernel, other in ((attention_rows, found), (row_medians, medians),
-                              (sequence_extremes, extremes), (score_moments, moments)):  # fmt: skip
-            for got, want in zip(kernel(given), other, strict=True):
-                torch.testing.assert_close(got, want, **close)
+    some = torch.tensor([0, 1, 2, 5, 9, 13, 17, 20, 24, 28, 33, 39])
+    captured = {"query": query[:, :, some], "key": key, "visible": mask(kind, 2, 40)[:, :, some]}
+    captured |= {"scale": 0.5, "bias": None, "softcap": None, "sink": None} | options
+    wanted = by_book.of_attention(
+        {name: np.asarray(x) if torch.is_tensor(x) else x for name, x in captured.items()}
+    )
+    views = LayerViews(Layer(1, "block", captured))
+    every = {name: as_parts(views.apply(ALL[name].function)) for name in NAMES}
+    for name, parts in every.items():
+        for part, found in parts.items():
+            tag = f"{name}/{part}".rstrip("/")
+            assert found.dtype == torch.float64
+            assert found.tolist() == pytest.approx(wanted[tag], rel=1e-5, abs=1e-5), tag
+    if options.keys() == {"scale"}:  # scores as they were seen
+        scores = captured["scale"] * captured["query"] @ key.repeat_interleave(2, dim=1).mT
+        views = LayerViews(Layer(1, "block", {"scores": scores, "visible": captured["visible"]}))
+        for name in set(NAMES) - {"mean_query_share"}:
+            found = as_parts(views.apply(ALL[name].function))
+            torch.testing.assert_close(found, every[name], rtol=1e-5, atol=1e-5)
+
+
+def as_parts(value):
+    return value if isinstance(value, dict) else {"": value}
 
 
 def test_metrics_without_any_row_to_measure_are_nan():
     query, key = normal(1, 2, 6, 8), normal(1, 2, 6, 8, seed=1)
-    blind = attention_rows(scores_of(query, key, torch.zeros(6, 6, dtype=torch.bool), 1.0))
-    for metric in METRICS:
-        assert metric(blind).isnan().tolist() == [True, True]
-    single = attention_rows(scores_of(query, key, torch.eye(6, dtype=torch.bool), 1.0))
-    assert attention_entropy(single).tolist() == [0, 0]
-    for metric in METRICS[1:]:
-        assert metric(single).isnan().tolist() == [True, True]
-
-
-def test_metrics_of_rows_written_by_hand():
-    rows = AttentionRows(
-        entropy=torch.tensor([[math.log(2), math.log(3), 0.0, 0.0]], dtype=torch.float64),
-        maximum=torch.tensor([[0.5, 0.25, 1.0, 0.0]], dtype=torch.float64),
-        first=torch.tensor([[0.5, 0.125, 1.0, 0.0]], dtype=torch.float64),
-        visible=torch.tensor([[2.0, 9.0, 1.0, 0.0]], dtype=torch.float64),
-        minimum=torch.tensor([[0.5, 0.0625, 1.0, 1.0]], dtype=torch.float64),
-    )
-    assert attention_entropy(rows).item() == pytest.approx(math.log(6) / 3)
-    assert attention_entropy_normalised(rows).item() == pytest.approx((1 + 0.5) / 2)
-    assert attention_sink(rows).item() == 0.3125
+    kernels = attention_entropy, attention_entropy_normalised, attention_sink
+    for visible, missing in ((torch.zeros(6, 6), 3), (torch.eye(6), 2)):
+        rows = attention_rows(scores_of(query, key, visible.bool(), 1.0))
+        for kernel in kernels[3 - missing :]:
+            assert kernel(rows).isnan().tolist() == [True, True]
+    assert attention_entropy(rows).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])

@@ -1,6 +1,6 @@
 import math
-from fractions import Fraction
 
+import definitions as by_book
 import numpy as np
 import pytest
 import torch
@@ -40,22 +40,9 @@ def maximum_of(loss):
     return minimize_scalar(loss, bounds=(1e-3, 300), method="bounded", options={"xatol": 1e-9}).x
 
 
-def kept_ratios(distances, discard):
-    """Logarithms of the ratios in ascending order, and how many of them are kept."""
-    log_mu = np.sort(np.log((distances[:, 1] / distances[:, 0]).numpy()))
-    return log_mu, len(log_mu) - math.ceil(Fraction(discard) * len(log_mu))
-
-
-def by_least_squares(distances, discard):
-    log_mu, kept = kept_ratios(distances, discard)
-    kept -= kept == len(log_mu)
-    y = -np.log(1 - np.arange(1, kept + 1) / len(log_mu))
-    return np.linalg.lstsq(log_mu[:kept, None], y, rcond=None)[0][0] if kept else math.nan
-
-
 def by_censored_likelihood(distances, discard):
     """The likelihood of a sample of which the largest are only known to be beyond the last kept."""
-    log_mu, kept = kept_ratios(distances, discard)
+    log_mu, kept = by_book.ratios(distances, discard)
 
     def loss(d):
         beyond = (len(log_mu) - kept) * -d * log_mu[kept - 1]
@@ -83,9 +70,9 @@ def test_twonn_is_the_fit_and_the_likelihood_of_its_ratios(points, dimension):
     odd = torch.tensor([[0.0, 1.0], [1.0, math.inf]]).double()  # left out
     found = twonn(torch.cat([odd, distances]))
     for name, discard in (("value", "0.1"), ("discard_0", "0"), ("discard_80", "0.8")):
-        want = by_least_squares(distances, discard)
+        want = by_book.twonn(distances.numpy(), discard)
         assert getattr(found, name).item() == pytest.approx(want, rel=1e-10, nan_ok=True)
-    want = by_censored_likelihood(distances, "0.1")
+    want = by_censored_likelihood(distances.numpy(), "0.1")
     assert found.censored.item() == pytest.approx(want, rel=1e-5)
 
 

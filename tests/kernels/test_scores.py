@@ -1,4 +1,4 @@
-"""The share of the variance of scores that the mean query makes, held to loops over rows."""
+"""The share of the variance of scores that the mean query makes; its value: test_attention.py."""
 
 import math
 
@@ -8,11 +8,8 @@ import torch
 from whole_layer import normal
 
 from geomon.kernels.scores import (
-    ScoreMoments,
     mean_query_share,
     query_variances,
-    score_mean,
-    score_spread,
 )
 
 MASKS = ["all", "causal", "by sequence", "by head"]
@@ -46,42 +43,6 @@ def variances(query, key, visible, groups=1):
 
 def share(query, key, visible):
     return mean_query_share(variances(query, key, visible))
-
-
-def rows_of(query, key, visible):
-    """Scores of each query with the keys that it sees, head by head, by loops in numpy."""
-    sequences, heads, queries, _ = query.shape
-    seen = visible.expand(sequences, heads, queries, key.shape[2]).numpy()
-    q, k = query.double().numpy(), key.double().numpy()
-    group = heads // key.shape[1]
-    for h in range(heads):
-        rows = [
-            (q[s, h, i], k[s, h // group][seen[s, h, i]])
-            for s in range(sequences)
-            for i in range(queries)
-            if seen[s, :, i].any()
-        ]
-        yield [(one, keys, keys @ one) for one, keys in rows]
-
-
-def test_mean_and_spread_are_over_the_queries_that_see_enough_keys():
-    mean, variance = torch.tensor([[1.0, 4.0, 9.0, 0.0]]), torch.tensor([[4.0, 0.0, 2.0, 0.0]])
-    moments = ScoreMoments(mean, variance, torch.tensor([[2.0, 1.0, 9.0, 0.0]]))
-    assert score_mean(moments).item() == pytest.approx(14 / 3)
-    assert score_spread(moments).item() == pytest.approx(math.sqrt(3))
-
-
-@pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("block", [7, 1 << 20])
-def test_the_share_is_that_of_loops_over_rows(kind, block, cut_blocks):
-    cut_blocks(block)
-    (query, key), visible = attention(), mask(kind)
-    found = share(query, key, visible)
-    for head, rows in enumerate(rows_of(query, key, visible)):
-        mean = np.mean([one for one, _, _ in rows], axis=0)
-        seeing = [(keys @ mean, scores) for _, keys, scores in rows if len(scores)]
-        want = sum(x.var() for x, _ in seeing) / sum(y.var() for _, y in seeing)
-        assert found[head].item() == pytest.approx(want, rel=1e-6)
 
 
 @pytest.mark.parametrize("anything", [1e12, math.inf, math.nan])
