@@ -172,8 +172,9 @@ def test_a_layer_without_attention_between_others_is_no_failure_of_its_metrics()
             (3, query, "attention"),
         )
     ]  # fmt: skip
-    evaluator = Evaluator(check_metrics({"q": lambda query: query.mean()}), 1)
+    evaluator = Evaluator(check_metrics({"q": lambda query: query}), 1)
     measured = [evaluator.measure_layer(one, 4) for one in layers]
     result = evaluator.combine(measured, 4)
     assert math.isnan(result.stacks[""]["q"].at(2))
+    assert result.stacks[""]["q"].by_head() == {(n, h): 1.0 for n in (1, 3) for h in (0, 1)}
     assert evaluator.explain_missing(result, measured) == []
