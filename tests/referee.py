@@ -472,8 +472,9 @@ class _Comparison(NamedTuple):
     def check_tokens(self, rows: Tensor, states: Tensor) -> None:
         """Position in its sequence and token id of each row."""
         views, second = self.seen.layer.captured, states.shape[1]
-        if states.ndim == 3:
-            positions = rows // second if self.stack.length_first else rows % second
+        if states.ndim > 2:
+            inner = states[0, ..., 0].numel()
+            positions = rows // second if self.stack.length_first else rows % inner
             if not torch.equal(views["positions"], positions):
                 self.verdict.faults.append(f"{self.place}: positions are not those of the rows")
         if self.has("token_ids"):

@@ -150,15 +150,6 @@ def test_of_several_ranks_a_matrix_is_taken_once():
         assert torch.equal(merge_layers(parts).captured["hidden"], one.captured["hidden"])
 
 
-def test_a_window_over_no_pass_stays_empty():
-    window = Window(
-        find_anatomy(PlainDecoder()), {"hidden"}, rows=10, seed=0, extra_layers=EXTRA_LAYERS
-    )
-    with window:
-        pass
-    assert window.snapshot().is_empty
-
-
 def test_names_are_checked():
     assert check_extra_layers("embedding") == ("embedding",)
     assert check_extra_layers(["unembedding", "final_norm"]) == ("final_norm", "unembedding")

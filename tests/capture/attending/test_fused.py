@@ -172,25 +172,6 @@ def test_packed_sequences_are_told_apart_by_what_attention_hides():
     assert "variance/layer_01/margin" in reading.values  # from the documents
 
 
-def test_compiled_flex_attention_is_run_as_compiled():
-    graphs, calls = [], []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return lambda *given: calls.append(1) or graph.forward(*given)
-
-    compiled = torch.compile(flex.flex_attention, backend=backend)
-    model, ids = Decoder(functools.partial(by_flex, function=compiled)).eval(), tokens()
-    with torch.no_grad():
-        alone = model(ids)
-    before = (len(graphs), 2 * len(calls)), fingerprint(model)
-    reading, output = measured(model, ids)
-    assert torch.equal(output, alone)
-    assert ((len(graphs), len(calls)), fingerprint(model)) == before
-    agrees(reading, model, within_documents(ids))
-    assert not any("compiled" in note for note in reading.words())
-
-
 def test_an_error_in_compiled_flex_attention_leaves_nothing_behind():
     compiled = torch.compile(flex.flex_attention, backend="eager")
 
