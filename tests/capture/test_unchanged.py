@@ -67,6 +67,10 @@ def parameter(**options):
     return holds(lambda: nn.Parameter(torch.ones(1), **options))
 
 
+def buffer(module):
+    module.register_buffer("state", torch.zeros(1), persistent=False)
+
+
 @torch.no_grad()
 def decays(parameter, x):
     parameter.mul_(0.9)
@@ -172,6 +176,13 @@ KINDS = {
     # As transformers does it: both of them, or neither.
     "a hook and a flag": (holds(bool), hooks_once),
     "a hidden module": (holds(lambda: [nn.BatchNorm1d(32)]), counted_norm),
+    "a buffer": (buffer, does(lambda s, x: s.add_(1), float)),
+    "a buffer, unseen by its version": (buffer, does(lambda s, x: s.data.add_(1), float)),
+    "another buffer": (buffer, sets(lambda s, x: s + 1)),
+    "a buffer that is made": (
+        lambda module: module.register_buffer("state", None),
+        makes("state", lambda: torch.rand(1)),
+    ),
 }  # fmt: skip
 
 

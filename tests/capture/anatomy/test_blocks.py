@@ -1,6 +1,6 @@
 import pytest
 import torch
-from models import PlainDecoder, transformer
+from models import PlainDecoder
 from torch import nn
 
 from geomon.capture import Window
@@ -275,15 +275,3 @@ def test_patterns_and_modules_may_name_blocks_of_several_stacks():
     assert names(model, blocks=chosen) == {
         "decoder": ["decoder.layers.2"], "encoder": ["encoder.layers.1"],
     }  # fmt: skip
-
-
-def test_the_owner_is_called_once_for_all_blocks():
-    model = transformer("gpt2")
-    assert find_anatomy(model).stacks[0].owner is model.transformer
-    shared = module(groups=nn.ModuleList([module(layers=layers(Attending))]))
-    assert find_anatomy(shared).stacks[0].owner is shared
-    plain = nn.Sequential(Attending(), Attending())
-    assert find_anatomy(plain).stacks[0].owner is plain
-    encoder, decoder = find_anatomy(nn.Transformer(16, 2, 1, 1, 32, batch_first=True)).stacks
-    assert encoder.owner is not decoder.owner
-    assert decoder.above == (decoder.owner,)

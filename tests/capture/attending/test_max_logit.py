@@ -15,7 +15,7 @@ import geomon
 from geomon.capture.attending import max_logit
 from geomon.capture.attending.attention import Arguments
 from geomon.capture.attending.fused import read_sdpa
-from geomon.capture.attending.max_logit import max_logits_of_call, max_logits_of_scores, over_rows
+from geomon.capture.attending.max_logit import max_logits_of_call, over_rows
 from geomon.capture.attending.rules import FlexRule, PlaceRule
 
 
@@ -122,18 +122,6 @@ def test_a_row_that_sees_no_key_has_none_whatever_the_cap(softcap):
     rows = torch.ones(1, 1, 3, 4)
     found = max_logits_of_call(given_by(rows, rows, mask, softcap=softcap))
     assert (found == -torch.inf).tolist() == [[[False, True, False]]]
-
-
-@pytest.mark.parametrize("lowest", [-torch.inf, torch.finfo(torch.float32).min, -1e4])
-def test_of_scores_it_leaves_hidden_keys_and_rows_out(lowest):
-    scores = torch.randn(3, 4, 6, 6)
-    visible = torch.ones(6, 6, dtype=torch.bool).tril().repeat(3, 1, 1, 1)
-    visible[1, 0, 2] = False
-    valid = torch.ones(3, 6, dtype=torch.bool)
-    valid[0, 3:] = False
-    expected = scores.masked_fill(~(visible & valid[:, None, :, None]), -torch.inf)
-    found = over_rows(max_logits_of_scores(scores.masked_fill(~visible, lowest)), valid)
-    assert torch.equal(found, expected.amax(dim=(0, 2, 3)))
 
 
 def causal(q, k, v):

@@ -2,7 +2,6 @@
 
 import functools
 import threading
-from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 from watched import look, notes, window
 
 from geomon import Memory, Monitor, every, measure, select
-from geomon.capture import extra_pass
 from geomon.capture.calling import calls, patches
 from geomon.capture.calling.calls import FirstCall
 from geomon.capture.calling.patches import in_extra_pass
@@ -151,64 +149,6 @@ def test_ctrl_c_at_any_line_of_a_due_step_leaves_nothing(kind, tmp_path, other_l
     step, close = due_step(kind, model, ids, tmp_path)
     step()
     close()
-
-
-# -- nothing that a pass of the monitor's own writes stays --------------------------------------
-
-
-class Writes(nn.Module):
-    """A model that writes, in its forward pass, what a module can write beside its attributes."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("range", torch.full((4,), torch.nan))
-        self.register_buffer("table", torch.ones(2), persistent=False)
-        self.register_buffer("empty", None)
-        self.norm = nn.BatchNorm1d(50)
-
-    def forward(self, ids):
-        out = self.inner(ids)
-        self.norm.train()(out.flatten(0, 1))
-        self.count += 1
-        self.range.data.copy_(torch.arange(4.0))  # unseen by the version of the tensor
-        self.table = torch.ones(ids.shape[1])  # another object
-        self.empty = torch.ones(1)
-        self.register_buffer("grown", torch.ones(7), persistent=False)
-        return out
-
-
-def state_of(model):
-    return [
-        (
-            name,
-            [(key, id(x), x is not None and x.numpy().tobytes()) for key, x in m._buffers.items()],
-            sorted(m._non_persistent_buffers_set),
-            m.training,
-        )
-        for name, m in model.named_modules()
-    ]
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_probe_leaves_buffers_as_they_were(fails):
-    model = Writes(PlainDecoder()).train()
-    kept = [*model.buffers()]  # as long as their addresses are compared
-    before, random = state_of(model), random_state()
-
-    def inputs(model):
-        model(batch())
-        if fails:
-            raise RuntimeError("in the pass")
-
-    with suppress(RuntimeError) if fails else nullcontext():
-        extra_pass(model, inputs, window(model))
-    assert state_of(model) == before
-    assert random_state() == random
-    model(batch())
-    assert state_of(model) != before
-    assert kept
 
 
 @pytest.mark.parametrize("source", ["probe", "inline"])
