@@ -16,6 +16,7 @@ from geomon import Memory, Monitor, every, measure, select
 from geomon.capture.calling import calls, patches
 from geomon.capture.calling.calls import FirstCall
 from geomon.capture.calling.patches import in_extra_pass
+from geomon.monitor import CallbackSession
 
 FEW = select("variance", "attention_entropy", "qk_cosine")
 NAMES = ("mask", "module_", "step", "layer", "args", "kwargs", "model", "output", "function")
@@ -85,31 +86,24 @@ PARTS = files(
 )  # fmt: skip
 
 
-def due_step(kind, model, ids, folder):
-    """One due step, and what is left to call afterwards."""
-    options = {"metrics": select("variance"), "tokens": 16, "directory": None, "sinks": [Memory()]}
-    if kind == "session":
-        from geomon.monitor import CallbackSession
-
-        session = CallbackSession({**options, "schedule": every(1)}, "test")
-        session.start(model, 0, folder, [])
-
-        def step():
-            session.open_at_call(0)
-            model(ids)
-            session.close()
-
-        return step, session.finish
-    monitor = Monitor(model, schedule=every(1), **options)
+def due_step(probes, model, ids, folder):
+    """One due step, of a session or of a probe, and what is left to call afterwards."""
+    options = {
+        "metrics": select("variance"), "tokens": 16, "directory": None, "sinks": [Memory()],
+        "schedule": every(1),
+    }  # fmt: skip
+    if probes:
+        monitor = Monitor(model, **options)
+        return lambda: monitor.probe(0, ids), monitor.close
+    session = CallbackSession(options, "test")
+    session.start(model, 0, folder, [])
 
     def step():
-        if kind == "probe":
-            monitor.probe(0, ids)
-        else:
-            with monitor(0):
-                model(ids)
+        session.open_at_call(0)
+        model(ids)
+        session.close()
 
-    return step, monitor.close
+    return step, session.finish
 
 
 @pytest.fixture
@@ -124,29 +118,29 @@ def other_locks(monkeypatch):
                 monkeypatch.setattr(patch, "_lock", threading.RLock())
 
 
-@pytest.mark.parametrize("kind", ["inline", "probe", "session"])
-def test_ctrl_c_at_any_line_of_a_due_step_leaves_nothing(kind, tmp_path, other_locks):
+@pytest.mark.parametrize("probes", [False, True])
+def test_ctrl_c_at_any_line_of_a_due_step_leaves_nothing(probes, tmp_path, other_locks):
     torch.manual_seed(0)
     model, ids = PlainDecoder(width=8, layers=1, heads=2).train(), batch(1, 4)
     model.register_buffer("seen", torch.zeros(1))
     before, random = fingerprint(model), random_state()
-    step, _ = due_step(kind, model, ids, tmp_path)
+    step, _ = due_step(probes, model, ids, tmp_path)
     with Interrupting(PARTS, at=-1) as whole:
         step()
     last = {line: at for at, line in enumerate(whole.lines, 1)}
     assert len(last) > 200
     alive = []  # a monitor that is collected runs lines of its own
     for at in sorted(last.values()):
-        step, close = due_step(kind, model, ids, tmp_path)
+        step, close = due_step(probes, model, ids, tmp_path)
         alive.append(close)
         with Interrupting(PARTS, at), pytest.raises(KeyboardInterrupt):
             step()
         close()
         assert fingerprint(model) == before, whole.lines[at - 1]
         assert not in_extra_pass()
-        if kind == "probe":
+        if probes:
             assert random_state() == random, at
-    step, close = due_step(kind, model, ids, tmp_path)
+    step, close = due_step(probes, model, ids, tmp_path)
     step()
     close()
 

@@ -88,6 +88,20 @@ def test_what_cannot_be_paid_is_owed_until_it_can():
     assert planner.is_due(200, "inline", force=True)
 
 
+def test_where_the_end_is_known_more_are_made_early():
+    made = []
+    for last in (None, 1000):
+        planner, budget, clock = make_planner(share=0.1)
+        budget.expect_end(last)
+        made.append(0)
+        for step in range(300):
+            clock.now = float(step)
+            if made_at(planner, [step]):
+                budget.spend(2.0)
+                made[-1] += 1
+    assert made[1] > made[0] > ALWAYS_MADE
+
+
 def test_readings_of_an_earlier_start_are_among_the_first_eight():
     planner, budget, _ = make_planner(share=0.01)
     planner.skip_recorded({(step, "inline") for step in range(ALWAYS_MADE)})
