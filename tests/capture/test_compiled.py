@@ -2,6 +2,7 @@
 
 import functools
 
+import measuring
 import pytest
 import torch
 from specimens import VOCABULARY, built
@@ -10,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from transformers.integrations import flex_attention
 from zoo import ZOO
 
-from geomon import Memory, Monitor, every, select
+from geomon import Memory, every, select
 
 METRICS = select("variance", "anisotropy", "attention_entropy", "qk_cosine")
 IDS = torch.randint(0, VOCABULARY, (4, 16), generator=torch.Generator().manual_seed(0))
@@ -36,17 +37,15 @@ class Counting:
         return run
 
 
-@pytest.fixture
-def fresh_compiler():
+# What tracing says of a block's inputs.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
     torch.compiler.reset()
     yield
     torch.compiler.reset()
-
-
-def compiles(test):
-    """Marks a test that compiles; tracing says this of a block's inputs."""
-    words = "ignore:The .grad attribute of a Tensor that is not a leaf"
-    return pytest.mark.usefixtures("fresh_compiler")(pytest.mark.filterwarnings(words)(test))
 
 
 def made(name: str = "nanoGPT-like", dropout: float = 0.0) -> nn.Module:
@@ -83,11 +82,10 @@ def same(one, other) -> bool:
     return weights and one[1] == other[1] and torch.equal(one[2], other[2])
 
 
-def watching(model, schedule=None, **kwargs):
+def watching(model, schedule=None, **options):
     """A monitor and what it writes to."""
-    memory = Memory()
-    options = {"metrics": METRICS, "tokens": 64, "directory": None, "strict": True} | kwargs
-    return Monitor(model, schedule=schedule or every(2), sinks=[memory], **options), memory
+    few = {"metrics": METRICS, "schedule": schedule or every(2), "batches": 2}
+    return measuring.watching(model, **few, **options)
 
 
 def values_of(memory: Memory) -> list[tuple[int, dict[str, float | None]]]:
@@ -133,7 +131,6 @@ def one_projection(model, backend):
     return model
 
 
-@compiles
 @pytest.mark.parametrize(
     ("name", "way", "compiled_first"),
     [
@@ -171,7 +168,6 @@ def test_monitoring_compiles_nothing_again(name, way, compiled_first):
         assert found == pytest.approx(plain, rel=1e-4, abs=1e-5, nan_ok=True)
 
 
-@compiles
 @pytest.mark.parametrize("way", [whole, in_place, per_block])
 def test_compiled_models_give_the_same_readings_by_probe(way):
     backend = Counting()
@@ -188,7 +184,6 @@ def test_compiled_models_give_the_same_readings_by_probe(way):
     assert values_of(memory) == values_of(expected)
 
 
-@compiles
 def test_a_compiled_loss_beside_the_model_is_run_as_compiled(caplog):
     backend = Counting()
     loss_of = torch.compile(lambda logits: logits.square().mean(), backend=backend)
@@ -202,7 +197,6 @@ def test_a_compiled_loss_beside_the_model_is_run_as_compiled(caplog):
     assert not [r for r in caplog.records if "ran eagerly" in r.getMessage()]
 
 
-@compiles
 @pytest.mark.parametrize(
     ("way", "backend"),
     [
@@ -233,7 +227,6 @@ def test_a_compiled_training_with_dropout_is_bit_identical(way, backend):
         assert first.keys() == plain.keys()
 
 
-@compiles
 def test_what_a_compiled_call_writes_into_is_written_once():
     """A cache of keys that is passed along, and a count in the model."""
 
@@ -261,7 +254,6 @@ def test_what_a_compiled_call_writes_into_is_written_once():
     assert len(memory.readings) == 1
 
 
-@compiles
 def test_the_twin_of_a_compiled_wrapper_is_of_what_is_inside(caplog):
     """A second call of `DistributedDataParallel` would wait for other ranks."""
     calls = []
@@ -280,7 +272,6 @@ def test_the_twin_of_a_compiled_wrapper_is_of_what_is_inside(caplog):
     assert "ran eagerly" not in caplog.text
 
 
-@compiles
 def test_a_step_that_has_to_run_eagerly_is_said_once(caplog):
     model = made()
     model.compile(backend="eager")
@@ -296,7 +287,6 @@ def test_a_step_that_has_to_run_eagerly_is_said_once(caplog):
     assert len(said) == 1
 
 
-@compiles
 @pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask")
 def test_flex_attention_that_transformers_compiles_runs_compiled_and_is_seen(monkeypatch):
     """It compiles flex attention and what makes its masks, not the model around them."""

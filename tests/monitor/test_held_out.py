@@ -10,23 +10,21 @@ import torch
 from fingerprint import random_state
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from measuring import watching
 from models import VOCABULARY, PlainDecoder, batch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, SequentialSampler, TensorDataset
 
-from geomon import Memory, Monitor, every, select
+from geomon import select
 from geomon.distributed import RankGroup
 from geomon.monitor.held_out import MOST_BATCHES, HeldOut
 
 ROWS = torch.cat([batch(4, 16, seed=i) for i in range(12)])  # 48 sequences
 SEEN = {"ids": lambda token_ids: token_ids.double().mean()}
-FEW = {"metrics": SEEN, "tokens": 10_000, "batches": 1, "strict": True, "schedule": every(1)}
 
 
 def monitor_of(model, loader, **options):
-    memory = Memory()
-    options = {**FEW, "directory": None, "sinks": [memory], "probe": loader, **options}
-    return Monitor(model, **options), memory
+    return watching(model, probe=loader, **{"metrics": SEEN, "tokens": 10_000, **options})
 
 
 def read_of(loader, model=None, steps=1, **options):

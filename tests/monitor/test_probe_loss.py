@@ -7,11 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fingerprint import fingerprint, random_state
+from measuring import watching
 from models import PlainDecoder, batch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from geomon import Memory, Monitor, every, read, select
+from geomon import read
 from geomon.huggingface import GeometryMonitor as OfTrainer
 from geomon.lightning import GeometryMonitor as OfLightning
 
@@ -57,12 +58,8 @@ def expected(model):
 
 
 def readings_of(model, steps=1, **options):
-    memory = Memory()
-    settings = {
-        "metrics": select("variance"), "tokens": 64, "batches": 1, "schedule": every(1),
-        "strict": True, "directory": None, "sinks": [memory], **options,
-    }  # fmt: skip
-    with Monitor(model, **settings) as monitor:
+    monitor, memory = watching(model, **options)
+    with monitor:
         for step in range(steps):
             with monitor(step):
                 pass

@@ -9,12 +9,8 @@ from accelerator import DEVICE, Accelerator
 from models import PlainDecoder, batch
 
 from geomon import Memory, Monitor, read, select
-from geomon.capture import Window, find_anatomy
 from geomon.capture.snapshot import HOST
-from geomon.distributed import RankGroup
-from geomon.metrics import Evaluator, check_metrics
 from geomon.monitor.measuring.device import MeasuringDevice
-from geomon.monitor.measuring.jobs import ReadingJob
 
 NAME = str(DEVICE)
 FEW = select("anisotropy", "twonn", "within_variance", "qk_cosine", "attention_entropy")
@@ -78,31 +74,6 @@ def test_a_named_device_measures_and_gives_the_same_values(tmp_path):
     for one, other in zip(on_host, on_device, strict=True):
         assert_same_values(one, other)
     assert read(tmp_path).runs[0]["device"] == NAME
-
-
-def test_rows_that_came_by_the_host_are_measured_on_the_device():
-    """As those of several ranks do: their group moves tensors of the host."""
-    seen = []
-
-    def devices(hidden, positions):
-        seen.append({hidden.device, positions.device})
-        return hidden.mean()
-
-    model = PlainDecoder(layers=1)
-    evaluator = Evaluator(check_metrics({"devices": devices}), 1, strict=True)
-    window = Window(find_anatomy(model), evaluator.views, rows=64, seed=0)
-    with window:
-        model(batch(4, 16))  # too few sequences for a margin, which would call the metric again
-    with Accelerator():
-        job = ReadingJob(
-            0, "inline", [window.snapshot()], RankGroup(), evaluator, rows=64,
-            seconds=0.0, place=MeasuringDevice(NAME, model),
-        )  # fmt: skip
-        while not job.complete:
-            job.measure_next()
-        job.finish()
-    assert seen == [{DEVICE}, {DEVICE}]
-    assert math.isfinite(job.result().values["devices/mean"])
 
 
 def test_without_memory_for_it_a_reading_is_measured_on_the_host(monkeypatch):
