@@ -89,6 +89,14 @@ def ragged(rank: int, step: int = 0, empty: int | None = None) -> tuple[Tensor, 
     return ids, mask & (rank != empty)
 
 
+def padded(sequences: int) -> tuple[Tensor, Tensor]:
+    """The rows of a loader, of one length with their padding."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(0, VOCABULARY, (sequences, LENGTH), generator=generator)
+    lengths = torch.randint(6, LENGTH, (sequences, 1), generator=generator)
+    return ids, torch.arange(LENGTH) < lengths
+
+
 def loss_of(model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
     each = F.cross_entropy(
         model(ids, attention_mask=mask).flatten(0, 1), ids.flatten(), reduction="none"
@@ -722,9 +730,7 @@ def lightning(ranks: RankGroup, folder: Path) -> None:
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
-    generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(0, VOCABULARY, (26, LENGTH), generator=generator)
-    mask = torch.arange(LENGTH) < torch.randint(6, LENGTH, (26, 1), generator=generator)
+    ids, mask = padded(26)
     data = DataLoader(TensorDataset(ids, mask), batch_size=3)
 
     def fit(strategy, callbacks):
@@ -798,9 +804,7 @@ def trainer(ranks: RankGroup, folder: Path) -> None:
             seen.append(super().training_step(*args, **kwargs).clone())
             return seen[-1]
 
-    generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(0, VOCABULARY, (24, LENGTH), generator=generator)
-    mask = torch.arange(LENGTH) < torch.randint(6, LENGTH, (24, 1), generator=generator)
+    ids, mask = padded(24)
     rows = [
         {"ids": one, "attention_mask": other, "labels": one}
         for one, other in zip(ids, mask, strict=True)

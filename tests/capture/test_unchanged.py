@@ -11,11 +11,11 @@ from contextlib import nullcontext, suppress
 import numpy as np
 import pytest
 import torch
+from measuring import watching
 from models import PlainDecoder, batch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
-from geomon import Monitor, every
 from geomon.capture.unchanged import left_unchanged
 
 
@@ -214,10 +214,9 @@ def trained(model, how, *, watched, around=nullcontext):
     torch.compiler.reset()
     if how == "twin":
         model.compile(backend="eager")
-    monitor = Monitor(
-        model, metrics={"rows": lambda hidden: float(len(hidden))}, schedule=every(1), tokens=16,
-        directory=None, probe=batch(2, 8, seed=1) if how == "probe" else None,
-    )  # fmt: skip
+    metrics = {"rows": lambda hidden: float(len(hidden))}
+    probe = batch(2, 8, seed=1) if how == "probe" else None
+    monitor, _ = watching(model, metrics=metrics, tokens=16, probe=probe, strict=False)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     found = []
     for step in range(3):

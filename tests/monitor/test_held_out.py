@@ -43,7 +43,7 @@ def values(reading):
 
 
 def test_several_batches_are_read_as_one_batch_of_all_is():
-    names = ("variance", "cosine", "anisotropy", "attention_entropy", "qk_cosine")
+    names = ("variance", "anisotropy", "attention_entropy", "qk_cosine", "max_logit")
     options = {"metrics": select(*names)}
     (whole,) = read_of(ROWS, **options)
     (parts,) = read_of(DataLoader(ROWS, batch_size=7), **options)

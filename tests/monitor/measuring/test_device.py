@@ -6,9 +6,10 @@ import math
 import pytest
 import torch
 from accelerator import DEVICE, Accelerator
+from measuring import watching
 from models import PlainDecoder, batch
 
-from geomon import Memory, Monitor, read, select
+from geomon import Monitor, read, select
 from geomon.capture.snapshot import HOST
 from geomon.monitor.measuring.device import MeasuringDevice
 
@@ -19,12 +20,9 @@ FEW = select("anisotropy", "twonn", "within_variance", "qk_cosine", "attention_e
 def run(directory=None, *, steps=2, sequences=16, **options):
     """The readings of a short training, of a few metrics by default."""
     torch.manual_seed(0)
-    model, memory = PlainDecoder(layers=2), Memory()
-    options = {
-        "metrics": FEW, "tokens": 128, "strict": True, "schedule": lambda step: True,
-        "device": "auto",
-    } | options  # fmt: skip
-    monitor = Monitor(model, directory=directory, sinks=[memory], background=False, **options)
+    model = PlainDecoder(layers=2)
+    few = {"metrics": FEW, "tokens": 128, "batches": 2, "device": "auto", "background": False}
+    monitor, memory = watching(model, directory=directory, **(few | options))
     for step in range(steps):
         with monitor(step):
             model(batch(sequences, 16, seed=step))
