@@ -87,8 +87,8 @@ class QueriesKeys:
         sentences = [
             f"Mean query and mean key are similar beyond chance in {len(similar)} of "
             f"{len(self.heads)} heads{_onsets(similar)}, and opposite in {len(opposite)}"
-            f"{_onsets(opposite)}. Chance is isotropic directions of width {self.width}: 5 % for "
-            f"any of the {len(self.heads)} heads at a step."
+            f"{_onsets(opposite)}. Of random directions in {self.width} dimensions, one of as many "
+            "heads would be so in 5 % of the readings."
         ]
         if self.depth_p < _ALPHA:
             verb = "falls" if self.depth < 0 else "rises"
@@ -99,8 +99,8 @@ class QueriesKeys:
         first, last = self.dot
         if first > 0 and math.isfinite(last):
             sentences.append(
-                f"Mean |mean query . mean key| over heads: {first:.3g} at the start, {last:.3g} at "
-                "the end."
+                f"Mean query · mean key, mean size over heads: {first:.3g} at the start, "
+                f"{last:.3g} at the end."
             )
         return sentences
 

@@ -137,7 +137,7 @@ def test_what_is_not_a_number_is_not_shown():
     values = {"twonn/mean": 5.0, "twonn/mean/margin": math.nan, "anisotropy/mean": math.nan}
     assert shown_over([reading(values)], "layers") == {"geomon/twonn": 5.0, "geomon/seconds": 2.0}
     assert charts_of().layout(reading(values))["geomon"] == {
-        "intrinsic dimension": [
+        "Intrinsic dimension": [
             "Multiline", ["geomon/twonn$"],
         ],
         "anisotropy": ["Multiline", ["geomon/anisotropy$", "geomon/anisotropy_max$"]],
