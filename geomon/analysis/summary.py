@@ -104,8 +104,8 @@ def dimension_sentences(readings: Readings) -> list[str]:
     sentences = [f"{'; '.join(parts)}."]
     if "twonn and twonn_distinct disagree" in {note.kind for note in selected[-1].notes}:
         sentences.append(
-            "The two differ because of near-duplicates: the first counts every copy of a token at "
-            "the same position, the second counts one of them."
+            "The two estimates differ because of near-duplicates: the first counts every copy of a "
+            "token at the same position, the second counts one of them."
         )
     return sentences
 

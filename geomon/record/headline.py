@@ -51,11 +51,11 @@ _TAKEN = {"step", "seconds"}
 _PLACES = 14
 
 OVERHEAD = Headline(
-    "overhead", "overhead", "share of the time that geomon takes",
+    "overhead", "Overhead", "share of the time that geomon takes",
     lambda reading: reading.overhead, tags.OVERHEAD,
 )  # fmt: skip
 PROBE_LOSS = Headline(
-    "probe_loss", "loss on the probe", "loss on the probe's inputs, with `probe_loss`",
+    "probe_loss", "Loss on the probe", "loss on the probe's inputs, with `probe_loss`",
     lambda reading: reading.training.get(tags.PROBE_LOSS, NAN), tags.training_tag(tags.PROBE_LOSS),
 )  # fmt: skip
 

@@ -313,19 +313,22 @@ def cards_of(
         readings: Readings of the main stack of a run.
         metrics: Names of metrics that are shown over training and over depth besides.
     """
-    asked: list[tuple[str, str, Callable[[], Lines | Matrix | None]]] = [
-        ("twonn", "", partial(dimension_panel, readings)),
-        ("anisotropy", "over depth", partial(depth_panel, readings, "anisotropy")),
-        *((name, "by layer", partial(map_panel, readings, name)) for name in BY_LAYER),
-        *((name, "by head", partial(_last_heads, readings, name)) for name in BY_HEAD),
+    titles = {name: readings.text_of(name).title for name in (*BY_LAYER, *BY_HEAD, *metrics)}
+    asked: list[tuple[str, Callable[[], Lines | Matrix | None]]] = [
+        (chart_title("twonn", readings.text_of("twonn")), partial(dimension_panel, readings)),
+        (f"{titles['anisotropy']} over depth", partial(depth_panel, readings, "anisotropy")),
     ]
+    for name in BY_LAYER:
+        asked.append((f"{titles[name]} by layer", partial(map_panel, readings, name)))
+    for name in BY_HEAD:
+        asked.append((f"{titles[name]} by head", partial(_last_heads, readings, name)))
     for name in metrics:
-        asked.append((name, "", partial(training_panel, readings, name)))
-        asked.append((name, "over depth", partial(depth_panel, readings, name)))
-    for number, (name, how, make) in enumerate(asked, start=1):
+        asked.append((titles[name], partial(training_panel, readings, name)))
+        asked.append((f"{titles[name]} over depth", partial(depth_panel, readings, name)))
+    for number, (words, make) in enumerate(asked, start=1):
         panel = make()
         if isinstance(panel, Matrix) or (panel is not None and panel.lines):
-            yield f"{number} {readings.text_of(name).title} {how}".rstrip(), panel
+            yield f"{number} {words}", panel
 
 
 def _last_heads(readings: Readings, metric: str) -> Matrix | None:

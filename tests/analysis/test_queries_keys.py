@@ -130,9 +130,9 @@ def test_the_words_say_what_was_found():
     first, last = [[0.9] * 6, [0.0] * 6], [[0.9] * 6, [-0.9] * 6]
     readings = [at(0, first, **start), at(64, first), at(128, last, **end)]
     assert queries_and_keys(readings).words() == [
-        "Mean query and mean key are similar beyond chance in 6 of 12 heads (since step 0), and "
-        "opposite in 6 (since step 128). Of random directions in 32 dimensions, one of as many "
-        "heads would be so in 5 % of the readings.",
+        "Mean query and mean key are similar beyond chance in 6 of 12 heads (from step 0 on), and "
+        "opposite in 6 (from step 128 on). By chance (random directions in 32 dimensions) any of "
+        "the 12 heads would be beyond the limit in 5 % of the readings.",
         "The cosine of mean query and mean key falls with depth (Kendall's tau -1.00, p below "
         ".001).",
         "Mean query · mean key, mean size over heads: 1 at the start, 6 at the end.",

@@ -236,8 +236,8 @@ class Checker:
             (r"cosine of mean query and mean key, mean size over heads: (.*?)\. At the end it is "
              r"above 0\.5 in (\d+) of (\d+) heads, and below -0\.5 in (\d+)\.", self.cosine),
             (r"Mean query and mean key are similar beyond chance in (\d+) of (\d+) heads(.*?), and "
-             r"opposite in (\d+)(.*?)\. Of random directions in (\d+) dimensions, one of as many "
-             r"heads would be so in 5 % of the readings\.", self.chance),
+             r"opposite in (\d+)(.*?)\. By chance \(random directions in (\d+) dimensions\) any of "
+             r"the \2 heads would be beyond the limit in 5 % of the readings\.", self.chance),
             (r"The cosine of mean query and mean key (falls|rises) with depth \(Kendall's tau "
              r"(\S+), p .*\)\.", self.depth),
             (r"anisotropy over depth at step (\S+): highest, (\S+), at layer (\d+), (.*) \((\S+) "

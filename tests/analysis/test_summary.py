@@ -198,8 +198,8 @@ def test_the_first_rise_is_compared_at_its_own_two_steps(make_readings):
 
 def test_two_estimates_that_differ_by_near_duplicates_are_explained(make_readings):
     note = Note("twonn and twonn_distinct disagree", "they do")
-    assert summarise(make_readings(notes=[note]))[1].startswith("The two differ because of near-")
-    assert "The two differ" not in text_of(make_readings())
+    assert summarise(make_readings(notes=[note]))[1].startswith("The two estimates differ because")
+    assert "The two estimates" not in text_of(make_readings())
 
 
 def test_alerts_take_the_headline(make_readings):

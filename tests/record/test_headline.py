@@ -141,7 +141,7 @@ def test_what_is_not_a_number_is_not_shown():
             "Multiline", ["geomon/twonn$"],
         ],
         "anisotropy": ["Multiline", ["geomon/anisotropy$", "geomon/anisotropy_max$"]],
-        "overhead": ["Multiline", ["geomon/overhead$"]],  # unknown at the first reading
+        "Overhead": ["Multiline", ["geomon/overhead$"]],  # unknown at the first reading
     }  # fmt: skip
 
 
@@ -193,7 +193,7 @@ def test_the_loss_on_the_probe_is_charted_where_there_is_one_and_takes_no_place(
             ("with", charts_of(detail).layout(reading({**last.values, **loss}))),
         )
     }
-    added = {"loss on the probe": ["Multiline", ["geomon/probe_loss$"]]}
+    added = {"Loss on the probe": ["Multiline", ["geomon/probe_loss$"]]}
     assert charts["with"] == charts["without"] | added
 
 

@@ -13,7 +13,7 @@ from geomon.show.colours import BLUE, VERMILLION
 from geomon.show.panels import Line, Lines
 
 NAMES = [
-    "1_intrinsic_dimension", "2_anisotropy_over_depth", "3_intrinsic_dimension_by_layer",
+    "1_Intrinsic_dimension", "2_anisotropy_over_depth", "3_intrinsic_dimension_by_layer",
     "4_anisotropy_by_layer", "5_attention_entropy_by_layer",
     "6_cosine_of_mean_query_and_mean_key_by_head",
     "7_attention_entropy_by_head",

@@ -54,7 +54,7 @@ def look_at_watch(run, folder):
                 Text.from_markup(app.query_one(name).border_title).plain
                 for name in ("#over_steps", "#beside")
             )
-            assert curve == f"{LABEL}, mean over layers  5.5 ± 0.2  noise: {NULL:.2g}"
+            assert curve == f"{LABEL}  5.5 ± 0.2  noise: {NULL:.2g}"
             assert profile == "by layer  ━ start  ━ peak 256  ━ now"
             values = [value for _, value in app.query_one("#layer")._options]
             assert values == [-1, *range(5)]

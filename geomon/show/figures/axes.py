@@ -146,7 +146,8 @@ def _draw_lines(place: Axes, panel: Lines, legend: str) -> None:
     if panel.named_by and len(names) > 1:
         colour_bar(place, names, [line.colour for line in panel.lines], panel.named_by)
     elif legend == "above":
-        show_legend(place, loc="lower left", bbox_to_anchor=(-0.06, 1.01), labelcolor="linecolor")
+        style: Style = {"ncols": 2, "columnspacing": 1.0, "labelcolor": "linecolor"}
+        show_legend(place, loc="lower left", bbox_to_anchor=(-0.06, 1.01), **style)
     elif legend == "inside" and show_legend(place):
         leave_room(place, place)
 

@@ -358,12 +358,11 @@ class WatchApp(App[str]):
             return Lines("no values yet", [])
         lines = self._lines_of([quantity.curve(run.readings, layer) for run in self.runs])
         run, label = self.run_shown, quantity.label
-        if quantity.is_mean:
-            label += ", mean over layers" if layer is None else f", layer {layer}"
+        label += "" if layer is None else f", layer {layer}"
+        if len(self.runs) > 1 or not lines:
+            return Lines(label, lines)
         has_null = quantity.is_mean and not quantity.part
         null = null_of(run.readings, quantity.metric) if has_null else None
-        if len(self.runs) > 1 or not lines:
-            return Lines(label, lines, null=null)
         curve = quantity.curve(run.readings, layer)
         label = f"{label}  {with_margin(curve.values[-1], curve.margins[-1])}"
         if curve.steps[-1] < run.readings[-1].step:

@@ -27,12 +27,11 @@ def mark_of(dash: str) -> str:
 
 
 def title_of(panel: Lines) -> Text:
-    """Say what a panel shows: its label, its null, the names of its lines, its remark."""
+    """Say what a panel shows: its label, its null, the names of its lines."""
     text = Text(printable(panel.label), "bold")
     said = [(panel.null[1], "dim")] if panel.null is not None else []
     names = [line for line in panel.lines if line.name] if panel.lines[1:] else []
     said += [(f"{mark_of(line.dash)} {line.name}", line.colour) for line in names]
-    said += [(panel.remark, "dim")] if panel.remark else []
     said += [("not measured", "dim")] if not panel.lines else []
     for words, style in said:
         text.append(f"  {printable(words)}", f"not bold {style}")
@@ -40,7 +39,7 @@ def title_of(panel: Lines) -> Text:
 
 
 def draw(plot: Any, panel: Lines, *, is_linear: bool = False, chosen: int | None = None) -> None:
-    """Draw a panel, each line between the ends of its interval.
+    """Draw a panel, each line between the ends of its interval, and its remark below.
 
     Args:
         plot: Empty plot of plotext.
@@ -76,6 +75,8 @@ def draw(plot: Any, panel: Lines, *, is_linear: bool = False, chosen: int | None
         marker = _MARKERS[line.dash] if len(line.x) > 1 else "●"
         plot.plot(places(line.x), line.y, marker=marker, color=_rgb(line.colour))
     _frame(plot, panel)
+    if panel.remark:
+        plot.xlabel(printable(panel.remark))
 
 
 def _frame(plot: Any, panel: Lines) -> None:

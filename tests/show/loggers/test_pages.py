@@ -24,7 +24,7 @@ from geomon.show.loggers.board import BoardPages, BoardText
 from geomon.show.loggers.history import RunDrawer, RunHistory
 
 CARDS = [
-    "1 intrinsic dimension", "2 anisotropy over depth", "3 intrinsic dimension by layer",
+    "1 Intrinsic dimension", "2 anisotropy over depth", "3 intrinsic dimension by layer",
     "4 anisotropy by layer", "5 attention entropy by layer",
     "6 cosine of mean query and mean key by head", "7 attention entropy by head",
 ]  # fmt: skip
@@ -330,7 +330,7 @@ def test_mlflow_has_every_value_the_pictures_and_the_alert(make_readings, tmp_pa
     tags = client.get_run(run.info.run_id).data.tags
     assert tags["geomon: rank collapse"] == f"Step 256: {WORDS}"
     images = [path.name for path in tmp_path.rglob("*.png")]
-    assert any("intrinsic dimension" in name for name in images)
+    assert any("ntrinsic dimension" in name for name in images)
 
 
 def test_trackio_has_every_value_the_pictures_and_the_alert(make_readings, tmp_path, monkeypatch):
@@ -343,6 +343,6 @@ def test_trackio_has_every_value_the_pictures_and_the_alert(make_readings, tmp_p
     rows = trackio.SQLiteStorage.get_logs("test", found.name)
     values = {row["step"]: row["geomon/twonn"] for row in rows if "geomon/twonn" in row}
     assert values == {each.step: each.column("twonn").mean for each in readings}
-    assert any("geomon/1 intrinsic dimension" in row for row in rows)
+    assert any("geomon/1 Intrinsic dimension" in row for row in rows)
     (alert,) = trackio.Api().alerts("test")
     assert (alert["title"], alert["text"], alert["step"]) == ("geomon: rank collapse", WORDS, 256)

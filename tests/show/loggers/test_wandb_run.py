@@ -263,7 +263,7 @@ SECTIONS = {
     "geomon": {"twonn", "twonn_distinct", "gride_k32", "anisotropy_max",
                "attention_entropy", "attention_entropy_min", "qk_cosine_size"},
     "geomon_charts": {
-        "1_intrinsic_dimension", "2_anisotropy_over_depth", "4_anisotropy_by_layer",
+        "1_Intrinsic_dimension", "2_anisotropy_over_depth", "4_anisotropy_by_layer",
         "5_attention_entropy_by_layer", "6_cosine_of_mean_query_and_mean_key_by_head",
         "7_attention_entropy_by_head",
     },

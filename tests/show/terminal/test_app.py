@@ -91,16 +91,14 @@ def test_keys_change_what_is_shown(make_readings, tmp_path):
                 await pilot.pause()
                 return text(app)
 
-            assert "─intrinsic dimension, mean over layers  5.3 ± 0.1─" in text(app)
+            assert "─intrinsic dimension  5.3 ± 0.1─" in text(app)
             assert "─by layer  not measured" in text(app)
             assert "─loss on the probe  3.5─" in text(app)
             assert "1,000" in text(app)
             assert "1,000" not in await press("x")
-            assert "─intrinsic dimension, distinct tokens, mean over layers  4.9" in await press(
-                "m"
-            )
+            assert "─intrinsic dimension, distinct tokens  4.9" in await press("m")
             assert "─anisotropy, largest layer  0.60" in await press("m", "m", "m")
-            assert "─anisotropy, mean over layers  not measured" in await press("M")
+            assert "─anisotropy  not measured" in await press("M")
             assert "─anisotropy, layer 0  0.11" in await press("l")
             assert "─anisotropy, layer 2  0.60" in await press("l", "l")
             assert "─anisotropy, layer 1  0.28" in await press("L")

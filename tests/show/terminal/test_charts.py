@@ -89,8 +89,9 @@ def test_layers_are_marked_by_their_numbers_and_what_is_missing_is_left_out():
     assert [int(mark) for mark in lines[-1].split()] == [0, 5, 10, 15, 20, 25, 30]
 
 
-def test_the_title_names_lines_null_and_remark():
+def test_the_title_names_lines_and_null_and_the_remark_stands_below():
     one, two = (Line(name, [0, 1], [1.0, 2.0], "#56B4E9") for name in ("a", "b\x1b[2J"))
     panel = Lines("values", [one, two], null=(3.0, "noise: 3"), remark="more")
-    assert charts.title_of(panel).plain == "values  noise: 3  ━ a  ━ b�[2J  more"
+    assert charts.title_of(panel).plain == "values  noise: 3  ━ a  ━ b�[2J"
+    assert built(panel)[-1].strip() == "more"
     assert charts.title_of(Lines("values", [])).plain == "values  not measured"
