@@ -40,10 +40,10 @@ INNER = {
         "writing": set(),
     },
     "show": {
-        "figures": {"colours", "loading", "panels"},
-        "loggers": {"charts", "figures", "panels"},
-        "report": {"charts", "colours", "loading", "panels", "settings"},
-        "terminal": {"loading", "numbers"},
+        "figures": {"collect", "colours", "loading", "panels"},
+        "loggers": {"charts", "collect", "figures", "panels"},
+        "report": {"charts", "collect", "colours", "panels", "settings"},
+        "terminal": {"collect", "colours", "loading", "panels"},
     },
 }
 # Modules that are faces of their own: the data of a pass, the notes on values, their intervals,

@@ -21,10 +21,10 @@ from geomon.analysis import summarise
 from geomon.analysis.alerts import RULES, Alert
 from geomon.note import Note
 from geomon.record import Readings
+from geomon.show.collect import dimension_panel
 from geomon.show.loggers.board import BoardText
 from geomon.show.loggers.history import RunHistory
 from geomon.show.loggers.wandb_run import WandBSummary
-from geomon.show.panels import dimension_panel
 from geomon.show.report.content import Run, build_content
 from geomon.show.terminal.overview import view
 
@@ -37,7 +37,10 @@ SCHEDULES = (
 )
 DISAGREE = "twonn and twonn_distinct disagree"
 FOUND = {"lowest": 1.5, "largest": 130.0, "limit": 2.0}
-WHY = " The two differ by near-duplicates: "
+WHY = (
+    "The two estimates differ because of near-duplicates: the first counts every copy of a token "
+    "at the same position, the second counts one of them."
+)
 NUMBER = r"-?\d[\d,]*(?:\.\d+)?"
 ALERT = r"Alert at step (\S+?)(?: \(first of (\d+)\))?: (.*?) \(layer 2\): .*"
 Points = dict[int, tuple[float, float]]  # value and margin, 0 where unknown, by step
@@ -227,12 +230,12 @@ class Checker:
         say(words == "too few readings to tell", words, "unknown form")
         say(len(values) < 2 or (not known and len(values) < 20), words, "enough readings")
 
+    def is_noted(self):
+        """Whether the last reading notes near-duplicates."""
+        return any(note.kind == DISAGREE for note in self.last.notes)
+
     def why(self, text):
-        """Check that near-duplicates are named where the last reading notes them; the rest."""
-        text, why, _ = text.partition(WHY)
-        noted = any(note.kind == DISAGREE for note in self.last.notes)
-        self.hold(bool(why) == noted, text, "why the two differ")
-        return text
+        self.hold(self.is_noted(), text, "why the two differ")
 
     def estimates(self, text):
         """Check a line that gives the two estimates of the dimension, and their phases."""
@@ -261,7 +264,8 @@ class Checker:
         """Check a sentence of the summary."""
         for pattern, check in (
             (ALERT, self.alert),
-            (r"(.*?± .*|.*?\d, .*?)\. At the start: (.*?)\.(?: The two .*)?", self.start),
+            (rf"At step ({NUMBER}): (.*)\.", self.start),
+            (re.escape(WHY), self.why),
             (rf"intrinsic dimension rose from (\S+) to (\S+) between steps ({NUMBER}) and "
              rf"({NUMBER}), distinct tokens (rose|fell) from (\S+) to (\S+): the rise is "
              r"(not only )?near-duplicates.*\.", self.rise),
@@ -272,11 +276,11 @@ class Checker:
             (r"cosine of mean query and mean key, mean size over heads: (.*?)\. At the end it is "
              r"above 0\.5 in (\d+) of (\d+) heads, and below -0\.5 in (\d+)\.", self.cosine),
             (r"Mean query and mean key are similar beyond chance in (\d+) of (\d+) heads(.*?), and "
-             r"opposite in (\d+)(.*?)\. Chance is isotropic directions of width (\d+): 5 % for any "
-             r"of the \2 heads at a step\.", self.chance),
+             r"opposite in (\d+)(.*?)\. By chance \(random directions in (\d+) dimensions\) any of "
+             r"the \2 heads would be beyond the limit in 5 % of the readings\.", self.chance),
             (r"The cosine of mean query and mean key (falls|rises) with depth \(Kendall's tau "
              r"(\S+), p (.*)\)\.", self.depth),
-            (r"Mean \|mean query \. mean key\| over heads: (\S+) at the start, (\S+) at the end\.",
+            (r"Mean query · mean key, mean size over heads: (\S+) at the start, (\S+) at the end\.",
              self.dots),
             (r"anisotropy over depth at step (\S+): flat, (\S+) to (\S+); no layer stands out\.",
              self.flat),
@@ -287,7 +291,7 @@ class Checker:
             if found := re.fullmatch(pattern, text):
                 self.made.append(check.__name__)
                 return check(text, *found.groups())
-        return self.estimates(self.why(text).removesuffix("."))
+        return self.estimates(text.removesuffix("."))
 
     def complete(self, sentences):
         """Check that no sentence is missing that every record has, or that its numbers ask for."""
@@ -297,6 +301,7 @@ class Checker:
             made = sum(count[each] for each in ([kind] if isinstance(kind, str) else kind))
             self.hold(made == 1, sentences, f"{kind}: {made} sentences")
         self.hold(count["alert"] == len(self.alerts()), sentences, "alerts")
+        self.hold(count["why"] == self.is_noted(), sentences, "why the two differ")
         self.hold(count["depth"] == (self.kendall().pvalue < 0.05), sentences, "depth")
 
     def alerts(self):
@@ -310,12 +315,12 @@ class Checker:
         self.hold(int(value_of(step)) == min(steps, default=-1), text, "the first alert")
         self.hold(int(total or 1) == len(steps), text, "number of alerts")
 
-    def start(self, text, now, starts):
-        self.why(text)
-        self.estimates(now)
-        for name, value, margin, step in re.findall(
-            rf"(intrinsic dimension|distinct tokens) (\S+?)(?: ± (\S+))? at step ({NUMBER})", starts
-        ):
+    def start(self, text, step, starts):
+        found = re.findall(
+            r"(intrinsic dimension|distinct tokens) (\S+?)(?: ± (\S+?))?(?:,|$)", starts
+        )
+        self.hold(len(found) == starts.count(",") + 1, text, "unknown form")
+        for name, value, margin in found:
             points = self.curves["twonn" if name == "intrinsic dimension" else "twonn_distinct"]
             first = min(points)
             self.hold(int(value_of(step)) == first, text, "not the first")
@@ -462,7 +467,9 @@ class Checker:
         named = [f"{kind} at step {steps[0]:,}" for kind, steps in self.alerts().items()]
         alerts = f"Alert{'s' * (len(named) > 1)}: {', '.join(named)}. " if named else ""
         self.hold(text.startswith(alerts) and ("Alert" in text) == bool(named), text, "alerts")
-        self.estimates(self.why(text.removeprefix(alerts)).removesuffix("."))
+        course, why, _ = text.removeprefix(alerts).partition(f" {WHY}")
+        self.estimates(course.removesuffix("."))
+        self.hold(bool(why) == self.is_noted(), text, "why the two differ")
 
     def watch(self, lines):
         """Check the lines of the overview that is printed, on which none is too long to be one."""
@@ -571,11 +578,11 @@ def check_all(seed):
         checker.sentence(text)
     checker.complete(sentences)
     content = build_content([Run("a", Path("a"), readings)])["runs"][0]
-    checker.headline(content["headline"])
-    alerts = [text.removesuffix(".") for text in sentences if text.startswith("Alert")]
-    checker.hold(
-        (content["sentences"], content["alerts"]) == (sentences, alerts), content, "report"
-    )
+    alerts = [text for text in sentences if text.startswith("Alert")]
+    checker.hold(content["alerts"] == alerts, content, "alerts of the report")
+    checker.estimates(content["headline"].removesuffix("."))
+    said = [content["headline"], *content["alerts"], *content["sentences"]]
+    checker.hold(sorted(said) == sorted(sentences), "report", "other sentences")
     console = Console(width=500, color_system=None)
     with console.capture() as capture:
         console.print(view(readings))

@@ -26,8 +26,8 @@ def test_the_run_of_the_definitions_in_words(make_readings):
     assert summarise(make_readings()) == [
         "intrinsic dimension 5.3 ± 0.1, compressing since step 256, 28 % below its peak 7.4 "
         "(between steps 128 and 256); distinct tokens 4.9 ± 0.1, falling since step 0, 85 % below "
-        "32.1. At the start: intrinsic dimension 2.5 ± 0.1 at step 0, distinct tokens 32.1 ± 0.1 "
-        "at step 0.",
+        "32.1.",
+        "At step 0: intrinsic dimension 2.5 ± 0.1, distinct tokens 32.1 ± 0.1.",
         "intrinsic dimension rose from 2.5 to 7.4 between steps 0 and 256, distinct tokens fell "
         "from 32.1 to 6.2: the rise is near-duplicates (equal tokens at equal positions), not new "
         "dimensions.",

@@ -128,11 +128,11 @@ def test_what_is_not_a_number_is_not_shown():
     values = {"twonn/mean": 5.0, "twonn/mean/margin": math.nan, "anisotropy/mean": math.nan}
     assert shown_over([reading(values)], "layers") == {"geomon/twonn": 5.0, "geomon/seconds": 2.0}
     assert charts_of().layout(reading(values))["geomon"] == {
-        "intrinsic dimension": [
+        "Intrinsic dimension": [
             "Multiline", ["geomon/twonn$"],
         ],
         "anisotropy": ["Multiline", ["geomon/anisotropy$", "geomon/anisotropy_max$"]],
-        "overhead": ["Multiline", ["geomon/overhead$"]],  # unknown at the first reading
+        "Overhead": ["Multiline", ["geomon/overhead$"]],  # unknown at the first reading
     }  # fmt: skip
 
 
@@ -177,7 +177,7 @@ def test_the_loss_on_the_probe_is_charted_where_there_is_one_and_takes_no_place(
     more = reading({**last.values, "training/probe_loss": 2.5})
     assert shown_over([more], detail) == shown_over([last], detail) | {"geomon/probe_loss": 2.5}
     without, found = (charts_of(detail).layout(each)["geomon"] for each in (last, more))
-    assert found == without | {"loss on the probe": ["Multiline", ["geomon/probe_loss$"]]}
+    assert found == without | {"Loss on the probe": ["Multiline", ["geomon/probe_loss$"]]}
 
 
 @pytest.mark.parametrize("detail", ["heads", "", None, 3, ("a", 1), [""]])
