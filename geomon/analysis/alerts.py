@@ -282,6 +282,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         ),
         "left_band": Rule(
             _left_band,
+            "a value at a layer or head outside of the band that the readings before it make",
             "{metric} was {value:.3g} at step {since:,}, where {low:.3g} to {high:.3g} was "
             "expected{then}",
             "look at what changed at this step: data, learning rate, the weights of that block",
@@ -289,6 +290,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         ),
         "scatter_growth": Rule(
             _scatter_growth,
+            "values at all layers and heads that scatter nearly twice as much as before",
             "for {readings} readings the values that are watched have been {factor:.1f} times as "
             "far from their lines as before, or more",
             "look at the learning rate, at the gradients and at the data",

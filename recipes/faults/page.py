@@ -66,15 +66,16 @@ def write(
         "## In short\n",
         *in_short(by_step, verified),
         "\n## By fault\n",
-        "Share of the trainings in which the fault was noticed while it was watched (loud 40 steps, "
-        "silent 80, creeping 160), every step read, at one false alarm in 10,000 healthy steps. "
+        "Share of the trainings in which the fault was noticed while it was watched (loud 40 "
+        "steps, silent 80, creeping 160), every step read, at one false alarm in 10,000 healthy "
+        "steps. "
         '"Alone" counts trainings in which only the alert came.\n',
         *by_fault(by_step),
         "\n![Share noticed, by the steps since the fault](pictures/warnings.png)\n",
         "## By detector\n",
         "Without the faults marked with *. The first three columns are at one false alarm in 1,000 "
-        "healthy readings, the next three at one in 10,000. By chance an alarm falls into a stretch "
-        f"of 160 steps in {by_step['geometry'].by_chance(160):.1%} of healthy trainings.\n",
+        "healthy readings, the next three at one in 10,000. By chance an alarm falls into a "
+        f"stretch of 160 steps in {by_step['geometry'].by_chance(160):.1%} of healthy trainings.\n",
         *by_detector(loose, strict, seen),
         "\n## By schedule\n",
         *by_schedule(sparse, seen),
