@@ -243,14 +243,6 @@ def _rank_collapse(reading: Reading, stack: str, bands: Found) -> Finding | None
     return Finding(len(found), numbers, tuple(sorted(found, key=found.__getitem__)))
 
 
-def _massive_rows(reading: Reading, stack: str, bands: Found) -> Finding | None:
-    found = _massive(reading, stack)
-    if not found:
-        return None
-    layers = tuple(sorted(found, key=lambda layer: -found[layer]))
-    return Finding(len(found), {"share": 100 * max(found.values())}, layers)
-
-
 def _massive(reading: Reading, stack: str) -> dict[int, float]:
     """Return the share of the variance in rows of massive norm, by layer where it is large."""
     shares = _column(reading, stack, "sink_share").by_layer()
@@ -314,12 +306,6 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "entropy of {count} head{plural} below {limit:.0f} % of that of uniform attention, "
             "lowest {lowest:.2f} %",
             _ATTENTION,
-        ),
-        "massive_rows": Rule(
-            _massive_rows,
-            f"a few rows of massive norm that carry {100 * _MASSIVE:.0f} % of the variance or more",
-            "a few rows of massive norm carry up to {share:.0f} % of the variance",
-            "read anisotropy_no_sinks there",
         ),
     }
 )
