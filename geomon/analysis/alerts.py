@@ -32,6 +32,9 @@ _MASSIVE = 0.5
 _AGAIN = 4.0
 _NAMED = 3  # places that are named
 
+# Steps of healthy trainings in which false alarms were counted: docs/warnings.md.
+HEALTHY_STEPS = 75_600
+
 
 # Positional arguments of a call of the model, and arguments by name.
 Inputs = tuple[tuple[Any, ...], Mapping[str, Any]]
@@ -78,19 +81,21 @@ class Alert:
             >>> Alert("logit_growth", 80, heads=((3, 1),),
             ...       numbers={"largest": 130.0, "limit": 100.0}, advice="look there").words()
             'logit growth (layer 3, head 1): largest score before the softmax 130, above 100; \
-look there (geomon alerts logit_growth)'
+look there; false alarms: 0 in 75,600 healthy steps (geomon alerts logit_growth)'
         """
         return self.note().words()
 
     def note(self) -> Note:
         """Build the note of the reading, whose kind is the name of the rule."""
         where = f" ({self.where})" if self.where else ""
+        rule = RULES[self.name]
+        odds = {"false_alarms": rule.false_alarms, "healthy_steps": HEALTHY_STEPS}
         return Note(
             self.name,
-            f"{self.name.replace('_', ' ')}{where}: {RULES[self.name].text}; {self.advice} "
+            f"{self.name.replace('_', ' ')}{where}: {rule.text}; {self.advice}; {rule.odds} "
             f"(geomon alerts {self.name})",
-            stack=self.stack, layers=self.layers, heads=self.heads, numbers=dict(self.numbers),
-            advice=self.advice,
+            stack=self.stack, layers=self.layers, heads=self.heads,
+            numbers={**self.numbers, **odds}, advice=self.advice,
         )  # fmt: skip
 
 
@@ -165,6 +170,7 @@ class Rule(NamedTuple):
         seeks: What it looks for.
         text: What was found, as a template of `str.format` for the numbers.
         advice: What to look at.
+        false_alarms: Number of such alerts in `HEALTHY_STEPS` steps of healthy trainings.
         may_begin: Whether what the first reading has already is no reason for an alert.
         passes: Readings without a finding after which the next one is a new alert; None where that
             is one that finds four times as much.
@@ -174,8 +180,14 @@ class Rule(NamedTuple):
     seeks: str
     text: str
     advice: str
+    false_alarms: int = 0
     may_begin: bool = True
     passes: int | None = None
+
+    @property
+    def odds(self) -> str:
+        """How often the alert is false, in words."""
+        return f"false alarms: {self.false_alarms} in {HEALTHY_STEPS:,} healthy steps"
 
 
 def _left_band(reading: Reading, stack: str, bands: Found) -> Finding | None:
@@ -421,6 +433,7 @@ def _column(reading: Reading, stack: str, metric: str) -> Column:
 
 
 __all__ = [
+    "HEALTHY_STEPS",
     "RULES",
     "Alert",
     "AlertWatch",

@@ -15,8 +15,9 @@ if missing := explain_missing():
 import typer
 
 from geomon import read
-from geomon.analysis.alerts import alert_notes
+from geomon.analysis.alerts import find_alerts
 from recipes.enwik8.data import DataError, load
+from recipes.faults.detectors import OF_MARGINS
 from recipes.faults.figure import odds_figure
 from recipes.faults.page import Verified, write
 from recipes.faults.plan import (
@@ -26,7 +27,13 @@ from recipes.faults.plan import (
     plan_other_text,
     plan_verification,
 )
-from recipes.faults.results import SCHEDULES, evaluate, evaluate_all, score_trainings
+from recipes.faults.results import (
+    SCHEDULES,
+    evaluate,
+    evaluate_all,
+    score_full,
+    score_trainings,
+)
 from recipes.faults.training import EACH_STEP, run_job
 from recipes.study.drawing import save_small
 from recipes.study.experiment import in_processes
@@ -34,8 +41,8 @@ from recipes.study.training import RunError, is_finished
 
 # What is compared in the tables of the faults.
 _COMPARED = ("loss", "gradient_norm", "geometry")
-# One false alarm in so many healthy readings.
-_LOOSE, _STRICT = 1e-3, 1e-4
+# One false alarm in so many healthy readings; the last where every 20th step is read.
+_LOOSE, _STRICT, _FEW = 1e-3, 1e-4, 1e-2
 
 
 def main(
@@ -93,8 +100,16 @@ def show(folder: Path, page: Path) -> None:
         name: evaluate([*healthy, *faulty], name, _STRICT, SCHEDULES[0], limit=result.limit)
         for name, result in compared.items()
     }
+    full = score_full(folder)
+    of_margins = {
+        # A change of phase is one or none: there is no limit to choose.
+        name: evaluate(full, name, _FEW, SCHEDULES[0], limit=0.5 if name == "phase" else None)
+        for name in OF_MARGINS
+    }
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(write(compared, loose, strict, sparse, others, count_alerts(folder)))
+    page.write_text(
+        write(compared, loose, strict, sparse, of_margins, others, count_alerts(folder))
+    )
     picture = save_small(odds_figure(compared), page.parent / "pictures" / "warnings.png")
     print(f"{page}, {picture}")
 
@@ -114,7 +129,7 @@ def count_alerts(folder: Path) -> Verified:
         if int(number) not in VERIFICATION or not is_finished(path / "healthy"):
             continue
         readings = read(path / "healthy" / EACH_STEP)
-        found = [note.kind for reading in readings for note in alert_notes(reading)]
+        found = [alert.name for alert in find_alerts(readings)]
         text = "source code" if int(number) % 2 else "prose"
         trainings += 1
         kinds.update(found)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from geomon.analysis import find_phase
 from geomon.analysis.bands import (
     LEAST,
     SCATTER,
@@ -16,7 +17,7 @@ from geomon.analysis.bands import (
     scatter,
     start_of_window,
 )
-from recipes.faults.track import MARGIN, Array, Place, Track
+from recipes.faults.track import MARGIN, MEAN, MEAN_MARGIN, Array, Place, Track
 
 # Readings over which OLMo-core's stability monitor takes its mean and deviation; 128 there.
 _OLMO_WINDOW = 96
@@ -193,6 +194,23 @@ def scores_by_margins(track: Track, metric: str) -> Scores:
     return _largest(track.steps, np.stack(columns, axis=1), places)
 
 
+def scores_of_phases(track: Track, metric: str) -> Scores:
+    """Score a reading 1 where the phase that it is in is another than at the reading before.
+
+    Args:
+        track: Numbers of a training, from readings with margins.
+        metric: Name of a metric of layers, of whose mean the phase is.
+    """
+    place = Place(metric, 0, MEAN)
+    missing = np.full(len(track.steps), np.nan)
+    values = track.values.get(place, missing).tolist()
+    margins = track.values.get(Place(metric, 0, MEAN_MARGIN), missing).tolist()
+    steps = track.steps.tolist()
+    names = [find_phase(steps[:n], values[:n], margins[:n]).name for n in range(1, len(steps) + 1)]
+    changed = [float(one != other) for one, other in zip(names[1:], names[:-1], strict=True)]
+    return Scores(track.steps, np.array([np.nan, *changed]), [place] * len(steps))
+
+
 def _largest(steps: NDArray[np.int64], scores: Array, places: Sequence[Place]) -> Scores:
     if not places:
         return Scores(steps, np.full(len(steps), np.nan), [Place("")] * len(steps))
@@ -266,6 +284,20 @@ DETECTORS = {
     ),
     "limits": Detector("fixed limits", lambda track, _: scores_of_limits(track), "geometry"),
     "geometry": Detector("geomon's alerts", lambda _, found: scores_of_alerts(found), "geometry"),
+}
+
+# Those that need margins, so that they are read every 20 steps.
+OF_MARGINS: dict[str, tuple[str, Callable[[Track], Scores]]] = {
+    "twonn": (
+        "intrinsic dimension, by its intervals",
+        lambda track: scores_by_margins(track, "twonn"),
+    ),
+    "twonn_distinct": (
+        "the same of distinct tokens",
+        lambda track: scores_by_margins(track, "twonn_distinct"),
+    ),
+    "anisotropy": ("anisotropy, by its intervals", lambda t: scores_by_margins(t, "anisotropy")),
+    "phase": ("change of phase of the intrinsic dimension", lambda t: scores_of_phases(t, "twonn")),
 }
 
 

@@ -1,5 +1,6 @@
 """The picture of the odds: for each fault the share that was noticed, over the steps since it."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
@@ -16,7 +17,12 @@ _DRAWN = (
     ("loss", "loss", GREY, "-"),
 )
 _COLUMNS = 5
-_KINDS = ("loud", "silent", "creeping")
+_TITLE = 33  # characters in a line
+_KINDS = {
+    "loud": "Loud: the loss was\nexpected to jump.",
+    "silent": "Silent: the loss was\nexpected to absorb it.",
+    "creeping": "Creeping: the fault\ngrows.",
+}
 
 
 def odds_figure(results: Mapping[str, Result]) -> Figure:
@@ -25,16 +31,21 @@ def odds_figure(results: Mapping[str, Result]) -> Figure:
     Args:
         results: Results at one rate of false alarms, by detector.
     """
-    faults = [fault for kind in _KINDS for fault in FAULTS.values() if fault.kind == kind]
-    faults = [fault for fault in faults if results["geometry"].of([fault.name])]
-    rows = -(-len(faults) // _COLUMNS)
+    places: list[Fault | str] = []  # each kind has rows of its own, and its words stand first
+    for kind, words in _KINDS.items():
+        faults = [fault for fault in FAULTS.values() if fault.kind == kind]
+        places += [words, *(each for each in faults if results["geometry"].of([each.name]))]
+        places += [""] * (-len(places) % _COLUMNS)
+    rows = len(places) // _COLUMNS
     figure = Figure(figsize=(13.2, 2.35 * rows + 0.5), dpi=80, layout="constrained")
     panels = figure.subplots(rows, _COLUMNS, squeeze=False).ravel()
-    for panel, fault in zip(panels, faults, strict=False):
-        _draw(panel, fault, results)
-    for panel in panels[len(faults) :]:
-        panel.axis("off")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=3,
+    for panel, place in zip(panels, places, strict=True):
+        if isinstance(place, Fault):
+            _draw(panel, place, results)
+        else:
+            panel.axis("off")
+            panel.text(0, 0.5, place, fontsize=11.5, va="center")
+    figure.legend(*panels[1].get_legend_handles_labels(), loc="outside upper center", ncols=3,
                   frameon=False, fontsize=11)  # fmt: skip
     figure.supxlabel("steps since the fault", fontsize=11)
     figure.supylabel("share of the trainings in which it was noticed", fontsize=11)
@@ -48,15 +59,14 @@ def _draw(panel: Axes, fault: Fault, results: Mapping[str, Result]) -> None:
         steps, shares = course(delays, len(outcomes), fault.steps)
         panel.step(steps, shares, where="post", color=colour, ls=line, lw=2, label=label)
     held_out = " (held out)" if fault.held_out else ""
-    panel.set_title(f"{fault.words}{held_out}", loc="left", fontsize=9.5)
+    title = textwrap.fill(f"{fault.words}{held_out}", _TITLE)
+    panel.set_title(title, loc="left", fontsize=9)
     panel.set_ylim(-0.04, 1.04)
     panel.set_yticks([0, 0.5, 1])
     panel.set_xlim(0, fault.steps)
     panel.spines[["top", "right"]].set_visible(False)
     panel.tick_params(labelsize=8.5, length=3)
     panel.grid(axis="y", color="#E6E6E6", lw=0.7)
-    panel.text(0.98, 0.06, fault.kind, transform=panel.transAxes, ha="right", fontsize=8.5,
-               color=GREY)  # fmt: skip
 
 
 def course(delays: Sequence[int], count: int, steps: int) -> tuple[list[int], list[float]]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
 
-from recipes.faults.detectors import DETECTORS
+from recipes.faults.detectors import DETECTORS, OF_MARGINS
 from recipes.faults.kinds import FAULTS
 from recipes.faults.odds import Rate
 from recipes.faults.results import Outcome, Result
@@ -47,6 +47,7 @@ def write(
     loose: Mapping[str, Result],
     strict: Mapping[str, Result],
     sparse: Mapping[str, Mapping[str, Result]],
+    of_margins: Mapping[str, Result],
     other_text: Mapping[str, Result],
     verified: Verified,
 ) -> str:
@@ -57,6 +58,7 @@ def write(
         loose: Results at one false alarm in 1,000 healthy readings, by detector.
         strict: Results at one in 10,000.
         sparse: Results of the alerts by the schedule of the readings.
+        of_margins: Results of numbers with margins, read every 20 steps.
         other_text: Those of `by_step` on another text.
         verified: Alerts counted in healthy trainings.
     """
@@ -79,6 +81,11 @@ def write(
         *by_detector(loose, strict, seen),
         "\n## By schedule\n",
         *by_schedule(sparse, seen),
+        "\n## Intrinsic dimension and phases\n",
+        "They are read with their intervals every 20 steps. A number is strange where it is many "
+        "errors from the reading before, with a limit of one false alarm in 100 readings; a phase "
+        "is where it is another than at the reading before.\n",
+        *by_margins(of_margins, seen),
         "\n## False alarms\n",
         *false_alarm_rows(verified),
         "\n## On another text\n",
@@ -262,6 +269,26 @@ def by_schedule(sparse: Mapping[str, Mapping[str, Result]], faults: Sequence[str
         rate = result.rate
         cells.append(_per(rate, 10_000).replace("95 % interval ", "") if rate.trials else "-")
         rows.append(f"| {schedule} | {' | '.join(cells)} |")
+    return rows
+
+
+def by_margins(results: Mapping[str, Result], faults: Sequence[str]) -> list[str]:
+    """Make the table of the numbers that are compared by their margins.
+
+    Args:
+        results: Results by detector.
+        faults: Names of the faults.
+    """
+    rows = [
+        "| looks at | loud | silent | creeping | false in 100 readings |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for name, result in results.items():
+        names = [[n for n in faults if FAULTS[n].kind == kind] for kind in KINDS]
+        cells = [share(result.of(chosen)) for chosen in names]
+        rate = result.rate
+        cells.append(_per(rate, 100).replace("95 % interval ", "") if rate.trials else "-")
+        rows.append(f"| {OF_MARGINS[name][0]} | {' | '.join(cells)} |")
     return rows
 
 

@@ -11,6 +11,8 @@ from recipes.faults.training import Job
 FAULTY, CALIBRATION, EXPERTS = range(100), range(100, 200), range(200, 300)
 VERIFICATION, OTHER_TEXT = range(300, 400), range(400, 500)
 
+MAIN_TEXT = range(300)
+
 # Updates of a healthy training, and of one in which alerts are counted.
 STEPS, LONG = 1_600, 1_400
 # The text that no limit was chosen with.

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from geomon import log_spaced
-from recipes.faults.detectors import DETECTORS, Scores, score_all
+from recipes.faults.detectors import DETECTORS, OF_MARGINS, Scores, score_all
 from recipes.faults.kinds import FAULTS, Fault
 from recipes.faults.odds import (
     Rate,
@@ -18,9 +18,9 @@ from recipes.faults.odds import (
     first_alarm,
     largest_score,
 )
-from recipes.faults.plan import CALIBRATION, VERIFICATION
-from recipes.faults.track import EACH_STEP, Track, read_tracks
-from recipes.faults.training import FIRST_READ, LAST
+from recipes.faults.plan import CALIBRATION, MAIN_TEXT, OTHER_TEXT
+from recipes.faults.track import EACH_STEP, FULL, Track, read_tracks
+from recipes.faults.training import FIRST_READ, FULL_INTERVAL, LAST
 
 # Schedules that are compared: readings of the default one, and of one in so many steps.
 SCHEDULES = ("each step", "every 10 steps", "default schedule")
@@ -107,9 +107,31 @@ def score_trainings(
             track.name, FAULTS.get(track.fault), track.fault_step or 0, track.block,
             dict(score_all(select(track, schedule), detectors)),
         )
-        for track in read_tracks(folder, EACH_STEP)
-        if track.number not in VERIFICATION and (not track.fault or track.fault in wanted)
+        for track in read_tracks(folder, EACH_STEP, [*MAIN_TEXT, *OTHER_TEXT])
+        if not track.fault or track.fault in wanted
     ]  # fmt: skip
+
+
+def score_full(folder: Path) -> list[Scored]:
+    """Score the trainings that limits are tested with by the detectors that need margins.
+
+    Args:
+        folder: Folder of the trainings.
+    """
+    found = []
+    for track in read_tracks(folder, FULL, MAIN_TEXT):
+        end = math.inf if track.fault_step is None else track.fault_step + FAULTS[track.fault].steps
+        kept = track.at((track.steps % FULL_INTERVAL == 0) & (track.steps < end))
+        late = kept.steps >= FIRST_READ
+        scores = {
+            name: Scores(kept.steps, np.where(late, each.scores, np.nan), each.places)
+            for name, (_, score) in OF_MARGINS.items()
+            for each in [score(kept)]
+        }
+        found.append(
+            Scored(track.name, FAULTS.get(track.fault), track.fault_step or 0, track.block, scores)
+        )
+    return found
 
 
 @dataclass(frozen=True)

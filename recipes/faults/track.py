@@ -3,7 +3,7 @@
 import json
 import math
 import pickle
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +18,9 @@ from recipes.study.training import is_finished
 
 Array = NDArray[np.float64]
 
-MARGIN = "margin"  # part of a place: half width of the 95 % interval of its value
+# Parts of places: half width of the 95 % interval of a value; mean over layers, which stands where
+# it has an interval; and half width of that.
+MARGIN, MEAN, MEAN_MARGIN = "margin", "mean", "margin of the mean"
 _CACHE = "tracks.pickle"
 
 
@@ -84,15 +86,17 @@ class Track:
         return replace(self, steps=self.steps[chosen], values=values)
 
 
-def read_tracks(folder: Path, record: str) -> Iterator[Track]:
+def read_tracks(folder: Path, record: str, numbers: Collection[int]) -> Iterator[Track]:
     """Read the complete trainings of an experiment, each healthy one before its branches.
 
     Args:
         folder: Folder of the experiment.
         record: Name of the record, `EACH_STEP` or `FULL`.
+        numbers: Numbers of the trainings.
     """
     for base in sorted(path for path in folder.iterdir() if path.is_dir()):
-        if not is_finished(base / "healthy"):
+        number = int(base.name.rpartition("_")[2])
+        if number not in numbers or not is_finished(base / "healthy"):
             continue
         healthy = _read(base / "healthy" / record)
         yield Track(base.name, "", None, None, *healthy)
@@ -141,6 +145,9 @@ def _values(reading: Reading) -> Iterator[tuple[Place, float]]:
             yield Place(metric, layer), value
             if math.isfinite(width := column.margin_at(layer)):
                 yield Place(metric, layer, MARGIN), width
+        if math.isfinite(column.mean_margin):
+            yield Place(metric, 0, MEAN), column.mean
+            yield Place(metric, 0, MEAN_MARGIN), column.mean_margin
     for name, value in reading.training.items():
         metric, _, rest = name.partition("/")
         number, _, part = rest.partition("/")

@@ -5,7 +5,14 @@ import numpy as np
 import pytest
 from tagged import reading_of
 
-from geomon.analysis.alerts import RULES, AlertWatch, alert_notes, find_alerts, first_alerts
+from geomon.analysis.alerts import (
+    HEALTHY_STEPS,
+    RULES,
+    AlertWatch,
+    alert_notes,
+    find_alerts,
+    first_alerts,
+)
 from geomon.note import Note
 
 
@@ -95,8 +102,9 @@ def test_alerts_stand_in_the_notes_of_a_reading_as_data():
     assert (note.kind, note.heads, note.numbers["largest"]) == ("logit_growth", ((3, 1),), 130.4)
     assert note.words() == (
         "logit growth (layer 3, head 1): largest score before the softmax 130, above 100; "
-        f"{note.advice} (geomon alerts logit_growth)"
+        f"{note.advice}; {RULES['logit_growth'].odds} (geomon alerts logit_growth)"
     )
+    assert note.numbers["healthy_steps"] == HEALTHY_STEPS
     (first,) = first_alerts([noted, noted])
     assert (first.kind, first.step, first.total) == ("logit growth", 8, 2)
 
