@@ -113,7 +113,8 @@ class FirstAlert(NamedTuple):
 
     Attributes:
         step: Step of its reading.
-        note: Its note.
+        note: Its note; of several about the same departure the last one, which names all that
+            followed.
         total: Number of alerts of the kind.
     """
 
@@ -137,7 +138,11 @@ def first_alerts(readings: Iterable[Reading]) -> list[FirstAlert]:
     for reading in readings:
         for note in alert_notes(reading):
             first = found.get(note.kind, FirstAlert(reading.step, note, 0))
-            found[note.kind] = first._replace(total=first.total + 1)
+            since = note.numbers.get("since")
+            goes_on = since is not None and since == first.note.numbers.get("since")
+            found[note.kind] = first._replace(
+                total=first.total + 1, note=note if goes_on else first.note
+            )
     known = [found.pop(kind) for kind in RULES if kind in found]
     return [*known, *found.values()]  # others are of a newer version
 

@@ -80,6 +80,9 @@ def write(
         f"stretch of 160 steps in {by_step['geometry'].by_chance(160):.1%} of healthy trainings.\n",
         *by_detector(loose, strict, seen),
         "\n## By schedule\n",
+        "Readings of the default schedule alone are too few for a band. Between them checks are made "
+        "in 1 % of the time ([alerts](alerts.md#checks)): the longer a training step takes, the "
+        "fewer steps lie between two checks.\n",
         *by_schedule(sparse, seen),
         "\n## Intrinsic dimension and phases\n",
         "They are read with their intervals every 20 steps. A number is strange where it is many "
@@ -88,10 +91,13 @@ def write(
         *by_margins(of_margins, seen),
         "\n## False alarms\n",
         *false_alarm_rows(verified),
-        "\n## On another text\n",
-        "The same limits on models of the source of Python's standard library.\n",
-        *by_fault(other_text),
     ]
+    if other_text["geometry"].outcomes:
+        parts += [
+            "\n## On another text\n",
+            "The same limits on models of the source of Python's standard library.\n",
+            *by_fault(other_text),
+        ]
     return "\n".join(parts) + "\n"
 
 
@@ -112,8 +118,12 @@ def in_short(results: Mapping[str, Result], verified: Verified) -> list[str]:
         rows.append(f"| {kind} | {' | '.join(_cells(results, names))} |")
     total = sum(verified.alerts.values())
     rate = Rate(total, verified.steps)
+    counts = [len(results["geometry"].of([name])) for name in FAULTS]
+    fewest, most = min(filter(None, counts)), max(counts)
+    each = f"{fewest} to {most}" if fewest < most else f"{most}"
     rows.append(
-        f"\nIn {verified.trainings} healthy trainings with {verified.steps:,} steps read "
+        f"\nEach fault was put into {each} trainings. "
+        f"In {verified.trainings} healthy trainings with {verified.steps:,} steps read "
         f"{total} alert{'s' * (total != 1)} came: {_per(rate, 10_000)} in 10,000 steps."
     )
     return rows

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -157,6 +158,12 @@ def test_a_value_that_leaves_its_band_is_an_alert_that_names_it_and_those_that_f
         f"was {first.numbers['value']:.3g} at step 1,050, where {low:.3g} to {high:.3g} was exp"
         in (first.words())
     )
+    noted = [reading(a.step, {}, [a.note()]) for a in (first, second)]
+    (story,) = first_alerts(noted)
+    assert (story.step, story.total, story.note) == (1050, 2, second.note())
+    another = replace(second, step=1058, numbers={**second.numbers, "since": 1058})
+    (story,) = first_alerts([*noted, reading(1058, {}, [another.note()])])
+    assert (story.total, story.note) == (3, second.note())
 
 
 def test_an_event_after_a_quiet_time_is_another_alert():
