@@ -80,9 +80,9 @@ def write(
         f"stretch of 160 steps in {by_step['geometry'].by_chance(160):.1%} of healthy trainings.\n",
         *by_detector(loose, strict, seen),
         "\n## By schedule\n",
-        "Readings of the default schedule alone are too few for a band. Between them checks are made "
-        "in 1 % of the time ([alerts](alerts.md#checks)): the longer a training step takes, the "
-        "fewer steps lie between two checks.\n",
+        "Readings of the default schedule alone are too few for a band. Between them checks are "
+        "made in 1 % of the time ([alerts](alerts.md#checks)): the longer a training step takes, "
+        "the fewer steps lie between two checks.\n",
         *by_schedule(sparse, seen),
         "\n## Intrinsic dimension and phases\n",
         "They are read with their intervals every 20 steps. A number is strange where it is many "
