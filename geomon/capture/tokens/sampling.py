@@ -64,17 +64,20 @@ class SampledRows(NamedTuple):
 
 
 class RowSampler:
-    """Samples rows with a private generator; no global random state is touched.
+    """Samples rows with private generators; no global random state is touched.
+
+    What is drawn depends on the seed and on sizes alone, not on what was drawn before: ranks that
+    see other parts of one pass draw the same rows of it.
 
     Args:
         max_rows: Largest number of rows.
-        seed: Seed of the generator.
+        seed: Seed of the generators.
     """
 
     def __init__(self, max_rows: int, seed: int) -> None:
         self._max_rows = max_rows
         self._max_queries = QUERIES
-        self._generator = torch.Generator("cpu").manual_seed(seed)
+        self._seed = seed
         self._queries: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     @property
@@ -101,7 +104,7 @@ class RowSampler:
         Returns:
             Flat indices into `shape`.
         """
-        rows = self._permute(math.prod(shape))
+        rows = self._permute(math.prod(shape), "rows")
         if valid is not None:
             rows = rows[valid.flatten().cpu()[rows]]
         return rows[: self._max_rows]
@@ -115,7 +118,18 @@ class RowSampler:
         Returns:
             Indices of the rows, in ascending order.
         """
-        return self._permute(count)[: self._max_rows].sort().values
+        return self._permute(count, "places")[: self._max_rows].sort().values
+
+    def number_rows(self, count: int) -> Tensor:
+        """Number rows in the order in which they are sampled, those of padding too.
+
+        Args:
+            count: Number of rows of hidden states.
+
+        Returns:
+            Number of each row, [rows].
+        """
+        return self._permute(count, "rows").argsort()
 
     def sample_queries(self, sequences: int, length: int) -> tuple[Tensor, Tensor]:
         """Sample queries of attention; the same ones for all layers with that many.
@@ -135,7 +149,7 @@ class RowSampler:
         """
         if (sequences, length) not in self._queries:
             some = max(1, min(sequences, self._max_rows // length))
-            chosen = self._permute(sequences)[:some].sort().values
+            chosen = self._permute(sequences, "sequences")[:some].sort().values
             each = min(length, math.ceil(self._max_queries / some))
             shifts = max(1, some // _EIGHTHS)
             shift = torch.arange(some, dtype=torch.int64, device="cpu")[:, None] % shifts
@@ -145,8 +159,9 @@ class RowSampler:
             self._queries[sequences, length] = chosen, places
         return self._queries[sequences, length]
 
-    def _permute(self, count: int) -> Tensor:
-        return torch.randperm(count, generator=self._generator, dtype=torch.int64, device="cpu")
+    def _permute(self, count: int, what: str) -> Tensor:
+        generator = torch.Generator("cpu").manual_seed(derive_seed(self._seed, what, count))
+        return torch.randperm(count, generator=generator, dtype=torch.int64, device="cpu")
 
 
 def derive_seed(*parts: object) -> int:
