@@ -227,7 +227,7 @@ def same_rows(ranks: RankGroup, folder: Path) -> dict:
     seen = Snapshot(layers, PassInfo(len(layers[0].captured["hidden"]), "train", "float32"))
     model = Decoder()
     job = ReadingJob(
-        0, "inline", [seen], join_ranks(model),
+        0, "inline", [seen], join_ranks(),
         Evaluator(METRICS | MORE, 2, strict=True, keeps_arrays=True),
         rows=48, seconds=0.0, place=MeasuringDevice("cpu", model),
     )  # fmt: skip
@@ -477,27 +477,6 @@ def probed_anywhere(ranks: RankGroup, folder: Path) -> dict:
 
 def local(model: nn.Module) -> list[Tensor]:
     return [(p.to_local() if hasattr(p, "to_local") else p).detach() for p in model.parameters()]
-
-
-def tensor_parallel(ranks: RankGroup, folder: Path) -> dict:
-    """Refused in words: rank 0's own rows are measured."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)) for _ in range(3)))
-    mesh = init_device_mesh("cpu", (ranks.size,))
-    plan = {
-        f"{i}.{j}": (ColwiseParallel(), RowwiseParallel())[j] for i in range(3) for j in range(2)
-    }
-    model = parallelize_module(model, mesh, plan)
-    monitor, memory = monitor_of(model, metrics=select("variance"), strict=False)
-    with monitor(0):
-        model(torch.randn(6, 5, 8))
-    return facts(memory)
 
 
 # -- ranks that are lost ---------------------------------------------------------------------------
@@ -753,7 +732,7 @@ TOGETHER = {
     function.__name__: function
     for function in (
         ragged_readings, same_tokens, same_rows, probes, not_gathered, failures, resumed,
-        strategies, probed_anywhere, tensor_parallel,
+        strategies, probed_anywhere,
     )
 }  # fmt: skip
 

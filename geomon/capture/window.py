@@ -36,6 +36,13 @@ from geomon.capture.first_pass import (
     spread_indices,
 )
 from geomon.capture.recorder import AttentionRecorder
+from geomon.capture.shards import (
+    WHOLE,
+    ShardingError,
+    Slice,
+    TensorPlace,
+    first_feature,
+)
 from geomon.capture.snapshot import (
     CAPTURED,
     EMBEDDING,
@@ -97,6 +104,7 @@ class Window:
             for it, and attention that does not fit is left out. None for no limit.
         extra_layers: Names of layers to see beside those of the blocks
             (`geomon.capture.snapshot.EXTRA_LAYERS`).
+        place: Place of this rank among those that share out the weights of the blocks.
         charge: Returns a context manager, which is entered around each piece of work beside the
             pass to account for its time. Pieces may be nested.
 
@@ -113,10 +121,12 @@ class Window:
         seed: int,
         max_mb: float | None = None,
         extra_layers: Sequence[str] = (),
+        place: TensorPlace = WHOLE,
         charge: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._anatomy = anatomy
         self._charge = charge
+        self._place = place
         self._sources = {CAPTURED[view] for view in views}
         self._extra = tuple(extra_layers) if "hidden" in self._sources else ()
         self._wants_last = "last" in self._sources
@@ -132,7 +142,7 @@ class Window:
             max_mb, self._sampler, layers=layers, blocks=attentions * attends
         )
         self._passes = [
-            StackPass(stack, self._sampler, first=number == 0)
+            StackPass(stack, self._sampler, first=number == 0, place=place)
             for number, stack in enumerate(anatomy.stacks)
         ]
         self._thread = threading.get_ident()
@@ -148,7 +158,7 @@ class Window:
         self._running: list[tuple[StackPass, BlockCall | None]] = []
         self._failure: Exception | None = None  # in opening the window
         self._failures: list[str] = []  # in what sees the calls
-        self._recorder = AttentionRecorder(self._sampler, max_logits="max_logits" in views)
+        self._recorder = AttentionRecorder(max_logits="max_logits" in views)
         self._twin_records = False  # whether the call that a twin is run for records gradients
         self._forced_eager = False  # whether compiled code of the training was run eagerly
         self._tap: Tap | None = None  # what sees attention, while the window is open
@@ -396,7 +406,8 @@ class Window:
                 self._see(self._before, module, self._on_attending, index)
                 self._see(self._after, module, self._on_attending, None)
         named = {m for attention in block.attentions for m in attention.projections.apart}
-        for module in block.matrices if "projection" in self._sources else ():
+        traces = "projection" in self._sources or self._place.shards > 1
+        for module in block.matrices if traces else ():
             if module in named or projects_in_its_own_way(module):
                 self._see(self._before, module, self._on_projecting)
                 self._see(self._after, module, self._on_projected)
@@ -652,7 +663,8 @@ class Window:
             return None
         if entered is not None and not entered.is_nested:
             rows = move_width_last(local_shard(entered), module, entering=True)
-            block_call.shape, block_call.entered = tuple(rows.shape[:-1]), tuple(entered.shape)
+            block_call.shape = self._shape_of(stack_pass, entered, rows)
+            block_call.entered = tuple(entered.shape)
             again = any(call.block == index for call in stack_pass.block_calls[:-1])
             block_call.handed_on = stack_pass.left in (None, _place(entered))
             if again and not block_call.handed_on:
@@ -671,8 +683,8 @@ class Window:
             stack_pass.mode = "train" if module.training else "eval"
             if entered is not None:
                 stack_pass.entered = self._sample_hidden(stack_pass, entered, module, entering=True)
-            if stack_pass.entered is not None and block_call.shape is not None:
-                places = spread_indices(math.prod(block_call.shape), LANDMARKS)
+            if stack_pass.entered is not None:
+                places = spread_indices(math.prod(rows.shape[:-1]), LANDMARKS)
                 stack_pass.tokens.landmarks = copy_rows(rows, places)
         return block_call
 
@@ -710,19 +722,28 @@ class Window:
     ) -> SampledRows | None:
         if hidden.is_nested:
             return None
-        stack_pass.sharded = stack_pass.sharded or hasattr(hidden, "to_local")
         rows = move_width_last(local_shard(hidden), block, entering=entering)
-        shape = tuple(rows.shape[:-1])
+        try:
+            part = stack_pass.slice_of(hidden, rows)
+        except ShardingError as error:
+            stack_pass.why_not_read = str(error)
+            return None
         tokens = stack_pass.tokens
-        tokens.ids.meet(rows)
+        tokens.ids.meet(part.shape, rows if part.is_whole else None)
         if not tokens.shape:
             self._memory.fit_rows(rows.shape[-1])
-            tokens.begin(shape)
+            tokens.begin(part.shape)
             stack_pass.dtype = rows.dtype
-        indices = stack_pass.row_indices(shape)
-        last = tokens.last(shape) if self._wants_last else None
-        ends = None if last is None else SampledRows(copy_rows(rows, last), last, shape)
-        return SampledRows(copy_rows(rows, indices), indices, shape, last=ends)
+        last = tokens.last(part.shape) if self._wants_last else None
+        ends = None if last is None else _copy_slice(rows, last, part)
+        return _copy_slice(rows, stack_pass.row_indices(part.shape), part)._replace(last=ends)
+
+    def _shape_of(self, stack_pass: StackPass, entered: Tensor, rows: Tensor) -> tuple[int, ...]:
+        """Return the shape of what entered a block, on all ranks and without the width."""
+        try:
+            return stack_pass.slice_of(entered, rows).shape
+        except ShardingError:  # what is sampled of it says why it is not read
+            return tuple(rows.shape[:-1])
 
     # -- attention -------------------------------------------------------------------------------
 
@@ -752,6 +773,8 @@ class Window:
         current, given = self._current_call(), first_tensor([*args, *kwargs.values()])
         if current is not None and given is not None:
             current[1].inputs[id(module)] = given
+            # FSDP has gathered the weight by now: what is sharded is so by tensor parallelism.
+            current[1].firsts[id(module)] = first_feature(module)
 
     def _on_projected(self, module: nn.Module, output: Any) -> None:
         current, output = self._current_call(), first_tensor(output)
@@ -760,9 +783,23 @@ class Window:
             return
         # The width of a convolution's output is not its last dimension.
         output = move_width_last(local_shard(output), module, entering=False)
-        found = current[1].provenance.projected(output, local_shard(given))
+        first = current[1].firsts.get(id(module), 0)
+        found = current[1].provenance.projected(output, local_shard(given), first)
         if found is not None:
             current[1].outputs.setdefault(id(module), (found, tuple(output.shape[:-1])))
+
+
+def _copy_slice(rows: Tensor, indices: Tensor, part: Slice) -> SampledRows:
+    """Copy those of some rows that are on this rank.
+
+    Args:
+        rows: Hidden states on this rank, [..., width].
+        indices: Flat indices of the rows among those of all ranks.
+        part: Where those on this rank lie.
+    """
+    places, flat = part.inside(indices)
+    start = () if part.is_whole else part.start
+    return SampledRows(copy_rows(rows, flat), indices[places], part.shape, start=start)
 
 
 def _ids_to_come(passes: Sequence[StackPass]) -> list[TokenIds]:

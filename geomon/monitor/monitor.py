@@ -5,6 +5,7 @@ publisher records and shows what is finished. None of them ends a run.
 """
 
 import contextlib
+import dataclasses
 import functools
 import os
 import platform
@@ -29,6 +30,7 @@ from geomon.distributed import (
     find_ranks,
     join_ranks,
 )
+from geomon.distributed.mesh import find_place
 from geomon.metrics import Evaluator, check_metrics
 from geomon.monitor.at_exit import close_at_exit
 from geomon.monitor.held_out import HeldOut, is_loader
@@ -78,7 +80,7 @@ class Monitor:
         )  # fmt: skip
         self._device = MeasuringDevice(options["device"], model)
         self._source = "inline" if options["probe"] is None else "probe"
-        self._group = self._join_ranks() if options["gather"] else find_ranks()
+        self._group = self._join_ranks()
         self.warnings = warnings = Warnings(self._group, strict=options["strict"])
         self.budget = Budget(_share_of(options["budget"], self._group))
         loss = options["probe_loss"]
@@ -438,18 +440,22 @@ class Monitor:
     # -- the run ---------------------------------------------------------------------------------
 
     def _join_ranks(self) -> RankGroup:
-        """The ranks, connected if all were built with the same options; a collective."""
+        """The ranks, connected if all were built with the same options; a collective then."""
         options = self._options
-        schedule, blocks = options["schedule"], find_anatomy(self._model, options["blocks"]).blocks
+        anatomy = find_anatomy(self._model, options["blocks"])
+        blocks = {x.name: tuple(block.name for block in x.blocks) for x in anatomy.stacks}
+        place = dataclasses.replace(find_place([self._model]), blocks=(blocks,))
+        if not options["gather"]:
+            return find_ranks(place)
+        schedule = options["schedule"]
         assert callable(schedule)  # of what is checked
         compared = {
             "schedule": first_steps(schedule),
             "metrics": list(options["metrics"]),
             "probe": options["probe"] is not None,
-            "layers": [block.name for block in blocks],
             **{name: options[name] for name in ("tokens", "batches", "queries", "budget", "seed")},
         }
-        return join_ranks(self._model, compared, timeout=options["rank_timeout"])
+        return join_ranks(place, compared, timeout=options["rank_timeout"])
 
     def _make_record(self, directory: str | os.PathLike[str] | None) -> Record | None:
         """The record, on the first rank; where it cannot be made all ranks raise the same."""

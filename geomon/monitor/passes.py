@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from geomon.capture import Window, derive_seed, extra_pass, find_anatomy
+from geomon.capture.shards import TensorPlace
 from geomon.capture.snapshot import HOST, Snapshot
 from geomon.distributed import RankGroup
 from geomon.monitor.held_out import HeldOut
@@ -56,6 +57,7 @@ class Passes:
         self._budget = budget
         self._loss = loss
         self._open: tuple[Window, int] | None = None  # the window that is open, and its step
+        self._shard = TensorPlace(group.own.shard, group.own.shards)
 
     @property
     def block_names(self) -> list[str]:
@@ -215,7 +217,8 @@ class Passes:
         window = Window(
             self._anatomy, self._views, rows=rows, seed=derive_seed(*seed_of),
             max_mb=None if most is None else most / windows,
-            extra_layers=self._options["extra_layers"], charge=self._budget.charge,
+            extra_layers=self._options["extra_layers"], place=self._shard,
+            charge=self._budget.charge,
         )  # fmt: skip
         self._open = window, step
         return window
@@ -235,8 +238,8 @@ class Passes:
             self._anatomy = find_anatomy(self._model, self._options["blocks"])
 
     def _place(self) -> tuple[int, ...]:
-        """What samples of ranks depend on; the first one's are those of a single process."""
-        return (self._group.place,) if self._group.place else ()
+        """What samples of ranks depend on; those of the first tokens are a single process's."""
+        return (self._group.data_rank,) if self._group.data_rank else ()
 
     def _rows(self) -> int:
         """Number of rows of hidden states that a reading keeps, over all splits and ranks."""

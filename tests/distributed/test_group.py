@@ -224,12 +224,6 @@ def test_probes_at_any_point_of_a_step_leave_the_training_as_it_is(found_on, str
     assert found[0]["probed_anywhere"][f"{strategy} readings"] == 12
 
 
-def test_tensor_parallel_shards_are_refused_in_words(found):
-    (notes,) = found[0]["tensor_parallel"]["notes"]
-    assert "rows are not gathered" in notes[0]
-    assert "'0.0.weight' is sharded by tensor parallelism" in notes[0]
-
-
 def test_a_run_goes_on_with_another_number_of_ranks(found_on, folder):
     """Two ranks, then four, then one; each goes two steps back, as from a checkpoint."""
     found = {size: found_on(size) for size in (2, 4)}

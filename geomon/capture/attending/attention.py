@@ -93,6 +93,11 @@ class AttentionCall:
         """Number of query heads."""
         return self.given.query.shape[1]
 
+    @property
+    def key_heads(self) -> int:
+        """Number of key heads."""
+        return self.given.key.shape[1]
+
 
 @dataclass(frozen=True)
 class SoftmaxCall:
@@ -137,6 +142,11 @@ class SoftmaxCall:
     def heads(self) -> int:
         """Number of query heads."""
         return self.scores.shape[1]
+
+    @property
+    def key_heads(self) -> int:
+        """Number of key heads; that of query heads where the keys were not seen."""
+        return self.heads if self.key is None else self.key.shape[1]
 
 
 # -- recording: nothing but copies of sampled rows -----------------------------------------------

@@ -43,6 +43,8 @@ class SampledRows(NamedTuple):
         shape: Shape of the tensor that they were copied from, without the width.
         role: "key" for keys that come from another stack, whose padding is another.
         last: Rows of the tokens that may be the last of their sequences; None where not wanted.
+        start: First index of the part of the tensor that is on this rank, by dimension; () where
+            all of it is.
     """
 
     values: Tensor
@@ -50,6 +52,7 @@ class SampledRows(NamedTuple):
     shape: tuple[int, ...]
     role: str = ""
     last: "SampledRows | None" = None
+    start: tuple[int, ...] = ()
 
     def at(self, places: Tensor) -> "SampledRows":
         """Return some of the rows.
@@ -129,7 +132,8 @@ class RowSampler:
         Returns:
             Number of each row, [rows].
         """
-        return self._permute(count, "rows").argsort()
+        order = self._permute(count, "rows")
+        return torch.empty_like(order).scatter_(0, order, torch.arange(count, device="cpu"))
 
     def sample_queries(self, sequences: int, length: int) -> tuple[Tensor, Tensor]:
         """Sample queries of attention; the same ones for all layers with that many.

@@ -41,15 +41,25 @@ class TokenIds:
         """
         self._begun = len(self.lookups)
 
-    def meet(self, hidden: Tensor) -> None:
+    def meet(self, shape: Shape, hidden: Tensor | None) -> None:
         """Find the token ids of hidden states of a shape, where that was not done before.
 
         Args:
-            hidden: Hidden states of that shape, [..., width].
+            shape: Shape of the hidden states, without the width.
+            hidden: The hidden states, [..., width]; None where some of them are on other ranks.
         """
-        shape = tuple(hidden.shape[:-1])
         if shape not in self._found:
             self._found[shape] = self._choose(shape, hidden)
+
+    def has(self, shape: Shape, *, positions: bool) -> bool:
+        """Whether a table was given integers that may be the token ids of hidden states.
+
+        Args:
+            shape: Shape of the hidden states, without the width.
+            positions: Whether integers that look like positions count.
+        """
+        found = candidates(self.lookups, shape, streams=False)
+        return any(positions or no_positions(one.lookup) for one in found)
 
     def may_have_made(self, hidden: Tensor) -> bool:
         """Whether a table may have given one row for each row of a tensor, of the same width.
