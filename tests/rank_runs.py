@@ -302,13 +302,13 @@ def failures(ranks: RankGroup, folder: Path) -> dict:
 
     metrics = FEW | {"fragile": second_rank_fails}
     monitor, memory = monitor_of(model, folder / "failures", metrics=metrics, strict=False)
-    snapshot = Window.snapshot
+    snapshots = Window.snapshots
     for step in range(5):
         if step in (1, 2) and ranks.rank == ranks.size - 1:
-            Window.snapshot = broken_window
+            Window.snapshots = broken_window
         with monitor(step):
             model(ids, attention_mask=mask)
-        Window.snapshot = snapshot
+        Window.snapshots = snapshots
         if step == 2:
             with monitor(step):  # not tried again by those that saw no fault
                 model(ids, attention_mask=mask)

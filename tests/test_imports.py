@@ -54,7 +54,8 @@ INNER = {
 # of queries and keys.
 DOORS = {
     "analysis.alerts", "analysis.curves", "analysis.numbers", "analysis.summary",
-    "capture.shards", "capture.snapshot", "capture.unchanged", "distributed.mesh",
+    "capture.model_parts", "capture.shards", "capture.snapshot", "capture.unchanged",
+    "distributed.mesh",
     "metrics.at_once", "metrics.between_readings",
     "metrics.last_tokens", "record.arrays", "record.columns", "record.export", "record.headline",
     "record.tags", "record.sinks", "record.printable", "record.reading", "show.commands",

@@ -108,6 +108,7 @@ _FEWER_TOKENS = (
     "; one was given fewer: some hidden states are of no token of the text (virtual tokens of "
     "prompt tuning, say), and they count as rows"
 )
+_LATER_STAGE = "the first stage of the pipeline knows them, and its rows were not gathered"
 _ACROSS = (
     "queries see keys of other sequences in their row: no mask keeps packed sequences apart (a "
     "model of transformers makes one of position_ids where it is given use_cache=False and no "
@@ -170,24 +171,27 @@ def build_snapshot(
     for stack_pass in passes:
         stack_pass.settle()
     run = [stack_pass for stack_pass in passes if stack_pass.block_calls]
+    stacks = {stack_pass.stack.name for stack_pass in run or passes}
     for stack_pass in run or passes:
         not_run = no_rows or (_OTHER_THREAD if other_thread else _NOT_RUN)
         builder = StackBuilder(stack_pass, sources, not_run, alone=len(passes) == 1)
         layers += builder.layers()
         for label in stack_pass.stack.side_labels:
             layers += builder.side_layers(label, side_stack_name(stack_pass, label, passes))
-        if final_norm:
-            name = _name_beside(stack_pass, FINAL_NORM, alone=len(run or passes) < 2)
+        if final_norm and not stack_pass.stack.behind:
+            name = _name_beside(stack_pass, FINAL_NORM, alone=len(stacks) < 2)
             layers.append(builder.final_norm(name))
         remarks += builder.notes()
     for stack_pass in passes:
         if run and stack_pass not in run:
             text = f"the blocks of '{stack_pass.stack.name}' were not run: they are left out"
             remarks.append(Note(text, text))
-    first = (run or [*passes])[0]
+    first = next(iter(run or passes), None)
     rows = [len(x.entered.indices) for x in run if x.entered is not None]
-    dtype = str(first.dtype).removeprefix("torch.") if run else ""
     notes = [*remarks, *notes]
+    if first is None:  # a stage of a pipeline without blocks
+        return Snapshot([], PassInfo(0, "", "", notes))
+    dtype = str(first.dtype).removeprefix("torch.") if run else ""
     info = PassInfo(min(rows, default=0), first.mode, dtype, notes, batch=first.tokens.checksum)
     return Snapshot([layer.to(device) for layer in [*layers, *matrices]], info)
 
@@ -223,7 +227,7 @@ def side_stack_name(stack_pass: StackPass, label: str, passes: Sequence[StackPas
         label: Label of the attention in the blocks.
         passes: Passes through all stacks of the model.
     """
-    having = [other for other in passes if label in other.stack.side_labels]
+    having = {other.stack.name for other in passes if label in other.stack.side_labels}
     taken = any(other.stack.name == label for other in passes)
     return _name_beside(stack_pass, label, alone=len(having) < 2 and not taken)
 
@@ -257,19 +261,23 @@ class StackBuilder:
         self._sources = sources
         self._not_run = _DROPPED if stack_pass.block_calls else not_run
         self._inverted = self._tokens.padding.contradiction(self._tokens.batch)
-        self._is_part = stack_pass.place.shards > 1
+        self._before = stack_pass.stack.before
+        self._is_part = stack_pass.place.shards > 1 or not stack_pass.stack.is_whole
         # Of each stack: remarks, by subject, with their layers; rows that are not finite, and rows.
         self._remarks: dict[str, dict[tuple[str, str], list[int]]] = defaultdict(dict)
         self._lost: dict[str, dict[int, tuple[int, int]]] = defaultdict(dict)  # by subject, layer
 
     def layers(self) -> list[Layer]:
-        """Build the input of the first block and the output of each block."""
+        """Build the input of the first block, unless it is of a later stage, and all outputs."""
+        depths = range(1, self._pass.depth + 1)
+        if self._before:
+            return [self._layer(depth) for depth in depths]
         name = self._pass.stack.name
         entered = self._pass.entered
         captured, missing, part = self._row_views(0, entered)
         sources = _HIDDEN_ONLY - _lacking(entered)
         first = Layer(0, "input of the blocks", captured, missing, name, sources, part=part)
-        return [first, *(self._layer(depth) for depth in range(1, self._pass.depth + 1))]
+        return [first, *(self._layer(depth) for depth in depths)]
 
     def side_layers(self, label: str, stack: str) -> list[Layer]:
         """Build the cross-attention, or a further attention, of each block that has one.
@@ -287,10 +295,11 @@ class StackBuilder:
             index = block.attention_index(label)
             if index is None or not self._sources & _HEADS_ONLY:
                 continue
-            captured, missing = self._head_views(depth, block, block_call, index, stack)
+            place = self._before + depth
+            captured, missing = self._head_views(place, block, block_call, index, stack)
             name = f"{name}.{block.attentions[index].name}"
             part = Part(heads=self._head_numbers(block, block_call, index))
-            layers.append(Layer(depth, name, captured, missing, stack, _HEADS_ONLY, part=part))
+            layers.append(Layer(place, name, captured, missing, stack, _HEADS_ONLY, part=part))
         if any(layer.captured for layer in layers):
             return layers
         if layers and self._pass.block_calls and label != CROSS:
@@ -304,7 +313,7 @@ class StackBuilder:
         Args:
             stack: Name of the stack that this layer makes.
         """
-        depth = self._pass.depth
+        depth = self._before + self._pass.depth
         if self._pass.normed is None:
             reason = _NO_FINAL_NORM if self._pass.block_calls else self._not_run
             wanted = (view for view, source in CAPTURED.items() if source in _HIDDEN_ONLY)
@@ -337,6 +346,7 @@ class StackBuilder:
 
     def _layer(self, depth: int) -> Layer:
         block, block_call, name = self._pass.layer_at(depth)
+        depth += self._before
         stack = self._pass.stack.name
         kept = None if block_call is None else block_call.hidden
         captured, missing, part = self._row_views(depth, kept, ran=block_call is not None)
@@ -382,7 +392,8 @@ class StackBuilder:
             more, lacking, last = self._last_views(depth, kept)
             captured |= {f"last_{view}": value for view, value in more.items()}
             missing |= {f"last_{view}": why for view, why in lacking.items()}
-        return captured, missing, Part(rows, last, kept.start)
+        part = Part(rows, last, kept.start, tokens_elsewhere=self._before > 0)
+        return captured, missing, part
 
     def _last_views(
         self, depth: int, kept: SampledRows
@@ -433,7 +444,8 @@ class StackBuilder:
         if found is None:
             # Where there are several stacks, they may be those of another one.
             fewer = self._alone and self._tokens.ids.fewer_than(self._pass.shape)
-            return captured, missing | {"token_ids": _NO_TOKENS + _FEWER_TOKENS * fewer}, rows
+            reason = _LATER_STAGE if self._before else _NO_TOKENS + _FEWER_TOKENS * fewer
+            return captured, missing | {"token_ids": reason}, rows
         ids = found.layout.arrange(found.lookup.ids)
         captured["token_ids"] = ids.flatten().cpu()[kept.indices][finite]
         return captured, missing, rows

@@ -4,6 +4,7 @@ A window may be open over several calls of a model; `StackPass` has the rule by 
 the layers.
 """
 
+import copy
 import itertools
 import math
 from dataclasses import dataclass, field
@@ -187,8 +188,19 @@ class StackPass:
         self._state, self.with_gradients = "running", with_gradients
         return True
 
-    def forget(self) -> None:
-        """Forget the pass that was seen: another one is to count."""
+    def hand_over(self) -> "StackPass":
+        """Return what was seen as a pass of its own, which this one no longer changes."""
+        done = copy.copy(self)
+        done.leaving = None
+        return done
+
+    def forget(self, sampler: RowSampler) -> None:
+        """Forget the pass that was seen: another one is to count.
+
+        Args:
+            sampler: Sampler of its rows.
+        """
+        self.sampler = sampler
         self._see_tokens()
         self._clear()
         self._state = "never called"

@@ -394,7 +394,7 @@ def _merge_passes(passes: Sequence[Snapshot], rows: int, queries: int) -> Snapsh
     if any(other != names[0] for other in names):
         counts = ", ".join(str(len(one)) for one in names)
         raise ValueError(
-            f"the batches of the probe have different layers ({counts} of them): expected batches "
+            f"the batches of a reading have different layers ({counts} of them): expected batches "
             "on which the model runs the same blocks"
         )
     layers = []
@@ -425,7 +425,7 @@ def _report(snapshot: Snapshot | Exception, about: tuple[int, str]) -> _Report:
         failure=None,
         layers={(layer.stack, layer.index): _owned(layer) for layer in snapshot.layers},
         info=snapshot.info,
-        fingerprint=_fingerprint(snapshot.layers[0]),
+        fingerprint=_fingerprint(snapshot.layers[0]) if snapshot.layers else 0,
         empty=snapshot.is_empty,
     )
 
@@ -525,7 +525,7 @@ def _notes_of(
     for rank in ranks:
         report = reports[rank]
         own = [*report.info.notes]
-        if report.empty and not all(other.empty for other in reports):
+        if report.empty and report.layers and not all(other.empty for other in reports):
             lacking = [one.lacking for one in report.layers.values()]
             why = next((why for each in lacking for why in each.values()), "")
             own.append(Note("nothing of some ranks", f"nothing was seen: {why}"))

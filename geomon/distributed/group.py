@@ -305,15 +305,11 @@ class RankGroup:
             raise RanksLostError(reason) from failure
 
 
-def find_ranks(place: Place | None = None) -> RankGroup:
-    """Find the ranks that torch.distributed knows of, without connecting them.
-
-    Args:
-        place: Place of this rank in the mesh; None where it has a whole model and its own tokens.
-    """
-    known = dist.is_available() and dist.is_initialized()
-    rank, size = (dist.get_rank(), dist.get_world_size()) if known else (0, 1)
-    return RankGroup(rank, size, mesh=Mesh((place or Place(rank),)))
+def find_ranks() -> RankGroup:
+    """Find the ranks that torch.distributed knows of, without connecting them."""
+    if dist.is_available() and dist.is_initialized():
+        return RankGroup(dist.get_rank(), dist.get_world_size())
+    return RankGroup()
 
 
 def join_ranks(
@@ -335,7 +331,8 @@ def join_ranks(
             half of what the training's own process group waits is used, so that geomon gives up
             first.
     """
-    group = find_ranks(place)
+    group = find_ranks()
+    group.mesh = Mesh((place or Place(group.rank),))
     if group.size == 1:
         return group
     try:

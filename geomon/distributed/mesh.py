@@ -82,23 +82,28 @@ class Mesh:
         """Number of ranks, or of groups of ranks, that have tokens of their own."""
         return max(self.data_ranks) + 1
 
-    def blocks_before(self, stage: int, stack: str) -> int:
-        """Count the blocks of a stack that are in the stages before one.
+    def blocks_around(self, stage: int, stack: str) -> tuple[int, int]:
+        """Count the blocks of a stack that are in the stages before one, and behind it.
 
         Args:
             stage: Number of the stage.
             stack: Name of the stack.
         """
-        return sum(len(names) for number, names in self._stages(stack) if number < stage)
+        before = sum(len(names) for number, names in self._stages(stack) if number < stage)
+        behind = sum(len(names) for number, names in self._stages(stack) if number > stage)
+        return before, behind
 
-    def blocks_behind(self, stage: int, stack: str) -> int:
-        """Count the blocks of a stack that are in the stages behind one.
-
-        Args:
-            stage: Number of the stage.
-            stack: Name of the stack.
-        """
-        return sum(len(names) for number, names in self._stages(stack) if number > stage)
+    def block_names(self) -> list[str]:
+        """List the names of all blocks, stage by stage and stack by stack."""
+        stacks = dict.fromkeys(
+            stack for place in self.places for blocks in place.blocks for stack in blocks
+        )
+        return [
+            f"stage_{stage}.{name}" if self.names_clash(stack) else name
+            for stack in stacks
+            for stage, names in self._stages(stack)
+            for name in names
+        ]
 
     def names_clash(self, stack: str) -> bool:
         """Whether blocks of several stages have the same names: each stage counts from 0.

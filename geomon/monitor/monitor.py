@@ -21,7 +21,7 @@ import msgspec
 import torch
 from torch import nn
 
-from geomon.capture import find_anatomy
+from geomon.capture.model_parts import ModelParts
 from geomon.capture.snapshot import NotSeenError, Snapshot, explain_missing
 from geomon.distributed import (
     RankFailedError,
@@ -30,7 +30,7 @@ from geomon.distributed import (
     find_ranks,
     join_ranks,
 )
-from geomon.distributed.mesh import find_place
+from geomon.distributed.mesh import Mesh, find_place
 from geomon.metrics import Evaluator, check_metrics
 from geomon.monitor.at_exit import close_at_exit
 from geomon.monitor.held_out import HeldOut, is_loader
@@ -66,26 +66,30 @@ class Monitor:
     """Reads the geometry of a model's representations at scheduled steps.
 
     Args:
-        model: Any module that contains a transformer.
+        model: Any module that contains a transformer. In a pipeline of
+            `torch.distributed.pipelining` the schedule, or the stages that this rank runs.
     {options}
     """
 
-    def __init__(self, model: nn.Module, **options: Unpack[MonitorOptions]) -> None:
+    def __init__(self, model: Any, **options: Unpack[MonitorOptions]) -> None:
         self._options = options = check_options(options, type(self).__name__)
-        self._model = model
+        self._parts = ModelParts(model)
+        self._model = self._parts.root
+        if options["probe"] is not None:
+            self._parts.check_probe(options["probe"])
         self._evaluator = Evaluator(
             check_metrics(options["metrics"]), options["batches"], options["queries"],
             options["strict"],
             keeps_arrays=options["arrays"] and options["directory"] is not None,
         )  # fmt: skip
-        self._device = MeasuringDevice(options["device"], model)
+        self._device = MeasuringDevice(options["device"], self._model)
         self._source = "inline" if options["probe"] is None else "probe"
         self._group = self._join_ranks()
         self.warnings = warnings = Warnings(self._group, strict=options["strict"])
         self.budget = Budget(_share_of(options["budget"], self._group))
         loss = options["probe_loss"]
         self.passes = Passes(
-            model, options, views=self._evaluator.views, group=self._group,
+            self._parts, options, views=self._evaluator.views, group=self._group,
             device=self._device, budget=self.budget,
             loss=None if loss is None else ProbeLoss(loss, warnings),
         )  # fmt: skip
@@ -255,8 +259,8 @@ class Monitor:
     def __repr__(self) -> str:
         options = self._options
         parts = [
-            type(self._model).__name__,
-            f"{len(self.passes.block_names)} blocks",
+            self._parts.name,
+            f"{len(self._block_names)} blocks",
             f"{len(options['metrics'])} metrics",
             f"schedule={text_of(options['schedule'])}",
             "no record" if self.path is None else f"record={str(self.path)!r}",
@@ -327,13 +331,13 @@ class Monitor:
             "geomon": version("geomon"),
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "model": type(self._model).__name__,
+            "model": self._parts.name,
             "parameters": sum(
                 parameter.numel()
                 for parameter in self._model.parameters()
                 if not nn.parameter.is_lazy(parameter)
             ),
-            "layers": self.passes.block_names,
+            "layers": self._block_names,
             "metrics": {name: msgspec.to_builtins(metric.text) for name, metric in metrics.items()},
             "schedule": text_of(options["schedule"]),
             "tokens": options["tokens"],
@@ -342,6 +346,7 @@ class Monitor:
             "seed": options["seed"],
             "world_size": self._group.size,
             "gather": self._group.connected,
+            "mesh": self._group.mesh.words(),
             "device": str(self._device.device),
             **flat_settings(options["settings"]),
         }
@@ -357,7 +362,7 @@ class Monitor:
         if not self._is_own():
             return
         began = time.perf_counter() - window.seconds
-        self._read(step, "inline", lambda: [self.passes.snapshot(window)], began=began)
+        self._read(step, "inline", lambda: self.passes.snapshots(window), began=began)
 
     @contextmanager
     def _probing(self, step: int) -> Iterator[None]:
@@ -442,11 +447,16 @@ class Monitor:
     def _join_ranks(self) -> RankGroup:
         """The ranks, connected if all were built with the same options; a collective then."""
         options = self._options
-        anatomy = find_anatomy(self._model, options["blocks"])
-        blocks = {x.name: tuple(block.name for block in x.blocks) for x in anatomy.stacks}
-        place = dataclasses.replace(find_place([self._model]), blocks=(blocks,))
+        anatomy = self._parts.find_anatomy(options["blocks"])
+        blocks: list[dict[str, tuple[str, ...]]] = [{} for _ in self._parts.modules]
+        for stack in anatomy.stacks:
+            blocks[stack.part][stack.name] = tuple(block.name for block in stack.blocks)
+        place = find_place(self._parts.modules, self._parts.stages)
+        place = dataclasses.replace(place, blocks=tuple(blocks))
         if not options["gather"]:
-            return find_ranks(place)
+            ranks = find_ranks()
+            ranks.mesh = Mesh((place,))
+            return ranks
         schedule = options["schedule"]
         assert callable(schedule)  # of what is checked
         compared = {
@@ -456,6 +466,13 @@ class Monitor:
             **{name: options[name] for name in ("tokens", "batches", "queries", "budget", "seed")},
         }
         return join_ranks(place, compared, timeout=options["rank_timeout"])
+
+    @property
+    def _block_names(self) -> list[str]:
+        """Names of the blocks of the whole model, as far as they are known."""
+        if self._parts.stages and self._group.connected:
+            return self._group.mesh.block_names()
+        return self.passes.block_names
 
     def _make_record(self, directory: str | os.PathLike[str] | None) -> Record | None:
         """The record, on the first rank; where it cannot be made all ranks raise the same."""

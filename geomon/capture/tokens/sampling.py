@@ -189,13 +189,23 @@ class MemoryLimit:
         sampler: Sampler of the rows, which this limits.
         layers: Number of layers whose hidden states are kept.
         blocks: Number of blocks whose attention is kept; 0 where none is.
+        share: Number of passes that share the memory.
+
+    Attributes:
+        sampler: The argument.
     """
 
     def __init__(
-        self, max_mb: float | None, sampler: RowSampler, *, layers: int, blocks: int
+        self,
+        max_mb: float | None,
+        sampler: RowSampler,
+        *,
+        layers: int,
+        blocks: int,
+        share: int = 1,
     ) -> None:
-        self._max_mb = max_mb
-        self._sampler = sampler
+        self._max_mb = None if max_mb is None else max_mb / share
+        self.sampler = sampler
         self._asked = sampler.max_rows
         self._layers = layers
         self._blocks = blocks
@@ -211,17 +221,17 @@ class MemoryLimit:
         """
         if self._max_mb is not None:
             row = _BYTES * width * (self._layers + 4 * self._blocks)
-            self._sampler.limit(max(_FEWEST_ROWS, int(_FOR_ROWS * 1e6 * self._max_mb / row)))
+            self.sampler.limit(max(_FEWEST_ROWS, int(_FOR_ROWS * 1e6 * self._max_mb / row)))
 
     def notes(self) -> list[Note]:
         """Make the notes that a reader of the numbers needs."""
-        if self._max_mb is None or self._sampler.max_rows >= self._asked:
+        if self._max_mb is None or self.sampler.max_rows >= self._asked:
             return []
         text = (
             "at most {rows} rows instead of {asked} are kept: a window may hold {limit:g} MB "
             "(max_capture_mb)"
         )
-        numbers = {"rows": self._sampler.max_rows, "asked": self._asked, "limit": self._max_mb}
+        numbers = {"rows": self.sampler.max_rows, "asked": self._asked, "limit": self._max_mb}
         return [Note("rows thinned for memory", text, numbers=numbers)]
 
 
