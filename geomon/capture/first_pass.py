@@ -310,19 +310,10 @@ class StackPass:
         self.tokens.begin(shape)
 
     def _look_at_ids(self, part: Shape) -> None:
-        ids = self.tokens.ids
-        dims = range(len(part))
-        longer = (
-            dim
-            for dim in dims
-            if ids.has(sharded_along(dim, part, self.place).shape, positions=True)
-        )
-        if ids.has(part, positions=False):
-            self._along_is_known = True
-        elif (along := next(longer, None)) is not None:
-            self._along, self._along_is_known = along, True
-        else:
-            self._along_is_known = ids.has(part, positions=True)
+        longer = [sharded_along(dim, part, self.place).shape for dim in range(len(part))]
+        shape = self.tokens.ids.first_fitting([part, *longer])
+        self._along_is_known = shape is not None
+        self._along = None if shape in (None, part) else longer.index(shape)
 
     def row_indices(self, shape: Shape) -> Tensor:
         """Return flat indices of the sampled rows; the same for hidden states of one shape.

@@ -1,6 +1,7 @@
 """Token ids: those of one pass, among all integers that embedding tables were given."""
 
 import zlib
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
@@ -51,15 +52,20 @@ class TokenIds:
         if shape not in self._found:
             self._found[shape] = self._choose(shape, hidden)
 
-    def has(self, shape: Shape, *, positions: bool) -> bool:
-        """Whether a table was given integers that may be the token ids of hidden states.
+    def first_fitting(self, shapes: Sequence[Shape]) -> Shape | None:
+        """Return the first shape that hidden states of the token ids may have; None for none.
+
+        Integers that look like positions come last, and before them ids that have to be turned.
 
         Args:
-            shape: Shape of the hidden states, without the width.
-            positions: Whether integers that look like positions count.
+            shapes: Shapes of hidden states, without the width.
         """
-        found = candidates(self.lookups, shape, streams=False)
-        return any(positions or no_positions(one.lookup) for one in found)
+        found = [
+            (not no_positions(one.lookup), one.layout.turned, shape)
+            for shape in shapes
+            for one in candidates(self.lookups, shape, streams=False)
+        ]
+        return min(found, key=lambda fit: fit[:2])[2] if found else None
 
     def may_have_made(self, hidden: Tensor) -> bool:
         """Whether a table may have given one row for each row of a tensor, of the same width.
