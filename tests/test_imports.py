@@ -31,7 +31,7 @@ INNER = {
         "calling": {"private", "snapshot", "unchanged"},
         "tap": {"private", "shards", "storage"},
         "tokens": {"anatomy", "snapshot", "storage"},
-        "attending": {"anatomy", "private", "snapshot", "storage", "tap", "tokens"},
+        "attending": {"anatomy", "private", "shards", "snapshot", "storage", "tap", "tokens"},
     },
     "monitor": {
         "planning": set(),

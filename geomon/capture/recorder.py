@@ -283,10 +283,14 @@ def _show_shape(given: Arguments, stack_pass: StackPass, block_call: BlockCall) 
 
 
 def _fitting(scores: Tensor, dim: int, possible: Sequence[Known]) -> Known:
-    """Return what is known of an attention with the first shape that fits its scores."""
-    local = local_shard(scores)
-    fitting = (known for known in possible if arrange_scores(local, dim, known) is not None)
-    return next(fitting, possible[0])
+    """Return what is known of an attention with the shape that its scores have, else the first."""
+    for known in possible:
+        arranged = arrange_scores(local_shard(scores), dim, known)
+        if arranged is not None:
+            attended = arranged.shape[0], arranged.shape[2]
+            if known.shape in (attended, attended[::-1]):
+                return known
+    return possible[0]
 
 
 def _check_tokens(given: Arguments, shape: tuple[int, ...]) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from geomon.note import Note
+
 Ranks = tuple[int, ...]
 
 
@@ -53,6 +55,44 @@ class Place:
     def is_whole(self) -> bool:
         """Whether the rank has the whole model."""
         return self.shards == 1 and len(self.stages) == self.num_stages
+
+    def part(self) -> str:
+        """Say which part of the model the rank has."""
+        parts = []
+        if len(self.stages) < self.num_stages:
+            numbers = " and ".join(map(str, self.stages))
+            word = "stages" if len(self.stages) > 1 else "stage"
+            parts.append(f"{word} {numbers} of {self.num_stages} (from 0)")
+        if self.shards > 1:
+            parts.append(f"shard {self.shard} of {self.shards} of the weights")
+        return ", ".join(parts) or "the whole model"
+
+    def words(self, ranks: int) -> str:
+        """Say which dimensions the mesh has, as far as the rank itself knows them.
+
+        Args:
+            ranks: Number of all ranks.
+        """
+        parts = []
+        if self.pipeline:
+            runs = len(self.pipeline)
+            stages = f" ({self.num_stages} stages)" if self.num_stages != runs else ""
+            parts.append(f"{runs} pipeline{stages}")
+        if self.shards > 1:
+            parts.append(
+                f"{self.shards} tensor" + f" ({self.tensor_name})" * bool(self.tensor_name)
+            )
+        data = ranks // (max(1, len(self.pipeline)) * self.shards)
+        parts = [f"{data} data"] * (data > 1) + parts
+        return f"{ranks} ranks: {' x '.join(parts)}" if ranks > 1 else "1 rank"
+
+    def notes_alone(self) -> list[Note]:
+        """Make the note on values that stand on the part of this rank alone; none on the whole."""
+        if self.is_whole:
+            return []
+        text = "of the model the part of rank {rank} is measured: {part}"
+        numbers: dict[str, int | str] = {"rank": self.rank, "part": self.part()}
+        return [Note("part of the model", text, numbers=numbers)]
 
 
 @dataclass(frozen=True)
@@ -142,17 +182,7 @@ class Mesh:
 
     def words(self) -> str:
         """Say which dimensions the mesh has."""
-        count = len(self.places)
-        first = self.places[0]
-        parts = [f"{self.data_size} x data"] if self.data_size > 1 else []
-        if first.pipeline:
-            runs = len(first.pipeline)
-            stages = f" ({first.num_stages} stages)" if first.num_stages != runs else ""
-            parts.append(f"{runs} x pipeline{stages}")
-        if first.tensor:
-            name = f" ({first.tensor_name})" if first.tensor_name else ""
-            parts.append(f"{first.shards} x tensor{name}")
-        return f"{count} ranks: {', '.join(parts)}" if parts else f"{count} ranks"
+        return self.places[0].words(len(self.places))
 
 
 def find_place(parts: Sequence[nn.Module], stages: Sequence[Any] = ()) -> Place:

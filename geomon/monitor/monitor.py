@@ -316,6 +316,11 @@ class Monitor:
         """Share of the time since the first step that geomon took; NaN before the first step."""
         return self.budget.overhead
 
+    @property
+    def communication(self) -> tuple[int, int]:
+        """Number of collectives that this rank has called for geomon, and bytes it has sent."""
+        return self._group.calls, self._group.bytes_sent
+
     def expect_end(self, step: int | None) -> None:
         """Let the budget be a share of the time that the whole run is expected to take.
 
@@ -518,6 +523,8 @@ def _notes_of_run(passes: Passes, group: RankGroup, device: MeasuringDevice) -> 
     if (reason := group.why_not_connected) is not None:
         text = "rows are not gathered, only those of rank 0 are measured: {reason}"
         notes.insert(0, Note("not gathered", text, numbers={"reason": reason}))
+    if not group.connected:
+        notes += group.own.notes_alone()
     if (reason := device.why_host) is not None:
         text = "measured on the host: {reason}"
         notes.append(Note("measured on the host", text, numbers={"reason": reason}))

@@ -29,6 +29,12 @@ NO_SCORES = (
     "keys: features (linear attention), chunks of keys or experts"
 )
 
+ON_SEVERAL_RANKS = (
+    "the queries or keys of a sequence are on several ranks (context parallelism), each of which "
+    "attends to those of the others in turn; where ranks are given parts of sequences, positions "
+    "of hidden states are counted within these parts"
+)
+
 _ALIKE = 1e-2  # share by which the rounding of bfloat16 moves a logit
 
 _BY_HAND = (
